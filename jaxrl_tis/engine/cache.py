@@ -1,9 +1,9 @@
 """Keys and values in pages: an argument and a result of every program, never module state.
 
-A pool holds P pages of S positions for each of N key/value heads; page 0 takes what nobody reads.
-A sequence is a row of a page table: its positions i*S .. i*S+S-1 lie in page table[i]. Unrolled
-layers have a `KV` each. Scanned layers share one `StackedKV`, every value beside its key, which
-goes through the scan and is written in place.
+A pool holds P pages of S positions for each of N key/value heads. Page 0 takes writes that are never
+read. A sequence is a row of a page table: its positions i*S .. i*S+S-1 are in page table[i]. Unrolled
+layers have a `KV` each. Scanned layers share one `StackedKV`, in which a value follows its key. It
+passes through the scan and is written in place.
 
 int8 and float8 pools hold x / scale, rounded, with scale = absmax / 127 (or 448) of a token's key (or
 value) of a head.
@@ -111,7 +111,7 @@ class StackedKV:
         return jax.tree.map(lambda x: _copy_pages(x, sources_m, targets_m, 1), self)
 
     def beside(self, k: jax.Array, v: jax.Array) -> "StackedKV":
-        """Lays keys and values [..., N,(S,)K] side by side, as the pool stores them, with scales
+        """Returns keys and values [..., N,(S,)K] side by side, as the pool stores them, with scales
         [..., N,2(,S)]."""
         (k, k_scale), (v, v_scale) = _codes(k, self.kv.dtype), _codes(v, self.kv.dtype)
         scale = None if k_scale is None else jnp.stack([k_scale, v_scale], axis=2)
@@ -182,13 +182,12 @@ def empty(config: ModelConfig, pages: int, size: int, dtype: str, unrolled: bool
 
 
 def axes(x: jax.Array) -> tuple:
-    """Returns the logical axes of an array of a pool: each part of the batch has pages of its
-    own."""
+    """Returns the logical axes of an array of a pool. Each data shard has its own pages."""
     first = (None,) * (x.ndim == 5) + ("batch", "kv_heads")
     return first + (None,) * (x.ndim - len(first))
 
 
-# `attend` of the transformer: writes the keys of its tokens, attends to all that came before
+# `attend` of the transformer: writes the keys of its tokens, then attends to all keys so far
 
 
 def _on_devices(layout: Layout, step: Callable, cache: Any, arrays: tuple) -> Callable:
@@ -212,8 +211,8 @@ def fill(
     starts_r: jax.Array, lengths_r: jax.Array, table_rp: jax.Array, layout: Layout,
     numerics: str = "fast",
 ):
-    """Makes the attention of chunks of prompts: row r holds lengths_r[r] tokens from position
-    starts_r[r] on, which begins a page."""
+    """Returns the `attend` function of a prefill: row r holds lengths_r[r] tokens from position
+    starts_r[r] on, a multiple of the page size."""
 
     def step(q_rthk, k_rtnk, v_rtnk, cache, starts_r, lengths_r, table_rp):
         r, t, n, k = k_rtnk.shape
@@ -237,8 +236,9 @@ def append(
     index_bt: jax.Array, is_written_bt: jax.Array, table_bp: jax.Array, layout: Layout,
     numerics: str = "fast",
 ):
-    """Makes the attention of T new tokens of every slot, at places index_bt of its pages. A token
-    whose key is there already, or that nobody waits for (is_written False), writes to page 0."""
+    """Returns the `attend` function of a decode: T new tokens of every slot, at places index_bt of
+    its pages. A token with is_written False writes to page 0: its key is in the pages already, or
+    its slot is free."""
     paged = PAGED[numerics]
     if numerics == "fast" and layout.platform == "cpu":
         paged = attention.paged_attention_by_length
@@ -271,8 +271,7 @@ def append(
 
 
 def _append_kernel(q_bthk, k_btnk, v_btnk, cache: LayerOf, index_bt, page_bt, table_bp):
-    """Runs the kernel, which takes one token of every slot; the T tokens of a draft follow one
-    another."""
+    """Runs the kernel, which takes one token of every slot, for each of the T tokens in turn."""
     b, _, h, k = q_bthk.shape
 
     def token(pool, rows):

@@ -1,4 +1,4 @@
-"""What may be recorded of the distribution of a draw: its likeliest tokens and its support."""
+"""Records of a token's sampling distribution: its likeliest tokens and its support."""
 
 import jax
 import jax.numpy as jnp
@@ -9,10 +9,14 @@ BLOCK = 128
 
 
 def top(scores_bv: jax.Array, n: int, shards: Shards) -> tuple[jax.Array, jax.Array]:
-    """Finds the n tokens with the highest scores: their ids [B,n], the lower id first among equals,
-    and their scores [B,n]. Where fewer are possible, the id is -1 and the score -inf.
+    """Finds the n tokens with the highest scores.
 
-    `scores_bv` are those of this part's tokens, at least n of them, -inf outside the support.
+    Args:
+      scores_bv: [B,V] scores of this device's part of the vocabulary, V >= n; -inf outside the
+        support.
+
+    Returns: their ids [B,n], the lower id first among equals, and their scores [B,n]. Where fewer
+    than n tokens are possible, the id is -1 and the score -inf.
     """
     scores_bn, local_bn = jax.lax.top_k(scores_bv, n)
     parts = shards.gather(scores_bn), shards.gather(local_bn + shards.index * scores_bv.shape[1])
@@ -23,11 +27,11 @@ def top(scores_bv: jax.Array, n: int, shards: Shards) -> tuple[jax.Array, jax.Ar
 
 
 def support(is_in_bv: jax.Array, n: int, shards: Shards) -> jax.Array:
-    """Lists the ids [B,n] of the tokens that are in, ascending, then -1. Where more than n are in,
-    all entries are -1.
+    """Lists the ids [B,n] of the tokens with is_in, ascending, padded with -1. A row with more than
+    n such tokens is all -1.
 
-    Nothing is sorted: the j-th of them lies in the first block of the vocabulary up to which there
-    are j, and every device finds those of its own part.
+    Nothing is sorted. The j-th token lies in the first block of the vocabulary up to which j tokens
+    are in, and every device finds the tokens of its own part.
     """
     b, v = is_in_bv.shape
     blocks = jnp.pad(is_in_bv, ((0, 0), (0, -v % BLOCK))).reshape(b, -1, BLOCK)

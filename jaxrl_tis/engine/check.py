@@ -1,4 +1,4 @@
-"""Settings of the sampler that contradict each other."""
+"""Checks of the sampler's config fields against each other."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def engine_problems(config: ml_collections.ConfigDict) -> Iterator[str]:
 
 
 def is_filtered(rollout: ml_collections.ConfigDict) -> bool:
-    """Whether a token of the vocabulary may be left out of the distribution that is sampled."""
+    """Whether top-k, top-p or min-p is set, so that tokens can have probability 0."""
     return rollout.top_k > 0 or rollout.top_p < 1 or rollout.min_p > 0
 
 
@@ -68,7 +68,8 @@ def _sampling(config):
 
 
 def _numerics(config):
-    """Finds formats that differ, where two programs are to agree bit by bit."""
+    """Finds settings with which sampler and learner cannot agree bit by bit in invariant
+    numerics."""
     if config.model.numerics != "invariant":
         return
     for name in ("dtype", "quantization", "unquantized"):

@@ -1,4 +1,4 @@
-"""What an engine is made of, beside its model and its mesh."""
+"""The sizes, number formats and recorded fields of an engine."""
 
 import dataclasses
 
@@ -8,30 +8,30 @@ from jaxrl_tis.models import quant
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig:
-    """The sizes and formats of an engine, and what it records of its draws.
+    """The sizes and number formats of an engine, and the fields that it records per token.
 
     Attributes:
       slots: sequences decoded together.
       max_length: prompt plus sampled tokens of a sequence.
       page_size: positions of a page of the cache.
-      num_pages: pages of each shard of the slots, page 0 included; None holds every slot at
-        max_length.
+      num_pages: pages of each data shard, page 0 included; None: every slot can hold a sequence
+        of max_length.
       dtype: compute dtype; cache_dtype: dtype of keys and values, "int8" and
         "float8_e4m3fn" included.
       quantization: a name in `quant.SCHEMES`, for the layers' projections but `unquantized`.
       fp32_head: the output head in float32 at the highest precision.
       steps: decode steps per `generate` call.
-      max_draft: longest draft of a `verify` call that `Engine.programs` shows; 0: no such call.
-      prefill_batch: prompts per prefill call; prefill_chunk: at most so many tokens of each.
+      max_draft: longest draft of the `verify` program that `Engine.programs` returns; 0: none.
+      prefill_batch: prompts per prefill call; prefill_chunk: most tokens of each.
       unroll: unroll the layers (faster on CPU) instead of scanning them (compiles once per layer).
-      records_logits: keep the whole distribution of every token; for small models.
-      penalties: take requests with penalties, a bias or min_tokens, which change their logits and
-        count the tokens of the vocabulary in every slot.
-      top_n: record so many of the likeliest tokens of every draw.
-      num_kept: record what could be drawn, where that is at most so many tokens.
+      records_logits: record the whole distribution of every token; for small models.
+      penalties: accept requests with penalties, a bias or min_tokens. The engine then counts
+        tokens per vocabulary entry in every slot.
+      top_n: number of likeliest tokens recorded per sampled token.
+      num_kept: record the tokens that the filters kept, if they are at most this many.
       numerics: "fast", or "invariant": the log-probs of a token do not depend on the other slots,
-        the chunks of its prompt or the mesh, and are those of a learner with these numerics.
-      injected: a gap that is put in, see injection.py.
+        the chunks of its prompt or the mesh, and equal those of a learner with these numerics.
+      injected: an artificial gap, see injection.py.
     """
 
     slots: int
@@ -65,6 +65,6 @@ class EngineConfig:
 
     @property
     def whole_chunk(self) -> int:
-        """The longest chunk of a prompt: prefill_chunk in whole pages, but no longer than a
-        sequence."""
+        """The longest chunk of a prompt: prefill_chunk rounded up to whole pages, and at most a
+        whole sequence."""
         return -(-min(self.prefill_chunk, self.max_length) // self.page_size) * self.page_size

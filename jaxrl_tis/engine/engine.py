@@ -31,7 +31,7 @@ class Engine:
 
     Args:
       model: architecture of the model.
-      config: sizes, formats and what is recorded of each sampled token.
+      config: sizes, formats and the recorded fields per sampled token.
       layout: mesh and rules; None runs on one device.
 
     Raises:

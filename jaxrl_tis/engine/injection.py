@@ -1,9 +1,9 @@
-"""A gap of a chosen size that is put into the sampler, to see what gaps do to a run.
+"""Artificial gaps between sampler and learner of a chosen size, to study the effect of gaps on a run.
 
-Small models in short runs have smaller gaps of their own than the large ones whose runs collapse. What
-is injected is the same at every step and every version of the weights, as the gap of another kernel or
-format is; it is drawn once from `seed`, and `scale` 0 changes no bit. The recorded log-probs are those
-of the distribution that was drawn from, so that the gap is measured and corrected like any other.
+Small models in short runs have smaller gaps than the large models whose runs collapse. An injected gap
+is the same at every step and every version of the weights, as the gap of another kernel or format is.
+It is sampled once from `seed`, and `scale` 0 changes no bit. The recorded log-probs include it, so the
+gap is measured and corrected like any other.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from jaxrl_tis.models.transformer import Params
 
 @dataclasses.dataclass(frozen=True)
 class Injection:
-    """What is injected.
+    """An artificial change of the sampler's logits or weights.
 
     Attributes:
       logits: (logits [M,V] float32, positions [M]) -> logits [M,V].
       weights: (the policy's parameters) -> parameters.
-      text: how the config spells it.
+      text: the value of config.engine.injected.
     """
 
     logits: Callable[[jax.Array, jax.Array], jax.Array] = lambda logits_mv, position_m: logits_mv
@@ -38,7 +38,8 @@ class Injection:
 
 def logits(*, scale, growth=0.0, seed=0) -> Injection:
     """Adds scale (1 + growth t) z_v to the logit of token v at position t of a sequence, z_v a
-    standard normal draw for each token of the vocabulary. The other sign of `scale` favours the others."""
+    standard normal sample for each token of the vocabulary. The sign of `scale` flips the favoured
+    tokens."""
 
     def change(logits_mv, position_m):
         z_v = jax.random.normal(jax.random.key(seed), logits_mv.shape[1:], jnp.float32)
@@ -49,7 +50,7 @@ def logits(*, scale, growth=0.0, seed=0) -> Injection:
 
 def sharpness(*, scale, growth=0.0) -> Injection:
     """Multiplies logits at position t by exp(scale (1 + growth t)): the sampler is surer than the
-    learner, or with a negative scale less sure."""
+    learner, or less sure with a negative scale."""
 
     def change(logits_mv, position_m):
         return logits_mv * jnp.exp(_strength(scale, growth, position_m))[:, None]
@@ -58,8 +59,8 @@ def sharpness(*, scale, growth=0.0) -> Injection:
 
 
 def weights(*, scale, seed=0) -> Injection:
-    """Multiplies each weight of the layers' projections by 1 + scale z, z a standard normal draw for
-    each of them."""
+    """Multiplies each weight of the layers' projections by 1 + scale z, z a standard normal sample
+    per weight."""
 
     def change(params):
         layers = dict(params["layers"])
@@ -81,8 +82,8 @@ INJECTIONS = {"logits": logits, "sharpness": sharpness, "weights": weights}
 
 @functools.cache
 def parse(text: str) -> Injection:
-    """Reads `config.engine.injected`, such as "logits(scale=0.5)"; nothing for "". ValueError for a
-    name or a parameter that there is not, or a value that is no number."""
+    """Parses `config.engine.injected`, such as "logits(scale=0.5)"; "" injects nothing. ValueError
+    for an unknown name or parameter, or a value that is not a number."""
     if not text:
         return Injection()
     name, parameters = choices.parse("injection", text, INJECTIONS)

@@ -1,8 +1,8 @@
-"""Our engine behind the interface of JetStream: jetstream.engine.engine_api.Engine of
-google-jetstream 0.2.2, which `./launch/jetstream.sh` installs and tests it with.
+"""Our engine behind JetStream's interface, jetstream.engine.engine_api.Engine of google-jetstream
+0.2.2. `./launch/jetstream.sh` installs that package and tests this module with it.
 
-`prefill` fills the pages of a cache of one sequence (`Prefilled`), `insert` copies them to the pages
-that a slot always has, and every token, the first included, comes from `generate`.
+`prefill` fills the pages of a cache for one sequence (`Prefilled`), `insert` copies them to the fixed
+pages of a slot, and `generate` samples every token, including the first.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ MIN_PREFILL, MAX_PREFILL = 16, 32768  # JetStream pads prompts to powers of two 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prefilled:
-    """A prefilled prompt: its tokens [T] without padding, and pages whose first ones hold their
-    keys."""
+    """A prefilled prompt: its tokens [T] without padding, and a cache with their keys in its first
+    pages."""
 
     tokens: Any
     cache: Any
@@ -35,7 +35,7 @@ class Prefilled:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DecodeState:
-    """The engine's state, and how many tokens [B] each slot has drawn."""
+    """The engine's state, and the number of sampled tokens of each slot [B]."""
 
     engine: ours.DecodeState
     lengths: jax.Array
@@ -45,10 +45,12 @@ class Engine(engine_api.Engine):
     """One of our engines, with one tokenizer and one way of sampling.
 
     Args:
-      engine: of one step per call, since JetStream counts tokens call by call, and one data shard.
+      engine: an engine with one data shard and one step per call, because JetStream counts tokens
+        per call.
       tokenizer: its end tokens end a sequence.
-      sampling: of every request; JetStream itself stops at the tokens that a client asks for.
-      seed: of the noise; the request inserted as the i-th, from 0, has the id str(i).
+      sampling: sampling parameters of every request; JetStream itself stops at a client's
+        max_tokens.
+      seed: seed of the sampling keys; the i-th inserted request, from 0, has the id str(i).
     """
 
     def __init__(
@@ -88,8 +90,8 @@ class Engine(engine_api.Engine):
         self, *, params: Any, existing_prefix: Prefilled | None = None, padded_tokens: Any,
         true_length: int,
     ) -> Prefilled:
-        """Fills the pages of a prompt; ValueError for an empty one, NotImplementedError for one
-        that extends another."""
+        """Fills the pages of a prompt. ValueError for an empty prompt, NotImplementedError for an
+        existing prefix."""
         if existing_prefix is not None:
             raise NotImplementedError("a prompt is prefilled as a whole")
         tokens = np.asarray(padded_tokens, np.int32)[: int(true_length)]
@@ -117,7 +119,7 @@ class Engine(engine_api.Engine):
     def generate(
         self, params: Any, decode_state: DecodeState
     ) -> tuple[DecodeState, engine_api.ResultTokens]:
-        """Draws a token of every slot that runs; the entries of the others are not valid."""
+        """Samples a token of every running slot; the entries of other slots are not valid."""
         state, result = self._engine.generate(
             params, decode_state.engine, self._table, self._shift
         )
@@ -131,7 +133,7 @@ class Engine(engine_api.Engine):
         return Prefilled(self._engine.layout.replicated(), self._cache_shardings())
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
-        """Returns nothing, because `build_tokenizer` needs nothing of it."""
+        """Returns empty parameters: `build_tokenizer` needs none."""
         return tokenizer_pb2.TokenizerParameters()
 
     def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> "PaddingTokenizer":
@@ -147,7 +149,7 @@ class Engine(engine_api.Engine):
 
     @property
     def max_prefill_length(self) -> int:
-        """The longest prompt: a power of two that leaves room for a token."""
+        """The longest prompt: a power of two that leaves room for one sampled token."""
         longest = min(self._engine.max_length - 1, MAX_PREFILL)
         return 1 << (longest.bit_length() - 1)
 
@@ -173,7 +175,7 @@ class Engine(engine_api.Engine):
 
 
 def _place(pools: Any, prefix: Any, first: jax.Array) -> Any:
-    """Writes the pages of a prefilled prompt, but for its page 0, into the pools from page `first`
+    """Writes the pages of a prefilled prompt, without its page 0, into the pools from page `first`
     on."""
 
     def place(pool, pages):
@@ -185,22 +187,21 @@ def _place(pools: Any, prefix: Any, first: jax.Array) -> Any:
 
 
 def _count(result: ResultTokens, lengths_b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns ([B,3]: the token, whether it is valid, the tokens drawn so far; and those counts
-    alone)."""
+    """Returns ([B,3]: token, whether it is valid, number of sampled tokens so far; [B]: these
+    numbers alone)."""
     valid_b = result.valid[0].astype(jnp.int32)
     lengths_b = lengths_b + valid_b
     return jnp.stack([result.tokens[0], valid_b, lengths_b], axis=1), lengths_b
 
 
 class PaddingTokenizer(tokenizer_api.Tokenizer):
-    """One of our tokenizers as JetStream calls it."""
+    """One of our tokenizers behind JetStream's tokenizer interface."""
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
     def encode(self, s: str, **kwargs) -> tuple[Any, int]:
-        """Returns (padded tokens, how many they are without padding); see
-        token_utils.pad_tokens."""
+        """Returns (padded tokens, their number without padding); see token_utils.pad_tokens."""
         has_start = kwargs.pop("is_bos", True)
         tokens = np.array(self._tokenizer.encode(s, add_special=has_start), np.int32)
         return token_utils.pad_tokens(tokens, None, self.pad_id, is_bos=False, **kwargs)

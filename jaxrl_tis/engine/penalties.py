@@ -1,9 +1,13 @@
-"""What a request changes in its logits before they are drawn from.
+"""Penalties and bias: changes of a request's logits before its token is sampled.
 
-In this order: the repetition penalty (arXiv:1909.05858) divides the positive logits and multiplies
-the negative ones of tokens in the prompt or drawn before; the presence and the frequency penalty
-are subtracted from those of tokens drawn before, once, and times how often; the bias is added; and
-what must not be drawn yet, a stop id before min_tokens, becomes -inf.
+They apply in this order:
+
+1. The repetition penalty (arXiv:1909.05858) divides positive and multiplies negative logits of
+   tokens in the prompt or sampled before.
+2. The presence penalty is subtracted once from the logits of tokens sampled before, the frequency
+   penalty once per occurrence.
+3. The bias is added.
+4. Stop ids become -inf before min_tokens tokens are sampled.
 """
 
 import dataclasses
@@ -24,15 +28,15 @@ BY_ROW, BY_TOKEN = ("batch",), ("batch", "vocab")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Penalties:
-    """What the requests in B rows change about the logits.
+    """Penalties, bias and barred stop ids of the requests in B rows, with their token counts.
 
     Attributes:
       repetition, presence, frequency: [B] float32, see SamplingParams.
       bias_ids: [B,MAX_BIAS] int32 tokens, -1 where a request names fewer; bias: [B,MAX_BIAS].
-      stop_ids: [B,MAX_STOP_IDS] int32 padded with -1; barred: [B] int32 draws for which they are
-        still impossible.
+      stop_ids: [B,MAX_STOP_IDS] int32 padded with -1; barred: [B] int32 tokens to sample before
+        they are allowed.
       in_prompt: [B,V] bool, the prompt has the token.
-      drawn: [B,V] int32, how often it was drawn.
+      drawn: [B,V] int32, how often it was sampled.
     """
 
     repetition: Any
@@ -47,8 +51,7 @@ class Penalties:
 
     @classmethod
     def of(cls, params: list[SamplingParams]) -> "Penalties":
-        """Makes the penalties of requests that have seen no token yet; `seen` adds what they
-        have."""
+        """Makes the penalties of requests without token counts; `seen` adds these."""
         column = lambda name: np.array([getattr(p, name) for p in params], np.float32)
         bias_ids = np.full((len(params), MAX_BIAS), -1, np.int32)
         bias = np.zeros((len(params), MAX_BIAS), np.float32)
@@ -71,8 +74,8 @@ class Penalties:
         self, tokens_bt: jax.Array, prompts_b: jax.Array, lengths_b: jax.Array, vocab_size: int,
         layout: Layout,
     ) -> "Penalties":
-        """Counts the tokens of rows: the first `prompts` tokens of each are its prompt, and the
-        others, up to `lengths`, were drawn."""
+        """Counts the tokens of rows: the first `prompts` tokens of a row are its prompt, and the
+        others, up to `lengths`, were sampled."""
         shards, spec = Shards.of(layout), lambda axes: layout.sharding(axes).spec
         count = functools.partial(_count, width=vocab_size // shards.count, shards=shards)
         counted = layout.shard(count, (spec(BY_ROW),) * 3, (spec(BY_TOKEN),) * 2)
@@ -81,7 +84,7 @@ class Penalties:
         return dataclasses.replace(self, barred=barred, in_prompt=in_prompt, drawn=drawn)
 
     def draw(self, token_b: jax.Array, is_drawn_b: jax.Array, layout: Layout) -> "Penalties":
-        """Counts one drawn token in some of the rows."""
+        """Counts one sampled token in each row with is_drawn."""
         shards, spec = Shards.of(layout), lambda axes: layout.sharding(axes).spec
         specs = spec(BY_TOKEN), spec(BY_ROW), spec(BY_ROW)
         add = layout.shard(functools.partial(_add, shards=shards), specs, spec(BY_TOKEN))
@@ -91,14 +94,14 @@ class Penalties:
         )
 
     def filled(self, fill) -> "Penalties":
-        """Applies `fill` to what has an entry for every token."""
+        """Applies `fill` to the fields with an entry per vocabulary token."""
         return dataclasses.replace(self, in_prompt=fill(self.in_prompt), drawn=fill(self.drawn))
 
     def specs(self, layout: Layout) -> "Penalties":
         return Penalties.places(lambda axes: layout.sharding(axes).spec)
 
     def apply(self, logits_bv: jax.Array, shards: Shards) -> jax.Array:
-        """Returns this part's logits [B,V] as the requests change them, float32."""
+        """Returns the changed logits [B,V] of this device's part of the vocabulary, float32."""
         logits_bv = logits_bv.astype(jnp.float32)
         factor_b1, was_drawn_bv = self.repetition[:, None], self.drawn > 0
         repeated_bv = jnp.where(logits_bv > 0, logits_bv / factor_b1, logits_bv * factor_b1)
@@ -118,7 +121,7 @@ def _cells(ids_bn: jax.Array, shards: Shards, width: int) -> tuple[jax.Array, ja
 
 
 def _count(tokens_bt, prompts_b, lengths_b, *, width: int, shards: Shards):
-    """Counts this part's tokens: (in_prompt, drawn)."""
+    """Counts the tokens of this device's part of the vocabulary: (in_prompt, drawn)."""
     rows, ids = _cells(tokens_bt, shards, width)
     at, shape = jnp.arange(tokens_bt.shape[1])[None], (len(tokens_bt), width)
     is_prompt, is_drawn = at < prompts_b[:, None], at < lengths_b[:, None]

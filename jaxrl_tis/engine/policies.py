@@ -1,4 +1,4 @@
-"""Who of the waiting requests runs next: the smallest key first, ties in the order of arrival."""
+"""Order of the waiting requests: the smallest key first, ties in the order of arrival."""
 
 import collections
 import dataclasses
@@ -8,12 +8,12 @@ from jaxrl_tis.engine.records import Request
 
 
 class Policy(Protocol):
-    """Who of the waiting requests comes first: the one whose `key` is smallest, given how many
-    tokens it has drawn. `added` and `removed` hear of every request once, the latter with the
-    tokens it drew, or None if it did not end by itself.
+    """Order of the waiting requests: the smallest `key` of (request, number of sampled tokens) is
+    admitted first.
 
-    A key changes only where `removed` says so: it returns whether those of the other requests with
-    this prompt may be others now.
+    `added` and `removed` are called once per request. `removed` gets the number of sampled tokens,
+    or None if the request was aborted. It returns whether the keys of the other requests with this
+    prompt may have changed; keys change at no other time.
     """
 
     def added(self, request: Request) -> None: ...
@@ -22,7 +22,7 @@ class Policy(Protocol):
 
 
 class FirstCome:
-    """Requests come in the order of their arrival."""
+    """Admits requests in the order of their arrival."""
 
     def added(self, request: Request) -> None:
         pass
@@ -35,14 +35,14 @@ class FirstCome:
 
 
 class ShortestPrompt(FirstCome):
-    """The request with the least to prefill comes first, so that first tokens come soon."""
+    """Admits the request with the fewest tokens to prefill first, for early first tokens."""
 
     def key(self, request: Request, drawn: int) -> tuple:
         return (len(request.prompt) + drawn,)
 
 
 class LongestFirst(FirstCome):
-    """The request that may still draw the most tokens comes first, so that no long sequence starts
+    """Admits the request that may still sample the most tokens first, so no long sequence starts
     last."""
 
     def key(self, request: Request, drawn: int) -> tuple:
@@ -51,7 +51,7 @@ class LongestFirst(FirstCome):
 
 @dataclasses.dataclass
 class Group:
-    """One prompt: how many of its samples are `live`, and the `longest` of those that finished."""
+    """The samples of one prompt: how many are `live`, and the `longest` length of a finished one."""
 
     live: int = 0
     probe: str | None = None
@@ -59,10 +59,12 @@ class Group:
 
 
 class GroupLongestFirst:
-    """Seer (arXiv:2511.14617): one request of each group, the samples of one prompt, is its probe.
-    Probes run first, those with the fewest tokens ahead. A group is estimated as long as its
-    longest finished sample, or at its limit before there is one; the longest estimates go first.
-    A group is forgotten with the last of its requests.
+    """Seer's order (arXiv:2511.14617): admits the groups with the longest expected samples first.
+
+    A group is the samples of one prompt, and one of its requests is the probe. Probes go first, the
+    probe with the fewest tokens ahead. The length of the other requests is estimated as the longest
+    finished sample of the group, or max_tokens before there is one. A group is forgotten with its
+    last request.
     """
 
     def __init__(self):

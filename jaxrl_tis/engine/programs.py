@@ -23,11 +23,11 @@ from jaxrl_tis.kernels.logprob import token_logprob
 from jaxrl_tis.models import transformer
 from jaxrl_tis.sharding import Layout
 
-LOGPROB_CHUNK = 256  # positions of prompts whose logits are alive at a time
+LOGPROB_CHUNK = 256  # prompt positions with logits in memory at a time
 
 
 class Programs:
-    """The compiled programs of one Spec. Each consumes (donates) the state that it is given.
+    """The compiled programs of one Spec. Each donates the state that it takes.
 
     Attributes:
       shardings: where the arrays of a DecodeState are, in its tree.
@@ -215,8 +215,8 @@ def _replicated(layout: Layout, result: Any) -> Any:
 
 
 def _empty_draws(spec: Spec) -> tuple[Draw, jax.Array]:
-    """Returns zeros in the shape of the draws of a whole call, and of the booleans that say which
-    of them count."""
+    """Returns zeros in the shape of the results of a whole call: (sampled tokens with their
+    fields, which of them are valid)."""
     shape, widths = (spec.config.steps, spec.config.slots), spec.widths
 
     def zeros(field):
@@ -265,7 +265,7 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
 
 
 def _penalties_along(layout: Layout, penalties: Penalties | None, drafts_bg, is_live_bt):
-    """Returns the penalties of the rows [B*T] of a pass: those after each token of the draft."""
+    """Returns the penalties of the rows [B*T] of a pass, updated after each token of the draft."""
     if penalties is None:
         return None
     along = [penalties]
@@ -278,8 +278,8 @@ def _penalties_along(layout: Layout, penalties: Penalties | None, drafts_bg, is_
 def _advance(
     layout: Layout, slots: Slots, drawn_bt, drafts_bg, is_live_bt
 ) -> tuple[Slots, jax.Array]:
-    """Moves the slots behind the sampled tokens that count, and returns which of [B,T] count: all
-    up to the first one that is a stop id or differs from the draft."""
+    """Advances the slots past the valid sampled tokens. Returns (slots, is_valid [B,T]): tokens are
+    valid up to the first one that is a stop id or differs from the draft."""
     is_stop_bt = jnp.any(drawn_bt[..., None] == slots.stop_ids[:, None], axis=-1)
     goes_on_bg = (drawn_bt[:, :-1] == drafts_bg) & ~is_stop_bt[:, :-1] & is_live_bt[:, 1:]
     goes_on_bg = jnp.cumprod(goes_on_bg, axis=1, dtype=jnp.int32).astype(bool)

@@ -1,4 +1,4 @@
-"""What passes between scheduler and engine, and what the scheduler asks of any engine."""
+"""The interface between scheduler and engine, and the data that they exchange."""
 
 import dataclasses
 from typing import Any, Protocol
@@ -11,12 +11,18 @@ from jaxrl_tis.engine.records import Request
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """A part of a sequence that is to be prefilled: its tokens from position `start` on, which
-    begins a page, and the pages of the sequence so far, in the shard of the cache that holds it.
-    The pages before `start` may be those that an earlier chunk of the same call writes: each layer
-    writes the keys of all chunks, or of those before, before it reads them. `targets` are the
-    tokens that follow each of its own, where their log-probs are asked for; after the last token of
-    the sequence, any."""
+    """A chunk of a sequence to prefill.
+
+    Attributes:
+      shard: shard of the cache that holds the sequence.
+      tokens: [n] the tokens from position `start` on.
+      start: a multiple of the page size.
+      pages: the pages of the sequence up to the end of the chunk. Pages before `start` may be
+        written by an earlier chunk of the same call: each layer writes the keys of the chunks
+        before it reads them.
+      targets: [n] the next token after each of `tokens`, for log-probs of the prompt; any value
+        after the last token of the sequence. None: no log-probs.
+    """
 
     shard: int
     tokens: np.ndarray
@@ -27,8 +33,8 @@ class Chunk:
 
 @dataclasses.dataclass(frozen=True)
 class Insertion:
-    """What goes into a slot: a sequence whose first `cached` positions lie in the slot's pages, of
-    which the page `copy[1]` is to become a copy of the page `copy[0]` (0, 0: none)."""
+    """A sequence to insert into a slot. Its first `cached` positions are in the slot's pages. Page
+    `copy[1]` of these becomes a copy of page `copy[0]`; (0, 0): no copy."""
 
     request: Request
     tokens: np.ndarray
@@ -40,18 +46,19 @@ class Insertion:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Drawn tokens and what is recorded of each, `fields.DRAWN`: arrays with the same leading axes.
+    """Sampled tokens and the recorded fields of each (`fields.DRAWN`), with equal leading axes.
 
     Attributes:
       tokens: int32.
-      logp_behav: log-probability under what it was drawn from: penalised, filtered, renormalised.
-      logp_raw: log-probability under the model's own logits at the same temperature (1 if greedy),
-        without filters, penalties and bias; so that, where nothing is penalised,
-        logp_raw - logp_behav is the log of the kept mass.
-      entropy: nats, of the distribution it was drawn from.
-      logits: [...,V] log-probs of that distribution; None unless recorded, as are all that follow.
+      logp_behav: log-prob under the sampling distribution: penalised, filtered, renormalised.
+      logp_raw: log-prob under the model's own logits at the same temperature (1 if greedy), without
+        filters, penalties and bias. Without penalties, logp_raw - logp_behav is the log of the mass
+        that the filters kept.
+      entropy: nats, of the sampling distribution.
+      logits: [...,V] log-probs of that distribution. This field and the next are None unless
+        recorded.
       top_ids, top_logps: [...,n] the likeliest tokens, see capture.top.
-      kept: [...,n] int32 tokens that could be drawn, see capture.support.
+      kept: [...,n] int32 tokens with positive probability, see capture.support.
     """
 
     tokens: jax.Array
@@ -67,11 +74,11 @@ class Draw:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResultTokens(Draw):
-    """What one `generate` or `verify` call drew, arrays [K,B].
+    """The tokens that one `generate` or `verify` call sampled, arrays [K,B].
 
     Attributes:
-      valid: [K,B] bool; where it is False, the entries of all others mean nothing.
-      remaining: [B] the count after the call: a slot that drew tokens and has 0 has finished.
+      valid: [K,B] bool; where it is False, the other fields have no meaning.
+      remaining: [B] tokens left after the call; 0 in a slot that sampled tokens: it has finished.
     """
 
     valid: jax.Array
@@ -79,13 +86,13 @@ class ResultTokens(Draw):
 
 
 class EngineProtocol(Protocol):
-    """What the scheduler needs; the tests drive it with an engine made of arithmetic.
+    """The methods and sizes that the scheduler uses. Tests drive it with an engine of arithmetic.
 
-    Slots, prefill rows and pages are cut into `shards` equal parts in order; a sequence lives in
-    one of them. `table` [slots, n] holds the pages of each slot in order, `shift` [slots] how many
-    of its positions were evicted. Requests may change the logits of the first `num_penalised`
-    tokens, all or none. Results hold `num_logits`, `top_n` and `num_kept` numbers of a draw beside
-    its token.
+    Slots, prefill rows and pages are cut into `shards` equal parts in order, and a sequence lives
+    in one of them. `table` [slots, n] holds the pages of each slot in order, `shift` [slots] the
+    number of its evicted positions. Requests may change the logits of the first `num_penalised`
+    tokens of the vocabulary, which are all or none. Results have `num_logits`, `top_n` and
+    `num_kept` entries per sampled token.
     """
 
     slots: int

@@ -1,4 +1,4 @@
-"""What goes into the engine and what comes out: requests and the records of finished sequences."""
+"""Requests to the engine, and trajectories: the records of finished sequences."""
 
 import dataclasses
 import hashlib
@@ -24,23 +24,23 @@ def _is_int(x, least: int = 0) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
-    """How one request is sampled.
+    """Sampling parameters of one request.
 
     Attributes:
       temperature: 0 is greedy. Filters act on softmax(logits / temperature), in this order:
       top_k: keep the k most likely tokens; 0 keeps all.
-      top_p: of those, keep the smallest set with at least this mass; 1 keeps all.
-      min_p: of those, keep tokens at least min_p times as likely as the most likely one.
+      top_p: of these, keep the smallest set with at least this mass; 1 keeps all.
+      min_p: of these, keep tokens at least min_p times as likely as the most likely one.
       stop_ids: a sampled token among these ends the sequence (and belongs to it).
       stop_strings: the sequence ends with the token that completes one of these in its text.
       max_tokens: upper bound of sampled tokens.
-      min_tokens: before so many are sampled no stop id can be drawn, and no stop string ends the
-        sequence; one that was complete by then never does.
+      min_tokens: before this many tokens no stop id can be sampled and no stop string ends the
+        sequence. A stop string that is complete by then never ends it.
       repetition_penalty: positive logits of tokens in the prompt or sampled before are divided by
         it, negative ones multiplied; 1 changes nothing.
       presence_penalty: subtracted from the logits of tokens sampled before.
       frequency_penalty: subtracted from them as often as they were sampled.
-      logit_bias: ((token, what is added to its logit), ...) of at most MAX_BIAS tokens.
+      logit_bias: ((token, bias added to its logit), ...) of at most MAX_BIAS tokens.
       prompt_logprobs: record the log-probs of the prompt's own tokens.
     """
 
@@ -108,7 +108,7 @@ class SamplingParams:
 
     @property
     def is_penalised(self) -> bool:
-        """Whether the request draws from other logits than the model's."""
+        """Whether penalties, a bias or min_tokens change the model's logits."""
         penalties = (self.repetition_penalty - 1, self.presence_penalty, self.frequency_penalty)
         bars_stops = self.min_tokens > 0 and bool(self.stop_ids)
         return any(penalties) or bool(self.logit_bias) or bars_stops
@@ -120,27 +120,33 @@ def _no(dtype, dims: int = 1):
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """The record of one sequence, written as its tokens were drawn.
+    """The record of one sampled sequence. Arrays [n] have one entry per sampled token.
 
-    Arrays have one entry per sampled token: `tokens` int32, `mask` bool (True: the policy chose
-    it), `turn` int32, `logp_behav` (of what it was drawn from: penalised, filtered, renormalised),
-    `logp_raw` (of the model's logits at the temperature, 1 if greedy), `entropy` (nats) float32,
-    `version` int32 (weights that drew the token), `kv_version` int32 (weights that filled the cache
-    when its segment began: none of the keys it looked at are of older ones), `segment` int32 (how
-    often the sequence's cache had been rebuilt before it), and `logits` [n,V] float32, log-probs of
-    the distribution it was drawn from, V = 0 unless recorded. `top_ids` int32 and `top_logps`
-    float32 [n,k] are the k likeliest tokens of that distribution, -1 and -inf where fewer were
-    possible. `kept` [n,K] int32 are the tokens that could be drawn, ascending, then -1; a row of
-    nothing but -1 says that more than K could. k and K are 0 unless recorded.
-    `evict_step` [prompt + n] int32: a query at position t saw position s iff
-    s <= t < evict_step[s]; empty where nothing is ever evicted.
-    `prompt_logps` [prompt] float32, where asked for: the log-prob of each prompt token after those
-    before it, under the model's own logits at temperature 1 and the weights that first filled the
-    cache; the first has none, NaN. Empty if the sequence ended before its prompt was read.
-    `stop_reason` is "stop", "length" or "abort"; `quant_id` names the weights' format.
-
-    Whoever builds a record of several turns, or with tokens that others wrote, gives `mask` and
-    `turn`; without them it is one turn of which the policy chose every token.
+    Attributes:
+      id, prompt, seed, temperature: of the request; request: its hash.
+      tokens: int32.
+      logp_behav: float32 log-prob under the sampling distribution: penalised, filtered,
+        renormalised.
+      logp_raw: float32 log-prob under the model's own logits at the temperature (1 if greedy).
+      entropy: float32 nats, of the sampling distribution.
+      version: int32, weights that sampled the token.
+      stop_reason: "stop", "length" or "abort".
+      quant_id: the number format of the weights.
+      mask: bool, True: the policy chose the token; turn: int32. By default one turn in which the
+        policy chose every token. Records of several turns, or with tokens of others, set both.
+      kv_version: int32, weights that filled the cache when the token's segment began. All keys
+        that it attended to are of these weights or newer ones.
+      segment: int32, how often the sequence's cache had been rebuilt before the token.
+      logits: [n,V] float32 log-probs of the sampling distribution; V = 0 unless recorded.
+      evict_step: [prompt + n] int32: a query at position t saw position s iff
+        s <= t < evict_step[s]; empty if nothing was evicted.
+      top_ids, top_logps: [n,k] int32 and float32, the k likeliest tokens of the sampling
+        distribution; -1 and -inf where fewer were possible; k = 0 unless recorded.
+      kept: [n,K] int32 tokens with positive probability, ascending, padded with -1. A row of -1
+        alone: there were more than K. K = 0 unless recorded.
+      prompt_logps: [prompt] float32, if requested: the log-prob of each prompt token under the
+        model's own logits at temperature 1 and the weights that first filled the cache; NaN for
+        the first token. Empty if the sequence ended before its prompt was read.
     """
 
     id: str
@@ -176,11 +182,15 @@ class Trajectory:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """One sequence to be sampled. `id` is unique among live requests and seeds its noise with
-    the low 32 bits of `seed`. `prompt` is any sequence of token ids, held as int32.
+    """A request to sample one sequence.
 
-    `partial` is the aborted trajectory of the same request, which goes on where it was cut:
-    sampling.max_tokens counts its tokens too.
+    Attributes:
+      id: unique among live requests; seeds the random keys together with `seed`.
+      prompt: any sequence of token ids, stored as int32.
+      seed: only its low 32 bits count.
+      sampling: sampling parameters.
+      partial: the aborted trajectory of the same request, to be continued. Its tokens count towards
+        sampling.max_tokens.
     """
 
     id: str

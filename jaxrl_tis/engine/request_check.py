@@ -1,4 +1,4 @@
-"""Whether an engine can ever serve a request."""
+"""Checks that an engine can serve a request."""
 
 from collections.abc import Collection
 
@@ -52,7 +52,7 @@ def _problems(request: Request, engine: EngineProtocol, can_decode: bool) -> dic
 
 
 def _partial_problems(request: Request) -> dict[str, bool]:
-    """Problems of the trajectory that the request continues."""
+    """Returns {problem of the trajectory that the request continues: whether it exists}."""
     partial, sampling = request.partial, request.sampling
     return {
         "the partial trajectory is of another request":
@@ -71,8 +71,8 @@ def _partial_problems(request: Request) -> dict[str, bool]:
 
 
 def _record_problems(request: Request, engine: EngineProtocol) -> dict[str, bool]:
-    """What this engine cannot append to: a record has one temperature, one quant_id and one width
-    of each field."""
+    """Returns the problems of appending to the partial record: a record has one temperature, one
+    quant_id and one width of each field."""
     partial, temperature = request.partial, request.sampling.temperature
     widths = {n: getattr(engine, f.width) for n, f in DRAWN.items() if f.width}
     partial_widths = {name: getattr(partial, name).shape[1] for name in widths}

@@ -1,9 +1,9 @@
-"""What the engine draws from: temperature, top-k, top-p and min-p per row, and the keyed draw.
+"""Sampling: temperature, top-k, top-p and min-p per row, and sampling with a key per token.
 
 The order is: penalties and bias on the logits (see penalties.Penalties), temperature, top-k, top-p,
-min-p, each on what the one before left. The vocabulary may be split over a mesh axis; then devices
-exchange a few numbers per row. No filter sorts: the edge of what it keeps is found bit by bit, by
-one count or sum of the row for each bit.
+min-p. Each filter acts on the result of the filter before. The vocabulary may be split over a mesh
+axis; then devices exchange a few numbers per row. No filter sorts: the edge of the kept set is found
+bit by bit, with one count or sum of the row per bit.
 """
 
 import dataclasses
@@ -57,8 +57,8 @@ def _scaled(logits_bv: jax.Array, rows: SamplingRows, shards: Shards = WHOLE) ->
 
 
 def _largest(is_low: Callable[[jax.Array], jax.Array], shape: tuple) -> jax.Array:
-    """Finds the largest int32 >= 0 with is_low, which holds at 0, up to some integer and not
-    beyond."""
+    """Finds the largest int32 >= 0 for which is_low holds, by binary search. is_low holds at 0 and is
+    monotone."""
 
     def try_bit(i, low):
         trial = low | (1 << (KEY_BITS - 1 - i))
@@ -76,8 +76,9 @@ def _keys(scaled_bv: jax.Array) -> jax.Array:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Support:
-    """What rows may draw, [B,1] each: tokens of a key below `edge`, those at the edge of an id
-    below `cut`, and of both only those at least `min_p` times as likely as the most likely one."""
+    """The tokens with positive probability in each row, as bounds [B,1]: keys below `edge`, and keys
+    equal to `edge` with an id below `cut`; of these, tokens at least `min_p` times as likely as the
+    most likely one."""
 
     edge: jax.Array
     cut: jax.Array
@@ -87,7 +88,7 @@ class Support:
 def _filtered(scaled_bv: jax.Array, rows: SamplingRows, shards: Shards) -> Support:
     """Returns the support after top-k, top-p and min-p; ties go to the lower token id.
 
-    Top-k and top-p keep what lies before an edge, and at the edge as many ties as still fit; the
+    Top-k and top-p keep the tokens before an edge, and as many ties at the edge as still fit. The
     nearer of the two edges counts.
     """
     key_bv, raw_bv = _keys(scaled_bv), jnp.exp(scaled_bv)
@@ -118,8 +119,8 @@ def _filtered(scaled_bv: jax.Array, rows: SamplingRows, shards: Shards) -> Suppo
 
 
 def _support(scaled_bv, rows: SamplingRows, any_filtered, any_greedy, shards=WHOLE) -> Support:
-    """Returns the support of every row. Filters and the search for the maximum run only when a row
-    of any device asks for them, so that all devices take the same branch."""
+    """Returns the support of every row. Filters and the search for the maximum run only if a row on
+    any device needs them, so all devices take the same branch."""
     column = lambda value: jnp.full((len(scaled_bv), 1), value)
     everything = Support(column(MAX_INT), column(MAX_INT), column(0.0))
     is_filtered, is_greedy = _is_filtered(rows)[:, None], (rows.temperature <= 0)[:, None]
@@ -160,8 +161,8 @@ def _asked(rows: SamplingRows) -> tuple[jax.Array, jax.Array]:
 def distribution(
     logits_bv: jax.Array, rows: SamplingRows | SamplingParams, penalties: Penalties | None = None
 ) -> jax.Array:
-    """Returns the log-probabilities [B,V] that `sample` draws from; -inf outside the support. One
-    SamplingParams stands for all rows; `penalties` are what it says of them in these rows."""
+    """Returns the log-probs [B,V] of the sampling distribution; -inf outside the support. A single
+    SamplingParams applies to all rows; `penalties` are the penalties of these rows."""
     if isinstance(rows, SamplingParams):
         rows = SamplingRows.of([rows] * len(logits_bv))
     scaled_bv = _scaled(logits_bv if penalties is None else penalties.apply(logits_bv, WHOLE), rows)
@@ -176,8 +177,8 @@ def _target(u_b: jax.Array, total_b: jax.Array) -> jax.Array:
 
 
 def _blocks(weights_bv: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
-    """Lays this part's weights on the grid of blocks of the whole vocabulary, [B,n,BLOCK] with
-    zeros outside the part, and returns the number of its first block too."""
+    """Returns (this device's weights on the block grid of the whole vocabulary [B,n,BLOCK], zeros
+    outside its part; the index of its first block)."""
     b, v = weights_bv.shape
     if shards.count == 1 or v % BLOCK == 0:
         blocks = jnp.pad(weights_bv, ((0, 0), (0, -v % BLOCK))).reshape(b, -1, BLOCK)
@@ -191,9 +192,9 @@ def _blocks(weights_bv: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array
 
 
 def _is_reached(weights_bn, cumulative_bn, target_b, has_last_b1=True) -> jax.Array:
-    """Marks [B,n] where the weight is positive and the cumulative weight exceeds the target. The
-    last positive weight is marked in any case, because a cumulative sum may round to less there
-    than at the end."""
+    """Returns [B,n] bool: the weight is positive and the cumulative weight exceeds the target. The
+    last positive weight is always True, because the cumulative sum may round to less there than at
+    the end."""
     place_1n = jnp.arange(weights_bn.shape[1])[None]
     is_possible = weights_bn > 0
     last_b1 = jnp.max(jnp.where(is_possible, place_1n, -1), axis=-1, keepdims=True)
@@ -202,8 +203,8 @@ def _is_reached(weights_bn, cumulative_bn, target_b, has_last_b1=True) -> jax.Ar
 
 
 def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax.Array:
-    """Draws by inverse CDF in two levels, blocks and tokens within the block, with one uniform
-    number for each. A token of weight zero is never drawn."""
+    """Samples token ids [B] by inverse CDF in two levels, blocks and tokens within the block, with one
+    uniform number for each. A token of weight zero is never sampled."""
     blocks, first = _blocks(weights_bv, shards)
     if shards.is_invariant:
         block_b = _draw_invariant_block(weights_bv, u_b2[:, 0], shards)
@@ -221,9 +222,8 @@ def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax
 
 
 def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
-    """Returns the number [B] of the first block whose cumulative weight exceeds u times the total;
-    0 if the weights are NaN. The last block of a part counts with its pieces in the parts that
-    follow."""
+    """Returns the index [B] of the first block with a cumulative weight above u times the total; 0 if
+    the weights are NaN. The last block of a part includes its pieces in the parts that follow."""
     cumulative = jnp.cumsum(sums_bn, axis=-1)
     pieces = shards.gather(jnp.stack([cumulative[:, -1], sums_bn[:, 0]]))
     ends = [jnp.zeros_like(u_b)]
@@ -246,8 +246,8 @@ def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
 
 
 def _draw_invariant_block(weights_bv: jax.Array, u_b: jax.Array, shards: Shards) -> jax.Array:
-    """Draws the block as `_draw_block` does, from the sums of all blocks on each device. Every part
-    holds whole runs of COLUMNS tokens, of which a block has several."""
+    """Samples the block as `_draw_block` does, from the sums of all blocks on each device. Every part
+    holds whole runs of COLUMNS tokens, and a block has several runs."""
     b, run = len(u_b), tiles.COLUMNS
     if shards.count == 1:
         weights_bv = tiles.fill(weights_bv, 1, tiles.VOCAB_UNIT)
@@ -270,17 +270,17 @@ def sample(
     layout: Layout | None = None, *, penalties: Penalties | None = None, top_n: int = 0,
     num_kept: int = 0, numerics: str = "fast",
 ) -> Draw:
-    """Draws one token per row with the key fold_in(fold_in(seed, request), position).
+    """Samples one token per row with the key fold_in(fold_in(seed, request), position).
 
     Args:
       logits_bv: [B,V] float32.
       keys_b2: [B,2] uint32 from `row_keys`.
-      positions_b: [B] int32 absolute position of the token to be drawn.
-      layout: splits the rows and the vocabulary over a mesh; None draws on one device.
-      penalties: change the logits; None draws from them as they are.
-      top_n: record so many of the likeliest tokens.
-      num_kept: record supports of at most so many tokens.
-      numerics: "invariant" draws and scores the same on every mesh, bit by bit.
+      positions_b: [B] int32 absolute position of the token to be sampled.
+      layout: splits the rows and the vocabulary over a mesh; None: one device.
+      penalties: change the logits; None: no penalties.
+      top_n: number of likeliest tokens to record.
+      num_kept: record supports of at most this many tokens.
+      numerics: "invariant" samples and scores the same on every mesh, bit by bit.
     """
     shards, is_invariant = Shards.of(layout), numerics == "invariant"
     if is_invariant and shards.count > 1:

@@ -1,4 +1,4 @@
-"""A vocabulary split over a mesh axis, as code inside the mesh sees it."""
+"""Reductions over a vocabulary that is split over a mesh axis, for code inside the mesh."""
 
 import dataclasses
 from typing import Any
@@ -12,10 +12,10 @@ from jaxrl_tis.sharding import Layout
 
 @dataclasses.dataclass(frozen=True)
 class Shards:
-    """How the vocabulary is split: `count` equal parts in order over a mesh axis, or one part.
+    """The split of the vocabulary: `count` equal parts in order over a mesh axis, or one part.
 
-    Inside the mesh, `sum`, `max` and `min` reduce what the devices hold of the same rows, and
-    `totals` numbers over the vocabulary, in the order of invariant numerics if asked to.
+    Inside the mesh, `sum`, `max` and `min` reduce the devices' values of the same rows. `totals`
+    sums over the vocabulary, with `is_invariant` in the order of invariant numerics.
     """
 
     axis: Any = None
@@ -62,7 +62,7 @@ class Shards:
         return self.index * width + jnp.arange(width)[None]
 
     def local(self, ids: jax.Array, width: int) -> jax.Array:
-        """Counts token ids from the first of this part; ids of other parts become `width`."""
+        """Returns token ids relative to the first id of this part; ids of other parts become `width`."""
         local = ids - self.index * width
         return jnp.where((local >= 0) & (local < width), local, width)
 

@@ -1,4 +1,4 @@
-"""The text of tokens that come a few at a time, and the stop strings in it."""
+"""Incremental decoding of tokens to text, and the search for stop strings in it."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -10,17 +10,15 @@ Decode = Callable[[np.ndarray], str]
 
 
 class Text:
-    """The text of all tokens so far. `decode` is asked for the newest tokens and a few before them
-    alone.
+    """The text of a growing list of tokens. It decodes only the newest tokens and a few before them.
 
-    More tokens leave the text of a decoder as it is, but for INCOMPLETE at its end; and what they
-    add depends on a few tokens that have a text before them (the first token of all may lose its
-    space). Where the few show that it changed after all, as bytes do that turn out to be none of a
-    character, everything is decoded.
+    Two facts make this possible. Further tokens change a decoder's text only at a final INCOMPLETE.
+    And the text that they add depends on a few tokens before them (the first token of all may lose
+    its space). If the text of these few tokens changes after all, everything is decoded again.
 
     Attributes:
-      tokens: all so far.
-      same: characters at the beginning of the text that the newest tokens left as they were.
+      tokens: all tokens so far.
+      same: characters at the beginning of the text that the newest tokens did not change.
     """
 
     def __init__(self, decode: Decode, tokens: Sequence[int] = ()):
@@ -51,25 +49,25 @@ class Text:
 
 
 def settled_length(tokens: Sequence[int], decode: Decode) -> int:
-    """Counts the characters of these tokens that further ones leave as they are."""
+    """Counts the characters of these tokens that further tokens cannot change."""
     return len(decode(np.array(tokens, np.int32)).rstrip(INCOMPLETE)) if len(tokens) else 0
 
 
 def first_stop(text: str, stops: Iterable[str], start: int = 0) -> int | None:
-    """Returns where the first stop string begins that ends beyond `start` characters; None if there
+    """Returns the index of the first stop string that ends beyond `start` characters; None if there
     is none."""
     places = [text.find(stop, max(0, start - len(stop) + 1)) for stop in stops]
     return min([place for place in places if place >= 0], default=None)
 
 
 class StopSearch:
-    """Finds where the text of a sequence first holds a stop string.
+    """Finds the token that completes the first stop string of a sequence.
 
     Args:
       stops: the stop strings.
       decode: tokens -> text.
-      tokens: those before the first call, which are known to end none.
-      least: so many tokens end none, whatever their text.
+      tokens: tokens before the first call, which complete no stop string.
+      least: no stop string counts within this many tokens.
     """
 
     def __init__(
@@ -79,8 +77,8 @@ class StopSearch:
         self._text, self._floor = Text(decode, tokens), None
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
-        """Returns how many tokens there are up to the one, of these, that ends a stop string; None
-        if the text holds none."""
+        """Appends tokens and returns the number of tokens up to the one that completes a stop string;
+        None if no stop string is complete."""
         known = max(len(self._text.tokens), self._least)
         text = self._text.add(tokens)
         everything = np.array(self._text.tokens, np.int32)
@@ -89,7 +87,7 @@ class StopSearch:
         if self._floor is None:
             self._floor = settled_length(everything[: self._least], self._decode)
         floor = self._floor
-        # A stop string that ends in what is new, or in what changed.
+        # A stop string that ends in new or changed text.
         if first_stop(text, self._stops, max(self._text.same, floor)) is None:
             return None
         holds = lambda n: first_stop(self._decode(everything[:n]), self._stops, floor) is not None

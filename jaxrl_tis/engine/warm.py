@@ -1,4 +1,4 @@
-"""Every program that requests can ask an engine for, compiled before the first one comes."""
+"""Compilation of every program of an engine before the first request."""
 
 from typing import Any
 
@@ -11,19 +11,18 @@ from jaxrl_tis.engine.protocol import Chunk
 
 
 def prefill_lengths(engine: Engine) -> list[int]:
-    """Returns the padded lengths that the chunks of a prefill call can have: those of prompts, and
-    those of sequences that lost their pages, which may be of any length that leaves a token to
-    draw."""
+    """Returns the padded lengths of the chunks of a prefill call. Preempted sequences are prefilled
+    too, so a chunk may have any length that leaves a token to sample."""
     longest = min(engine.prefill_chunk, engine.max_length - 1)
     return sorted({engine.bucket(length) for length in range(1, longest + 1)})
 
 
 def warm_up(engine: Engine, params: Any) -> None:
-    """Runs every program of the engine in every shape, on a state of its own whose slots are all
-    free: nothing is drawn, and what is prefilled goes to the page that nobody reads.
+    """Runs every program of the engine in every shape, on a temporary state with free slots. No
+    token is sampled, and prefilled keys go to page 0, which is never read.
 
     Args:
-      params: serving parameters; those of later weights have the same shapes.
+      params: serving parameters; later weights have the same shapes.
     """
     state = engine.init_state()
     table = np.zeros((engine.slots, engine.pages_per_slot), np.int32)

@@ -1,4 +1,4 @@
-"""The learner's parameters in the form that the engine serves: cast or quantised, then moved."""
+"""Serving parameters: the learner's parameters, cast or quantised, then moved to the engine."""
 
 import dataclasses
 import functools
@@ -19,7 +19,7 @@ class Weights:
     """Makes serving parameters for one engine.
 
     Args:
-      inject: what the learner's parameters are changed by first, see injection.py.
+      inject: an artificial change of the learner's parameters, applied first, see injection.py.
 
     Attributes:
       shardings: of the serving parameters, in their tree.
@@ -45,10 +45,11 @@ class Weights:
     def load(
         self, params: transformer.Params, noise: transforms.Noise | None = None
     ) -> transformer.Params:
-        """Adds noise to the norms, casts and quantises where the parameters lie, and moves only the
-        result. Parameters that lie on no mesh are laid out to serve first.
+        """Returns the serving parameters. Noise, cast and quantisation run on the devices of the
+        parameters, and only the result is moved. Parameters without a mesh are laid out for serving
+        first.
 
-        What arrives is compared with what was sent, by its fingerprint on each of the devices.
+        Sent and received arrays are compared by their fingerprints on each device.
 
         Raises:
           RuntimeError: they differ.
@@ -65,9 +66,9 @@ class Weights:
         return served
 
     def loader(self, params: transformer.Params) -> Any:
-        """Returns the jitted function of `load` for parameters, maybe abstract, with these
-        shardings. It returns what is served, and the fingerprint that this has before it is moved;
-        None on a single device, where nothing is."""
+        """Returns the jitted function of `load` for (maybe abstract) parameters with these shardings.
+        It returns (the serving parameters, their fingerprint before the move). The fingerprint is
+        None on a single device, where nothing is moved."""
         return self._loader(_homes(params))
 
     def _load_from(self, homes: tuple[NamedSharding, ...]) -> Any:
@@ -87,13 +88,13 @@ class Weights:
         )
 
     def _holds(self, homes: tuple[NamedSharding, ...]) -> bool:
-        """Whether all of an array is on the devices of the serving mesh, in whatever layout."""
+        """Whether all arrays are on the devices of the serving mesh, in any layout."""
         devices = tuple(self._layout.mesh.devices.flat)
         return all(tuple(s.mesh.devices.flat) == devices for s in homes)
 
     def shardings_in(self, layout: Layout) -> Any:
-        """Returns the shardings of the serving parameters in a layout, or in the learner's, where
-        `load` leaves them before they go to other devices. A scale has no input axis to split."""
+        """Returns the shardings of the serving parameters in a layout. In the learner's layout these
+        are the shardings before the move to other devices. A scale has no input axis to split."""
         scale = lambda axes: layout.sharding((*axes[:-2], None, axes[-1]))
 
         def place(path, axes):
@@ -129,10 +130,11 @@ class Weights:
         return outer | {"layers": jax.lax.map(serve, params["layers"])}
 
     def _outer(self, name, w, home):
-        """Returns a parameter outside the layers; a float32 head multiplies float32 weights, and with
-        float16 every head is one, see `kernels.head`.
-        Devices first exchange parts of their own columns, because in one step from the learner's
-        layout XLA would move the whole table to each of them."""
+        """Returns a parameter outside the layers. A float32 head has float32 weights, and with float16
+        every head is a float32 head, see `kernels.head`.
+
+        Devices first exchange parts of their own columns. In one step from the learner's layout XLA
+        would move the whole table to each device."""
         head = "embed" if self._config.tie_embeddings else "head"
         is_float = name == head and (
             self._program.fp32_head or self._program.dtype == "float16"
@@ -162,7 +164,7 @@ class Weights:
 
 
 def _homes(params: transformer.Params) -> tuple[NamedSharding, ...]:
-    """Returns where each parameter lies, in the order of the tree; none if one of them lies on no
+    """Returns the sharding of each parameter, in the order of the tree; () if any of them has no
     mesh."""
     shardings = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(params))
     return shardings if all(isinstance(s, NamedSharding) for s in shardings) else ()

@@ -1,4 +1,4 @@
-"""The one thread that owns the scheduler of a server: commands go in, what was drawn comes out."""
+"""The thread that owns the scheduler of a server: commands in, sampled tokens out."""
 
 import contextlib
 import queue
@@ -13,19 +13,19 @@ from absl import logging
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 
-# Called in the worker's thread with a request's id and its tokens so far, its record when it has
-# ended, or the error that ended the worker.
+# Called in the worker's thread with (request id, its tokens so far | its record when it has ended |
+# the error that ended the worker).
 Listener = Callable[[str, np.ndarray | Trajectory | Exception], None]
 
 
 class EngineThread:
-    """Steps a scheduler while requests are pending, and runs commands between the steps.
+    """Steps a scheduler while requests are pending, and executes commands between the steps.
 
-    Other threads call its methods; those that return a Future do so at once.
+    Other threads call its methods. A method that returns a Future returns at once.
 
     Attributes:
-      version: of the weights; each change adds 1.
-      error: what the engine died of; from then on every command fails with it.
+      version: version of the weights; each change adds 1.
+      error: the exception that ended the engine; every later command fails with it.
     """
 
     def __init__(self, scheduler: Scheduler, version: int = 0):
@@ -35,26 +35,26 @@ class EngineThread:
         self._is_stopped = False
         self._commands = queue.SimpleQueue[tuple[Callable[[], Any], Future]]()
         self._listeners: dict[str, Listener] = {}
-        self._streamed: dict[str, int] = {}  # tokens that the listener has heard of
+        self._streamed: dict[str, int] = {}  # number of tokens sent to the listener
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
 
     @property
     def pending(self) -> int:
-        """The number of requests that somebody waits for."""
+        """The number of requests with a listener."""
         return len(self._listeners)
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the running step; what is pending fails."""
+        """Ends the thread after the running step. Pending requests fail."""
         self._is_stopped = True
         self._call(lambda: None)  # wakes it
         self._thread.join()
 
     def submit(self, requests: list[Request], listener: Listener, is_streamed: bool) -> Future:
-        """Adds all of the requests or none; the Future raises what Scheduler.add raises. A streamed
-        request's listener hears of its tokens after every step that drew some."""
+        """Adds all of the requests or none. The Future raises the exceptions of Scheduler.add. With
+        is_streamed the listener gets the tokens after every step that sampled some."""
 
         def add():
             added = []
@@ -73,7 +73,7 @@ class EngineThread:
         return self._call(add)
 
     def abort(self, request_ids: Collection[str]) -> None:
-        """Ends these requests before the next step, as far as they have not ended."""
+        """Aborts these requests before the next step, unless they have ended."""
 
         def abort():
             for id in request_ids:
@@ -83,8 +83,8 @@ class EngineThread:
         self._call(abort)
 
     def set_params(self, params: Any) -> Future:
-        """Replaces the serving parameters for all tokens drawn after the running step; the Future
-        returns their version."""
+        """Replaces the serving parameters after the running step. The Future returns the new
+        version."""
 
         def change():
             self._scheduler.set_params(params, self.version + 1)
@@ -112,7 +112,7 @@ class EngineThread:
         return self._scheduler.pending > 0 and self.error is None
 
     def _next_commands(self) -> list[tuple[Callable[[], Any], Future]]:
-        """Returns the commands that wait; waits for one when there is no step to do."""
+        """Returns the queued commands; waits for one if no request is pending."""
         commands = [] if self._is_running else [self._commands.get()]
         while not self._commands.empty():
             commands.append(self._commands.get())
@@ -132,7 +132,7 @@ class EngineThread:
         try:
             for trajectory in self._scheduler.step():
                 self._streamed.pop(trajectory.id, None)
-                # Those that were taken back when the scheduler was full have no listener.
+                # Requests that were aborted because the scheduler was full have no listener.
                 if listener := self._listeners.pop(trajectory.id, None):
                     listener(trajectory.id, trajectory)
             for id, tokens in self._scheduler.drawn(self._streamed).items():

@@ -1,23 +1,23 @@
 """Advantage estimators on unpacked rows, one sequence per row.
 
 Each entry of `ADVANTAGES` maps (rewards, mask, group, **parameters) to adv [B, T], 0 at padding.
-Those that are a return minus a baseline of their own are in `baselines`.
+Entries that subtract a baseline of their own from a return are in `baselines`.
 
 Trust region: none. Gradient: none; advantages are detached.
 
 Args of every entry:
   rewards: [B], one reward per sequence, or [B, T], rewards per token of which those at valid tokens
-    count. A reward per sequence cannot be lost to a mask: with [B, T], pass the mask as sampled,
-    before any token was rejected from it. NaN is a reward that is not known: every statistic leaves
-    the sequence out, as if it had not been sampled, and its advantage is 0. So is that of the only
-    known sequence of several in a group, where the entry compares within groups.
+    count. With [B, T] pass the mask as sampled, before any token was rejected, or rewards are lost.
+    NaN is an unknown reward: every statistic leaves the sequence out, as if it had not been sampled,
+    and its advantage is 0. If an entry compares within groups, a group with a single known reward
+    among several sequences also gets advantage 0.
   mask: [B, T] valid tokens. A fully masked row gets advantage 0; its reward still counts in its
     group.
   group: [B] int, equal for the samples of one prompt; any integers, any order, groups of any size.
-    A row that only fills up a batch must have a group of its own.
+    A row that only pads the batch must have a group of its own.
 
-`NEEDS` names what an entry takes by keyword beside its parameters. The importance `weights` of the
-token baselines are among them because a run has them; a direct call may leave them out for w = 1.
+`NEEDS` lists the further keyword arguments of an entry. The importance `weights` of the token
+baselines are among them because a run has them. A direct call may omit them for w = 1.
 """
 
 import functools

@@ -1,7 +1,7 @@
 """ASPO: a clipped surrogate in which the ratio of good tokens is flipped.
 
-What it shares with all losses (logp, logp_old, adv, mask, seg and the result) is described in
-`objectives`.
+`objectives` describes the arguments that all losses share (logp, logp_old, adv, mask, seg) and the
+result.
 """
 
 import chex

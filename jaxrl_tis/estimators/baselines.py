@@ -1,4 +1,4 @@
-"""Advantages that are a return minus a baseline of their own.
+"""Advantages that subtract a baseline of their own from a return.
 
 The entries are part of `advantages.ADVANTAGES`, whose module states the arguments that all share.
 None carries a gradient.
@@ -15,8 +15,8 @@ OTB_EPS = 1e-8  # in the denominator of the token baselines, as in verl
 
 
 def _minus_weighted_mean(scores_b, power_b, group):
-    """Scores minus their mean within the group under the weights power_b [B] >= 0; exactly 0 where
-    a group's scores are all equal, and the score itself where all its weights are 0."""
+    """Scores minus their weighted group mean, weights power_b [B] >= 0; exactly 0 where all scores of
+    a group are equal, and the score itself where all its weights are 0."""
     ids, is_known_b = returns.group_ids(group), ~jnp.isnan(scores_b)
     power_b = jnp.where(is_known_b, power_b, 0.0)
     total_b = returns.group_sum(power_b * jnp.where(is_known_b, scores_b, 0.0), ids)

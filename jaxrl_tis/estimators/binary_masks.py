@@ -1,13 +1,13 @@
-"""Masks by the binary KL of the drawn token against all others, of two probabilities alone.
+"""Masks by the binary KL of the sampled token against all other tokens.
 
-With p = mu(y_t) and q = pi_old(y_t), whether y_t is drawn has the distribution (p, 1 - p) at the
-sampler and (q, 1 - q) at the learner, and their divergence
+With p = mu(y_t) and q = pi_old(y_t), the event "y_t is sampled" has the distribution (p, 1 - p) at
+the sampler and (q, 1 - q) at the learner. Their divergence needs these two probabilities alone,
 
   d_t = p log(p / q) + (1 - p) log((1 - p) / (1 - q))
 
-is at most KL(mu || pi_old) over the vocabulary, as merging outcomes never adds to a divergence. p
-and q are kept within [1e-6, 1 - 1e-6]. The entries are part of `masks.MASKS`, whose module states
-the arguments that all share; `dppo_kl` has the same divergence in an objective.
+and is at most KL(mu || pi_old) over the vocabulary, because merging outcomes never increases a
+divergence. p and q are kept within [1e-6, 1 - 1e-6]. The entries are part of
+`masks.MASKS`, whose module states the shared arguments. `dppo_kl` is the objective with this divergence.
 """
 
 import math

@@ -1,23 +1,23 @@
 """Score centering: the drift of off-policy scores, subtracted where the sampler recorded a head.
 
-On policy a score has mean 0: a constant advantage moves nothing. Drawn from another policy q and
-weighted by w it has the mean sum_v q(v) w(v) grad log p(v), the drift, at every prefix. Score
-centering (arXiv:2609.20807) subtracts it from the step of the drawn token y,
+On policy a score has mean 0, so a constant advantage moves nothing. Sampled from another policy q
+and weighted by w, its mean is sum_v q(v) w(v) grad log p(v) at every prefix: the drift. Score
+centering (arXiv:2609.20807) subtracts the drift from the step of the sampled token y,
 
   g = A (w(y) grad log p(y) - sum_v q(v) w(v) grad log p(v)),
 
-whose mean over y ~ q is Cov_q(A, w grad log p). The weight of a token that was not drawn is what
-the chosen weight, masks and objective would give it: those that judge every token by itself have
-one.
+which has the mean Cov_q(A, w grad log p) over y ~ q. A token that was not sampled gets the weight
+that the chosen weight, masks and objective would give it. Only methods that judge every token by
+itself define this weight.
 
-The sum runs over a head H of tokens whose ids and q were recorded. The others are modelled as
-q = rho p with rho = (1 - Q_H) / (1 - P_H), Q_H and P_H the masses of H, and cost nothing, because
-sum_v p grad log p = 0 over all tokens: with f the weight as a function of p / q
+The sum runs over a head H: tokens with recorded ids and q. The other tokens are modelled as
+q = rho p with rho = (1 - Q_H) / (1 - P_H), Q_H and P_H the masses of H. They cost nothing, because
+sum_v p grad log p = 0 over all tokens. With f the weight as a function of p / q,
 
   c(v) = q f(p / q) - rho f(1 / rho) p  on H,     L += A sum_H sg[c(v)] log p(v).
 
-Where H is all that could be drawn (a kept set, over which p is normalised, too) nothing is
-modelled. Where more could be drawn than a kept set holds, q and p are of different supports, and
+If H holds every token with positive probability (a recorded support, over which p is normalised
+too), nothing is modelled. If the support was too wide to record, q and p have different supports, and
 nothing is subtracted.
 """
 
@@ -64,7 +64,7 @@ def head_size(text: str, mask_size: int) -> int:
 def why_not(
     weight: Method, masks: tuple[Method, ...], objective: Method, mode: str, is_one_update: bool
 ) -> str | None:
-    """Why the methods have no weight of a token by itself, with what to choose; None if they have.
+    """Returns why the methods define no weight per token and what to choose; None if they do.
 
     Args:
       is_one_update: whether a rollout batch gets a single update, so that the policy of the update
@@ -91,8 +91,8 @@ def why_not(
 
 
 def rule(weight: Method, masks: tuple[Method, ...], objective: Method, mode: str) -> Rule:
-    """The weight f of any token under methods of which `why_not` is None. In decoupled mode the
-    ratio of the objective is 1, and its weight too; in bypass mode it is that of the token."""
+    """Returns the weight f of any token, for methods with `why_not` None. The objective's ratio, and
+    so its weight, is 1 in decoupled mode, and the token's own ratio in bypass mode."""
 
     def f(log_ratio: Array, logp_behav: Array) -> Array:
         everywhere = jnp.ones(log_ratio.shape, bool)
@@ -150,7 +150,7 @@ def centered(
       logp_top: [B,T,K] log-probs of the head's tokens under the policy that is trained, nats.
       batch: mask, adv and logp, logp_behav [B,T] of the drawn tokens, top_ids and top_logps [B,T,K]
         of the head; a negative id is no token; `kept` [B,T,K] where supports are recorded, see
-        `fields.FIELDS`. What stands at padding is ignored.
+        `fields.FIELDS`. Values at padding are ignored.
       entropy: [B,T] entropy of the policy that is trained, nats.
       f: see `rule`.
     """
@@ -169,9 +169,9 @@ def centered(
 
 
 def _metrics(c, p_head, q_head, logp_top, is_token, batch, entropy, adv, f):
-    """Means over tokens: the masses of the head, the sizes of both parts of the step as gradients
-    for the logits, those outside the head taken together, and the drift of log p(y) + H, whose mean
-    is 0 on policy, before and after what is subtracted."""
+    """Means over tokens: the masses of the head; the norms of both parts of the step as gradients
+    of the logits, with the tokens outside the head as one; the drift of log p(y) + H (mean 0 on
+    policy), before and after centering."""
     mask = batch["mask"]
     logp, behav, entropy = (
         ratios.zero_padding(x, mask) for x in (batch["logp"], batch["logp_behav"], entropy)

@@ -1,5 +1,5 @@
-"""Controllers: small state machines that set a learning rate, a gradient or a coefficient from what
-a step measured.
+"""Controllers: small state machines that set a learning rate, a gradient or a coefficient from the
+measurements of a step.
 
 A state is a NamedTuple of arrays, so it is a pytree: it can be carried through jit and scan, and it
 can be saved with a checkpoint. An update is a pure function of the state and the measurement, with
@@ -70,8 +70,8 @@ class LengthSurge(NamedTuple):
 
 
 def length_surge_init(surge_window: int = 100) -> LengthSurge:
-    """The state before the first step; surge_window is how many steps ago the length is compared
-    with, 100 in the survey of the rule."""
+    """The state before the first step. The length is compared with that of surge_window steps ago,
+    100 in the survey of the rule."""
     if surge_window < 1:
         raise ValueError(f"surge_window is {surge_window}; compare with at least 1 step ago.")
     return LengthSurge(
@@ -151,7 +151,7 @@ def _tree_dot(a, b):
 def gradient_alignment(
     state: GradientAlignment, gradient: Any, *, gac_low: float, gac_high: float
 ) -> tuple[GradientAlignment, Any, dict[str, Array]]:
-    """GAC (arXiv:2603.01501): takes out of g_k what it shares with g_{k-1}, c = cos(g_k, g_{k-1}).
+    """GAC (arXiv:2603.01501): removes from g_k its part along g_{k-1}, c = cos(g_k, g_{k-1}).
 
       c <= gac_low              g_k stays
       gac_low < c <= gac_high   the part along g_{k-1} shrinks until the cosine is gac_low

@@ -1,9 +1,8 @@
-"""How many tokens a weight and a mask saw, and what became of them: a correction that does nothing,
-or far too much, is to be seen in the record.
+"""Counts of the tokens that weights and masks judged, changed and dropped. They show in the record
+whether a correction does nothing or far too much.
 
-Counts are integers named correction/<...>; those of micro-batches add up to those of their batch.
-Nothing here looks at a sequence: what does, in packed rows, has been computed for the weights and
-masks themselves.
+Counts are integers named correction/<...>. The counts of micro-batches add up to the batch's. No count
+needs sequences, so packed rows need no special treatment.
 """
 
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ ROUNDING = 1e-5  # relative; two computations of one weight differ by less
 
 
 def is_count(name: str) -> bool:
-    """Whether a metric is one of these, so that parts add up."""
+    """Whether a metric is a count, which is summed over parts of a batch."""
     return name.startswith(PREFIX)
 
 
@@ -47,8 +46,7 @@ def of_weight(w: Array, raw: Array, mask: Array) -> dict[str, Array]:
 
 
 def labels(names: list[str]) -> list[str]:
-    """What masks of these names are called: from the second on, those of one name <name>_2, and so
-    on."""
+    """Returns a label per mask: its name, or <name>_2, <name>_3, ... for repeated names."""
     numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
     return [f"{n}_{k}" if k > 1 else n for n, k in zip(names, numbers, strict=True)]
 

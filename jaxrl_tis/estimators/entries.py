@@ -1,4 +1,4 @@
-"""Entries of a table that share one function and differ in its level, estimator or defaults."""
+"""Makes entries of a table from one shared function: they differ in level, estimator or defaults."""
 
 import functools
 import inspect

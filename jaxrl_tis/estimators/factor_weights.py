@@ -6,12 +6,12 @@ The full ratio of the trained policy to the sampler has three factors:
   staleness     logp_prox - logp_old     weights moved between sampling and this training step
   trust_region  logp - logp_prox         weights moved within this step, what PPO clips
 
-The entries are part of `weights.WEIGHTS`, whose module states the arguments that all share, and
-`attribution.capped_ratio` measures what their caps do. They take the log-probs themselves, and
-log_ratio is not used. logp_old is the learner at the weights that sampled, in bypass mode too.
-Where nothing is stale, logp and logp_prox are the same as it before the updates, and the weight is
-the engine's factor; in bypass mode it is judged at every update, and what the update has moved is
-the trust region's factor.
+The entries are part of `weights.WEIGHTS`, whose module states the shared arguments, and
+`attribution.capped_ratio` measures the effect of the caps. They take the log-probs instead of
+log_ratio. logp_old is the learner at the weights that sampled, in bypass mode too. On fresh batches
+logp and logp_prox equal logp_old before the updates, and the weight is the engine's factor. In bypass
+mode the weight is computed at every update, and the change by earlier updates is the trust region's
+factor.
 """
 
 import jax

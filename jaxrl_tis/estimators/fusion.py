@@ -1,14 +1,14 @@
-"""Logit fusion: rollouts drawn from a mixture of a teacher and the student, and losses for them.
+"""Logit fusion: rollouts sampled from a mixture of teacher and student, and losses for them.
 
 Zhang et al. 2026, "Learning from Mixed Rollouts: Logit Fusion as a Bridge Between Imitation and
 Exploration" (a Notion page without an arXiv id) and the authors' trainer. The behaviour policy is
 off-policy by construction, pi_mix ~ pi_teacher^alpha pi_student^(1 - alpha), with alpha falling
-from 0.5 to 0 over 1000 steps. What the losses share (logp, logp_old, adv, mask, seg and the result)
-is described in `objectives`.
+from 0.5 to 0 over 1000 steps. `objectives` describes the shared arguments (logp, logp_old, adv, mask,
+seg) and the result.
 
-The ratio of both losses is r = pi / pi_mix from the log-probs that the sampler recorded, the
-log-ratio clamped to +-20: it holds the whole correction, so use them with weight "none". They are
-meant for alpha > 0; afterwards the authors go on with PPO-clip.
+The ratio of both losses is r = pi / pi_mix from the sampler's recorded log-probs, with the log-ratio
+clamped to +-20. It is the whole correction, so use weight "none". The losses are meant for alpha > 0;
+afterwards the authors continue with PPO-clip.
 """
 
 import chex

@@ -1,9 +1,9 @@
 """KL estimators per token, between the policy that is trained and a reference.
 
 Each entry of `KL` maps (logp, logp_ref, **parameters) to kl_bt [B, T] in nats. Only logp carries a
-gradient, in the exact forms only logits. Padding is the caller's concern: zero it in every argument
-first (`ratios.zero_padding`), and the reduction drops it. `NEEDS` names what an entry takes by
-keyword beside its parameters.
+gradient, in the exact forms only logits. Callers set padding to zero in every argument first
+(`ratios.zero_padding`), and the reduction drops it. `NEEDS` lists the further keyword arguments of an
+entry.
 
 Trust region: soft, kl_coeff per nat from the reference.
 
@@ -25,14 +25,14 @@ Write z = logp - logp_ref, r = pi / pi_old. In expectation, with the prefixes he
   exact_reverse   KL(pi || ref)      through the logits    KL(pi || ref)   grad KL(pi || ref)
   exact_forward   KL(ref || pi)      through the logits    KL(ref || pi)   grad KL(ref || pi)
 
-So k1 belongs in a reward and teaches nothing as a loss; k2 is the loss with the reverse-KL
-gradient, and the "+" forms show another value for the same gradient. On samples of another policy
-than pi, after the first update or with an engine gap, only the last two blocks hold.
+So k1 belongs in a reward and teaches nothing as a loss. k2 is the loss with the reverse-KL gradient,
+and the "+" forms report another value for the same gradient. Only the last two blocks hold for samples
+of another policy than pi: after the first update, or with an engine gap.
 
-"Prefixes held fixed" leaves out that a token changes which prefixes come after it. That part of the
-gradient of a sequence's KL is carried by the reward placement: subtract k1 from the rewards per
-token (`penalized_rewards`) and let an advantage with a reward to go spread it. The loss placement
-adds kl_coeff times the aggregated entry to the policy loss.
+"Prefixes held fixed" omits that a token changes the prefixes after it. The reward placement has this
+part of the gradient of a sequence's KL: subtract k1 from the rewards per token (`penalized_rewards`),
+and an advantage with a reward to go spreads it. The loss placement adds kl_coeff times the aggregated
+entry to the policy loss.
 
 Estimators: Schulman, "Approximating KL Divergence"; gradients: arXiv:2510.01555.
 """
@@ -253,7 +253,7 @@ def penalized_rewards(rewards: Array, mask: Array, kl_bt: Array, kl_coeff: Numer
 
 
 def sequence_kl(kl_bt: Array, mask: Array, seg: Array | None = None) -> Array:
-    """Mean over sequences of the mean over tokens, a scalar in nats: what a controller watches.
+    """Mean over sequences of the mean over tokens, a scalar in nats, for a controller.
 
     verl counts a row without valid tokens as 0; here it is not counted.
     """

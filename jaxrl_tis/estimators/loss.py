@@ -30,7 +30,7 @@ NO_WEIGHT: Method = ("none", {})
 
 
 class MethodOutputs(NamedTuple):
-    """What a weight and masks give for a batch; arrays are [B,T] and have no gradient.
+    """The results of the weight and the masks for a batch; arrays are [B,T] and have no gradient.
 
     Attributes:
       log_ratio: log of learner over sampler that the methods saw, nats.
@@ -71,13 +71,13 @@ def _field(batch, name, user):
 
 
 def needed(kind: str, name: str, batch: dict[str, chex.Array]) -> dict[str, chex.Array]:
-    """The fields that an entry takes by keyword; KeyError names the one that the batch lacks."""
+    """Returns the keyword fields of an entry from the batch; KeyError names a missing one."""
     return {field: _field(batch, field, name) for field in methods.needs(kind, name)}
 
 
 def weight_level(name: str) -> str:
-    """What one weight is of, a key of `weights.RAW`: "seq" and "geo" weights belong to all tokens
-    of a sequence, and the others count as "token"."""
+    """The level of a weight, a key of `weights.RAW`: "seq" and "geo" weights are per sequence, all
+    others count as "token"."""
     level = name.split("_")[0]
     return level if level in weights.RAW and name != "seq_mask_tis" else "token"
 
@@ -144,7 +144,7 @@ def split(
 
 
 def bypassed(batch: dict[str, chex.Array], mode: str) -> dict[str, chex.Array]:
-    """The batch with the policy that sampled in the learner's place, in bypass mode."""
+    """Returns the batch of bypass mode: logp_behav replaces logp_old and logp_prox."""
     if mode != "bypass" or "logp_behav" not in batch:
         return batch
     return batch | dict.fromkeys(("logp_old", "logp_prox"), batch["logp_behav"])
@@ -154,7 +154,7 @@ def apply_methods(
     batch: dict[str, chex.Array], weight: Method, masks: tuple[Method, ...], *,
     learner: str = "logp_old", is_batch_normalized: bool = False,
 ) -> MethodOutputs:
-    """Computes the weight of each token and what the masks accept.
+    """Computes the weight of each token and the tokens that the masks accept.
 
     Args:
       batch: `mask`, `logp_behav`, the field `learner`, optional `seg`, and what the methods need.
@@ -177,8 +177,8 @@ def _log_ratio(batch, learner, user):
 
 
 def _apply_at_update(batch, spec):
-    """Returns (weights, accepted tokens, metrics) at an update. Where the batch brings `weights`,
-    only the masks of the update are left."""
+    """Returns (weights, accepted tokens, metrics) at an update. If the batch has `weights`, only the
+    masks of the update are applied."""
     mask, (once, live) = ratios.as_bool(batch["mask"]), split(spec.masks, spec.mode)
     w_bt, is_accepted_bt, metrics = mask, mask, {}
     if live:

@@ -1,10 +1,9 @@
-"""Rejection: which tokens of a rollout batch are kept, from log_ratio = logp_old - logp_behav.
+"""Rejection masks: the kept tokens of a rollout batch, from log_ratio = logp_old - logp_behav.
 
-Each entry of `MASKS` maps (log_ratio, mask, seg=None, **parameters), and by keyword what `NEEDS`
-names, to booleans [B, T]: True where a token is kept, never outside the mask. Who multiplies the
-mask with the result takes the rejected tokens out of the denominator too; who multiplies the loss
-keeps them there. Every criterion looks at the mask as sampled, those of `rank_masks` at the whole
-batch.
+Each entry of `MASKS` maps (log_ratio, mask, seg=None, **parameters), and the keyword arguments in
+`NEEDS`, to booleans [B, T]: True where a token is kept, never outside the mask. Multiplied with the
+mask, the result removes rejected tokens from the denominators too; multiplied with the loss, it keeps
+them there. Every criterion gets the mask as sampled. The entries of `rank_masks` need the whole batch.
 
 Gradient: none; masks are detached.
 
@@ -15,14 +14,14 @@ With l = log_ratio clamped to +-20 token by token,
   k2 = l^2 / 2           keep if statistic <= upper
   k3 = exp(l) - 1 - l    keep if statistic <= upper
 
-where the statistic is that of the token, or the sum, mean or maximum over the valid tokens of the
-sequence, which is then kept or dropped as a whole. All bounds are inclusive. k1 is minus the
-log-ratio, so its band holds the INVERSE ratio mu / pi_old; lower = 1 / upper hides that. The
-entries `*_ratio` have the band on the ratio itself and keep what the weights with the same band
-(`token_mis`, `seq_mis`, `geo_mis`) do not zero.
+The statistic is the token's, or the sum, mean or maximum over the valid tokens of the sequence. A
+sequence is then kept or dropped as a whole. All bounds are inclusive. k1 is minus the log-ratio, so
+its band is on the INVERSE ratio mu / pi_old; lower = 1 / upper hides that. The entries `*_ratio` have
+the band on the ratio itself. They keep the tokens that the weights with the same band (`token_mis`,
+`seq_mis`, `geo_mis`) do not set to zero.
 
 Args of every entry:
-  log_ratio: [B, T] nats, logp_old - logp_behav; what stands at padding is ignored.
+  log_ratio: [B, T] nats, logp_old - logp_behav; values at padding are ignored.
   mask: [B, T] valid tokens.
   seg: [B, T] sequence ids of packed rows, or None; not used where tokens are independent.
   upper, lower: ends of the band, upper without default, as in verl. In a k1 entry lower=None is
@@ -38,7 +37,7 @@ from jaxrl_tis.estimators import binary_masks, entries, rank_masks, ratios, weig
 
 
 def statistic(name: str, log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
-    """What the entry `name` of the eleven compares, [B, T]; a sequence's is on all its tokens.
+    """The statistic of one of the eleven entries, [B, T]; a sequence's is on all its tokens.
 
     Args:
       name: level and estimator, e.g. "seq_mean_k2"; see the module.
@@ -303,8 +302,8 @@ def all_of(
     criteria: list[tuple[str, dict]], log_ratio: Array, mask: Array, seg: Array | None = None,
     **fields: Array,
 ) -> tuple[Array, list[Array]]:
-    """(tokens that every criterion keeps, those that each keeps), [B, T] each; every criterion
-    looks at the mask as sampled.
+    """Returns (tokens that all criteria keep, list of the tokens that each keeps), [B, T] each. Every
+    criterion gets the mask as sampled.
 
     Args:
       criteria: (name in `MASKS`, its parameters) each; none of them keeps the whole mask.

@@ -1,6 +1,6 @@
 """Methods: an entry of one of the six tables with its parameters, see `choices`.
 
-What a method needs beyond the usual inputs is in `needs`.
+`needs` returns the fields that a method takes beyond the usual inputs.
 """
 
 from collections.abc import Callable

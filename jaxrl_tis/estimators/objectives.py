@@ -1,4 +1,4 @@
-"""All surrogate losses in one table, and the critic's.
+"""The table of all policy losses, and the critic's loss.
 
 Each entry of `OBJECTIVES` maps (logp, logp_old, adv, mask, seg=None, **parameters) to (loss_bt,
 metrics): the loss of each token, 0 at padding, not yet multiplied by importance weights nor

@@ -1,10 +1,10 @@
-"""Clipped surrogates of token ratios: PPO and its kin, which move the band, the anchor or the set
-of tokens that it holds.
+"""Clipped surrogates of token ratios: PPO and variants with another band, another anchor or another
+set of clipped tokens.
 
-What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
-r = exp(logp - logp_old), with the log-ratio clamped to +-20 first. `ppo_clip` is also DAPO's
-clip-higher (arXiv:2503.14476) with clip_high = 0.28, and PPO-IS, where the sampler is the only old
-policy, with logp_old = logp_behav and weight "none": a weight beside it would count the gap twice.
+`objectives` describes the shared arguments (logp, logp_old, adv, mask, seg) and the result.
+r = exp(logp - logp_old), with the log-ratio clamped to +-20 first. `ppo_clip` with clip_high = 0.28
+is DAPO's clip-higher (arXiv:2503.14476). With logp_old = logp_behav and weight "none" it is PPO-IS,
+where the sampler is the only old policy; a weight would count the gap twice.
 """
 
 import chex

@@ -1,11 +1,11 @@
 """Importance weights of a prefix and of a turn: between the token's own ratio and the sequence's.
 
-The entries are part of `weights.WEIGHTS`, whose module states the arguments that all share. All are
-computed in log space, and the log of a weight is clamped to +-20 before exp.
+The entries are part of `weights.WEIGHTS`, whose module states the shared arguments. All are computed
+in log space, and the log of a weight is clamped to +-20 before exp.
 
-Running sums and minima go over the valid tokens up to t, each log-ratio clamped to +-20 first. They
-start anew with every sequence of a packed row, whose tokens must be contiguous, and step over
-tokens that are not valid (a tool's reply).
+Running sums and minima cover the valid tokens up to t, each log-ratio clamped to +-20 first. They
+restart at every sequence of a packed row and skip invalid tokens (a tool's reply). The tokens of a
+sequence must be contiguous.
 """
 
 import chex
@@ -82,7 +82,7 @@ def turn_ids(turn: Array, mask: Array, seg: Array | None = None) -> Array:
     result stands for `seg` wherever a turn is to be treated as a sequence of its own.
 
     Args:
-      turn: [B, T] int, number of the turn; what stands at padding is ignored.
+      turn: [B, T] int, number of the turn; values at padding are ignored.
       mask: [B, T] valid tokens.
       seg: [B, T] sequence ids of packed rows, or None.
     """

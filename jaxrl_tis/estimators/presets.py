@@ -1,4 +1,4 @@
-"""Named corrections: which weight, masks and objective go together, and in which mode.
+"""Named corrections: combinations of mode, weight, masks and objective.
 
 Each preset is the fields of `config.correction` that it sets; a field that the config spells out
 wins over the preset's. The first block are verl's 19 presets (verl 0.9.1,

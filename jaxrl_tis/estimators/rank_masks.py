@@ -1,14 +1,13 @@
 """Selection of tokens by their rank in the whole rollout batch, and the clip bounds of M2PO.
 
-The entries are part of `masks.MASKS`, whose module states the arguments that all share. Two
-functions serve an objective instead: `kl_cov` is True where a token is to be penalised, and
-`m2po_bounds` gives the band of a clipped ratio.
+The entries are part of `masks.MASKS`, whose module states the shared arguments. Two functions serve
+an objective instead: `kl_cov` is True at the tokens to penalise, and `m2po_bounds` returns the band of
+a clipped ratio.
 
-How many tokens are selected is known only when the program runs. Instead of sorting, the value at
-the edge of a selection is found bit by bit: one count of the batch for each bit of a float. Of
-equal values the one that comes first in the array is selected first, so packed rows may draw
-another of them. Nothing here carries a gradient, and packed rows need no `seg`: the batch is one
-set of tokens.
+The number of selected tokens is known only at run time. Instead of sorting, the value at the edge of a
+selection is found bit by bit, with one count of the batch per bit of a float. Of equal values the
+first in the array is selected, so packed rows may select another one. Nothing here carries a gradient,
+and packed rows need no `seg`: the batch is one set of tokens.
 """
 
 from collections.abc import Callable
@@ -44,7 +43,7 @@ def from_sortable(key: Array, dtype: jnp.dtype) -> Array:
 
 
 def _largest(is_low: Callable[[Array], Array], dtype: jnp.dtype) -> Array:
-    """The largest unsigned integer with is_low, which holds up to some integer and not beyond."""
+    """The largest unsigned integer for which the monotone is_low holds."""
     num_bits = 8 * jnp.dtype(dtype).itemsize
 
     def try_bit(i, low):
@@ -183,7 +182,7 @@ def clip_cov(
     adv: Array, key: PRNGKey, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
     clip_cov_ratio: Numeric = 2e-4, clip_cov_lower: Numeric = 1.0, clip_cov_upper: Numeric = 5.0,
 ) -> Array:
-    """Clip-cov (arXiv:2505.22617): all tokens but a few of high covariance, drawn at random.
+    """Clip-cov (arXiv:2505.22617): all tokens but a few of high covariance, chosen at random.
 
     Candidates have lower < cov < upper (see `covariance`) and are not clipped by PPO already. Of
     them max(1, floor(ratio * number of valid tokens)) are drawn uniformly without replacement, or

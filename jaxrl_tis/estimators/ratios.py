@@ -1,4 +1,4 @@
-"""What every estimator shares: masked reductions, safe log-ratios, the clamp, sums over sequences.
+"""Shared functions of the estimators: masked reductions, safe log-ratios, sums over sequences.
 
 Arrays are [B, T] (row b, token t). A mask may be bool, int or float; a non-zero entry is a valid
 token. Entries outside the mask may hold anything, NaN included: they are replaced before any
@@ -7,8 +7,8 @@ arithmetic, so neither a value nor a gradient sees them. Everything is computed 
 
 Packed rows carry `seg` [B, T] int: 0 is padding, 1..S number the sequences of the row, and the mask
 is False wherever seg is 0. `seg=None` means one sequence per row. Per-sequence values are [B, S]: S
-= 1 without seg, S = T with it. Wherever seg is asked for, `Segments(ids, num_segments)` may stand
-for it and states a smaller S; only then do reductions run in the kernels of `segment` on a TPU.
+= 1 without seg, S = T with it. `Segments(ids, num_segments)` in place of seg states a smaller S. Only
+then do reductions run in the kernels of `segment` on a TPU.
 """
 
 import functools
@@ -40,7 +40,7 @@ def as_bool(mask: Array) -> Array:
 
 
 def zero_padding(x: Array, mask: Array) -> Array:
-    """x in its compute dtype with 0 outside the mask, whatever was there."""
+    """x in its compute dtype with 0 outside the mask."""
     return jnp.where(as_bool(mask), as_float(x), 0.0)
 
 
@@ -143,7 +143,7 @@ def detached_log_ratio(log_ratio: Array, mask: Array) -> Array:
 
 
 def segment_ids(seg: Array | Segments | None, mask: Array) -> Array:
-    """The sequence ids [B, T], however they are given; 1 everywhere without seg."""
+    """Returns the sequence ids [B, T] of seg, `Segments` or None; 1 everywhere for None."""
     if seg is None:
         return jnp.ones(mask.shape, jnp.int32)
     return seg.ids if isinstance(seg, Segments) else seg

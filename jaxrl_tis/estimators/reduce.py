@@ -1,9 +1,8 @@
-"""From a loss per token to one scalar: the only place that does it.
+"""The reduction of a loss per token to one scalar; no other module does this.
 
-The normaliser decides how long and short responses are weighed against each other, so every mode
-takes its denominators as arguments. With the counts of the full batch given, the sum over
-micro-batches equals the value of the full batch; without them the counts come from the arrays at
-hand.
+The normaliser decides the relative weight of long and short responses, so every mode takes its
+denominators as arguments. With the counts of the full batch, the sum over micro-batches equals the
+value of the full batch. Without them the counts come from the given arrays.
 """
 
 import chex

@@ -1,10 +1,10 @@
-"""Losses -sg(w) A log pi: a REINFORCE gradient times a weight that is itself not differentiated.
+"""Losses -sg(w) A log pi: a REINFORCE gradient times a weight without gradient.
 
-What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
-r = exp(logp - logp_old), with the log-ratio clamped to +-20 first. A weight may be bounded, masked
-or reshaped without taking the gradient from a token, as a clipped ratio does. The value of such a
-loss means little, as it contains log pi: compare gradients. Where a paper has the sampler in the
-denominator, use bypass mode: logp_old = logp_behav and weight "none".
+`objectives` describes the shared arguments (logp, logp_old, adv, mask, seg) and the result.
+r = exp(logp - logp_old), with the log-ratio clamped to +-20 first. A weight can be bounded, masked or
+reshaped and every token keeps a gradient, unlike with a clipped ratio. The value of such a loss means
+little, because it contains log pi: compare gradients. For papers with the sampler in the denominator
+use bypass mode: logp_old = logp_behav and weight "none".
 """
 
 from collections.abc import Callable

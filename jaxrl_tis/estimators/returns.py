@@ -44,10 +44,10 @@ def known(rewards: Array, mask: Array) -> tuple[Array, Array]:
 
 
 def compared(scores_b: Array, mask: Array, group: Array) -> Array:
-    """The mask [B, T] of the sequences that their group says something of.
+    """The mask [B, T] without the sequences that cannot be compared within their group.
 
-    A sequence of unknown reward has no valid token. Neither has one that is the only known sequence
-    of several in its group. A group of one is as it is.
+    These are the sequences of unknown reward, and a sequence that alone has a known reward in a group
+    of several. A group of one sequence stays.
     """
     is_known_b, ids = ~jnp.isnan(scores_b), group_ids(group)
     size_b, known_b = (group_sum(x.astype(jnp.int32), ids) for x in (ids >= 0, is_known_b))

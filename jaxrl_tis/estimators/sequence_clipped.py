@@ -1,10 +1,10 @@
 """Clipped surrogates whose ratio belongs to more than one token: a sequence, the tokens of one
 entropy level, a prefix; those of a turn are in `turn_clipped`.
 
-What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
-l = logp - logp_old. Means run over valid tokens. The log of a ratio is bounded by 10 from above, as
-in verl, with no gradient beyond; below it may vanish. An advantage is that of its token; the papers
-have one per sequence, the same on all of its tokens.
+`objectives` describes the shared arguments (logp, logp_old, adv, mask, seg) and the result.
+l = logp - logp_old. Means run over valid tokens. The log of a ratio is at most 10, as in verl, with no
+gradient beyond; it has no lower bound. Advantages are per token; the papers have one per sequence, the
+same on all of its tokens.
 """
 
 import chex

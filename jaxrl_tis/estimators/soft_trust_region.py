@@ -1,10 +1,10 @@
 """Losses without a hard clip: a gate or a penalty keeps the policy near the old one. Among them are
 regressions of the log-ratio on the advantage.
 
-What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`.
-r = exp(logp - logp_old), with the log-ratio clamped to +-20 first, and the gradient flows through
-r; the regressions (`oapl`, `dro`) take the log-ratio as it is. Nothing is clipped, so
-actor/pg_clipfrac is 0, but for a survey's form of `r2vpo`.
+`objectives` describes the shared arguments (logp, logp_old, adv, mask, seg) and the result.
+r = exp(logp - logp_old), with the log-ratio clamped to +-20 first, and the gradient flows through r.
+The regressions (`oapl`, `dro`) use the log-ratio without the clamp. Nothing is clipped, so
+actor/pg_clipfrac is 0, except for a survey's form of `r2vpo`.
 """
 
 import chex

@@ -1,8 +1,8 @@
 """Clipped surrogates whose ratio belongs to a turn of a conversation.
 
-What all entries share (logp, logp_old, adv, mask, seg and the result) is described in `objectives`,
-and the bound of a ratio in `sequence_clipped`. A turn is a run of tokens of one sequence with the
-same `turn`, see `prefix_weights.turn_ids`.
+`objectives` describes the shared arguments (logp, logp_old, adv, mask, seg) and the result, and
+`sequence_clipped` the bound of a ratio. A turn is a run of tokens of one sequence with the same
+`turn`, see `prefix_weights.turn_ids`.
 """
 
 import jax
@@ -55,7 +55,7 @@ def turn_clipping_bias(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     turn: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
 ) -> Array:
-    """-1[clipped] sg(w) A log pi [B, T]: what `turn_ppo` leaves out by clipping.
+    """-1[clipped] sg(w) A log pi [B, T]: the part that `turn_ppo` clips away.
 
     Its gradient under seq-mean-token-mean is minus the clipping bias C of arXiv:2511.20718; the
     norm of that gradient is `st_ppo_norm`. Arguments as `turn_ppo`.

@@ -1,12 +1,12 @@
 """Importance weights between the learner and the sampler, from log_ratio = logp_old - logp_behav.
 
-Each entry of `WEIGHTS` maps (log_ratio, mask, seg=None, **parameters) to w [B, T]: what a per-token
-loss is multiplied with. Weights are 0 at padding, and are those of one rollout batch: compute them
-once and keep them while the learner takes its steps.
+Each entry of `WEIGHTS` maps (log_ratio, mask, seg=None, **parameters) to w [B, T], the factor of a
+per-token loss, 0 at padding. Weights belong to a rollout batch: compute them once, and keep them
+during the learner's steps.
 
 Gradient: none; weights are detached.
 
-With rho_t = pi_old(y_t) / mu(y_t), the first part of a name is the level of its ratio,
+With rho_t = pi_old(y_t) / mu(y_t), the first part of a name is the level of the ratio,
 
   token   rho_t; the log-ratio is clamped to +-20
   seq     prod_t rho_t, on every token of the sequence; the sum of log-ratios is clamped
@@ -14,17 +14,17 @@ With rho_t = pi_old(y_t) / mu(y_t), the first part of a name is the level of its
   turn    the product (turn_tis) or the geometric mean (turn_geo) within a turn of a conversation
   prefix  the tokens up to t, see `prefix_weights`
 
-and the second what becomes of it: vanilla keeps it, tis truncates it from above, clip bounds it on
-both sides, mis and icepop set it to 0 outside a band, which holds its ends. `capped_ratio`, of the
-token, has a cap for each factor of the ratio, see `factor_weights`. A rejected token has weight 0
-and stays in the denominator of the loss; rejection that changes the mask is in `masks`.
+and the second is the bound: vanilla has none, tis truncates from above, clip bounds on both sides,
+mis and icepop set the ratio to 0 outside a closed band. `capped_ratio` has a cap for each factor of
+the token's ratio, see `factor_weights`. A rejected token has weight 0 and stays in the denominator of
+the loss; rejection that changes the mask is in `masks`.
 
 Args of every entry:
-  log_ratio: [B, T] nats, logp_old - logp_behav; what stands at padding is ignored.
+  log_ratio: [B, T] nats, logp_old - logp_behav; values at padding are ignored.
   mask: [B, T] valid tokens.
   seg: [B, T] sequence ids of packed rows, or None; not used where tokens are independent.
 
-Every entry returns w [B, T]. `NEEDS` names what an entry takes by keyword beside its parameters.
+Every entry returns w [B, T]. `NEEDS` lists the further keyword arguments of an entry.
 """
 
 import chex
@@ -72,8 +72,8 @@ RAW = {"token": raw_token, "seq": raw_seq, "geo": raw_geo}
 
 
 def log_raw(level: str, log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
-    """Logarithm of the raw weight of each token, clamped to +-20, without gradient, [B, T]; what
-    stands at padding has no meaning.
+    """Logarithm of the raw weight of each token, clamped to +-20, without gradient, [B, T]; values at
+    padding have no meaning.
 
     Args:
       level: a key of `RAW`.

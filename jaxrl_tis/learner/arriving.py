@@ -1,4 +1,4 @@
-"""The update of a batch that comes in parts: the gradient of each part is taken as it arrives."""
+"""The update of a batch that arrives in parts: the gradient of each part is added on arrival."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -15,8 +15,8 @@ from jaxrl_tis.rollouts.groups import Sample
 
 
 def accumulation_blocker(setup: LearnerSetup) -> str | None:
-    """Returns why a batch has to be whole before its update begins; None if its gradient can be
-    accumulated from parts."""
+    """Returns the reason why the update needs the whole batch; None if gradients can be accumulated
+    from parts."""
     chosen = setup.correction
     if setup.recompute_reason:
         return setup.recompute_reason
@@ -38,12 +38,12 @@ def update_arriving(
     trainer: Trainer, state: dict[str, Any], parts: Iterable[list[Sample]],
     sampled_by: Mapping[int, Any], step: int, version: int,
 ) -> tuple[dict[str, Any], list[Sample], Rows, dict[str, Any]]:
-    """Scores and updates as `Trainer.score` and `Trainer.update` do, part by part.
+    """Scores and updates like `Trainer.score` and `Trainer.update`, part by part.
 
     Args:
-      trainer: of a setup without an `accumulation_blocker`.
-      state: is donated.
-      parts: whole groups each; their order changes the update by rounding alone.
+      trainer: its setup has no `accumulation_blocker`.
+      state: the trained state; donated.
+      parts: whole groups each. Their order changes the update only by rounding.
       sampled_by, step, version: see `Trainer`.
 
     Returns (new state, samples in the order of their groups, their rows, metrics).

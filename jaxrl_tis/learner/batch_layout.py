@@ -1,6 +1,6 @@
-"""Records of sequences -> rows [B,T] of fixed shape for the learner, one sequence each or packed.
+"""Lays sampled sequences into rows [B,T] of fixed shape for the learner, one per row or packed.
 
-Which fields there are, and what has a value of its own in each, is in `fields.py`.
+`fields.py` lists the fields of a batch and the unit of each (token, sequence, ...).
 """
 
 import dataclasses
@@ -22,13 +22,13 @@ def trajectory_rows(
     Args:
       trajectories: N records of sampled sequences.
       length: T; ValueError when a sequence is longer.
-      has_evictions: the sampler drops keys, so that the learner has to.
+      has_evictions: the sampler evicts keys, and the learner has to mask the same keys.
 
     Returns: arrays [N,T], aligned with the token index: `tokens`, `positions`, `segment_ids` (1 on
       the sequence, 0 on padding), `temperature`, and every field of `FIELDS` that is copied from a
-      record; those of the response stand on its tokens. Of the fields with several numbers of a
-      token, those that the sampler recorded. With has_evictions also `evict_step`, the position
-      from which on no query saw the token, T if all did.
+      record; response fields are on the response's tokens. Fields with several numbers per token
+      are included if the sampler recorded them. With has_evictions also `evict_step`, the first
+      position whose query did not see the token; T if every query did.
     """
     out = _empty_rows(len(trajectories), length)
     recorded = {name: f.record for name, f in FIELDS.items() if f.record}
@@ -62,17 +62,17 @@ def _padded(name: str, shape: tuple[int, ...]) -> np.ndarray:
 
 
 def _empty_rows(count: int, length: int) -> Rows:
-    """Returns what every log-prob takes, [count, length], of rows without a token."""
+    """Returns the fields of a forward pass, [count, length], for rows without tokens."""
     names = ("tokens", "segment_ids", "mask", "temperature")
     positions = np.tile(np.arange(length, dtype=np.int32), (count, 1))
     return {name: _padded(name, (count, length)) for name in names} | {"positions": positions}
 
 
 def update_fields(count: int, version: int, step: int, seed: int) -> Rows:
-    """Returns what the update of a step adds to `count` rows, whatever was sampled.
+    """Returns the fields that the update of a step adds to `count` rows, independent of the samples.
 
     Args:
-      version: of the weights that the update starts from.
+      version: version of the weights at the start of the update.
 
     Returns: `current_version` [N,1], and `draw` [N], a random uint32 per row for methods that
       choose tokens at random.
@@ -84,7 +84,7 @@ def update_fields(count: int, version: int, step: int, seed: int) -> Rows:
 
 
 def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> Rows:
-    """Lays (prompt ids, target ids) pairs into such rows, with every target token in the mask."""
+    """Lays (prompt ids, target ids) pairs into rows of their own; the mask has all target tokens."""
     out = _empty_rows(len(pairs), length)
     for row, (prompt, target) in enumerate(pairs):
         ids = [*prompt, *target]
@@ -97,12 +97,12 @@ def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> Ro
 
 
 def minibatches(batch: Rows, count: int, microbatch_rows: int, seed: tuple[int, ...]):
-    """Yields `count` minibatches [accumulation, microbatch_rows, ...] in a shuffled order, each
-    with the numbers of its sequences.
+    """Yields `count` minibatches [accumulation, microbatch_rows, ...] in a shuffled order, each with
+    the indices of its sequences.
 
     Args:
       batch: fields of a rollout batch of N sequences, a multiple of count * microbatch_rows.
-      seed: of the permutation; the same seed gives the same order.
+      seed: seed of the permutation.
     """
     n, length = batch["mask"].shape
     order = np.random.default_rng(seed).permutation(n).reshape(count, -1, microbatch_rows)
@@ -112,20 +112,20 @@ def minibatches(batch: Rows, count: int, microbatch_rows: int, seed: tuple[int, 
 
 
 def _on_tokens(name: str, x: np.ndarray, length: int) -> np.ndarray:
-    """Puts a field of sequences [N,...] on each of their tokens [N,length,...]; returns others as
-    they are."""
+    """Broadcasts a per-sequence field [N,...] to the tokens [N,length,...]; returns other fields
+    unchanged."""
     if field(name).unit != "sequence":
         return x
     return np.broadcast_to(x[:, None], (len(x), length, *x.shape[1:]))
 
 
 def forward_fields(rows: dict) -> dict:
-    """Returns the fields that a log-prob takes; kept sets and evictions where they are recorded."""
+    """Returns the fields of a forward pass, with supports and evictions if they are recorded."""
     return {name: x for name, x in rows.items() if field(name).use == "forward"}
 
 
 def num_sequences(rows: dict) -> int:
-    """Counts the sequences with a valid token in rows [..., T], of one sequence each or packed."""
+    """Counts the sequences with a valid token in rows [..., T], one sequence per row or packed."""
     mask, segment = (rows[n].reshape(-1, rows[n].shape[-1]) for n in ("mask", "segment_ids"))
     row, token = np.nonzero(mask)
     return len(np.unique(np.stack((row, segment[row, token])), axis=1).T)
@@ -139,10 +139,10 @@ MAX_SEGMENTS = 64  # sequences of a row; what is measured of each is an array [B
 
 @dataclasses.dataclass(frozen=True)
 class Packer:
-    """The fixed shape of packed rows, and how sequences are laid into them.
+    """The fixed shape of packed rows, and the plan that lays sequences into them.
 
-    There are always micro-batches enough for the longest sequences that may come, so no sequence is
-    ever left out or cut; those that stay empty hold padding alone and are skipped by the programs.
+    There are always enough micro-batches for the longest possible sequences, so no sequence is ever
+    omitted or cut. Empty micro-batches hold only padding, and the programs skip them.
 
     Attributes:
       max_length: most tokens of a sequence.
@@ -159,8 +159,8 @@ class Packer:
     max_segments: int
 
     def num_microbatches(self, count: int) -> int:
-        """Returns how many micro-batches hold `count` sequences of any length: a row that first-fit
-        closes holds at least length // max_length of them, or max_segments."""
+        """Returns the number of micro-batches that hold `count` sequences of any length. A row that
+        first-fit closes holds at least length // max_length sequences, or max_segments."""
         per_row = min(self.length // self.max_length, self.max_segments)
         return -(-count // (per_row * self.microbatch_rows))
 
@@ -168,18 +168,18 @@ class Packer:
     def of(
         cls, length: int, max_length: int, microbatch_rows: int, shards: int, context: int = 1
     ) -> "Packer":
-        """Makes the packer of rows of `length` tokens, filled up to whole blocks for each context
+        """Makes the packer of rows of `length` tokens, rounded up to whole blocks per context
         shard."""
         whole = BLOCK * context
         length = -(-length // whole) * whole
         return cls(max_length, length, microbatch_rows, shards, MAX_SEGMENTS)
 
     def plan(self, lengths: np.ndarray) -> "Packing":
-        """Takes as few micro-batches as first-fit decreasing needs, and fills their rows evenly.
+        """Plans the rows: as few micro-batches as first-fit decreasing needs, with evenly filled rows.
 
-        The longest sequence first, each goes to the emptiest row of those micro-batches; where that
-        leaves one without a place, all stay where first-fit has them. Then the rows are dealt out
-        to the shards, the fullest first.
+        The longest sequence first, each goes to the emptiest row of these micro-batches. If a
+        sequence then has no place, all stay in their first-fit rows. Then the rows are dealt to the
+        shards, the fullest first.
 
         Args:
           lengths: [N] tokens of each sequence; ValueError for one that exceeds max_length.
@@ -213,8 +213,7 @@ class Packer:
         return Packing(lengths, row, offset, segment, shape)
 
     def _place(self, lengths, num_rows, choose):
-        """Returns the row chosen for each sequence in turn, [N]; -1 from the first without one
-        on."""
+        """Returns the row of each sequence, [N]; -1 from the first sequence without a place on."""
         free = np.full(num_rows, self.length)
         room = np.full(num_rows, self.max_segments)
         row_of = np.full(len(lengths), -1)
@@ -238,7 +237,7 @@ class Packer:
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """Where N sequences stand in rows [M,R,T].
+    """The places of N sequences in packed rows [M,R,T].
 
     Attributes:
       lengths: [N] tokens of each sequence.
@@ -304,7 +303,7 @@ class Packing:
 
 
 def split_by_length(lengths: np.ndarray, count: int, seed: tuple[int, ...]) -> np.ndarray:
-    """Splits at random into minibatches of about equally many tokens: indices [count, N / count].
+    """Splits sequences at random into minibatches of nearly equal tokens: indices [count, N / count].
 
     Sequences are taken in the order of their lengths, `count` at a time, and each of them goes to
     another minibatch.
@@ -315,8 +314,8 @@ def split_by_length(lengths: np.ndarray, count: int, seed: tuple[int, ...]) -> n
 
 
 def packed_minibatches(rows: dict, packer: Packer, count: int, seed: tuple[int, ...]):
-    """Yields `count` minibatches of rows of one sequence: fields [M,R,T,...], the numbers of the
-    sequences, and their Packing."""
+    """Yields `count` packed minibatches from rows of one sequence: (fields [M,R,T,...], indices of the
+    sequences, their Packing)."""
     lengths = sequence_lengths(rows)
     for index in split_by_length(lengths, count, seed):
         packing = packer.plan(lengths[index])

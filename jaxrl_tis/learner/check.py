@@ -1,4 +1,4 @@
-"""Methods of a config that contradict each other, its batches or the age of its samples."""
+"""Checks of a config's methods against each other, its batches and the age of its samples."""
 
 import math
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def trace_problems(c: Correction) -> Iterator[str]:
 
 
 def _batch(c: Correction, config):
-    """Finds methods that need other samples of a batch together than they get."""
+    """Finds methods that need a whole group or batch where the config gives them less."""
     objective, advantage = c.objective[0], c.advantage[0]
     is_whole = _is_whole(config)
     if config.rollout.group_size == 1 and advantage not in UNGROUPED:
@@ -89,7 +89,7 @@ def _is_whole(config) -> bool:
 
 
 def _replayed(c: Correction, rollout, way: replay.Way | None):
-    """Finds an objective that takes samples of the past for the policy's own."""
+    """Finds an objective that treats replayed samples as samples of the current policy."""
     weight, objective = c.weight[0], c.objective[0]
     is_replayed = way is not None and way.uses > 1
     if is_replayed and objective in UNRATIOED and (weight == "none" or c.mode == "decoupled"):
@@ -101,7 +101,7 @@ def _replayed(c: Correction, rollout, way: replay.Way | None):
 
 
 def _weight(c: Correction):
-    """Finds an objective that the weight would weigh twice, or should not weigh at all."""
+    """Finds an objective that already contains the weight, or must not be weighted."""
     weight, objective = c.weight[0], c.objective[0]
     if weight == "none":
         return
@@ -123,7 +123,7 @@ def _weight(c: Correction):
 
 
 def _kl(c: Correction):
-    """Finds a place of the KL penalty where its estimator or the advantage does not take it."""
+    """Finds a kl_placement that the KL estimator or the advantage does not support."""
     if c.kl is None:
         return
     if c.kl_placement == "loss" and c.kl[0] == "k1":
@@ -139,7 +139,7 @@ def _kl(c: Correction):
 
 
 def _fields(c: Correction, config):
-    """Finds fields that a method needs and that this run does not have."""
+    """Finds fields that a method needs and this run lacks."""
     if "st_ppo_norm" in c.needs and config.model.dtype == "float16":
         yield (
             f"objective {c.objective[0]!r} divides by a norm of gradients that model.dtype = 'float16' "
@@ -178,7 +178,7 @@ def staleness_problems(
 
 
 def _of_one_version(c: Correction, rollout):
-    """Finds what is for several versions of the weights, where all tokens are of one."""
+    """Finds settings for several versions of the weights in a run with one version per batch."""
     for name in (c.objective[0], *(name for name, _ in c.masks)):
         if name in OF_VERSIONS:
             yield (
@@ -237,7 +237,7 @@ def _without_old(c: Correction, rollout):
 
 
 def _centering(c: Correction, config):
-    """Finds what scores cannot be centred with."""
+    """Finds methods and settings that score centering does not support."""
     try:
         size = centering.head_size(c.centering, config.rollout.sampling_mask_size)
     except ValueError as error:

@@ -1,8 +1,8 @@
-"""Controllers in a run: their states, what they set for a step, and what they learn from it.
+"""Controllers in a run: their states, their settings for a step, and the update of their states.
 
-A setting is a scalar that every row of the step's batch carries as a field [N]: "lr_scale"
-multiplies the update of the policy, "kl_coeff" and "r2vpo_lambda" take the place of the config's.
-What looks at the gradient is part of the optimizer, see `optimizer.align` and `perturb`.
+A setting is a scalar, which every row of the step's batch carries as a field [N]. "lr_scale"
+multiplies the update of the policy; "kl_coeff" and "r2vpo_lambda" replace the config's values.
+Controllers of the gradient are part of the optimizer, see `optimizer.align` and `perturb`.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ States = dict[str, Any]
 
 
 def init(c: Correction) -> States:
-    """Returns the states at step 0 of the controllers that have one, by name."""
+    """Returns {controller: its state at step 0}, without stateless controllers."""
     states, (_, parameters) = {}, c.objective
     for name, _ in c.controllers:
         if name == "length_surge":
@@ -31,7 +31,7 @@ def init(c: Correction) -> States:
 
 
 def begin(c: Correction, states: States, batch: Batch) -> tuple[States, dict[str, jax.Array]]:
-    """Returns (states, settings of this step), from the scored rollout batch [N,T]."""
+    """Returns (states, settings for this step) from the scored rollout batch [N,T]."""
     chosen, settings = dict(c.controllers), {}
     mask, scale = batch["mask"], jnp.ones(())
     if "ess_scale" in chosen:
@@ -52,7 +52,7 @@ def begin(c: Correction, states: States, batch: Batch) -> tuple[States, dict[str
 
 
 def end(c: Correction, states: States, metrics: Metrics, num_seqs: int) -> States:
-    """Returns the states after the step's updates, from the metrics that they left."""
+    """Returns the states after the step's updates, from the metrics of these updates."""
     chosen = dict(c.controllers)
     if "adaptive_kl" in chosen:
         states = states | {"adaptive_kl": controllers.adaptive_kl(
@@ -67,12 +67,12 @@ def end(c: Correction, states: States, metrics: Metrics, num_seqs: int) -> State
 
 
 def fields(settings: dict[str, jax.Array], count: int) -> dict[str, np.ndarray]:
-    """Spreads the settings over a batch, as fields [count]."""
+    """Returns the settings as fields [count] of a batch."""
     return {name: np.full(count, value, np.float32) for name, value in settings.items()}
 
 
 def check(c: Correction) -> None:
-    """Raises ValueError for a parameter that a controller refuses; computes nothing."""
+    """Raises ValueError for a parameter that a controller refuses; traces without computing."""
 
     def trial():
         row = jnp.zeros((1, 1))

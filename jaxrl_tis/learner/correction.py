@@ -1,4 +1,4 @@
-"""The methods that a config chooses, and what they make of a rollout batch before its updates."""
+"""The methods chosen in a config, and their results for a rollout batch before its updates."""
 
 import dataclasses
 from collections.abc import Callable
@@ -41,13 +41,12 @@ class Correction:
 
     @property
     def masks_at_update(self) -> tuple[Method, ...]:
-        """The masks that are applied at every update, and not once for the rollout batch."""
+        """The masks that are applied at every update instead of once per rollout batch."""
         return loss.split(self.masks, self.mode)[1]
 
     @property
     def needs(self) -> dict[str, str]:
-        """Every field that a chosen method takes beyond the usual arguments -> the name of that
-        method."""
+        """{field that a chosen method takes beyond the usual arguments: name of the method}."""
         chosen = [("weight", self.weight), ("advantage", self.advantage),
                   ("objective", self.objective), *(("mask", m) for m in self.masks)]
         if self.kl is not None:
@@ -61,7 +60,7 @@ class Correction:
 
     @property
     def _head(self) -> dict[str, str]:
-        """The fields of the head that scores are centred over."""
+        """The fields of the head (the recorded tokens) of score centering."""
         return dict.fromkeys(("top_ids", "top_logps"), "centering") if self.is_centered else {}
 
     @property
@@ -94,9 +93,11 @@ class Correction:
         return None
 
     def is_in_update(self, field: str, is_scored: bool = True) -> bool:
-        """Whether the updates take this field of the rollout batch: they and all log-probs read it,
-        or a method that is applied at every update names it. So are weight and masks where the
-        batch was not scored before."""
+        """Whether the updates take this field of the rollout batch.
+
+        They take the fields of forward passes and updates, and the fields of methods that are
+        applied at every update. Without a score before the update, these include weight and masks.
+        """
         masks = self.masks_at_update if is_scored else self.masks
         at_update = [("objective", self.objective), *(("mask", m) for m in masks)]
         if self.mode == "bypass" or not is_scored:
@@ -114,8 +115,8 @@ def _needs(chosen: list[tuple[str, Method]]) -> dict[str, str]:
 
 
 def resolve(fields: ml_collections.ConfigDict) -> dict[str, str]:
-    """Returns mode, weight, masks, objective and centering: those that the config spells out, and
-    the preset's for the rest."""
+    """Returns mode, weight, masks, objective and centering: the config's fields, and the preset's
+    where the config has none."""
     if fields.preset not in presets.PRESETS:
         raise ValueError(
             f"correction.preset is {fields.preset!r}; choose one of {', '.join(presets.PRESETS)}"
@@ -125,8 +126,7 @@ def resolve(fields: ml_collections.ConfigDict) -> dict[str, str]:
 
 
 def parse(fields: ml_collections.ConfigDict) -> Correction:
-    """Reads the methods that `config.correction` names; ValueError for a name or a parameter that
-    there is not."""
+    """Parses the methods of `config.correction`. ValueError for an unknown name or parameter."""
     parts = resolve(fields)
     return Correction(
         mode=parts["mode"],
@@ -148,7 +148,7 @@ def parse(fields: ml_collections.ConfigDict) -> Correction:
 
 
 def with_key(c: Correction, batch: Batch) -> Batch:
-    """Adds a random key, from the `draw` of the batch's first row, where a method asks for one."""
+    """Adds a random key, from the `draw` of the batch's first row, if a method needs one."""
     return batch | {"key": jax.random.key(batch["draw"][0])} if "key" in c.needs else batch
 
 
@@ -166,10 +166,10 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
     and the metrics of a whole rollout batch [N,T].
 
     The batch holds mask, sampled, logp_behav, logp_old (recomputed at the weights that sampled),
-    logp_prox (at those that the update starts from), rewards [N], group [N], version,
-    current_version, and what the methods need. The metrics are of the sampler's gap in both modes.
-    In bypass mode weights and masks are left to the updates. So are, in decoupled mode, the masks
-    of `Correction.masks_at_update`.
+    logp_prox (at the weights at the start of the update), rewards [N], group [N], version,
+    current_version, and the fields that the methods need. The metrics measure the sampler's gap in
+    both modes. The updates apply weights and masks in bypass mode, and the masks of
+    `Correction.masks_at_update` in decoupled mode.
     """
 
     def prepare(batch: Batch) -> tuple[Batch, Metrics]:
@@ -180,7 +180,7 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
 
 
 def _prepared(c: Correction, batch: Batch) -> tuple[Batch, loss.MethodOutputs, jax.Array]:
-    """Returns (the fields that updates take beside those of the rollout batch, or in their place;
+    """Returns (fields that the updates take in addition to the rollout batch's or instead of them;
     outputs of the weight and the masks; rewards [N] or [N,T])."""
     seen, rewards = with_key(c, batch | {"logp": batch["logp_prox"]}), _rewards(c, batch)
     adv = _advantage(c, rewards, seen)
@@ -194,8 +194,8 @@ def _prepared(c: Correction, batch: Batch) -> tuple[Batch, loss.MethodOutputs, j
 
 
 def _method_outputs(c: Correction, batch: Batch) -> loss.MethodOutputs:
-    """Returns the outputs of the weight and of the masks of the gap. In bypass mode they are of all
-    masks, and the updates count them."""
+    """Returns the outputs of the weight and of the masks on the sampler's gap. In bypass mode these
+    are all masks, and the updates count their tokens."""
     masks = c.masks if c.mode == "bypass" else loss.split(c.masks, c.mode)[0]
     outputs = loss.apply_methods(batch, c.weight, masks, is_batch_normalized=c.is_batch_normalized)
     return outputs._replace(counts={}) if c.mode == "bypass" else outputs
@@ -243,7 +243,7 @@ def fused_fields(logp: jax.Array, entropy: jax.Array) -> Batch:
 def _measures(
     c: Correction, batch: Batch, fields: Batch, outputs: loss.MethodOutputs, rewards: jax.Array
 ) -> Metrics:
-    """Measures a rollout batch; `fields`, `outputs` and `rewards` are those of `_prepared`."""
+    """Measures a rollout batch; `fields`, `outputs` and `rewards` are from `_prepared`."""
     mask, sampled = batch["mask"], batch["sampled"]
     metrics = correction_metrics.gap_metrics(c.weight, outputs, batch)
     metrics |= correction_metrics.rejection_metrics(c.masks, outputs, mask) | outputs.counts
@@ -261,13 +261,13 @@ def _measures(
 
 
 def _kl(c: Correction, batch: Batch) -> jax.Array:
-    """Returns the KL to the reference at the weights that sampled, [N,T]."""
+    """Returns the KL to the reference of the weights that sampled, [N,T]."""
     return loss.kl_term(batch["logp_old"], batch, c.kl)
 
 
 def _rewards(c: Correction, batch: Batch) -> jax.Array:
-    """Returns the rewards [N], or [N,T] with the KL penalty of each token where the penalty belongs
-    to the reward."""
+    """Returns the rewards [N], or [N,T] with the KL penalty of each token if kl_placement is
+    "reward"."""
     if c.kl is None or c.kl_placement == "loss":
         return batch["rewards"]
     kl_coeff, batch = controlled(c, batch).kl_coeff, batch | {"mask": batch["sampled"]}

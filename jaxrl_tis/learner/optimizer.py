@@ -1,4 +1,4 @@
-"""Optimizers by optax: gradient clipping, AdamW, and a learning-rate schedule."""
+"""Optimizers (optax): gradient clipping, AdamW, learning-rate schedules, float16 loss scaling."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -31,12 +31,12 @@ def schedule(config: ml_collections.ConfigDict, total_updates: int) -> optax.Sch
 
 
 def total_updates(config: ml_collections.ConfigDict) -> int:
-    """Returns the updates of a whole run."""
+    """Returns the number of updates in a whole run."""
     return config.steps * config.train.epochs * config.train.minibatches
 
 
 def rate_at(config: ml_collections.ConfigDict, section: str, count: int) -> chex.Numeric:
-    """Returns the learning rate of the update after `count` of them; `section` is optimizer or critic."""
+    """Returns the learning rate after `count` updates; `section` is the config's optimizer or critic."""
     return schedule(config[section], total_updates(config))(count)
 
 
@@ -55,8 +55,8 @@ def make_optimizer(
 
 
 def rate(opt_state: Any) -> jax.Array | None:
-    """Returns the learning rate of the last update that was not skipped (before the first one, of
-    that one); None of an optimizer that is not of `make_optimizer`."""
+    """Returns the learning rate of the last update that was not skipped; before the first update, its
+    rate; None for an optimizer that `make_optimizer` did not make."""
     return optax.tree.get(
         opt_state, "learning_rate", filtering=lambda _, value: isinstance(value, jax.Array)
     )
@@ -72,7 +72,7 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
 
 
 def num_updates(opt_state: Any) -> int:
-    """Returns how many updates an optimizer of `make_optimizer` has made; skipped ones do not count."""
+    """Returns the number of updates of an optimizer of `make_optimizer`, without skipped ones."""
     is_its = lambda path, _: getattr(path[-1], "tuple_name", "") == "InjectStatefulHyperparamsState"
     return int(optax.tree.get(opt_state, "count", filtering=is_its))
 
@@ -89,8 +89,8 @@ class Aligned(NamedTuple):
 def align(
     tx: optax.GradientTransformation, gac_low: float, gac_high: float
 ) -> optax.GradientTransformation:
-    """Puts tx behind `controllers.gradient_alignment`; a skipped step leaves the parameters and moments
-    of tx as they were."""
+    """Wraps tx with `controllers.gradient_alignment`. A skipped step does not change the parameters
+    and moments of tx."""
 
     def init(params):
         alignment = controllers.gradient_alignment_init(params)
@@ -109,7 +109,7 @@ def align(
 
 
 def _unless(is_skipped: jax.Array, updates: Any, old: Any, new: Any) -> tuple[Any, Any]:
-    """Returns the updates and the new state of a step, or of one that is skipped none and the old."""
+    """Returns (updates, new state) of a step, or (zeros, old state) of a skipped step."""
     choose = lambda old, new: jnp.where(is_skipped, old, new)
     return jax.tree.map(lambda u: choose(jnp.zeros_like(u), u), updates), jax.tree.map(choose, old, new)
 
@@ -130,8 +130,8 @@ class Perturbed(NamedTuple):
 def perturb(
     tx: optax.GradientTransformation, num_layers: int, **parameters: float
 ) -> optax.GradientTransformation:
-    """Puts the sigmas of `controllers.layerwise_perturbation` beside the parameters of tx, whose
-    gradient has theirs under PERTURBATION. They have an Adam of their own."""
+    """Wraps tx with the sigmas of `controllers.layerwise_perturbation`, which have an Adam of their
+    own. The gradient has theirs under PERTURBATION."""
     adam = optax.adam(parameters["perturb_lr"])
 
     def init(params):
@@ -153,8 +153,8 @@ def without_perturbation(tree: Any) -> Any:
 
 
 def perturbed(params: Any, opt_state: Any, minibatch: Mapping[str, jax.Array]) -> tuple[Any, dict]:
-    """Returns what the loss takes: where the optimizer has sigmas the parameters with their log beside
-    them, and as a field of the minibatch the seeds of the noise."""
+    """Returns (parameters, further fields of the minibatch) for the loss. If the optimizer has sigmas,
+    the parameters include their logs and the fields the seeds of the noise."""
     opt_state = opt_state.inner if isinstance(opt_state, Scaled) else opt_state
     if not isinstance(opt_state, Perturbed):
         return params, {}
@@ -163,8 +163,8 @@ def perturbed(params: Any, opt_state: Any, minibatch: Mapping[str, jax.Array]) -
 
 
 def noise_seeds(draw_mb: jax.Array, count: jax.Array) -> jax.Array:
-    """Returns seeds [M,B] for the noise of a minibatch's rows after `count` updates: another for each
-    row and each update."""
+    """Returns seeds [M,B] of the noise of a minibatch's rows after `count` updates, one per row and
+    update."""
     place_mb = jnp.arange(draw_mb.size, dtype=jnp.uint32).reshape(draw_mb.shape)
     # Odd factors, of which multiples lie far apart.
     update = count.astype(jnp.uint32) * jnp.uint32(0x85EBCA77)
@@ -172,8 +172,8 @@ def noise_seeds(draw_mb: jax.Array, count: jax.Array) -> jax.Array:
 
 
 class Scaled(NamedTuple):
-    """The state of an optimizer of `scale_loss`: what the next loss is multiplied by, updates since
-    that changed, and whether the last gradient was not finite and left everything as it was."""
+    """The state of an optimizer of `scale_loss`: the scale of the next loss, updates since its last
+    change, and whether the last gradient was not finite, so that the update was skipped."""
 
     loss_scale: chex.Array
     since: chex.Array
@@ -182,8 +182,8 @@ class Scaled(NamedTuple):
 
 
 def scale_loss(tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Keeps a dynamic loss scale for gradients that pass through float16, whose smallest number is
-    6e-8 and largest 65,504. It takes gradients that were divided by the scale again.
+    """Wraps tx with a dynamic loss scale for gradients that pass through float16 (smallest number
+    6e-8, largest 65,504). It takes gradients that were divided by the scale.
 
     A gradient that is not finite changes nothing but the scale, which it halves, to 1 at least; the
     scale doubles after SCALE_EVERY finite ones in a row, to MAX_SCALE at most. Start, factor and
@@ -208,18 +208,18 @@ def scale_loss(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def scaled_for(dtype: str, tx: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Returns the optimizer for gradients of a learner that computes in this dtype: with `scale_loss`
-    around all else in float16, so that what is not finite reaches no other state."""
+    """Returns the optimizer for a learner that computes in this dtype. In float16 `scale_loss` is the
+    outermost wrapper, so non-finite gradients reach no other state."""
     return scale_loss(tx) if dtype == "float16" else tx
 
 
 def loss_scale(opt_state: Any) -> jax.Array | None:
-    """Returns what the loss of the next gradient is multiplied by, None where by nothing."""
+    """Returns the scale of the next loss; None without loss scaling."""
     return opt_state.loss_scale if isinstance(opt_state, Scaled) else None
 
 
 def update_metrics(opt_state: Any, prefix: str) -> dict[str, jax.Array]:
-    """Returns what an optimizer tells of its last update: PREFIX/lr, gac/{cosine,is_skipped} from
+    """Returns the metrics of an optimizer's last update: PREFIX/lr, gac/{cosine,is_skipped} from
     `align`, alp/std_{mean,max} from `perturb`, PREFIX/{loss_scale,is_skipped} from `scale_loss`."""
     lr = rate(opt_state)
     metrics = {} if lr is None else {f"{prefix}/lr": lr}

@@ -24,7 +24,7 @@ Metrics = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Learner:
-    """What every program of the learner is built from.
+    """The static parts of every learner program: model, program options and sizes.
 
     Attributes:
       max_targets: most response tokens in a row; only these positions reach the output head.
@@ -40,15 +40,15 @@ class Learner:
 
     @property
     def sums_in_order(self) -> bool:
-        """Whether gradients are added over devices in an order of our own: in invariant numerics,
-        and on CPU, where XLA's order depends on how many processes the devices belong to."""
+        """Whether gradients are summed over devices in a fixed order: in invariant numerics, and on
+        CPU, where XLA's order depends on the number of processes."""
         layout = self.program.layout
         is_cut = layout is not None and layout.shards > 1
         return is_cut and (self.program.is_invariant or layout.platform == "cpu")
 
     def by_parts(self, measure: Callable[[Any, "Learner", Any], Any], params: Any, batch: "Batch"):
-        """Computes measure(params, learner, batch), whose results are [B,...], with gradients that
-        are added up in order where `sums_in_order`."""
+        """Computes measure(params, learner, batch) -> [B,...]. With `sums_in_order` its gradients are
+        summed over devices in order."""
         if not self.sums_in_order:
             return measure(params, self, batch)
         layout = self.program.layout
@@ -59,15 +59,15 @@ class Learner:
         return layout.by_parts(lambda p, part: measure(p, inside, part), params, rows)
 
     def on_every_device(self, tree: Any) -> Any:
-        """Keeps all of each array on every device where `sums_in_order`, so that what is computed
-        of it is no sum over devices."""
+        """With `sums_in_order` replicates each array, so that computations on it need no sums over
+        devices."""
         if not self.sums_in_order:
             return tree
         return jax.lax.with_sharding_constraint(tree, self.program.layout.replicated())
 
     def replicated(self, loss_fn: Callable[[Any, Any], tuple]) -> Callable[[Any, Any], tuple]:
-        """Returns loss_fn: (scores, inputs) -> (loss, others); where `sums_in_order` every device
-        computes it alike from all of the scores that `by_parts` gave."""
+        """Returns loss_fn: (scores, inputs) -> (loss, others). With `sums_in_order` every device
+        computes it from all scores of `by_parts`."""
         return self.program.layout.everywhere(loss_fn) if self.sums_in_order else loss_fn
 
 
@@ -105,7 +105,7 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
 
 
 def _kept(ids_bnk: jax.Array) -> Kept:
-    """Reads sets as a Trajectory records them; what stands at padding does not matter."""
+    """Returns the supports of a Trajectory's `kept`; values at padding do not matter."""
     return Kept(ids_bnk, jnp.all(ids_bnk < 0, axis=-1))
 
 
@@ -148,8 +148,7 @@ def response_logprobs(params: Any, learner: Learner, batch: Batch) -> jax.Array:
 
 
 def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
-    """Computes the logits [B,T,V] over the temperature that each masked token was drawn from; 0
-    elsewhere."""
+    """Computes the logits [B,T,V] divided by the temperature, for each masked token; 0 elsewhere."""
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
@@ -183,8 +182,8 @@ def make_score(learner: Learner, with_entropy: bool = True) -> Callable[[Any, Ba
 
 
 def _by_micro_batch(learner: Learner, measure: Callable[[Any, Batch], Any]):
-    """Makes the jitted (params, batch [M, rows, ...]) -> measure(params, micro-batch) of each,
-    stacked; 0 for micro-batches whose mask is empty."""
+    """Makes the jitted (params, batch [M, rows, ...]) -> stacked measure(params, micro-batch); 0 for
+    micro-batches with an empty mask."""
 
     def one(params, micro):
         zeros = zeros_like(jax.eval_shape(measure, params, micro))

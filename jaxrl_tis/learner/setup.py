@@ -80,18 +80,18 @@ class LearnerSetup:
 
     @property
     def has_evictions(self) -> bool:
-        """Whether samplers drop keys of a sequence, so that the learner masks the same keys."""
+        """Whether samplers evict keys of a sequence. The learner then masks the same keys."""
         _, window = self.config.engine.retention
         return window > 0
 
     @property
     def row_length(self) -> int:
-        """Tokens of a row of one sequence: the longest prompt and the longest response."""
+        """Tokens of a row with one sequence: the longest prompt plus the longest response."""
         return max_length(self.config)
 
     @property
     def update_learner(self) -> Learner:
-        """The programs of the updates: for packed rows where the config packs them."""
+        """The learner of the updates: for packed rows if the config packs them."""
         if self.packer is None:
             return self.learner
         return dataclasses.replace(
@@ -132,7 +132,7 @@ class LearnerSetup:
 
 
 def max_length(config: ml_collections.ConfigDict) -> int:
-    """Returns the most tokens of a sequence, prompt and response."""
+    """Returns the largest number of tokens in a sequence, prompt and response."""
     return config.task.max_prompt_tokens + config.rollout.max_new_tokens
 
 
@@ -199,7 +199,7 @@ def _policy_optimizer(
 
 
 def _check_mesh(layout: Layout, correction: Correction, model: ModelConfig) -> None:
-    """Raises ValueError for a mesh that a method or the model cannot be cut over."""
+    """Raises ValueError for a mesh that does not divide the model or a method's arrays."""
     if "grad_norms" in correction.needs and layout.shards > 1:
         raise ValueError(
             f"{correction.needs['grad_norms']!r} needs the gradient of each sequence by itself, which "

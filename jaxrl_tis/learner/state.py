@@ -1,6 +1,11 @@
-"""What a run trains: {"policy": TrainState, "critic": TrainState with GAE, "reference": parameters
-with a KL term, "controllers": their states, where the config names one that has a state, "ewma": an
-average of the policy where it stands in for older ones}."""
+"""The trained state of a run, a dict:
+
+* "policy": a TrainState;
+* "critic": a TrainState, with GAE;
+* "reference": parameters, with a KL term;
+* "controllers": their states, if one has a state;
+* "ewma": an average of the policy, if it replaces older policies.
+"""
 
 from typing import Any
 
@@ -68,8 +73,8 @@ def initial_params(setup: LearnerSetup) -> Any:
 
 
 def _frozen(setup: LearnerSetup, params: Any) -> Any:
-    """Returns the reference: the policy in the dtypes that the learner's products take, so that the
-    KL between the two starts at exactly 0.
+    """Returns the reference: the policy in the dtypes of the learner's products. The KL between the
+    two then starts at exactly 0.
 
     Products in bfloat16 round a matrix to it, so a reference for them holds half the bytes. All
     other numbers keep the dtype of the policy: norms, an output head at full precision, matrices
@@ -90,8 +95,8 @@ def _frozen(setup: LearnerSetup, params: Any) -> Any:
 
 
 def initial_state(setup: LearnerSetup, params: Any) -> dict[str, Any]:
-    """Makes the state at step 0: the critic and the reference start as copies of the policy, which
-    is folded by `model.uaq_scale`."""
+    """Makes the state at step 0. The policy is folded by `model.uaq_scale`; critic and reference start
+    as copies of it."""
     shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
     on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings)
 
@@ -118,13 +123,13 @@ def initial_state(setup: LearnerSetup, params: Any) -> dict[str, Any]:
 
 
 def is_run(path: str) -> bool:
-    """Whether a path is the folder of a run with checkpoints, and not a model."""
+    """Whether a path is the folder of a run with checkpoints, as opposed to a model."""
     return not hub.is_hub(path) and (storage.folder(path) / "checkpoints").is_dir()
 
 
 def as_begun(config: ml_collections.ConfigDict, path: str) -> ml_collections.ConfigDict:
-    """Returns the config with the date of the run at `path`, so that its prompts are rendered as
-    they were there; as it is where that is a model."""
+    """Returns the config with the date of the run at `path`, for equal prompts. A model's path leaves
+    the config unchanged."""
     if not is_run(path):
         return config
     values = config.to_dict()

@@ -1,10 +1,9 @@
 """The updates: pure steps (state, minibatch) -> (state, metrics).
 
-A minibatch has leading axes [accumulation, rows]; gradients of its micro-batches are summed with
-denominators of the whole minibatch, so the split changes nothing but memory; unless a method ranks
-the tokens of a call, as the masks `m2po` and `clip_cov` do, and `top_entropy` in bypass mode.
-Rows hold one sequence each or, with `Learner.max_segments`, several; micro-batches without a token
-of any sequence are then skipped.
+A minibatch has leading axes [accumulation, rows]. Gradients of its micro-batches are summed with the
+denominators of the whole minibatch, so the split changes only the memory. Methods that rank the tokens
+of a call are exceptions: the masks `m2po` and `clip_cov`, and `top_entropy` in bypass mode. Rows hold
+one sequence each or, with `Learner.max_segments`, several; empty micro-batches are then skipped.
 """
 
 import dataclasses
@@ -58,10 +57,10 @@ def accumulate_gradients(
     """Returns (gradients, metrics) summed over the micro-batches of a minibatch, and the fields
     [M,B,T] that `micro_loss` returns, {} if there are none.
 
-    The loss is divided by the minibatch's own token and sequence counts; by nothing where the
-    minibatch is a part of one that is not whole yet. Gradients are those of the loss times `scale`,
-    divided by it in float32. Metrics named *_loss and `counts` add up by themselves; the others are
-    means over tokens and are weighted by each part's tokens.
+    The loss is divided by the minibatch's own token and sequence counts, or by nothing if the
+    minibatch is a part of an unfinished one. The loss is multiplied by `scale` and its gradients are
+    divided by it in float32. Metrics named *_loss and `counts` are summed; the others are means over
+    tokens and are weighted by each part's tokens.
     """
     mask = minibatch["mask"]
     num_tokens = num_seqs = jnp.float32(1)
@@ -123,8 +122,8 @@ def _make_step(
     learner: Learner, micro_loss: MicroLoss, optimizer: optax.GradientTransformation, prefix: str,
     measure: Callable[[Any, Batch], Batch] = lambda params, minibatch: {},
 ):
-    """Makes a jitted, donating update; `measure` adds fields that take the parameters. It returns
-    (state, metrics), and the fields that `micro_loss` returns, if any."""
+    """Makes a jitted update that donates its state and returns (state, metrics), and the fields of
+    `micro_loss`, if any. `measure` computes further fields from the parameters."""
 
     def train_step(state: TrainState, minibatch: Batch) -> tuple:
         minibatch = _laid_out(learner, minibatch)
@@ -156,7 +155,7 @@ def _apply(
     learner: Learner, optimizer: optax.GradientTransformation, prefix: str, state: TrainState,
     grads: Any, factor: jax.Array | None = None,
 ) -> tuple[TrainState, Metrics]:
-    """Returns the state after a step along these gradients, times `factor`, and its metrics."""
+    """Returns (the state after an update with these gradients, times `factor`; its metrics)."""
     grads = learner.on_every_device(grads)
     norm = optax.global_norm(without_perturbation(grads))
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -175,8 +174,8 @@ def _apply(
 def make_train_step(
     learner: Learner, c: Correction, optimizer: optax.GradientTransformation, is_scored: bool = True
 ):
-    """Makes the policy update. It takes a minibatch of the fields of `Correction.is_in_update`,
-    [accumulation, rows, ...]; the state is donated.
+    """Makes the policy update (state, minibatch) -> (state, metrics). The minibatch has the fields of
+    `Correction.is_in_update`, [accumulation, rows, ...]; the state is donated.
 
     A batch that was not scored before, see `Correction.recompute_reason`, gets its logp_old here:
     the update's own log-prob, detached, from which weights and masks are computed. The update then
@@ -191,10 +190,10 @@ def make_train_step(
 def make_arriving_step(
     learner: Learner, c: Correction, optimizer: optax.GradientTransformation
 ) -> tuple[Callable, Callable]:
-    """Makes the policy update of a batch that comes in parts and was not scored before. Returns
+    """Makes the policy update of an unscored batch that arrives in parts. Returns two functions:
 
     add: (parameters, sums or None, micro-batch [1, rows, ...]) -> (sums, {"logp_old", "entropy"}
-      [1, rows, T]); the sums are of gradients and metrics, not divided by anything, and donated.
+      [1, rows, T]); the sums are undivided gradients and metrics, and donated.
     finish: (state, sums, tokens, sequences) -> (state, metrics), with the counts of the whole
       batch; the state is donated.
 
@@ -256,7 +255,7 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
 
 def _clipping_bias_norm(learner: Learner, c: Correction):
     """Makes (params, minibatch) -> {"st_ppo_norm"}: the norm of the gradient that the objective's
-    clip leaves out."""
+    clip removes."""
     bounds = {name: c.objective[1][name] for name in ("clip_low", "clip_high")}
 
     def clipping_bias(logp, inputs):
@@ -284,8 +283,8 @@ def _log_probs(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
 
 
 def make_critic_step(learner: Learner, clip: float, optimizer: optax.GradientTransformation):
-    """Makes the critic's update with the clipped value loss; the minibatch has the fields values
-    and returns."""
+    """Makes the critic's update with the clipped value loss. The minibatch has the fields "values"
+    and "returns"."""
 
     def forward(params, batch):
         return learner.by_parts(prefix_values, params, batch)
@@ -302,7 +301,7 @@ def make_critic_step(learner: Learner, clip: float, optimizer: optax.GradientTra
 
 
 def make_supervised_step(learner: Learner, optimizer: optax.GradientTransformation):
-    """Makes the update by cross-entropy on the masked tokens, mean over tokens."""
+    """Makes the supervised update: mean cross-entropy over the masked tokens."""
 
     def cross_entropy(logp, inputs):
         batch, num_tokens, _ = inputs

@@ -26,11 +26,12 @@ from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics
 
 
 class Trainer:
-    """One step of reinforcement learning over the state; the programs are compiled once.
+    """One step of reinforcement learning: `score` a rollout batch, then `update` the state. The
+    programs are compiled once.
 
     Attributes:
-      weights: those of the last update's tokens, [N,T]; None where the correction gives none before
-        the update.
+      weights: importance weights of the last batch's tokens, [N,T]; None if the correction computes
+        none before the update.
       score_metrics: metrics of the last batch's score.
       prepare, unscored, arriving_step: programs, see `correction.make_prepare` and `make_unscored`,
         `step.make_arriving_step`.
@@ -102,8 +103,8 @@ class Trainer:
         return rows | {"mask": rows["mask"] & trained[:, None]}
 
     def _passes(self, rows: Rows) -> Callable[[Callable, Any], Any]:
-        """Returns (program, params) -> its results over the rows, [N,T,...] each. The rows are cut
-        into micro-batches once, with the first pass."""
+        """Returns a function (program, params) -> its results for the rows, [N,T,...] each. The rows
+        are cut into micro-batches once, at the first pass."""
         cut = functools.cache(lambda: self.setup.micro_batches(rows))
 
         def run(program, params):
@@ -148,8 +149,8 @@ class Trainer:
         return fields
 
     def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
-        """Returns the log-probs of the tokens of whole or unfinished sequences at these parameters,
-        [n] each, by the program that scores a batch."""
+        """Returns the log-probs [n] of the tokens of each sequence, whole or unfinished, under these
+        parameters. Uses the program that scores a batch."""
         rollout, logps = self.setup.config.rollout, []
         count = rollout.prompts * rollout.group_size
         for start in range(0, len(trajectories), count):
@@ -178,14 +179,14 @@ class Trainer:
         return snapshots.ReplicaSnapshots(size, most, self.log_probs, groups * of_group)
 
     def update_fields(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
-        """Returns the fields that the updates take, of a batch and of what was prepared of it."""
+        """Returns the fields for the updates: of a batch and of the results of `prepare`."""
         merged = rows | {name: np.asarray(value) for name, value in prepared.items()}
         is_scored, is_taken = bool(self.setup.recompute_reason), self.setup.correction.is_in_update
         return {name: x for name, x in merged.items() if is_taken(name, is_scored)}
 
     def minibatches(self, rows: Rows, seed: tuple[int, ...]):
-        """Yields the updates' (minibatch, metrics of its packing, a function that turns its results
-        [M,R,T] back into rows [N,T] of all)."""
+        """Yields (minibatch, metrics of its packing, a function from its results [M,R,T] to rows
+        [N,T] of the whole batch) per update."""
         train, packer = self.setup.config.train, self.setup.packer
         shape, fetch = rows["mask"].shape, self.setup.layout.fetch
 
@@ -205,15 +206,15 @@ class Trainer:
             yield minibatch, packing.metrics(packer.shards), unpacked
 
     def with_prepared(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
-        """Returns the rows with what was prepared of them, and keeps their weights."""
+        """Returns the rows with the results of `prepare`, and stores their weights in `weights`."""
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
         self.weights = rows["weights"] if "weights" in rows else None
         return rows
 
     def update(self, state: dict[str, Any], rows: Rows, step: int, version: int):
-        """Runs all epochs and minibatches and returns (new state, rows, metrics): the rows with all
-        that `score` or the update has computed of them. `version` is that of the state's policy;
-        the state is donated. A minibatch without a token to train on is no update."""
+        """Runs all epochs and minibatches and returns (new state, rows, metrics). The rows include the
+        fields computed by `score` or the update. `version` is the version of the state's policy; the
+        state is donated. A minibatch without a trainable token is skipped."""
         config, count = self.setup.config, len(rows["mask"])
         rows = rows | update_fields(count, version, step, config.seed)
         controllers = state["controllers"] if "controllers" in state else {}
@@ -270,8 +271,8 @@ class Trainer:
 
 
 def _of_step(name: str, values: list) -> np.floating:
-    """Joins a metric's values of the updates of a step: the sum of a count, the last of a rate, the
-    mean of anything else."""
+    """Combines a metric's values over the updates of a step: the sum of a count, the last learning
+    rate, the mean of any other."""
     if name.endswith("/lr"):
         return values[-1]
     return np.sum(values) if counts.is_count(name) else np.mean(values)
@@ -281,13 +282,13 @@ def at_versions(
     rows: Rows, policy: Any, sampled_by: Mapping[int, Any],
     log_probs: Callable[[Any, np.ndarray], np.ndarray], known: np.ndarray | None = None,
 ) -> np.ndarray:
-    """Returns the log-probs of every token under the weights that drew it, [N,T].
+    """Returns the log-probs [N,T] of every token under the weights that sampled it.
 
     Args:
-      rows: `version`, `mask` and `logp_prox`, which is taken where those weights are the policy's.
+      rows: `version`, `mask` and `logp_prox`, the result where these weights are the policy's.
       policy, sampled_by: see `Trainer.score`.
-      log_probs: (parameters, rows that are wanted [N]) -> log-probs [N,T] of their tokens.
-      known: log-probs that are taken as they are, NaN where there is none.
+      log_probs: (parameters, is_wanted [N]) -> log-probs [N,T] of the wanted rows' tokens.
+      known: log-probs to use as they are, NaN where there is none.
     """
     logp_old = rows["logp_prox"]
     if known is not None:
@@ -303,8 +304,8 @@ def at_versions(
 def check_versions(
     rows: Rows, sampled_by: Mapping[int, Any], known: np.ndarray | None = None
 ) -> list[int]:
-    """Returns the versions that drew tokens, but for those whose log-probs are known; ValueError
-    for one whose weights are not there."""
+    """Returns the versions that sampled tokens without known log-probs. ValueError if the weights of
+    one are missing."""
     versions = np.unique(rows["version"][_unknown(rows, known)]).tolist()
     missing = [v for v in versions if v not in sampled_by]
     if missing:
@@ -317,12 +318,12 @@ def check_versions(
 
 
 def _unknown(rows: Rows, known: np.ndarray | None) -> np.ndarray:
-    """Returns the tokens [N,T] whose logp_old is still to be scored."""
+    """Returns a mask [N,T] of the tokens without a known logp_old."""
     return rows["mask"] if known is None else rows["mask"] & np.isnan(known)
 
 
 def _response(trajectory: Trajectory) -> slice:
-    """Returns where the drawn tokens stand in a row of this sequence alone."""
+    """Returns the place of the sampled tokens in a row that holds this sequence alone."""
     start = len(trajectory.prompt)
     return slice(start, start + len(trajectory.tokens))
 
@@ -330,7 +331,7 @@ def _response(trajectory: Trajectory) -> slice:
 def _laid_out(
     trajectories: list[Trajectory], values: list[np.ndarray] | None, shape: tuple[int, int]
 ) -> np.ndarray | None:
-    """Lays numbers of each sequence's drawn tokens into rows [N,T], NaN elsewhere."""
+    """Lays values of each sequence's sampled tokens into rows [N,T], NaN elsewhere."""
     if values is None:
         return None
     rows = np.full(shape, np.nan, np.float32)
@@ -340,9 +341,9 @@ def _laid_out(
 
 
 def are_trained_on(samples: list[Sample], rows: Rows, without_truncated: bool) -> np.ndarray:
-    """Returns whether each sample is in the loss, [N]: its reward is known, and so is that of the
-    greedy answer where an advantage compares with it. `without_truncated` leaves out those that
-    ended at the length limit."""
+    """Returns whether each sample is in the loss, [N]. Its reward must be known, and so must the
+    greedy answer's if the advantage uses it. `without_truncated` excludes samples that ended at the
+    length limit."""
     are_known = ~np.isnan(rows["rewards"])
     if "greedy_rewards" in rows:
         are_known &= ~np.isnan(rows["greedy_rewards"])
@@ -354,8 +355,8 @@ def _are_truncated(samples: list[Sample]) -> np.ndarray:
 
 
 def reward_fields(samples: list[Sample], needs: Mapping[str, str]) -> Rows:
-    """Returns the fields [N] of the samples' rewards and groups, and what methods need beside
-    them."""
+    """Returns the fields [N] of the samples' rewards and groups, and the further reward fields that
+    methods need."""
     column = lambda name, dtype: np.array([getattr(s, name) for s in samples], dtype)
     fields = {"rewards": column("reward", np.float32), "group": column("group", np.int32)}
     if "greedy_rewards" in needs:
@@ -371,8 +372,8 @@ _length_metrics = jax.jit(batch_metrics.length_metrics)
 def sample_metrics(
     samples: list[Sample], rows: Rows, config: ml_collections.ConfigDict
 ) -> dict[str, float]:
-    """Measures rewards, lengths and the learner's entropy of a rollout batch. Means of rewards are
-    of those that are known; there is none where no reward is."""
+    """Measures rewards, lengths and the learner's entropy of a rollout batch. Means of rewards cover
+    the known rewards, and are absent if there are none."""
     prompts, lengths = (
         np.array([len(getattr(s.trajectory, field)) for s in samples])
         for field in ("prompt", "tokens")

@@ -22,10 +22,10 @@ from jaxrl_tis.runtime import processes
 def examples(
     setup: LearnerSetup, prompter: Prompter, heartbeat: Callable[[], None] = lambda: None
 ) -> Batches | None:
-    """Returns the examples of the warm-up, each checked; None for a config without one.
+    """Returns the checked examples of the warm-up; None for a config without a warm-up.
 
-    Raises ValueError, with task.on_bad_record "error", where an example has no answer, or one that
-    with its end token exceeds rollout.max_new_tokens.
+    Raises ValueError, with task.on_bad_record "error", if an example has no answer, or if its answer
+    with the end token exceeds rollout.max_new_tokens.
     """
     config = setup.config
     if config.warmup.steps == 0:
@@ -81,7 +81,7 @@ def _target(prompter: Prompter, record: dict[str, Any]) -> list[int]:
 
 
 def _why_bad(prompter: Prompter, record: dict[str, Any], limit: int) -> str:
-    """Says why a record cannot be taught; "" where it can."""
+    """Returns the reason why a record cannot be trained on; "" if it can."""
     if "answer" not in record:
         return (
             "it has no answer that the warm-up could teach; name the field with "

@@ -1,1 +1,1 @@
-"""A small server of completions, to look at a checkpoint; docs/engine.md has its routes."""
+"""A small completions server to look at a checkpoint; docs/server.md has its routes."""

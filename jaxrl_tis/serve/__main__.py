@@ -2,8 +2,8 @@
 
     python -m jaxrl_tis.serve --config=configs/quickstart.py [--workdir=runs/quickstart-tis]
 
-It speaks the OpenAI protocol on this machine alone. Another --host needs --token_file, and then
-every request needs the token; on this machine only a change of weights does.
+It speaks the OpenAI protocol and listens on this machine alone. Another --host needs --token_file,
+and then every request needs the token. On this machine only a change of weights needs it.
 """
 
 import uvicorn
@@ -37,7 +37,7 @@ MAX_CHOICES = flags.DEFINE_integer(
 MAX_BODY_BYTES = flags.DEFINE_integer("max_body_bytes", 2**20, "Size of a request.", lower_bound=1)
 MAX_SECONDS = flags.DEFINE_float("max_seconds", 300.0, "Time of a request.", lower_bound=0.0)
 
-LOGPROBS = 5  # likeliest tokens that are recorded of each draw
+LOGPROBS = 5  # likeliest tokens recorded per sampled token
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Records of finished sequences -> the JSON of an answer, whole or in chunks of a stream."""
+"""Turns trajectories into the JSON of an answer, whole or in chunks of a stream."""
 
 import math
 import time
@@ -14,14 +14,14 @@ Json = dict[str, Any]
 
 
 class Answer:
-    """Writes what a client of one completion gets."""
+    """Writes the answer to one completion request."""
 
     def __init__(self, completion: Completion, model: str, tokenizer: Tokenizer):
         self._completion, self._tokenizer = completion, tokenizer
         self._created, self._model = int(time.time()), model
 
     def whole(self, trajectories: list[Trajectory]) -> Json:
-        """Writes all choices, in their order."""
+        """Returns the answer with all choices, in their order."""
         choices = []
         for index, trajectory in enumerate(trajectories):
             text = self.text(trajectory)
@@ -33,21 +33,21 @@ class Answer:
         return self._envelope("chat.completion", choices) | {"usage": usage}
 
     def first(self, index: int) -> Json:
-        """Writes the chunk that opens a choice of a chat."""
+        """Returns the chunk that opens a choice of a chat."""
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
 
     def more(self, index: int, text: str) -> Json:
-        """Writes a chunk with more text of a choice."""
+        """Returns a chunk with more text of a choice."""
         content = {"delta": {"content": text}} if self._completion.is_chat else {"text": text}
         return self._chunk(index, content)
 
     def last(self, index: int, trajectory: Trajectory) -> Json:
-        """Writes the chunk that ends a choice: it has no text, and all log-probs."""
+        """Returns the chunk that ends a choice: no text, and all log-probs."""
         content = {"delta": {}} if self._completion.is_chat else {"text": ""}
         return self._chunk(index, content, self._end(trajectory))
 
     def end(self, num_tokens: int) -> Json:
-        """Writes the chunk after all others: how many tokens were sampled."""
+        """Returns the chunk after all others, with the number of sampled tokens."""
         return self._envelope("chat.completion.chunk", []) | {"usage": self._usage(num_tokens)}
 
     def text(self, trajectory: Trajectory) -> str:
@@ -75,7 +75,7 @@ class Answer:
         }
 
     def _end(self, trajectory: Trajectory) -> Json:
-        """Says why a choice ended, the versions of the weights that drew it, and its log-probs."""
+        """Returns the finish reason, the versions of the weights that sampled, and the log-probs."""
         prompt = {}
         if self._completion.has_prompt_logprobs:
             prompt = {"prompt_logprobs": self._of_prompt(trajectory)}
@@ -105,15 +105,15 @@ class Answer:
         ]}
 
     def _of_prompt(self, trajectory: Trajectory) -> list[Json | None]:
-        """Returns {its id: its log-prob and text} of each token of the prompt, None of the first;
-        nothing if the answer ended before its prompt was read."""
+        """Returns {id: log-prob and text} for each token of the prompt, None for the first token;
+        [] if the answer ended before its prompt was read."""
         pairs = zip(trajectory.prompt[1:].tolist(), trajectory.prompt_logps[1:].tolist())
         entry = lambda logp, id: {"logprob": _finite(logp), "decoded_token": self._piece(id)}
         first = [None] * (len(trajectory.prompt_logps) > 0)
         return first + [{str(id): entry(logp, id)} for id, logp in pairs]
 
     def _top(self, ids, logps) -> list[tuple[str, float | None]]:
-        """Returns the likeliest tokens of a draw, as far as so many were possible."""
+        """Returns (text, log-prob) of the likeliest possible tokens at one position."""
         pairs = list(zip(ids, logps))[: self._completion.logprobs]
         return [(self._piece(id), _finite(logp)) for id, logp in pairs if id >= 0]
 
@@ -122,7 +122,7 @@ class Answer:
 
 
 def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:
-    """Returns the log-prob of each text: that of the likeliest of its tokens, which comes first."""
+    """Returns {text: log-prob}; of tokens with equal texts the likeliest counts, which comes first."""
     by_text = {}
     for text, logp in row:
         by_text.setdefault(text, logp)
@@ -130,11 +130,11 @@ def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:
 
 
 def _finite(value: float) -> float | None:
-    """Replaces infinities and NaN, which JSON does not have and a diverged model gives."""
+    """Replaces infinities and NaN by None: JSON lacks them, and a diverged model gives them."""
     return float(value) if math.isfinite(value) else None
 
 
 def described(status: int, message: str) -> Json:
-    """Says what is wrong as the API says it."""
+    """Returns an error in the API's JSON."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": status}}

@@ -1,8 +1,8 @@
 """The routes of the completions server.
 
-A request is parsed outside the event loop, its choices are queued in the scheduler's thread
-(`worker.py`), and what they draw comes back through an Inbox. Whatever ends the answer first
-(its time, the client) takes the choices that still run out of the scheduler.
+A request is parsed outside the event loop. Its choices are queued in the scheduler's thread
+(`engine/worker.py`), and their tokens return through an Inbox. A deadline or a client that
+disconnects aborts the choices that still run.
 """
 
 import asyncio
@@ -30,21 +30,21 @@ from jaxrl_tis.serve.guard import Guard
 from jaxrl_tis.serve.request import Completion, Limits, UnknownModel, object_of, parse
 from jaxrl_tis.serve.text import Shown
 
-CLIENT_CLOSED = 499  # nobody reads it
+CLIENT_CLOSED = 499  # the client has disconnected and does not read it
 News = np.ndarray | Trajectory | Exception
 
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What the routes need.
+    """The engine, tokenizer, limits and access rules behind the routes.
 
     Attributes:
-      model: its name in answers; vocab_size: tokens that a prompt may have.
-      load: reads the weights at a path, into serving parameters.
-      token: the bearer token that changes weights; None turns that route off.
-      is_closed: the token is needed for every route but /health.
-      hosts: names by which the server is asked, beside those of the loopback; a closed server
-        without any is asked by every name.
+      model: its name in answers; vocab_size: number of token ids.
+      load: reads the weights at a path and returns serving parameters.
+      token: the bearer token; None turns the route of new weights off.
+      is_closed: every route but /health needs the token.
+      hosts: accepted Host names beside the loopback's; a closed server without any accepts every
+        name.
     """
 
     worker: EngineThread
@@ -59,8 +59,8 @@ class Served:
 
 
 class Inbox:
-    """Holds the newest of each choice since it was last looked at; `put` belongs to the event
-    loop."""
+    """Keeps the newest tokens or record of each choice since the last `take`. Call `put` in the
+    event loop."""
 
     def __init__(self):
         self._news: dict[str, News] = {}
@@ -78,7 +78,7 @@ class Inbox:
 
 
 class Job:
-    """A completion in the scheduler; `close` it whatever happens."""
+    """A completion in the scheduler. Call `close` in every case."""
 
     def __init__(self, worker: EngineThread, completion: Completion, deadline: float):
         self._worker, self._deadline = worker, deadline
@@ -93,8 +93,8 @@ class Job:
         await asyncio.wrap_future(self._worker.submit(choices, put, is_streamed))
 
     async def follow(self) -> AsyncIterator[tuple[int, np.ndarray | Trajectory]]:
-        """Yields (index of a choice, its tokens so far or its record) until all have ended; past
-        the deadline they are aborted, and end with what they have."""
+        """Yields (index of a choice, its tokens so far or its record) until all choices have ended.
+        At the deadline they are aborted and end with the tokens that they have."""
         is_late = False
         while self._live:
             left = None if is_late else self._deadline - self._loop.time()
@@ -112,13 +112,13 @@ class Job:
                 yield self._index[id], news
 
     def close(self) -> None:
-        """Takes what still runs out of the scheduler."""
+        """Aborts the choices that still run."""
         if self._live:
             self._worker.abort(list(self._live))
 
 
 class EventStream(StreamingResponse):
-    """Sends the events of a job, which is closed when they end or the client leaves."""
+    """Sends the events of a job, and closes the job when they end or the client disconnects."""
 
     def __init__(self, job: Job, events: AsyncIterator[str]):
         super().__init__(events, media_type="text/event-stream")
@@ -162,7 +162,7 @@ class Server:
         return await self._complete(request, is_chat=True)
 
     async def weights(self, request: Request) -> Response:
-        """{"path": ...} -> the weights of all tokens drawn from now on."""
+        """Loads the weights at {"path": ...} for all tokens sampled from then on."""
         if self._served.token is None:
             raise HTTPException(403, "weights change only on a server that has a token")
         self._check_token(request)
@@ -253,7 +253,7 @@ class Server:
 
 
 async def _unless_gone(request: Request, answer) -> Response:
-    """The answer; cancelled when the client leaves before it is there."""
+    """Returns the answer, or cancels it if the client disconnects first."""
 
     async def leaving():
         while (await request.receive())["type"] != "http.disconnect":
@@ -270,7 +270,7 @@ async def _unless_gone(request: Request, answer) -> Response:
 
 
 def _refusal(status: int):
-    """Turns an exception into an answer."""
+    """Returns the handler that answers an exception with this status."""
 
     async def answer(request: Request, error: Exception) -> Response:
         return JSONResponse(described(status, str(error)), status_code=status)
@@ -287,7 +287,7 @@ REFUSALS = {UnknownModel: 404, ValueError: 400, Full: 429, RuntimeError: 500}
 
 
 def make(served: Served) -> Starlette:
-    """Makes the ASGI application; its lifespan is that of the worker."""
+    """Makes the ASGI application; its lifespan starts and stops the worker."""
     if served.is_closed and not served.token:
         raise ValueError("a server beyond this machine needs a token")
     server = Server(served)

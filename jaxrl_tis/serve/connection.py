@@ -1,4 +1,4 @@
-"""A connection of the server, and the server's options for uvicorn."""
+"""HTTP connections with a time limit for request heads, and the server's options for uvicorn."""
 
 import asyncio
 
@@ -7,11 +7,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 
 class Connection(H11Protocol):
-    """Closes when its client does not say in time what it wants: uvicorn itself waits for ever for
-    the first byte, the rest of a head, and the rest of a body that was answered already. A body
-    that is not answered yet has the time of its request, see `app.Server`."""
+    """An HTTP/1.1 connection that closes if the head of a request takes too long.
 
-    seconds = 20.0  # from when a request can be sent until its head is there
+    uvicorn itself waits without limit for the first byte, the rest of a head, and the rest of a body
+    after its answer. A body before its answer has the deadline of its request, see `app.Server`."""
+
+    seconds = 20.0  # from the moment that a request can be sent until its head is complete
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
@@ -34,7 +35,7 @@ class Connection(H11Protocol):
         self._stop()
 
     def _watch(self) -> None:
-        """One time for all that is awaited: bytes that come one by one do not extend it."""
+        """Starts or stops the timer. Single bytes do not extend it."""
         theirs, ours = self.conn.their_state, self.conn.our_state
         is_answered = theirs is h11.SEND_BODY and ours is h11.DONE
         if theirs is not h11.IDLE and not is_answered:

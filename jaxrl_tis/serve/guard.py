@@ -1,9 +1,8 @@
-"""What no route answers: requests that a web page of somebody else could have sent, and requests
-whose end is in doubt.
+"""Refuses requests that a foreign web page could have sent, and requests of ambiguous length.
 
-A page can have the browser of who looks at it send requests to this machine. It cannot make them
-JSON, or hide where it comes from (Origin), unless its own name leads to this machine (DNS
-rebinding): then that name is the Host.
+A page can make a visitor's browser send requests to this machine. It cannot send JSON or hide its
+Origin, unless its own name resolves to this machine (DNS rebinding). In this case its name is in
+the Host header.
 """
 
 from collections.abc import Collection
@@ -21,7 +20,7 @@ SAFE = ("GET", "HEAD", "OPTIONS")  # methods without a body
 
 
 class Guard:
-    """Middleware; `hosts` are names of this server beside those of the loopback, None takes any."""
+    """ASGI middleware. `hosts` are accepted Host names beside the loopback's; None accepts any."""
 
     def __init__(self, app: ASGIApp, hosts: Collection[str] | None):
         self._app = app
@@ -38,7 +37,7 @@ class Guard:
 
 
 def refusal(scope: Scope, hosts: Collection[str] | None) -> tuple[int, str] | None:
-    """Returns (status, words) for what is not answered."""
+    """Returns (status, message) for a refused request, None for others."""
     headers = Headers(scope=scope)
     if "transfer-encoding" in headers and (
         "content-length" in headers or scope["http_version"] == "1.0"

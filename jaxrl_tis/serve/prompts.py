@@ -1,17 +1,17 @@
-"""The prompts and messages of a request -> token ids."""
+"""Turns the prompts and messages of a request into token ids."""
 
 from typing import Any
 
 from jaxrl_tis.data.tokenizer import Tokenizer
 
 SAME_ROLE = {"developer": "system"}  # the newer name, which chat templates do not know
-# Texts of a message beside its role and content, for chat templates that use them.
+# Further text fields of a message, for chat templates that use them.
 OTHERS = ("name", "reasoning_content", "tool_call_id")
 FORM = "messages must be a list of {'role': text, 'content': text}"
 
 
 def split(given: Any) -> list[str | list[int]]:
-    """Returns the prompts of a `prompt`: a text, the ids of one, or a list of either."""
+    """Returns the list of prompts in a `prompt` field: a text, a list of ids, or a list of either."""
     is_list = isinstance(given, list) and any(isinstance(each, (str, list)) for each in given)
     prompts = given if is_list else [given]
     is_ids = lambda ids: isinstance(ids, list) and all(type(token) is int for token in ids)
@@ -25,7 +25,7 @@ def of_text(prompt: str | list[int], tokenizer: Tokenizer) -> list[int]:
 
 
 def of_chat(messages: list | None, tokenizer: Tokenizer) -> list[int]:
-    """Returns the ids of a conversation, as the chat template writes it."""
+    """Returns the token ids of a conversation in the chat template."""
     if not messages:
         raise ValueError(FORM)
     read = [message(f"messages[{i}]", each) for i, each in enumerate(messages)]
@@ -33,10 +33,10 @@ def of_chat(messages: list | None, tokenizer: Tokenizer) -> list[int]:
 
 
 def message(where: str, given: Any) -> dict[str, str]:
-    """Returns a message for the chat template; `where` names it in errors.
+    """Returns a checked message for the chat template; `where` names it in errors.
 
-    Fields that are null or empty are absent, and so is a content that is null. Parts of a content
-    are joined by newlines, as vLLM joins them.
+    Null or empty fields count as absent, and a null content as empty. The parts of a content are
+    joined by newlines, as in vLLM.
     """
     if not isinstance(given, dict) or not isinstance(given.get("role"), str) or "content" not in given:
         raise ValueError(f"{where} is {given!r:.80}; {FORM}")

@@ -1,9 +1,9 @@
-"""The JSON of a completion request -> checked requests for the scheduler.
+"""Parses the JSON of a completion request into checked requests for the scheduler.
 
-Every field is that of the OpenAI API, but for those that it lacks and vLLM's servers have: top_k,
-min_p, repetition_penalty, min_tokens, ignore_eos, stop_token_ids and prompt_logprobs.
-A field is absent if it is null. A field or value that is not served here is refused, because the
-answer without it would be another one; fields that no answer depends on are ignored.
+Fields are those of the OpenAI API, and of vLLM's servers: top_k, min_p, repetition_penalty,
+min_tokens, ignore_eos, stop_token_ids and prompt_logprobs. A null field counts as absent. A field or
+value that this server does not support is refused, because the answer without it would differ.
+Fields without influence on the answer are ignored.
 """
 
 import dataclasses
@@ -22,15 +22,15 @@ MAX_SEED = 2**32 - 1
 MAX_NUMBER = 100.0  # of a temperature, penalty or bias
 PENALTIES = ("presence_penalty", "frequency_penalty", "repetition_penalty")
 MAX_TOKENS = ("max_tokens", "max_completion_tokens")  # two names of one field
-WITHOUT = -1  # of a seed or top_k, as vLLM has it: as if it were absent
+WITHOUT = -1  # value of a seed or top_k that counts as absent, as in vLLM
 
-# No answer depends on them: they label a request, or say how to bill, keep and schedule it.
+# No answer depends on them: labels, billing, storage and scheduling of a request.
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls", "request_id",
     "session_id", "cache_salt", "priority", "spaces_between_special_tokens",
 }
-# Fields with the only values that are served.
+# Fields of which only these values are supported.
 ONLY = {
     "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]],
     "function_call": ["none", "auto"], "response_format": [{"type": "text"}],
@@ -49,7 +49,7 @@ ONLY_CHAT = ONLY | {
 }
 WHERE = "; give --config.task.template_kwargs at the server's start"
 
-# What a field may be, and its value when it is absent; see `_field`.
+# Type of a field, and its value when it is absent; see `_field`.
 COMMON = {
     "model": (str, None), "stream": (bool, False), "n": (int, 1),
     "seed": (int, None), "max_tokens": (int, None), "temperature": (float, 1.0),
@@ -69,14 +69,14 @@ CHAT = COMMON | {
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a client may ask for.
+    """Upper limits of a request.
 
     Attributes:
-      body_bytes: of a request's body.
-      prompt_tokens, max_tokens: of a prompt, and to be sampled for it.
+      body_bytes: size of the body.
+      prompt_tokens, max_tokens: tokens of a prompt, and sampled tokens of a choice.
       choices: samples of all prompts of a request.
-      logprobs: likeliest tokens that are returned of each draw.
-      seconds: time from the arrival of a request to its end; what it has then is returned.
+      logprobs: likeliest tokens returned per sampled token.
+      seconds: time from arrival to answer; then the tokens so far are returned.
     """
 
     body_bytes: int
@@ -89,8 +89,8 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Choice(Request):
-    """A request whose noise is that of its seed and its index among the choices, whatever its id:
-    the same body gives the same answer again."""
+    """A request with random keys from its seed and its index among the choices, not from its id. The
+    same body with the same seed gives the same answer."""
 
     index: int = 0
 
@@ -101,8 +101,13 @@ class Choice(Request):
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """A request as it came in; `choices` are those of the first prompt, then of the next. `logprobs`
-    None asks for none, and `includes_usage` for a last chunk that counts the tokens."""
+    """A parsed completion request.
+
+    Attributes:
+      choices: choices of the first prompt, then of the next.
+      includes_usage: the stream ends with a chunk that counts the tokens.
+      logprobs: number of likeliest tokens to return per sampled token; None: no log-probs.
+    """
 
     id: str
     choices: list[Choice]
@@ -134,13 +139,13 @@ class Completion:
 
 
 class UnknownModel(ValueError):
-    """The request names a model that is not served here."""
+    """The request names another model than the served one."""
 
 
 def parse(
     body: bytes, is_chat: bool, model: str, vocab_size: int, tokenizer: Tokenizer, limits: Limits
 ) -> Completion:
-    """Reads a body; ValueError says what is wrong with it."""
+    """Parses a body. ValueError with the problem if it is invalid."""
     values = _values(object_of(body), is_chat)
     if values["model"] not in (None, model):
         raise UnknownModel(f"the model {values['model']!r} is not here; this one is {model!r}")
@@ -161,7 +166,7 @@ def parse(
 
 
 def object_of(body: bytes) -> dict[str, Any]:
-    """Returns what the body holds."""
+    """Returns the JSON object in a body."""
 
     def refuse(literal: str):
         raise ValueError(f"{literal} is no number of JSON")
@@ -177,7 +182,7 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def _values(given: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """Returns every served field, checked for its type."""
+    """Returns every supported field, with its type checked."""
     fields, only = (CHAT, ONLY_CHAT) if is_chat else (TEXT, ONLY_TEXT)
     given = {name: value for name, value in given.items() if value is not None}
     unknown = [name for name in given if name not in {*fields, *only, *IGNORED}]
@@ -194,7 +199,7 @@ def _values(given: dict[str, Any], is_chat: bool) -> dict[str, Any]:
 
 
 def _check_served(name: str, value: Any, served: list) -> None:
-    """Raises ValueError for a value that the API has, but not this server."""
+    """Raises ValueError for a value that the API has and this server does not support."""
     texts = list(map(json.dumps, served))  # JSON tells 1 and true apart
     if json.dumps(value) not in texts:
         other = f", or give {' or '.join(texts)}" if texts else ""
@@ -217,7 +222,7 @@ def _field(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
 
 
 def _check_values(values: dict[str, Any], limits: Limits) -> None:
-    """Raises ValueError for values out of range, and for those that contradict each other."""
+    """Raises ValueError for values out of range and for contradictory values."""
     for name, low, high in (
         ("n", 1, limits.choices), ("seed", -(2**63), 2**63 - 1),
         *[(name, 1, limits.max_tokens) for name in MAX_TOKENS],
@@ -240,7 +245,7 @@ def _check_values(values: dict[str, Any], limits: Limits) -> None:
 def _prompts(
     values: dict[str, Any], is_chat: bool, tokenizer: Tokenizer, limits: Limits
 ) -> list[list[int]]:
-    """Returns the ids of each prompt."""
+    """Returns the token ids of each prompt."""
     if is_chat:
         return [prompts.of_chat(values["messages"], tokenizer)]
     prompt_list, n = prompts.split(values["prompt"]), values["n"]

@@ -1,4 +1,4 @@
-"""From a config to the application of `python -m jaxrl_tis.serve`: weights, token, address."""
+"""Builds the application of `python -m jaxrl_tis.serve` from a config: weights, token, address."""
 
 import pathlib
 from collections.abc import Collection
@@ -27,7 +27,7 @@ def read_token(path: str | None) -> str | None:
 
 
 def load(setup: Setup, path: str | None) -> Any:
-    """Loads serving parameters from `path`; None takes the weights that the config starts from."""
+    """Loads serving parameters from `path`; None: the weights that the config starts from."""
     if path is None:
         params = initial_state(setup.training, initial_params(setup.training))["policy"].params
     else:
@@ -39,10 +39,10 @@ def make_app(
     setup: Setup, params: Any, limits: Limits, max_pending: int, token: str | None, host: str,
     hosts: Collection[str] = (),
 ) -> Starlette:
-    """Makes the application that serves `params` at an address, with all programs compiled; `hosts`
-    are more names of that address.
+    """Makes the application that serves `params` at an address, and compiles all programs. `hosts`
+    are further names of the address.
 
-    Raises ValueError where others reach the address and there is no token.
+    Raises ValueError if other machines reach the address and there is no token.
     """
     scheduler = setup.scheduler(
         setup.engine, params, 0, max_pending=max_pending, decode=setup.tokenizer.decode

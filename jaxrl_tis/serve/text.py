@@ -1,4 +1,4 @@
-"""The text of an answer while it is being written: what can be shown and stays as it is."""
+"""The part of an unfinished answer's text that cannot change any more, for streams."""
 
 from collections.abc import Collection
 
@@ -13,8 +13,8 @@ def cut(text: str, stops: Collection[str], floor: int = 0) -> str:
 
 
 def settled(text: str, stops: Collection[str], floor: int = 0) -> str:
-    """Returns the part of an unfinished text that `cut` of the finished one begins with: it ends
-    before a character that lacks bytes, a stop string, and what may become one."""
+    """Returns the part of an unfinished text that is final: a prefix of `cut` of the finished text.
+    It ends before an incomplete character, a stop string, or the beginning of one."""
     ended = cut(text, stops, floor)
     if ended != text:
         return ended
@@ -26,16 +26,16 @@ def settled(text: str, stops: Collection[str], floor: int = 0) -> str:
 
 
 class Shown:
-    """The settled text of a choice while its tokens are drawn; decodes those that are new. No stop
-    string ends within its first `least` tokens."""
+    """The settled text of a choice during sampling. It decodes only new tokens. No stop string counts
+    within the first `least` tokens."""
 
     def __init__(self, stops: Collection[str], decode: Decode, least: int = 0):
         self._stops, self._decode, self._least = stops, decode, least
         self._text = Text(decode)
 
     def of(self, tokens: np.ndarray) -> str:
-        """Returns the settled text of all tokens so far, which may be shorter than that of the call
-        before if the sequence had to start again."""
+        """Returns the settled text of all tokens so far. It may be shorter than at the call before
+        if the sequence had to start again."""
         seen = len(self._text.tokens)
         if not np.array_equal(tokens[:seen], self._text.tokens):
             self._text, seen = Text(self._decode), 0
@@ -44,8 +44,8 @@ class Shown:
 
 
 def offsets(tokens: np.ndarray, decode: Decode) -> list[int]:
-    """Returns where each token begins in the text of all; those of one character share where it
-    begins."""
+    """Returns the index at which each token begins in the text of all tokens. The tokens of one
+    character share its index."""
     text, ends = Text(decode), [0]
     for token in tokens.tolist():
         ends.append(len(text.add([token]).rstrip(INCOMPLETE)))
@@ -53,6 +53,5 @@ def offsets(tokens: np.ndarray, decode: Decode) -> list[int]:
 
 
 def utf8(piece: str) -> list[int] | None:
-    """Returns the bytes of a token's text, None where it has bytes of a character that other tokens
-    end."""
+    """Returns the bytes of a token's text; None if it contains a part of a character."""
     return None if INCOMPLETE in piece else list(piece.encode())
