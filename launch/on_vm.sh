@@ -10,7 +10,7 @@
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-extras=tpu,hub,gcs,tasks,wandb
+extras=tpu,hub,gcs,tasks,math,wandb
 state=$root/run.json arguments=$root/run.args log=$root/run.log supervisor=$root/run.pid
 
 newer_python() {  # prints an interpreter of at least 3.11; images come with 3.10
