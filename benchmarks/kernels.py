@@ -39,7 +39,7 @@ def packed_rows(rows: int, length: int, num_segments: int) -> dict[str, jax.Arra
 
 
 def segment_cases(rows: int, length: int, num_segments: int) -> dict[str, tuple[Callable, tuple]]:
-    """Name -> (function, its arguments)."""
+    """Returns name -> (function, its arguments)."""
     x = packed_rows(rows, length, num_segments)
     seg, old, behav, mask, decay = (x[k] for k in ("seg", "old", "behav", "mask", "decay"))
     reduce = lambda op: lambda x, seg: segment.segment_reduce(x, seg, num_segments, op)
@@ -62,7 +62,7 @@ def segment_cases(rows: int, length: int, num_segments: int) -> dict[str, tuple[
 
 
 def logprob_cases(tokens: int, width: int, vocab: int) -> dict[str, tuple[Callable, tuple]]:
-    """Scores of a tied bfloat16 head, and their gradients; by tokens, width and vocabulary."""
+    """Returns scores of a tied bfloat16 head and their gradients, by tokens, width, vocabulary."""
     draw = lambda key, *shape: jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
     inputs = draw(0, vocab, width) * width**-0.5, draw(1, 8, tokens // 8, width)
     targets = jax.random.randint(jax.random.key(2), (8, tokens // 8), 0, vocab)
@@ -76,7 +76,7 @@ def logprob_cases(tokens: int, width: int, vocab: int) -> dict[str, tuple[Callab
 
 
 def reference(function: Callable) -> Callable:
-    """The function as other platforms run it."""
+    """Returns the function as platforms without kernels run it."""
 
     def call(*arguments):
         default = lambda *x, default, **_: default(*x)
@@ -87,7 +87,7 @@ def reference(function: Callable) -> Callable:
 
 
 def seconds(function: Callable, arguments: tuple, rounds: int) -> tuple[float, int]:
-    """Median time of a call, and the bytes of its arguments and results."""
+    """Returns the median time of a call and the bytes of its arguments and results."""
     compiled = jax.jit(function).lower(*arguments).compile()
     results = jax.block_until_ready(compiled(*arguments))
     times = []
