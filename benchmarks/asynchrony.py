@@ -1,16 +1,16 @@
-"""What samplers in threads gain over a synchronous run, and what they cost.
+"""Measures the gain and the cost of samplers in threads, compared with a synchronous run.
 
-    python -m benchmarks.asynchrony        # all schedules, in rounds, each in its own process
+    python -m benchmarks.asynchrony                    # all schedules in rounds, each in a process
     python -m benchmarks.asynchrony --schedule='areal(staleness=2)'
-    python -m benchmarks.asynchrony --measure=machine  # what two threads can do at once
+    python -m benchmarks.asynchrony --measure=machine  # speed-up of two threads
     python -m benchmarks.asynchrony --measure=sync     # weight sync, bfloat16 and int8
-    python -m benchmarks.asynchrony --measure=pause    # of a sampler that draws while weights come
+    python -m benchmarks.asynchrony --measure=pause    # of a sampler during weight syncs
     python -m benchmarks.asynchrony --measure=control  # decisions for 128 groups of 8
 
-The machine is cut in two: learner and sampler have a simulated device each, of one thread. Responses
-have lengths that are log-normal, whatever is drawn. "sync" is the run in which the two wait for each
-other; "sync, both" is the same on one device of two threads. Rates count the tokens of whole batches
-after the first, which compile.
+Learner and sampler each have a simulated device with one thread. Response lengths are log-normal
+and do not depend on the sampled tokens. In "sync" the two wait for each other. "sync, both" is the
+same on one device with two threads. Rates count the tokens of all batches after the first, which
+compiles.
 """
 
 import argparse
@@ -48,7 +48,7 @@ def config(schedule: str):
 
 
 def long_tailed(setup):
-    """Groups of the run whose requests have log-normal lengths, of median 48 and sigma 1."""
+    """Groups whose requests have log-normal lengths with median 48 and sigma 1."""
     import dataclasses
     import zlib
 
@@ -96,8 +96,8 @@ def source_of(setup, timer):
     return thread_source(parts, starts, setup.engine.slots)
 
 
-def train(schedule: str, steps: int) -> dict[str, float]:
-    """Trains, and returns the tokens per second and who waited."""
+def train(mode: str, steps: int) -> dict[str, float]:
+    """Trains one arm and returns its tokens per second and the waiting times."""
     from jaxrl_tis import build
     from jaxrl_tis.learner.state import initial_params, initial_state
     from jaxrl_tis.learner.trainer import Trainer
@@ -139,7 +139,7 @@ def train(schedule: str, steps: int) -> dict[str, float]:
 
 
 def in_process(arm: str, steps: int) -> dict[str, float]:
-    """Trains one arm in a process with the threads that it may have."""
+    """Trains one arm in a process of its own with a limited number of threads."""
     flags, threads = ("", "2") if arm == BOTH else (ONE_THREAD, "1")
     environment = os.environ | {"XLA_FLAGS": flags, "NPROC": threads, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, "-m", "benchmarks.asynchrony", f"--schedule={arm.partition(',')[0]}"]
@@ -150,7 +150,7 @@ def in_process(arm: str, steps: int) -> dict[str, float]:
 
 
 def compare(rounds: int, steps: int) -> None:
-    """Prints the medians of all arms, which take turns, with the load of the machine."""
+    """Runs all arms in turns and prints their medians and the load of the machine."""
     arms = (BOTH, *ARMS)
     found = {arm: [] for arm in arms}
     for _ in range(rounds):
@@ -166,8 +166,8 @@ def compare(rounds: int, steps: int) -> None:
 
 
 def machine(rounds: int) -> None:
-    """Prints how much more two threads compute than one, on devices of their own: no overlap of
-    learner and sampler can gain more time than that."""
+    """Prints the speed-up of two threads on two devices over one. It bounds what an overlap of
+    learner and sampler can gain."""
     import threading
 
     import jax
@@ -196,7 +196,7 @@ def machine(rounds: int) -> None:
 
 
 def sync(rounds: int) -> None:
-    """Prints what it takes to bring the weights of a SmolLM2-135M to another device."""
+    """Prints the time of a weight sync of SmolLM2-135M to another device."""
     import jax
 
     from jaxrl_tis.engine.config import EngineConfig
@@ -222,7 +222,7 @@ def sync(rounds: int) -> None:
 
 
 def pause(rounds: int) -> None:
-    """Prints for how long weight syncs of a learner that takes no time pause a sampler."""
+    """Prints how long weight syncs pause a sampler, with a learner that takes no time."""
     from jaxrl_tis import build
     from jaxrl_tis.learner.state import initial_params
     from jaxrl_tis.record.metrics import Timer
@@ -248,7 +248,7 @@ def pause(rounds: int) -> None:
 
 
 def control(rounds: int, groups: int = 128, size: int = 8) -> None:
-    """Prints the seconds that decisions, queue and controller take for a batch, without an engine."""
+    """Prints the seconds of decisions, queue and controller for a batch, without an engine."""
     from jaxrl_tis.rollouts import schedules
     from jaxrl_tis.rollouts.controller import Begin, Controller, SyncWeights
     from jaxrl_tis.rollouts.queue import Queue

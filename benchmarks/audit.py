@@ -1,10 +1,10 @@
-"""Time and memory of the audit on a dump of a million tokens, as in docs/audit.md.
+"""Measures time and memory of the audit on a dump of a million tokens (docs/audit.md).
 
     python -m benchmarks.audit [--tokens=1000000] [--spread=0.8] [--kind=jsonl]
 
-Writes a dump of responses whose lengths are log-normal (the deviation of the logarithm is `spread`)
-around 512 tokens and cut at 4,096, with reward, group and version, and runs the command on it in a
-process of its own, without any cache of compiled programs.
+Writes a dump of responses with reward, group and version. Lengths are log-normal with median 512
+and deviation `spread` of the logarithm, at most 4,096. The audit runs on the dump in a process of
+its own, without a compilation cache.
 """
 
 import argparse
@@ -23,7 +23,7 @@ MEAN, LONGEST = 512, 4096
 
 
 def responses(tokens: int, spread: float) -> list[dict]:
-    """Records that hold about so many tokens."""
+    """Returns records with about this number of tokens."""
     rng, found = np.random.default_rng(0), []
     while tokens > 0:
         n = int(np.clip(rng.lognormal(np.log(MEAN) - spread**2 / 2, spread), 1, LONGEST))
@@ -49,7 +49,7 @@ def write(path: pathlib.Path, records: list[dict]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--spread", type=float, default=0.8)
     parser.add_argument("--kind", default="jsonl", choices=["jsonl", "npz"])

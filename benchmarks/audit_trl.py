@@ -1,10 +1,10 @@
-"""A dump for `python -m jaxrl_tis.audit`, written by TRL's GRPOTrainer as docs/audit.md shows.
+"""Writes a dump for `python -m jaxrl_tis.audit` with TRL's GRPOTrainer (docs/audit.md).
 
     /path/to/venv/bin/python -P benchmarks/audit_trl.py [--out=tests/audit/trl.npz] [--steps=4]
 
-The interpreter needs torch and trl. A small Llama with random weights learns to say low numbers; a
-copy of it in bfloat16 samples, with the weights of that moment, and the learner is float32. The dump
-is that of the last batch.
+The interpreter needs torch and trl. A small Llama with random weights learns to sample low token
+ids. A bfloat16 copy with the current weights samples, and the learner is float32. The dump holds
+the last batch.
 """
 
 import argparse
@@ -21,7 +21,7 @@ VOCAB, PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS, END = 512, 8, 8, 8, 64, 1
 
 
 class Dumping(GRPOTrainer):
-    """Writes each batch that it samples, as docs/audit.md has it."""
+    """A trainer that writes each sampled batch, as shown in docs/audit.md."""
 
     path = ""
 
@@ -40,7 +40,7 @@ class Dumping(GRPOTrainer):
 
 @torch.no_grad()
 def sample(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
-    """TRL's rollout_func: a bfloat16 copy of the model draws, and says how likely its tokens were."""
+    """TRL's rollout_func: samples from a bfloat16 copy and returns its log-probs, in nats."""
     # Not a deep copy: accelerate has bound the model's forward to the model itself.
     model = LlamaForCausalLM(trainer.model.config).to(torch.bfloat16).eval()
     model.load_state_dict(trainer.model.state_dict())
@@ -61,7 +61,7 @@ def sample(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
 
 
 def low_numbers(completions: list[str], **_) -> list[float]:
-    """Share of the tokens below half of the vocabulary."""
+    """Reward: the share of token ids in the lower half of the vocabulary."""
     rows = [[int(word[1:]) for word in text.split() if word[0] == "w"] for text in completions]
     return [sum(i < VOCAB // 2 for i in row) / max(len(row), 1) for row in rows]
 

@@ -1,8 +1,9 @@
-"""What centred scores cost: rollouts and updates with and without them, taking turns.
+"""Measures the cost of centred scores in rollouts and updates.
 
     python -m benchmarks.centering [--rounds=10] [--head=32]
 
-The model of `benchmarks.grpo_step`, preset centered_tis_2.
+Arms with and without centred scores take turns. Model of `benchmarks.grpo_step`, preset
+centered_tis_2.
 """
 
 import argparse
@@ -14,9 +15,9 @@ from jaxrl_tis.runtime import cli
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--head", type=int, default=32)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--rounds", type=int, default=10, help="steps of each arm")
+    parser.add_argument("--head", type=int, default=32, help="other tokens at each position")
     args = parser.parse_args()
     steps = {
         text: model.Step(*model.setup(preset="centered_tis_2", centering=text))

@@ -1,15 +1,15 @@
-"""Attention over the mesh axis "context": gathered keys and values, and a ring, compiled for v5p.
+"""Compares the memory of gathered attention and ring attention over a context axis on TPU v5p.
 
     python -m benchmarks.context [--model=32b] [--shards=2,4,8,16] [--length=32768] [--layers=3]
 
-First the ring's numbers and gradients are compared with `row_attention` on one CPU device. Then the
-forms are compiled, in a scan over layers of projections and attention that keeps only their inputs,
-and the compiler's figures for one device printed. A ring's steps are either unrolled, so that the
-next keys may travel while a kernel runs, or a loop, which holds fewer arrays. Nothing runs on a TPU
-and nothing is timed but the compiler. The ring calls private functions of jax's splash attention.
+First the results and gradients of the ring are compared with `row_attention` on CPU. Then each form
+is compiled in a scan over layers of projections and attention that keeps only the layers' inputs.
+The compiler's figures for one device are printed. The steps of a ring are either unrolled or a
+loop: an unrolled ring can send the next keys while a kernel runs, and a loop holds fewer arrays.
+Nothing runs on a TPU. The ring calls private functions of JAX's splash attention.
 
-All forms sum the gradients of the weights by `all-reduce`, the gathered one those of its keys too.
-Collectives count whole arrays: the result of a gather, the operand of a sum.
+All forms sum the gradients of the weights by `all-reduce`, the gathered form also those of its
+keys. Collectives count whole arrays: the result of a gather, the operand of a sum.
 """
 
 import argparse
@@ -40,7 +40,7 @@ MIB = 2**20
 
 @functools.cache
 def splash_kernel(length: int, is_causal: bool, interpret: bool):
-    """Of the queries and the keys of one shard each; gives (output, (log-sum-exp,))."""
+    """Returns splash attention of one shard of queries and keys: (output, (log-sum-exp,))."""
     mask = splash_attention.CausalMask if is_causal else splash_attention.FullMask
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha(
@@ -51,12 +51,12 @@ def splash_kernel(length: int, is_causal: bool, interpret: bool):
 
 
 def ring(axis: str, shards: int, causal, full, unroll: bool) -> Callable:
-    """Attention of a device's queries to its own keys and, as they come around, to those of earlier
-    shards; arrays of its rows with heads first, gradients summed in float32.
+    """Returns ring attention of a device's queries to its own keys and those of earlier shards.
 
-    In step s device i has the keys of shard i - s; where that is negative they are later ones. Each
-    query sees itself in step 0, so the log-sum-exp is finite from there on, and against it the
-    weight of a shard that has nothing of the query's segment is zero, forward and backward.
+    Arrays have heads first, and gradients are summed in float32. In step s device i holds the keys
+    of shard i - s; a negative number means a later shard. Each query sees itself in step 0, and the
+    log-sum-exp is finite from then on. A shard without keys of the query's segment gets weight
+    zero, forward and backward.
     """
     pairs = [(i, (i + 1) % shards) for i in range(shards)]
     turned = lambda tree: jax.tree.map(lambda x: jax.lax.ppermute(x, axis, pairs), tree)
@@ -86,7 +86,8 @@ def ring(axis: str, shards: int, causal, full, unroll: bool) -> Callable:
         return out, (q, k, v, segments, out, lse)
 
     def gradients(kernel, kept, keys, dout):
-        """Of a step, for q, k and v, with the output and the log-sum-exp of all steps."""
+        """Returns the gradients of q, k and v in one step, from the whole output and
+        log-sum-exp."""
 
         def of_row(q, segments, out, lse, dout, k, v, segments_k):
             ids = splash_attention.SegmentIds(segments, segments_k)
@@ -122,7 +123,7 @@ def ring(axis: str, shards: int, causal, full, unroll: bool) -> Callable:
 
 
 def ring_attention(q_bthk, k_btnk, v_btnk, segments_bt, layout, unroll: bool) -> jax.Array:
-    """`row_attention` where the keys and values of a row are never whole on a device."""
+    """`row_attention` as a ring: no device holds all keys and values of a row."""
     shards = layout.mesh.shape["context"]
     interpret = layout.platform == "cpu"
     length = q_bthk.shape[1] // shards
@@ -144,7 +145,10 @@ def ring_attention(q_bthk, k_btnk, v_btnk, segments_bt, layout, unroll: bool) ->
 
 
 def largest_differences(shards: int, unroll: bool, length: int = 1024) -> dict[str, float]:
-    """Of the ring on CPU devices from `row_attention` on one, float32; AssertionError over 2e-5."""
+    """Returns the ring's largest differences from `row_attention`, in float32 on CPU devices.
+
+    AssertionError above 2e-5.
+    """
     rng = np.random.default_rng(0)
     draw = lambda heads: rng.normal(0, 1, (2, length, heads, 128)).astype(np.float32)
     q, k, v, weights = draw(4), draw(2), draw(2), draw(4)
@@ -167,7 +171,7 @@ def largest_differences(shards: int, unroll: bool, length: int = 1024) -> dict[s
 
 
 def lowered(attend: Callable, layout, model: str, length: int, layers: int) -> jax.stages.Lowered:
-    """Loss and gradients of layers of attention, one row of bfloat16."""
+    """Lowers the loss and gradients of layers of attention for one row in bfloat16."""
     embed, heads, kv_heads, size = MODELS[model]
 
     def struct(shape, *axes, dtype=jnp.bfloat16):
@@ -216,10 +220,10 @@ def report(name: str, shards: int, program: jax.stages.Lowered, mesh: dict) -> N
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="32b")
-    parser.add_argument("--shards", default="2,4,8,16", help="of the context axis")
-    parser.add_argument("--length", type=int, default=32_768)
+    parser.add_argument("--shards", default="2,4,8,16", help="sizes of the context axis")
+    parser.add_argument("--length", type=int, default=32_768, help="tokens of the row")
     parser.add_argument("--layers", type=int, default=3)
     args = parser.parse_args()
     counts = args.shards.split(",")

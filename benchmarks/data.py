@@ -1,10 +1,10 @@
-"""What the check of all data before a run takes, and the start after it, which reads the cache.
+"""Measures the check of all data before a run, and the next start, which reads its cache.
 
     python -m benchmarks.data [--lines=100000] [--tokenizer=models/smollm2-135m-instruct/X.gguf]
 
-Writes JSON lines as long as those of GSM8K (45 words in the mean), reads them, renders each with a chat
-template and tokenises it. Without --tokenizer the tokenizer is a byte-level BPE that is trained on
-some of the lines, with ChatML as its template. Use an empty XDG_CACHE_HOME.
+Writes JSON lines as long as GSM8K's (45 words on average), reads them, renders each with a chat
+template and tokenizes it. Without --tokenizer it trains a byte-level BPE on some of the lines and
+uses ChatML as the template. Use an empty XDG_CACHE_HOME.
 """
 
 import argparse
@@ -32,7 +32,7 @@ TEMPLATE = (
 
 
 def write_lines(path: pathlib.Path, count: int) -> list[str]:
-    """Writes the data and returns its prompts."""
+    """Writes the JSON lines and returns their prompts."""
     rng = random.Random(0)
     letters = "etaoinshrdlucmfwypvbgk"
     words = ["".join(rng.choices(letters, range(22, 0, -1), k=rng.randint(2, 9)))
@@ -64,7 +64,7 @@ def write_tokenizer(folder: pathlib.Path, texts: list[str]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--tokenizer", default="")
     args = parser.parse_args()

@@ -1,11 +1,12 @@
-"""How often the doctor is right about logs of eight frameworks, by simulated tokens.
+"""Measures how often the doctor is right about simulated logs of eight frameworks.
 
     python -m benchmarks.doctor [--logs=200] [--broken=50] [--only=trl,verl] [--write]
 
-A log is made of tokens: contexts with a next-token distribution of the sampler and one of the learner,
-sequences of 1 to 2,000 tokens drawn from the sampler, and each framework's own metrics, under its
-default correction and others, computed from them. Clean logs have Gaussian or heavy-tailed noise
-between the two, a broken one a cause besides. --write puts the table into docs/doctor.md.
+Each log is simulated token by token. Contexts have a next-token distribution of the sampler and one
+of the learner. Sequences of 1 to 2,000 tokens are sampled from the first. Each framework's own
+metrics are computed from them, under its default correction and under others. In clean logs the two
+distributions differ by Gaussian or heavy-tailed noise. A broken log also has a cause. --write puts
+the table into docs/doctor.md.
 """
 
 import argparse
@@ -38,14 +39,14 @@ STEPS = (12, 20, 40, 120)
 
 @dataclasses.dataclass(frozen=True)
 class Policies:
-    """Log-probs of the next token, [CONTEXTS, VOCABULARY] each.
+    """Log-probs of the next token, in nats, [CONTEXTS, VOCABULARY] each.
 
     Attributes:
-      sampled: what tokens are drawn from.
-      recorded: what the sampler says that it drew from.
-      learner: the learner's.
-      noisy: the sampler's before its filter.
-      top_p: that filter.
+      sampled: the distribution that tokens are sampled from.
+      recorded: the distribution that the sampler reports.
+      learner: the learner's distribution.
+      noisy: the sampler's distribution before its top-p filter.
+      top_p: the threshold of this filter.
     """
 
     sampled: np.ndarray
@@ -59,7 +60,7 @@ class Policies:
         return self.learner - self.recorded
 
     def mean(self, values: np.ndarray) -> float:
-        """Returns the mean of values [CONTEXTS, VOCABULARY] over the tokens that are drawn."""
+        """Returns the mean of values [CONTEXTS, VOCABULARY] over sampled tokens."""
         drawn = np.exp(self.sampled)
         return float(np.sum(drawn * np.where(drawn > 0, values, 0.0)) / len(drawn))
 
@@ -73,14 +74,14 @@ class Policies:
 
     @property
     def pearson(self):
-        """Correlation of the two probabilities over the tokens that are drawn."""
+        """Returns the correlation of the two probabilities over sampled tokens."""
         x, y = np.exp(self.recorded), np.exp(self.learner)
         x, y = x - self.mean(x), y - self.mean(y)
         return self.mean(x * y) / math.sqrt(self.mean(x * x) * self.mean(y * y))
 
     @property
     def kept(self):
-        """Mean ratio of learner and sampler."""
+        """Returns the mean ratio of learner and sampler probabilities."""
         return self.mean(np.exp(self.gap))
 
 
@@ -100,7 +101,7 @@ def nucleus(logp, top_p):
 
 
 def noise(rng, kind):
-    """Returns what is added to logits: normal, or heavy-tailed with a scale that differs by context."""
+    """Returns noise for logits: normal, or heavy-tailed with a scale for each context."""
     shape = (CONTEXTS, VOCABULARY)
     if kind == "normal":
         return rng.standard_normal(shape)
@@ -109,13 +110,13 @@ def noise(rng, kind):
 
 
 def base(rng, sharpness):
-    """Returns logits of contexts, the sharper the more of the mass is on one token."""
+    """Returns logits of contexts; a larger mass on one token makes them sharper."""
     ranks = rng.permuted(np.tile(np.log1p(np.arange(VOCABULARY)), (CONTEXTS, 1)), axis=1)
     return -sharpness * np.exp(0.3 * rng.standard_normal((CONTEXTS, 1))) * ranks
 
 
 def gap_of(rng, logits, kind, kl):
-    """Returns noise that makes about this KL between the two policies."""
+    """Returns noise that gives about this KL between sampler and learner."""
     size, found = math.sqrt(2 * kl), noise(rng, kind)
     for _ in range(4):
         logp = log_softmax(logits)
@@ -129,7 +130,7 @@ def gap_of(rng, logits, kind, kl):
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """Tokens of a step: log-probs [N], and where sequences begin."""
+    """Tokens of a step: log-probs [N] and the starts of sequences."""
 
     recorded: np.ndarray
     learner: np.ndarray
@@ -152,7 +153,7 @@ class Batch:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Steps of a log, sequences of a step, their mean length, and the spread of its logarithm."""
+    """Numbers of steps and of sequences a step, mean length, and spread of the log length."""
 
     steps: int
     sequences: int
@@ -166,7 +167,7 @@ class Shape:
 
 
 def shape(rng) -> Shape:
-    """Returns what fits into the budget of tokens."""
+    """Returns a random shape of a log within the token budget."""
     length = float(np.exp(rng.uniform(0.0, math.log(LONGEST / 2))))
     steps, sequences = int(rng.choice(STEPS)), int(rng.choice((4, 8, 16, 64, 256)))
     while steps * sequences * length > BUDGET and sequences > 4:
@@ -177,7 +178,7 @@ def shape(rng) -> Shape:
 
 
 def batch(rng, policies, shape) -> Batch:
-    """Draws the sequences of a step."""
+    """Samples the sequences of a step."""
     lengths = shape.lengths(rng.standard_normal(shape.sequences))
     contexts = rng.integers(CONTEXTS, size=lengths.sum())
     cumulated = np.cumsum(np.exp(policies.sampled), -1)
@@ -197,7 +198,7 @@ def pearson(x):
 
 
 def offpolicy(x: Batch) -> dict[str, float]:
-    """verl's rollout_corr_helper.compute_offpolicy_metrics, without prefix."""
+    """Computes verl's rollout_corr_helper.compute_offpolicy_metrics, without its prefix."""
     gap, means = x.gap, x.means(x.gap)
     return {
         "kl": -gap.mean(), "k3_kl": (np.exp(gap) - gap - 1).mean(), "ppl_ratio": np.exp(-means).mean(),
@@ -207,7 +208,8 @@ def offpolicy(x: Batch) -> dict[str, float]:
 
 
 def verl_weights(x, level, cap=2.0):
-    """verl's compute_is_metrics: mean, min and max before the cap, the sample size after it."""
+    """Computes verl's compute_is_metrics: mean, min and max before the cap, sample size after
+    it."""
     log_w = x.gap if level == "token" else np.repeat(x.sums(x.gap), x.lengths)
     w = np.exp(np.clip(log_w, -20, 20))
     bounded = np.clip(w, 1 / cap, cap)
@@ -356,8 +358,8 @@ NEEDS_STEPS = {"E": 120, "F": 120, "weights.lag": 40, "weights.sync": 40}
 
 @dataclasses.dataclass(frozen=True)
 class Log:
-    """`rows`: [(step, {name: value})]; `holds`: findings that are right of these policies, or of this
-    record, and with those below them not counted as wrong."""
+    """`rows`: [(step, {name: value})]; `holds`: findings that are right of these policies, or of
+    this record, and with those below them not counted as wrong."""
 
     rows: list[tuple[int, dict[str, float]]]
     holds: frozenset[str]
@@ -370,7 +372,7 @@ CYCLES = ("weights.lag", "weights.sync")
 
 
 def policies(rng, cause, length) -> Policies:
-    """Returns two policies that differ by noise, and by the cause."""
+    """Returns a sampler and a learner that differ by noise and, if given, a cause."""
     while True:
         logits = base(rng, math.exp(rng.uniform(math.log(0.5), math.log(6.0))))
         kind = "normal" if cause in ("C", "D") else str(rng.choice(("normal", "heavy")))
@@ -392,7 +394,7 @@ def policies(rng, cause, length) -> Policies:
 
 
 def _is_wanted(found, cause):
-    """Whether the gap is as large as the cause makes it, and else too small for any finding."""
+    """Whether the policies have the gap that their cause should show, or else a small one."""
     if cause == "mass":
         return found.kept < 0.98
     if cause == "A":
@@ -407,7 +409,7 @@ def _is_wanted(found, cause):
 
 
 def autocorrelated(rng, level, steps):
-    """Returns a series around a level, of which 0.8 stays from step to step."""
+    """Returns a series around a level with autocorrelation 0.8 between steps."""
     x, found = 0.0, []
     for _ in range(steps):
         x = 0.8 * x + 0.2 * rng.standard_normal()
@@ -416,7 +418,7 @@ def autocorrelated(rng, level, steps):
 
 
 def _by_step(rng, at, size, cause, lags):
-    """Returns the policies of each step: their gap swells and shrinks, or has the lag in it."""
+    """Returns the policies of each step: their gap varies over time or contains a version lag."""
     if cause in CYCLES:
         drift = gap_of(rng, at.learner, "normal", max(2e-3, at.kl))
         moved = [dataclasses.replace(at, learner=log_softmax(at.learner + k * drift))
@@ -432,7 +434,7 @@ def _by_step(rng, at, size, cause, lags):
 
 
 def simulate(rng, framework: str, cause: str | None = None) -> Log:
-    """Returns a log of a framework, clean, or with a cause."""
+    """Returns a simulated log of a framework, clean or with a cause."""
     make, variants = LAYOUTS[framework]
     variant = variants[0] if rng.random() < 0.5 else str(rng.choice(variants))
     size = _sized(rng, cause)
@@ -467,7 +469,7 @@ def simulate(rng, framework: str, cause: str | None = None) -> Log:
 
 
 def _sized(rng, cause):
-    """Returns a shape that can show the cause."""
+    """Returns a shape of a log that is large enough to show the cause."""
     size = shape(rng)
     if cause in NEEDS_STEPS:
         length = min(size.length, 100.0)
@@ -484,7 +486,7 @@ def _sized(rng, cause):
 
 
 def _long(rng, framework, variant):
-    """Returns (shape, variant, policies) of long sequences that are weighed by their product."""
+    """Returns (shape, variant, policies) of long sequences with sequence-level weights."""
     variant = {"trl": "sequence_mask", "slime": "mis_seq"}.get(framework, "sequence")
     is_bounded = framework in ("trl", "slime")  # else a filter makes the mean small
     while True:
@@ -496,7 +498,7 @@ def _long(rng, framework, variant):
 
 
 def _damaged(row, framework, cause, is_spike):
-    """Returns a row without what the cause removes, and with what it changes."""
+    """Returns a row of the log with metrics removed or changed by the cause."""
     prefixes = {"inactive.unrecorded": SAMPLER, "inactive.uncorrected": WEIGHTS}.get(cause, {})
     if prefixes:
         return {n: x for n, x in row.items() if not n.startswith(prefixes[framework])}
@@ -508,7 +510,7 @@ def _damaged(row, framework, cause, is_spike):
 
 
 def _holding(at, size, rows):
-    """Returns the findings whose statements are so, whatever was put in."""
+    """Returns the findings whose statements are true of this log, whatever its cause."""
     held = {"blind", "healthy", "watch"}  # of the record alone
     lengths = size.lengths(np.linspace(-2.5, 2.5, 41))
     growth = np.minimum(lengths * math.log1p(2 * max(at.chi2, 0.0)), 50.0)  # twice: the gap swells
@@ -527,7 +529,7 @@ def _holding(at, size, rows):
 
 
 def found_in(log: Log, framework: str) -> set[str]:
-    """Returns the findings of a log that hold, those from the set-up apart."""
+    """Returns the findings that the doctor reports for a log, without those about the set-up."""
     if framework == OURS:
         series = collections.defaultdict(dict)
         for step, row in log.rows:
@@ -550,7 +552,7 @@ CONFIG["engine"]["quantization"] = "none"  # else a single token is no evidence
 
 @dataclasses.dataclass
 class Counts:
-    """(finding, framework) -> logs in which it was found, where it is wrong or put in."""
+    """Counts of logs by (finding, framework) with the finding, among clean and broken ones."""
 
     logs: int
     broken: int
@@ -564,7 +566,7 @@ def rng_of(framework, cause, index):
 
 
 def measure(logs: int, broken: int, frameworks=tuple(LAYOUTS), causes=tuple(BROKEN)) -> Counts:
-    """Counts over `logs` clean logs of each framework, and `broken` of each cause in it."""
+    """Counts findings over `logs` clean logs of each framework and `broken` logs of each cause."""
     counts = Counts(logs, broken, collections.Counter(), collections.Counter())
     for framework in frameworks:
         for index in range(logs):
@@ -579,7 +581,7 @@ def measure(logs: int, broken: int, frameworks=tuple(LAYOUTS), causes=tuple(BROK
 
 
 def table(counts: Counts, frameworks=tuple(LAYOUTS)) -> list[str]:
-    """Rows of the page: finding, wrong and right by framework."""
+    """Returns the rows of the page: finding, wrong and right counts by framework."""
     heads = ["finding", "", *frameworks]
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     wrong = {name for name, _ in counts.wrong}
@@ -598,24 +600,24 @@ def _share(number, of):
 
 
 def text(counts: Counts) -> str:
-    """Returns what stands in the page."""
+    """Returns the text of the table in the page."""
     head = (f"{counts.logs} clean logs of each framework, {counts.broken} with each cause; \"wrong\": share of "
             "the clean ones in which a finding holds, \"found\": of those with its cause.")
     return "\n".join([BEGIN, head, "", *table(counts), END])
 
 
 def write(content: str) -> None:
-    """Puts the table into the page, in place of the last one."""
+    """Replaces the table in the page."""
     page = PAGE.read_text(encoding="utf-8")
     before, rest = page.split(BEGIN)
     PAGE.write_text(before + content + rest.split(END)[1], encoding="utf-8")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--logs", type=int, default=200, help="clean logs of each framework")
     parser.add_argument("--broken", type=int, default=50, help="logs of each cause and framework")
-    parser.add_argument("--only", help="frameworks, with commas between")
+    parser.add_argument("--only", help="frameworks, separated by commas")
     parser.add_argument("--write", action="store_true", help="put the table into docs/doctor.md")
     args = parser.parse_args()
     if args.only and args.write:

@@ -1,10 +1,10 @@
-"""Time of the estimators on a long rollout batch, against reading its inputs once.
+"""Measures the time of the estimators on a long rollout batch, in reads of their inputs.
 
     python -m benchmarks.estimators [--rows=512] [--length=8192] [--rounds=5] [--only=weights,m2po]
 
-Packed rows of responses whose lengths spread evenly over the octaves from 64 tokens up. Each line
-is one jitted call that ends in scalars: what a method adds to a training step, whose own program
-reads the same arrays.
+The rows pack responses with lengths spread evenly over the octaves from 64 tokens. Each printed
+line is one jitted call that returns scalars. This is the cost that a method adds to a training
+step, which reads the same arrays.
 """
 
 import argparse
@@ -28,7 +28,7 @@ OF_LOGITS = ("trm",)  # needs both policies' whole vocabulary
 
 
 def make_batch(rows: int, length: int) -> dict[str, jax.Array]:
-    """Inputs [rows, length] of every weight and mask; the last tokens of a row are padding."""
+    """Returns the inputs [rows, length] of all weights and masks; rows end in padding."""
     rng = np.random.default_rng(0)
     seg = np.zeros((rows, length), np.int32)
     for row in seg:
@@ -57,7 +57,7 @@ def make_batch(rows: int, length: int) -> dict[str, jax.Array]:
 
 
 def call(kind: str, name: str, batch: dict[str, jax.Array]) -> jax.Array:
-    """The sum of a weight, or the tokens that a mask keeps, at the method's published defaults."""
+    """Returns the sum of a weight or the number of kept tokens, at the method's defaults."""
     log_ratio = ratios.safe_log_ratio(batch["logp_old"], batch["logp_behav"], batch["mask"])
     parameters = {
         key: REQUIRED[key] if value is inspect.Parameter.empty else value
@@ -81,7 +81,8 @@ def masks(batch):
 
 
 def metrics(batch):
-    """The measured gap, as `correction_metrics.gap_metrics` records it, and verl's rejection metrics."""
+    """The measured gap, as `correction_metrics.gap_metrics` records it, and verl's rejection
+    metrics."""
     old, behav, mask, seg = (batch[f] for f in ("logp_old", "logp_behav", "mask", "seg"))
     log_ratio = ratios.safe_log_ratio(old, behav, mask)
     w = methods.function("weight", "token_tis")(log_ratio, mask, seg)
@@ -114,7 +115,7 @@ def covariance(batch):
 
 
 def programs():
-    """Name -> function of a batch: reads and sums for scale, then what is measured."""
+    """Returns name -> function of a batch: reads and sums for scale, then the estimators."""
     read = ("logp_old", "logp_behav", "mask", "seg")
     chosen = {
         "read": lambda b: [jnp.sum(b[f]) for f in read],
@@ -133,11 +134,11 @@ def programs():
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=512)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--only", default="", help="names of the lines, separated by commas")
+    parser.add_argument("--only", default="", help="lines, separated by commas")
     args = parser.parse_args()
     batch = make_batch(args.rows, args.length)
     chosen = programs()

@@ -1,10 +1,10 @@
-"""What the gate says of the quickstart's samplers and of wrong ones, as in docs/gate.md.
+"""Runs the gate on the quickstart's samplers and on wrong ones (docs/gate.md).
 
     python -m benchmarks.gate [--prompts=64]
 
-Every sampler beside the quickstart's float32 learner, with the random weights that a run starts
-from / with those after its warm-up: the gate's measures, the largest cause, and the `d_mean` of
-`decode`.
+Each sampler is compared with the quickstart's float32 learner, with the initial random weights and
+with the weights after warm-up. Printed are the gate's measures, the largest cause, and the `d_mean`
+of `decode`.
 """
 
 import argparse
@@ -43,7 +43,7 @@ def setup(engine: dict, temperature: float = 1.0) -> build.Setup:
 
 
 def perturbed(params: Any, noise: float) -> Any:
-    """Every weight times 1 + noise * N(0, 1)."""
+    """Multiplies every weight by 1 + noise * N(0, 1)."""
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     factor = lambda x, key: 1 + noise * jax.random.normal(key, x.shape, x.dtype)
@@ -51,7 +51,7 @@ def perturbed(params: Any, noise: float) -> Any:
 
 
 def reports(prompts: int) -> dict[str, Callable]:
-    """Sampler -> the gate's report of parameters."""
+    """Returns the gate's report for each sampler with these parameters."""
     exact, colder = setup(FLOATS), setup(FLOATS, temperature=0.9)
     measure = lambda engine: lambda params: report.measure(setup(engine), params, prompts)
 
@@ -71,7 +71,7 @@ def reports(prompts: int) -> dict[str, Callable]:
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=64)
     prompts = parser.parse_args().prompts
     exact = setup(FLOATS)

@@ -2,12 +2,12 @@
 
     python -m benchmarks.gradient_sums [--shards=16,64] [--length=256]
 
-Each shard has a row of its own: the gradient of a policy-gradient loss (advantages of either sign)
-and of cross-entropy, for the matrices of a small decoder at random weights. They are summed in
-float64; as the run's float32 rings do; and in bfloat16, rounded at every hop of a ring, in the
-stages of `sharding.Layout.scatter`. Printed is |sum - exact| / |exact| over all matrices. Beside it
-stands the same for the float64 sum of gradients whose rows were computed in bfloat16, which a run on
-TPU accepts anyway. An emulation on CPU of the order of a ring; a TPU's may differ.
+Each shard has its own row and the gradient of a policy-gradient loss (advantages of either sign) or
+of cross-entropy, for the matrices of a small decoder with random weights. The gradients are summed
+in float64, in float32 rings as in a run, and in bfloat16 rings, rounded at every hop. Rings follow
+the stages of `sharding.Layout.scatter`. Printed is |sum - exact| / |exact| over all matrices. The
+last column has the error of rows computed in bfloat16 with an exact sum, which a run on TPU accepts
+anyway. This emulates the order of a ring on CPU; a TPU's order may differ.
 """
 
 import argparse
@@ -31,7 +31,7 @@ CONFIG = ModelConfig(
 
 @functools.partial(jax.jit, static_argnums=3)
 def gradient(params, tokens_t, weight, dtype):
-    """The gradient of weight * mean log-prob of a row, its matrices flattened to [numbers]."""
+    """Returns the gradient of weight * mean log-prob of a row, flattened to [numbers]."""
 
     def loss(params):
         program = transformer.Program(dtype)
@@ -59,7 +59,7 @@ def ring(parts: np.ndarray, dtype) -> np.ndarray:
 
 
 def staged(parts: np.ndarray, dtype) -> np.ndarray:
-    """Sums parts [devices, numbers] in the stages of a layout with so many devices."""
+    """Sums parts [devices, numbers] in the stages of a layout with this number of devices."""
     sizes = [len(g[0]) if g else len(parts) for g in sharding.stages(len(parts))]
     parts = parts.reshape(*sizes, -1)
     for _ in sizes:  # every group of the first stage that is left sums alike
@@ -72,7 +72,10 @@ def staged(parts: np.ndarray, dtype) -> np.ndarray:
 
 def main() -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gradient_sums")
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.gradient_sums",
+        description="Measures the error of gradient sums in bfloat16.",
+    )
     parser.add_argument("--shards", default="16,64")
     parser.add_argument("--length", type=int, default=256)
     args = parser.parse_args()

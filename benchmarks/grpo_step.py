@@ -1,11 +1,11 @@
-"""Time of one GRPO step (rollout + score + update), and of its correction and metrics.
+"""Measures the time of one GRPO step (rollout, score, update) and of its correction and metrics.
 
     python -m benchmarks.grpo_step [--rounds=10] [--fuse_old_logp=never] \\
         [--trl_python=/path/to/python] [--tunix_python=/path/to/python]
 
-A 4-layer, 256-wide random model with vocabulary 49,152; 4 prompts x 8 samples, 64 + 64 tokens. Where
-the interpreters of environments with trl and google-tunix are given, the same step by each of them
-(grpo_trl.py, grpo_tunix.py; before and after ours, --peer_steps each) and the ratio to ours.
+The model is random, with 4 layers, width 256 and vocabulary 49,152. The batch has 4 prompts x 8
+samples of 64 + 64 tokens. With --trl_python and --tunix_python TRL and Tunix run the same step
+(grpo_trl.py, grpo_tunix.py) before and after ours, and the ratio to ours is printed.
 """
 
 import argparse
@@ -36,7 +36,8 @@ PEERS = {"trl": (("as installed", {}), ("tuned allocator", {"GLIBC_TUNABLES": TU
 
 
 def peer_seconds(name: str, python: str, steps: int) -> dict[str, float]:
-    """Seconds of a step of another library, without those that warm it up, by how it is started."""
+    """Returns the seconds of another library's step, without its warm-up, for each way to start
+    it."""
     script, found = pathlib.Path(__file__).with_name(f"grpo_{name}.py"), {}
     clean = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "GLIBC_TUNABLES")}
     for way, environment in PEERS[name]:
@@ -59,7 +60,7 @@ def measure_peers(args: argparse.Namespace, found: dict[str, list[float]]) -> No
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--fuse_old_logp", choices=("auto", "never"), default="auto")
     for name in PEERS:

@@ -1,4 +1,4 @@
-"""TRL's GRPOTrainer on the model and sizes of benchmarks.grpo_step, to time the two side by side.
+"""Times TRL's GRPOTrainer on the model and batch of benchmarks.grpo_step.
 
     /path/to/venv/bin/python -P benchmarks/grpo_trl.py [--steps=6]
 
@@ -21,7 +21,7 @@ VOCAB, PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 49152, 4, 8, 64, 64
 
 
 class Clock(TrainerCallback):
-    """Seconds between the ends of steps."""
+    """Records the seconds between the ends of steps."""
 
     def __init__(self):
         self.seconds, self._last = [], None
@@ -36,7 +36,7 @@ class Clock(TrainerCallback):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
     words = {f"w{i}": i for i in range(VOCAB)}

@@ -1,4 +1,4 @@
-"""Tunix's GRPOLearner on the model and sizes of benchmarks.grpo_step, to time the two side by side.
+"""Times Tunix's GRPOLearner on the model and batch of benchmarks.grpo_step.
 
     /path/to/venv/bin/python -P benchmarks/grpo_tunix.py [--steps=6]
 
@@ -24,7 +24,7 @@ VOCAB, PROMPTS, GROUP, PROMPT_TOKENS, NEW_TOKENS = 49152, 4, 8, 64, 64
 
 
 class Words:
-    """A tokenizer of words w0, w1, ..: id 0 is padding, 1 the end."""
+    """A tokenizer of the words w0, w1, ...; id 0 is padding and id 1 the end."""
 
     pad_id = lambda self: 0
     eos_id = lambda self: 1
@@ -52,7 +52,7 @@ def random_model() -> llama.Llama3:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--steps", type=int, default=6)
     args = parser.parse_args()
     rng, rewarded = np.random.default_rng(0), []

@@ -1,12 +1,12 @@
-"""What a step of the scheduler takes on the host, beside an engine that takes no time.
+"""Measures the host time of a scheduler step, with an engine that takes no time.
 
     python -m benchmarks.host
 
-Median milliseconds of a step of 64 slots, 8 tokens each: where 500 or 10,000 requests wait
-behind those that run, in each policy and with sequences that make way, and where the text of every
-sequence is searched for a stop string, by its length. The search runs in its thread while the
-engine goes on; here nothing goes on, so all of it is counted. The last lines are of one sequence
-alone: to read its tokens after every call, as drafts do, and to make its record.
+Prints the median milliseconds of a step of 64 slots with 8 tokens each. The first lines have 500 or
+10,000 waiting requests, for each scheduling policy and with preemption. The next lines search the
+text of every sequence for a stop string, by length. In a run this search overlaps with the engine;
+here all of its time counts. The last lines are for one sequence: reading its tokens after every
+call, as drafts do, and making its record.
 """
 
 import argparse
@@ -27,7 +27,7 @@ SLOTS, STEPS, LENGTH, VOCAB = 64, 8, 4096, 256
 
 
 class Engine:
-    """Draws at random, at once."""
+    """Samples random tokens and takes no time."""
 
     slots, steps, shards, max_length, page_size = SLOTS, STEPS, 1, LENGTH, 64
     num_pages = SLOTS * LENGTH // page_size + 2
@@ -67,7 +67,8 @@ class Engine:
 
 
 def requests(count: int, lengths: tuple[int, int], group: int = 8, **sampling) -> list[Request]:
-    """Prompts of 64 tokens, each asked `group` times, for numbers of tokens between these."""
+    """Returns requests for prompts of 64 tokens, `group` for each, with random numbers of new
+    tokens."""
     rng = np.random.default_rng(1)
     prompts = rng.integers(0, VOCAB, (-(-count // group), 64))
     limits = rng.integers(*lengths, count, endpoint=True).tolist()
@@ -78,7 +79,7 @@ def requests(count: int, lengths: tuple[int, int], group: int = 8, **sampling) -
 
 
 def step_ms(scheduler: Scheduler, steps: int) -> tuple[float, float]:
-    """Median and largest time of so many steps."""
+    """Returns the median and the largest time of the steps."""
     times = []
     for _ in range(steps):
         start = time.perf_counter()
@@ -98,7 +99,7 @@ def queue(policy: str, preempt_after: int, waiting: int, steps: int) -> tuple[fl
 
 
 def decoder():
-    """A token for each byte."""
+    """Returns a tokenizer with one token for each byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token=alphabet[0]))
@@ -121,7 +122,7 @@ def stops(lengths: list[int], steps: int) -> dict[int, tuple[float, float]]:
 
 
 def reads(calls: int, rounds: int) -> dict[str, tuple[float, float]]:
-    """Milliseconds of the reads of one sequence that drew a token in each call."""
+    """Returns the milliseconds to read one sequence with one token from each call."""
     token, none = np.zeros((1, SLOTS), np.int32), np.zeros((1, SLOTS), np.float32)
     wide = np.zeros((1, SLOTS, 0), np.float32)
     result = ResultTokens(token, none, none, none, wide, valid=token == 0, remaining=token[0])

@@ -1,10 +1,10 @@
-"""Time of each kernel against a measured copy and against XLA's reference, on one device.
+"""Times each kernel against a memory copy and against XLA's reference, on one device.
 
     python -m benchmarks.kernels [--rows=64] [--length=8192] [--segments=16] [--rounds=10]
         [--head_tokens=512] [--vocab=151936] [--only=segment_reduce,ratio_stats]
 
-Bytes are those of the arguments and the results, each once: what a kernel must at least move. Where
-no kernel runs, the public function is the reference and there is nothing to compare.
+Bytes count arguments and results once, the least that a kernel must move. On platforms without a
+kernel the public function is the reference, and there is nothing to compare.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from jaxrl_tis.runtime import cli
 
 
 def packed_rows(rows: int, length: int, num_segments: int) -> dict[str, jax.Array]:
-    """Rows full of segments of random lengths, and per-token values."""
+    """Returns rows full of segments with random lengths, and values for each token."""
     rng = np.random.default_rng(0)
     cuts = np.sort(rng.integers(1, length, (rows, num_segments - 1)), axis=1)
     seg = 1 + np.sum(np.arange(length)[None, :, None] >= cuts[:, None, :], axis=2)
@@ -39,7 +39,7 @@ def packed_rows(rows: int, length: int, num_segments: int) -> dict[str, jax.Arra
 
 
 def segment_cases(rows: int, length: int, num_segments: int) -> dict[str, tuple[Callable, tuple]]:
-    """Name -> (function, its arguments)."""
+    """Returns name -> (function, its arguments)."""
     x = packed_rows(rows, length, num_segments)
     seg, old, behav, mask, decay = (x[k] for k in ("seg", "old", "behav", "mask", "decay"))
     reduce = lambda op: lambda x, seg: segment.segment_reduce(x, seg, num_segments, op)
@@ -62,7 +62,7 @@ def segment_cases(rows: int, length: int, num_segments: int) -> dict[str, tuple[
 
 
 def logprob_cases(tokens: int, width: int, vocab: int) -> dict[str, tuple[Callable, tuple]]:
-    """Scores of a tied bfloat16 head, and their gradients; by tokens, width and vocabulary."""
+    """Returns scores of a tied bfloat16 head and their gradients, by tokens, width, vocabulary."""
     draw = lambda key, *shape: jax.random.normal(jax.random.key(key), shape, jnp.bfloat16)
     inputs = draw(0, vocab, width) * width**-0.5, draw(1, 8, tokens // 8, width)
     targets = jax.random.randint(jax.random.key(2), (8, tokens // 8), 0, vocab)
@@ -76,7 +76,7 @@ def logprob_cases(tokens: int, width: int, vocab: int) -> dict[str, tuple[Callab
 
 
 def reference(function: Callable) -> Callable:
-    """The function as other platforms run it."""
+    """Returns the function as platforms without kernels run it."""
 
     def call(*arguments):
         default = lambda *x, default, **_: default(*x)
@@ -87,7 +87,7 @@ def reference(function: Callable) -> Callable:
 
 
 def seconds(function: Callable, arguments: tuple, rounds: int) -> tuple[float, int]:
-    """Median time of a call, and the bytes of its arguments and results."""
+    """Returns the median time of a call and the bytes of its arguments and results."""
     compiled = jax.jit(function).lower(*arguments).compile()
     results = jax.block_until_ready(compiled(*arguments))
     times = []
@@ -99,14 +99,14 @@ def seconds(function: Callable, arguments: tuple, rounds: int) -> tuple[float, i
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--segments", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--head_tokens", type=int, default=512, help="of token_logprob")
-    parser.add_argument("--vocab", type=int, default=151_936, help="of token_logprob")
-    parser.add_argument("--only", default="", help="beginnings of names, separated by commas")
+    parser.add_argument("--head_tokens", type=int, default=512, help="tokens of token_logprob")
+    parser.add_argument("--vocab", type=int, default=151_936, help="vocabulary of token_logprob")
+    parser.add_argument("--only", default="", help="starts of names, separated by commas")
     args = parser.parse_args()
     if args.head_tokens < 8 or args.head_tokens % 8:
         parser.error("--head_tokens is a multiple of 8")

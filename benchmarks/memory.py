@@ -1,9 +1,9 @@
-"""Peak temporary memory of the policy update against vocabulary and response length.
+"""Prints the temporary memory of the policy update by vocabulary and response length.
 
     python -m benchmarks.memory
 
-The compiler's own figures for the compiled update on this backend. Logits of all positions would
-take rows * tokens * vocabulary * 4 bytes; that product is printed beside them.
+The figures are the compiler's, for this backend. Logits of all positions would take rows * tokens *
+vocabulary * 4 bytes. This product is printed for comparison.
 """
 
 import argparse
@@ -19,7 +19,7 @@ FLOATS = ("logp_old", "logp_prox", "logp_behav", "weights", "adv")
 
 
 def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
-    """(temporary bytes of the update, parameter bytes)."""
+    """Returns (temporary bytes of the update, parameter bytes)."""
     made, _ = model.setup(vocab_size, new_tokens=new_tokens)
     training = made.training
     state = abstract_state(training)["policy"]
@@ -35,7 +35,9 @@ def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m benchmarks.memory", description=__doc__.partition("\n")[0]
+    ).parse_args()
     print("vocabulary  new tokens  temporaries  minus 4 x parameters  all logits would be")
     for vocab_size in (49_152, 98_304):
         for new_tokens in (64, 256, 1024):

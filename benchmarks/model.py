@@ -1,4 +1,4 @@
-"""A GRPO step on a random 4-layer, 256-wide model, shared by the benchmarks of the learner."""
+"""A GRPO step of a random model with 4 layers and width 256, for the learner's benchmarks."""
 
 import dataclasses
 
@@ -32,7 +32,7 @@ def setup(
     vocab_size: int = 49152, quantization: str = "w8a8", new_tokens: int = NEW_TOKENS,
     fuse_old_logp: str = "auto", preset: str = "tis_2", centering: str | None = None,
 ):
-    """(Setup, state) of 4 prompts x 8 samples with 64 + new_tokens tokens each."""
+    """Returns (Setup, state) for 4 prompts x 8 samples with 64 + new_tokens tokens each."""
     config = default.get_config()
     config.task.max_prompt_tokens, config.rollout.max_new_tokens = PROMPT_TOKENS, new_tokens
     config.rollout.prompts, config.rollout.group_size = PROMPTS, GROUP

@@ -1,10 +1,11 @@
-"""What invariant numerics cost: the parts of a step of the quickstart's run, beside fast numerics.
+"""Measures the cost of invariant numerics in the parts of a step of the quickstart.
 
     python -m benchmarks.numerics [--dtypes=float32,bfloat16] [--rounds=5] [--rows=128]
 
-The quickstart's random model and float sampler; sampler and learner in one dtype. `decode` is one
-token of each of --rows slots, `prefill` their prompts, `score` and `update` the learner's forward
-pass and its update of as many rows. Both numerics take turns; times are medians.
+Sampler and learner use the quickstart's random model in one float dtype. `decode` samples one token
+in each of --rows slots, and `prefill` computes their prompts. `score` and `update` are the
+learner's forward pass and update of as many rows. Fast and invariant numerics take turns, and times
+are medians.
 """
 
 import argparse
@@ -30,7 +31,7 @@ NUMERICS = ("fast", "invariant")
 
 
 class Parts:
-    """The timed parts of a run with these numerics; `names` are methods that return seconds."""
+    """The timed parts of a run with these numerics; `names` lists methods that return seconds."""
 
     names = ("prefill", "decode", "score", "update")
 
@@ -60,7 +61,7 @@ class Parts:
         self.rows = self._scored()
 
     def samples(self) -> list[Sample]:
-        """One rollout with rewards that differ within the groups."""
+        """Returns one rollout with different rewards within each group."""
         done = generate(self.setup.scheduler(self.engine, self.params, 0), self.requests)
         size = self.setup.config.rollout.group_size
         self.scored = [
@@ -79,7 +80,7 @@ class Parts:
         return time.perf_counter() - start
 
     def decode(self) -> float:
-        """Seconds of one of the steps of a call."""
+        """Returns the seconds of one decode step, a call divided by its steps."""
         steps = self.engine.steps
         inserted = {
             i: Insertion(request, request.prompt, steps, len(request.prompt) - 1)
@@ -109,7 +110,7 @@ class Parts:
 
 
 def measure(dtype: str, rounds: int, rows: int) -> dict[tuple[str, str], float]:
-    """(part, numerics) -> median seconds; the first round compiles and does not count."""
+    """Returns median seconds by (part, numerics); the first round compiles and does not count."""
     runs = {numerics: Parts(numerics, dtype, rows) for numerics in NUMERICS}
     found = {(part, numerics): [] for part in Parts.names for numerics in NUMERICS}
     for _ in range(rounds + 1):
@@ -119,7 +120,7 @@ def measure(dtype: str, rounds: int, rows: int) -> dict[tuple[str, str], float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=128)

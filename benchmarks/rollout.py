@@ -1,31 +1,31 @@
-"""Speed of rollouts: beside transformers, continuous beside static batching, shared prompts.
+"""Measures the speed of rollouts, compared with transformers and with static batching.
 
     python -m benchmarks.rollout --torch_python=/path/to/venv/bin/python --json=out.json
 
-`--parts` chooses among
+`--parts` selects among these parts:
 
-speed: a SmolLM2-135M-shaped model beside transformers' generate() in the same run. The other
-  interpreter needs torch and transformers; without it only this engine runs. Every engine is a
-  process of its own that compiles, warms up and waits; then they take turns, one at a time, for
-  some rounds. A round samples `--new` tokens for each of `--prompts` prompts of `--length` tokens
-  at temperature 1, prefill included. "host" is the share of the time that the scheduler itself
-  takes. Weights are random: they do not matter for speed. Ours runs on one simulated device that
-  uses all cores, and ("by core") on a device a core, each with its part of the slots.
+speed: a SmolLM2-135M-shaped model with random weights, compared with transformers' generate() in
+the
+  same run. The other interpreter needs torch and transformers; without it only this engine runs.
+  Each engine has its own process, which compiles, warms up and waits. Then the engines take turns.
+  A round samples `--new` tokens for each of `--prompts` prompts of `--length` tokens at temperature
+  1, prefill included. "host" is the scheduler's share of the time. Our engine runs on one simulated
+  device with all cores and, as "by core", on one device per core, each with its part of the slots.
 oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 slots in bfloat16, as the
   scheduler runs them, reading tokens at once or a call late (`async_scheduling`), and in static
   batches of 32: the ratio of the median times, of the decode steps, and that of an ideal first-come schedule
   of the same lengths. That depends on the draw:
   2.47 to 3.35 over 12 seeds, 2.94 on average over 200 and for the seed taken here. `--model`
   chooses between a small model and the SmolLM2-shaped one, of which a round takes minutes.
-shared: pages and prefilled tokens of 16 samples of one prompt, beside those of one sample.
+shared: pages and prefilled tokens of 16 samples of one prompt, compared with one sample.
 overlap: tokens/s of the small model in bfloat16 over 32 slots, and the host's share, where tokens
   are read at once and a call late; the two take turns. 64 requests of 64 tokens each, by the decode
   steps of a call; and 128 that a stop id ends, after 64 tokens on average (of 512 in the vocabulary
   8 are stop ids).
 prefill: milliseconds of a prefill call of the SmolLM2-shaped model in bfloat16 with room for 8
-  prompts of `--length` tokens, by how many there are.
-drafts: passes of the SmolLM2-shaped model (W8A8) over some slots and drafts, greedy, so that random
-  weights repeat themselves and drafts are accepted: tokens/s and acceptance.
+  prompts of `--length` tokens, by the number of prompts.
+drafts: tokens/s and acceptance of drafts with the SmolLM2-shaped model (W8A8). Sampling is greedy:
+  random weights then repeat themselves, and drafts are accepted.
 """
 
 import argparse
@@ -56,8 +56,8 @@ THEIRS = {"transformers f32": "float32", "transformers bf16": "bfloat16"}
 
 
 def serve(round_of_tokens) -> None:
-    """Child process: runs a round for every line on stdin, prints its tokens/s and the share of
-    the time that the host took."""
+    """Runs a round for every line on stdin, in a child process; prints tokens/s and the host's
+    share of the time."""
     round_of_tokens()
     print("ready", flush=True)
     for _ in sys.stdin:
@@ -386,7 +386,7 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--serve", nargs=5)
     parser.add_argument("--torch_python", default="")
@@ -394,8 +394,8 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", choices=MODELS, default="small", help="of oversubscribed")
-    parser.add_argument("--only", default="", help="comma-separated names, default all")
+    parser.add_argument("--model", choices=MODELS, default="small", help="for oversubscribed")
+    parser.add_argument("--only", default="", help="engines, separated by commas")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     if args.serve:

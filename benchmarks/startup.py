@@ -1,10 +1,10 @@
-"""Seconds from the start of a run to its first step, with an empty compilation cache and a full one.
+"""Measures the seconds to a run's first step, with an empty and a full compilation cache.
 
     python -m benchmarks.startup [--config=configs/quickstart.py] [--rounds=3]
 
-Each round starts the run in a new folder and ends it once the first step is in its record: before it
-are the imports, the supervised steps of the warm-up and the evaluation at step 0. The first round
-fills the cache; "compiled" are programs that the cache did not have.
+Each round starts the run in a new folder and ends it after the first step is recorded. Imports, the
+supervised steps of the warm-up and the evaluation at step 0 come before it. The first round fills
+the cache. "compiled" counts programs missing in the cache.
 """
 
 import argparse
@@ -60,8 +60,8 @@ def phases(record: pathlib.Path) -> set[str]:
 def first_step(config: str, folder: pathlib.Path, cache: pathlib.Path) -> tuple[dict[str, float], str]:
     """Runs until the first step is done.
 
-    Returns ({phase: seconds from the start of the process to its first line in the record}, what the
-    run said of its programs).
+    Returns ({phase: seconds from the start of the process to its first line in the record}, the
+    run's output about its programs).
     """
     arguments = [f"--config={config}", f"--workdir={folder}"]
     environment = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(cache), "PYTHONUNBUFFERED": "1"}
@@ -85,9 +85,9 @@ def first_step(config: str, folder: pathlib.Path, cache: pathlib.Path) -> tuple[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", default="configs/quickstart.py")
-    parser.add_argument("--rounds", type=int, default=3, help="with a full cache")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds with a full cache")
     args = parser.parse_args()
     full = []
     with tempfile.TemporaryDirectory() as work:

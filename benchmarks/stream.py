@@ -1,12 +1,12 @@
-"""A stream of requests under random weight updates, pauses and aborts; each record is then replayed
-alone with its own versions, and must be equal bit by bit, and end where it says that it does.
+"""Replays each record of a random request stream and checks that the tokens are bitwise equal.
 
     python -m benchmarks.stream --requests=2000 --seed=0 --dtype=bfloat16
 
-The model is the quickstart's, with random weights of many versions, in invariant numerics; some
-sequences make way for others, and drafts are verified. A replay has an engine with one slot that
-draws one token a call: it prefills what a segment begins with, under the segment's `kv_version`, and
-draws every token under its `version`. Exits with 1 if any record is wrong.
+The stream has random weight updates, pauses and aborts, preemption and verified drafts. The model
+is the quickstart's, with random weights of many versions and invariant numerics. A replay uses an
+engine with one slot and one token a call. It prefills the start of each segment under the segment's
+`kv_version` and samples every token under its `version`. The replay must also end as the record
+says. Exits with 1 if any record is wrong.
 """
 
 import argparse
@@ -36,7 +36,7 @@ LENGTH, NEW, VERSIONS = 64, 40, 12
 
 
 class Stream:
-    """Random events on one scheduler; `done` are the records, `requests` what they answer."""
+    """Random events on one scheduler; `done` holds the records of `requests`."""
 
     def __init__(self, engine: Engine, weights: list, seed: int):
         self.rng, self.engine, self.weights = random.Random(seed), engine, weights
@@ -79,7 +79,7 @@ class Stream:
         self._take(self.scheduler.step())
 
     def _update(self, _) -> None:
-        """New weights, with one of the three pauses before them or none."""
+        """Syncs new weights, after one of the three pauses or none."""
         pause = self.rng.choice([None, *PAUSES])
         if pause:
             self._take(self.scheduler.pause(pause))
@@ -95,7 +95,7 @@ class Stream:
             self.scheduler.abort(self.rng.choice(alive))
 
     def _take(self, trajectories: list[Trajectory]) -> None:
-        """Records what has ended; most of what was aborted goes on."""
+        """Stores finished records; most aborted requests continue."""
         for t in trajectories:
             if t.stop_reason == "abort" and self.rng.random() < 0.8:
                 self.events["resumed"] += 1
@@ -105,14 +105,14 @@ class Stream:
 
 
 class Replay:
-    """One request after the other, on an engine of one slot and one token a call."""
+    """Runs one request after the other, on an engine with one slot and one token a call."""
 
     def __init__(self, engine: Engine, weights: list):
         self.engine, self.weights, self.state = engine, weights, engine.init_state()
         self.table = np.arange(1, engine.pages_per_slot + 1, dtype=np.int32)[None]
 
     def __call__(self, request: Request, t: Trajectory) -> dict[str, np.ndarray]:
-        """FIELDS as they are drawn under the record's versions."""
+        """Returns FIELDS sampled under the record's versions."""
         drawn = collections.defaultdict(list)
         for i in range(len(t.tokens)):
             if i == 0 or t.segment[i] != t.segment[i - 1]:
@@ -139,7 +139,7 @@ class Replay:
 
 
 def problems(request: Request, t: Trajectory, replayed: dict[str, np.ndarray]) -> list[str]:
-    """What is wrong with a record."""
+    """Returns the differences between a record and its replay."""
     count, limit = len(t.tokens), request.sampling.max_tokens
     stops = np.flatnonzero(t.tokens == STOP).tolist()
     ends = {
@@ -152,7 +152,7 @@ def problems(request: Request, t: Trajectory, replayed: dict[str, np.ndarray]) -
 
 
 def engines(dtype: str) -> tuple[Engine, Engine, list]:
-    """(of the stream, of the replays, serving weights of VERSIONS versions)."""
+    """Returns (engine of the stream, engine of the replays, serving weights of all versions)."""
     config = quickstart.get_config()
     model = build.small_model(config, load_tokenizer(config.task.tokenizer).vocab_size)
     options = dict(

@@ -13,7 +13,7 @@ def main() -> None:
     """Command line: see the top of the file."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_tis.libtpu_flags",
-        description="The value of LIBTPU_INIT_ARGS for a chip.",
+        description="Prints the value of LIBTPU_INIT_ARGS for a chip.",
     )
     parser.add_argument("chip", choices=FLAGS)
     print(init_args(parser.parse_args().chip))

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles the TPU configs at full size, without a TPU: ./launch/aot.sh [folder for logs and JSON]
-# Writes their tables to docs/tpu_programs.md. About 20 minutes on two cores.
+# Writes their tables to docs/tpu_programs.md. About 25 minutes on two cores.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
@@ -8,22 +8,50 @@ prepare_venv tpu
 out=${1:-runs/aot}
 mkdir -p "$out"
 version() { "$PY" -c "import importlib.metadata as m; print(m.version('$1'))"; }
+compile() {  # $1: name of the log and the JSON; the rest: arguments of jaxrl_tis.aot
+  local name=$1
+  shift
+  echo "== $name (log in $out/$name.log)"
+  "$PY" -m jaxrl_tis.aot "$@" --json="$out/$name.json" --markdown \
+    2>"$out/$name.err" >"$out/$name.log" || { tail "$out/$name.log" "$out/$name.err" >&2; exit 1; }
+}
+
 cat >"$out/page.md" <<PAGE
 # Programs of the shipped configs
 
-Written by \`./launch/aot.sh\` with jax $(version jax) and libtpu $(version libtpu). Facts of the
-compiler and outputs of a model; nothing was timed on a TPU. [tpu.md](tpu.md) explains the columns.
+This page lists the memory and FLOPs of every TPU program of the shipped configs. \`./launch/aot.sh\` wrote it
+with jax $(version jax) and libtpu $(version libtpu), without a TPU. All numbers are facts of the compiler or
+outputs of a model. Nothing was timed on a TPU. [tpu.md](tpu.md#what-the-result-means) explains the columns.
 PAGE
 for config in gsm8k_qwen25_0p5b:grpo gsm8k_qwen25_0p5b:ppo dapo_qwen25_32b dapo_qwen25_32b:async \
   dapo_qwen3_8b; do
   file=configs/${config%%:*}.py
   [[ $config == *:* ]] && file+=:${config#*:}
-  echo "== $config (log in $out/$config.log)"
-  "$PY" -m jaxrl_tis.aot --config="$file" --json="$out/$config.json" --markdown \
-    2>"$out/$config.err" >"$out/$config.log" || { tail "$out/$config.log" "$out/$config.err" >&2; exit 1; }
+  compile "$config" --config="$file"
   # The first line is a title; of the rest, the tables.
   printf "\n## \`%s\`\n\n" "$file" >>"$out/page.md"
   awk 'NR == 1; /^\|/ && !table { print "" } { table = /^\|/ } table' "$out/$config.log" |
     tee -a "$out/page.md"
+done
+
+cat >>"$out/page.md" <<PAGE
+
+## Number formats of the sampler
+
+The decode program with other formats of weights and KV cache (\`engine.quantization\`, \`engine.cache_dtype\`).
+
+| config | weights, cache | arguments | temporaries | peak | beside | HBM use | moves | at best (model) |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+PAGE
+for file in configs/gsm8k_qwen25_0p5b.py:grpo configs/dapo_qwen25_32b.py; do
+  for formats in none,bfloat16 w8a16,bfloat16 w8a8,bfloat16 w8a8,int8; do
+    weights=${formats%,*} cache=${formats#*,} config=$(basename "$file")
+    compile "$config,$formats" --config="$file" --programs=decode \
+      --config.engine.quantization="$weights" --config.engine.cache_dtype="$cache"
+    # Columns of the table that jaxrl_tis.aot prints.
+    awk -F ' [|] ' -v name="| \`$config\` | ${weights/none/bfloat16}, $cache" -v OFS=' | ' \
+      '/^\| decode/ { print name, $3, $4, $5, $6, $7, $10, $11 " |" }' "$out/$config,$formats.log" |
+      tee -a "$out/page.md"
+  done
 done
 mv "$out/page.md" docs/tpu_programs.md

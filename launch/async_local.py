@@ -1,7 +1,7 @@
-"""Two commands of launch/async_local.sh:
+"""Kills a worker and reports what happened to its sequences, for launch/async_local.sh.
 
-    async_local.py kill FOLDER NAME PID   # kills worker NAME after KILL_STEP steps of the learner, PID
-    async_local.py report FOLDER          # what became of its sequences; 1 if a batch was not whole
+    async_local.py kill FOLDER NAME PID   # kills worker NAME after KILL_STEP steps of learner PID
+    async_local.py report FOLDER          # reports on the sequences; 1 if a batch was incomplete
 """
 
 import collections
@@ -17,7 +17,7 @@ INTO_STEP = 0.25  # seconds into the next one, when its weights are there and sa
 
 
 def lines(path: pathlib.Path) -> list[dict]:
-    """Returns the whole lines of a record that may be written to just now."""
+    """Returns the complete lines of a record that may still be written."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 

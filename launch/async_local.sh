@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A learner and two rollout workers as processes of this machine: ./launch/async_local.sh [--config.field=value ...]
-# One worker is killed while it draws; its supervisor starts it again. At the end it is told how many
-# sequences others went on with, and whether every batch was whole.
+# One worker is killed while it samples, and its supervisor restarts it. At the end the script reports how
+# many sequences other workers continued, and whether every batch was complete.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -1,4 +1,4 @@
-"""What the hosts of a TPU VM get: the commit of this clone, or of another one, and the secrets."""
+"""Copies code and secrets to the hosts of a TPU VM: a commit of this clone or of another one."""
 
 import contextlib
 import os
@@ -13,7 +13,7 @@ NAMES_SHOWN = 5
 
 
 def problem(shell: plans.Shell, plan: plans.Plan) -> str:
-    """Returns why the commit of this clone is not what the hosts need, "" if it is."""
+    """Returns why the hosts cannot use the commit of this clone, "" if they can."""
     code, text = shell.read(_git("rev-parse", "--verify", "HEAD"))
     if code:
         return (f"{plans.ROOT} is no git clone with a commit, which is what the hosts get; clone the "
@@ -34,13 +34,13 @@ def changes(shell: plans.Shell) -> str:
 
 
 def archive(path: str) -> list[str]:
-    """Returns the command that writes the commit to a file."""
+    """Returns the command that archives the commit in a file."""
     return _git("archive", "--format=tar.gz", "-o", path, "HEAD")
 
 
 def fetch(clone: str, git: str) -> str:
-    """Returns the script that brings a clone on a host, which may not be there yet, to
-    URL[#REVISION]. What git does not track stays: runs, environments, caches."""
+    """Returns the script that makes or updates a host's clone of URL[#REVISION]. Untracked files
+    stay: runs, environments, caches."""
     url, _, revision = git.partition("#")
     url, name = shlex.quote(url), shlex.quote(revision)
     find, wanted = ["git remote set-head origin --auto"], "origin/HEAD"
@@ -58,7 +58,7 @@ def fetch(clone: str, git: str) -> str:
 
 @contextlib.contextmanager
 def folder(shell: plans.Shell) -> Iterator[str]:
-    """Yields a folder of this user alone, for what is on its way to the hosts."""
+    """Yields a private temporary folder for files to copy to the hosts."""
     if shell.is_dry:
         print("folder=$(mktemp -d)")
         yield plans.Expanded("$folder")
@@ -69,12 +69,12 @@ def folder(shell: plans.Shell) -> Iterator[str]:
 
 
 def inside(where: str, name: str) -> str:
-    """Returns the path of a file in such a folder, a word of the same kind."""
+    """Returns the path of a file in this folder, as the same type of word."""
     return type(where)(f"{where}/{name}")
 
 
 def write_secrets(shell: plans.Shell, path: str, found: Mapping[str, str]) -> None:
-    """Writes what a shell on the host reads, for its owner alone."""
+    """Writes the secrets as a private file for the shell of a host."""
     if shell.is_dry:
         pairs = " ".join(f'{name} "${name}"' for name in found)
         print(f"umask 077\nprintf '%s=%q\\n' {pairs} >\"{path}\"")

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The figures of docs/experiments.md, from their runs on: ./launch/figures.sh [NAME ...]; all without names.
-# Trained runs that have ended are not run again. Two at a time, a core each; JOBS=4 takes four.
+# Makes the figures of docs/experiments.md: ./launch/figures.sh [NAME ...]; all figures without names.
+# Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

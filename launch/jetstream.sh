@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Tests the engine behind the interface of JetStream: ./launch/jetstream.sh [pytest arguments]
-# google-jetstream 0.2.2 brings TensorFlow, so it gets an environment of its own (3 GB).
+# google-jetstream 0.2.2 depends on TensorFlow and needs an environment of its own (3 GB).
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
-# What runs on every host of a TPU VM, in the clone of this repository:
+# Controls the run on one host of a TPU VM, in the clone of this repository:
 #
-#   launch/on_vm.sh setup                # a virtual environment with what a run may need
+#   launch/on_vm.sh setup                # makes a virtual environment with all packages of a run
 #   launch/on_vm.sh start CHIP ARGS...   # python -m jaxrl_tis.main ARGS under supervise.py, detached
-#   launch/on_vm.sh follow               # its log, until it ends; exits as it did
-#   launch/on_vm.sh status | stop        # a line about it; ask it to save and to end
+#   launch/on_vm.sh follow               # shows the log to the end; exits with the run's exit code
+#   launch/on_vm.sh status | stop        # prints the state; asks the run to save and to end
 #
 # Secrets (HF_TOKEN, ...) are read from ~/.jaxrl_tis_env, which launch/tpu_vm.py puts there.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-extras=tpu,hub,gcs,tasks,wandb
+extras=tpu,hub,gcs,tasks,math,wandb
 state=$root/run.json arguments=$root/run.args log=$root/run.log supervisor=$root/run.pid
 
 newer_python() {  # prints an interpreter of at least 3.11; images come with 3.10

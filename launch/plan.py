@@ -1,4 +1,4 @@
-"""What the launchers share: which run on which chips, and commands that are shown or run."""
+"""Shared by the launchers: the plan of a run on TPU slices, and commands to print or run."""
 
 import argparse
 import dataclasses
@@ -25,9 +25,9 @@ class Plan:
     """A run and the slices for it.
 
     Attributes:
-      config: as --config takes it, a path in the clone.
+      config: the value of --config, a path in the clone.
       overrides: further arguments of jaxrl_tis.main.
-      topology: None where nobody said which, and only the name is needed.
+      topology: the slices; None if unknown, for commands that need only the name.
     """
 
     config: str
@@ -38,7 +38,7 @@ class Plan:
 
     @property
     def arguments(self) -> list[str]:
-        """Those of jaxrl_tis.main."""
+        """The arguments of jaxrl_tis.main."""
         return [f"--config={self.config}", f"--workdir={self.workdir}", *self.overrides]
 
     @property
@@ -51,28 +51,33 @@ class Plan:
 
 
 def parser(about: str, commands: Iterable[str]) -> argparse.ArgumentParser:
-    """Returns the parser of a launcher with what all of them take; `about` is its docstring."""
+    """Returns a launcher's parser with the shared flags; `about` is the launcher's docstring."""
     made = argparse.ArgumentParser(
         description=about.partition("\n")[0], allow_abbrev=False,
-        epilog="Other arguments are fields of the config, --config.NAME=VALUE, and --change and "
-        "--connect_seconds of jaxrl_tis.main.",
+        epilog="Further arguments go to jaxrl_tis.main: config fields as --config.NAME=VALUE, "
+        "--change and --connect_seconds.",
     )
     made.add_argument("command", choices=commands)
-    made.add_argument("--config", required=True, help="as of jaxrl_tis.main, a path in the clone")
-    made.add_argument("--accelerator", help="v5litepod-8, v5p-128, ...; default: the config's own")
-    made.add_argument("--num_slices", type=int, default=1)
-    made.add_argument("--workdir", help="gs://BUCKET/FOLDER outlives the machine; default runs/NAME")
-    made.add_argument("--name", help="of what is made; default: from the config")
-    made.add_argument("--spot", action="store_true", help="cheaper, and taken away at any time")
-    made.add_argument("--reservation", help="name of the reservation to take the chips from")
-    made.add_argument("--dry-run", action="store_true", help="show the commands and run none")
-    made.add_argument("--price_per_chip_hour", type=float, help="for --dry-run to show a cost")
-    made.add_argument("--hours", type=float, default=1.0, help="for the same")
+    made.add_argument("--config", required=True, help="config file, a path in the clone")
+    made.add_argument("--accelerator", help="v5litepod-8, v5p-128, ...; default: the config's")
+    made.add_argument("--num_slices", type=int, default=1, help="number of such slices")
+    made.add_argument("--workdir", help="gs://BUCKET/FOLDER, or a folder of the machine, which is lost "
+                      "with it; default: runs/NAME")
+    made.add_argument("--name", help="name of the machines; default: from the config")
+    made.add_argument("--spot", action="store_true", help="cheaper machines that may be preempted")
+    made.add_argument("--reservation", help="use the chips of this reservation")
+    made.add_argument("--dry-run", action="store_true", help="print the commands and run nothing")
+    made.add_argument("--price_per_chip_hour", type=float, help="price, to print the cost with --dry-run")
+    made.add_argument("--hours", type=float, default=1.0, help="hours of this cost")
     return made
 
 
 def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool) -> Plan:
-    """Raises ValueError for what cannot be a plan; without `needs_slice` one may be unknown."""
+    """Returns the plan of the parsed flags; only with `needs_slice` the slice must be known.
+
+    Raises:
+      ValueError: the flags contradict each other or name something unknown.
+    """
     path, _, variant = given.config.partition(":")
     stem = pathlib.Path(path).stem
     if not (ROOT / path).is_file():
@@ -109,7 +114,7 @@ def sizes(plan: Plan) -> str:
 
 
 def cost(plan: Plan, given: argparse.Namespace) -> list[str]:
-    """A line with what the plan would cost, if a price is given: none is known here."""
+    """Returns a line with the cost of the plan, if the user gave a price."""
     if given.price_per_chip_hour is None:
         return []
     chips, price = plan.topology.num_chips, given.price_per_chip_hour
@@ -118,11 +123,11 @@ def cost(plan: Plan, given: argparse.Namespace) -> list[str]:
 
 
 class Expanded(str):
-    """A word that the shell expands where a command is shown: it is not a literal."""
+    """A word of a printed command that the shell expands, such as a variable."""
 
 
 class Shell:
-    """Runs commands, or shows the script that they are."""
+    """Runs commands, or prints them as a script in a dry run."""
 
     def __init__(self, is_dry: bool):
         self.is_dry = is_dry
@@ -132,24 +137,24 @@ class Shell:
         print(f"# {text}" if self.is_dry else text, flush=True)
 
     def run(self, command: Sequence[str]) -> None:
-        """Raises subprocess.CalledProcessError where it fails."""
+        """Runs a command; raises subprocess.CalledProcessError if it fails."""
         if self.is_dry:
             print(show(command), flush=True)
         else:
             subprocess.run(command, check=True)
 
     def code(self, command: Sequence[str]) -> int:
-        """Runs it for its exit code; not for a dry run."""
+        """Runs a command, also in a dry run, and returns its exit code."""
         return subprocess.run(command).returncode
 
     def read(self, command: Sequence[str]) -> tuple[int, str]:
-        """Returns its exit code and what it printed, errors too; a dry run may only look."""
+        """Runs a read-only command, also in a dry run; returns its exit code and all output."""
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         return done.returncode, done.stdout.strip()
 
 
 def show(command: Sequence[str]) -> str:
-    """The command as a shell takes it, its flags on lines of their own where it is long."""
+    """Returns the command as shell text, on several lines if it is long."""
     words = [f'"{word}"' if isinstance(word, Expanded) else shlex.quote(word) for word in command]
     if len(" ".join(words)) <= 96:
         return " ".join(words)
@@ -163,7 +168,7 @@ def show(command: Sequence[str]) -> str:
 
 
 def main(run) -> None:
-    """Runs a launcher: what its user can mend is told in a line, and exits with 2."""
+    """Runs a launcher; errors of its user print one line and exit with 2."""
     try:
         with cli.piped():
             sys.exit(run() or 0)

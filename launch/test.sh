@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests from a bare clone: ./launch/test.sh [--all | --quick] [pytest arguments]
-# By default those without the marker "all", which notice every wrong number. --all runs every test,
-# --quick those of cheap files that compile no large program and inject no fault. An own -m replaces
+# The default runs tests without the marker "all"; they detect every wrong number. --all runs every test.
+# --quick runs cheap files that compile no large program and inject no fault. A -m of your own replaces
 # the choice.
 set -euo pipefail
 # shellcheck source=launch/venv.sh

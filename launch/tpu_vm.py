@@ -1,17 +1,19 @@
-"""Runs a config on Cloud TPU VMs, which queued resources hand out:
+"""Runs a config on Cloud TPU VMs.
 
     python launch/tpu_vm.py run --config=configs/gsm8k_qwen25_0p5b.py:grpo --accelerator=v5litepod-8 \\
       --workdir=gs://BUCKET/gsm8k [--spot | --reserved] [--config.field=value ...]
     python launch/tpu_vm.py create | status | logs | stop | delete --config=...
 
-`run` does all there is to do: asks for the machines and waits, copies this clone's commit to every
-host, makes an environment there, starts the run under launch/supervise.py on all of them, and shows
-the log of host 0. Machines that are taken away are asked for anew, and the run continues from its
-workdir. `create` ends once the machines are ready. Interrupting `run` or `logs` does not end the
-run; `stop` asks it to save and to end, `delete` gives the machines back. With --dry-run everything
-is shown as a shell script, and nothing happens.
+`run` does all steps. It requests the machines as a queued resource and waits for them. It copies
+the commit of this clone to every host and makes an environment there. It starts the run under
+launch/supervise.py on all hosts and shows the log of host 0. Preempted machines are requested
+again, and the run continues from its workdir.
 
-It needs gcloud, logged in; project and zone are gcloud's own unless --project and --zone say others.
+`create` ends when the machines are ready. Interrupting `run` or `logs` does not end the run. `stop`
+asks the run to save and to end. `delete` returns the machines. --dry-run prints the commands as a
+shell script and runs nothing.
+
+gcloud must be logged in. Its project and zone are used unless --project and --zone name others.
 """
 
 import argparse
@@ -43,17 +45,17 @@ REFUSALS = (
 
 
 class OutOfTouch(ValueError):
-    """gcloud failed, and may not the next time."""
+    """gcloud failed, and a retry may succeed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Status:
-    """What a host says of the run.
+    """The state of the run on one host.
 
     Attributes:
-      code: its exit code; None while it runs, where none was started, or where its host was
-        restarted and nobody was left to write it down.
-      arguments: those that it was started with, None where none was started.
+      code: exit code of the run. None while it runs, before it starts, or after a reboot of the
+        host that lost the code.
+      arguments: arguments of the run, None if none was started.
     """
 
     is_running: bool
@@ -62,7 +64,7 @@ class Status:
 
     @classmethod
     def parse(cls, text: str) -> "Status | None":
-        """Reads the line of `on_vm.sh status` among what ssh says; None if it is not there."""
+        """Reads the line of `on_vm.sh status` in the output of ssh; None if it is missing."""
         found = re.search(r"^(not )?running: (.*?)(?: on \S+(?: with (.*))?)?$", text, re.MULTILINE)
         if found is None:
             return None
@@ -72,16 +74,15 @@ class Status:
 
 @dataclasses.dataclass
 class Machines:
-    """Decides what to do next from what is seen: no clock, no process.
+    """Decides the next action from the observed states, without a clock or a process.
 
     Attributes:
-      max_creations: how often machines that are lost are asked for anew.
-      max_lost_touch: how long nothing is heard, in POLL_SECONDS: an hour.
-      is_bounded: whether a request that brought no machines is the last one (--valid-until).
-      creations: how often they were asked for.
-      has_run: whether the run was started on those that are there.
-      lost_touch: how often in a row nothing was heard of machines that should run it, or they had
-        forgotten it.
+      max_creations: limit on the number of requests for machines.
+      max_lost_touch: limit on `lost_touch`: an hour, in POLL_SECONDS.
+      is_bounded: whether a failed request is final (--valid-until).
+      creations: number of requests for machines.
+      has_run: whether the run was started on the current machines.
+      lost_touch: number of failed contacts in a row, including hosts that lost the run.
     """
 
     max_creations: int = 20
@@ -92,8 +93,11 @@ class Machines:
     lost_touch: int = 0
 
     def next(self, state: str | None) -> str:
-        """Returns "create", "delete", "wait", "start", "follow", "expire" or "give up"; `state` is
-        that of the queued resource, None if there is none, UNKNOWN if it could not be had."""
+        """Returns "create", "delete", "wait", "start", "follow", "expire" or "give up".
+
+        `state` is the state of the queued resource: None if it does not exist, UNKNOWN if gcloud
+        could not read it.
+        """
         if state is None:
             if self.creations >= self.max_creations:
                 return "give up"
@@ -119,14 +123,16 @@ class Machines:
         return "follow"
 
     def missed(self) -> None:
-        """Takes note that nothing could be done with them, or that the run is gone."""
+        """Counts a failed contact with the machines, or a lost run."""
         self.has_run = False
         self.lost_touch += 1
 
     def ended(self, status: Status | None) -> int | None:
-        """Takes what is heard of the run once its log stops, None for nothing; returns its exit
-        code if it is over. The code of ssh says too little: gcloud ends with its own 1 where a
-        machine is on its way out."""
+        """Returns the run's exit code if the run is over, else None.
+
+        `status` is the host's answer after the log stopped, None without one. The exit code of ssh
+        is not used: gcloud exits with 1 while a machine shuts down.
+        """
         if status is None:
             self.lost_touch += 1
         elif status.is_running:
@@ -139,7 +145,7 @@ class Machines:
 
 
 class Gcloud:
-    """The commands of a plan."""
+    """Builds the gcloud commands of a plan."""
 
     def __init__(self, plan: plans.Plan, given: argparse.Namespace):
         self.plan, self.given = plan, given
@@ -166,8 +172,8 @@ class Gcloud:
         )
 
     def _capacity(self) -> list[str]:
-        """Says which machines may be taken, and until when. Only gcloud alpha takes a reservation
-        by its name."""
+        """Returns the flags for spot, reserved and time-limited machines. Only gcloud alpha
+        accepts the name of a reservation."""
         given, flags = self.given, []
         if given.reservation is not None:
             flags = [f"--reservation={given.reservation}"]
@@ -179,7 +185,7 @@ class Gcloud:
         return flags
 
     def _network(self) -> list[str]:
-        """Says where the machines are, and as whom they read and write buckets."""
+        """Returns the flags for the network and the service account of the machines."""
         values = {"network": self.given.network, "subnetwork": self.given.subnetwork,
                   "service-account": self.given.service_account}
         flags = [f"--{name}={value}" for name, value in values.items() if value is not None]
@@ -189,7 +195,7 @@ class Gcloud:
         return self._queued("describe", "--format=value(state.state)")
 
     def reason(self) -> list[str]:
-        """Says why the machines could not be had."""
+        """Returns the command that prints why a request failed."""
         return self._queued("describe", "--format=value(state.failedData.error.message)")
 
     def delete(self) -> list[str]:
@@ -207,8 +213,8 @@ class Gcloud:
         return self.ssh(node, f"bash {self.plan.name}/launch/on_vm.sh {verb}", worker)
 
     def ask(self, node: str, worker: str = "all") -> list[str]:
-        """Asks for the status of the run. Hosts without the code say so, to tell them from those
-        that cannot be reached."""
+        """Returns the command that prints the status of the run. Hosts without the code print a
+        line too, unlike unreachable hosts."""
         script = f"{self.plan.name}/launch/on_vm.sh"
         return self.ssh(node, f"if [ -e {script} ]; then bash {script} status; "
                         "else echo not running: no code; fi", worker)
@@ -217,7 +223,7 @@ class Gcloud:
         return self.on_vm(self.nodes[0], "follow", "0")
 
     def again(self, command: str) -> str:
-        """Returns this script's own command for the same machines."""
+        """Returns the command line of this launcher for the same machines."""
         names = ("config", "name", "accelerator", "project", "zone")
         words = {name: getattr(self.given, name) for name in names}
         if self.given.num_slices > 1:
@@ -228,7 +234,7 @@ class Gcloud:
 
 
 def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
-    """Brings a run to its end and returns its exit code; without `is_whole`, only its machines."""
+    """Runs a plan to its end and returns the exit code; without `is_whole`, only makes machines."""
     plan = gcloud.plan
     if plan.hosts > 1 and not plan.is_on_bucket:
         raise ValueError(
@@ -315,7 +321,7 @@ def _show_run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool) -> int:
 
 
 def _look_at_clone(shell: plans.Shell, gcloud: Gcloud) -> None:
-    """Refuses a clone whose commit cannot run; where nothing is done, it only says so."""
+    """Refuses a clone with a commit that cannot run; a dry run only prints the reason."""
     if gcloud.given.git:
         return
     if problem := clone.problem(shell, gcloud.plan):
@@ -330,8 +336,8 @@ def _state(shell: plans.Shell, gcloud: Gcloud) -> str | None:
     """Returns the state of the machines, None if there are none.
 
     Raises:
-      OutOfTouch: it cannot be had now.
-      ValueError: it cannot be had at all.
+      OutOfTouch: gcloud failed, and a retry may succeed.
+      ValueError: gcloud failed, and a retry is useless.
     """
     code, text = shell.read(gcloud.state())
     if code == 0:
@@ -352,13 +358,13 @@ def _state_or_unknown(shell: plans.Shell, gcloud: Gcloud) -> str | None:
 
 
 def _status(shell: plans.Shell, gcloud: Gcloud, node: str) -> Status | None:
-    """Returns what the first host of a node says of the run, None if it cannot be asked."""
+    """Returns the status of the run on the first host of a node, None if it is unreachable."""
     code, text = shell.read(gcloud.ask(node, "0"))
     return Status.parse(text) if code == 0 else None
 
 
 def _begin(shell: plans.Shell, gcloud: Gcloud) -> bool:
-    """Starts the run where none is under way; returns False if the machines cannot be reached."""
+    """Starts the run unless it is active; returns False if the machines cannot be reached."""
     status = _status(shell, gcloud, gcloud.nodes[0])
     if status is None:
         return False
@@ -385,7 +391,7 @@ def _check_same(plan: plans.Plan, status: Status) -> None:
 
 
 def _install(shell: plans.Shell, gcloud: Gcloud) -> None:
-    """Puts the code and its environment on every host, and the secrets, if there are any."""
+    """Installs the code, its environment and any secrets on every host."""
     name, git, secrets = gcloud.plan.name, gcloud.given.git, plans.secrets()
     with contextlib.nullcontext() if git and not secrets else clone.folder(shell) as folder:
         if git:
@@ -441,7 +447,7 @@ def stop(shell: plans.Shell, gcloud: Gcloud) -> int:
 
 
 def delete(shell: plans.Shell, gcloud: Gcloud) -> int:
-    """Gives the machines back."""
+    """Returns the machines to the cloud."""
     shell.run(gcloud.delete())
     return 0
 
@@ -453,7 +459,7 @@ COMMANDS = {
 
 
 def _check(given: argparse.Namespace) -> None:
-    """Raises ValueError for what gcloud would refuse, or would read as something else."""
+    """Raises ValueError for flags that gcloud would refuse or misread."""
     if given.spot and given.reserved:
         raise ValueError("--spot and --reserved: spot machines are of no reservation; give one of "
                          "the two")
@@ -473,17 +479,17 @@ def _check(given: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = plans.parser(__doc__, COMMANDS)
-    parser.add_argument("--project")
-    parser.add_argument("--zone")
-    parser.add_argument("--runtime", help="image of the machines; default: that of the chip")
-    parser.add_argument("--reserved", action="store_true", help="from any reservation of the project")
-    parser.add_argument("--valid-until", help="duration or time after which no machines are wanted")
-    parser.add_argument("--network", help="of the machines; default: gcloud's own, 'default'")
-    parser.add_argument("--subnetwork", help="of the machines")
+    parser.add_argument("--project", help="default: gcloud's")
+    parser.add_argument("--zone", help="default: gcloud's")
+    parser.add_argument("--runtime", help="image of the machines; default: the image for the chip")
+    parser.add_argument("--reserved", action="store_true", help="any reservation of the project")
+    parser.add_argument("--valid-until", help="duration or time limit of the request")
+    parser.add_argument("--network", help="network of the machines; default: 'default'")
+    parser.add_argument("--subnetwork", help="subnetwork of the machines")
     parser.add_argument("--internal-ips", action="store_true",
-                        help="no external addresses; needed again for status, logs and stop")
-    parser.add_argument("--service-account", help="email of the account that the machines act as")
-    parser.add_argument("--git", help="URL[#REVISION] to clone there instead of copying this clone")
+                        help="no external addresses; repeat it for status, logs and stop")
+    parser.add_argument("--service-account", help="email of the machines' service account")
+    parser.add_argument("--git", help="URL[#REVISION] that the hosts clone instead")
     given, overrides = parser.parse_known_args()
     _check(given)
     needs_slice = given.command in ("create", "run")

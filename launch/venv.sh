@@ -1,5 +1,5 @@
-# Sourced by the scripts beside it: makes .venv-<python version> inside the clone, or reuses it, and
-# sets $PY to its interpreter. PYTHON chooses the interpreter it is made with.
+# Sourced by the other scripts of this folder. Makes or reuses .venv-<python version> inside the clone and
+# sets $PY to its interpreter. PYTHON names the interpreter that makes the environment.
 # shellcheck shell=bash
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1

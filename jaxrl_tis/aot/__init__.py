@@ -1,1 +1,1 @@
-"""Compiles the programs of a config for a TPU that is not there, and says what they hold and do."""
+"""Compiles the programs of a config for a TPU, without a TPU, and reports memory and FLOPs."""

@@ -1,12 +1,12 @@
-"""The programs of a config, compiled for a TPU that is not there.
+"""Compiles the programs of a config for a TPU, without a TPU, and reports whether they fit.
 
     python -m jaxrl_tis.aot --config=configs/gsm8k_qwen25_0p5b.py:grpo --topology=v5e:2x4
 
-Builds what the run would build, from shapes alone (no weights, data or tokenizer), compiles it with
-libtpu and prints per program what the compiler says: memory on a device, collectives, products.
-Nothing runs and nothing is measured; what is computed from published rates is marked as a model's
-output. Exits with 1 when a program does not fit, after naming the largest arrays. docs/tpu.md says
-how to read the table and names the keys of the JSON.
+Builds the programs of a run from shapes alone, without weights, data or tokenizer, and compiles
+them with libtpu. Prints memory on a device, collectives and matrix products of each program.
+Nothing runs and nothing is measured. Columns marked "model" are computed from published peak rates.
+Exits with 1 when a program does not fit, after naming the largest arrays. docs/tpu.md explains the
+table and the keys of the JSON.
 """
 
 import json
@@ -24,20 +24,20 @@ from jaxrl_tis.runtime import cli
 
 CONFIG = cli_flags.define_config()
 TOPOLOGY = flags.DEFINE_string(
-    "topology", None, "Chip and shape, as in v5e:4x4 or v5p:4x4x4; default: the config's."
+    "topology", None, "Chip and shape of a slice, as in v5e:4x4 or v5p:4x4x4; default: the config's."
 )
 NUM_SLICES = flags.DEFINE_integer(
-    "num_slices", 1, "Slices of that shape, over the DCN.", lower_bound=1
+    "num_slices", 1, "Number of such slices, connected by the DCN.", lower_bound=1
 )
 NAMES = flags.DEFINE_list(
-    "programs", None, f"Of {', '.join(programs.PROGRAMS)}; default: all of the run's."
+    "programs", None, f"Programs to compile, of {', '.join(programs.PROGRAMS)}; default: all."
 )
 LAYERS = flags.DEFINE_integer(
-    "layers", None, "Compile a model of this depth instead of its own.", lower_bound=1
+    "layers", None, "Number of layers to compile instead of the model's.", lower_bound=1
 )
 JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 MARKDOWN = flags.DEFINE_bool("markdown", False, "Print the tables as Markdown.")
-FIT = flags.DEFINE_bool("fit", False, "Search the largest batch and slots that fit.")
+FIT = flags.DEFINE_bool("fit", False, "Search the largest micro-batch and slots that fit.")
 
 
 def main() -> None:

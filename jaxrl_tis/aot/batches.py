@@ -1,4 +1,4 @@
-"""The batches of a run from shapes alone, as `Trainer` makes them of samples."""
+"""Abstract batches of a run, made from shapes alone as `Trainer` makes them from samples."""
 
 import jax
 
@@ -12,12 +12,12 @@ Structs = dict[str, jax.ShapeDtypeStruct]
 
 
 def abstract_microbatches(setup: Setup) -> Structs:
-    """Fields [M,R,T] of a rollout batch that the learner scores, in the training layout."""
+    """Returns the fields [M,R,T] of a batch to score, in the training layout."""
     return _in_rows(setup, forward_fields(_rollout_batch(setup)), 1)
 
 
 def abstract_minibatch(setup: Setup) -> Structs:
-    """Fields [M,R,T,...] of one update, in the training layout."""
+    """Returns the fields [M,R,T,...] of one update, in the training layout."""
     batch, c = _rollout_batch(setup), setup.training.correction
     is_scored = bool(setup.training.recompute_reason)
     if not is_scored:
@@ -32,7 +32,7 @@ def abstract_minibatch(setup: Setup) -> Structs:
 
 
 def _rollout_batch(setup: Setup) -> Structs:
-    """Returns the fields [N,...] of a rollout batch as the methods find it."""
+    """Returns the fields [N,...] of a rollout batch before the methods are applied."""
     config, training = setup.config, setup.training
     c = training.correction
     components = c.advantage[1].get("gdpo_weights")
@@ -59,7 +59,7 @@ def _rollout_batch(setup: Setup) -> Structs:
 
 
 def _in_rows(setup: Setup, batch: Structs, parts: int) -> Structs:
-    """Lays the fields [N,...] out as the run lays N / parts sequences into micro-batches."""
+    """Returns the fields [N,...] as micro-batches of N / parts sequences."""
     training, size = setup.training, setup.config.train.microbatch_rows
     packer = training.packer
 

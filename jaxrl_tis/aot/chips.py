@@ -1,8 +1,8 @@
-"""Published facts of TPU chips, how slices of them are rented, and the slices of shipped configs.
+"""Published rates of TPU chips, names of rented slices, and the slices of the shipped configs.
 
-Sources, per chip: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}; what they do not give is
-named beside the number. Peak rates are peaks: no program reaches them. Labels, machine types and
-chips per machine are those that xpk 1.16 writes into its manifests.
+Sources for each chip: docs.cloud.google.com/tpu/docs/{v4,v5e,v5p,v6e,tpu7x}. Other sources are
+named at the number. No program reaches the peak rates. Labels, machine types and chips per machine
+are from the manifests of xpk 1.16.
 """
 
 import dataclasses
@@ -19,11 +19,10 @@ class Chip:
     """Rates of one chip, in bytes, operations or bytes per second.
 
     Attributes:
-      hbm_bytes, hbm_rate: memory that programs may take, and its bandwidth.
-      bf16_rate, int8_rate: dense matrix products.
-      ici_rate: all links of the chip to its slice in one direction; half the published
-        bidirectional figure.
-      cores_per_chip: how v4 and v5p slices are named: v5p-128 has 64 chips.
+      hbm_bytes, hbm_rate: memory available to programs, and its bandwidth.
+      bf16_rate, int8_rate: rates of dense matrix products.
+      ici_rate: rate of all links of the chip in one direction, half the published figure for both.
+      cores_per_chip: cores in the names of v4 and v5p slices: v5p-128 has 64 chips.
     """
 
     hbm_bytes: int
@@ -53,14 +52,14 @@ CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class Offer:
-    """How slices of a chip are rented.
+    """Names under which slices of a chip are rented.
 
     Attributes:
-      prefix: first part of their names: v5litepod of v5litepod-8.
-      runtime: the image of a TPU VM.
-      label: the accelerator that a GKE node is chosen by.
-      machine: the type of such a node, before its number of chips.
-      host_chips: most chips of a slice that is one host; each host of a larger one has 4.
+      prefix: first part of a slice's name: v5litepod of v5litepod-8.
+      runtime: image of a TPU VM.
+      label: accelerator label of a GKE node.
+      machine: machine type of a GKE node, without the number of chips.
+      host_chips: largest number of chips on one host; hosts of larger slices have 4.
     """
 
     prefix: str
@@ -97,7 +96,7 @@ TOPOLOGIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Slices of one shape, e.g. "v5e:4x4" (16 chips) or "v5p:4x4x4" (64 chips, a v5p-128)."""
+    """One or more slices of a shape, such as "v5e:4x4" (16 chips) or "v5p:4x4x4" (v5p-128)."""
 
     name: str
     kind: str
@@ -107,8 +106,8 @@ class Topology:
 
     @classmethod
     def parse(cls, name: str, num_slices: int = 1) -> "Topology":
-        """Reads a topology; ValueError names a chip that is not in the table or a shape that no
-        slice has."""
+        """Returns the topology of a name such as "v5e:4x4"; ValueError for an unknown chip or a
+        malformed shape."""
         kind, _, shape = name.partition(":")
         if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
             raise ValueError(
@@ -118,8 +117,8 @@ class Topology:
 
     @classmethod
     def rented(cls, accelerator: str, num_slices: int = 1) -> "Topology":
-        """Returns the slices of a name to rent them by, v5litepod-8 or v5p-128; ValueError for one
-        that is not offered."""
+        """Returns the topology of a rented name such as v5litepod-8 or v5p-128; ValueError for a
+        name that is not offered."""
         kinds = {offer.prefix: kind for kind, offer in OFFERS.items()}
         prefix, _, count = accelerator.rpartition("-")
         if prefix not in kinds or not count.isdigit():
@@ -158,7 +157,7 @@ class Topology:
 
     @property
     def machine_type(self) -> str:
-        """Of a GKE node: ct5lp-hightpu-8t."""
+        """The machine type of a GKE node: ct5lp-hightpu-8t."""
         return f"{self.offer.machine}-{self.chips_per_host}t"
 
     @property
@@ -167,23 +166,23 @@ class Topology:
 
     @property
     def accelerator(self) -> str:
-        """The name to rent one of the slices by: v5litepod-8, v5p-128."""
+        """The rented name of one slice: v5litepod-8, v5p-128."""
         prefix = OFFERS[self.kind].prefix if self.kind in OFFERS else self.kind
         return f"{prefix}-{self.chips_per_slice * self.chip.cores_per_chip}"
 
     @property
     def product_name(self) -> str:
-        """The same with the number of slices."""
+        """The rented name with the number of slices: 2 x v5p-128."""
         name = self.accelerator
         return f"{self.num_slices} x {name}" if self.num_slices > 1 else name
 
     def devices(self) -> list:
-        """Returns devices to compile for. None of them can run a program, and some chips show as
-        two devices.
+        """Returns devices to compile for. They cannot run a program. Some chips count as two
+        devices.
 
         Raises:
-          ModuleNotFoundError: libtpu, which holds the compiler, is not installed.
-          ValueError: it knows no such topology.
+          ModuleNotFoundError: libtpu, which contains the compiler, is not installed.
+          ValueError: libtpu does not know the topology.
         """
         if importlib.util.find_spec("libtpu") is None:
             raise ModuleNotFoundError(

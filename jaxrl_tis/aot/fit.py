@@ -1,10 +1,10 @@
-"""The largest settings of a config that fit a topology, by compiling the true programs.
+"""Searches the largest settings of a config that fit a topology, by compiling its programs.
 
-Serving: decode slots for each tensor split, with pages for all of them at full length; training:
-rows of a micro-batch for each mesh split and remat policy. Of the settings that fit, the one that
-is best in the model of report's roofline is advised. Everything else stays as it is.
-A compilation takes 10 to 60 seconds and more, so rows and slots are powers of two times the shards,
-the largest that fits is bisected, and the number of compilations is capped.
+For serving it searches the decode slots for each tensor split, with pages for all slots at full
+length. For training it searches the rows of a micro-batch for each mesh split and remat policy. The
+advised setting is the fastest in the roofline model among those that fit. All other fields stay
+unchanged. A compilation takes 10 to 60 seconds or more. Rows and slots are therefore powers of two
+times the shards, found by bisection, and the number of compilations is limited.
 """
 
 import itertools
@@ -26,11 +26,11 @@ HEADER = _LINE.format("program", "mesh", "remat", "rows or slots", "HBM use", "o
 
 
 class Search:
-    """Compiles one setting after the other.
+    """Compiles settings one after the other.
 
     Attributes:
-      rows: the table.
-      is_whole: whether the number of compilations allowed for all settings.
+      rows: one entry for each compilation.
+      is_whole: whether the limit of compilations was enough for all settings.
     """
 
     def __init__(
@@ -44,10 +44,12 @@ class Search:
         self._refusal: ValueError | None = None
 
     def run(self, on_row: Callable[[dict], None] = lambda row: None) -> list[dict[str, Any]]:
-        """Compiles settings until the largest that fit are known. Returns entries {program, mesh,
-        remat, size, fits, use_bytes, hbm_bytes, over_in, seconds}, and shows each to `on_row`; the
-        seconds are those of the roofline, a model's output. Sizes that the batch cannot be cut into
-        are not tried. ValueError where no split is legal."""
+        """Compiles settings until the largest that fit are known, and returns all entries.
+
+        An entry is {program, mesh, remat, size, fits, use_bytes, hbm_bytes, over_in, seconds} and
+        is passed to `on_row`. The seconds are from the roofline model. Sizes that do not divide the
+        batch are skipped. ValueError if no split is legal.
+        """
         self._on_row = on_row
         config = self._config
         samples = config.rollout.prompts * config.rollout.group_size
@@ -70,15 +72,15 @@ class Search:
         return self.rows
 
     def _num_devices(self) -> tuple[int, int]:
-        """Counts the devices to train and to serve on: all, or as the config shares them out."""
+        """Returns the numbers of devices to train and to serve: all, or the config's shares."""
         if self._config.rollout.driver != "threads":
             return (len(self._topology.devices()),) * 2
         setup = self._setup({})
         return setup.training.layout.mesh.size, setup.engine.layout.mesh.size
 
     def _bisect(self, name: str, mesh: tuple, remat: str, sizes: list[int], change: Any) -> None:
-        """Compiles the sizes that it takes to know the largest that fits; none where the run itself
-        would refuse the split."""
+        """Bisects the largest size that fits. It compiles nothing for a split that a run would
+        refuse."""
         fitting, failing = -1, len(sizes)
         while failing - fitting > 1:
             if len(self.rows) == self._limit:
@@ -102,8 +104,8 @@ class Search:
             fitting, failing = (middle, failing) if entry["fits"] else (fitting, middle)
 
     def _setup(self, changes: dict[str, dict]) -> Setup:
-        """Sets the run up with these fields of the config changed; ValueError where they contradict
-        it."""
+        """Returns the setup with these fields of the config changed; ValueError for a
+        contradiction."""
         config = self._config.copy_and_resolve_references()
         with config.unlocked():
             config.update(changes)
@@ -128,7 +130,7 @@ def _doubled(start: int, limit: int) -> list[int]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Writes one row of the table under HEADER: what one compilation showed."""
+    """Returns one row of the table under HEADER as text."""
     mesh, use = "x".join(map(str, row["mesh"])), row["use_bytes"] / row["hbm_bytes"]
     verdict = "" if row["fits"] else f"  does not fit in {row['over_in']}"
     return _LINE.format(
@@ -138,10 +140,11 @@ def line(row: dict[str, Any]) -> str:
 
 
 def largest(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Picks for each program the best entry that fits: of most slots; to train, of the fewest
-    seconds of the roofline, to two digits, then of most rows, then the one that recomputes least.
-    Of equals it takes the one of least tensor parallelism, which stands first. A program that never
-    fits is absent."""
+    """Returns the best entry that fits for each program; a program that never fits is absent.
+
+    Decode: the most slots. Training: the fewest seconds of the roofline model to two digits, then
+    the most rows, then the least recomputation. Ties go to the least tensor parallelism.
+    """
     best = {}
     for row in (r for r in rows if r["fits"]):
         previous = best.get(row["program"])
@@ -158,8 +161,7 @@ def _rank(row: dict[str, Any]) -> tuple:
 
 
 def advice(rows: list[dict[str, Any]]) -> str:
-    """Writes the largest settings as options of a command, or that none fits, one line for each
-    program."""
+    """Returns the best settings as options of a command, one line for each program."""
     best, lines = largest(rows), []
     for name in dict.fromkeys(row["program"] for row in rows):
         row = best.get(name)

@@ -1,8 +1,8 @@
-"""Flags of the TPU compiler, by chip: jaxrl_tis.aot compiles with them, and the command
-jaxrl_tis.libtpu_flags prints them for a run.
+"""Flags of the TPU compiler for each chip.
 
-Only flags that libtpu accepts and that change the program of a shipped config are here; the tests
-check both. None was timed on a TPU.
+jaxrl_tis.aot compiles with these flags, and jaxrl_tis.libtpu_flags prints them for a run. Each flag
+is accepted by libtpu and changes the program of a shipped config, which tests check. None was timed
+on a TPU.
 """
 
 # A product with a weight that the partitioner gathers (a learner with 8-bit products) stays one
@@ -15,5 +15,5 @@ FLAGS = {"v4": {}, "v5e": _WHOLE_GATHERS, "v5p": {}, "v6e": {}, "tpu7x": {}}
 
 
 def init_args(chip: str) -> str:
-    """The value of LIBTPU_INIT_ARGS for a chip of `chips.CHIPS`."""
+    """Returns the value of LIBTPU_INIT_ARGS for a chip of `chips.CHIPS`."""
     return " ".join(f"--{name}={value}" for name, value in FLAGS[chip].items())

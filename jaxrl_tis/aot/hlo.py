@@ -1,8 +1,8 @@
-"""What a compiled program does, read from its HLO: `Module(compiled.as_text())`.
+"""Reads the operations of a compiled program from its HLO text: `Module(compiled.as_text())`.
 
-Collectives, matrix products, arrays outside fusions, host transfers, custom calls and aliases,
-each with how often it runs: loops multiply by their trip counts, and every branch of a conditional
-counts. Byte counts are elements times width, without the padding of tiles.
+A module lists collectives, matrix products, arrays outside fusions, host transfers, custom calls
+and aliases with their numbers of runs. Loops multiply by their trip counts, and every branch of a
+conditional counts. Bytes are elements times width, without the padding of tiles.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ _HOST_CALL = re.compile(r"python_\w*callback|MoveTo(Host|Device)$|annotate_devic
 
 @dataclasses.dataclass(frozen=True)
 class Loop:
-    """A while loop. `kind` says what `trips` is: "exact", "bound" (its condition may end it
-    earlier) or "assumed" (the caller's number)."""
+    """A while loop. The kind of `trips` is "exact", "bound" (an upper bound) or "assumed" (given
+    by the caller)."""
 
     name: str
     computation: str
@@ -45,13 +45,11 @@ class Collective:
     """A collective; an asynchronous pair or chain counts once.
 
     Attributes:
-      shapes: of the result.
-      bytes: of the whole array on one device: the result of a gather, the operand of a scatter.
-      group_size: devices (dcn: slices) that exchange it.
-      axes: mesh axes that it runs along; () without a mesh or where the groups fit none.
-      network: "ici", or "dcn" between slices.
-      runs: times per run of the program.
-      is_conditional: stands in a branch that may not be taken.
+      shapes: shapes of the result. bytes: bytes of the whole array on one device: the result of a
+      gather, the operand of a scatter. group_size: number of devices (dcn: slices) in a group.
+      axes: mesh axes of the groups; () without a mesh or if no axes match. network: "ici", or "dcn"
+      between slices. runs: number of runs in one run of the program. is_conditional: whether it
+      stands in a conditional branch.
     """
 
     name: str
@@ -72,10 +70,10 @@ class Dot:
     """A matrix product; on TPU a convolution, mostly inside a fusion.
 
     Attributes:
-      operands: arrays as they enter the product.
-      sources: arrays outside the fusion that casts, slices and layouts made them of.
-      precision: of the operands; "highest" is several bfloat16 passes on TPU, "default" one.
-      flops: of one run, 2 for each multiplication and addition.
+      operands: arrays of the product.
+      sources: arrays outside the fusion, before casts, slices and layout changes.
+      precision: precision of the operands; on TPU "highest" takes several bfloat16 passes.
+      flops: FLOPs of one run, 2 for each multiplication and addition.
     """
 
     name: str
@@ -91,7 +89,7 @@ class Dot:
 
 @dataclasses.dataclass(frozen=True)
 class Buffer:
-    """An array that is written outside fusions; one `in_place` is an operand, updated."""
+    """An array written outside fusions; with `in_place` it updates an operand."""
 
     name: str
     opcode: str
@@ -104,7 +102,7 @@ class Buffer:
 
 @dataclasses.dataclass(frozen=True)
 class CustomCall:
-    """A call of code that is no HLO; `flops` is its own estimate of one run or None."""
+    """A custom call, such as a Pallas kernel; `flops` is its own estimate of one run, or None."""
 
     name: str
     target: str
@@ -117,7 +115,7 @@ class CustomCall:
 
 @dataclasses.dataclass(frozen=True)
 class HostTransfer:
-    """Something that moves between the device and the host inside the program."""
+    """A transfer between device and host inside the program."""
 
     name: str
     kind: str
@@ -129,7 +127,7 @@ class HostTransfer:
 
 @dataclasses.dataclass(frozen=True)
 class Alias:
-    """Output `output` (an index path) is written over parameter `parameter`."""
+    """A donated parameter: output `output` (an index path) overwrites parameter `parameter`."""
 
     output: tuple[int, ...]
     parameter: int
@@ -141,12 +139,12 @@ class Module:
 
     Args:
       text: `compiled.as_text()`.
-      assumed_trips: runs of a loop whose count the text does not give.
+      assumed_trips: number of runs for loops without a known count.
 
     Attributes:
-      num_devices: that it runs on.
+      num_devices: number of devices of the program.
       computations: name -> lines by name; entry: name of the first one.
-      runs: computation -> times it runs; loops: every while loop.
+      runs: computation -> number of runs; loops: every while loop.
     """
 
     def __init__(self, text: str, assumed_trips: int = 1):
@@ -175,7 +173,7 @@ class Module:
                         self._conditional.add(callee)
 
     def _calls(self, line: Instruction, assumed_trips: int) -> list[tuple[str, int]]:
-        """Computations that a line runs, and how often in one run of the line."""
+        """Returns the computations of a line and their runs in one run of the line."""
         if line.opcode == "while":
             count, kind = trips(self.computations, line)
             if count is None:
@@ -190,7 +188,7 @@ class Module:
         return [(name, 1) for key in keys.get(line.opcode, ()) for name in line.names(key)]
 
     def _lines(self):
-        """Every line that runs at all."""
+        """Yields every line that runs."""
         for name, lines in self.computations.items():
             if self.runs[name]:
                 yield from lines.values()
@@ -207,7 +205,7 @@ class Module:
     # Collectives
 
     def collectives(self, mesh: dict[str, int] | None = None) -> list[Collective]:
-        """All collectives; `mesh` (axis -> size, in the order of the devices) names their axes."""
+        """Returns all collectives; `mesh` (axis -> size, in device order) names their axes."""
         collectives = []
         for line in self._lines():
             kind = line.opcode.removesuffix("-start")
@@ -218,7 +216,7 @@ class Module:
         return collectives
 
     def _is_later_part(self, line: Instruction) -> bool:
-        """A TPU chain repeats one collective in the fusions that start, overlap and end it."""
+        """Whether a line repeats a collective: a TPU chain has it in several fusions."""
         starts = lambda name: any(
             'custom_call_target="AsyncCollectiveStart"' in x.attributes
             for x in self.computations[name].values()
@@ -247,7 +245,7 @@ class Module:
         )
 
     def _scatters(self, line: Instruction) -> bool:
-        """TPU writes a reduce-scatter as a fusion of an all-reduce and a slice of it."""
+        """Whether a line is a reduce-scatter, on TPU a fusion of an all-reduce and a slice."""
         return line.computation.startswith("all-reduce-scatter")
 
     def _between_slices(self, line: Instruction) -> Collective:
@@ -262,7 +260,7 @@ class Module:
     # Matrix products
 
     def dots(self) -> list[Dot]:
-        """All matrix products and convolutions; those inside custom calls are not in the text."""
+        """Returns all matrix products and convolutions outside custom calls."""
         return [self._dot(x) for x in self._lines() if x.opcode in ("dot", "convolution")]
 
     def _dot(self, line: Instruction) -> Dot:
@@ -277,7 +275,7 @@ class Module:
         )
 
     def _source(self, line: Instruction) -> Shape:
-        """Finds the largest array outside the fusions around `line` that it was made of."""
+        """Returns the largest input of `line` outside the fusions around it."""
         while line.computation in self._fused:
             if line.opcode == "parameter":
                 line = self._operands(self._caller[line.computation])[int(line.arguments)]
@@ -290,13 +288,13 @@ class Module:
         return max(line.shapes, key=lambda s: s.size)
 
     def flops(self) -> int:
-        """Adds up the FLOPs of all matrix products in one run of the program, on one device."""
+        """Returns the FLOPs of all matrix products in one run of the program, on one device."""
         return sum(dot.flops * dot.runs for dot in self.dots())
 
     # Arrays
 
     def buffers(self) -> list[Buffer]:
-        """Arrays of at least one element written outside fusions, in any memory."""
+        """Returns the arrays of at least one element written outside fusions, in any memory."""
         return [
             Buffer(line.name, line.opcode, shape, in_place, **self._place(line))
             for line in self._lines()
@@ -307,7 +305,7 @@ class Module:
         ]
 
     def _updates(self, line: Instruction) -> list[bool]:
-        """For each array of the result, whether it is written into an operand."""
+        """Returns for each array of the result whether it overwrites an operand."""
         if "output_to_operand_aliasing" in line.attributes:
             outputs = re.search(r"output_to_operand_aliasing=\{(.*?\)\})", line.attributes)[1]
             aliased = {int(i or 0) for i in re.findall(r"\{(\d*)\}: \(", outputs)}
@@ -319,21 +317,20 @@ class Module:
         return [self._is_update(part) for part in parts]
 
     def _is_update(self, line: Instruction) -> bool:
-        """Whether a line of a fusion updates one of the fusion's parameters."""
+        """Whether a line of a fusion updates a parameter of the fusion."""
         line = self._behind_views(line)
         if line.opcode not in _IN_PLACE:
             return False
         return self._behind_views(self._operands(line)[0]).opcode == "parameter"
 
     def _behind_views(self, line: Instruction) -> Instruction:
-        """Follows a line back through bitcasts, and through fusions within a fusion that only lay
-        their operand out in other tiles."""
+        """Returns the line before bitcasts and before inner fusions that only change the tiling."""
         while line.opcode == "bitcast" or "output_to_operand_aliasing" in line.attributes:
             line = self._operands(line)[0]
         return line
 
     def aliases(self) -> list[Alias]:
-        """Donated parameters that hold an output."""
+        """Returns the donated parameters that an output overwrites."""
         start = self.header.find("input_output_alias={")
         end = self.header.find("entry_computation_layout", start)
         pairs = re.findall(r"\{([\d, ]*)\}: \((\d+),", self.header[start:end]) if start >= 0 else []
@@ -349,7 +346,7 @@ class Module:
     # What leaves the program
 
     def custom_calls(self) -> list[CustomCall]:
-        """All custom calls; target MOSAIC is a Pallas TPU kernel."""
+        """Returns all custom calls; target MOSAIC is a Pallas TPU kernel."""
         calls = []
         for line in self._lines():
             if line.opcode == "custom-call":
@@ -362,8 +359,8 @@ class Module:
         return calls
 
     def host_transfers(self) -> list[HostTransfer]:
-        """Sends, receives, feeds, callbacks and copies to or from the host's memory; traffic
-        between slices is a collective and not listed."""
+        """Returns sends, receives, feeds, callbacks and copies to or from host memory. Traffic
+        between slices counts as collectives instead."""
         return [
             HostTransfer(line.name, kind, line.shapes, **self._place(line))
             for line in self._lines() if (kind := self._host_kind(line))
@@ -389,8 +386,8 @@ class Module:
 
 
 def _written(line: Instruction) -> tuple[Shape, ...]:
-    """Returns the arrays of a result that are no operands; an asynchronous start hands those on
-    too."""
+    """Returns the arrays that a line writes, without the operands in an asynchronous start's
+    result."""
     if line.opcode == "send":
         return ()
     if line.opcode in ("copy-start", "recv"):

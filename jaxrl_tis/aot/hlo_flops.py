@@ -1,4 +1,4 @@
-"""Multiplications of the matrix products of HLO."""
+"""Counts the multiplications of matrix products and convolutions in HLO."""
 
 import math
 import re
@@ -12,8 +12,8 @@ def dot_size(line: Instruction, lhs: Shape, rhs: Shape) -> int:
 
 
 def convolution_size(line: Instruction, lhs: Shape, rhs: Shape) -> int:
-    """Multiplications by elements that exist: taps on padding or dilation holes are not counted, so
-    that a batch dimension written as a window counts once."""
+    """Counts multiplications with existing elements, without padding and dilation holes. A batch
+    dimension written as a window thus counts once."""
     left, right, out = re.match(r"(\w+)_(\w+)->(\w+)", line.attribute("dim_labels")).groups()
     window = {
         key: value.split("x")

@@ -1,4 +1,4 @@
-"""Which devices of a mesh a collective joins: the three spellings of replica groups."""
+"""Reads the replica groups of a collective in all three notations, and their mesh axes."""
 
 import itertools
 import math
@@ -10,11 +10,11 @@ Groups = frozenset[frozenset[int]]
 
 
 def replica_groups(attributes: str, num_devices: int) -> Groups | None:
-    """Groups of partition numbers; None where the line has none.
+    """Returns groups of partition numbers; None for a line without groups.
 
-    Spellings: {{0,1},{2,3}}, [2,2]<=[4] or [2,2]<=[2,2]T(1,0) (rows of a transposed count), and
-    mesh['a'=2,'b'=2] {'b'} with an optional order device_ids=([4,2]T(1,0)). Pairs of a permutation
-    make one group of all that they connect.
+    Notations: {{0,1},{2,3}}, [2,2]<=[4] or [2,2]<=[2,2]T(1,0) (rows of a transposed count), and
+    mesh['a'=2,'b'=2] {'b'} with an optional order device_ids=([4,2]T(1,0)). Connected pairs of a
+    permutation make one group.
     """
     if found := re.search(r"replica_groups=mesh\[([^\]]*)\](.*?) \{([^}]*)\}", attributes):
         return _of_mesh(*found.groups())
@@ -31,10 +31,12 @@ def replica_groups(attributes: str, num_devices: int) -> Groups | None:
 
 
 def mesh_axes(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...]:
-    """The axes of a mesh (name -> size, devices in row-major order) that groups run along, those
-    of size 1 left out; one axis also where groups are parts of it, as the stages of an exchange; ()
-    where no set of axes gives these groups. Between slices the groups name the devices of the first
-    slice only."""
+    """Returns the mesh axes of groups, without axes of size 1; () if no set of axes matches.
+
+    `mesh` is name -> size, with devices in row-major order. Groups inside one axis, as in the
+    stages of an exchange, count as this axis. Between slices the groups name devices of the first
+    slice only.
+    """
     named = frozenset().union(*groups)
     names = [name for name, size in mesh.items() if size > 1]
     devices = np.arange(math.prod(mesh.values())).reshape(tuple(mesh.values()))
@@ -49,7 +51,7 @@ def mesh_axes(groups: Groups, mesh: dict[str, int]) -> tuple[str, ...]:
 
 
 def _along(devices: np.ndarray, names: list[str], axes) -> Groups:
-    """Groups of the devices that differ in the given axes alone."""
+    """Returns the groups of devices that differ only in the given axes."""
     inside = [names.index(a) for a in axes]
     outside = [i for i in range(devices.ndim) if i not in inside]
     size = math.prod(devices.shape[i] for i in inside)
@@ -67,7 +69,7 @@ def _of_mesh(sizes: str, order: str, axes: str) -> Groups:
 
 
 def _count(text: str) -> np.ndarray:
-    """0..n-1 in the order of "[4,2]T(1,0)" (transposed) or of a plain list "0,2,1,3"."""
+    """Returns 0..n-1 in the order of "[4,2]T(1,0)" (transposed) or of a list "0,2,1,3"."""
     found = re.fullmatch(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text)
     if not found:
         return np.array(_numbers(text))

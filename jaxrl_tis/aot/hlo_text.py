@@ -1,4 +1,4 @@
-"""HLO text as data: shapes, instructions and the computations they stand in."""
+"""Parses HLO text into shapes, instructions and computations."""
 
 import dataclasses
 import math
@@ -16,7 +16,7 @@ _EVALUATED = _PASSED_ON | {"tuple", "fusion", "get-tuple-element", "add", "subtr
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """One array; memory_space 0 is HBM, 1 on-chip memory, 5 the host (TPU)."""
+    """The shape of an array; on TPU memory_space 0 is HBM, 1 on-chip memory, 5 the host."""
 
     dtype: str
     dims: tuple[int, ...]
@@ -36,7 +36,7 @@ class Shape:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line; `shapes` are the arrays of its result, `arguments` the text of its operands,
+    """One instruction. `shapes` are its result arrays, `arguments` the text of its operands,
     `config` its backend_config."""
 
     name: str
@@ -51,12 +51,12 @@ class Instruction:
     is_root: bool
 
     def attribute(self, name: str) -> str:
-        """Returns the text of an attribute, "" where the line has none of this name."""
+        """Returns the text of an attribute, "" if the line does not have it."""
         found = re.search(rf"\b{name}=(\{{[^}}]*\}}|[^,\s]+)", self.attributes)
         return found[1] if found else ""
 
     def names(self, name: str) -> list[str]:
-        """The names in an attribute, as in calls=%a or branch_computations={%a, %b}."""
+        """Returns the names in an attribute such as calls=%a or branch_computations={%a, %b}."""
         return re.findall(r"%([\w.\-]+)", self.attribute(name))
 
 
@@ -64,7 +64,7 @@ Computation = dict[str, Instruction]
 
 
 def shapes_of(text: str) -> tuple[Shape, ...]:
-    """The arrays of a shape, tuples flattened."""
+    """Returns the arrays of a shape, with tuples flattened."""
     arrays = re.findall(r"\b([a-z]\w*)\[([\d,<=]*)\](?:\{([^}]*)\})?", text)
     spaces = (re.search(r"S\((\d+)\)", layout) for _, _, layout in arrays)
     return tuple(
@@ -75,7 +75,7 @@ def shapes_of(text: str) -> tuple[Shape, ...]:
 
 
 def read(text: str) -> tuple[dict[str, Computation], str]:
-    """(computations by name, callees before callers, name of the entry)."""
+    """Returns (computations by name, callees first; name of the entry)."""
     computations, current, entry = {}, None, ""
     for line in text.splitlines():
         header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
@@ -109,7 +109,7 @@ def _instruction(line: str, computation: str) -> Instruction | None:
 
 
 def _closing(text: str, start: int) -> int:
-    """Index of the parenthesis that closes the one at `start`."""
+    """Returns the index of the parenthesis that closes the one at `start`."""
     depth = 0
     for parenthesis in re.compile(r"[()]").finditer(text, start):
         depth += 1 if parenthesis[0] == "(" else -1
@@ -128,11 +128,11 @@ Value = int | list | None  # of an integer, of a tuple; None: not known before t
 
 
 def trips(computations: dict[str, Computation], loop: Instruction) -> tuple[int | None, str]:
-    """(runs of a while loop's body, "exact" | "bound" | "unknown").
+    """Returns (runs of a while loop's body, "exact" | "bound" | "unknown").
 
-    Where the text does not give the count, it is the distance of a counter to its limit before the
-    loop, divided by the part of it that one run of the body takes away.
-    "bound": the condition has other parts than `counter < limit`, so that it may end earlier.
+    If the text does not give the count, it is the distance of a counter to its limit before the
+    loop, divided by the counter's change in one run of the body. "bound" means that the condition
+    has other parts besides `counter < limit` and may end the loop earlier.
     """
     known = re.search(r'"known_trip_count":\{"n":"?(\d+)', loop.config)
     if known:
@@ -152,7 +152,7 @@ def trips(computations: dict[str, Computation], loop: Instruction) -> tuple[int 
 
 
 def _distances(computations, line: Instruction, inputs: list[Value]) -> list[int | None]:
-    """How far each comparison of a conjunction is from failing; None: not a known distance."""
+    """Returns the distance of each comparison in a conjunction from failing; None if unknown."""
     scope = computations[line.computation]
     if line.opcode == "and":
         return sum((_distances(computations, scope[x], inputs) for x in line.operands), [])
@@ -168,7 +168,7 @@ def _distances(computations, line: Instruction, inputs: list[Value]) -> list[int
 
 
 def _value(computations, line: Instruction, inputs: list[Value] | None) -> Value:
-    """Value of a line of a computation whose parameters have the values `inputs`."""
+    """Returns the value of a line in a computation with the parameters `inputs`."""
     if len(line.shapes) == 1 and (line.shapes[0].size > 1 or line.shapes[0].dtype[0] not in "su"):
         return None
     if line.opcode == "constant":

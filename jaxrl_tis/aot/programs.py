@@ -1,4 +1,4 @@
-"""The programs of a run from shapes alone, compiled for devices that need not exist."""
+"""Compiles the programs of a run from shapes alone, for devices that need not exist."""
 
 import contextlib
 import dataclasses
@@ -35,13 +35,13 @@ PROGRAMS = (
 
 @dataclasses.dataclass(frozen=True)
 class Compiled:
-    """A program of the compiler, or its refusal.
+    """A compiled program, or the compiler's refusal.
 
     Attributes:
       args: abstract arguments.
-      memory: the compiler's byte counts on one device; None where it refused.
-      module: its HLO; of a refused program if the refusal names no array, else None.
-      refusal: what the compiler said.
+      memory: the compiler's byte counts on one device; None after a refusal.
+      module: the HLO; after a refusal only if the refusal names no array, else None.
+      refusal: the compiler's error message.
     """
 
     name: str
@@ -53,8 +53,7 @@ class Compiled:
 
 
 def model_of(config: ml_collections.ConfigDict, shapes: pathlib.Path) -> ModelConfig:
-    """Reads the model's shape from its checkpoint, or else from the file that ships with the
-    configs.
+    """Returns the model's config from its checkpoint, or else from configs/shapes/.
 
     Raises:
       FileNotFoundError: neither exists.
@@ -78,8 +77,8 @@ def setup_for(
     config: ml_collections.ConfigDict, shapes: pathlib.Path, topology: Topology,
     layers: int | None = None,
 ) -> build.Setup:
-    """Makes the Setup that the run would have, on the topology's devices; `layers` replaces the
-    model's depth."""
+    """Returns the Setup of the run on the topology's devices; `layers` replaces the model's
+    depth."""
     choices = validate(config)
     model = model_of(config, shapes)
     if layers is not None:
@@ -88,8 +87,7 @@ def setup_for(
 
 
 def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
-    """Returns those of PROGRAMS that the config's run has: name -> (jitted function, abstract
-    arguments)."""
+    """Returns the run's programs: name in PROGRAMS -> (jitted function, abstract arguments)."""
     training = setup.training
     state = abstract_state(training)
     params = state["policy"].params
@@ -115,7 +113,7 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
 
 
 def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> Compiled:
-    """Compiles a program; one that exceeds the memory is a result, not an error."""
+    """Compiles a program; exceeding the memory is a result, not an error."""
     start = time.monotonic()
     lowered = function.lower(*args)
     try:
@@ -132,7 +130,7 @@ def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> 
 
 
 def _refused_module(lowered: jax.stages.Lowered, options: dict[str, str]) -> Module | None:
-    """Returns what the compiler had made when it gave up, or None if it wrote nothing."""
+    """Returns the HLO of a refused program from the compiler's dump, None without a dump."""
     with tempfile.TemporaryDirectory() as folder:
         dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -142,8 +140,8 @@ def _refused_module(lowered: jax.stages.Lowered, options: dict[str, str]) -> Mod
 
 
 def resident(setup: build.Setup) -> dict[str, Any]:
-    """Returns, by name, the abstract arrays that a run keeps on its devices from step to step or
-    through an evaluation."""
+    """Returns by name the abstract arrays that a run keeps on its devices between steps or during
+    an evaluation."""
     state = abstract_state(setup.training)
     engines = setup.engine, setup.learner_engine
     sampling, evaluating = (e.programs(state["policy"].params)["decode"][1] for e in engines)
@@ -162,7 +160,7 @@ def report(
     setup: build.Setup, topology: Topology, names: list[str] | None = None,
     on_program: Callable[[dict], None] = lambda entry: None,
 ) -> dict[str, Any]:
-    """Compiles the named programs (default: all) and returns the JSON; `on_program` sees each one's
+    """Compiles the named programs (default: all) and returns the JSON; `on_program` receives each
     entry."""
     available = programs(setup)
     unknown = [n for n in names or () if n not in available]

@@ -1,4 +1,4 @@
-"""The report of jaxrl_tis.aot: what the compiler says of a program, as JSON and as text."""
+"""The report of jaxrl_tis.aot: memory and operations of compiled programs, as JSON and text."""
 
 import re
 from collections import Counter
@@ -23,7 +23,7 @@ LARGE_DOT = 0.01  # share of a program's FLOPs from which on a product is listed
 
 
 def header(setup: Setup, topology: Topology, resident: dict[str, Any]) -> dict[str, Any]:
-    """Returns the keys that are the same for all programs."""
+    """Returns the keys of the JSON that all programs share."""
     c = setup.model
     return {
         "config": setup.config.name,
@@ -45,7 +45,7 @@ def header(setup: Setup, topology: Topology, resident: dict[str, Any]) -> dict[s
 def entry(
     setup: Setup, topology: Topology, compiled: Any, resident: dict[str, Any]
 ) -> dict[str, Any]:
-    """Describes one `programs.Compiled`; all bytes are those of one device."""
+    """Returns the JSON entry of a `programs.Compiled`; all bytes are for one device."""
     hbm, job = _hbm(setup, topology), work.work(compiled.name, setup, compiled.args)
     beside = _beside(compiled.args, _alive(compiled.name, compiled.args, resident))
     result = {
@@ -72,8 +72,8 @@ def entry(
 
 
 def runs_on(setup: Setup, program: str) -> str:
-    """Names the mesh of a program. What begins on the learner's and ends on the sampler's is the
-    learner's where no device is of both: the run itself moves its results."""
+    """Returns the mesh of a program, "train" or "serve". If learner and sampler share no device,
+    programs between them run on the learner's mesh, and the run moves their results."""
     is_learners = program in OF_LEARNER or (setup.is_apart and program in BETWEEN)
     return "train" if is_learners else "serve"
 
@@ -90,9 +90,11 @@ def _hbm(setup: Setup, topology: Topology) -> int:
 
 
 def _alive(program: str, args: tuple, resident: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arrays that a run keeps on the devices of this program while it runs. From
-    `reshard` on an evaluation has weights and a cache of its own; the sampler's cache is freed for
-    that time, and no weights arrive."""
+    """Returns the arrays that a run keeps on the devices of a program while the program runs.
+
+    From `reshard` on an evaluation has its own weights and cache. The sampler's cache is freed
+    during this time, and no weights arrive.
+    """
     absent = {"decode state", "arriving weights"} if program in EVALUATION else set(OF_EVALUATION)
     if program == "reshard":
         absent |= set(OF_EVALUATION)
@@ -113,7 +115,7 @@ def _is_placed(x: Any) -> bool:
 
 
 def _beside(args: tuple, resident: dict[str, Any]) -> int:
-    """Counts the bytes that a run keeps on a device and the program does not take."""
+    """Returns the bytes of a run's arrays on a device that are no arguments of the program."""
     key = lambda x: (x.shape, x.dtype, getattr(x, "sharding", None))
     arguments = Counter(key(x) for x in jax.tree.leaves(args))
     rest = []
@@ -138,9 +140,8 @@ def _memory(memory: Any, beside: int, hbm: int) -> dict[str, int]:
 
 
 def _refused(compiled: Any, beside: int, hbm: int) -> tuple[dict[str, int | None], int, str]:
-    """Returns (memory, bytes too many, name of the memory space) of a refused program. Where HBM is
-    too small, the compiler's own sum stands for the peak; where another space is (smem, vmem), only
-    the arguments are known."""
+    """Returns (memory, missing bytes, name of the memory space) of a refused program. For HBM the
+    peak is the compiler's own sum. For smem and vmem only the arguments are known."""
     unit = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
     number = r" ?([\d.]+)([KMGT]?)"
     said = lambda words: [
@@ -160,8 +161,7 @@ def _refused(compiled: Any, beside: int, hbm: int) -> tuple[dict[str, int | None
 
 
 def largest(compiled: Any) -> list[dict[str, Any]]:
-    """Names the largest arrays on a device: arguments by name, arrays that the program makes by
-    shape."""
+    """Returns the largest arrays on a device: arguments by name, other arrays by shape."""
     arguments = [
         {"bytes": device_bytes(leaf), "what": "argument" + jax.tree_util.keystr(path),
          "shape": f"{leaf.dtype}{list(leaf.shape)}"}
@@ -175,7 +175,7 @@ def largest(compiled: Any) -> list[dict[str, Any]]:
 
 
 def _buffers(module: Module) -> list[dict[str, Any]]:
-    """Returns one entry for each shape and origin; an update in place is no further array."""
+    """Returns one entry for each shape and origin, without updates in place."""
     arrays = {}
     for b in module.buffers():
         if not b.in_place and b.shape.memory_space == 0:
@@ -186,7 +186,7 @@ def _buffers(module: Module) -> list[dict[str, Any]]:
 
 
 def _allocations(refusal: str) -> list[dict[str, Any]]:
-    """Reads what the compiler lists of the arrays of a program that it refuses."""
+    """Returns the arrays that the compiler lists in a refusal."""
     unit = {"B": 1, "K": 2**10, "M": 2**20, "G": GIB}
     pattern = r"Size: ([\d.]+)([BKMG]).*?(?:Operator: op_name=\"([^\"]*)\".*?)?Shape: (\S+?)\{"
     return [
@@ -232,8 +232,8 @@ def _hlo(setup: Setup, topology: Topology, compiled: Any, job: work.Work) -> dic
 
 
 def _collectives(collectives: list) -> list[dict[str, Any]]:
-    """Joins equal collectives: each entry says the `count` of them in a run, of `bytes` each. The
-    one that moves most bytes comes first."""
+    """Returns one entry for equal collectives, with their `count` in a run and `bytes` each. The
+    entry with the most bytes in all comes first."""
     counts = Counter()
     for c in collectives:
         shapes = ", ".join(map(str, c.shapes))
@@ -247,7 +247,7 @@ def _collectives(collectives: list) -> list[dict[str, Any]]:
 
 
 def _dots(dots: list) -> list[dict[str, Any]]:
-    """Sums large products by their dtypes: `flops` on one device in a run."""
+    """Returns the FLOPs of large products by dtypes, on one device in a run."""
     total = sum(d.flops * d.runs for d in dots)
     flops = Counter()
     for d in dots:
@@ -277,7 +277,7 @@ def title(setup: Setup, topology: Topology) -> str:
 
 
 def text(entry: dict[str, Any]) -> str:
-    """Describes one program in full."""
+    """Returns the full text about one program."""
     memory = entry["memory"]
     lines = [
         f"\n{entry['name']}: compiled in {entry['compile_seconds']} s; "
@@ -320,12 +320,12 @@ COLUMNS = (
 
 
 def table(result: dict[str, Any], markdown: bool = False) -> str:
-    """Writes a line for each program. Bytes are those of one device, FLOPs those of the job."""
+    """Returns the table of programs. Bytes are for one device, FLOPs for all devices."""
     return grid([COLUMNS, *(_row(e) for e in result["programs"].values())], markdown)
 
 
 def grid(rows: list[tuple[str, ...]], markdown: bool = False) -> str:
-    """Lays out rows of cells, the heading first, as columns of text or as Markdown."""
+    """Returns rows of cells, the heading first, as columns of text or as Markdown."""
     if markdown:
         rule = ("---",) * len(rows[0])
         return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))

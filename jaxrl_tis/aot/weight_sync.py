@@ -1,7 +1,7 @@
-"""Bytes of one weight sync, from the devices that learn to the devices of a sampler.
+"""Counts the bytes of one weight sync, from the learner's devices to the devices of a sampler.
 
-Counted from shardings alone: where the learner has an array when it is cast or quantised, and where
-the sampler wants it. No compiler takes part, and nothing is said about time.
+Bytes are counted from the shardings of each array in the learner's and the sampler's layout.
+Nothing is compiled, and time is not estimated.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from jaxrl_tis.engine.engine import Engine
 
 @dataclasses.dataclass(frozen=True)
 class Moved:
-    """An array that moves: its shape, bytes of an element, and its sharding before and after."""
+    """An array of a sync: shape, bytes of an element, and sharding before and after."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -26,9 +26,9 @@ class Moved:
 
 
 def by_format(setup: Setup) -> dict[str, dict[str, int]]:
-    """Counts the bytes of one sync by number format: the engine's dtype without quantisation, and
-    the engine's own format (w8a8 where it has none). `count` explains the keys. The first sampler
-    passes `passed_on_bytes` on to the other samplers."""
+    """Returns the bytes of one sync by number format: the engine's dtype without quantization, and
+    the engine's own format (w8a8 if it has none). `count` explains the keys. The first sampler
+    sends `passed_on_bytes` to the other samplers."""
     config = setup.engine.config
     plain = dataclasses.replace(config, quantization="none", unquantized=())
     if config.quantization == "none":
@@ -43,7 +43,7 @@ def by_format(setup: Setup) -> dict[str, dict[str, int]]:
 
 
 def moved(setup: Setup, engine: Engine) -> list[Moved]:
-    """Lists the serving parameters of an engine."""
+    """Returns the serving parameters of an engine with their shardings."""
     arrays = jax.tree.leaves(engine.abstract_params())
     sources = jax.tree.leaves(engine.shardings_in(setup.training.layout))
     return [
@@ -53,11 +53,10 @@ def moved(setup: Setup, engine: Engine) -> list[Moved]:
 
 
 def count(arrays: list[Moved]) -> dict[str, int]:
-    """Counts the bytes that arrive at one sampler.
+    """Returns the bytes that one sampler receives.
 
-    Returns: `distinct_bytes`, every array once, which have to leave the learner at least;
-    `device_bytes` on each device of the sampler, which holds none of the learner's arrays before;
-    `bytes`, their sum over its devices.
+    Returns: `distinct_bytes` counts every array once, the least that must leave the learner.
+    `device_bytes` is received by each device of the sampler, `bytes` by all of them.
     """
     device_bytes = sum(math.prod(x.target.shard_shape(x.shape)) * x.itemsize for x in arrays)
     return {
@@ -74,7 +73,7 @@ COLUMNS = {  # a heading of the table -> a key of the counts
 
 
 def table(counts: dict[str, dict[str, int]], markdown: bool = False) -> str:
-    """Writes one line for each format."""
+    """Returns the table with one line for each format."""
     rows = [
         (name, *(f"{counted[key]:,}" for key in COLUMNS.values()))
         for name, counted in counts.items()

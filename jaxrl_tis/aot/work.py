@@ -1,7 +1,7 @@
-"""What a program has to do, counted from shapes: model FLOPs and bytes that must move.
+"""Counts model FLOPs and the bytes that must move for each program, from shapes.
 
-Whole-job counts; remat, padding of tiles and masked attention blocks are not counted. A causal
-attention counts half of its square, a decode step every slot at its full length.
+FLOPs are for all devices, without remat, padding of tiles or masked attention blocks. Causal
+attention counts half of its square, and a decode step counts every slot at full length.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ PASSES = {"highest": 6, "high": 3}  # bfloat16 passes of a float32 product of th
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one run of a program has to do: the FLOPs of the whole job, and the bytes that go
-    through the HBM of one device."""
+    """The work of one run of a program: FLOPs of all devices, and bytes through one device's
+    HBM."""
 
     flops: int = 0
     weight_bytes: int = 0
@@ -37,7 +37,7 @@ class Work:
 
 
 def device_bytes(tree) -> int:
-    """Bytes on one device of abstract arrays; those without a sharding are on every device."""
+    """Returns the bytes of abstract arrays on one device; arrays without a sharding count whole."""
     return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
 
 
@@ -48,29 +48,28 @@ def _shard_bytes(x) -> int:
 
 
 def layer_weights(c: ModelConfig) -> int:
-    """Counts the elements of one layer's matrices."""
+    """Returns the number of elements in one layer's matrices."""
     attention = c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
     return attention + 3 * c.embed_dim * c.mlp_dim
 
 
 def forward_flops(c: ModelConfig, rows: int, length: int, targets: int) -> int:
-    """Counts the FLOPs of `rows` causal rows of `length` tokens, with logits at `targets` positions
-    of each."""
+    """Returns the FLOPs of `rows` causal rows of `length` tokens, each with logits at `targets`
+    positions."""
     products = 2 * layer_weights(c) * c.num_layers * rows * length
     attention = 2 * length**2 * c.num_heads * c.head_dim * c.num_layers * rows
     return products + attention + 2 * c.embed_dim * c.vocab_size * targets * rows
 
 
 def decode_flops(c: ModelConfig, tokens: int, length: int) -> int:
-    """Counts the FLOPs of `tokens` single tokens that each attend to `length` keys."""
+    """Returns the FLOPs of `tokens` single tokens that each attend to `length` keys."""
     products = 2 * (layer_weights(c) * c.num_layers + c.embed_dim * c.vocab_size) * tokens
     return products + 4 * length * c.num_heads * c.head_dim * c.num_layers * tokens
 
 
 def kernel_flops(call: CustomCall, setup: Setup) -> int:
-    """Counts the FLOPs of one run of a Pallas kernel on a device. A kernel's own estimate is
-    taken; splash attention has none and counts half of its squares; a kernel that says nothing
-    counts 0."""
+    """Returns the FLOPs of one run of a Pallas kernel on a device, by the kernel's own estimate.
+    Splash attention has none and counts half of its squares. Other kernels without one count 0."""
     splash = re.match(r"splash_mha_(fwd|dkv|dq)", call.name)
     if splash is None:
         return call.flops or 0
@@ -84,15 +83,15 @@ def kernel_flops(call: CustomCall, setup: Setup) -> int:
 
 
 def kernel_passes(call: CustomCall, setup: Setup) -> int:
-    """Returns how many passes the products of a kernel take: several for those with a float32 head,
-    and for all in float16, which kernels multiply in float32."""
+    """Returns the number of bfloat16 passes of a kernel's products: six for a float32 head and in
+    float16 programs, else one."""
     program, is_head = setup.training.learner.program, "token_logprob" in call.op_name
     is_exact = program.dtype == "float16" or (is_head and program.fp32_head)
     return PASSES["highest"] if is_exact else 1
 
 
 def work(name: str, setup: Setup, args: tuple) -> Work:
-    """What the program `name` of `programs.programs`, with these arguments, has to do."""
+    """Returns the work of the program `name` of `programs.programs` with these arguments."""
     if name in ("quantize", "reshard"):
         return Work(weight_bytes=device_bytes(args))
     if name.startswith("eval_"):
@@ -103,8 +102,11 @@ def work(name: str, setup: Setup, args: tuple) -> Work:
 
 
 def _sampling(name: str, c: ModelConfig, engine: Engine, args: tuple) -> Work:
-    """Prefill writes the first chunk of its prompts; insert copies a page for each slot; a decode
-    step reads the keys and values of every slot at max_length, for each token that it verifies."""
+    """Returns the work of a sampler's program.
+
+    Prefill writes the first chunk of its prompts, and insert copies one page for each slot. A
+    decode step reads the keys and values of every slot at max_length, once for each verified token.
+    """
     state = args[0] if name == "insert" else args[1]
     position = device_bytes(state.cache) // (engine.num_pages * engine.page_size)
     slots = engine.slots // engine.shards
@@ -125,8 +127,11 @@ def _sampling(name: str, c: ModelConfig, engine: Engine, args: tuple) -> Work:
 
 
 def _learning(name: str, setup: Setup, args: tuple) -> Work:
-    """A forward pass reads the weights once, a backward pass once more, remat again; gradients and
-    optimizer states are read and written once an update, and each layer's input once a pass."""
+    """Returns the work of a learner's program.
+
+    A forward pass, a backward pass and remat each read the weights once. An update reads and writes
+    gradients and optimizer states once, and each pass moves each layer's input once.
+    """
     c, training = setup.model, setup.training
     mesh, program = training.layout.mesh.shape, training.learner.program
     micro, rows, length = args[1]["tokens"].shape
@@ -148,7 +153,7 @@ def _learning(name: str, setup: Setup, args: tuple) -> Work:
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """Seconds at the published peak rates: the bound of a model, not a measurement."""
+    """Seconds at published peak rates: the bound of a model, not a measurement."""
 
     compute_seconds: float
     memory_seconds: float
@@ -168,8 +173,9 @@ def roofline(
     chip: Chip, devices_per_chip: int, dots: list[Dot], collectives: list[Collective],
     kernel_flops: int, moved: Work,
 ) -> Roofline:
-    """Bounds the time of one device: products at the rate of their operands, bytes at the memory's
-    rate, and collectives on rings at the rate of all links. Traffic between slices is not timed."""
+    """Returns the least seconds of one device: products at the rate of their operands, bytes at the
+    memory's rate, collectives on rings at the rate of all links. Traffic between slices is left
+    out."""
     compute = kernel_flops / chip.bf16_rate
     for dot in dots:
         is_int8 = all(s.dtype in ("s8", "u8", "s4", "u4") for s in dot.operands)
@@ -183,7 +189,7 @@ def roofline(
 
 
 def _wire_bytes(c: Collective) -> float:
-    """Counts the bytes that a device sends on a ring."""
+    """Returns the bytes that a device sends on a ring."""
     if c.kind.startswith("collective-"):
         return c.bytes
     share = (c.group_size - 1) / c.group_size

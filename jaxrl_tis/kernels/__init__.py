@@ -1,1 +1,1 @@
-"""Operations that a TPU needs a kernel for: each with its reference and its rule for gradients."""
+"""Operations with a TPU kernel, each with a reference implementation and a gradient rule."""

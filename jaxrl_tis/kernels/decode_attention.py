@@ -1,4 +1,4 @@
-"""Attention of one new token per slot against pages of a cache, updated in place, on TPU."""
+"""TPU kernel for decode attention: one new token per slot, pages of a KV cache updated in place."""
 
 import functools
 
@@ -18,8 +18,8 @@ CORES = 2  # of a chip, at most: each takes a half of the slots
 
 
 def is_supported(page_size: int, *dtypes: jnp.dtype) -> bool:
-    """Whether pages are whole tiles, also those of scales and scores, where positions lie along the
-    lanes; and none of the arrays is float16, which a TPU's kernel cannot store."""
+    """Whether the kernel can run: pages are whole tiles, including scales and scores with positions
+    along the lanes, and no array is float16, which a TPU kernel cannot store."""
     return page_size % LANES == 0 and jnp.float16 not in dtypes
 
 
@@ -28,24 +28,24 @@ def decode_attention(
     scale_lpn2s: jax.Array | None, layer: jax.Array, index_b: jax.Array, page_b: jax.Array,
     table_bp: jax.Array, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Writes each slot's new key and value at its place of one layer and attends up to it.
+    """Writes each slot's new key and value into one layer of the cache and returns its attention.
 
-    The pages of a slot are fetched up to its place, a block of several while the one before is
-    computed; the last block of a slot overlaps with the first of the next slot. The cache is
-    written in place: only the positions of the tile around the new one move back. Side by side in
-    one row, keys and values fill whole lanes at head width 64 too. What lies beyond a slot's place,
-    NaN included, has no influence.
+    Pages are fetched in blocks while the previous block is computed, up to the new token's
+    position. The last block of a slot overlaps with the first block of the next slot. The cache is
+    written in place: only the tile around the new position is copied back. A key and its value lie
+    in one row and fill whole lanes, also at head width 64. Positions after the new token have no
+    influence, NaN included.
 
     Args:
       q_bngk: [B,N,G,K] queries, G per key/value head.
-      new_bnc: [B,N,2K] the new token's key, then its value, in the cache's dtype.
+      new_bnc: [B,N,2K] key and value of the new token, in the cache's dtype.
       new_scale_bn2: [B,N,2] float32 scales of both, None unless the cache is int8 or float8.
       cache_lpnsc: [L,P,N,S,2K] pages of S positions, see is_supported; donate it.
       scale_lpn2s: [L,P,N,2,S] float32 scales of keys and of values, or None; donate it.
       layer: [] int32.
-      index_b: [B] int32 place of the new token among the positions of its slot's pages.
-      page_b: [B] int32 page of that place, in no other slot's table; or 0: nothing is written, and
-        the slot attends to the new token all the same.
+      index_b: [B] int32 position of the new token in its slot's pages.
+      page_b: [B] int32 page of this position, in no other slot's table. With 0 nothing is written,
+        and the slot still attends to the new token.
       table_bp: [B,n] int32 pages of each slot in order.
       interpret: run as a program of any device instead of a TPU's kernel.
 
@@ -114,7 +114,7 @@ def _div(x: jax.Array, n: int) -> jax.Array:
 
 
 def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
-    """Returns `count` positions of a page or block ref[lead], along its axis `axis`."""
+    """Returns `count` positions of a page or block ref[lead] along `axis`."""
     index = [slice(None)] * 3
     index[axis] = pl.ds(pl.multiple_of(start, count), count)
     return ref.at[(*lead, *index)]
@@ -123,9 +123,9 @@ def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
 def _kernel(
     layer_ref, index_ref, page_ref, table_ref, q_ref, *refs, softmax_scale, parts, columns
 ):
-    """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values) has
-    its pages in HBM and two blocks in VMEM. The running softmax lives in scratch, as does `turn`:
-    how many blocks this core took before, which says where the next one goes."""
+    """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values)
+    has its pages in HBM and two blocks in VMEM. The running softmax lives in scratch, as does
+    `turn`: how many blocks this core took before, which says where the next one goes."""
     new_refs, refs = refs[:parts], refs[2 * parts:]  # the cache is read where it is written
     out_ref, pools, blocks, refs = refs[0], refs[1:][:parts], refs[1 + parts:][:parts], (
         refs[1 + 2 * parts:]
@@ -140,7 +140,8 @@ def _kernel(
     within = jax.lax.rem(index_ref[slot], jnp.int32(length))
 
     def each_copy(slot, block, buffer, act):
-        """`act` on the copies that fetch the pages of a slot's block, up to its last page."""
+        """Applies `act` to the copies that fetch the pages of a slot's block, up to its last
+        page."""
         first = block * pages
 
         def page(m, _):
@@ -153,7 +154,7 @@ def _kernel(
         jax.lax.fori_loop(0, count, page, None)
 
     def take(block):
-        """Waits for a block, the next one on its way; returns where it lies."""
+        """Starts the next block's copies, waits for a block and returns its buffer."""
         buffer = jax.lax.rem(turn_ref[0] + block, jnp.int32(2))
         is_last = block == last
         next_slot, next_block = slot + is_last, jnp.where(is_last, 0, block + 1)
@@ -166,7 +167,7 @@ def _kernel(
         return buffer
 
     def accumulate(buffer, limit):
-        """Adds a block's first `limit` positions, all of them if None."""
+        """Adds the first `limit` positions of a block to the running softmax; None adds all."""
 
         def until_limit(ref, axis, dtype):
             x = ref[buffer]
@@ -201,7 +202,8 @@ def _kernel(
         acc_ref[...] = acc_ref[...] * shrink[..., :1] + values
 
     def write_back(buffer):
-        """Puts the new position into the slot's last block; copies of its tiles to the page."""
+        """Writes the new position into the slot's last block; returns copies of its tiles to the
+        page."""
         copies = []
         for pool, ref, axis, new_ref in zip(pools, blocks, axes, new_refs):
             tile = LANES if axis == 2 else ROW_BYTES // ref.dtype.itemsize

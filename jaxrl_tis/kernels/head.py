@@ -1,4 +1,4 @@
-"""The output head: a matrix, which of its axes is the vocabulary, and how it is multiplied."""
+"""The output head: its matrix, vocabulary axis and matrix products."""
 
 import dataclasses
 
@@ -36,14 +36,14 @@ class Head:
         return self.highest or x.dtype == jnp.float16
 
     def cast(self, x: jax.Array) -> tuple["Head", jax.Array]:
-        """Returns the head and x in the dtype that they are multiplied in."""
+        """Returns the head and x in the dtype of their product."""
         highest = self.is_exact(x)
         dtype = jnp.float32 if highest else x.dtype
         weight = self.weight.astype(dtype)
         return dataclasses.replace(self, weight=weight, highest=highest), x.astype(dtype)
 
     def dot(self, a: jax.Array, b: jax.Array, axes: tuple) -> jax.Array:
-        """Contracts the axes (of a, of b); sums and result are float32."""
+        """Contracts the given axes of a and b; sums and result are float32."""
         return jax.lax.dot_general(
             a, b, (axes, ((), ())), precision=self.precision, preferred_element_type=jnp.float32
         )
@@ -54,8 +54,8 @@ class Head:
         return head.dot(x, head.weight, ((x.ndim - 1,), (1 - self.vocab_axis,)))
 
     def pull(self, x: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Turns the gradient [..., V] of the logits into those of x and, in float32, of the
-        weight."""
+        """Returns the gradients of x and, in float32, of the weight, from that of the logits
+        [..., V]."""
         head, cast_x = self.cast(x)
         gradient = gradient.astype(cast_x.dtype)
         x_bar = head.dot(gradient, head.weight, ((x.ndim - 1,), (self.vocab_axis,)))
@@ -65,8 +65,8 @@ class Head:
 
 
 def tiled_logits(x: jax.Array, head: Head) -> jax.Array:
-    """`Head.logits` with the order-fixed sums of tiles.py: x [...,D] -> [...,V] float32, the
-    vocabulary of one device."""
+    """Returns the logits [...,V] of x [...,D] in float32 with the fixed summation order of
+    tiles.py, for the vocabulary of one device."""
     head, cast_x = head.cast(x)
     x_rd = cast_x.reshape(-1, x.shape[-1])
     y_rv = tiles.product(x_rd, head.weight, 1 - head.vocab_axis, head.precision)

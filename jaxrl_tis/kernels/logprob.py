@@ -1,10 +1,10 @@
-"""Log-probabilities of given tokens and two moments of their distributions, without the logits.
+"""Computes log-probs of given tokens, entropy and collision probability without storing logits.
 
-The output head, the softmax and the gather are one operation, so [tokens, vocabulary] is never
-stored: on TPU a Pallas kernel walks tiles of both (`logprob_pallas`), elsewhere chunks of positions
-go through XLA (`logprob_chunked`). Either gives, for the vocabulary of one device, the same few
-numbers per token (`Moments`). A vocabulary that is cut over mesh axes needs those combined over
-them, and in the backward pass the gradient of x summed; the logits never leave a device.
+Output head, softmax and gather are one operation, and [tokens, vocabulary] is never stored. On TPU
+a Pallas kernel processes tiles of tokens and vocabulary (`logprob_pallas`). On other platforms XLA
+processes chunks of positions (`logprob_chunked`). Both return a few numbers per token for the
+vocabulary of one device (`Moments`). For a sharded vocabulary these numbers are combined over its
+mesh axes, and the backward pass sums the gradient of x. Logits never leave a device.
 """
 
 import dataclasses
@@ -29,14 +29,14 @@ BODIES = {
 
 
 class Scores(NamedTuple):
-    """What is said of each token, [B,N] float32, and of others in its place.
+    """Log-probs and moments of each token's distribution, [B,N] float32.
 
     Attributes:
-      logp: log-probability of the token, in nats.
-      entropy: of the distribution that it was drawn from, in nats; zeros when not asked for.
-      collision: sum of the squared probabilities, the chance that two draws agree; without
-        gradient; zeros when not asked for.
-      others: [B,N,K] log-probabilities of the K ids asked for, in nats; 0 where an id is negative.
+      logp: log-prob of the token, in nats.
+      entropy: entropy of the distribution, in nats; zeros if not requested.
+      collision: sum of the squared probabilities, the chance that two samples agree; no gradient;
+        zeros if not requested.
+      others: [B,N,K] log-probs of K other ids, in nats; 0 for a negative id.
     """
 
     logp: jax.Array
@@ -47,17 +47,16 @@ class Scores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """Over which mesh axes rows, positions, the vocabulary and the width are cut; none without a
-    layout. Rows, positions and a vocabulary that these do not divide are filled up, never where
-    they are stored.
+    """The mesh axes that shard rows, positions, vocabulary and width; none without a layout.
 
-    A head that is cut in its width over n devices is multiplied in n parts of its vocabulary, in
-    full width. Either each device takes one of them, and the tokens travel (`is_spread`), an n-th of
-    all devices' at a time; or the parts travel, one at a time, and a device takes them all.
+    Sizes that the mesh does not divide are padded inside the program. If n devices share the width
+    of a head, it is multiplied in n parts of its vocabulary, each in full width. Either each device
+    multiplies one part, and the tokens are sent in n pieces (`is_spread`). Or the parts are sent
+    one after the other, and each device multiplies all of them.
 
     Attributes:
-      parts: of the vocabulary of a device that it multiplies one after the other.
-      index: of the part that it multiplies now.
+      parts: number of vocabulary parts that a device multiplies one after the other.
+      index: the current part.
     """
 
     layout: Layout | None = None
@@ -71,7 +70,7 @@ class Cut:
 
     @classmethod
     def of(cls, layout: Layout | None) -> "Cut":
-        """Makes the cut in which all of the width is gathered at once."""
+        """Returns the cut of a layout that gathers the whole width at once."""
         if layout is None or layout.mesh.size == 1:
             return cls()
         # A vocabulary that `sharding.layout` stores whole is shared out here all the same.
@@ -82,8 +81,8 @@ class Cut:
         return cut
 
     def in_parts(self, head: Head, x_bnd: jax.Array) -> "Cut":
-        """Decides what travels, tokens or head: that of which a device receives fewer bytes, twice
-        to multiply and once to sum gradients."""
+        """Returns the cut that sends either tokens or head parts, whichever gives a device fewer
+        bytes: two passes in the compute dtype and one for the gradient sum."""
         if self.layout is None or self.count(self.width) == 1:
             return self
         dtype = jax.eval_shape(lambda head, x: head.cast(x)[0].weight, head, x_bnd).dtype
@@ -106,20 +105,20 @@ class Cut:
 
     @property
     def num_parts(self) -> int:
-        """Of the whole vocabulary."""
+        """The number of parts of the whole vocabulary."""
         return self.count(self.columns) * self.parts
 
     def count(self, axes: tuple[str, ...]) -> int:
         return self.layout.count(axes) if axes else 1
 
     def fill(self, x: jax.Array, value: float = 0) -> jax.Array:
-        """Fills [B,N,...] up to multiples of what the mesh cuts rows and positions into."""
+        """Pads [B,N,...] to multiples of the mesh's shards of rows and positions."""
         missing = -x.shape[0] % self.count(self.rows), -x.shape[1] % self.count(self.positions)
         width = tuple((0, n) for n in missing) + ((0, 0),) * (x.ndim - 2)
         return jnp.pad(x, width, constant_values=value)
 
     def fill_head(self, head: Head, numerics: str = "fast") -> Head:
-        """Gives the head as many columns in each part; the last ones, of zeros, are no tokens."""
+        """Pads the head with zero columns to parts of equal size; the padding is no token."""
         count = self.num_parts
         unit = tiles.VOCAB_UNIT if count > 1 and numerics == "invariant" else count
         return dataclasses.replace(head, weight=tiles.fill(head.weight, head.vocab_axis, unit))
@@ -129,7 +128,7 @@ class Cut:
         return PartitionSpec(*(cuts if head.vocab_axis == 0 else cuts[::-1]))
 
     def run(self, body, in_specs: tuple, out_specs: Any, *inputs) -> Any:
-        """Runs `body` on every device of the mesh, or as it is without a mesh."""
+        """Runs `body` on every device of the mesh, or directly without a mesh."""
         if self.layout is None:
             return body(*inputs)
         return self.layout.shard(body, in_specs, out_specs)(*inputs)
@@ -138,15 +137,15 @@ class Cut:
 
     @property
     def shared_axis(self) -> int:
-        """Of [B,N,...], the axis that the devices of the width are cut along."""
+        """The axis of [B,N,...] that the devices of the width share."""
         return int(self.width[0] in self.positions)
 
     def gather_tokens(self, tree: Any) -> Any:
-        """Returns the [B,N,...] of all devices of the width."""
+        """Returns [B,N,...] gathered from all devices of the width."""
         return jax.tree.map(lambda x: self.layout.gather(x, self.shared_axis), tree)
 
     def own_tokens(self, tree: Any) -> Any:
-        """Takes this device's part of [B,N,...] that `gather_tokens` made."""
+        """Returns this device's part of an array from `gather_tokens`."""
 
         def own(x):
             size = x.shape[self.shared_axis] // self.count(self.width)
@@ -156,13 +155,13 @@ class Cut:
         return jax.tree.map(own, tree)
 
     def pieces(self, shape: tuple[int, int]) -> tuple[Callable, Callable]:
-        """Returns (split, join) of `chunks` for what travels of a device's tokens at a time."""
+        """Returns (split, join) of `chunks` for the pieces of a device's tokens that are sent at a
+        time."""
         b, n = shape
         return chunks(shape, b * -(-n // self.count(self.width)))
 
     def whole_width(self, head: Head, x: jax.Array) -> Head:
-        """Returns the columns that this device multiplies now, in the compute dtype, with their
-        width gathered."""
+        """Returns this device's current columns of the head in full width, in the compute dtype."""
         weight = head.cast(x)[0].weight
         vocab, width = head.vocab_axis, 1 - head.vocab_axis
         if self.is_spread:
@@ -175,13 +174,13 @@ class Cut:
         return dataclasses.replace(head, weight=weight)
 
     def sum_over_vocabulary(self, x_bar: jax.Array) -> jax.Array:
-        """Sums the gradient of x over all devices' columns; a device keeps its own tokens."""
+        """Returns the gradient of x for a device's own tokens, summed over all devices' columns."""
         if self.is_spread:
             x_bar = self.layout.scatter(x_bar, self.shared_axis)
         return jax.lax.psum(x_bar, self.vocab) if self.vocab else x_bar
 
     def sum_over_tokens(self, weight_bar: jax.Array, head: Head) -> jax.Array:
-        """Sums the head's gradient over all devices' tokens; a device keeps its own width."""
+        """Returns the head's gradient for a device's own width, summed over all devices' tokens."""
         if self.layout is None:
             return weight_bar
         vocab, width = head.vocab_axis, 1 - head.vocab_axis
@@ -191,7 +190,7 @@ class Cut:
         return jax.lax.all_to_all(weight_bar, self.width, width, vocab, tiled=True)
 
     def over_parts(self, f: Callable[["Cut"], Any]) -> Any:
-        """Returns f(the cut at each part), stacked."""
+        """Returns the stacked results of f(cut) for each part."""
         at = lambda i: f(dataclasses.replace(self, index=i))
         return jax.lax.map(at, jnp.arange(self.parts))
 
@@ -201,14 +200,14 @@ class Cut:
         return (device * self.parts + self.index) * columns
 
     def local_size(self, vocab_size: int, columns: int) -> jax.Array | int:
-        """Returns how many of this part's columns are tokens."""
+        """Returns the number of this part's columns that are tokens."""
         if columns * self.num_parts == vocab_size:
             return columns
         return jnp.clip(vocab_size - self.first_column(columns), 0, columns)
 
     def local_ids(self, ids: jax.Array, columns: int) -> jax.Array:
-        """Counts token ids from the first of this part's columns; those of other parts become
-        ELSEWHERE."""
+        """Returns token ids relative to this part's first column, ELSEWHERE for ids of other
+        parts."""
         if self.num_parts == 1:
             return ids
         local = ids - self.first_column(columns)
@@ -222,8 +221,8 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How scores are computed: by which body, over how many tokens of the vocabulary, and with
-    which arguments of `token_logprob`."""
+    """The static settings of `scores`: its body, the vocabulary size, and arguments of
+    `token_logprob`."""
 
     body: str
     cut: Cut
@@ -240,28 +239,23 @@ def token_logprob(
     kept: Kept | None = None, ids_bnk: jax.Array | None = None, layout: Layout | None = None,
     numerics: str = "fast",
 ) -> Scores:
-    """Computes the log-softmax of head(x) / temperature at the targets, and moments of that
-    distribution.
+    """Returns log-softmax(head(x) / temperature) at the targets, in nats, and moments.
 
-    Differentiable in x and the head's weight through `logp`, `entropy` and `others`, in reverse mode
-    only.
-    The backward pass computes the logits again and saves one normaliser and one entropy per token
-    (a single chunk outside TPU keeps its logits). Temporaries are per-token numbers, one block of
-    logits ([chunk, V]; a tile in VMEM on TPU), the head in the compute dtype where it is stored in
-    another one or cut in its width, and its float32 gradient (outside TPU also a chunk's share of
-    it). A token without cotangent adds exactly nothing to any gradient, whatever its hidden state,
-    NaN included.
+    Gradients flow to x and the head's weight through `logp`, `entropy` and `others`, in reverse
+    mode only. The backward pass computes the logits again and saves one normalizer and one entropy
+    per token (a single chunk outside TPU keeps its logits). Temporaries are numbers per token, one
+    block of logits ([chunk, V]; a tile in VMEM on TPU), a copy of a head with another dtype or a
+    sharded width, and its float32 gradient (outside TPU also the share of a chunk). A token without
+    cotangent adds exactly nothing to any gradient, even if its hidden state is NaN.
 
     Args:
-      head: the output head; the compute dtype is x's, or float32 if `head.highest`.
-      x_bnd: [B,N,D] hidden states; targets_bn: [B,N] int32 tokens that they predict.
-      temperature_bn: [B,N] positive; gets no gradient.
-      chunk: positions per chunk outside TPU, summed over the rows of a device.
-      pulls_entropy: whether a gradient flows through `entropy`; without, the backward pass is that
-        of `logp` alone.
-      kept: sets that the distributions are restricted to; chunked on every platform.
-      ids_bnk: [B,N,K] int32 tokens of which the log-probabilities are wanted, too, of the kept set
-        if there is one; negative ones are none.
+      head: the output head; the compute dtype is x's, or float32 if `head.highest`. x_bnd: [B,N,D]
+      hidden states; targets_bn: [B,N] int32 tokens that they predict. temperature_bn: [B,N]
+      positive; gets no gradient. chunk: positions per chunk outside TPU, summed over the rows of a
+      device. pulls_entropy: whether a gradient flows through `entropy`. kept: token sets that
+      restrict the distributions; computed in chunks on every platform. ids_bnk: [B,N,K] int32 other
+      tokens to score, members of the kept set if there is one; negative
+        ids are ignored.
       layout: `sharding.Layout` of a mesh; rows and positions are cut over its axes for "batch" and
         "length", the head over those for "vocab" (whatever the vocabulary's size) and "embed".
         None is one device.
@@ -298,8 +292,8 @@ def scores(
     plan: Plan, head: Head, x_bnd: jax.Array, targets_bn: jax.Array, temperature_bn: jax.Array,
     ids_bnk: jax.Array, kept: Kept | None,
 ) -> Scores:
-    """Computes `token_logprob` as planned, for rows, positions and a head that the mesh divides;
-    an id of no token is ELSEWHERE."""
+    """Returns `token_logprob` by a plan, for sizes that the mesh divides; ELSEWHERE marks an
+    ignored id."""
     return _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept)[0]
 
 
@@ -359,8 +353,8 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept):
 
 
 def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
-    """Computes the moments [B,N] over the whole vocabulary from those over parts, on devices along
-    the axes and, as [P,B,N], one after the other."""
+    """Returns the moments [B,N] over the whole vocabulary from those of its parts [P,B,N] and of
+    the devices along the axes."""
     is_stacked = m.top.ndim == 3
     if not axes and not is_stacked:
         return m
@@ -375,7 +369,7 @@ def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
 
 
 def _finish(m: Moments, plan: Plan, ids: jax.Array) -> tuple[Scores, jax.Array]:
-    """Returns (scores, normaliser); `ids` are those of the other tokens."""
+    """Returns (scores, normalizer); `ids` are the ids of the other tokens."""
     normaliser = m.top + jnp.log(m.total)
     zeros = jnp.zeros_like(normaliser)
     entropy = jnp.log(m.total) - m.dot / m.total if plan.with_entropy else zeros

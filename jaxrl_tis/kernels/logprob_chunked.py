@@ -1,4 +1,4 @@
-"""Moments of softmax(head(x) / temperature) and their gradients by XLA, in chunks of positions."""
+"""Moments of softmax(head(x) / temperature) and their gradients in chunks of positions, by XLA."""
 
 from typing import NamedTuple
 
@@ -12,12 +12,13 @@ ELSEWHERE = 2**30  # a token id that is in no device's vocabulary
 
 
 class Kept(NamedTuple):
-    """Sets of tokens that distributions are restricted to, as a filter of the sampler keeps them.
+    """Token sets that restrict the distributions, such as the sampler's top-p sets.
 
     Attributes:
-      ids_bnk: [B,N,K] int32 token ids, -1 where a set is smaller than K. A target must be in its
-        set: outside, its log-probability is about -1e30.
-      overflow_bn: [B,N] bool, the set had more than K tokens and restricts nothing.
+      ids_bnk: [B,N,K] int32 token ids, -1 if a set is smaller than K. A target outside its set gets
+      a
+        log-prob of about -1e30.
+      overflow_bn: [B,N] bool, True if the set has more than K tokens and does not restrict.
     """
 
     ids_bnk: jax.Array
@@ -25,15 +26,14 @@ class Kept(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """Sums of weight = exp(logit - top) over a part of the vocabulary, each [B,N] float32, and
-    logits.
+    """Sums of weight = exp(logit - top) over a part of the vocabulary, [B,N] float32 each.
 
     Attributes:
       top: the largest logit.
       total, dot, squares: sums of weight, weight * (logit - top) and weight^2; the last two are
-        zeros when not asked for.
-      target: the target's logit, 0 if it is in another part.
-      others: [B,N,K] those of other tokens, likewise.
+        zeros if not requested.
+      target: logit of the target, 0 if it is in another part.
+      others: [B,N,K] logits of other tokens, 0 if in another part.
     """
 
     top: jax.Array
@@ -45,7 +45,7 @@ class Moments(NamedTuple):
 
 
 class Fields(NamedTuple):
-    """What a token brings to the backward pass, each [B,N], and other tokens in its place, [B,N,K]."""
+    """Inputs of the backward pass: [B,N] for each token, [B,N,K] for other tokens."""
 
     targets: jax.Array
     temperature: jax.Array
@@ -57,13 +57,12 @@ class Fields(NamedTuple):
     g_others: jax.Array
 
     def is_live(self) -> jax.Array:
-        """Marks the tokens that have a gradient; what the others hold may be NaN and must not be
-        read."""
+        """Whether each token has a gradient; other tokens may hold NaN and must not be read."""
         is_other = jnp.any(self.g_others != 0, axis=-1)
         return (self.g_logp != 0) | (self.g_entropy != 0) | is_other
 
     def local(self, local_ids) -> "Fields":
-        """Counts all token ids as `Cut.local_ids` does."""
+        """Returns the fields with all token ids as in `Cut.local_ids`."""
         return self._replace(targets=local_ids(self.targets), others=local_ids(self.others))
 
 
@@ -72,7 +71,7 @@ def moments(
     with_collision,
 ):
     """Returns (Moments, logits [1,B,N,V] of a single chunk or None). The first `size` columns of
-    the head are tokens; the other arguments are those of `token_logprob`."""
+    the head are tokens. `token_logprob` explains the other arguments."""
     split, join = chunks(targets_bn.shape, chunk)
     head = head.cast(x_bnd)[0]
 
@@ -136,14 +135,14 @@ def places(ids: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def logits_at(logits: jax.Array, ids: jax.Array) -> jax.Array:
-    """Returns the logits [B,N,K] of tokens, 0 where an id is ELSEWHERE."""
+    """Returns the logits [B,N,K] of tokens, 0 for an id that is ELSEWHERE."""
     picked = jnp.take_along_axis(logits, ids, axis=-1, mode="clip")
     return jnp.where(ids == ELSEWHERE, 0.0, picked)
 
 
 def restrict(logits: jax.Array, kept: Kept | None, size: jax.Array | int) -> jax.Array:
-    """Excludes what is outside the kept sets or beyond the first `size` logits; ids of other shards
-    are dropped."""
+    """Returns logits that exclude tokens outside the kept sets and columns after the first `size`.
+    Ids of other shards are ignored."""
     vocab = logits.shape[-1]
     if not isinstance(size, int):
         ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1)
@@ -162,7 +161,8 @@ def split_kept(split, kept: Kept | None) -> Kept | None:
 
 
 def chunks(shape: tuple[int, int], chunk: int):
-    """Returns (split, join): [B,N,...] <-> [chunks, B, positions, ...], the last filled up."""
+    """Returns (split, join): [B,N,...] <-> [chunks, B, positions, ...]; the last chunk is
+    padded."""
     b, n = shape
     size = min(n, max(1, chunk // b))
     count = -(-n // size)

@@ -1,4 +1,4 @@
-"""Log-probabilities with the sums of tiles.py, as the sampler computes its own."""
+"""Log-probs with the fixed summation order of tiles.py, bitwise equal to the sampler's."""
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,12 @@ def finished(
     head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept, size, chunk, with_entropy,
     with_collision, axes: tuple, count: int,
 ):
-    """Returns (logp, entropy, collision, others), and the normaliser [B,N] of the whole vocabulary, of
-    which each of `count` devices along mesh axes holds a part; the other arguments are those of
-    `token_logprob`."""
+    """Returns (logp, entropy, collision, others) and the normalizer [B,N] over the whole
+    vocabulary.
+
+    Each of `count` devices along mesh axes holds a part of the vocabulary. `token_logprob` explains
+    the other arguments.
+    """
     split, join = logprob_chunked.chunks(targets_bn.shape, chunk)
 
     def part(inputs):
@@ -37,8 +40,8 @@ def finished(
 
 
 def _tile(logits_rv, targets_r, temperature_r, ids_rk, with_entropy, with_collision, axes, count):
-    """Scores a tile as engine/sampling.py does: the largest logit is taken off before the
-    temperature divides."""
+    """Returns the scores of a tile as engine/sampling.py computes them: it subtracts the largest
+    logit before dividing by the temperature."""
     top_r = jnp.max(logits_rv, axis=-1)
     top_r = jax.lax.pmax(top_r, axes) if axes else top_r
     scaled_rv = tiles.scaled(logits_rv - top_r[:, None], temperature_r[:, None])

@@ -1,9 +1,10 @@
 """TPU kernels for the moments of softmax(head(x) / temperature) and for their gradients.
 
-The grid has tiles of tokens and of the vocabulary; a tile of logits lives in VMEM only. The forward
-kernel and that of x's gradient keep a tile of tokens while the vocabulary passes by, that of the
-weight's gradient keeps a tile of the vocabulary while the tokens pass by; both compute the logits
-again. The last tile of the vocabulary may reach past its end, where it reads anything.
+The grid has tiles of tokens and of the vocabulary, and a tile of logits exists only in VMEM. The
+forward kernel and the kernel of x's gradient keep a tile of tokens and loop over the vocabulary.
+The kernel of the weight's gradient keeps a tile of the vocabulary and loops over the tokens. Both
+gradient kernels compute the logits again. The last tile of the vocabulary may read past the end of
+the array.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ VMEM_BYTES = 56 * 2**20  # v5p has 64 MiB, v5e and v6e have 128
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How [tokens, width] hidden states and a head are cut; tokens are filled up, a head never."""
+    """Tile sizes for hidden states [tokens, width] and a head; tokens are padded, a head is not."""
 
     tokens: int
     token_tile: int
@@ -48,18 +49,18 @@ class Tiling:
         )
 
     def rows(self, x_bn: jax.Array) -> jax.Array:
-        """Lays [B,N,...] out as [tokens,...], with zeros at the end."""
+        """Returns [B,N,...] as [tokens,...], padded with zeros."""
         x = x_bn.reshape(x_bn.shape[0] * x_bn.shape[1], *x_bn.shape[2:])
         return jnp.pad(x, ((0, self.tokens - len(x)),) + ((0, 0),) * (x.ndim - 1))
 
     def columns(self, *fields_bn: jax.Array) -> jax.Array:
-        """Returns [tokens, fields] float32 of fields [B,N] and [B,N,K], in which token ids below
-        2^24 are exact."""
+        """Returns fields [B,N] and [B,N,K] as one float32 array [tokens, fields]; token ids below
+        2^24 stay exact."""
         fields = [f[..., None] if f.ndim == 2 else f for f in fields_bn]
         return jnp.concatenate([self.rows(f).astype(jnp.float32) for f in fields], axis=-1)
 
     def tokens_spec(self, width: int, axis: int) -> pl.BlockSpec:
-        """Returns the tiles of [tokens, width] along an axis of the grid."""
+        """Returns the BlockSpec of [tokens, width] with tiles along an axis of the grid."""
         return pl.BlockSpec((self.token_tile, width), lambda *ids: (ids[axis], 0))
 
     def weight_spec(self, axis: int) -> pl.BlockSpec:
@@ -77,14 +78,14 @@ class Tiling:
         return self.dot(x, weight, 1, 1 - self.vocab_axis) * inverse
 
     def ids(self, tile: jax.Array, shape: tuple[int, int], axis: int) -> jax.Array:
-        """Returns the token ids along the vocabulary axis of a tile's array."""
+        """Returns the token ids along the vocabulary axis of a tile."""
         return tile * self.vocab_tile + jax.lax.broadcasted_iota(jnp.int32, shape, axis)
 
     def call(
         self, kernel, grid: tuple, in_specs, out_specs, out_shape, scratch_shapes=(), products=2
     ):
-        """Calls a kernel. The second axis of the grid is the one that it accumulates over;
-        `products` counts the matrix products of tokens, width and vocabulary."""
+        """Calls a kernel that accumulates over the second axis of the grid. `products` is its
+        number of matrix products of tokens, width and vocabulary."""
         size = self.tokens * self.vocab
         cost = pl.CostEstimate(
             flops=2 * products * size * self.width, transcendentals=size,
@@ -104,7 +105,7 @@ def moments(
     head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept, size, chunk, with_entropy,
     with_collision,
 ):
-    """Returns (Moments, None): the interface of `logprob_chunked.moments`, without kept sets."""
+    """Returns (Moments, None), as `logprob_chunked.moments` without kept sets."""
     del kept, chunk
     head, x_bnd = head.cast(x_bnd)
     t = Tiling.of(head, targets_bn.size)
@@ -159,11 +160,12 @@ def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, o
 
 
 def _for_each(t, tile, wanted, f, total):
-    """Goes through the different ids [tokens, K] that lie in a tile of the vocabulary, of each token
-    the smallest first: total = f(total, ids [tokens, 1]), as often as the token with most of them has
-    one. A token with none left gets an id of no tile.
+    """Folds total = f(total, ids [tokens, 1]) over the distinct ids [tokens, K] in a vocabulary
+    tile.
 
-    Ids are float32. K of them are spread over hundreds of tiles, so that this is seldom K times.
+    Each token's smallest id comes first. The number of calls is the largest number of ids of a
+    token in the tile, seldom K, because K ids spread over hundreds of tiles. Tokens without a
+    further id get an id of no tile. Ids are float32.
     """
     first = tile * t.vocab_tile
     is_here = (wanted >= first) & (wanted < first + t.vocab_tile)

@@ -1,4 +1,4 @@
-"""Pallas calls in programs that may have 64-bit types."""
+"""Pallas calls that also work with JAX_ENABLE_X64."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,11 @@ from jax.experimental import pallas as pl
 
 
 def pallas_call(*args, **kwargs) -> Callable:
-    """Calls `pl.pallas_call`, traced without 64-bit types: a TPU kernel has none, and with
-    JAX_ENABLE_X64 every Python int of an index map or a loop would be one. int64 arguments, which
-    are ids of something, become int32."""
+    """Returns `pl.pallas_call` traced without 64-bit types, which TPU kernels do not have.
+
+    With JAX_ENABLE_X64 every Python int of an index map or a loop would be 64-bit. int64 arguments
+    are ids and become int32.
+    """
     call = pl.pallas_call(*args, **kwargs)
 
     def run(*arrays: jax.Array):

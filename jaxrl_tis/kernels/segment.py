@@ -1,14 +1,14 @@
 """Reductions, scans and broadcasts over the segments of packed rows.
 
-Rows [B, T] hold several sequences; `seg` [B, T] int says which: 1..S number the segments of a row,
-and any other id, 0 by convention, is padding, which may hold anything, NaN included: neither a
-value nor a gradient sees it. Everything is computed in `promote_types(input, float32)`.
+Rows [B, T] hold several sequences. `seg` [B, T] int has the segment of each token: 1..S number the
+segments of a row. Any other id, 0 by convention, is padding. Padding may hold NaN and affects
+neither values nor gradients. Everything is computed in `promote_types(input, float32)`.
 
-On a TPU these are kernels (`segment_pallas`) that read their inputs once, elsewhere what XLA makes
-of `segment_reference`. float64 never runs in a kernel, nor do reductions and broadcasts with S = 1
-or S = T. XLA does not partition a kernel: in a program over several devices pass `rows`, the
-sharding of [B, T] arrays, and each device works on its own rows. Reverse mode is by rules of our
-own; forward mode is not offered.
+On a TPU these operations are kernels (`segment_pallas`) that read their inputs once. On other
+platforms XLA compiles `segment_reference`. It also computes float64, and reductions and broadcasts
+with S = 1 or S = T. XLA does not partition a kernel: in a program over several devices pass `rows`,
+the sharding of [B, T] arrays, and each device works on its own rows. Gradients are defined in
+reverse mode only.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ LOG_BOUND = 20.0  # bound on a log-ratio before exp, as in verl: exp(20) = 4.9e8
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Segments:
-    """The segments of packed rows, and how many a row holds at most.
+    """The segment ids of packed rows, and the largest number of segments in a row.
 
     Attributes:
       ids: [B, T] int32, 1..num_segments; 0 is padding.
-      num_segments: S, the number of columns of everything per sequence; static. Tokens of a larger
-        id would count as padding.
+      num_segments: S, the number of columns of arrays per sequence; static. Tokens with a larger id
+        would count as padding.
       rows: sharding of [B, T] arrays in a program over several devices; static.
     """
 
@@ -70,7 +70,7 @@ def segment_reduce(
     x: chex.Array | tuple[chex.Array, ...], seg: chex.Array, num_segments: int, op: str, *,
     rows: NamedSharding | None = None,
 ) -> chex.Array | tuple[chex.Array, ...]:
-    """Reduces every segment of every row to one number, [B, S]; several inputs in one pass.
+    """Returns one number for each segment of every row, [B, S]; several inputs share one pass.
 
     Args:
       x: [B, T] values, or a tuple of such arrays for a tuple of results.
@@ -91,7 +91,7 @@ def segment_reduce(
 def segment_broadcast(
     x: chex.Array, seg: chex.Array, *, rows: NamedSharding | None = None
 ) -> chex.Array:
-    """Puts each segment's value on its tokens, [B, S] -> [B, T]; 0 at padding.
+    """Returns each segment's value at its tokens, [B, S] -> [B, T]; 0 at padding.
 
     Args:
       x: [B, S] values.
@@ -106,12 +106,12 @@ def segment_scan(
     x: chex.Array | tuple[chex.Array, ...], seg: chex.Array, op: str = "sum", *,
     decay: chex.Array | None = None, reverse: bool = False, rows: NamedSharding | None = None,
 ) -> chex.Array | tuple[chex.Array, ...]:
-    """Computes the running result over the positions of the run up to each position, [B, T].
+    """Returns the running sum, minimum or maximum of each segment, [B, T].
 
     Args:
       x: [B, T] values, or a tuple of such arrays for a tuple of results.
-      seg: [B, T] ids, whose runs of equal ids are scanned (a segment must be contiguous) with 0 at
-        padding; or bool, True where a run begins, with no padding.
+      seg: [B, T] ids of contiguous segments, with result 0 at padding; or bool, True at the start
+        of each run, without padding.
       op: "sum", "min" or "max".
       decay: [B, T], for "sum": y_t = x_t + decay_t y_{t-1} instead, y_{t+1} in reverse.
       reverse: from the last position of a run to the first.
@@ -141,7 +141,7 @@ def log_ratio_stats(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array, num_segments: int, *,
     rows: NamedSharding | None = None,
 ) -> RatioStats:
-    """Computes the statistics of `ratio_stats` that need the log-ratio [B, T] alone."""
+    """Returns the statistics of `ratio_stats` that need only the log-ratio [B, T]."""
     return _stats((log_ratio,), mask, seg, num_segments, rows)
 
 
@@ -149,8 +149,7 @@ def ratio_stats(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array,
     num_segments: int, *, rows: NamedSharding | None = None,
 ) -> RatioStats:
-    """Computes everything that weights, masks and metrics ask of a sequence, in one pass over
-    memory.
+    """Returns the per-sequence statistics for weights, masks and metrics, in one pass over memory.
 
     Args:
       logp_old: [B, T] learner's log-probs, nats.
@@ -166,7 +165,8 @@ def ratio_stats(
 
 
 def _terms(xs, expm1=jnp.expm1):
-    """{field of RatioStats: (operation, values)} of (log-ratio,) or of (logp_old, logp_behav)."""
+    """Returns {field of RatioStats: (operation, values)} for (log-ratio,) or (logp_old,
+    logp_behav)."""
     log_ratio = xs[0] if len(xs) == 1 else xs[0] - xs[1]
     bounded = jnp.clip(log_ratio, -LOG_BOUND, LOG_BOUND)
     k2, k3 = 0.5 * jnp.square(bounded), expm1(bounded) - bounded
@@ -210,15 +210,15 @@ def _stats(xs, mask, seg, num_segments, rows):
 
 
 def _unwrap(x, results):
-    """Returns the results as the caller gave x: a tuple for a tuple."""
+    """Returns a tuple of results if x is a tuple, else one result."""
     return tuple(results) if isinstance(x, tuple) else results[0]
 
 
 def _choose(kernel: Callable, reference: Callable, num_results, num_segments, rows) -> Callable:
-    """Chooses the kernel on a TPU, and the reference elsewhere and for what a kernel does not do.
+    """Returns the kernel on a TPU, else the reference; the reference also covers unsupported cases.
 
-    A row of one segment needs no kernel, and where a row may hold as many segments as tokens its
-    loop over segments would save nothing.
+    A row of one segment needs no kernel. With as many segments as tokens the kernel's loop over
+    segments saves nothing.
     """
 
     def call(ids, *arrays):
@@ -241,7 +241,7 @@ def _choose(kernel: Callable, reference: Callable, num_results, num_segments, ro
 
 
 def _totals(op, num_segments, rows, xs, ids):
-    """Returns ([B, S] per input, [B, S] number of tokens), in one pass."""
+    """Returns ([B, S] for each input, [B, S] number of tokens), in one pass."""
     ops = [op] * len(xs) + ["sum"]
 
     def reference(ids, *xs):
@@ -354,8 +354,8 @@ def _scan_forward(op, reverse, rows, xs, is_start, decay):
 
 
 def _scan_backward(op, reverse, rows, saved, gradients):
-    """Computes the gradient of a scan: of a sum the scan the other way, of a minimum the sum over
-    the positions where it held."""
+    """Returns the gradient of a scan: for a sum the reverse scan, for a minimum the sum over the
+    positions where it held."""
     xs, is_start, decay, results = saved
     gradients = tuple(g.astype(y.dtype) for g, y in zip(gradients, results))
     before = [_shift(y, reverse, 0.0) for y in results]
@@ -379,14 +379,14 @@ _scan.defvjp(_scan_forward, _scan_backward)
 
 
 def _shift(x, reverse, fill):
-    """Returns what stands one position before, in the direction of the scan, and `fill` at its
-    beginning."""
+    """Returns values shifted by one position in the direction of the scan, with `fill` at the
+    start."""
     if reverse:
         return jnp.pad(x[:, 1:], ((0, 0), (0, 1)), constant_values=fill)
     return jnp.pad(x[:, :-1], ((0, 0), (1, 0)), constant_values=fill)
 
 
 def _begins(is_first, reverse):
-    """Returns where runs begin in the direction of the scan, from where they begin from left to
+    """Returns the starts of runs in the direction of the scan, from the starts from left to
     right."""
     return _shift(is_first, True, True) if reverse else jnp.asarray(is_first).at[:, 0].set(True)

@@ -1,10 +1,10 @@
-"""TPU kernels of `segment`: one pass over [B, T], rows side by side, tiles of T in order.
+"""TPU kernels of `segment`: one pass over [B, T] in tiles along T.
 
-The tiles of a row are visited in order, so that accumulators and the state of a scan stay on the
-chip. A tile may hold parts of any number of segments. The last tile of T and the last block of rows
-may reach past the array: what stands there is masked. Everything is computed in float32.
+The tiles of a row are visited in order, and accumulators and the state of a scan stay on the chip.
+A tile may hold parts of any number of segments. The last tile of T and the last block of rows may
+reach past the array; these positions are masked. Everything is computed in float32.
 
-Rows are independent, so on a mesh each device works on the rows that it has; T is gathered.
+On a mesh each device works on its own rows, and T is gathered.
 """
 
 import functools
@@ -27,8 +27,7 @@ NEUTRAL = segment_reference.NEUTRAL | {"logsumexp": -jnp.inf}
 
 
 def expm1(x: jax.Array) -> jax.Array:
-    """Computes exp(x) - 1 in float32, near 0 by a Taylor series, because no TPU kernel has the
-    function."""
+    """Returns exp(x) - 1 in float32, by a Taylor series near 0; TPU kernels lack this function."""
     series = jnp.ones_like(x)
     for k in range(9, 1, -1):
         series = 1.0 + x / k * series
@@ -65,7 +64,7 @@ def reduce(
     inputs: Sequence[jax.Array], ids: jax.Array, num_segments: int,
     terms: Callable[..., Sequence[jax.Array]], ops: Sequence[str],
 ) -> list[jax.Array]:
-    """Reduces over segments what `terms` makes of the inputs, [B, num_segments] float32 each.
+    """Returns reductions over segments of the outputs of `terms`, [B, num_segments] float32 each.
 
     Args:
       inputs: [B, T] arrays, float32 or bfloat16.
@@ -118,8 +117,8 @@ def _reduce_kernel(terms, ops, shape, num_segments, ids_ref, *refs):
 def broadcast(
     inputs: Sequence[jax.Array], ids: jax.Array, num_segments: int
 ) -> list[jax.Array]:
-    """Puts each segment's value on its tokens, [B, num_segments] -> [B, T] float32; 0 where there
-    is no id."""
+    """Returns each segment's value at its tokens, [B, num_segments] -> [B, T] float32; 0 at
+    padding."""
     shape, width = ids.shape, _round_up(num_segments, LANES)
     rows, tile = _block((), shape[1], REDUCE_TILE)
     tokens = pl.BlockSpec((rows, tile), lambda i, t: (i, t))
@@ -158,7 +157,7 @@ def scan(
     inputs: Sequence[jax.Array], is_start: jax.Array, op: str, decay: jax.Array | None,
     reverse: bool,
 ) -> list[jax.Array]:
-    """Computes the running sum, minimum or maximum from the last start, [B, T] float32 each.
+    """Returns the running sum, minimum or maximum since the last start, [B, T] float32 each.
 
     Args:
       inputs: [B, T] arrays, float32 or bfloat16.
@@ -221,7 +220,7 @@ def _scan_kernel(op, has_decay, reverse, is_open_ref, *refs):
 
 
 def on_mesh(function: Callable, rows: NamedSharding | None) -> Callable:
-    """Runs the function of arrays [B, ...] on each device with its own rows; `rows` shards B."""
+    """Returns the function of arrays [B, ...] run on each device's own rows; `rows` shards B."""
     if rows is None:
         return function
     spec = PartitionSpec(*rows.spec[:1])
@@ -242,7 +241,7 @@ def _block(arrays, num_tokens, largest):
 
 
 def _valid_ids(ids_ref, window, shape, num_segments):
-    """Returns the ids of a chunk, 0 for padding and for what lies outside the array."""
+    """Returns the ids of a chunk, 0 for padding and outside the array."""
     ids = ids_ref[:, window]
     rows, tile = ids_ref.shape
     row = pl.program_id(0) * rows + jax.lax.broadcasted_iota(jnp.int32, ids.shape, 0)
@@ -271,8 +270,8 @@ def _for_segments(ids, num_segments, body, initial):
 
 
 def _lane_of(s, rows):
-    """Returns where segment s is in a row of results: a window of lanes, and its lane there [R,
-    128]."""
+    """Returns the position of segment s in a row of results: a window of lanes, and its lane
+    [R, 128]."""
     index = s - 1
     place = jax.lax.rem(index, LANES)
     window = pl.ds(pl.multiple_of(index - place, LANES), LANES)

@@ -1,6 +1,6 @@
-"""What `segment` runs where there is no kernel: scatters, gathers and scans by XLA, on any mesh.
+"""Reference operations of `segment` for platforms without kernels, by XLA on any mesh.
 
-Shapes and names as in `segment`. The neutral element of an operation stands where nothing counts.
+Shapes and names are those of `segment`. Empty segments get the neutral element of the operation.
 """
 
 import functools
@@ -19,19 +19,18 @@ SCATTER = {
 
 
 def as_float(x: chex.Array) -> chex.Array:
-    """Casts x to its compute dtype, promote_types(x, float32)."""
+    """Returns x in its compute dtype, promote_types(x, float32)."""
     return x.astype(jnp.promote_types(x.dtype, jnp.float32))
 
 
 def is_valid(ids: chex.Array, num_segments: int) -> chex.Array:
-    """Marks the tokens of segments 1..num_segments."""
+    """Whether each token belongs to a segment 1..num_segments."""
     return (ids >= 1) & (ids <= num_segments)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def reduce(x: chex.Array, ids: chex.Array, num_segments: int, op: str) -> chex.Array:
-    """Reduces over the segments of every row by sum, max, min or logsumexp, [B, S], with XLA's
-    scatter."""
+    """Returns sum, max, min or logsumexp of the segments of every row, [B, S], by XLA's scatter."""
     if op == "logsumexp":
         top_bs = reduce(x, ids, num_segments, "max")
         top_bs = jnp.where(jnp.isfinite(top_bs), top_bs, 0.0)
@@ -47,7 +46,7 @@ def reduce(x: chex.Array, ids: chex.Array, num_segments: int, op: str) -> chex.A
 
 
 def broadcast(x_bs: chex.Array, ids: chex.Array) -> chex.Array:
-    """Puts each segment's value on its tokens, 0 at padding, [B, T]."""
+    """Returns each segment's value at its tokens, [B, T]; 0 at padding."""
     if x_bs.shape[1] == 1:
         return jnp.where(ids == 1, x_bs, 0.0)
     x_bt = jnp.take_along_axis(x_bs, jnp.clip(ids - 1, 0, x_bs.shape[1] - 1), axis=1)
@@ -58,8 +57,8 @@ def scan(
     x: chex.Array | tuple[chex.Array, ...], is_start: chex.Array, op: str,
     decay: chex.Array | None = None,
 ) -> chex.Array | tuple[chex.Array, ...]:
-    """Computes `segment_scan` from left to right, by XLA and on any mesh: one position after the
-    other on a CPU, by doubling (of logarithmic depth) elsewhere."""
+    """Returns `segment_scan` from left to right, by XLA on any mesh: position by position on a CPU,
+    elsewhere by doubling with logarithmic depth."""
     xs, decay = jax.tree.map(as_float, (x if isinstance(x, tuple) else (x,), decay))
     ys = jax.lax.platform_dependent(
         is_start, xs, decay,

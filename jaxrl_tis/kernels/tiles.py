@@ -1,19 +1,21 @@
-"""Sums in an order of their own: `numerics="invariant"`.
+"""Sums and products with a fixed summation order, for `numerics="invariant"`.
 
-A float sum depends on its order, and XLA chooses one by the shapes of a program. Here the order is
-fixed, whatever the batch or the number of devices (batch invariance; TBIK, arXiv:2511.17826):
+A float sum depends on its order, and XLA chooses the order by the shapes of a program. Here the
+order does not depend on the batch or the number of devices (batch invariance; TBIK,
+arXiv:2511.17826):
 
-* rows (tokens) are computed in tiles of ROWS, one after another, by one loop body;
-* a product multiplies tiles [ROWS, K_TILE] x [K_TILE, COLUMNS], whose sums are added pairwise; the
-  upper part of that tree lies across the devices that hold the tiles, as a butterfly;
-* attention looks at pages of PAGE keys, one after another;
-* sums over the vocabulary are pairwise too, of as many numbers as VOCAB_UNIT divides: up to
-  VOCAB_PARTS devices hold whole nodes of the tree and whole COLUMNS. Where a head is cut over
-  devices, columns of zeros that are no tokens fill it up inside the program.
+* Rows (tokens) are computed in tiles of ROWS, one after another, by one loop body.
+* A product multiplies tiles [ROWS, K_TILE] x [K_TILE, COLUMNS] and adds their sums pairwise. The
+  upper
+  levels of this tree are a butterfly across the devices that hold the tiles.
+* Attention processes pages of PAGE keys, one after another.
+* Sums over the vocabulary are pairwise too. Their length is a multiple of VOCAB_UNIT, and up to
+  VOCAB_PARTS devices hold whole nodes of the tree and whole COLUMNS. A sharded head is padded with
+  zero columns inside the program.
 
-Programs of the sampler and of the learner are compiled with COMPILER_OPTIONS. A compiler may
-contract a product and a sum into one rounding; it does so alike in equal loop bodies, and nowhere
-else does a product meet a sum. Loops run at least twice, because XLA inlines one that does not.
+Programs of sampler and learner are compiled with COMPILER_OPTIONS. A compiler may contract a
+product and a sum into one rounding. It does so equally in equal loop bodies, and products meet sums
+nowhere else. Loops run at least twice, because XLA inlines a loop that runs once.
 """
 
 import functools
@@ -34,11 +36,12 @@ MAX_UNROLLED, MAX_PAIRED = 32, 8
 
 
 def tree_sum(x: jax.Array) -> jax.Array:
-    """Sums the last axis, of odd * 2^m numbers: runs of `odd` numbers one by one, and their sums
-    pairwise.
+    """Returns the sum of the last axis of odd * 2^m numbers, in a fixed order.
 
-    The sum of each of 2^j equal parts is a node of the tree, so parts summed apart and added by
-    `butterfly` give the same bits.
+    Runs of `odd` numbers are added one by one, and their sums pairwise.
+
+    The sum of each of 2^j equal parts is a node of the tree. Parts summed separately and added by
+    `butterfly` therefore give the same bits.
     """
     size = x.shape[-1]
     odd = size // (size & -size)
@@ -58,7 +61,8 @@ def tree_sum(x: jax.Array) -> jax.Array:
 
 
 def butterfly(x: jax.Array, axis: Any, count: int) -> jax.Array:
-    """Sums over a mesh axis of 2^j devices, pairwise: every device gets the same bits."""
+    """Returns the pairwise sum over a mesh axis of 2^j devices, with the same bits on every
+    device."""
     distance = 1
     while distance < count:
         partners = [(i, i ^ distance) for i in range(count)]
@@ -68,8 +72,7 @@ def butterfly(x: jax.Array, axis: Any, count: int) -> jax.Array:
 
 
 def by_rows(f: Callable, *arrays: Any) -> Any:
-    """Applies f to tiles [ROWS, ...] of arrays [n, ...] (or trees of them), and joins the
-    results."""
+    """Returns f applied to tiles [ROWS, ...] of arrays [n, ...] (or trees of arrays), joined."""
     n = jax.tree.leaves(arrays)[0].shape[0]
     count = max(2, -(-n // ROWS))
 
@@ -85,14 +88,14 @@ def by_rows(f: Callable, *arrays: Any) -> Any:
 
 
 def fill(x: jax.Array, axis: int, multiple: int, value: float = 0) -> jax.Array:
-    """Fills the axis of x up to a multiple."""
+    """Returns x padded along an axis to a multiple."""
     width = [(0, 0)] * x.ndim
     width[axis] = (0, -x.shape[axis] % multiple)
     return jnp.pad(x, width, constant_values=value)
 
 
 def product(x_ri: jax.Array, w: jax.Array, in_axis: int = 0, precision=None) -> jax.Array:
-    """Multiplies [R,i] with w, whose axis `in_axis` is i -> [R,o] float32, on one device."""
+    """Returns the product [R,o] of x [R,i] and w in float32, on one device; `in_axis` of w is i."""
     columns, used = w.shape[1 - in_axis], -(-w.shape[in_axis] // K_TILE)
     # A batch of one tile would be another kind of product: a tile of zeros goes with it.
     tiles = max(2, used)
@@ -122,20 +125,22 @@ def product(x_ri: jax.Array, w: jax.Array, in_axis: int = 0, precision=None) -> 
 
 
 def apart(x: jax.Array) -> jax.Array:
-    """Returns x such that its last operation, which may be a product or that of exp, is not
-    contracted with what follows. A compiler would contract them where both are in one loop, and
-    would not where, on another mesh, they are in two. The choice stands between them."""
+    """Returns x behind a barrier: its last operation is not contracted with the next one.
+
+    Otherwise a compiler would contract the two inside one loop, but not on a mesh that puts them
+    into two loops."""
     return jnp.where(x != 0, x, 0.0)
 
 
 def scaled(logits_rv: jax.Array, temperature_r1: jax.Array) -> jax.Array:
-    """Divides by way of the reciprocal, which XLA takes in some programs and not in others."""
+    """Returns x divided by multiplication with the reciprocal; XLA does this only in some
+    programs."""
     return apart(logits_rv * (1 / temperature_r1))
 
 
 def vocabulary_sum(x_rv: jax.Array, axis: Any, count: int) -> jax.Array:
-    """Sums numbers over the whole vocabulary [R], of which each of `count` devices along a mesh
-    axis holds a part, all of them together a multiple of VOCAB_UNIT."""
+    """Returns sums [R] over the whole vocabulary, a multiple of VOCAB_UNIT, of which each of
+    `count` devices along a mesh axis holds a part."""
     x_rv = apart(x_rv)
     if count == 1:
         # The rest of a unit is zeros, which change no sum: half of one has the sum of the whole.

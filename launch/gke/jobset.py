@@ -1,15 +1,15 @@
-"""Runs a config on a GKE cluster, as a JobSet or through xpk:
+"""Runs a config on a GKE cluster, as a JobSet or through xpk.
 
     python launch/gke/jobset.py run --image=IMAGE --config=configs/dapo_qwen25_32b.py \\
       --workdir=gs://BUCKET/dapo [--num_slices=2] [--spot] [--config.field=value ...]
     python launch/gke/jobset.py manifest | status | logs | delete ...
     python launch/gke/jobset.py run --xpk --cluster=NAME ...
 
-`manifest` prints what `run` gives to kubectl: one Job for each slice, one Pod for each host. A Pod
-that ends with 1 or 2 ends the run; any other failure, 42 for an interruption among them, starts all
-of them again, at most --max_restarts times, and the run continues from its workdir. HF_TOKEN and the
-like go from the environment into a Secret, and from there into the Pods; no manifest holds them.
-With --dry-run everything is shown, and nothing happens.
+`manifest` prints the JobSet that `run` applies: one Job for each slice, one Pod for each host. A
+Pod that exits with 1 or 2 ends the run. Any other failure, such as 42 for an interruption, restarts
+all Pods, at most --max_restarts times, and the run continues from its workdir. HF_TOKEN and other
+secrets go from the environment into a Secret for the Pods. No manifest holds them. --dry-run prints
+the commands and runs nothing.
 """
 
 import argparse
@@ -108,7 +108,7 @@ RESERVATION = "                cloud.google.com/reservation-name: {}\n"
 
 
 def grace(plan: plans.Plan) -> int:
-    """Returns the seconds from the signal that asks a Pod to stop until it is killed."""
+    """Returns the seconds from the signal to stop until a Pod is killed."""
     given = [word.removeprefix(GRACE_FLAG) for word in plan.overrides if word.startswith(GRACE_FLAG)]
     try:
         return math.ceil(float(given[-1] if given else STEP_GRACE)) + SAVE_SECONDS
@@ -133,8 +133,8 @@ def manifest(plan: plans.Plan, given: argparse.Namespace) -> str:
 
 
 def xpk(plan: plans.Plan, given: argparse.Namespace) -> list[str]:
-    """Returns the command of xpk that runs a plan; xpk has its own rule for exit codes: 42 and those
-    of signals start again."""
+    """Returns the xpk command that runs a plan. xpk has its own rule for exit codes: it restarts
+    after 42 and signals."""
     flags = init_args(plan.topology.kind)
     return [
         "xpk", "workload", "create", f"--cluster={given.cluster}", f"--workload={plan.name}",
@@ -157,7 +157,8 @@ def _apply(shell: plans.Shell, text: str) -> None:
 
 
 def _keep_secrets(shell: plans.Shell, name: str, found: dict[str, str]) -> None:
-    """Makes them a Secret. The server applies it: a client would repeat it in an annotation."""
+    """Stores secrets in a Secret, by server-side apply: a client would copy them into an
+    annotation."""
     create = ["kubectl", "create", "secret", "generic", name, "--from-env-file=/dev/stdin",
               "--dry-run=client", "--output=yaml"]
     apply = ["kubectl", "apply", "--server-side", "--force-conflicts", "--filename=-"]
@@ -171,7 +172,7 @@ def _keep_secrets(shell: plans.Shell, name: str, found: dict[str, str]) -> None:
 
 
 def run(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
-    """Starts it."""
+    """Starts the run."""
     if shell.is_dry:
         print("set -euo pipefail")
         shell.report(plans.sizes(plan))
@@ -201,7 +202,7 @@ def logs(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> Non
 
 
 def delete(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
-    """Ends it; its workdir stays."""
+    """Deletes the JobSet and its Secret; the workdir stays."""
     if given.xpk:
         shell.run(["xpk", "workload", "delete", f"--cluster={given.cluster}",
                    f"--workload={plan.name}"])
@@ -222,11 +223,11 @@ COMMANDS = {
 
 def main() -> None:
     parser = plans.parser(__doc__, COMMANDS)
-    parser.add_argument("--image", help="see launch/gke/Dockerfile")
-    parser.add_argument("--max_restarts", type=int, default=20)
-    parser.add_argument("--xpk", action="store_true", help="through xpk, with --cluster")
+    parser.add_argument("--image", help="image built from launch/gke/Dockerfile")
+    parser.add_argument("--max_restarts", type=int, default=20, help="limit on restarts")
+    parser.add_argument("--xpk", action="store_true", help="use xpk; needs --cluster")
     for name in ("cluster", "project", "zone"):
-        parser.add_argument(f"--{name}", help="for xpk")
+        parser.add_argument(f"--{name}", help="passed on to xpk")
     given, overrides = parser.parse_known_args()
     if given.command in ("manifest", "run") and not given.image:
         raise ValueError("--image is missing; launch/gke/Dockerfile makes it")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Writes the manifests beside it, which are examples to read and to copy: launch/gke/manifests.sh
+# Writes the example manifests of this folder: launch/gke/manifests.sh
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 jobset() { python3 launch/gke/jobset.py manifest --image=REGISTRY/jaxrl_tis "$@"; }
