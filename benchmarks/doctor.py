@@ -599,8 +599,8 @@ def _share(number, of):
 
 def text(counts: Counts) -> str:
     """Returns what stands in the page."""
-    head = (f"{counts.logs} clean logs of each framework, {counts.broken} with each cause; \"wrong\": share of "
-            "the clean ones in which a finding holds, \"found\": of those with its cause.")
+    head = (f"{counts.logs} clean logs of each framework, {counts.broken} with each cause. \"wrong\": share of the "
+            "clean logs\nin which the finding holds. \"found\": the same share of the logs with its cause.")
     return "\n".join([BEGIN, head, "", *table(counts), END])
 
 
