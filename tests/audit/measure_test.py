@@ -196,10 +196,13 @@ def of_trl(tmp_path_factory):
 
 @pytest.mark.all
 def test_the_page_of_the_docs_has_what_is_printed(of_trl):
-    """But for the digits: roundings differ from one machine to the next."""
-    shown = (ROOT / "docs" / "audit.md").read_text().split("```\n")[1]
-    words = lambda text: [re.sub(r"[-+0-9.e%,]+", "#", line).split() for line in text.splitlines()]
-    assert words(shown) == words(of_trl[0])
+    """The page leaves lines out where it has "...". Digits are not compared: roundings differ from one
+    machine to the next."""
+    page = (ROOT / "docs" / "audit.md").read_text().split("## The report")[1]
+    shown = [line for line in page.split("```\n")[1].splitlines() if line != "..."]
+    words = lambda line: re.sub(r"[-+0-9.e%,]+", "#", line).split()
+    printed = iter([words(line) for line in of_trl[0].splitlines()])
+    assert all(words(line) in printed for line in shown)  # each after the one before
 
 
 def test_the_command_on_a_dump_of_trl(of_trl):
