@@ -106,45 +106,48 @@ def _normalized(case):
 
 CAUSES = (
     Finding(
-        "correction.inactive", "a configured correction did nothing in the whole run, beside a gap",
-        "The weight changed no token, or the mask dropped none, although sampler and learner differ: "
-        "its bound is too wide for this gap, or what it judges by is not what differs. Tighten it or "
-        "take it out, so that the config says what is done.",
+        "correction.inactive",
+        "a configured correction changed nothing in the whole run, although there is a gap",
+        "Tighten its bound, or remove it from the config. The bound is too wide for this gap, or "
+        "the correction looks at a quantity that does not differ.",
         all_of=(Clause("run/least_active", "<=", 0),),
         any_of=(
             Clause(KL, ">", "kl_fine", "steady"), Clause(CHI2, ">", "chi2_moderate", "steady"),
         ),
-        mistake="taking a correction that is configured for one that acts",
+        mistake="assume that a configured correction acts",
     ),
     Finding(
-        "shrunk", "the weights make every step much smaller: their mean is far below 1",
-        "A gradient is a mean of weighted terms, so a mean weight of 0.04 is a step of a 25th, made by "
-        "the few answers whose weights are near 1. Weigh single tokens or geometric means, which stay "
-        "near 1; or divide the weights by their mean over the batch, which mends the size and not the "
-        "sample size.",
+        "shrunk", "the mean weight is far below 1, so every step is much smaller",
+        "Weight single tokens or geometric means, which stay near 1. Or divide the weights by "
+        "their batch mean, which repairs the step size and not the sample size. A mean weight of "
+        "0.04 makes the gradient 25 times smaller, and the few answers with weights near 1 make "
+        "all of it.",
         all_of=(
             Clause(WEIGHT_MEAN, "<", "weight_low", "steady", absent=False),
             Clause("run/shrinks", ">", 1),
         ),
         changes={"correction.batch_normalize": _normalized},
-        mistake="raising the learning rate, which the first batch with weights of 1 then takes whole",
+        mistake=(
+            "raise the learning rate: the first batch with weights of 1 then takes a far too "
+            "large step"
+        ),
     ),
     Finding(
         "shrunk.product", "the weight is a product over the whole answer",
-        "Half a percent per token is a factor of 12 after 500 tokens: long answers have no weight. "
-        "Weigh tokens by a truncated ratio.",
+        "Weight tokens by a truncated ratio. Half a percent per token is a factor of 12 after 500 "
+        "tokens, so long answers have almost no weight.",
         any_of=(is_so("config/is_product"), Clause("run/over_weights", ">", 1.5)), parent="shrunk",
     ),
     Finding(
         "shrunk.masked", "a mask sets weights to 0 in most steps",
-        "It drops answers whose weight is above its bound, so those that count most. Truncate "
-        "at the bound in place of it.",
+        "Truncate at the bound in place of the mask. The mask drops the answers with the largest "
+        "weights.",
         all_of=(Clause("run/zeros", ">", "taken_most"),), parent="shrunk",
     ),
     Finding(
-        "correction.most", "a bound takes more than half of the tokens",
-        "What is left is a small and chosen part of the batch, or a weight that is its cap: widen the "
-        "bound, or reduce the gap itself.",
+        "correction.most", "a bound changes more than half of the tokens",
+        "Widen the bound, or reduce the gap itself. What is left is a small, selected part of the "
+        "batch, or a weight that equals its cap.",
         all_of=(Clause("run/most_active", ">", "taken_most"),),
     ),
 )
