@@ -1,8 +1,8 @@
-"""Facts and findings of runs whose samplers run ahead of the learner, docs/async.md.
+"""Facts and findings about runs whose samplers run ahead of the learner, docs/async.md.
 
 The gap of a batch is measured in two ways: mismatch/* at every update, and gate/* at probes. Where
-another policy stands in for the weights that drew, only the probes can tell engine and staleness
-apart: their engine's part is of a fresh batch, and what is left of the whole is staleness at least.
+another policy approximates the weights that sampled, only the probes separate engine and staleness:
+their engine's part comes from a fresh batch, and the rest of the gap is at least the staleness.
 """
 
 import itertools
@@ -36,7 +36,7 @@ def _probed(case: Case, part: str, measure: str) -> float:
 
 
 def _gaps(case):
-    """(engine's, staleness's part of the gap, nats per token)."""
+    """Returns the parts of engine and staleness of the gap, nats per token."""
     try:
         engine = _probed(case, "engine", "d_mean")
         if has_stand_in(case):
@@ -54,7 +54,7 @@ def _staleness_share(case):
 
 
 def _over_budget(case, part):
-    """(largest ratio of a measure of the probes to its bound, that measure)."""
+    """Returns (largest ratio of a probe's measure to its bound, that measure)."""
     if all(f"gate/{part}/{m}" not in case.series for m in MEASURES):
         return 0.0, f"gate/{part}"  # the run does not probe
     return max(
@@ -64,9 +64,8 @@ def _over_budget(case, part):
 
 
 def lag_correlation(case: Case, gap: str, lag: str) -> float:
-    """Returns the correlation of the steps' changes of a gap with those of the lag: a trend that both
-    have does not count. 0 for what chance makes of so few steps: less than lag_sigma standard errors of
-    Fisher's z."""
+    """Returns the correlation of the step-to-step changes of a gap and the lag, so a common trend does not
+    count. Returns 0 below lag_sigma standard errors of Fisher's z, which chance can produce."""
     steps = case.thresholds["surge_steps"]
     gaps, lags = case.window(gap, steps), case.window(lag, steps)
     common = sorted(gaps.keys() & lags.keys())
@@ -87,8 +86,8 @@ def lag_correlation(case: Case, gap: str, lag: str) -> float:
 
 
 def corrects_staleness(case: Case) -> bool:
-    """Whether what the policy has moved since a token was drawn is in a weight, the objective's own
-    too, or the clip is around the policy of the update."""
+    """Returns whether staleness is corrected: by a weight, by the objective's own weight, or by a clip
+    around the policy of the update."""
     weight = case.method("weight")[0]
     is_whole = case.setting("correction.mode") == "bypass" or has_stand_in(case)
     return (
@@ -98,7 +97,7 @@ def corrects_staleness(case: Case) -> bool:
 
 
 def objective(case: Case) -> str | None:
-    """Returns the objective for stale samples, where nothing corrects their staleness."""
+    """Returns the objective to advise for stale samples; None where their staleness is corrected."""
     return None if corrects_staleness(case) else "decoupled(upper=5.0)"
 
 
@@ -108,12 +107,12 @@ def _looks_at_old(case):
 
 
 def _if_ahead(value):
-    """A wish that a run with samples of one version alone would refuse."""
+    """Returns a change for runs with samplers that run ahead; other runs would refuse it."""
     return lambda case: (value(case) if callable(value) else value) if is_ahead(case) else None
 
 
 def _per_group(metric):
-    """A metric over the groups of a batch; 0 where it is not recorded."""
+    """Returns a fact: a metric per group of a batch; 0 where it is not recorded."""
     def share(case):
         if metric not in case.series:
             return 0.0
@@ -132,7 +131,7 @@ def _drawing_share(case):
 
 
 def _read_again(case):
-    """Returns how many tokens are read anew after an interruption, for each that is trained on."""
+    """Returns the number of tokens prefilled again after an interruption, per trained token."""
     if RESUMED not in case.series:
         return 0.0
     samples = case.setting("rollout.prompts") * case.setting("rollout.group_size")

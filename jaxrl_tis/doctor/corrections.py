@@ -1,8 +1,8 @@
-"""What a record of another framework proves about the correction in it, whatever its config says.
+"""Finds faults of another framework's correction in its log, without its config.
 
-Beside the trees, and from the record alone: that a correction does nothing, that only bounded weights
-are looked at, that mass which the sampler cuts off is in the ratio, and that the ratio is of other
-weights than those that sampled.
+The log alone can show that a correction does nothing, that weights are logged only after their bounds,
+that a filter of the sampler is inside the ratio, and that the ratio uses other weights than those that
+sampled.
 """
 
 import itertools
@@ -63,8 +63,8 @@ def _is_uncorrected(case):
 
 
 def _at_cap(case):
-    """(share of the steps whose largest weight is the largest of the record, the metric); 0 if no two
-    of them are the same."""
+    """Returns (share of the steps whose largest weight is the largest of the record, the metric); 0 if no
+    two of them are equal."""
     values = _all(case, (WEIGHT_MAX,))
     cap = max(values)
     share = sum(_is_same(value, cap) for value in values) / len(values)
@@ -80,8 +80,8 @@ def _recent(case, metric):
 
 
 def _mean_ratio(case):
-    """(mean ratio of each of the last surge_steps steps, the mean of all that is due without a filter,
-    their metric).
+    """Returns (mean ratio of each of the last surge_steps steps, its expected mean without a filter, the
+    metric).
 
     A ratio that is recorded for a part of the steps alone, those without a weight at a bound, is not
     used: of ratios that spread widely, such steps have the smaller ones."""
@@ -100,8 +100,8 @@ def _mean_ratio(case):
 def _due_of_bounded(case):
     """Returns the least mean that bounded weights have without a filter.
 
-    It is of the log-normal ratio of mean 1 with the widest spread that the record allows, and what the
-    learner draws of it between the bounds: a mask drops the rest, a cap takes less."""
+    Takes the log-normal ratio of mean 1 with the widest spread that the record allows, and the learner's
+    mass of it between the bounds: a mask drops the rest, a cap less."""
     variance, cap = _log_variance(case), math.log(_cap(case))
     if variance == 0:
         return 1.0
@@ -133,7 +133,7 @@ def _log_variance(case):
 
 
 def _is_of_tokens(case):
-    """Whether weights are those of single tokens, by what they differ from 1 at most, and on average."""
+    """Returns whether weights are of single tokens, by their largest and mean distance from 1."""
     if WEIGHT_MIN not in case.series or WEIGHT_MAX not in case.series:
         return True
     lows, highs, means, gaps, largest = (
@@ -151,8 +151,8 @@ def _is_of_tokens(case):
 
 
 def _mass(case):
-    """(of each of the last steps what says how much mass is lost, what is due without a filter, its metric):
-    the mean ratio; or its logarithm, where a few steps make the mean."""
+    """Returns (the quantity of each of the last steps that shows lost mass, its expected mean without a
+    filter, its name): the mean ratio, or its logarithm where a few steps dominate the mean."""
     found, due, metric = _mean_ratio(case)
     if _in_errors(found, due) > case.thresholds["mean_usable"]:
         return found, due, metric
@@ -162,7 +162,7 @@ def _mass(case):
 
 
 def _logs_per_token(case):
-    """Returns the logarithm of each step's mean ratio by the mean length, and k3 of a token.
+    """Returns log(mean ratio) / mean length + k3 of each step.
 
     The logarithm of a mean is at least the mean logarithm: of the products of whole answers -k1 times the
     length. Without a filter k1 and k3 have the same mean. So the sum is at least 0 on average, however far
@@ -180,7 +180,7 @@ def _lost_mass(case):
 
 
 def _mass_sigma(case):
-    """Returns by how many standard errors the mean ratio is below what is due."""
+    """Returns how far the mean ratio is below its expected mean, in standard errors."""
     found, due, _ = _mass(case)
     lost, error = due - statistics.fmean(found), _standard_error(found)
     return lost / error if error else math.copysign(math.inf, lost)
@@ -198,7 +198,7 @@ def _in_errors(found, due):
 
 
 def _standard_error(values):
-    """Returns that of the mean; NaN where a value is infinite, which `statistics.stdev` refuses."""
+    """Returns the standard error of the mean; NaN with an infinite value, which `statistics.stdev` refuses."""
     return statistics.stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
 
 
@@ -215,9 +215,8 @@ def _gap_by_lag(case):
 
 
 def _gap_by_period(case):
-    """(how often the gap rises within periods, or falls from one to the next, whichever is rarer: of
-    the length and beginning for which that is largest; what it is of). Neither noise nor a trend has
-    both."""
+    """Returns (share of the steps that fit a period: rises within, falls from one period to the next, the
+    smaller of the two, for the best length and start; its name). Neither noise nor a trend has both."""
     metric = _moving(case)
     values = case.window(metric, case.thresholds["surge_steps"])
     steps = sorted(values)

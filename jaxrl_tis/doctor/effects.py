@@ -1,4 +1,4 @@
-"""What corrections do: facts and findings from the counts of `estimators.counts`, and from the weights."""
+"""Facts and findings about the effect of corrections, from the counts of `estimators.counts` and the weights."""
 
 import math
 
@@ -12,8 +12,8 @@ WITHOUT_GAP = ("clip_cov", "top_entropy")  # masks that choose tokens, whatever 
 
 
 def _counted(case: Case) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Returns (metric of what is seen, those of what is changed, those of what a bound takes) for each
-    configured weight and mask."""
+    """Returns the count metrics of each configured weight and mask: (of all tokens, of changed tokens, of
+    tokens that a bound changes)."""
     prefix, found = f"{counts.PREFIX}weight/", []
     if case.method("weight")[0] != "none":
         taken = (f"{prefix}truncated", f"{prefix}dropped")
@@ -27,8 +27,8 @@ def _counted(case: Case) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
 
 
 def _share(case: Case, seen: str, parts: tuple[str, ...], length: float) -> float:
-    """Returns the sum of `parts` over that of `seen` in the last `length` steps, 0 of nothing; KeyError
-    names a metric that is not recorded."""
+    """Returns sum(`parts`) / sum(`seen`) over the last `length` steps, 0 without any; KeyError names a
+    metric that is not recorded."""
     def total(metric):
         if not case.window(metric, length):
             raise KeyError(metric)
@@ -38,8 +38,8 @@ def _share(case: Case, seen: str, parts: tuple[str, ...], length: float) -> floa
 
 
 def _least_active(case):
-    """(smallest share of tokens, over the whole run, that one of the methods changes, its metric);
-    1 without methods."""
+    """Returns (smallest share of tokens that one method changes in the whole run, its metric); 1 without
+    methods."""
     length = max(case.last_step, 1)
     return min(
         ((_share(case, seen, changed, length), changed[0]) for seen, changed, _ in _counted(case)),
@@ -48,7 +48,7 @@ def _least_active(case):
 
 
 def _most_active(case):
-    """(largest share of tokens that the bounds of one of the methods take, its metric)."""
+    """Returns (largest share of tokens that the bounds of one method change, its metric)."""
     length = case.thresholds["window"]
     return max(
         ((_share(case, seen, taken, length), taken[0]) for seen, _, taken in _counted(case)),
@@ -57,16 +57,16 @@ def _most_active(case):
 
 
 def is_bypass(case: Case) -> bool:
-    """Whether weights are logged beside a clipped objective, and no old policy's probabilities are: in
-    verl's bypass mode they are for the log alone."""
+    """Returns whether a log is of verl's bypass mode with a clipped objective: it has weights and a clipped
+    share, but no probabilities of an old policy. The weights are only logged there."""
     decoupled = {DP_MEAN, DP_MAX, PEARSON, IS_VALID}
     has_weights = {WEIGHT_MEAN, WEIGHT_MIN, KL, CLIPPED} <= case.series.keys()
     return not case.config and has_weights and not decoupled & case.series.keys()
 
 
 def _shrinks(case):
-    """(by how much the mean weight makes a step smaller, that in words); 1 where the weights are divided
-    by their mean, or not used."""
+    """Returns (factor by which the mean weight makes a step smaller, its name); 1 where the weights are
+    divided by their mean, or not used."""
     if CORRECTED in case.unlogged and CORRECTED not in case.series:
         raise KeyError("whether its correction is on, which its record does not tell")
     if NORMALIZED in case.series or is_bypass(case):
@@ -76,8 +76,8 @@ def _shrinks(case):
 
 
 def _over_weights(case):
-    """(how many times the mean weight of single tokens is that of the record, what it is of). A token's
-    ratio differs from 1 by at most as much as its logarithm from 0, or little more, if it is dropped."""
+    """Returns (mean weight of single tokens over the recorded mean weight, its name). A token's ratio
+    differs from 1 by at most as much as its logarithm from 0, or little more, if it is dropped."""
     if RATIO in case.series:
         tokens, metric = case.mean(RATIO), RATIO
     else:

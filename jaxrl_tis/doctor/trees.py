@@ -1,8 +1,8 @@
-"""The two trees of the doctor, as data.
+"""The two decision trees of the doctor, as tables.
 
 `CAUSES` leads from symptoms to the causes A-F, after the survey "Off-Policy Drift in LLM RL" (v2,
 2026); `SETUP` from the kind of run to the corrections it needs, after "Off-Policy Corrections in
-LLM RL Training". A finding stands after those that it names. Changes name fields of
+LLM RL Training". A finding comes after the findings that it names. Changes name fields of
 configs/default.py.
 """
 
@@ -41,21 +41,21 @@ def _geo_mask(case):
 
 
 def _mode(case):
-    """Returns the mode in which weights look at the sampler's gap alone, unless what is chosen for stale
-    samples weighs the whole drift."""
+    """Returns decoupled mode, in which weights see the sampler's gap alone; None where a method for stale
+    samples weights the whole drift."""
     return None if is_ahead(case) and asynchrony.corrects_staleness(case) else "decoupled"
 
 
 def _weighable(case):
-    """Returns PPO for an objective that corrects the gap itself, because a weight beside it would
-    correct twice; for stale samples, the objective that corrects both parts."""
+    """Returns PPO for an objective that corrects the gap itself, because a weight would correct it twice;
+    for stale samples, the objective that corrects both parts."""
     if is_ahead(case):
         return asynchrony.objective(case)
     return "ppo" if has_own_weight(case) else None
 
 
 def _beside(case, weight):
-    """Returns a weight, or what has its place where samples are stale: an objective that weighs."""
+    """Returns a weight, or for stale samples its replacement: none with an objective that weights."""
     if not is_ahead(case):
         return weight
     is_weighed = is_direct(case) and case.method("weight")[0] == "none"  # by the objective itself
@@ -80,7 +80,7 @@ def _icepop(case):
 
 
 def _old_logp(case):
-    """Returns a way to the log-probs that masks look at, where there is none."""
+    """Returns a source of the old log-probs that masks need, where the config has none."""
     if not is_ahead(case) or case.setting("rollout.old_logp") != "none":
         return None
     return "ring" if case.mode.ahead < math.inf else "ewma"
