@@ -184,7 +184,7 @@ def test_files_of_other_kinds(tmp_path):
     (tmp_path / "d.npz").write_text("no zip")
     (tmp_path / "d.jsonl").touch()
     (tmp_path / "d.csv").touch()
-    assert "is no .npz file" in refusal(tmp_path / "d.npz")
+    assert "not an .npz file" in refusal(tmp_path / "d.npz")
     assert "has no sequence" in refusal(tmp_path / "d.jsonl")
     assert "a .jsonl, .jsonl.gz or .npz file" in refusal(tmp_path / "d.csv")
     with pytest.raises(FileNotFoundError, match="no such file"):

@@ -155,7 +155,7 @@ def test_the_table_says_all_of_it(report):
     assert text.startswith(f"{report['dump']}: 16 sequences, ")
     for row in report["rules"]:
         assert f"\n{row['rule']} " in text, row["rule"]
-    assert "trm(trm_delta=0.05)                       needs both sides' logits" in text
+    assert "trm(trm_delta=0.05)                       needs the logits of both sides" in text
     assert "of the squared log ratio" in text and "logp is missing" not in text
     for words in ("By position", "By length", "By lag", "By turn", "By context"):
         assert f"Where is it? {words}" in text
@@ -173,7 +173,7 @@ def test_a_row_that_keeps_nothing_has_no_numbers():
 def test_the_page_has_the_table_and_its_pictures(report):
     found = page.page(report)
     assert found.count("<svg") == found.count("</svg>") == 4 + 6  # profiles of six kinds
-    assert "Bias against noise" in found and "What would each correction make" in found
+    assert "Bias against noise" in found and "What would each correction do" in found
     assert "http" not in found.replace("http://www.w3.org", "").replace("https://", "http")[:200]
 
 
