@@ -263,7 +263,7 @@ def test_the_command_prints_and_writes_the_same(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert 'c.engine.quantization = \'none\'  # now \'w8a8\'' in printed
     assert "A.quantized: sampler and learner are quantized" in printed
-    assert "do not: reading rollout_corr/kl as learning" in printed
+    assert "do not: read rollout_corr/kl as learning" in printed
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
