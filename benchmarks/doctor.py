@@ -600,7 +600,7 @@ def _share(number, of):
 
 
 def text(counts: Counts) -> str:
-    """Returns the text of the table in the page."""
+    """Returns what stands in the page."""
     head = (f"{counts.logs} clean logs of each framework, {counts.broken} with each cause; \"wrong\": share of "
             "the clean ones in which a finding holds, \"found\": of those with its cause.")
     return "\n".join([BEGIN, head, "", *table(counts), END])

@@ -1,11 +1,11 @@
-"""How far sampler and learner are apart in a dump of any trainer, and what each correction would do.
+"""Measures the gap of sampler and learner in a dump of any trainer, and the effect of each correction.
 
     python -m jaxrl_tis.audit DUMP [--columns OURS=THEIRS,...] [--current_version N]
                                    [--json FILE] [--html FILE]
 
 DUMP is a .jsonl, .jsonl.gz or .npz file of token log-probs; docs/audit.md has its columns, recipes that write
 it from other frameworks, and the meaning of every number. Needs no model and no accelerator. A dump
-with a malformed line is refused, with the line and the column, and exit code 2.
+with a malformed line is refused with exit code 2; the message names line and column.
 """
 
 import argparse
@@ -36,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
     parser = argparse.ArgumentParser(
         prog="python -m jaxrl_tis.audit",
-        description="The gap of sampler and learner in a dump of log-probs, and what corrections do.",
+        description="Measures the gap of sampler and learner in a dump, and the effect of each correction.",
     )
     parser.add_argument("dump", metavar="DUMP", help=".jsonl, .jsonl.gz or .npz file")
     parser.add_argument("--columns", metavar="OURS=THEIRS,...", type=_renamed, default={},
-                        help="names that columns have in the file")
+                        help="names of the columns in the file")
     parser.add_argument("--current_version", metavar="N", type=int,
-                        help="of the learner's weights; default: the newest that drew a token")
+                        help="version of the learner's weights; default: the newest in the dump")
     parser.add_argument("--json", metavar="FILE", help="also write all numbers here")
     parser.add_argument("--html", metavar="FILE", help="also write a page of plots here")
     args = parser.parse_args(argv)

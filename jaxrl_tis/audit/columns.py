@@ -1,4 +1,4 @@
-"""The columns of a dump, and what is wrong with the values of one sequence."""
+"""Defines the columns of a dump and checks the values of one sequence."""
 
 import difflib
 from collections.abc import Mapping
@@ -17,17 +17,17 @@ ROUNDING = 1e-4  # a log-softmax in float32 may end this much above 0
 
 
 class Bad(Exception):
-    """What is wrong with a column of one sequence."""
+    """Raised for a bad column of one sequence; its text says what is wrong."""
 
 
 def nearest(name: str) -> str:
-    """What may have been meant by a name that is no column."""
+    """Returns a hint for an unknown column: the nearest name, or all names."""
     near = difflib.get_close_matches(name, COLUMNS, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"the columns are {', '.join(COLUMNS)}"
 
 
 def check(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Reads the values of one sequence.
+    """Checks the values of one sequence and converts them to arrays.
 
     Args:
       record: column -> its values: lists or arrays, and a number or a text for `SEQUENCE`.
@@ -41,7 +41,7 @@ def check(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             problems.append(f"unknown column {name!r}; {nearest(name)}")
     for name in REQUIRED:
         if name not in record:
-            problems.append(f"there is no column {name!r}")
+            problems.append(f"column {name!r} is missing")
     if problems:
         return values, problems
     try:
@@ -74,7 +74,7 @@ def _mask(record, num_tokens):
     except Bad as error:
         raise Bad(f"mask: {error}") from None
     if not np.isin(x, (0, 1)).all():
-        raise Bad("mask: holds other values than 0 and 1")
+        raise Bad("mask: has values other than 0 and 1")
     return x != 0
 
 
@@ -110,7 +110,7 @@ def _log_probs(x, mask):
     with np.errstate(over="ignore"):
         x = x.astype(np.float32)
     _refuse(x, mask & ~np.isfinite(x), "is not finite")
-    _refuse(x, mask & (x > ROUNDING), "is above 0, so no log-prob")
+    _refuse(x, mask & (x > ROUNDING), "is above 0, so it is not a log-prob")
     return np.where(mask, x, 0.0).astype(np.float32)
 
 
@@ -143,7 +143,7 @@ def _top(value, mask):
         raise Bad(f"{len(x)} values, and logp_behav has {len(mask)}")
     is_wrong = (np.isinf(x) | (x > ROUNDING)).any(axis=(1, 2)) & mask
     if is_wrong.any():
-        raise Bad(f"token {int(is_wrong.argmax())} has a value that is no log-prob")
+        raise Bad(f"token {int(is_wrong.argmax())} has a value that is not a log-prob")
     return x
 
 

@@ -1,4 +1,4 @@
-"""Reads a dump: sequences of token log-probs that some trainer wrote, as JSONL or NPZ.
+"""Reads a dump: sequences of token log-probs of any trainer, as JSONL or NPZ.
 
 JSONL has an object per line and sequence. NPZ has the same columns, in one of two layouts:
 
@@ -28,7 +28,7 @@ SHOWN = 5  # bad lines that the message has
 
 @dataclasses.dataclass(frozen=True)
 class Dump:
-    """What was read.
+    """The content of a dump.
 
     Attributes:
       path: the file.
@@ -58,7 +58,7 @@ def read(path: str, renamed: Mapping[str, str] | None = None) -> Dump:
         if column not in (*columns.COLUMNS, "lengths"):
             raise ValueError(f"there is no column {column!r}; {columns.nearest(column)}")
     if not pathlib.Path(path).is_file():
-        raise FileNotFoundError(f"{path}: there is no such file")
+        raise FileNotFoundError(f"{path}: no such file")
     ours = {theirs: column for column, theirs in renamed.items()}
     if path.endswith((".jsonl", ".jsonl.gz")):
         return _collect(path, "line", _lines(path, ours))
@@ -90,7 +90,7 @@ def _whole(path, file):
     try:
         yield from file
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: not a whole gzip file ({error})") from error
+        raise ValueError(f"{path}: incomplete or broken gzip file ({error})") from error
 
 
 # NPZ
@@ -102,17 +102,17 @@ def _rows(path: str, ours: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {ours[k] if k in ours else k: file[k] for k in file.files}
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path} is no .npz file of numbers: {error}") from error
+        raise ValueError(f"{path}: not an .npz file of numbers: {error}") from error
     lengths = arrays.pop("lengths", None)
     for name in arrays:
         if name not in columns.COLUMNS:
             raise ValueError(f"{path}: unknown column {name!r}; {columns.nearest(name)}")
     for name in columns.REQUIRED:
         if name not in arrays:
-            raise ValueError(f"{path}: there is no column {name!r}; it has {', '.join(arrays)}")
+            raise ValueError(f"{path}: column {name!r} is missing; the file has {', '.join(arrays)}")
     if lengths is None and "mask" not in arrays:
         raise ValueError(
-            f"{path}: there is neither `mask`, for columns [B,T], nor `lengths`, for columns [N]"
+            f"{path}: needs `mask`, for columns [B,T], or `lengths`, for columns [N]"
         )
     starts, ends = _padded(path, arrays) if lengths is None else _flat(path, arrays, lengths)
     shape = arrays["logp_behav"].shape
@@ -132,7 +132,7 @@ def _is_of_tokens(path, name, x, shape, num_sequences):
     if name in (*columns.SEQUENCE, "version") and x.shape == (num_sequences,):
         return False
     raise ValueError(
-        f"{path}, column {name}: shape {list(x.shape)} does not go with {list(shape)} of "
+        f"{path}, column {name}: shape {list(x.shape)} does not match {list(shape)} of "
         f"logp_behav and {num_sequences} sequences"
     )
 
@@ -157,7 +157,7 @@ def _flat(path, arrays, lengths):
     is_count = lengths.ndim == 1 and lengths.dtype.kind in "iu" and (lengths >= 0).all()
     if len(shape) != 1 or not is_count or lengths.sum() != shape[0]:
         raise ValueError(
-            f"{path}, column lengths: {list(lengths.shape)} whole numbers are wanted that add up "
+            f"{path}, column lengths: the {list(lengths.shape)} values must be whole numbers that add up "
             f"to the tokens of logp_behav {list(shape)}"
         )
     ends = np.cumsum(lengths)
@@ -188,11 +188,11 @@ def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
     if problems:
         raise ValueError(_refusal(path, unit, problems, count))
     if not good:
-        raise ValueError(f"{path}: holds no sequence")
+        raise ValueError(f"{path}: has no sequence")
     lengths = np.array([len(record_values["mask"]) for record_values in good])
     if lengths.sum() > MOST_TOKENS:
         raise ValueError(
-            f"{path}: {lengths.sum()} tokens; float32 counts up to {MOST_TOKENS}, so audit a part"
+            f"{path}: {lengths.sum()} tokens; the limit is {MOST_TOKENS}, so audit a part"
         )
     tokens, sequences = {}, {}
     for name in good[0]:
@@ -213,16 +213,14 @@ def _unlike(unit, first, record):
     """Lists columns that not all sequences have."""
     number, names = first
     known = lambda there, here: [c for c in there if c in columns.COLUMNS and c not in here]
-    differences = [
-        f"{c}: missing, {unit} {number} has it" for c in known(names, record)
-        if c not in columns.REQUIRED
-    ]
-    differences += [f"{c}: {unit} {number} does not have it" for c in known(record, names)]
+    differences = [f"{c}: missing, but {unit} {number} has it" for c in known(names, record)
+             if c not in columns.REQUIRED]
+    differences += [f"{c}: present, but {unit} {number} lacks it" for c in known(record, names)]
     return differences
 
 
 def _unlike_head(here, there):
-    return [] if here == there else [f"top: {here} pairs for a token, and {there} before"]
+    return [] if here == there else [f"top: {here} pairs per token, but {there} before"]
 
 
 def _refusal(path, unit, problems, count):

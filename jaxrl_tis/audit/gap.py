@@ -1,5 +1,5 @@
-"""How far sampler and learner are apart in a dump: every metric of the estimators that its columns
-allow, under the names of docs/metrics.md."""
+"""Measures the gap of sampler and learner in a dump: every metric that its columns allow, under the
+names of docs/metrics.md."""
 
 import functools
 from typing import Any
@@ -16,7 +16,7 @@ NUM_BUCKETS = 32  # of every profile, so that they share a program; what is beyo
 
 
 def metrics(batch: Batch) -> dict[str, jax.Array]:
-    """All metrics of a batch, see `whatif.numbers` for its fields. Works under jit."""
+    """Returns all metrics of a batch, see `whatif.table` for its fields. Works under jit."""
     behav, old, mask, seg = (batch[k] for k in ("logp_behav", "logp_old", "mask", "seg"))
     log_ratio = ratios.safe_log_ratio(old, behav, mask)
     values = mismatch.offpolicy_metrics(old, behav, mask, seg)
@@ -40,8 +40,7 @@ def metrics(batch: Batch) -> dict[str, jax.Array]:
 
 
 def _causes(batch):
-    """The drift by its factors: the engine's alone, or that and staleness where the learner now is
-    known."""
+    """Returns the drift by its factors, engine and staleness; {} where the current learner is unknown."""
     if "logp" not in batch:
         return {}
     now, mask = batch["logp"], batch["mask"]
@@ -53,7 +52,7 @@ def _causes(batch):
 
 
 def _head(batch):
-    """The masses of the head that scores would be centred over."""
+    """Returns the mean masses of the top tokens that scores would be centred over."""
     pairs = batch["top"]
     is_token = batch["mask"][..., None] & jnp.all(jnp.isfinite(pairs), axis=-1)
     f = centering.rule(methods.parse("weight", "none"), (), methods.parse("objective", "reinforce"),
@@ -67,9 +66,9 @@ def _head(batch):
 
 
 def profiles(batch: Batch) -> dict[str, dict[str, float]]:
-    """{"<kind>_<label>": statistics} of the tokens by position in the response and in the context,
-    length of the response, turn, distance from a tool's text, and age of the weights; of the buckets
-    that hold a token."""
+    """Returns {"<kind>_<label>": statistics} of the tokens by position in the response and in the context,
+    length of the response, turn, distance from a tool's text, and age of the weights. Buckets without
+    a token are left out."""
     octaves = (0, *(2**k for k in range(NUM_BUCKETS - 1)))
     labels = dict.fromkeys(("position", "length", "context"), octaves)
     labels |= dict.fromkeys(("turn", "lag"), range(NUM_BUCKETS))

@@ -1,4 +1,4 @@
-"""All that is measured of a dump, as one object; docs/audit.md lists its keys."""
+"""Measures a dump and returns one object; docs/audit.md lists its keys."""
 
 import concurrent.futures
 import functools
@@ -18,7 +18,7 @@ NUM_BINS = 40
 
 
 def measure(dump: Dump, current_version: int | None = None) -> dict[str, Any]:
-    """Measures everything that the columns allow.
+    """Returns all measurements that the columns allow.
 
     Args:
       dump: see `dump.read`.
@@ -54,7 +54,7 @@ def measure(dump: Dump, current_version: int | None = None) -> dict[str, Any]:
 
 
 def make_batch(dump: Dump, current_version: int | None) -> dict[str, Any]:
-    """The fields that `gap` and `whatif` take, as far as the columns give them."""
+    """Returns the fields that `gap` and `whatif` read, as far as the columns give them."""
     rows = packing.pack(dump.lengths)
     batch = {name: rows.of_tokens(x) for name, x in dump.tokens.items()}
     batch |= {"seg": rows.seg, "key": jax.random.key(0), "sign": np.ones_like(batch["logp_old"])}
@@ -79,7 +79,7 @@ def make_batch(dump: Dump, current_version: int | None) -> dict[str, Any]:
 
 
 def _advantages(reward, group):
-    """GRPO's, [B]."""
+    """Returns GRPO's advantages [B]."""
     one = np.ones((len(reward), 1), bool)
     return np.asarray(jax.jit(advantages.grpo)(reward, one, group))[:, 0]
 
@@ -94,7 +94,7 @@ def _percentiles(dump):
 
 
 def _histogram(dump):
-    """Counts of log-ratios between their outermost thousandths, and of both probabilities."""
+    """Returns counts of log-ratios without their outermost thousandths, and of both probabilities."""
     behav, old = _valid(dump, "logp_behav"), _valid(dump, "logp_old")
     low, high = np.percentile(old - behav, (0.1, 99.9))
     width = max(high - low, 1e-6)
@@ -105,6 +105,6 @@ def _histogram(dump):
 
 
 def to_json(report: dict[str, Any]) -> str:
-    """Writes the report as JSON, which has no NaN and no infinity: they are null."""
+    """Returns the report as JSON, with null for NaN and infinities."""
     strict = json.loads(json.dumps(report), parse_constant=lambda _: None)
     return json.dumps(strict, indent=1, allow_nan=False) + "\n"

@@ -1,4 +1,4 @@
-"""Puts the sequences of a dump into rows, as the estimators take them.
+"""Packs the sequences of a dump into rows, the layout that the estimators read.
 
 All rows have one width, so that one program serves any mixture of lengths: sequences of very
 different ones share rows. Sizes are rounded up, so that dumps of about one size share it too.
@@ -15,7 +15,7 @@ MOST_PADDED = 3  # times the tokens; a row of its own for each sequence makes sm
 
 
 class Rows(NamedTuple):
-    """Where tokens and sequences are.
+    """The place of each token and sequence in the rows.
 
     `token` [R,T] is the index of a token in `Dump.tokens`, `sequence` [R,S] that of a sequence in
     `Dump.sequences`; -1 is padding. S is 1, or T where rows are shared; `seg` has the sequences'
@@ -42,7 +42,7 @@ def _gather(x, index):
 
 
 def rounded(count: int) -> int:
-    """The next multiple of a sixteenth of the power of two that is not below it."""
+    """Rounds a count up to a multiple of a sixteenth of the next power of two."""
     step = 2 ** max(0, math.ceil(math.log2(count)) - 4)
     return -(-count // step) * step
 
@@ -64,7 +64,7 @@ def pack(lengths: np.ndarray) -> Rows:
 
 
 def _lay(rows, lengths, width):
-    """The indices of rows of these members."""
+    """Returns the indices of rows with these sequences."""
     num_rows, is_shared = rounded(len(rows)), any(len(members) > 1 for members in rows)
     most = width if is_shared else 1
     token = np.full((num_rows, width), -1, np.int32)

@@ -1,4 +1,4 @@
-"""A page of plots of a dump: one HTML file, nothing fetched."""
+"""Draws one HTML page about a dump; it loads nothing from the network."""
 
 import html
 from collections.abc import Sequence
@@ -24,8 +24,8 @@ def page(report: dict[str, Any]) -> str:
 <html lang="en"><head><meta charset="utf-8"><title>{title}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}</style></head>
 <body><main><h1>{title}</h1>
-<p class="lead">Verdict: {html.escape(", ".join(report["doctor"]["verdict"]))}. What the verdict rests
-on, and every number, stands below the pictures.</p>
+<p class="lead">Verdict: {html.escape(", ".join(report["doctor"]["verdict"]))}. Its evidence and all
+numbers are below the pictures.</p>
 <div class="grid">{pictures}</div>
 <h2>All numbers</h2><div class="card scroll"><pre style="padding: 0 14px">{numbers}</pre></div>
 </main></body></html>
@@ -35,9 +35,9 @@ on, and every number, stands below the pictures.</p>
 def _pictures(report) -> list[tuple[str, str]]:
     """[(svg, note)]"""
     drawn = [
-        (_draw_ratios, "Log of the learner's probability over the sampler's, per token; the outermost "
-                       "thousandths are left out. Its width is the gap, its mean the drift of length."),
-        (_draw_probabilities, "Each token by its two probabilities. On the diagonal both agree."),
+        (_draw_ratios, "Log of the learner's probability over the sampler's, per token, without the "
+                       "outermost thousandths. The width is the gap, the mean adds up over a response."),
+        (_draw_probabilities, "Each token by its two probabilities. On the diagonal they are equal."),
     ]
     for kind, meaning in table.PROFILES.items():
         rows = {name.removeprefix(f"{kind}_"): x for name, x in report["profiles"].items()
@@ -45,9 +45,9 @@ def _pictures(report) -> list[tuple[str, str]]:
         if len(rows) > 1:
             drawn.append((_profile(kind, rows), f"By {kind}: {meaning}. Bars: share of the tokens."))
     drawn += [
-        (_draw_trade, "Each correction by what it misses and how noisy it is. Lower left is better; "
-                      "the points of presets with the same numbers lie on each other."),
-        (_draw_kept, "What presets keep, and what it is worth."),
+        (_draw_trade, "Each correction by its bias and its noise. Lower left is better. Points of "
+                      "presets with equal numbers cover each other."),
+        (_draw_kept, "Share of the tokens that each preset keeps, and their effective sample size."),
     ]
     pictures = []
     with matplotlib.rc_context(STYLE):
@@ -74,13 +74,13 @@ def _draw_probabilities(axes: Axes, report) -> None:
     axes.pcolormesh(np.linspace(0, 1, len(grid) + 1), np.linspace(0, 1, len(grid) + 1), shown,
                     norm=colors.LogNorm(), cmap="viridis", rasterized=False)
     axes.plot((0, 1), (0, 1), color=COLORS[1], linewidth=0.8)
-    axes.set_title("Probability of the drawn tokens")
+    axes.set_title("Probability of the sampled tokens")
     axes.set_xlabel("sampler")
     axes.set_ylabel("learner")
 
 
 def _profile(kind, rows):
-    """A function that draws one profile."""
+    """Returns a function that draws one profile."""
     def draw(axes: Axes, report) -> None:
         del report
         places = range(len(rows))
@@ -110,7 +110,7 @@ def _draw_trade(axes: Axes, report) -> None:
     axes.set_xscale("log")
     axes.set_title("Bias against noise")
     axes.set_xlabel("noise: variance of the step, 1 without weights")
-    axes.set_ylabel("bias s: missed of whole sequences")
+    axes.set_ylabel("bias s: missed mass of whole sequences")
     axes.legend()
 
 

@@ -1,4 +1,4 @@
-"""The report of a dump as text, for a reader who does not know this project."""
+"""Writes the report of a dump as text."""
 
 import textwrap
 from collections.abc import Iterator
@@ -10,36 +10,38 @@ RULE_WIDTH = 40
 # (metric, its label, how it is written, what it says)
 GAPS = (
     ("mismatch/log_ratio_abs_mean", "mean |log ratio|", "{:.4g} nats",
-     "by which a token's log-probs differ on average"),
-    ("p99", "99th percentile of it", "{:.4g} nats", "one token in a hundred differs by more"),
+     "mean difference of a token's two log-probs"),
+    ("p99", "99th percentile", "{:.4g} nats", "one token in a hundred differs by more"),
     ("training/rollout_probs_diff_max", "largest |dp|", "{:.3g}",
      "largest difference of a token's two probabilities"),
     ("training/rollout_actor_probs_pearson_corr", "correlation", "{:.5f}",
-     "of the two probabilities; below 0.99 look for the cause"),
+     "correlation of the two probabilities; below 0.99 find the cause"),
     ("rollout_corr/kl", "KL, k1", "{:.3g} nats",
-     "KL(sampler || learner) per token; below 0 only by chance"),
-    ("rollout_corr/k3_kl", "KL, k3", "{:.3g} nats", "the same, never below 0 and less noisy"),
+     "KL(sampler || learner) per token; negative only by chance"),
+    ("rollout_corr/k3_kl", "KL, k3", "{:.3g} nats", "the same KL, never negative and less noisy"),
     ("rollout_corr/chi2_token", "chi2 of tokens", "{:.3g}", "variance of untruncated token weights"),
-    ("rollout_corr/chi2_seq", "chi2 of sequences", "{:.3g}", "variance of untruncated products"),
+    ("rollout_corr/chi2_seq", "chi2 of sequences", "{:.3g}", "variance of untruncated sequence weights"),
     ("mismatch/tv_token", "total variation, token", "{:.3g}",
      "share of the learner's next-token mass that the sampler misses"),
     ("mismatch/tv_seq", "total variation, sequence", "{:.3g}",
-     "the same for whole sequences; near 1 they hardly overlap"),
+     "the same for whole sequences; near 1 the two hardly overlap"),
     ("mismatch/ess_seq", "ESS of sequences", "{:.3g}",
-     "share of the sequences that exact weights would be worth"),
+     "effective sample size of exact sequence weights, 1 is all"),
     ("mismatch/ratio_mean_token", "mean ratio", "{:.4f}",
-     "1 if the recorded log-probs are those that were sampled from"),
-    ("reward/mean", "reward", "{:.4g}", "mean, which is the sampler's"),
+     "1 if the recorded log-probs are those of the sampled distribution"),
+    ("reward/mean", "reward", "{:.4g}", "mean reward of the sampler"),
     ("reward/learner_snis", "reward of the learner", "{:.4g}",
-     "what it would earn itself, by exact weights (SNIS)"),
+     "its estimated mean reward, by exact weights (SNIS)"),
     ("training/off_policy/trajectory_staleness_worst/mean", "staleness", "{:.3g} versions",
      "mean age of a sequence's oldest token"),
-    ("centering/sampler_mass", "sampler's mass in top", "{:.3g}", "the rest is modelled"),
-    ("centering/learner_mass", "learner's mass in top", "{:.3g}", "the rest is modelled"),
+    ("centering/sampler_mass", "sampler's mass in top", "{:.3g}",
+     "mass of the top tokens; the rest is modelled"),
+    ("centering/learner_mass", "learner's mass in top", "{:.3g}",
+     "mass of the top tokens; the rest is modelled"),
 )
 CAUSES = (
-    ("engine", "same weights, other program, precision or filter"),
-    ("staleness", "weights that moved since the tokens were drawn"),
+    ("engine", "same weights; other program, precision or filter"),
+    ("staleness", "the weights changed after the tokens were sampled"),
 )
 PROFILES = {
     "position": "tokens from this position of the response on",
@@ -47,29 +49,29 @@ PROFILES = {
     "length": "responses from this length on",
     "turn": "turn of the conversation",
     "after_tool": "tokens at this distance from a tool's text",
-    "lag": "age of the weights that drew the token, versions",
+    "lag": "age of the weights that sampled the token, versions",
 }
 COLUMNS = (
-    ("tokens_kept", "tokens", 7, "share of the tokens that still teach"),
+    ("tokens_kept", "tokens", 7, "share of the tokens with a weight other than 0"),
     ("sequences_kept", "seqs", 7, "share of the sequences with such a token"),
     ("truncated", "bound", 7, "share of the tokens whose weight a cap or floor changed, but not to 0"),
-    ("ess", "ESS", 7, "effective sample size: what the weighted tokens are worth, 1 is all of them"),
-    ("mean", "mean w", 8, "mean weight, 0 where dropped: the step shrinks with it"),
-    ("largest", "max w", 8, "largest weight: how much one token can rule"),
+    ("ess", "ESS", 7, "effective sample size of the weighted tokens, 1 is all of them"),
+    ("mean", "mean w", 8, "mean weight, 0 for dropped tokens; it scales the step"),
+    ("largest", "max w", 8, "largest weight: the influence of one token"),
     ("bias_token", "bias t", 7, "share of the learner's next-token mass that the weighted tokens miss"),
-    ("bias_seq", "bias s", 7, "the same of whole sequences; it bounds the bias of a reward within [0, 1]"),
-    ("variance", "noise", 8, "variance of the step, in units of the one without weights"),
+    ("bias_seq", "bias s", 7, "the same for whole sequences; it bounds the bias of a reward within [0, 1]"),
+    ("variance", "noise", 8, "variance of the step, relative to no weights"),
     ("reward", "reward", 8, "mean reward under these weights, self-normalised"),
 )
 KINDS = {
-    "weight": "Weights (what a token's gradient is multiplied with)",
+    "weight": "Weights (the factor of a token's gradient)",
     "mask": "Masks (which tokens are kept)",
-    "preset": "Presets (weight, masks and objective together, as they enter the next update)",
+    "preset": "Presets (weight, masks and objective together, at the next update)",
 }
 
 
 def text(report: dict[str, Any]) -> str:
-    """Writes the report of `measure`, with the `doctor` of `verdict`."""
+    """Returns the report of `measure` as text, with the `doctor` of `verdict`."""
     parts = _head, _gap, _verdict, _causes, _profiles, _what_if
     return "\n".join(line for part in parts for line in part(report))
 
@@ -82,9 +84,9 @@ def _head(report) -> Iterator[str]:
     yield (f"{report['dump']}: {report['sequences']:,} sequences, {report['tokens']:,} tokens"
            f" (columns {', '.join(report['columns'])})")
     if report["masked_tokens"]:
-        yield f"  {report['masked_tokens']:,} more tokens are masked and count nowhere"
+        yield f"  {report['masked_tokens']:,} more tokens are masked and not counted"
     if report["without_tokens"]:
-        yield f"  {report['without_tokens']:,} sequences have no token that is not masked"
+        yield f"  {report['without_tokens']:,} sequences have masked tokens only"
     yield ""
 
 
@@ -112,15 +114,15 @@ def _verdict(report) -> Iterator[str]:
 
 
 def _causes(report) -> Iterator[str]:
-    yield "Which part of the drift is whose?"
+    yield "Which part of the gap is engine, and which is staleness?"
     values = report["metrics"]
     if "mismatch/engine/share" not in values:
-        yield "  all of it counts as the engine's: telling staleness apart needs logp, the learner now"
+        yield "  Unknown: without logp (the current learner) the whole gap counts as the engine's."
     else:
         for factor, meaning in CAUSES:
             share = values[f"mismatch/{factor}/share"]
             mean = values[f"mismatch/{factor}/log_ratio_abs_mean"]
-            yield f"  {factor:<12}{share:>7.1%} of the squared drift, {mean:.4g} nats: {meaning}"
+            yield f"  {factor:<12}{share:>7.1%} of the squared log ratio, {mean:.4g} nats: {meaning}"
     yield ""
 
 
@@ -139,13 +141,13 @@ def _profiles(report) -> Iterator[str]:
 
 def _what_if(report) -> Iterator[str]:
     columns = [c for c in COLUMNS if any(c[0] in row for row in report["rules"])]
-    yield "What would each correction make of this batch?"
+    yield "What would each correction do to this batch?"
     for _, title, _, meaning in columns:
         yield f"  {title:<8}{meaning}"
-    yield "  A correction buys a smaller bias with noise: of those whose bias is small enough, take"
-    yield "  the least noisy. Token weights repair bias t, weights of sequences bias s."
+    yield "  A correction trades bias for noise. Among corrections with a small enough bias, take the"
+    yield "  least noisy one. Token weights reduce bias t, sequence weights bias s."
     if "logp" not in report["columns"]:
-        yield "  logp is missing: what judges the learner now sees logp_old, as at the first update."
+        yield "  logp is missing: rules that need the current learner use logp_old, as at the first update."
     for kind, heading in KINDS.items():
         yield ""
         yield heading

@@ -1,4 +1,4 @@
-"""What the doctor says of a dump, as of one step of a run that corrects nothing."""
+"""Asks the doctor for a verdict on a dump, as one step of a run without correction."""
 
 from typing import Any
 
@@ -21,23 +21,23 @@ LEAST_WORTH = 2.0  # effective number of tokens; below it one outweighs all othe
 
 
 def _too_little(report):
-    """Says why a verdict would rest on a token or two, or returns None."""
+    """Returns why the dump is too small for a verdict, None where it is large enough."""
     tokens, values = report["tokens"], report["metrics"]
     if tokens < FEWEST:
-        return f"{tokens} valid tokens, a verdict needs {FEWEST}"
+        return f"{tokens} valid tokens; a verdict needs {FEWEST}"
     square = 1.0 + values[CHI2]  # mean of the squared ratio
     worth = tokens * values[RATIO] ** 2 / square if square > 0 else 0.0
     if worth >= LEAST_WORTH:
         return None
     return (
-        f"by the ratios of learner and sampler the {tokens} valid tokens are worth {worth:.3g}, a verdict "
-        f"needs {LEAST_WORTH:g}: look at the token with the largest log ratio"
+        f"the {tokens} valid tokens have an effective size of {worth:.3g}; a verdict needs {LEAST_WORTH:g}. "
+        "Look at the token with the largest log ratio"
     )
 
 
 def verdict(report: dict[str, Any]) -> dict[str, Any]:
-    """{verdict, findings, undecided} of the doctor, see `doctor.__main__`, whose findings have no
-    changes: there is no config to change. Without findings where a token or two would make them."""
+    """Returns {verdict, findings, undecided} of the doctor, see `doctor.__main__`. Findings have no
+    changes, because there is no config. There are none where a dump is too small for a verdict."""
     reason = _too_little(report)
     if reason:
         undecided = [{"name": TOO_LITTLE, "title": TOO_LITTLE, "reason": reason}]

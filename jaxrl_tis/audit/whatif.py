@@ -1,4 +1,4 @@
-"""What every weight, mask and preset would make of a dump.
+"""Computes what every weight, mask and preset would do to a dump.
 
 Each is the function that trains: `loss.importance_weights`, `loss.accepted`, and for the objective of
 a preset the gradient of `loss.policy_loss`, whose factor before the score is a weight, too.
@@ -40,23 +40,24 @@ CHOSEN = {
 
 # A field that methods name -> what the dump would have to hold.
 WANTED = {
-    "logp": "needs logp, the learner now",
-    "logp_prox": "needs logp, the learner now",
+    "logp": "needs logp (the current learner)",
+    "logp_prox": "needs logp (the current learner)",
     "adv": "needs reward and group",
     "turn": "needs turn",
     "version": "needs version",
     "current_version": "needs version",
-    "top": "needs top, the sampler's top-n",
-    "entropy": "needs entropies, no column of a dump",
-    "logits": "needs both sides' logits, no column of a dump",
-    "logits_behav": "needs both sides' logits, no column of a dump",
+    "top": "needs top (the sampler's likeliest tokens)",
+    "entropy": "needs entropies, which no dump has",
+    "logits": "needs the logits of both sides, which no dump has",
+    "logits_behav": "needs the logits of both sides, which no dump has",
 }
 
 
 class Part(NamedTuple):
-    """One factor of the weight that a token ends with: of kind "weight", "mask" or "objective", as a
-    config spells it. `is_now`: it judges the ratio of the learner now to the sampler, and not that of
-    the learner at the weights that sampled; of an objective, it is in bypass mode."""
+    """One factor of a token's final weight, of kind "weight", "mask" or "objective".
+
+    `text`: as a config spells it. `is_now`: it uses the ratio of the current learner to the sampler, in
+    place of the learner at the weights that sampled; for an objective, it is in bypass mode."""
 
     kind: str
     text: str
@@ -65,7 +66,7 @@ class Part(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """A weight, a mask or a preset.
+    """A weight, a mask or a preset of the table.
 
     Attributes:
       rule: as a config spells it.
@@ -84,7 +85,7 @@ class Rule:
 
 
 def rules(fields: frozenset[str]) -> list[Rule]:
-    """Every rule there is; `fields` are those of the batch."""
+    """Returns every weight, mask and preset as a rule; `fields` are those of the batch."""
     chosen = []
     for kind in ("weight", "mask"):
         for name in methods.TABLES[kind][0]:
@@ -107,7 +108,7 @@ def _part(kind, text, is_bypass, fields):
 
 
 def _with_bounds(kind, name):
-    """The method as a config spells it, with a value for each parameter that has no default."""
+    """Returns a method as a config spells it, with a value for each parameter without a default."""
     if kind == "mask" and name in CHOSEN:
         return CHOSEN[name]
     values = methods.parameters(kind, name).items()
@@ -126,8 +127,8 @@ def _reason(parts, more, fields):
 
 
 def evaluate_parts(parts: Sequence[Part], batch: Batch) -> list[tuple[jax.Array, jax.Array]]:
-    """[(factor of each token [R,T], share of the tokens whose factor a bound has changed, but not to
-    0)] of each part. Works under jit. Arguments as `table`."""
+    """Returns (factor of each token [R,T], share of the tokens whose factor a bound changed, but not to
+    0) for each part. Works under jit. Arguments as `table`."""
     mask, seg, none = batch["mask"], batch["seg"], jnp.zeros(())
     log_ratios = [ratios.safe_log_ratio(batch[learner], batch["logp_behav"], mask)
                   for learner in ("logp_old", "logp_now")]
@@ -161,8 +162,8 @@ def _truncated(counted):
 
 
 def _factor(objective, mode, batch):
-    """What an objective multiplies the score of each token with at the next update, by its
-    advantage: minus the gradient of its loss. 0 where it clips."""
+    """Returns the factor that an objective gives the score of each token [R,T] at the next update, by
+    its advantage: minus the gradient of its loss. 0 where it clips."""
     sign = jnp.where(batch["sign"] < 0, -1.0, 1.0)
 
     def total(logp):
@@ -177,8 +178,8 @@ def _factor(objective, mode, batch):
 def numbers(
     w: jax.Array, rho: tuple[jax.Array, jax.Array], batch: Batch
 ) -> dict[str, jax.Array]:
-    """What docs/audit.md says of a weight w [R,T]; rho has the ratios of tokens and of sequences
-    that it stands for, [R,T] each. Other arguments as `table`."""
+    """Returns the columns of docs/audit.md for a weight w [R,T]. rho has the ratios of tokens and of
+    sequences that the weight stands for, [R,T] each. Other arguments as `table`."""
     mask, seg = batch["mask"], batch["seg"]
     w = ratios.zero_padding(w, mask)
     mean, w_rs = ratios.masked_mean(w, mask), ratios.sequence_mean(w, mask, seg)
@@ -208,8 +209,8 @@ def numbers(
 
 
 def table(chosen: Sequence[Rule], batch: Batch) -> list[dict[str, Any]]:
-    """A row for each rule: kind, name, rule (as a config spells it), reason, and where that is None
-    its numbers.
+    """Returns a row for each rule: kind, name, rule (as a config spells it), reason, and its numbers
+    where reason is None.
 
     Args:
       batch: [R,T] arrays mask, logp_behav, logp_old, logp_now (the learner now, or logp_old where
@@ -235,8 +236,8 @@ def table(chosen: Sequence[Rule], batch: Batch) -> list[dict[str, Any]]:
 
 
 def _equal_parts(made, batch):
-    """{part: the first part with the same factor at every token, None if that is 1 everywhere}: where
-    bounds do not act, many rules are one, and are measured once."""
+    """Returns {part: the first part with the same factor at every token, None if that is 1 everywhere}.
+    Where bounds do not act, many rules are equal, and are measured once."""
     mask = np.asarray(batch["mask"])
 
     def digest(w):
@@ -259,7 +260,7 @@ def _ratios(learner, batch):
 
 
 def _made(known, batch):
-    """{part: its result of `evaluate_parts`}, by a program for each kind; they are compiled side by side."""
+    """Returns {part: its result of `evaluate_parts`}. Each kind has one program; they compile in parallel."""
     parts = list(dict.fromkeys(part for rule in known for part in rule.parts))
     kinds = [[p for p in parts if p.kind == kind] for kind in ("weight", "mask", "objective")]
     with concurrent.futures.ThreadPoolExecutor() as pool:

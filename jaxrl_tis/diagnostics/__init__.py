@@ -1,4 +1,4 @@
-"""What is measured of a batch. Nothing here decides anything."""
+"""Measures a batch: metrics of the gap, of corrections, of rewards and lengths. Decides nothing."""
 
 from jaxrl_tis import _importer
 

@@ -1,4 +1,4 @@
-"""Do sampler and learner make the same discrete choices: experts of a router, kept tokens.
+"""Measures whether sampler and learner make the same discrete choices: experts, kept tokens.
 
 For runs that record them. Every function is pure, works under jit and has no gradient. Metrics are
 scalars named mismatch/<metric>, 0 for an empty mask.
@@ -14,7 +14,7 @@ from jaxrl_tis.estimators import ratios
 def route_metrics(
     routes_old: chex.Array, routes_behav: chex.Array, mask: chex.Array, *, num_experts: int
 ) -> dict[str, chex.Array]:
-    """How often the routers of a mixture-of-experts model choose other experts in the learner.
+    """Measures how often sampler and learner route a token to different experts.
 
     The order of the chosen experts does not count. For runs of such models, once rollouts record
     their routes.
@@ -54,21 +54,21 @@ def route_metrics(
 
 
 def _sizes_of_ids(a_btk, b_btk):
-    """Sizes of both sets of ids >= 0 and of their intersection, [B, T] each."""
+    """Returns the sizes of both sets of ids >= 0 and of their intersection, [B, T] each."""
     both = jnp.sort(jnp.concatenate([a_btk, b_btk], axis=-1), axis=-1)
     is_twice = (both[..., 1:] == both[..., :-1]) & (both[..., 1:] >= 0)
     return jnp.sum(a_btk >= 0, axis=-1), jnp.sum(b_btk >= 0, axis=-1), jnp.sum(is_twice, axis=-1)
 
 
 def _sizes_of_bits(a_btv, b_btv):
-    """Sizes of both sets of membership bits and of their intersection, [B, T] each."""
+    """Returns the sizes of both sets of membership bits and of their intersection, [B, T] each."""
     return jnp.sum(a_btv, axis=-1), jnp.sum(b_btv, axis=-1), jnp.sum(a_btv & b_btv, axis=-1)
 
 
 def kept_metrics(
     kept_old: chex.Array, kept_behav: chex.Array, tokens: chex.Array, mask: chex.Array
 ) -> dict[str, chex.Array]:
-    """How well the sets of tokens kept by a sampling filter (top-k, top-p, min-p) agree.
+    """Measures how well the token sets that a sampling filter keeps (top-k, top-p, min-p) agree.
 
     Both arrays hold sets in the same form: ids, int [B, T, K], each id once and empty slots
     negative (the widths may differ), or membership bits, bool [B, T, V]. A side without any kept
@@ -76,7 +76,7 @@ def kept_metrics(
 
     Args:
       kept_old: the set that the learner would keep.
-      kept_behav: the set that the sampler drew from.
+      kept_behav: the set that the sampler sampled from.
       tokens: [B, T] int, the sampled tokens.
       mask: [B, T] tokens whose sets both sides recorded.
 

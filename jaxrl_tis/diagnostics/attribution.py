@@ -1,4 +1,4 @@
-"""Where the mismatch comes from: which factor of the ratio, which position, which turn.
+"""Measures where the mismatch comes from: factor of the ratio, position, turn.
 
 Every function is pure, works under jit and carries no gradient. Metrics are scalars named
 mismatch/<metric>. An empty mask, bucket or row gives 0 and never NaN; log-ratios are clamped to
@@ -26,7 +26,7 @@ def factor_metrics(
     logp: chex.Array, logp_prox: chex.Array, logp_old: chex.Array, logp_behav: chex.Array,
     mask: chex.Array,
 ) -> dict[str, chex.Array]:
-    """How much of the drift each factor makes; arguments as in `split_ratio`.
+    """Measures how much each factor adds to the drift; arguments as in `split_ratio`.
 
     Returns means over tokens, for each factor f and for their product l, the sum of the l_f:
     mismatch/<factor>/log_ratio_abs_mean in nats, and mismatch/<factor>/log_ratio_part, mean(l_f l)
@@ -42,8 +42,8 @@ def factor_metrics(
 
 
 def shares(metrics: dict[str, chex.Numeric]) -> dict[str, chex.Array]:
-    """mismatch/<factor>/share of the squared drift, from the parts in `factor_metrics`; the shares
-    add up to 1, and are 0 where nothing has drifted."""
+    """Returns mismatch/<factor>/share of the squared drift, from the parts of `factor_metrics`. The
+    shares add up to 1, or are 0 without any drift."""
     part = lambda factor: jnp.asarray(metrics[f"mismatch/{factor}/log_ratio_part"])
     return {
         f"mismatch/{factor}/share": ratios.safe_divide(part(factor), part("product"))
@@ -57,7 +57,7 @@ def capped_ratio(
     cap: chex.Numeric = jnp.inf, cap_engine: chex.Numeric = jnp.inf,
     cap_staleness: chex.Numeric = jnp.inf, cap_trust_region: chex.Numeric = jnp.inf,
 ) -> tuple[chex.Array, dict[str, chex.Array]]:
-    """min(prod_f min(rho_f, cap_f), cap) over the three factors, and what each of them does.
+    """Returns the weight min(prod_f min(rho_f, cap_f), cap) of three factors, and metrics of each.
 
     The weight is `factor_weights.capped_ratio` or, at level "seq", `seq_capped_ratio`. Without any
     cap the product is the full ratio pi / mu, clamped to exp(+-20).
@@ -106,7 +106,7 @@ def capped_ratio(
 
 
 def capped_fractions(*log_probs: chex.Array, **parameters) -> dict[str, chex.Array]:
-    """mismatch/<factor>/fraction_capped alone, of `capped_ratio` with the same arguments."""
+    """Returns mismatch/<factor>/fraction_capped of `capped_ratio` with the same arguments."""
     _, metrics = capped_ratio(*log_probs, **parameters)
     return {name: x for name, x in metrics.items() if name.endswith("/fraction_capped")}
 
@@ -116,7 +116,7 @@ def bucket_statistics(
     logp_old: chex.Array, logp_behav: chex.Array, bucket: chex.Array, mask: chex.Array, *,
     num_buckets: int,
 ) -> dict[str, chex.Array]:
-    """Probability gap |dp| = |p_old - p_behav| and log r = logp_old - logp_behav per bucket.
+    """Returns statistics of |p_old - p_behav| and of logp_old - logp_behav (nats) per bucket.
 
     Args:
       logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
@@ -158,7 +158,7 @@ def bucket_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, bucket: chex.Array, mask: chex.Array, *,
     kind: str, labels: Sequence[str | int],
 ) -> dict[str, chex.Array]:
-    """`bucket_statistics` as scalars mismatch/<kind>_<label>/<statistic>, one label per bucket."""
+    """Returns `bucket_statistics` as scalars mismatch/<kind>_<label>/<statistic>, a label per bucket."""
     statistics = bucket_statistics(logp_old, logp_behav, bucket, mask, num_buckets=len(labels))
     return {
         f"mismatch/{kind}_{label}/{name}": value_k[k]
@@ -168,17 +168,17 @@ def bucket_metrics(
 
 
 def power_of_two_bucket(x: chex.Array) -> chex.Array:
-    """Bucket of an integer x >= 0: 0 for 0, then 1 + floor(log2 x), so 1, 2-3, 4-7, ..."""
+    """Returns the bucket of an integer x >= 0: 0 for 0, then 1 + floor(log2 x): 1, 2-3, 4-7, ..."""
     return 32 - jax.lax.clz(x.astype(jnp.int32))
 
 
 def _starts(num_buckets):
-    """Smallest member of each power-of-two bucket."""
+    """Returns the smallest member of each power-of-two bucket."""
     return (0, *(2**k for k in range(num_buckets - 1)))
 
 
 def _columns(mask, seg):
-    """[B, T] each: column, and column of the first valid token of the token's sequence."""
+    """Returns the column of each token, and of its sequence's first valid token, [B, T] each."""
     column_bt = jnp.broadcast_to(jnp.arange(mask.shape[1], dtype=jnp.int32), mask.shape)
     first_bs = -ratios.sequence_max(-column_bt, mask, seg)
     first_bt = ratios.to_tokens(first_bs, seg, mask.shape[1])
@@ -186,7 +186,7 @@ def _columns(mask, seg):
 
 
 def response_positions(mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
-    """Tokens since the first valid token of the sequence, [B, T] int, 0 for that one itself.
+    """Returns the position of each token since the sequence's first valid token (0), [B, T] int.
 
     Tool text within the response counts. Not meaningful outside the mask. In packed rows a sequence
     is contiguous.
@@ -196,7 +196,7 @@ def response_positions(mask: chex.Array, seg: chex.Array | None = None) -> chex.
 
 
 def tool_distances(mask: chex.Array, seg: chex.Array | None = None) -> chex.Array:
-    """Tokens since the sequence's last tool token, [B, T] int: 1 right after it, 0 without any.
+    """Returns the distance of each token from the last tool token, [B, T] int; 0 without any.
 
     A tool token is one that the policy did not choose, after one that it did: outside the mask but
     in the sequence, after its first valid token. Pass the mask as sampled, before any rejection. In
@@ -214,7 +214,7 @@ def position_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
     *, num_buckets: int = 16,
 ) -> dict[str, chex.Array]:
-    """Mismatch by position in the response, in buckets 0, 1, 2-3, 4-7, ...
+    """Measures the mismatch by position in the response, in buckets 0, 1, 2-3, 4-7, ...
 
     Args:
       logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
@@ -234,7 +234,7 @@ def after_tool_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
     *, num_buckets: int = 16,
 ) -> dict[str, chex.Array]:
-    """Mismatch by distance from the last tool token, in buckets 1, 2-3, 4-7, ...
+    """Measures the mismatch by distance from the last tool token, in buckets 1, 2-3, 4-7, ...
 
     A run profiles it where its rollouts hold turns: for environments with tools, once rollouts
     record what the policy did not choose.
@@ -253,7 +253,7 @@ def turn_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, turn: chex.Array, mask: chex.Array, *,
     num_turns: int,
 ) -> dict[str, chex.Array]:
-    """Mismatch by turn of the conversation.
+    """Measures the mismatch by turn of the conversation.
 
     Args:
       logp_old: [B, T] learner's log-probs at the weights that sampled, nats.

@@ -1,4 +1,4 @@
-"""What a batch holds: rewards, advantages, values, lengths, versions, and the gradient's noise.
+"""Metrics of a batch: rewards, advantages, values, lengths, versions, and the gradient's noise.
 
 Names are verl's. Every function is pure, works under jit, carries no gradient and returns a dict of
 scalars. Where verl has NaN (an empty selection, a variance of one value) the metric is 0. Only
@@ -13,7 +13,7 @@ from jaxrl_tis.estimators import ratios
 
 
 def _summary(name, x, is_valid):
-    """{name/mean, name/max, name/min} of the valid entries."""
+    """Returns {name/mean, name/max, name/min} of the valid entries."""
     return {
         f"{name}/mean": ratios.masked_mean(x, is_valid),
         f"{name}/max": ratios.masked_max(x, is_valid),
@@ -24,10 +24,10 @@ def _summary(name, x, is_valid):
 def reward_metrics(
     scores: chex.Array, rewards: chex.Array, response_length: chex.Array
 ) -> dict[str, chex.Array]:
-    """critic/{score,rewards}/{mean,max,min} over the samples that have a response.
+    """Returns critic/{score,rewards}/{mean,max,min} over the samples with a response.
 
     Args:
-      scores: [N] reward of each sample as the task gave it; NaN, an unknown one, is left out.
+      scores: [N] reward of each sample from the task; NaN is unknown and left out.
       rewards: [N] the same after a KL or length penalty.
       response_length: [N] tokens of the response; a sample of length 0 was aborted and is left out.
     """
@@ -43,7 +43,7 @@ def reward_metrics(
 def advantage_metrics(
     adv: chex.Array, returns: chex.Array, mask: chex.Array, values: chex.Array | None = None
 ) -> dict[str, chex.Array]:
-    """Advantages, returns and values over the valid tokens.
+    """Returns mean, maximum and minimum of advantages, returns and values over the valid tokens.
 
     Args:
       adv: [B, T] advantages.
@@ -75,7 +75,7 @@ def length_metrics(
     max_response_length: int, num_turns: chex.Array | None = None,
     tool_calls: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
-    """Lengths in tokens, turns and tool calls of the samples.
+    """Returns statistics of the samples' lengths in tokens, turns and tool calls.
 
     Args:
       prompt_length, response_length: [N] tokens; a response of length 0 was aborted.
@@ -109,10 +109,10 @@ def staleness_metrics(
     version: chex.Array, current_version: chex.Numeric, mask: chex.Array,
     seg: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
-    """By how many versions of the weights the sequences lag behind the learner.
+    """Measures by how many weight versions the sequences lag behind the learner.
 
     Args:
-      version: [B, T] int, version of the weights that drew the token.
+      version: [B, T] int, version of the weights that sampled the token.
       current_version: version of the weights that the learner holds at the start of the step.
       mask: [B, T] valid tokens.
       seg: [B, T] sequence ids of packed rows, or None.
@@ -139,7 +139,7 @@ def variance_proxy_metrics(
     seg: chex.Array | None = None, *, w: chex.Array | None = None,
     gradient_norm: chex.Numeric | None = None, num_sequences: chex.Numeric | None = None,
 ) -> dict[str, chex.Array]:
-    """Proxies of the gradient's signal and noise, from the squared norm of the scores.
+    """Estimates signal and noise of the gradient from the squared norm of the scores.
 
     The squared norm of the score in logit space is 1 - 2 pi(y_t) + sum_v pi(v)^2 per token
     (arXiv:2602.07078); W is its sum over a sequence, A the mean advantage of its tokens.
@@ -197,8 +197,8 @@ def variance_proxy_metrics(
 
 
 def _score_norms(score_bt, w, mask, seg):
-    """Of each sequence [B, S]: its squared score norm W, the same with each token's counted w^2
-    times, and the square of its mean weight."""
+    """Returns for each sequence [B, S]: the squared score norm W, the same with tokens weighted by w^2,
+    and the square of the mean weight."""
     if w is None:
         score_bs = ratios.sequence_sum(score_bt, mask, seg)
         return score_bs, score_bs, jnp.ones_like(score_bs)

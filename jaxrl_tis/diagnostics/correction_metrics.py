@@ -1,4 +1,4 @@
-"""Metrics of the correction of a batch: the sampler's gap, weights, rejection, the updates' drift.
+"""Metrics of a batch's correction: gap of the sampler, weights, rejection, drift of the updates.
 
 Every function works under jit and returns a dict of scalars. Batches hold one sequence a row, those
 of `drift_metrics` may be packed.
@@ -19,7 +19,7 @@ NUM_TURNS = 8  # metrics by turn; later turns join the last
 def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Metrics:
     """Measures the sampler's gap: divergences, |dp|, weights, and the learner's expected reward.
 
-    That estimate is over all answers with a reward; those that are not trained on have weight 1.
+    The estimate is over all answers with a reward; answers that are not trained on have weight 1.
 
     Args:
       weight: name in `weights.WEIGHTS` and its parameters.
@@ -47,8 +47,7 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
 def rejection_metrics(
     masks: tuple[Method, ...], outputs: loss.MethodOutputs, mask: jax.Array
 ) -> Metrics:
-    """Measures what the masks rejected, and the statistic of each criterion that has one; {}
-    without masks.
+    """Measures the rejected share, and the statistic of each criterion that has one; {} without masks.
 
     Args:
       masks: names in `masks.MASKS` and their parameters.
@@ -69,8 +68,7 @@ def rejection_metrics(
 def drift_metrics(spec: loss.LossSpec, logp: jax.Array, batch: Batch) -> Metrics:
     """Measures how far the policy of an update is from the sampler, by factor of the ratio.
 
-    In decoupled mode the drift is that of the tokens that the masks accepted: the others have no
-    logp.
+    In decoupled mode the drift is over the accepted tokens, because rejected ones have no logp.
 
     Args:
       spec: the loss of the update.

@@ -1,4 +1,4 @@
-"""Divergences between sampler and learner that verl does not measure: TV, sample sizes, responses.
+"""Divergences between sampler and learner beyond verl's: total variation, sample sizes, responses.
 
 Every function is pure, works under jit and carries no gradient. Metrics are scalars named
 mismatch/<metric>, or under verl's name where verl has the same number. An empty mask or row gives 0
@@ -18,12 +18,12 @@ from jaxrl_tis.estimators import rank_masks, ratios
 
 
 def _total_variation(log_ratio, mask):
-    """E[max(1 - rho, 0)], which needs no clamp."""
+    """Returns the total variation E[max(1 - rho, 0)], which needs no clamp."""
     return ratios.masked_mean(-jnp.expm1(jnp.minimum(log_ratio, 0.0)), mask)
 
 
 def _ess_of_logs(log_w, mask):
-    """Effective sample size of exp(log_w), without clamp."""
+    """Returns the effective sample size of exp(log_w), a fraction, without clamp."""
     return ratios.effective_sample_size(mismatch.relative_weights(log_w, mask), mask)
 
 
@@ -31,7 +31,7 @@ def _ess_of_logs(log_w, mask):
 def ratio_statistics(
     log_ratio: chex.Array, log_sum: chex.Array, mask: chex.Array, is_sequence: chex.Array
 ) -> dict[str, chex.Array]:
-    """Size and spread of a ratio over tokens and over sequences, named as in `divergence_metrics`.
+    """Returns size and spread of a ratio over tokens and sequences, named as in `divergence_metrics`.
 
     Args:
       log_ratio: [B, T] nats, 0 at padding.
@@ -62,7 +62,7 @@ def ratio_statistics(
 def divergence_metrics(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
 ) -> dict[str, chex.Array]:
-    """Total variation, chi-squared and sample size of the ratio, per token and per sequence.
+    """Returns total variation, chi-squared and sample size of the ratio, per token and sequence.
 
     The two divergences D(mu, pi) of the sequence distributions bound what a correction can cost.
     For any f of the sequence with |f| <= F, a reward or the gradient that it contributes,
@@ -98,7 +98,7 @@ def divergence_metrics(
 def response_gaps(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None
 ) -> tuple[chex.Array, chex.Array]:
-    """Largest and mean |p_old - p_behav| over the tokens of each response, [B, S] each, 0 if empty.
+    """Returns the largest and mean |p_old - p_behav| of each response, [B, S] each, 0 if empty.
 
     The response-level mismatch of Yao et al., "Your Efficient RL Framework Secretly Brings You
     Off-Policy RL Training". Arguments as in `response_metrics`.
@@ -108,7 +108,7 @@ def response_gaps(
 
 
 def probability_gap(logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array) -> chex.Array:
-    """|p_old - p_behav| [B, T], 0 at padding."""
+    """Returns |p_old - p_behav| [B, T], 0 at padding."""
     chex.assert_rank([logp_old, logp_behav, mask], 2)
     chex.assert_equal_shape([logp_old, logp_behav, mask])
     p_bt = jnp.exp(ratios.zero_padding(logp_old, mask))
@@ -121,7 +121,7 @@ def response_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
     *, high: float = 0.5,
 ) -> dict[str, chex.Array]:
-    """Statistics over responses of their largest and mean probability gap |p_old - p_behav|.
+    """Returns statistics over responses of their largest and mean |p_old - p_behav|.
 
     Args:
       logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
@@ -149,9 +149,9 @@ def response_metrics(
 def sequence_percentiles(
     x: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, percentiles: tuple[int, ...]
 ) -> chex.Array:
-    """Percentiles of x over the valid tokens of each sequence, interpolated linearly. Sorts rows.
+    """Returns percentiles of x over the valid tokens of each sequence, interpolated linearly.
 
-    One integer is sorted per token. In packed rows it holds the sequence's number too, at the cost
+    Sorts rows, one integer per token. In packed rows it holds the sequence's number too, at the cost
     of as many of the value's last bits: with 15 sequences in the fullest row values are rounded
     down by at most 2^-19 of themselves in float32.
 
@@ -184,7 +184,7 @@ def sequence_percentiles(
 
 
 def _sorted(x_bt, mask, seg):
-    """x in the order of (seg, x) in every row, padding last."""
+    """Returns x sorted by (seg, x) in every row, padding last."""
     key_bt = rank_masks.sortable(x_bt)
     last = ~jnp.zeros((), key_bt.dtype)
     if seg is None:
@@ -203,7 +203,7 @@ def percentile_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
     *, percentiles: tuple[int, ...] = (95, 99),
 ) -> dict[str, chex.Array]:
-    """Mean and maximum over responses of percentiles of |p_old - p_behav| within a response.
+    """Returns mean and maximum over responses of percentiles of |p_old - p_behav| in a response.
 
     Apart from `response_metrics` because it sorts. Arguments as there; percentiles as in
     `sequence_percentiles`.

@@ -1,4 +1,4 @@
-"""How far apart learner and sampler are: verl's metrics of ratios, weights and rejection.
+"""Measures the gap of learner and sampler: verl's metrics of ratios, weights and rejection.
 
 Every function is pure, works under jit, carries no gradient and, unless it says otherwise, returns
 a dict of scalars under verl's names. `divergences`, `attribution` and `agreement` hold what verl
@@ -37,19 +37,19 @@ REJECTION_OPTIONS = (
 
 
 def detached(metrics: dict[str, chex.Array], prefix: str = "") -> dict[str, chex.Array]:
-    """The metrics without gradient, their names behind the prefix."""
+    """Returns the metrics without gradient, with the prefix before their names."""
     return {prefix + name: jax.lax.stop_gradient(value) for name, value in metrics.items()}
 
 
 def relative_weights(log_w: chex.Array, mask: chex.Array) -> chex.Array:
-    """exp(log_w) over its largest valid entry, 0 at padding: a common factor cancels, no clamp."""
+    """Returns exp(log_w) relative to its largest valid entry, 0 at padding. Needs no clamp."""
     log_w = ratios.zero_padding(log_w, mask)
     is_positive = ratios.as_bool(mask) & (log_w > -jnp.inf)
     return jnp.where(is_positive, jnp.exp(log_w - ratios.masked_max(log_w, mask)), 0.0)
 
 
 def chi2(log_ratio: chex.Array, mask: chex.Array) -> chex.Array:
-    """E[rho^2] - 1 with the log-ratio clamped to +-20; 0 for an empty mask.
+    """Returns chi2 = E[rho^2] - 1 with the log-ratio clamped to +-20; 0 for an empty mask.
 
     At sequence level pass the sums [B, S] and the mask of sequences with a token.
     """
@@ -60,17 +60,17 @@ def chi2(log_ratio: chex.Array, mask: chex.Array) -> chex.Array:
 
 
 def _finite_exp(x):
-    """exp(min(x, 80))."""
+    """Returns exp(min(x, 80)), which is finite in float32."""
     return jnp.exp(jnp.minimum(x, FINITE_BOUND))
 
 
 def _finite_mean(x, mask):
-    """Mean over the valid entries, each divided before the sum, which then cannot overflow."""
+    """Returns the mean over the valid entries, divided before the sum to prevent overflow."""
     return ratios.masked_sum(ratios.safe_divide(x, ratios.masked_count(x, mask)), mask)
 
 
 def _perplexity(policy, mean_logp_bs, is_sequence_bs):
-    """{<policy>_ppl, <policy>_log_ppl}, means over the sequences."""
+    """Returns {<policy>_ppl, <policy>_log_ppl}, means over the sequences."""
     return {
         f"{policy}_ppl": _finite_mean(_finite_exp(-mean_logp_bs), is_sequence_bs),
         f"{policy}_log_ppl": ratios.masked_mean(-mean_logp_bs, is_sequence_bs),
@@ -82,7 +82,7 @@ def offpolicy_metrics(
     logp_old: chex.Array, logp_behav: chex.Array | None, mask: chex.Array,
     seg: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
-    """Perplexities of learner and sampler on the sampled tokens, and divergences between them.
+    """Returns perplexities of learner and sampler on the sampled tokens, and their divergences.
 
     Over tokens: `kl` is the mean of logp_behav - logp_old (k1 of KL(mu || pi_old), nats), `k3_kl`
     its low-variance form, `chi2_token` = E[rho^2] - 1. Over sequences: perplexity exp(-mean logp)
@@ -132,7 +132,7 @@ def importance_weight_metrics(
     w: chex.Array, log_ratio: chex.Array, mask: chex.Array, *, level: str, upper: chex.Numeric,
     lower: chex.Numeric | None = None, seg: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
-    """Distribution of the importance weights, as truncated and as they were before.
+    """Returns the distribution of the importance weights, truncated and untruncated.
 
     At level "seq" the extremes and the fractions are those of the sequences' untruncated ratios:
     the extremes clamped to exp(+-20). At any other level they are taken over tokens: extremes of w,
@@ -184,7 +184,7 @@ def importance_weight_metrics(
 
 
 def _raw_weight_of_sequences(level, log_ratio, mask, seg):
-    """Untruncated weight of each sequence [B, S]; at level "token" the mean of its ratios."""
+    """Returns the untruncated weight of each sequence [B, S]; at level "token" the mean of its ratios."""
     if level == "token":
         stats = ratios.log_ratio_stats(log_ratio, mask, seg)
         return ratios.safe_divide(stats.ratio_sum, stats.count)
@@ -192,7 +192,7 @@ def _raw_weight_of_sequences(level, log_ratio, mask, seg):
 
 
 def _sequence_statistics(x_bs, is_sequence_bs, centre):
-    """Mean, std, extremes and largest deviation from `centre` of one value per sequence."""
+    """Returns mean, std, extremes and largest deviation from `centre` of one value per sequence."""
     return {
         "seq_mean": ratios.masked_mean(x_bs, is_sequence_bs),
         "seq_std": ratios.masked_std(x_bs, is_sequence_bs, ddof=1),
@@ -207,7 +207,7 @@ def rejection_metrics(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, option: str,
     upper: chex.Numeric, lower: chex.Numeric | None = None,
 ) -> dict[str, chex.Array]:
-    """Distribution of the statistic of one of verl's rejection criteria, and what it rejects.
+    """Returns the distribution of a rejection criterion's statistic (verl's), and its rejected share.
 
     For a sequence option `mean` and `std` weigh each sequence by its tokens and `seq_*` count it
     once; for a token option `seq_*` are those of the mean over the sequence's tokens. `std` is the
@@ -266,7 +266,7 @@ def rejection_metrics(
 
 
 def _interval(is_band, upper, lower):
-    """Interval of a statistic that its criterion keeps; a band is of logarithms of ratios."""
+    """Returns the interval of a statistic that its criterion keeps; a band has log-ratios."""
     if not is_band:
         return -jnp.inf, upper
     high = ratios.log_bound(upper)
@@ -274,7 +274,7 @@ def _interval(is_band, upper, lower):
 
 
 def _weighted_mean(x, weight):
-    """sum(weight x) / sum(weight); 0 if all weights are 0."""
+    """Returns the weighted mean sum(weight x) / sum(weight); 0 if all weights are 0."""
     return ratios.safe_divide(ratios.masked_sum(x * weight, weight), jnp.sum(weight))
 
 
@@ -282,7 +282,7 @@ def rejected_fractions(
     is_accepted: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *,
     option: str | None = None,
 ) -> dict[str, chex.Array]:
-    """What a rejection criterion removed, or all of them together.
+    """Returns the share of tokens and sequences that one or all rejection criteria removed.
 
     Args:
       is_accepted: [B, T] True on the tokens kept, from `masks.MASKS`.
@@ -309,7 +309,7 @@ def rejected_fractions(
 def kept_sample_size(
     w: chex.Array, is_accepted: chex.Array, mask: chex.Array
 ) -> dict[str, chex.Array]:
-    """The sample size that the gradient has: of the weights as they enter it, rejected tokens 0.
+    """Returns the effective sample size of the weights in the gradient, rejected tokens 0.
 
     verl's rollout_is_eff_sample_size is that of the weights before rejection, clamped to the cap.
 
@@ -327,7 +327,7 @@ def kept_sample_size(
 
 
 def _centred(x, mask):
-    """x minus its mean over the valid entries, exactly 0 for a constant."""
+    """Returns x minus its mean over the valid entries, exactly 0 for a constant."""
     shifted = x - ratios.masked_max(x, mask)
     return shifted - ratios.masked_mean(shifted, mask)
 
@@ -336,7 +336,7 @@ def _centred(x, mask):
 def probability_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array
 ) -> dict[str, chex.Array]:
-    """Difference of the probabilities (not log-probs) of the sampled tokens, learner to sampler.
+    """Measures the difference of the sampled tokens' probabilities (not log-probs).
 
     Args:
       logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
@@ -370,7 +370,7 @@ def probability_metrics(
 def snis_reward(
     rewards: chex.Array, log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None
 ) -> tuple[chex.Array, chex.Array]:
-    """The learner's expected reward, by self-normalised importance sampling of sequences.
+    """Estimates the learner's expected reward by self-normalised importance sampling of sequences.
 
     sum_i w_i R_i / sum_i w_i with w_i = prod_t pi_old / mu, computed as a softmax of the summed
     log-ratios: no clamp is needed. The estimate is biased by O(1 / number of sequences) and means

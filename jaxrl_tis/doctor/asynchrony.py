@@ -1,8 +1,8 @@
-"""Facts and findings of runs whose samplers run ahead of the learner, docs/async.md.
+"""Facts and findings about runs whose samplers run ahead of the learner, docs/async.md.
 
 The gap of a batch is measured in two ways: mismatch/* at every update, and gate/* at probes. Where
-another policy stands in for the weights that drew, only the probes can tell engine and staleness
-apart: their engine's part is of a fresh batch, and what is left of the whole is staleness at least.
+another policy approximates the weights that sampled, only the probes separate engine and staleness:
+their engine's part comes from a fresh batch, and the rest of the gap is at least the staleness.
 """
 
 import itertools
@@ -37,7 +37,7 @@ def _probed(case: Case, part: str, measure: str) -> float:
 
 
 def _gaps(case):
-    """(engine's, staleness's part of the gap, nats per token)."""
+    """Returns the parts of engine and staleness of the gap, nats per token."""
     try:
         engine = _probed(case, "engine", "d_mean")
         if approximates_old_logp(case):
@@ -55,7 +55,7 @@ def _staleness_share(case):
 
 
 def _over_budget(case, part):
-    """(largest ratio of a measure of the probes to its bound, that measure)."""
+    """Returns (largest ratio of a probe's measure to its bound, that measure)."""
     if all(f"gate/{part}/{m}" not in case.series for m in MEASURES):
         return 0.0, f"gate/{part}"  # the run does not probe
     return max(
@@ -65,9 +65,8 @@ def _over_budget(case, part):
 
 
 def lag_correlation(case: Case, gap: str, lag: str) -> float:
-    """Returns the correlation of the steps' changes of a gap with those of the lag: a trend that both
-    have does not count. 0 for what chance makes of so few steps: less than lag_sigma standard errors of
-    Fisher's z."""
+    """Returns the correlation of the step-to-step changes of a gap and the lag, so a common trend does not
+    count. Returns 0 below lag_sigma standard errors of Fisher's z, which chance can produce."""
     steps = case.thresholds["surge_steps"]
     gaps, lags = case.window(gap, steps), case.window(lag, steps)
     common = sorted(gaps.keys() & lags.keys())
@@ -88,8 +87,8 @@ def lag_correlation(case: Case, gap: str, lag: str) -> float:
 
 
 def corrects_staleness(case: Case) -> bool:
-    """Whether what the policy has moved since a token was drawn is in a weight, the objective's own
-    too, or the clip is around the policy of the update."""
+    """Returns whether staleness is corrected: by a weight, by the objective's own weight, or by a clip
+    around the policy of the update."""
     weight = case.method("weight")[0]
     is_whole = case.setting("correction.mode") == "bypass" or approximates_old_logp(case)
     return (
@@ -99,7 +98,7 @@ def corrects_staleness(case: Case) -> bool:
 
 
 def objective(case: Case) -> str | None:
-    """Returns the objective for stale samples, where nothing corrects their staleness."""
+    """Returns the objective to advise for stale samples; None where their staleness is corrected."""
     return None if corrects_staleness(case) else "decoupled(upper=5.0)"
 
 
@@ -109,12 +108,12 @@ def _looks_at_old(case):
 
 
 def _if_ahead(value):
-    """A wish that a run with samples of one version alone would refuse."""
+    """Returns a change for runs with samplers that run ahead; other runs would refuse it."""
     return lambda case: (value(case) if callable(value) else value) if is_ahead(case) else None
 
 
 def _per_group(metric):
-    """A metric over the groups of a batch; 0 where it is not recorded."""
+    """Returns a fact: a metric per group of a batch; 0 where it is not recorded."""
     def share(case):
         if metric not in case.series:
             return 0.0
@@ -133,7 +132,7 @@ def _in_flight_share(case):
 
 
 def _read_again(case):
-    """Returns how many tokens are read anew after an interruption, for each that is trained on."""
+    """Returns the number of tokens prefilled again after an interruption, per trained token."""
     if RESUMED not in case.series:
         return 0.0
     samples = case.setting("rollout.prompts") * case.setting("rollout.group_size")
@@ -169,28 +168,29 @@ GROWS = Clause("run/lag_correlation", ">", "lag_correlation")
 
 CAUSES = (
     Finding(
-        "versions", "the engine's gap grows with the lag: the old log-probs may be of other weights",
-        "At the weights that drew, the engine's part does not know how old a token is. Compare the "
-        "versions in the records with the weights that were served and those that are kept for "
-        "logp_old; their fingerprints have to be equal.",
+        "versions",
+        "the engine's gap grows with the lag, so the old log-probs may come from other weights",
+        "Compare the versions in the records with the served weights and with the snapshots for "
+        "logp_old: their fingerprints must be equal. At the weights that sampled, the engine's "
+        "gap does not depend on a token's age.",
         all_of=(STALE, is_not("config/approximates_old_logp"), is_not("config/keeps_old_keys"), GROWS),
-        mistake="lowering the precision gap of an engine that is not at fault",
+        mistake="lower the precision gap: the engine is not at fault",
     ),
     Finding(
         "budget", "the gap is above a bound of config.gate",
-        "rollout.on_gap_exceeded says what the run does then; the findings below say which part "
-        "it is.",
+        "rollout.on_gap_exceeded sets the reaction. The findings below name the part that exceeds the "
+        "bound.",
         all_of=(Clause("run/over_budget", ">", 1),),
     ),
     Finding(
-        "budget.engine", "the engine alone is above it",
-        "Less staleness does not help: give the sampler the learner's precision and kernels, or the "
-        "gap the bound that this engine needs.",
+        "budget.engine", "the engine's part alone is above the bound",
+        "Give the sampler the learner's precision and kernels, or set the bound that this engine "
+        "needs. Less staleness does not help.",
         all_of=(Clause("run/engine_over_budget", ">", 1),), parent="budget",
     ),
     Finding(
-        "budget.staleness", "staleness makes it",
-        "Lower the bound on staleness of rollout.schedule.",
+        "budget.staleness", "staleness lifts the gap above the bound",
+        "Lower the staleness bound of rollout.schedule.",
         all_of=(STALE, Clause("run/engine_over_budget", "<=", 1),), parent="budget",
     ),
 )
@@ -198,27 +198,28 @@ CAUSES = (
 SETUP = (
     Finding(
         "async.engine", "the engine makes most of the gap of stale batches",
-        "Format and numerics first, see A: less staleness closes less than half of it. The weight of "
-        "the engine's part stays.",
+        "Repair number formats and numerics first, see A. Less staleness closes less than half of "
+        "the gap. Keep the weight for the engine's part.",
         all_of=(
             STALE, Clause("run/staleness_share", "<", 0.5), Clause("run/engine_gap", ">", 0),
         ), any_of=GAP,
     ),
     Finding(
         "async.staleness", "staleness makes most of the gap",
-        "A smaller bound on staleness, or an objective that bears it: the clip around the policy "
-        "of the update, decoupled (arXiv:2505.24298), with exact old log-probs "
-        "(rollout.old_logp_source ring). The engine's format is not what to repair.",
+        "Lower the staleness bound. Or use the objective decoupled, which clips around the policy "
+        "of the update (arXiv:2505.24298), with exact old log-probs (rollout.old_logp_source ring). The "
+        "engine's number format is not the cause.",
         all_of=(
             STALE, Clause("run/staleness_share", ">=", 0.5), Clause("run/staleness_gap", ">", 0),
         ), any_of=GAP,
     ),
     Finding(
-        "async.naive", "stale samples, and nothing corrects their staleness",
+        "async.naive", "the samples are stale, and nothing corrects their staleness",
         "Clip around the policy of the update: objective decoupled (arXiv:2505.24298) or a3po "
-        "(arXiv:2512.06547) with weight none, preset async; or weigh by the ratio to the sampler, which "
-        "needs no old log-probs: objective dis in bypass mode (arXiv:2607.07508). A clip around the "
-        "policy that sampled degrades at a staleness of 1 and collapses at 4 in AReaL's ablation.",
+        "(arXiv:2512.06547) with weight none, preset async. Or weight by the ratio to the "
+        "sampler, which needs no old log-probs: objective dis in bypass mode (arXiv:2607.07508). "
+        "In AReaL's ablation a clip around the policy that sampled degrades at a staleness of 1 "
+        "and collapses at 4.",
         all_of=(is_not("config/corrects_staleness"), Clause(LAG, ">", "lag_naive", absent=False)),
         changes={
             field: _if_ahead(value) for field, value in (
@@ -226,76 +227,78 @@ SETUP = (
                 ("correction.weight", "none"), ("correction.centering", "none"),
             )
         },
-        mistake="a weight of the engine's part alone, which is 1 for a token that is only old",
+        mistake="weight the engine's part alone: this weight is 1 for a token that is only old",
     ),
     Finding(
-        "async.stand_in", "weights and masks look at a policy that did not draw the tokens",
-        "With rollout.old_logp_source ewma or none, mismatch/{engine,staleness} and "
-        "rollout_corr/* hold both parts in one number: do not read them as the engine's. Probes "
-        "(gate/engine) draw a fresh batch and can be trusted. Ring and replica are exact; beside "
-        "them it is the objective decoupled that corrects staleness.",
+        "async.stand_in", "weights and masks use a policy that did not sample the tokens",
+        "Do not read mismatch/{engine,staleness} and rollout_corr/* as the engine's gap: with "
+        "rollout.old_logp_source ewma or none they contain both parts. Probes (gate/engine) sample a "
+        "fresh batch and are exact. Ring and replica are exact, too; with them the objective "
+        "decoupled corrects staleness.",
         all_of=(STALE, is_so("config/approximates_old_logp"), is_so("config/looks_at_old")),
     ),
     Finding(
-        "async.keys", "the engine's gap grows with the lag, as it does where old keys are kept",
-        "In flight, tokens attend to keys and values of older weights, which no log-prob of one "
-        "version has. Let new weights interrupt sequences if this part is too large.",
+        "async.keys", "the engine's gap grows with the lag, as expected where old keys are kept",
+        "Let new weights interrupt sequences, if this part is too large. In flight, tokens attend "
+        "to keys and values of older weights, which no log-prob of one version contains.",
         all_of=(STALE, is_so("config/keeps_old_keys"), GROWS),
     ),
     Finding(
         "async.idle", "the learner waits for samples",
-        "A learner never waits if samplers draw a batch in the time of an update, and the bound on "
-        "staleness times that time covers a weight sync and the slowest sequence (after "
-        "arXiv:2602.02192).",
+        "Meet two conditions (after arXiv:2602.02192): samplers finish a batch in the time of an "
+        "update, and the staleness bound times that time covers a weight sync and the slowest "
+        "sequence.",
         all_of=(Clause(IDLE, ">", "idle", absent=False),),
     ),
     Finding(
         "async.samplers", "samplers are slower than the learner",
-        "They have not begun all that they may: more samplers, more slots, or shorter responses. A "
-        "larger bound would only make samples older.",
+        "Add samplers or slots, or shorten responses. The samplers have not begun all sequences "
+        "that the bound allows, so a larger bound only makes samples older.",
         all_of=(Clause("run/ahead_share", "<", "ahead_full"),), parent="async.idle",
         changes={"rollout.workers": lambda case: 2 * case.setting("rollout.workers")},
     ),
     Finding(
-        "async.bound", "samplers have begun all that they may",
-        "They wait in their turn, for the slowest sequences of a batch: raise the bound on staleness "
-        "by one version, or let new weights interrupt sequences. A sample alone waits for no other: "
-        "group_size 1 with more prompts, and the advantage batch_mean with the preset flash_reinforce "
-        "(FlashREINFORCE), or gae with the objective dis (arXiv:2607.07508).",
+        "async.bound", "the staleness bound holds the samplers back",
+        "Raise the staleness bound by one version, or let new weights interrupt sequences: "
+        "samplers wait for the slowest sequences of a batch. A sample without a group waits for "
+        "no other: group_size 1 with more prompts, and the advantage batch_mean with the preset "
+        "flash_reinforce (FlashREINFORCE), or gae with the objective dis (arXiv:2607.07508).",
         all_of=(Clause("run/ahead_share", ">=", "ahead_full"),), parent="async.idle",
     ),
     Finding(
-        "async.full", "whole batches wait, and samplers have nothing to draw: staleness for nothing",
-        "The bound is what limits, and the learner does not wait. Lower it by as many versions as "
-        "batches wait: samples are then as fast and fresher. Or take fewer samplers.",
+        "async.full", "whole batches wait and samplers are idle, so staleness gains nothing",
+        "Lower the staleness bound by the number of waiting batches, or use fewer samplers. "
+        "Sampling stays as fast, and samples are fresher.",
         all_of=(
             Clause(IDLE, "<=", "idle_little", absent=False), Clause("run/waiting_batches", ">=", 1),
             Clause("run/in_flight_share", "<", "in_flight_little"),
         ),
     ),
     Finding(
-        "async.interrupted", "more tokens are read again after interruptions than are drawn",
-        "Hand weights over less often (fully_async with a larger trigger), keep the keys (in_flight), "
-        "or let sequences end under their own version (dora).",
+        "async.interrupted", "more tokens are prefilled again after interruptions than trained on",
+        "Sync weights less often (fully_async with a larger trigger), keep the KV cache "
+        "(in_flight), or let sequences end under their own version (dora).",
         all_of=(Clause("run/read_again", ">", "read_again"),),
     ),
     Finding(
-        "async.redundant", "the first candidates to end are the group, which favours short answers",
-        "What is discarded was longer than what is kept. Judge lengths and accuracy by evaluations, "
-        "and take fewer redundant candidates.",
+        "async.redundant",
+        "a group is made of its first finished candidates, which favours short answers",
+        "Use fewer redundant candidates. Judge lengths and accuracy by evaluations, because the "
+        "discarded candidates were longer.",
         all_of=(
             is_so("config/is_redundant"), Clause("run/discarded", ">", "selected"),
         ),
     ),
     Finding(
-        "async.replaced", "many groups are replaced because their rewards are all equal",
-        "Short groups end, and are replaced, first; those that replace them are of newer weights. "
-        "Prompts of a fitting difficulty cost less than rejected ones.",
+        "async.replaced", "many groups are replaced because all their rewards are equal",
+        "Choose prompts of a fitting difficulty, which cost less than rejected ones. Short groups "
+        "finish first and are replaced first, by groups of newer weights.",
         all_of=(is_so("config/is_ahead"), Clause("run/replaced", ">", "selected")),
     ),
     Finding(
-        "async.shorter", "the run chooses among what ends first, and responses get shorter",
-        "Set redundant to 0, or rollout.dynamic_sampling to False, and see whether they still do.",
+        "async.shorter", "the run selects the answers that finish first, and responses get shorter",
+        "Set redundant to 0, or rollout.dynamic_sampling to False, and check whether responses "
+        "still get shorter.",
         all_of=(
             Clause(LENGTH, "<", "shorter", "growth"), Clause(LENGTH, "<", "shorter_sigma", "sigma"),
             is_so("config/is_ahead"),

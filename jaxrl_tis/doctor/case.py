@@ -1,4 +1,4 @@
-"""What the doctor judges a run by: thresholds, the run as a case, conditions, findings and facts.
+"""Thresholds, conditions, findings and facts by which the doctor judges a run.
 
 The findings themselves are the tables of trees.py.
 """
@@ -147,8 +147,8 @@ class Case:
         return node
 
     @property
-    def schedule(self) -> schedules.Schedule:
-        """Who runs ahead of whom."""
+    def mode(self) -> modes.Mode:
+        """The schedule of sampler and learner."""
         return schedules.parse(self.setting("rollout.schedule"))
 
     def mean(self, metric: str) -> float:
@@ -165,18 +165,20 @@ class Case:
 
 @dataclasses.dataclass(frozen=True)
 class Clause:
-    """`statistic` of `metric` compared with a threshold.
+    """A condition: `statistic` of `metric` compared with a threshold.
 
     Attributes:
       metric: a key of metrics.jsonl, or a fact of diagnose.FACTS.
       op: a key of `OPS`.
       threshold: a key of `THRESHOLDS`, or a number.
-      statistic: mean or max over the window; steady, the mean, which counts only if it is beyond the
-        threshold by steady_sigma standard errors, or steady_share of the steps are beyond it
-        themselves, so that a few steps do not decide; growth, the mean
-        over that of the window before; sigma, the difference of those two means in standard errors,
-        steps taken as independent; surge, the mean of the last min_steps steps over that of
-        surge_steps earlier; or surge_sigma, the difference of those two.
+      statistic: one of
+        mean, max: over the window.
+        steady: the mean. It counts only if it is beyond the threshold by steady_sigma standard errors,
+          or if steady_share of the steps are beyond it. A few steps do not decide.
+        growth: the mean over the mean of the window before.
+        sigma: the difference of these two means in standard errors, with steps as independent.
+        surge: the mean of the last min_steps steps over that of surge_steps earlier.
+        surge_sigma: the difference of these two means in standard errors.
       absent: the answer where the run does not record the metric; None leaves it open.
     """
 
@@ -188,22 +190,22 @@ class Clause:
 
 
 def is_so(fact: str) -> Clause:
-    """A fact of the configuration that holds."""
+    """Returns the condition that a fact holds."""
     return Clause(fact, "==", 1)
 
 
 def is_not(fact: str) -> Clause:
-    """One that does not."""
+    """Returns the condition that a fact does not hold."""
     return Clause(fact, "==", 0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """Holds if its parent does, all of `all_of`, one of `any_of` (if any) and none of `unless`.
+    """A finding: it holds if its parent, all of `all_of`, one of `any_of` and none of `unless` hold.
 
-    Where one of `unless` is not decided, neither is the finding; one of `unless_known` that is not
-    decided does not count as holding. `changes` maps fields of the config to values, or to
-    functions of the case, None for no wish; `mistake` is the usual wrong reaction.
+    `title` is what is wrong, `advice` what to do, `mistake` the usual wrong reaction. An undecided
+    finding in `unless` leaves this one undecided; in `unless_known` it counts as not holding.
+    `changes` maps fields of the config to values, or to functions of the case (None: no change).
     """
 
     name: str
@@ -223,15 +225,15 @@ class Finding:
 
 
 def is_ahead(case: Case) -> bool:
-    """Whether samplers run ahead of the learner."""
+    """Returns whether samplers run ahead of the learner."""
     try:
         return case.schedule.ahead > 0
     except KeyError:  # written by code without this field
         return False
 
 
-def approximates_old_logp(case: Case) -> bool:
-    """Whether another policy stands in for the one that drew a token, see `learner.snapshots`."""
+def has_stand_in(case: Case) -> bool:
+    """Returns whether another policy approximates the one that sampled, see `learner.snapshots`."""
     try:
         return is_ahead(case) and case.setting("rollout.old_logp_source") in APPROXIMATIONS
     except KeyError:  # written by code without this field
@@ -239,8 +241,7 @@ def approximates_old_logp(case: Case) -> bool:
 
 
 def _engine_share(case):
-    """Returns 1 while sampler and learner hold the same weights, because the whole gap is then the
-    engine's."""
+    """Returns the engine's share of the gap; 1 while sampler and learner have the same weights."""
     if LAG in case.unlogged and LAG not in case.series:
         raise KeyError(LAG)
     if not any(case.recent(LAG)):
@@ -254,7 +255,7 @@ def _engine_share(case):
 
 
 def _reuse_share(case):
-    """Returns which share of the policy's moves since it drew a batch are the updates by that batch."""
+    """Returns the share of the policy's movement since sampling that the updates of the batch make."""
     if not any(case.recent(LAG)):
         return 1.0
     reuse, before = (case.recent(f"mismatch/{part}/share") for part in ("trust_region", "staleness"))
@@ -265,7 +266,7 @@ def _reuse_share(case):
 
 
 def _is_filtered(case):
-    """Whether filters drop mass that the learner counts."""
+    """Returns whether filters drop mass that the learner counts."""
     read = case.setting
     drops = read("rollout.top_k") > 0 or read("rollout.top_p") < 1 or read("rollout.min_p") > 0
     return drops and read("rollout.sampling_mask_size") == 0
@@ -277,7 +278,7 @@ def _has_other_dtype(case):
 
 
 def _is_quantized(case):
-    """Whether the sampler's products are others than the learner's."""
+    """Returns whether sampler and learner are quantized differently."""
     def recipe(of):
         scheme = case.setting(f"{of}.quantization")
         return (scheme, *(sorted(case.setting(f"{of}.unquantized")) if scheme != "none" else ()))
@@ -296,12 +297,12 @@ def _is_rejecting(case):
 
 
 def has_own_weight(case: Case) -> bool:
-    """Whether the objective itself corrects the sampler's gap."""
+    """Returns whether the objective itself corrects the sampler's gap."""
     return "logp_behav" in methods.needs("objective", case.method("objective")[0])
 
 
 def is_direct(case: Case) -> bool:
-    """Whether log pi is weighed by the whole ratio to the sampler, detached, and no clip is around it."""
+    """Returns whether the whole ratio to the sampler weights log pi, detached and without a clip."""
     objective, weight = case.method("objective")[0], case.method("weight")[0]
     is_weighed = objective == "dis" or objective in ("gpg", "reinforce") and weight != "none"
     return case.setting("correction.mode") == "bypass" and is_weighed

@@ -1,4 +1,4 @@
-"""Rows of metrics in what a training run prints, by any framework: colours, prefixes and bars are cut off.
+"""Reads metrics from the console output of a training run of any framework, without colours and bars.
 
 Read are verl's lines `step:1 - name:0.5`, dicts after `step 0:`, `rollout 0:` (slime), `Global step 1:`
 (OpenRLHF) or `Step 1:` (SkyRL, over several lines), the bare dicts of transformers' Trainer (TRL),
@@ -41,14 +41,14 @@ LABELS = {
 
 @dataclasses.dataclass
 class Printed:
-    """A row as it was printed.
+    """A row of printed metrics.
 
     Attributes:
-      line: number of the line that it begins on.
+      line: number of its first line.
       values: name -> number; None is NaN.
       texts: names whose values are no numbers.
-      rounded: names whose value was printed as 0.0000 or 1.0000, so that it may be anything near.
-      is_counted: whether its step is not printed, but is its place among the rows.
+      rounded: names whose value was printed as 0.0000 or 1.0000, and may be rounded.
+      is_counted: whether no step is printed, and its step is its place among the rows.
     """
 
     line: int
@@ -58,7 +58,7 @@ class Printed:
     is_counted: bool = False
 
     def put(self, name: str, text: str) -> None:
-        """Adds what is printed for a name."""
+        """Adds the printed value of a name."""
         found = WRAPPED.match(text.strip("'\""))
         if found:
             self.values[name] = float(found[1])
@@ -92,7 +92,7 @@ def _cleaned(line):
 
 
 def _counts(epochs):
-    """Yields places among the rows; where epochs fall, a continued run prints its rows again."""
+    """Yields places among the rows; where epochs fall, a resumed run prints its rows again."""
     before = []
     for epoch in epochs:
         if before and epoch < before[-1]:
@@ -129,7 +129,7 @@ def _rows(lines: Iterator[tuple[int, str]]) -> Iterator[Printed]:
 
 
 def _block(lines):
-    """Returns a dict that is printed over the next lines, to the end of one in }."""
+    """Returns a dict that is printed over the next lines, up to a line that ends with }."""
     parts = []
     for _, line in lines:
         parts.append(line.strip())

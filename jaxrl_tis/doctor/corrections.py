@@ -1,8 +1,8 @@
-"""What a record of another framework proves about the correction in it, whatever its config says.
+"""Finds faults of another framework's correction in its log, without its config.
 
-Beside the trees, and from the record alone: that a correction does nothing, that only bounded weights
-are looked at, that mass which the sampler cuts off is in the ratio, and that the ratio is of other
-weights than those that sampled.
+The log alone can show that a correction does nothing, that weights are logged only after their bounds,
+that a filter of the sampler is inside the ratio, and that the ratio uses other weights than those that
+sampled.
 """
 
 import itertools
@@ -63,8 +63,8 @@ def _is_uncorrected(case):
 
 
 def _at_cap(case):
-    """(share of the steps whose largest weight is the largest of the record, the metric); 0 if no two
-    of them are the same."""
+    """Returns (share of the steps whose largest weight is the largest of the record, the metric); 0 if no
+    two of them are equal."""
     values = _all(case, (WEIGHT_MAX,))
     cap = max(values)
     share = sum(_is_same(value, cap) for value in values) / len(values)
@@ -80,8 +80,8 @@ def _recent(case, metric):
 
 
 def _mean_ratio(case):
-    """(mean ratio of each of the last surge_steps steps, the mean of all that is due without a filter,
-    their metric).
+    """Returns (mean ratio of each of the last surge_steps steps, its expected mean without a filter, the
+    metric).
 
     A ratio that is recorded for a part of the steps alone, those without a weight at a bound, is not
     used: of ratios that spread widely, such steps have the smaller ones."""
@@ -100,8 +100,8 @@ def _mean_ratio(case):
 def _due_of_bounded(case):
     """Returns the least mean that bounded weights have without a filter.
 
-    It is of the log-normal ratio of mean 1 with the widest spread that the record allows, and what the
-    learner draws of it between the bounds: a mask drops the rest, a cap takes less."""
+    Takes the log-normal ratio of mean 1 with the widest spread that the record allows, and the learner's
+    mass of it between the bounds: a mask drops the rest, a cap less."""
     variance, cap = _log_variance(case), math.log(_cap(case))
     if variance == 0:
         return 1.0
@@ -133,7 +133,7 @@ def _log_variance(case):
 
 
 def _is_of_tokens(case):
-    """Whether weights are those of single tokens, by what they differ from 1 at most, and on average."""
+    """Returns whether weights are of single tokens, by their largest and mean distance from 1."""
     if WEIGHT_MIN not in case.series or WEIGHT_MAX not in case.series:
         return True
     lows, highs, means, gaps, largest = (
@@ -151,8 +151,8 @@ def _is_of_tokens(case):
 
 
 def _mass(case):
-    """(of each of the last steps what says how much mass is lost, what is due without a filter, its metric):
-    the mean ratio; or its logarithm, where a few steps make the mean."""
+    """Returns (the quantity of each of the last steps that shows lost mass, its expected mean without a
+    filter, its name): the mean ratio, or its logarithm where a few steps dominate the mean."""
     means, due, metric = _mean_ratio(case)
     if _in_errors(means, due) > case.thresholds["mean_usable"]:
         return means, due, metric
@@ -162,7 +162,7 @@ def _mass(case):
 
 
 def _logs_per_token(case):
-    """Returns the logarithm of each step's mean ratio by the mean length, and k3 of a token.
+    """Returns log(mean ratio) / mean length + k3 of each step.
 
     The logarithm of a mean is at least the mean logarithm: of the products of whole answers -k1 times the
     length. Without a filter k1 and k3 have the same mean. So the sum is at least 0 on average, however far
@@ -180,7 +180,7 @@ def _lost_mass(case):
 
 
 def _mass_sigma(case):
-    """Returns by how many standard errors the mean ratio is below what is due."""
+    """Returns how far the mean ratio is below its expected mean, in standard errors."""
     found, due, _ = _mass(case)
     lost, error = due - statistics.fmean(found), _standard_error(found)
     return lost / error if error else math.copysign(math.inf, lost)
@@ -198,7 +198,7 @@ def _in_errors(found, due):
 
 
 def _standard_error(values):
-    """Returns that of the mean; NaN where a value is infinite, which `statistics.stdev` refuses."""
+    """Returns the standard error of the mean; NaN with an infinite value, which `statistics.stdev` refuses."""
     return statistics.stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
 
 
@@ -215,9 +215,8 @@ def _gap_by_lag(case):
 
 
 def _gap_by_period(case):
-    """(how often the gap rises within periods, or falls from one to the next, whichever is rarer: of
-    the length and beginning for which that is largest; what it is of). Neither noise nor a trend has
-    both."""
+    """Returns (share of the steps that fit a period: rises within, falls from one period to the next, the
+    smaller of the two, for the best length and start; its name). Neither noise nor a trend has both."""
     metric = _moving(case)
     values = case.window(metric, case.thresholds["surge_steps"])
     steps = sorted(values)
@@ -262,107 +261,112 @@ DIFFERS = Clause("record/largest_gap", ">", 0)
 
 FINDINGS = (
     Finding(
-        "inactive.unrecorded", "nothing in the record compares sampler and learner",
-        "The sampler's log-probs were not recorded, or not compared with the learner's: no gap can be "
-        "seen, and no weight can correct one.",
+        "inactive.unrecorded", "no metric compares sampler and learner",
+        "Record the sampler's log-probs and compare them with the learner's. Until then no gap "
+        "can be seen, and no weight can correct one.",
         all_of=(Clause("record/gaps", "<=", 0),),
-        mistake="taking a record without a gap for a run without one",
+        mistake="read a log without a metric of the gap as a run without a gap",
     ),
     Finding(
-        "inactive.copied", "sampler and learner agree in every bit, in every step",
-        "Two programs do not. The old log-probs are the sampler's, or the sampler's are the old ones, "
-        "so that any ratio of the two is 1.",
+        "inactive.copied", "sampler and learner agree exactly in every step",
+        "Check where both log-probs come from. Two programs never agree in every bit, so one was "
+        "copied from the other, and every ratio is 1.",
         all_of=(Clause("record/largest_gap", "<=", 0),),
     ),
     Finding(
-        "inactive.ones", "every weight is 1, in every step",
-        "The correction changes nothing: it is off, or its weights were made of one policy twice.",
+        "inactive.ones", "every weight is 1 in every step",
+        "Check that the correction is on, and that its weights compare two different policies. "
+        "Now it changes nothing.",
         all_of=(Clause("record/weight_spread", "<=", SAME),),
-        mistake="taking a weight that is logged for one that acts",
+        mistake="assume that a logged weight acts",
     ),
     Finding(
         "inactive.uncorrected", "a gap is measured, and nothing corrects it",
-        "Fine below kl_bug and chi2_moderate; above, weigh or reject.",
+        "Add weights or rejection, unless the gap is below the thresholds of A and C.",
         all_of=(is_so("record/is_uncorrected"), DIFFERS), unless_known=("inactive.ones",),
     ),
     Finding(
-        "inactive.trust_region", "the clipped ratio is 1 for every token, in every step",
-        "As it is with one update per batch; with more, the old log-probs are those of the learner as "
-        "it is, and the trust region never acts.",
+        "inactive.trust_region", "the clipped ratio is 1 for every token in every step",
+        "With one update per batch this is normal. With more updates, check the old log-probs: "
+        "they are those of the current learner, and the trust region never acts.",
         all_of=(Clause("record/ppo_spread", "<=", SAME),),
     ),
     Finding(
-        "blind", "weights are judged after their bounds alone",
-        "Their mean, extremes and sample size cannot show what the bounds cut off. Log what the ratio "
-        "is before: chi2, a sample size, a largest value. exp of the largest log-ratio of a token is "
-        "one, where that is recorded.",
+        "blind", "weights are logged only after their bounds",
+        "Log the ratio before its bounds: chi2, a sample size or a largest value. After the "
+        "bounds, the mean, the extremes and the sample size do not show what was cut off. The "
+        "exponential of a token's largest log-ratio serves, too, where it is logged.",
         all_of=(Clause("record/weights", ">", 0), Clause("record/tails", "<=", 0)),
-        mistake="reading a bounded maximum as a small gap",
+        mistake="read a bounded maximum as a small gap",
     ),
     Finding(
-        "blind.cap", "and in most steps the largest weight stands at its bound",
-        "The ratios are larger than it, by how much is not recorded.",
+        "blind.cap", "in most steps the largest weight is at its bound",
+        "Log the largest ratio before the bound. The true ratios are larger by an unknown factor.",
         all_of=(Clause("record/at_cap", ">", "taken_most"),), parent="blind",
     ),
     Finding(
-        "mass", "the mean ratio is below what is due without a filter: kept mass is inside it",
-        "Under the sampler's own distribution the ratio's mean is the mass that the sampler could draw "
-        "from: 1, but for top-p, top-k or min-p whose log-probs are renormalised while the learner's "
-        "are not, or log-probs that are not those of the draw. Sample without filters, or let the learner "
-        "renormalise over the same tokens.",
+        "mass", "the mean ratio is too small: a filter of the sampler is inside it",
+        "Sample without top-p, top-k and min-p, or let the learner renormalise over the same "
+        "tokens. Without a filter the mean ratio over the sampler's tokens is 1. It is smaller "
+        "when a filter renormalises the sampler's log-probs alone, or when the log-probs are not "
+        "those of the sampled distribution.",
         all_of=(
             Clause("record/lost_mass", ">", "mass_lost"), Clause("record/mass_sigma", ">", "mass_sigma"),
             Clause("record/mass_usable", ">", "mean_usable"),
         ),
-        mistake="correcting for it with the weight, which is smaller than 1 for every token alike",
+        mistake="correct this with the weight: it is below 1 for every token alike",
     ),
     Finding(
-        "weights.lag", "the gap grows with the lag: the ratio is of newer weights than those that sampled",
-        "Staleness and the engine's gap are in one number, and a bound for one cuts the other. Keep "
-        "the weights that sampled for the old log-probs, or the sampler's own, and clip around the "
-        "policy of the update (arXiv:2505.24298).",
+        "weights.lag",
+        "the gap grows with the lag: the ratio uses newer weights than those that sampled",
+        "Keep the weights that sampled for the old log-probs, or use the sampler's own log-probs, "
+        "and clip around the policy of the update (arXiv:2505.24298). Now staleness and the "
+        "engine's gap are one number, and a bound for one cuts the other.",
         all_of=(
             Clause(LAG, ">", 0, absent=False), Clause("record/gap_by_lag", ">", "lag_correlation"),
         ),
-        mistake="lowering the precision gap of an engine that is not at fault",
+        mistake="lower the precision gap: the engine is not at fault",
     ),
     Finding(
-        "weights.sync", "the gap rises step by step and falls again, as weights are synced",
-        "The old log-probs are of newer weights than those that sampled until the next weight sync. "
-        "Sync weights at every step, or keep those that sampled for the old log-probs.",
+        "weights.sync", "the gap grows from step to step and falls at each weight sync",
+        "Sync weights at every step, or keep the weights that sampled for the old log-probs. "
+        "Between two syncs the old log-probs come from newer weights than those that sampled.",
         all_of=(Clause("record/gap_by_period", ">=", "sync_share"),),
-        mistake="lowering the precision gap of an engine that is not at fault",
+        mistake="lower the precision gap: the engine is not at fault",
     ),
 )
 # Of one framework alone.
 OWN = {
     "verl": (
         Finding(
-            "inactive.bypass", "weights are computed, and not used: bypass mode with a clipped objective",
-            "In bypass mode the clipped ratio holds the whole gap, and with loss_type=ppo_clip the "
-            "weights are for the log alone. Decoupled mode, or loss_type=reinforce, uses them.",
+            "inactive.bypass",
+            "weights are computed but not used: bypass mode with a clipped objective",
+            "Use decoupled mode, or loss_type=reinforce. With loss_type=ppo_clip the clipped "
+            "ratio contains the whole gap, and the weights are only logged.",
             all_of=(is_so("record/is_bypass"),),
         ),
         Finding(
-            "shrunk.verl", "in verl's terms",
-            "algorithm.rollout_correction.rollout_is=token, or rollout_is_batch_normalize=True beside "
-            "it; rollout_rs=seq_mean_k1 rejects answers by their geometric mean.",
+            "shrunk.verl", "settings of verl",
+            "Set algorithm.rollout_correction.rollout_is=token, or add "
+            "rollout_is_batch_normalize=True. rollout_rs=seq_mean_k1 rejects answers by their "
+            "geometric mean.",
             parent="shrunk",
         ),
     ),
     "trl": (
         Finding(
-            "shrunk.trl", "in TRL's terms",
-            'GRPOConfig(vllm_importance_sampling_mode="token_truncate"); the default, sequence_mask, is '
-            "the product over an answer, and 0 above vllm_importance_sampling_clip_max=3.0.",
+            "shrunk.trl", "settings of TRL",
+            'Set GRPOConfig(vllm_importance_sampling_mode="token_truncate"). The default, '
+            'sequence_mask, uses the product over an answer and sets it to 0 above '
+            'vllm_importance_sampling_clip_max=3.0.',
             parent="shrunk",
         ),
     ),
     "slime": (
         Finding(
-            "shrunk.slime", "in slime's terms",
-            "In the yaml of examples/train_infer_mismatch_helper: tis_level: token, or geometric, and "
-            "tis_batch_normalize: true.",
+            "shrunk.slime", "settings of slime",
+            "In the yaml of examples/train_infer_mismatch_helper, set tis_level: token (or "
+            "geometric) and tis_batch_normalize: true.",
             parent="shrunk",
         ),
     ),

@@ -1,4 +1,4 @@
-"""What the tables of trees.py find in the record of a run; __main__.py documents the keys."""
+"""Applies the tables of trees.py to the record of a run. __main__.py documents the keys of the result."""
 
 import dataclasses
 import json
@@ -25,7 +25,7 @@ FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS | corrections.FACTS
 
 
 def read_config(path: epath.Path) -> dict[str, Any]:
-    """The configuration in a config.json, {} without such a file.
+    """Returns the configuration in a config.json, {} without such a file.
 
     Raises:
       ValueError: the file is not one that a run writes; names the file and the line.
@@ -38,7 +38,7 @@ def read_config(path: epath.Path) -> dict[str, Any]:
         raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
     is_config = isinstance(content, dict) and "config" in content
     if not is_config or not isinstance(content["config"], dict):
-        raise ValueError(f'{path}, line 1: no object under "config", was it written by a run?')
+        raise ValueError(f'{path}, line 1: no object under "config", did a run write it?')
     return content["config"]
 
 
@@ -72,7 +72,7 @@ def limits_of(thresholds: Mapping[str, float]) -> dict[str, float]:
 
 
 def adapted(case: Case) -> Case:
-    """Returns the case with the thresholds replaced that differ for this kind of run."""
+    """Returns the case with the thresholds of this kind of run: quantized, routed, product weights."""
     limits, changed = case.thresholds, {}
     if not _evaluate(case, Clause("config/is_quantized", "==", 0)).status:  # nor where unknown
         changed["dp_max"] = limits["dp_max_quantized"]
@@ -88,7 +88,7 @@ def adapted(case: Case) -> Case:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """`status` is True, False or None (not decided); `missing` says what is missing for None."""
+    """The result of a finding: `status` is True, False or None (not decided, `missing` has the reasons)."""
 
     status: bool | None
     evidence: tuple[dict[str, Any], ...] = ()
@@ -96,7 +96,7 @@ class Result:
 
 
 def walk(case: Case, findings: Sequence[Finding] = (*CAUSES, *SETUP)) -> dict[str, Result]:
-    """The result of each finding by its name."""
+    """Returns the result of each finding by its name."""
     results = {}
     for finding in findings:
         results[finding.name] = _result(case, finding, results)
@@ -131,8 +131,8 @@ def _result(case, finding, results):
     return Result(status, tuple(e for r in (*all_of, *any_of) if r.status for e in r.evidence))
 
 
-def _evaluate(case, clause):
-    """Judges one clause."""
+def _judge(case, clause):
+    """Returns the result of one clause."""
     is_fact = clause.metric in FACTS
     clause = dataclasses.replace(clause, metric=case.source(clause.metric))
     is_absent = not is_fact and clause.metric not in case.series | dict.fromkeys(case.unlogged)
@@ -161,8 +161,8 @@ def _evaluate(case, clause):
 
 
 def _is_steady(case, values, mean, op, limit):
-    """Whether no few steps alone bring the mean beyond its threshold: it is there by steady_sigma standard
-    errors, or so are steady_share of the steps by themselves."""
+    """Returns whether the mean is steadily beyond its threshold: by steady_sigma standard errors, or with
+    steady_share of the steps beyond it."""
     passes = OPS[op]
     if sum(passes(x, limit) for x in values) >= case.thresholds["steady_share"] * len(values):
         return True
@@ -173,8 +173,8 @@ def _is_steady(case, values, mean, op, limit):
 
 
 def _skewed_t(values, limit):
-    """Returns by how many standard errors the mean is above the limit, by Hall's transformation for skewed
-    samples (1992): of heavy-tailed values the error of the mean is large on the far side alone."""
+    """Returns the distance of the mean above the limit in standard errors, by Hall's transformation for
+    skewed samples (1992): heavy-tailed values have a large error of the mean on the far side alone."""
     mean, size = math.fsum(values) / len(values), statistics.stdev(values)
     if not size:
         return math.copysign(math.inf, mean - limit) if mean != limit else 0.0
@@ -191,8 +191,7 @@ def _fact(case, clause):
 
 
 def _statistic(case, clause):
-    """(metric, value, {step: value} of the last steps); KeyError naming the values that are
-    missing."""
+    """Returns (metric, value, {step: value} of the last steps); KeyError names missing values."""
     limits, metric = case.thresholds, clause.metric
     is_surge, compares = clause.statistic.startswith("surge"), clause.statistic not in SINGLE
     width = limits["min_steps"] if is_surge else limits["window"]
@@ -220,7 +219,7 @@ def _statistic(case, clause):
 
 
 def _sigma(values, earlier):
-    """Returns by how many standard errors the mean of `values` is above that of `earlier`."""
+    """Returns the rise of the mean from `earlier` to `values`, in standard errors."""
     means, variances = [], []
     for x in (list(values.values()), list(earlier.values())):
         mean = math.fsum(x) / len(x)
@@ -235,9 +234,9 @@ def _sigma(values, earlier):
 
 
 def _changes(case, finding, asked):
-    """Lists {field, value, now} for the fields of the run's config that would change.
+    """Lists the changes that a finding asks for, as {field, value, now}.
 
-    `asked` holds what earlier findings ask for: they are nearer to the cause and keep their word.
+    `asked` has the changes of earlier findings. They are nearer to the cause and take precedence.
     """
     changes = []
     for field, value in finding.changes.items():
@@ -255,7 +254,7 @@ def _changes(case, finding, asked):
 def diagnose(
     workdir: str | os.PathLike, thresholds: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """The object that --json writes, see the top of the file; `thresholds` replaces some.
+    """Returns the diagnosis of a run as --json writes it; `thresholds` replaces some thresholds.
 
     Raises:
       FileNotFoundError: the folder has no metrics.jsonl.
@@ -270,7 +269,7 @@ def diagnose(
 def diagnosis_of(
     case: Case, workdir: str, others: Mapping[str, Sequence[Finding]] | None = None
 ) -> dict[str, Any]:
-    """The same of a case; `others` are lists of findings beside the trees, by their key in it."""
+    """Returns the diagnosis of a case. `others` has further lists of findings, by their key in it."""
     groups = {"findings": CAUSES, "setup": SETUP} | dict(others or {})
     every = [finding for group in groups.values() for finding in group]
     results, asked = walk(case, every), {}
@@ -309,24 +308,24 @@ def diagnosis_of(
     }
 
 
-STATISTICS = {"steady": "mean"}  # what a reader is told
+STATISTICS = {"steady": "mean"}  # names for a reader
 
 
 def _evidence_text(e):
-    """`theirs`: another framework's names for the metric, see foreign.py."""
+    """A line of evidence. `theirs` has another framework's names of the metric, see foreign.py."""
     theirs = [name for name in e.get("theirs", ()) if name != e["metric"]]
     text = e["metric"] + (f" [{', '.join(theirs)}]" if theirs else "")
     text += f" {e['value']:.4g} {e['op']} {e['threshold']:g}"
     if e["steps"] is None:
         return text
-    text += f"  ({STATISTICS.get(e['statistic'], e['statistic'])}, steps {e['steps'][0]}-{e['steps'][1]}"
+    text += f"  ({STATISTICS.get(e['statistic'], e['statistic'])} of steps {e['steps'][0]}-{e['steps'][1]}"
     if e["crossed"] is not None:
-        text += f"; {e['crossed']} of them by themselves, extreme at step {e['extreme_step']}"
+        text += f"; crossed in {e['crossed']} of them, farthest at step {e['extreme_step']}"
     return text + ")"
 
 
 def lines_of(finding: dict[str, Any]) -> Iterator[str]:
-    """Yields the lines of a finding for a reader."""
+    """Yields a finding as lines of text."""
     indent = "  " if finding["parent"] is None else "    "
     yield f"{indent}{finding['name']}: {finding['title']}"
     for evidence in finding["evidence"]:
@@ -340,37 +339,37 @@ def lines_of(finding: dict[str, Any]) -> Iterator[str]:
 
 
 def nans_of(diagnosis: dict[str, Any]) -> Iterator[str]:
-    """Yields a line for each metric of which a value is no number."""
+    """Yields a line for each metric with a value that is not finite."""
     for name, steps in sorted(diagnosis["nans"].items()):
         where = f"steps {steps[0]}-{steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-        yield f"no finite number: {name}, {len(steps)} times, {where}"
+        yield f"not finite: {name}, {len(steps)} times, {where}"
 
 
 def describe(diagnosis: dict[str, Any]) -> str:
-    """Writes the diagnosis for a reader."""
+    """Returns the diagnosis as text."""
     steps, window = diagnosis["steps"], diagnosis["window"]
     judged = f"steps {window[0]}-{window[1]} of {steps[0]}-{steps[1]}" if steps else "no steps"
     lines = [f"{diagnosis['workdir']} ({judged}): {', '.join(diagnosis['verdict'])}"]
     lines += nans_of(diagnosis)
-    for title, key in (("from the symptoms", "findings"), ("from the set-up", "setup")):
+    for title, key in (("symptoms", "findings"), ("set-up", "setup")):
         if diagnosis[key]:
             lines += ["", title]
         for finding in diagnosis[key]:
             lines += lines_of(finding)
     if diagnosis["reward_errors"]:
         failed = [failures.Failure(**failure) for failure in diagnosis["reward_errors"]]
-        lines += ["", "rewards that failed", *(f"  {line}" for line in failures.described(failed))]
+        lines += ["", "failed rewards", *(f"  {line}" for line in failures.described(failed))]
     reasons = {}
     for finding in diagnosis["undecided"]:
         reasons.setdefault(finding["reason"], []).append(finding["name"])
     if reasons:
-        lines += ["", "not enough data"]
+        lines += ["", "not decided"]
         lines += [f"  {', '.join(names)}: {reason}" for reason, names in reasons.items()]
     return "\n".join(lines)
 
 
 def strict(x):
-    """Returns the same tree with strings for the numbers that JSON cannot write."""
+    """Returns the same tree with strings in place of NaN and infinities, which JSON cannot write."""
     if isinstance(x, dict):
         return {name: strict(value) for name, value in x.items()}
     if isinstance(x, (list, tuple)):

@@ -1,4 +1,4 @@
-"""What corrections do: facts and findings from the counts of `estimators.counts`, and from the weights."""
+"""Facts and findings about the effect of corrections, from the counts of `estimators.counts` and the weights."""
 
 import math
 
@@ -12,8 +12,8 @@ WITHOUT_GAP = ("clip_cov", "top_entropy")  # masks that choose tokens, whatever 
 
 
 def _counted(case: Case) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
-    """Returns (the metric that counts a method's tokens, those of the tokens it changes, those of
-    the tokens that a bound changes) for each configured weight and mask."""
+    """Returns the count metrics of each configured weight and mask: (of all tokens, of changed tokens, of
+    tokens that a bound changes)."""
     prefix, counted = f"{counts.PREFIX}weight/", []
     if case.method("weight")[0] != "none":
         bounded = (f"{prefix}truncated", f"{prefix}dropped")
@@ -26,9 +26,9 @@ def _counted(case: Case) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     return counted
 
 
-def _share(case: Case, tokens: str, parts: tuple[str, ...], length: float) -> float:
-    """Returns the sum of `parts` over that of `tokens` in the last `length` steps, 0 of nothing;
-    KeyError names a metric that is not recorded."""
+def _share(case: Case, seen: str, parts: tuple[str, ...], length: float) -> float:
+    """Returns sum(`parts`) / sum(`seen`) over the last `length` steps, 0 without any; KeyError names a
+    metric that is not recorded."""
     def total(metric):
         if not case.window(metric, length):
             raise KeyError(metric)
@@ -38,8 +38,8 @@ def _share(case: Case, tokens: str, parts: tuple[str, ...], length: float) -> fl
 
 
 def _least_active(case):
-    """(smallest share of tokens, over the whole run, that one of the methods changes, its metric);
-    1 without methods."""
+    """Returns (smallest share of tokens that one method changes in the whole run, its metric); 1 without
+    methods."""
     length = max(case.last_step, 1)
     return min(
         ((_share(case, tokens, changed, length), changed[0]) for tokens, changed, _ in _counted(case)),
@@ -48,7 +48,7 @@ def _least_active(case):
 
 
 def _most_active(case):
-    """(largest share of tokens that the bounds of one of the methods take, its metric)."""
+    """Returns (largest share of tokens that the bounds of one method change, its metric)."""
     length = case.thresholds["window"]
     return max(
         ((_share(case, tokens, bounded, length), bounded[0]) for tokens, _, bounded in _counted(case)),
@@ -57,16 +57,16 @@ def _most_active(case):
 
 
 def is_bypass(case: Case) -> bool:
-    """Whether weights are logged beside a clipped objective, and no old policy's probabilities are: in
-    verl's bypass mode they are for the log alone."""
+    """Returns whether a log is of verl's bypass mode with a clipped objective: it has weights and a clipped
+    share, but no probabilities of an old policy. The weights are only logged there."""
     decoupled = {DP_MEAN, DP_MAX, PEARSON, IS_VALID}
     has_weights = {WEIGHT_MEAN, WEIGHT_MIN, KL, CLIPPED} <= case.series.keys()
     return not case.config and has_weights and not decoupled & case.series.keys()
 
 
 def _shrinks(case):
-    """(by how much the mean weight makes a step smaller, that in words); 1 where the weights are divided
-    by their mean, or not used."""
+    """Returns (factor by which the mean weight makes a step smaller, its name); 1 where the weights are
+    divided by their mean, or not used."""
     if CORRECTED in case.unlogged and CORRECTED not in case.series:
         raise KeyError("whether its correction is on, which its record does not tell")
     if NORMALIZED in case.series or is_bypass(case):
@@ -76,8 +76,8 @@ def _shrinks(case):
 
 
 def _over_weights(case):
-    """(how many times the mean weight of single tokens is that of the record, what it is of). A token's
-    ratio differs from 1 by at most as much as its logarithm from 0, or little more, if it is dropped."""
+    """Returns (mean weight of single tokens over the recorded mean weight, its name). A token's ratio
+    differs from 1 by at most as much as its logarithm from 0, or little more, if it is dropped."""
     if RATIO in case.series:
         tokens, metric = case.mean(RATIO), RATIO
     else:
@@ -106,45 +106,48 @@ def _normalized(case):
 
 CAUSES = (
     Finding(
-        "correction.inactive", "a configured correction did nothing in the whole run, beside a gap",
-        "The weight changed no token, or the mask dropped none, although sampler and learner differ: "
-        "its bound is too wide for this gap, or what it judges by is not what differs. Tighten it or "
-        "take it out, so that the config says what is done.",
+        "correction.inactive",
+        "a configured correction changed nothing in the whole run, although there is a gap",
+        "Tighten its bound, or remove it from the config. The bound is too wide for this gap, or "
+        "the correction looks at a quantity that does not differ.",
         all_of=(Clause("run/least_active", "<=", 0),),
         any_of=(
             Clause(KL, ">", "kl_fine", "steady"), Clause(CHI2, ">", "chi2_moderate", "steady"),
         ),
-        mistake="taking a correction that is configured for one that acts",
+        mistake="assume that a configured correction acts",
     ),
     Finding(
-        "shrunk", "the weights make every step much smaller: their mean is far below 1",
-        "A gradient is a mean of weighted terms, so a mean weight of 0.04 is a step of a 25th, made by "
-        "the few answers whose weights are near 1. Weigh single tokens or geometric means, which stay "
-        "near 1; or divide the weights by their mean over the batch, which mends the size and not the "
-        "sample size.",
+        "shrunk", "the mean weight is far below 1, so every step is much smaller",
+        "Weight single tokens or geometric means, which stay near 1. Or divide the weights by "
+        "their batch mean, which repairs the step size and not the sample size. A mean weight of "
+        "0.04 makes the gradient 25 times smaller, and the few answers with weights near 1 make "
+        "all of it.",
         all_of=(
             Clause(WEIGHT_MEAN, "<", "weight_low", "steady", absent=False),
             Clause("run/shrinks", ">", 1),
         ),
         changes={"correction.batch_normalize": _normalized},
-        mistake="raising the learning rate, which the first batch with weights of 1 then takes whole",
+        mistake=(
+            "raise the learning rate: the first batch with weights of 1 then takes a far too "
+            "large step"
+        ),
     ),
     Finding(
         "shrunk.product", "the weight is a product over the whole answer",
-        "Half a percent per token is a factor of 12 after 500 tokens: long answers have no weight. "
-        "Weigh tokens by a truncated ratio.",
+        "Weight tokens by a truncated ratio. Half a percent per token is a factor of 12 after 500 "
+        "tokens, so long answers have almost no weight.",
         any_of=(is_so("config/is_product"), Clause("run/over_weights", ">", 1.5)), parent="shrunk",
     ),
     Finding(
         "shrunk.masked", "a mask sets weights to 0 in most steps",
-        "It drops answers whose weight is above its bound, so those that count most. Truncate "
-        "at the bound in place of it.",
+        "Truncate at the bound in place of the mask. The mask drops the answers with the largest "
+        "weights.",
         all_of=(Clause("run/zeros", ">", "taken_most"),), parent="shrunk",
     ),
     Finding(
-        "correction.most", "a bound takes more than half of the tokens",
-        "What is left is a small and chosen part of the batch, or a weight that is its cap: widen the "
-        "bound, or reduce the gap itself.",
+        "correction.most", "a bound changes more than half of the tokens",
+        "Widen the bound, or reduce the gap itself. What is left is a small, selected part of the "
+        "batch, or a weight that equals its cap.",
         all_of=(Clause("run/most_active", ">", "taken_most"),),
     ),
 )

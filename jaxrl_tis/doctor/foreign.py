@@ -1,8 +1,8 @@
-"""The doctor's verdicts for logs of other frameworks: `python -m jaxrl_tis.doctor FILE --from=...`.
+"""Diagnoses logs of other frameworks: `python -m jaxrl_tis.doctor FILE --from=...`.
 
-Files are read by `readers`, names are translated by the tables of `frameworks`, and a case without a
-config goes through the same trees, and through the findings of `corrections`. The steps of a case are
-the logged ones, counted from 1, because many log every tenth step alone; what is said names theirs.
+`readers` reads the files, and the tables of `frameworks` translate the names. The case has no config and
+goes through the same trees, and through the findings of `corrections`. Its steps are the logged steps,
+counted from 1, because many runs log only every tenth step. The report names the framework's steps.
 """
 
 import dataclasses
@@ -26,26 +26,26 @@ UNTOLD = frozenset((FLIPS, TURNS))  # of ours; their absence from another's reco
 OURS = ("mismatch/", "correction/")  # beginnings of names that only this program writes
 ROUNDED = 1e-5  # stands for a difference that is printed as 0.0000
 WEIGHTS = (RATIO, WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX)
-NO_NUMBER = "logged, and in no step a number that can be judged"
+NO_NUMBER = "logged, but never as a number"
 
 
 @dataclasses.dataclass(frozen=True)
 class Record:
-    """A log, translated.
+    """A log with the metrics translated to ours.
 
     Attributes:
       series: our metric -> {place among the logged steps, from 1: value}, without NaN.
-      theirs: our metric -> their names that it was made of.
-      steps: theirs, by place.
-      marks: the names that tell the framework.
-      unread: their names that no row of the table reads.
-      texts: names whose values are no numbers.
-      nans: their name -> the steps of its values that are null, NaN or infinite.
-      repeated: values that a later one of the same step replaced.
-      updates: of a batch, over which values that are logged for each are averaged.
-      is_ahead: whether its names say that samplers run ahead.
-      rounded: gaps that were printed as 0.0000 throughout, and weights as 1.0000: too coarse to tell.
-      is_counted: whether it prints no step, so that rows are counted.
+      theirs: our metric -> the framework's names behind it.
+      steps: the framework's steps, by place.
+      marks: the names that identify the framework.
+      unread: the framework's names that no row of the table reads.
+      texts: names without numbers.
+      nans: the framework's name -> the steps of its values that are null, NaN or infinite.
+      repeated: number of values that a later one of the same step replaced.
+      updates: number of updates of a batch; values logged for each are averaged.
+      is_ahead: whether its names show that samplers run ahead.
+      rounded: gaps printed as 0.0000 throughout, and weights as 1.0000, which may be rounded.
+      is_counted: whether it prints no step, and rows are counted.
     """
 
     name: str
@@ -73,18 +73,18 @@ def _marks_in(names, framework):
 
 
 def recognise(names: set[str], wanted: str) -> tuple[str, tuple[str, ...]]:
-    """Returns (the framework, the names that tell it).
+    """Returns (the framework of a log, the names that identify it).
 
     Raises:
-      ValueError: "auto", and the names are those of none, or of several; or a framework is wanted of
-        which there is no name.
+      ValueError: with "auto", the names are of no framework or of several; else the wanted framework
+        has no name in the log.
     """
     marks_by_framework = {key: _marks_in(names, framework) for key, framework in FRAMEWORKS.items()}
     if wanted != "auto":
         framework = FRAMEWORKS[wanted]
         known = {name for row in framework.names for name in row.theirs} | set(framework.marks)
         if not any(name in names or framework.prefix + name in names for name in known):
-            raise ValueError(f"no name of {wanted}'s table is in this log: is it another's?")
+            raise ValueError(f"this log has no metric of {wanted}; is it from another framework?")
         return wanted, marks_by_framework[wanted]
     marks_by_framework = {key: marks for key, marks in marks_by_framework.items() if marks}
     if len(marks_by_framework) == 1:
@@ -92,20 +92,18 @@ def recognise(names: set[str], wanted: str) -> tuple[str, tuple[str, ...]]:
     if not marks_by_framework:
         looked_for = ", ".join(f"{f.prefix + f.marks[0]} ({key})" for key, f in FRAMEWORKS.items())
         raise ValueError(
-            f"the {len(names)} names of this log tell no framework: there is none like {looked_for}; "
-            "choose one by --from"
+            f"no metric of this log identifies a framework ({len(names)} names, none like {looked_for}); "
+            "choose one with --from"
         )
-    candidates = "; ".join(
-        f"{key}: {', '.join(marks[:3])}" for key, marks in marks_by_framework.items()
-    )
-    raise ValueError(f"names of several frameworks ({candidates}): choose one by --from")
+    candidates = "; ".join(f"{key}: {', '.join(marks[:3])}" for key, marks in marks_by_framework.items())
+    raise ValueError(f"metrics of several frameworks ({candidates}); choose one with --from")
 
 
 # Translation
 
 
 def _step_of(row, name, framework, path):
-    """Returns the step that a value belongs to: by the counter of its prefix, or of the row."""
+    """Returns the step of a value, from the counter of its prefix or of the row."""
     own = name.split("/")[0] + "/step"
     counters = [own] if own in framework.steps else []
     counters += [*framework.steps, *(framework.prefix + key for key in framework.steps), *STEPS]
@@ -115,12 +113,12 @@ def _step_of(row, name, framework, path):
             if not math.isfinite(step) or step != int(step):
                 raise ValueError(f"{path}, {row.place}: {counter} is {step}, not a whole number")
             return int(step)
-    raise ValueError(f"{path}, {row.place}: no step, as {' or '.join(dict.fromkeys(counters))}")
+    raise ValueError(f"{path}, {row.place}: no step; expected {' or '.join(dict.fromkeys(counters))}")
 
 
 def _read_values(logs, framework):
-    """(their name -> {step: value}, name -> {step: what is no finite number}, values replaced), of what is
-    mapped. A name of which no value is a number is there, without any."""
+    """Returns the mapped values: (name -> {step: value}, name -> {step: value that is not finite}, number of
+    replaced values). A name without any number is included, without values."""
     wanted = {name for row in framework.names for name in row.theirs}
     values, nans, repeated = {}, {}, 0
     for log in logs:
@@ -146,7 +144,7 @@ def _read_values(logs, framework):
 
 
 def _per_batch(values, framework):
-    """Returns the values, those of updates averaged over their batch, and how many a batch has."""
+    """Returns the values, with those of updates averaged over their batch, and the updates per batch."""
     is_update = {n: framework.updates is not None and n.startswith(framework.updates) for n in values}
     updates = {step for n, x in values.items() if is_update[n] for step in x}
     batches = {step for n, x in values.items() if not is_update[n] for step in x}
@@ -163,7 +161,7 @@ def _per_batch(values, framework):
 
 
 def _translated(values, framework):
-    """(our metric -> {step: value}, our metric -> their names)."""
+    """Returns (our metric -> {step: value}, our metric -> the framework's names)."""
     series, theirs = {}, {}
     for row in framework.names:
         if row.ours in theirs or not set(row.theirs) <= values.keys():
@@ -190,7 +188,7 @@ def load(paths: Sequence[str], wanted: str) -> Record:
     names = {name for log in logs for row in log.rows for name in row.values}
     texts = {name for log in logs for name in log.texts}
     if "phase" in texts and any(name.startswith(OURS) for name in names):
-        raise ValueError(f"{paths[0]} is a record of this program: name the folder that it is in")
+        raise ValueError(f"{paths[0]} is a record of this project; give the folder that contains it")
     name, marks = recognise(names, wanted)
     framework = FRAMEWORKS[name]
     if name in VARIANTS and _marks_in(names, VARIANTS[name]):
@@ -212,7 +210,7 @@ def load(paths: Sequence[str], wanted: str) -> Record:
 
 
 def _rounded(logs, series, theirs):
-    """Lists gaps that are 0, and weights that are 1, in every step, of names whose values are rounded."""
+    """Returns rounded gaps that are 0 in every step, and rounded weights that are 1."""
     printed = {name for log in logs for name in log.rounded}
     same = dict.fromkeys(corrections.GAPS, {0.0}) | dict.fromkeys(WEIGHTS, {1.0})
     return tuple(
@@ -226,29 +224,29 @@ def _is_ahead(names, framework):
 
 
 def case_of(record: Record, limits: dict[str, float]) -> tuple[Case, list[str]]:
-    """Returns the case of a record, and what is assumed where the record is silent."""
+    """Returns the case of a record, and the assumptions about what is not logged."""
     series = dict(record.series)
     # Logged, but never as a number: that it is absent tells nothing.
     empty = record.theirs.keys() - series.keys()
     assumed, unlogged = [], UNTOLD | set(record.framework.silent) | empty
     if record.is_counted:
-        assumed.append("no step is printed: rows are counted, and named by their place")
+        assumed.append("the log prints no step numbers, so rows are counted as steps")
     if record.rounded:
         series |= {m: {s: x + ROUNDED for s, x in series[m].items()} for m in record.rounded}
-        assumed.append(f"printed as 0 or 1, which rounding may have made: {', '.join(record.rounded)}")
+        assumed.append(f"values printed as 0 or 1 are rounded: {', '.join(record.rounded)}")
     if LAG not in series and record.is_ahead:
         unlogged |= {LAG}
-        assumed.append("samplers run ahead, and no lag is logged: A and B.lag are not told apart")
+        assumed.append("samplers run ahead, and no lag is logged, so A and B.lag cannot be separated")
     elif LAG not in series:
         assumed.append(
-            "samples are of the weights that are trained, as no lag is logged; where samplers run ahead, "
-            "A may be B.lag"
+            "samples come from the current weights, because no lag is logged. If samplers run ahead, A may "
+            "be B.lag"
         )
     gaps = [metric for metric in corrections.GAPS if metric in series]
     is_told = CORRECTED in series or CORRECTED in unlogged or WEIGHTS_ESS in {*series, *unlogged}
     if gaps and not is_told:
         series[WEIGHTS_ESS] = dict.fromkeys(series[gaps[0]], 1.0)
-        assumed.append("no weight is logged, so the sample size is that of weights of 1")
+        assumed.append("no weight is logged, so every weight counts as 1")
     return adapted(Case(series, {}, limits, len(record.steps), frozenset(unlogged))), assumed
 
 
@@ -256,8 +254,8 @@ def case_of(record: Record, limits: dict[str, float]) -> tuple[Case, list[str]]:
 
 
 def _missing(case, record, undecided):
-    """Lists {metric, serves, switch} of what is not logged and leaves findings undecided; and of the lag
-    and the correction, whose absence is taken for an answer."""
+    """Returns {metric, serves, switch} of missing metrics that leave findings undecided, and of the lag and
+    the correction, whose absence counts as an answer."""
     framework, name = record.framework, record.name
     mapped = {row.ours for f in (*FRAMEWORKS.values(), *VARIANTS.values()) for row in f.names}
     always = {LAG: ["A", "B.lag", "weights.lag"]}
@@ -281,7 +279,7 @@ def _missing(case, record, undecided):
 
 
 def _with_their_names(found, record):
-    """Puts their steps and names into the evidence of findings."""
+    """Puts the framework's steps and names into the evidence of findings."""
     for finding in found:
         for evidence in finding["evidence"]:
             evidence["theirs"] = list(record.theirs.get(evidence["metric"], ()))
@@ -298,12 +296,12 @@ def _their_steps(places, record):
 def diagnose(
     paths: Sequence[str], wanted: str, thresholds: Mapping[str, float] | None = None
 ) -> dict[str, Any]:
-    """The object that --json writes, see the top of __main__.py.
+    """Returns the diagnosis of a log as --json writes it, see the top of __main__.py.
 
     Raises:
       FileNotFoundError: there is no such file.
-      ValueError: a file is broken, or of no known kind; names the place. Or its names tell no
-        framework, or several; or a threshold has an unknown name.
+      ValueError: a file is broken or of an unknown format (names the place); its names identify no
+        framework or several; or a threshold has an unknown name.
     """
     limits, record = limits_of(thresholds or {}), load(paths, wanted)
     case, assumed = case_of(record, limits)
@@ -330,24 +328,23 @@ def _heads(diagnosis):
     judged = f"steps {window[0]}-{window[1]} of {steps[0]}-{steps[1]}" if steps else "no steps"
     kinds = ", ".join(diagnosis["kinds"])
     yield f"{diagnosis['workdir']} ({kinds}; {judged}): {', '.join(diagnosis['verdict'])}"
-    told = f"it has {', '.join(diagnosis['marks'][:3])}" if diagnosis["marks"] else "as it was asked to be"
-    yield f"read as {diagnosis['framework']}: {told}"
-    yield f"by its names in {diagnosis['source'].split(': ')[0]}"
+    told = f"recognised by {', '.join(diagnosis['marks'][:3])}" if diagnosis["marks"] else "as requested"
+    yield f"framework: {diagnosis['framework']}, {told}"
+    yield f"metric names of {diagnosis['source'].split(': ')[0]}"
     fewest = diagnosis["thresholds"]["min_steps"]
     if diagnosis["rows"] < fewest:
-        yield f"too little to judge: {diagnosis['rows']} logged steps, a verdict needs {fewest:g}"
+        yield f"too few steps: {diagnosis['rows']} are logged, a verdict needs {fewest:g}"
     for text in diagnosis["assumed"]:
         yield f"assumed: {text}"
     if diagnosis["updates"] > 1:
-        yield f"means over the {diagnosis['updates']} updates of a batch, where each is logged"
+        yield f"values of each update are averaged over the {diagnosis['updates']} updates of a batch"
     if diagnosis["repeated"]:
-        yield f"{diagnosis['repeated']} values were logged again for the same step: the last one counts"
+        yield f"{diagnosis['repeated']} values were logged again for the same step; the last one counts"
     yield from nans_of(diagnosis)
 
 
 def _reasons(diagnosis):
-    """Yields why causes and findings of the correction are not decided, but for what is missing
-    altogether and for our config."""
+    """Yields the reasons why findings are not decided, except missing metrics, which are listed apart."""
     absent = [entry["metric"] for entry in diagnosis["missing"]]
     reasons, without_config, set_up = {}, [], {finding.name for finding in SETUP}
     for finding in diagnosis["undecided"]:
@@ -359,21 +356,20 @@ def _reasons(diagnosis):
     for reason, names in reasons.items():
         yield f"  {', '.join(names)}: {reason}"
     if without_config:
-        yield f"  {', '.join(without_config)}: a config of ours"
+        yield f"  {', '.join(without_config)}: needs a config of this project"
 
 
 def describe(diagnosis: dict[str, Any], is_verbose: bool) -> str:
-    """Writes the diagnosis for a reader; a verbose one lists all names that were not read."""
+    """Returns the diagnosis as text; a verbose one lists all metrics that were not read."""
     lines = list(_heads(diagnosis))
     for title, key in (
-        ("from the symptoms", "findings"), ("of the correction", "corrections"),
-        ("from the set-up", "setup"),
+        ("symptoms", "findings"), ("correction", "corrections"), ("set-up", "setup"),
     ):
         lines += ["", title] if diagnosis[key] else []
         for finding in diagnosis[key]:
             lines += lines_of(finding)
     if diagnosis["missing"]:
-        lines += ["", "missing, and how to log it"]
+        lines += ["", "missing metrics, and the setting that logs them"]
     switches = {}
     for entry in diagnosis["missing"]:
         text = f"{entry['metric']} ({', '.join(entry['serves'])})"
@@ -383,7 +379,7 @@ def describe(diagnosis: dict[str, Any], is_verbose: bool) -> str:
     reasons = list(_reasons(diagnosis))
     lines += ["", "not decided", *reasons] if reasons else []
     lines += ["", *(f"note: {text}" for text in diagnosis["notes"])]
-    for title, key in (("names that were not read", "unread"), ("without numbers", "texts")):
+    for title, key in (("metrics not read", "unread"), ("metrics without numbers", "texts")):
         names = diagnosis[key]
         if names:
             lines.append(f"{title}: " + (", ".join(names) if is_verbose else f"{len(names)} (--verbose)"))

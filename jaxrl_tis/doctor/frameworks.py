@@ -1,10 +1,11 @@
-"""What other frameworks call the metrics that the doctor reads, and what exactly each of them is.
+"""Tables of other frameworks' metrics: their names, and the doctor's metric that each one is.
 
-A row is there only if the line that computes the value was read, in the files that `source` names. Where
-a name has changed, each version's has a row; tests/doctor/names.json has what each version writes. Left
-out, among others: OpenRLHF's, TRL's, NeMo-RL's and SkyRL's KL to the reference policy, which is not the
-sampler's gap; SkyRL's is_ratio_min and is_ratio_std, in which padding counts as a ratio of 0; NeMo-RL's
-policy_kl_error, which is of the other direction; slime's rs_mask fractions, whose level is a setting.
+Each row was made from the source line that computes the value, in the files that `source` names. Where a
+name changed, each version's name has a row; tests/doctor/names.json has the names of each version. Left
+out, among others: the KL to the reference policy of OpenRLHF, TRL, NeMo-RL and SkyRL, which is not the
+sampler's gap; is_ratio_min and is_ratio_std of SkyRL, in which padding counts as a ratio of 0;
+policy_kl_error of NeMo-RL, which has the other direction; the rs_mask fractions of slime, whose level is a
+setting.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ NORMALIZED = "rollout_corr/rollout_is_batch_norm_factor"  # mean that the weight
 
 @dataclasses.dataclass(frozen=True)
 class Named:
-    """One of our metrics: theirs, or `value` of several of theirs, None where it says nothing.
+    """One of our metrics as a function of the framework's: `value` of `theirs`, None where undefined.
 
     The first row for a metric of which a log has all names is the one that counts.
     """
@@ -40,18 +41,19 @@ class Named:
 
 @dataclasses.dataclass(frozen=True)
 class Framework:
-    """
+    """The metrics of a framework.
+
     Attributes:
       source: repository, version or commit, and files that were read.
       names: what is mapped.
       marks: names that only this framework writes; one of them in a log is enough.
       steps: names of its own step counters; "PREFIX/..." counts for the names with that prefix.
-      prefix: what some of its loggers put before all names.
-      updates: beginning of names that are logged at each update, not for each batch.
-      ahead: beginnings of names that only runs with samplers that run ahead have.
-      silent: of ours, what it may do and does not log: their absence means nothing.
-      switches: of ours, the setting that makes it log them.
-      notes: what to know of its values.
+      prefix: text that some of its loggers put before all names.
+      updates: prefix of names that are logged at each update, not for each batch.
+      ahead: prefixes of names that only runs with samplers that run ahead have.
+      silent: our metrics of things that it may do without a log: their absence means nothing.
+      switches: our metric -> the setting that logs it.
+      notes: notes on its values, for the report.
     """
 
     source: str
@@ -79,7 +81,7 @@ def _same(*names):
 
 
 def _turns(messages: float) -> float:
-    """Returns the turns of the policy in a conversation: every message that it answers has an answer."""
+    """Returns the policy's turns in a conversation: half of the messages are its answers."""
     return messages / 2
 
 
@@ -144,12 +146,12 @@ VERL = Framework(
         LAG: "logged by verl/trainer/ppo/v1 of 0.9.1, not by the trainers before",
     },
     notes=(
-        "0.6.1 to 0.7.1, and main b178a3cd5: dp_actor.py logs rollout_corr/* again, of the learner as it "
-        "moves, over the values of the old policy; with several updates per batch they hold the update "
-        "too, as do those of bypass mode in every version",
-        "rollout_is_mean, _min and _max are of the weights before their bound up to 0.7.1, and after it from "
-        "0.8.0 on; _max and _min of a sequence before it in every version",
-        "0.6.0 logs mismatch/* with rollout_is=False, too: the record does not tell whether weights are "
+        "0.6.1 to 0.7.1, and main b178a3cd5: dp_actor.py logs rollout_corr/* a second time, for the current "
+        "learner, and overwrites the values of the old policy. With several updates per batch these values "
+        "include the update. The values of bypass mode include it in every version",
+        "rollout_is_mean, _min and _max are measured before the bound up to 0.7.1, and after it from 0.8.0 "
+        "on. For sequence weights _max and _min are measured before it in every version",
+        "0.6.0 logs mismatch/* with rollout_is=False, too, so the log does not show whether weights are "
         "used",
     ),
 )
@@ -181,10 +183,9 @@ TRL = Framework(
     steps=("global_step",), prefix="train/", silent=(REJECTED,),
     switches={ABS_GAP: VLLM, CORRECTED: VLLM},
     notes=(
-        "sampling/importance_sampling_ratio/* are the weights after their bounds: of sequences, as "
-        "products, in the modes sequence_mask (the default) and sequence_truncate, of tokens in the "
-        "others",
-        "with logging_steps above 1 a row is a mean over steps, of extremes too",
+        "sampling/importance_sampling_ratio/* are the weights after their bounds. In the modes sequence_mask "
+        "(the default) and sequence_truncate they are products over sequences, else token weights",
+        "with logging_steps above 1 each row is a mean over steps, for minima and maxima too",
     ),
 )
 TRL_ASYNC = Framework(
@@ -200,8 +201,8 @@ TRL_ASYNC = Framework(
     ),
     marks=("ratio",), steps=("global_step",), prefix="train/", ahead=("ratio",), silent=(REJECTED,),
     notes=(
-        "kl is k3 of the learner as it is against the sampler, not of a reference: it holds staleness "
-        "and the update; KL is read from it",
+        "kl is k3 of the current learner against the sampler, not against a reference. It contains "
+        "staleness and the update. KL is read from it",
     ),
 )
 
@@ -224,7 +225,7 @@ OPENRLHF = Framework(
     ),
     steps=("global_step",), prefix="train/", silent=(REJECTED,),
     switches={KL: IS_ENABLE + " with --actor.policy_loss_type ppo", CORRECTED: IS_ENABLE},
-    notes=("no metric tells how old samples are: with --train.async_enable a gap may be staleness",),
+    notes=("no metric has the age of the samples: with --train.async_enable a gap may be staleness",),
 )
 
 # slime
@@ -259,14 +260,14 @@ SLIME = Framework(
     ),
     steps=("train/step", "rollout/step"), updates="train/", silent=(REJECTED,),
     switches={
-        KL: "rollout/rollout_log_probs and rollout/log_probs; the second is left out with "
-        "--use-rollout-logprobs, and where one micro-batch takes old log-probs from the loss",
+        KL: "rollout/rollout_log_probs and rollout/log_probs; the second is not logged with "
+        "--use-rollout-logprobs, or when a single micro-batch takes old log-probs from the loss",
         **dict.fromkeys((K3, PPL, MEAN_GAP, CHI2, CHI2_SEQ), MIS),
         CORRECTED: "--use-tis", RATIO: "--use-tis",
     },
     notes=(
-        "means are of the means of responses, not of all tokens",
-        "with --use-rollout-logprobs ppo_kl and pg_clipfrac hold the sampler's gap",
+        "means are averages of response means, not of all tokens",
+        "with --use-rollout-logprobs, ppo_kl and pg_clipfrac contain the sampler's gap",
     ),
 )
 
@@ -301,9 +302,9 @@ SKYRL = Framework(
         REJECTED: "trainer.algorithm.off_policy_correction.token_mask_is_threshold_low and _high",
     },
     notes=(
-        "token_mask_ratio is the share of the token mask alone: masks of sequences reject more",
-        "the fully asynchronous trainer logs old log-probs of the weights of the update, not of those "
-        "that sampled",
+        "token_mask_ratio is the share of the token mask alone; sequence masks reject more",
+        "the fully asynchronous trainer logs old log-probs under the weights of the update, not under "
+        "those that sampled",
     ),
 )
 
@@ -329,12 +330,12 @@ PRIME_RL = Framework(
            "off_policy/mean", "off_policy/max", COHORT + "num_output_tokens/mean", "decode_len/all/mean",
            "completion_len/mean"),
     ahead=("off_policy/", "off_policy_level/", "batch/off_policy_level/", "dispatcher/off_policy"),
-    switches={LAG: "logged by the orchestrator: name its metrics.jsonl beside the trainer's"},
+    switches={LAG: "logged by the orchestrator: give its metrics.jsonl together with the trainer's"},
     notes=(
-        "two policies: mismatch_kl is k3 of the learner as it is against the sampler, staleness "
-        "included; KL is read from it",
-        "is_masked is its trust region, not a rejection of the sampler's gap",
-        "a value that is not finite is left out of its metrics.jsonl",
+        "mismatch_kl is k3 of the current learner against the sampler, staleness included. KL is read "
+        "from it",
+        "is_masked is the trust region of prime-rl, not a rejection of the sampler's gap",
+        "metrics.jsonl leaves out values that are not finite",
     ),
 )
 
@@ -377,11 +378,11 @@ NEMO_RL = Framework(
     ),
     silent=(REJECTED, CORRECTED, CLIPPED),
     notes=(
-        "values of a step are sums over its updates; they are divided by the rounded probs_ratio, "
-        "where that is logged",
-        "gen_kl_error is k3 with the default reference_policy_kl_type; KL is read from it",
-        "sampling_importance_ratio is logged with use_importance_sampling_correction=False, too: the "
-        "record does not tell whether the weights are used",
+        "the values of a step are sums over its updates. They are divided by the rounded probs_ratio, "
+        "where it is logged",
+        "gen_kl_error is k3 with the default reference_policy_kl_type. KL is read from it",
+        "sampling_importance_ratio is logged with use_importance_sampling_correction=False, too, so the "
+        "log does not show whether the weights are used",
     ),
 )
 
@@ -424,7 +425,7 @@ TUNIX = Framework(
         CORRECTED: SAMPLER_IS,
     },
     notes=(
-        "actor/train/sampler_is/weight_mean is 1 where there is no correction at all",
+        "actor/train/sampler_is/weight_mean is 1 without any correction",
         "sampler_is/train/weight_* are the weights after their bound, sampler_is_threshold",
     ),
 )

@@ -1,9 +1,9 @@
-"""Logs of metrics that others write, as rows of numbers: JSONL, CSV, TensorBoard, trainer_state.json, and
-what a run prints (`console`); each but TensorBoard's perhaps as .gz.
+"""Reads metric logs of other frameworks into rows of numbers: JSONL, CSV, TensorBoard, trainer_state.json and
+console output (`console`), all except TensorBoard also as .gz.
 
-A row that cannot be read is named by its place, and ends the reading. Left out is a last line, or
-record, that is still being written. What is no number, a text, a histogram, a table, is not a metric:
-its name is kept apart. null is a number that JSON cannot write: verl's logger `file` writes NaN so.
+A row that cannot be read ends the reading, with its place. An incomplete last line or record is left
+out. A text, a histogram or a table is not a metric; its name is kept apart. null is a number that JSON
+cannot write: verl's logger `file` writes null for NaN.
 """
 
 import csv
@@ -43,7 +43,7 @@ FLOAT, DOUBLE = 1, 2  # DataType of a TensorProto
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """`place` says where it is; `values` are floats, NaN included."""
+    """A row of a log. `place` is its place in the file; `values` are floats, NaN included."""
 
     place: str
     values: dict[str, float]
@@ -51,10 +51,10 @@ class Row:
 
 @dataclasses.dataclass
 class Log:
-    """Rows in the order written, and names whose values are no numbers.
+    """The rows of a log in the order written, and the names without numbers.
 
     Attributes:
-      rounded: names of which a value was printed as 0.0000 or 1.0000: it may be anything near.
+      rounded: names with a value printed as 0.0000 or 1.0000, which may be rounded.
       is_counted: whether no step is printed, and rows are counted instead.
     """
 
@@ -66,7 +66,7 @@ class Log:
     is_counted: bool = False
 
     def add(self, place: str, values: dict[str, Any]) -> None:
-        """Adds a row; null is NaN, but a step that is null is none."""
+        """Adds a row; null is NaN, except that a null step is no step."""
         numbers = {}
         for name, value in values.items():
             number = _number(value)
@@ -80,11 +80,11 @@ class Log:
 
 
 def read(path: epath.Path) -> list[Log]:
-    """Reads one file, standard input, or a folder: of a trainer_state.json, or of checkpoints that have
-    one, of which the newest is read, or of event files, or of files of the other kinds.
+    """Reads one file, standard input, or a folder. In a folder it reads trainer_state.json, else the newest
+    checkpoint's, else event files, else the logs.
 
     Raises:
-      FileNotFoundError: there is nothing of the kind.
+      FileNotFoundError: there is no such file, or no log in the folder.
       ValueError: it is broken; names the file and the line, entry or record.
     """
     if str(path) == STDIN:
@@ -92,21 +92,21 @@ def read(path: epath.Path) -> list[Log]:
     if path.is_dir():
         return _read_folder(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path} not found: name a log of metrics")
+        raise FileNotFoundError(f"{path} not found; give a log of metrics")
     if EVENTS in path.name:
         return [_read_events([path], path)]
     return [_read_any(path, path.read_bytes())]
 
 
 def _read_any(path, data):
-    """Reads the content of a file by its ending, of any other ending by how it begins."""
+    """Reads the content of a file by its ending, or by its first line where the ending is unknown."""
     name = str(path)
     if name.endswith(GZIP) or data.startswith(b"\x1f\x8b"):
         name = name.removesuffix(GZIP)
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path}: not a whole gzip file ({error})") from error
+            raise ValueError(f"{path}: incomplete or broken gzip file ({error})") from error
     text = data.decode(errors="replace").removeprefix("\ufeff")
     for ending, reader in READERS.items():
         if name.endswith(ending):
@@ -115,7 +115,7 @@ def _read_any(path, data):
 
 
 def _is_json(text):
-    """Whether the first line is an object."""
+    """Returns whether the first line is a JSON object."""
     try:
         return isinstance(json.loads(text.lstrip().partition("\n")[0]), dict)
     except json.JSONDecodeError:
@@ -123,14 +123,14 @@ def _is_json(text):
 
 
 def is_log(path: epath.Path) -> bool:
-    """Whether `read` takes this file, or the folder holds what it looks for."""
+    """Returns whether `read` can read this file or folder."""
     if str(path) == STDIN or path.is_file():
         return True
     return path.is_dir() and not (path / OURS).exists() and bool(_logs_in(path))
 
 
 def _logs_in(path):
-    """Returns the files of a folder that are read: a state, event files, or all logs."""
+    """Returns the files of a folder to read: a state, event files, or all logs."""
     files = sorted(path.iterdir())
     checkpoints = {int(found[1]): p for p in files if (found := CHECKPOINT.fullmatch(p.name))}
     states = [path / STATE, *(checkpoints[step] / STATE for step in sorted(checkpoints, reverse=True))]
@@ -154,7 +154,7 @@ def _read_folder(path):
 
 
 def _number(value):
-    """Returns a float, or None for what is no number."""
+    """Returns a float, or None for a value that is not a number."""
     if value is None:
         return math.nan
     if type(value) in (int, float):
@@ -191,8 +191,8 @@ def _read_console(path, text):
     rows = console.rows(text)
     if not any(row.values for row in rows):
         raise ValueError(
-            f"{path}: of no known kind: it is not JSONL, CSV or TensorBoard's, and no line in it is one that "
-            "verl, TRL, OpenRLHF, slime, SkyRL, prime-rl or NeMo-RL print metrics in"
+            f"{path}: unknown format. It is not JSONL, CSV or TensorBoard, and no line has the form in which "
+            "verl, TRL, OpenRLHF, slime, SkyRL, prime-rl or NeMo-RL print metrics"
         )
     log = Log(str(path), "console", [], is_counted=any(row.is_counted for row in rows))
     for row in rows:
@@ -209,7 +209,7 @@ def _read_state(path, text):
         raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
     history = state.get("log_history") if isinstance(state, dict) else None
     if not isinstance(history, list):
-        raise ValueError(f'{path}: no list under "log_history", as a {STATE} has')
+        raise ValueError(f'{path}: no list "log_history", which a {STATE} has')
     log = Log(str(path), STATE, [])
     for number, entry in enumerate(history):
         if not isinstance(entry, dict):
@@ -225,7 +225,7 @@ def _read_csv(path, text):
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
     if not lines:
-        raise ValueError(f"{path}, line 1: no names of columns")
+        raise ValueError(f"{path}, line 1: no column names")
     names = _columns(path, lines[0][1])
     cells = []
     for number, line in lines[1:]:
@@ -240,7 +240,7 @@ def _read_csv(path, text):
 
 
 def _columns(path, header):
-    """Returns the names of metrics, "" for a column that is none; one run alone."""
+    """Returns the metric name of each column, "" for other columns; ValueError for several runs."""
     names, runs = [], set()
     for title in header:
         found = COLUMN.fullmatch(title)
@@ -250,16 +250,16 @@ def _columns(path, header):
         is_range = title.endswith(("__MIN", "__MAX"))
         names.append("" if is_range or NO_COLUMN.fullmatch(title) else title)
     if len(runs) > 1:
-        raise ValueError(f"{path}, line 1: columns of several runs: {', '.join(sorted(runs))}")
+        raise ValueError(f"{path}, line 1: columns of several runs: {', '.join(sorted(runs))}; export one run")
     named = [name for name in names if name]
     if len(set(named)) < len(named):
         twice = sorted({name for name in named if named.count(name) > 1})
-        raise ValueError(f"{path}, line 1: columns that are there twice: {', '.join(twice)}")
+        raise ValueError(f"{path}, line 1: duplicate columns: {', '.join(twice)}")
     return names
 
 
 def _texts(path, numbers, cells):
-    """Returns columns without any number; a cell that is none between numbers is an error."""
+    """Returns the columns without any number; ValueError for a text between numbers."""
     bad, good = {}, set()
     for number, row in zip(numbers, cells):
         for name, cell in row.items():
@@ -286,20 +286,20 @@ def _masked(data):
 
 
 def tfrecords(data: bytes, path: epath.Path) -> Iterator[tuple[str, bytes]]:
-    """Yields (place, content) of the records: length, its checksum, content, its checksum."""
+    """Yields (place, content) of TFRecords, which have length, checksum, content, checksum."""
     start, number = 0, 0
     while start + 12 <= len(data):
         number += 1
         place = f"record {number} at byte {start}"
         length, checksum = struct.unpack("<QI", data[start:start + 12])
         if _masked(data[start:start + 8]) != checksum:
-            raise ValueError(f"{path}, {place}: its length does not have its checksum")
+            raise ValueError(f"{path}, {place}: wrong checksum of the length")
         content = data[start + 12:start + 12 + length]
         end = start + 12 + length + 4
         if end > len(data):
             return  # still being written
         if _masked(content) != struct.unpack("<I", data[end - 4:end])[0]:
-            raise ValueError(f"{path}, {place}: its content does not have its checksum")
+            raise ValueError(f"{path}, {place}: wrong checksum of the content")
         yield place, content
         start = end
 
@@ -321,7 +321,7 @@ def _read_events(paths, path):
 
 
 def _scalar(value):
-    """Returns a float, or the value itself if it is none."""
+    """Returns a scalar as float, any other value unchanged."""
     if value.WhichOneof("value") == "simple_value":
         return value.simple_value
     tensor = value.tensor

@@ -1,8 +1,8 @@
-"""The two trees of the doctor, as data.
+"""The two decision trees of the doctor, as tables.
 
 `CAUSES` leads from symptoms to the causes A-F, after the survey "Off-Policy Drift in LLM RL" (v2,
 2026); `SETUP` from the kind of run to the corrections it needs, after "Off-Policy Corrections in
-LLM RL Training". A finding stands after those that it names. Changes name fields of
+LLM RL Training". A finding comes after the findings that it names. Changes name fields of
 configs/default.py.
 """
 
@@ -41,21 +41,21 @@ def _geo_mask(case):
 
 
 def _mode(case):
-    """Returns the mode in which weights look at the sampler's gap alone, unless what is chosen for stale
-    samples weighs the whole drift."""
+    """Returns decoupled mode, in which weights see the sampler's gap alone; None where a method for stale
+    samples weights the whole drift."""
     return None if is_ahead(case) and asynchrony.corrects_staleness(case) else "decoupled"
 
 
 def _weighable(case):
-    """Returns PPO for an objective that corrects the gap itself, because a weight beside it would
-    correct twice; for stale samples, the objective that corrects both parts."""
+    """Returns PPO for an objective that corrects the gap itself, because a weight would correct it twice;
+    for stale samples, the objective that corrects both parts."""
     if is_ahead(case):
         return asynchrony.objective(case)
     return "ppo" if has_own_weight(case) else None
 
 
 def _beside(case, weight):
-    """Returns a weight, or what has its place where samples are stale: an objective that weighs."""
+    """Returns a weight, or for stale samples its replacement: none with an objective that weights."""
     if not is_ahead(case):
         return weight
     is_weighed = is_direct(case) and case.method("weight")[0] == "none"  # by the objective itself
@@ -80,7 +80,7 @@ def _icepop(case):
 
 
 def _old_logp(case):
-    """Returns a way to the log-probs that masks look at, where there is none."""
+    """Returns a source of the old log-probs that masks need, where the config has none."""
     if not is_ahead(case) or case.setting("rollout.old_logp_source") != "none":
         return None
     return "ring" if case.schedule.ahead < math.inf else "ewma"
@@ -149,89 +149,89 @@ NOTED = ("rejected.many", "rejected.blind", "clipped.many", "F", *RUN)
 
 CAUSES = (
     Finding(
-        "A", "precision, kernel or engine mismatch",
-        "Remove the difference between sampler and learner first: precision, then tensor "
-        "parallelism, then kernels (arXiv:2510.26788, 2605.14220). A correction hides this gap and "
-        "does not close it; below pearson_broken nothing is cheaper than the repair.",
+        "A", "sampler and learner give different probabilities at the same weights",
+        "Remove the difference first: precision, then tensor parallelism, then kernels "
+        "(arXiv:2510.26788, 2605.14220). A correction hides this gap and does not close it. Below "
+        "a correlation of 0.95 a repair is cheaper than any correction.",
         all_of=(Clause("run/engine_share", ">=", "engine_share"),), any_of=GAP,
-        mistake="reading rollout_corr/kl as learning; at the same weights it is the engine's gap",
+        mistake="read rollout_corr/kl as learning: at the same weights it is the gap of the engine",
     ),
     Finding(
-        "A.record", "the recorded log-probs are not those that were sampled from",
-        "No policy finds its own samples less likely, on average, than another policy does. Check "
-        "the sampler's temperature, its filters and the weights of its log-probs.",
+        "A.record", "the recorded log-probs are not those of the distribution that was sampled",
+        "Check the sampler's temperature, its filters and the weights behind its log-probs. On "
+        "average no policy gives its own samples a lower probability than another policy does.",
         any_of=(
             Clause(PPL, "<", "ppl_low", "steady"), Clause(KL, "<", "kl_negative", "steady"),
         ), parent="A",
     ),
     Finding(
-        "A.filter", "top-k, top-p or min-p cut the distribution that is sampled",
-        "The learner scores the unfiltered distribution, so every ratio is the kept mass even at "
-        "equal weights. Sample without filters.",
+        "A.filter", "top-k, top-p or min-p cut the distribution of the sampler",
+        "Sample without filters. The learner scores the unfiltered distribution, so every ratio "
+        "contains the kept mass, even at equal weights.",
         all_of=(is_so("config/is_filtered"),), parent="A",
         changes={"rollout.top_k": 0, "rollout.top_p": 1.0, "rollout.min_p": 0.0},
     ),
     Finding(
-        "A.routing", "the routers of sampler and learner choose other experts",
-        "Replay the sampler's routes in the learner (arXiv:2510.11370). Until then mask the tokens "
-        "whose ratio leaves a band, IcePop (arXiv:2510.18855), the cheapest first try.",
+        "A.routing", "the routers of sampler and learner choose different experts",
+        "Replay the sampler's routes in the learner (arXiv:2510.11370). As a cheap first step, "
+        "mask tokens whose ratio leaves a band (IcePop, arXiv:2510.18855).",
         all_of=(ROUTED,), parent="A", changes=ICEPOP,
     ),
     Finding(
-        "A.quantized", "the sampler is quantised otherwise than the learner",
-        "Sample once with the learner's arithmetic: if the gap closes, it is the cause. If the "
-        "speed is needed, let the learner multiply as the sampler does, by model.quantization "
-        "(arXiv:2601.14243, 2604.07853), or keep the sampler as a behaviour policy of its own, "
-        "with token-level weights (arXiv:2601.18150, 2602.13953) or centred scores "
-        "(arXiv:2609.20807; correction.preset centered or centered_tis_2).",
+        "A.quantized", "sampler and learner are quantized differently",
+        "Sample once with the learner's arithmetic: if the gap closes, quantization is the cause. "
+        "If you need the speed, let the learner multiply as the sampler does (model.quantization; "
+        "arXiv:2601.14243, 2604.07853). Or keep the gap and correct it, with token weights "
+        "(arXiv:2601.18150, 2602.13953) or centred scores (arXiv:2609.20807; correction.preset "
+        "centered or centered_tis_2).",
         all_of=(is_so("config/is_quantized"),), parent="A", changes=SAME_QUANTIZATION,
     ),
     Finding(
-        "A.noise", "the sampler's norms carry noise, as the config asks",
-        "The noise explores (arXiv:2510.11696) and is part of this gap. Sample once without it to "
-        "see the rest.",
+        "A.noise", "the config adds noise to the sampler's norms",
+        "Sample once without the noise to see the rest of the gap. The noise is exploration "
+        "(arXiv:2510.11696) and part of this gap.",
         all_of=(is_so("config/is_noisy"),), parent="A", changes={"engine.noise_start": 0.0},
     ),
     Finding(
-        "A.injected", "a gap is put into the sampler, as the config asks",
-        "It is there to be studied. Leave it out to see the sampler's own.",
+        "A.injected", "the config adds an artificial gap to the sampler",
+        "Remove it to see the sampler's own gap.",
         all_of=(is_so("config/is_injected"),), parent="A", changes={"engine.injected": ""},
     ),
     Finding(
         "A.dtype", "sampler and learner compute in different precisions",
-        "Give the sampler, its cache and the learner one dtype; in float16 two programs differ by an "
-        "eighth of what they do in bfloat16 (arXiv:2510.26788). A TPU multiplies float32 as bfloat16 "
-        "unless the highest precision is asked for: the output head has a switch for it.",
+        "Give the sampler, its cache and the learner one dtype. In float16 the gap is an eighth "
+        "of that in bfloat16 (arXiv:2510.26788). A TPU multiplies float32 as bfloat16 unless the "
+        "highest precision is requested; the output head has a switch for it.",
         all_of=(is_so("config/has_other_dtype"),), unless=("A.quantized",), parent="A",
         changes=SAME_DTYPE | {"model.fp32_head": True},
     ),
     Finding(
-        "A.parallel", "sampler and learner split their sums over another number of devices",
-        "Give both the same degree of tensor parallelism, or reductions that do not depend on it "
-        "(arXiv:2511.17826).",
+        "A.parallel", "sampler and learner split their sums over different numbers of devices",
+        "Give both the same degree of tensor parallelism, or use reductions that do not depend on "
+        "it (arXiv:2511.17826).",
         all_of=(is_so("config/has_other_mesh"),), unless=("A.quantized", "A.dtype"), parent="A",
         changes={"mesh.serve": _serve_like_train},
     ),
     Finding(
-        "A.kernels", "the configuration explains nothing: kernels, or a fault of the engine",
-        "Score one batch of fixed tokens through both programs, without an update between. Set "
-        "xla_allow_excess_precision=False in both; look for a decode kernel whose result depends "
+        "A.kernels", "no setting explains the gap: kernels, or a fault of the engine",
+        "Score one batch of fixed tokens with both programs, without an update between them. Set "
+        "xla_allow_excess_precision=False in both. Look for a decode kernel whose result depends "
         "on the batch, and for a weight that the sampler did not receive.",
         unless=EXPLAINED, parent="A",
         changes={"model.fp32_head": True},
     ),
     Finding(
-        "A.spike", "only the largest difference shows it",
-        "Look at that token: its position, cache page, experts.",
+        "A.spike", "only the largest probability difference shows the gap",
+        "Look at this token: its position, cache page and experts.",
         all_of=(
             Clause(PEARSON, ">=", "pearson_broken"), Clause(KL, "<=", "kl_bug"),
             Clause(DP_MAX, ">", "dp_max", "max"),
         ), parent="A",
-        mistake="averaging the maximum away; the spike is often the fault that ends the run",
+        mistake="average the maximum away: the spike is often the fault that ends the run",
     ),
     Finding(
-        "B.lag", "stale weights: the gap comes with the age of the samples",
-        "Sample with fresher weights first (a smaller bound on the lag), then correct the rest.",
+        "B.lag", "the samples are stale, and most of the gap comes from their age",
+        "Sample with fresher weights first (a smaller staleness bound). Then correct the rest.",
         all_of=(Clause("run/engine_share", "<", "engine_share"),),
         any_of=(
             *GAP, Clause(KL, ">", "kl_fine", "steady"), Clause(CHI2, ">", "chi2_moderate", "steady"),
@@ -240,8 +240,8 @@ CAUSES = (
         ),
     ),
     Finding(
-        "B.reuse", "stale samples: the policy moves far while it reuses a batch",
-        "Take fewer updates per batch; what is left is the clip's work.",
+        "B.reuse", "the policy moves far while it reuses one batch",
+        "Take fewer updates per batch. The clip handles the rest.",
         all_of=(
             REUSED, is_not("config/is_bypass"), Clause(PPO_KL, ">", "kl_fine", "steady"),
             Clause("run/reuse_share", ">=", "reuse_share"),
@@ -249,61 +249,66 @@ CAUSES = (
         changes={"train.epochs": 1, "train.minibatches": 1},
     ),
     Finding(
-        "escalate.system", "beyond what weights and rejection can correct",
-        "Reduce the gap itself: precision, kernels, routing, fresher weights. No algorithmic "
-        "correction is cheaper at this size.",
+        "escalate.system", "the gap is too large for weights and rejection",
+        "Reduce the gap itself: precision, kernels, routing, fresher weights. At this size every "
+        "correction costs more than the repair.",
         any_of=(Clause(CHI2, ">", "chi2_systems", "steady"), *_rejected("rejected_stop")),
         changes=SAME_ENGINE,
     ),
     Finding(
-        "escalate.ess", "few samples carry the batch even after rejection",
-        "Reduce the gap itself, as for a gap beyond correction.",
+        "escalate.ess", "few samples carry the batch, even after rejection",
+        "Reduce the gap itself: precision, kernels, routing, fresher weights.",
         all_of=(is_so("config/is_rejecting"), Clause(ESS, "<", "ess_broken", "steady")),
         changes=SAME_ENGINE,
     ),
     Finding(
-        "escalate.weights", "rejection alone is not enough",
-        "Reject responses by their geometric mean, and weigh the tokens that stay by their ratio.",
+        "escalate.weights", "rejection alone does not correct this gap",
+        "Reject responses by their geometric mean ratio, and weight the remaining tokens by their "
+        "ratio.",
         any_of=(Clause(CHI2, ">", "chi2_toxic", "steady"), *_rejected("rejected_high")),
         unless=("escalate.system", "escalate.ess"), changes=GEO | TOKENS_WEIGHED,
     ),
     Finding(
-        "D", "the variance of the importance weights blows up",
-        "Filter outliers before reweighting them.",
+        "D", "the importance weights have a very large variance",
+        "Reject outliers before you weight the rest.",
         any_of=(*HEAVY_TOKENS, Clause(CHI2_SEQ, ">", "chi2_seq", "steady")),
     ),
     Finding(
         "D.product", "the weight is a product over the whole sequence",
-        "Reject by the geometric mean, which does not grow with the length, and weigh tokens.",
+        "Reject by the geometric mean, which does not grow with the length, and use token weights.",
         all_of=(is_so("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS, parent="D",
         changes=GEO | TOKENS_WEIGHED,
-        mistake="keeping sequence weights for their principle at less than half the sample size",
+        mistake=(
+            "keep sequence weights because they are unbiased, when they cost more than half of "
+            "the sample size"
+        ),
     ),
     Finding(
-        "D.tokens", "single tokens dominate",
-        "Drop the tokens whose ratio leaves a band, IcePop (arXiv:2510.18855). Once it rejects 10 "
-        "to 25 %, reduce the gap itself, or learn under noise that flattens sharp distributions: "
-        "correction.controllers = layerwise_perturbation in bypass mode (ALP, arXiv:2603.19470).",
+        "D.tokens", "single tokens dominate the weights",
+        "Drop tokens whose ratio leaves a band (IcePop, arXiv:2510.18855). If the band rejects 10 "
+        "to 25 % of the tokens, reduce the gap itself. Or train with noise that flattens sharp "
+        "distributions: correction.controllers = layerwise_perturbation in bypass mode (ALP, "
+        "arXiv:2603.19470).",
         all_of=(is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
         parent="D", changes=ICEPOP,
     ),
     Finding(
-        "D.length", "the length trap: the ratios of tokens are fine, their product is not",
-        "A small bias per token grows exponentially with the length, and long responses are lost "
-        "first. Reject by the geometric mean and weigh tokens.",
+        "D.length", "the token ratios are fine, but their product over a response is not",
+        "Reject by the geometric mean and use token weights. A small bias per token grows "
+        "exponentially with the length, and long responses are lost first.",
         unless=("D.product", "D.tokens", *ESCALATIONS), parent="D",
         changes=GEO | TOKENS_WEIGHED,
-        mistake="changing to sequence weights or sums, which put that product into the gradient",
+        mistake="change to sequence weights or sums: they put this product into the gradient",
     ),
     Finding(
-        "B.correct", "what fresher weights leave of the gap can be weighed",
-        "Recompute the log-probs for the clip, and weigh tokens by the rest of the ratio "
-        "(arXiv:2505.24298); for long queues or responses also reject by the geometric mean.",
+        "B.correct", "the gap that fresher weights leave can be corrected",
+        "Recompute log-probs for the clip, and weight tokens by the rest of the ratio "
+        "(arXiv:2505.24298). For long queues or responses, also reject by the geometric mean.",
         unless=("D", *ESCALATIONS), parent="B.lag", changes=WEIGHED,
     ),
     Finding(
         "D.noise", "the weights make the gradient noisier",
-        "Reject outliers by the geometric mean instead of weighing them, or lower the cap.",
+        "Reject outliers by the geometric mean in place of weights, or lower the cap.",
         all_of=(
             is_so("config/is_weighted"), Clause(NOISE, ">", "rise", "growth", absent=False),
             Clause(NOISE, ">", "surge_sigma", "sigma", absent=False),
@@ -311,87 +316,91 @@ CAUSES = (
         unless=("D", *ESCALATIONS), changes=GEO | {"correction.weight": "none"},
     ),
     Finding(
-        "C", "moderate drift of the tokens",
-        "Reject responses by their geometric mean: it drops outliers and leaves the gradient of "
-        "the others as it is. Gaps of both signs cancel in it; they add up in seq_mean_k2, and in "
-        "seq_mean_binary_kl, where rare tokens count little (FlashREINFORCE).",
+        "C", "the token ratios drift moderately",
+        "Reject responses by their geometric mean: this drops outliers and leaves the gradient of "
+        "the other responses unchanged. Gaps of opposite sign cancel in this mean. They add up in "
+        "seq_mean_k2, and in seq_mean_binary_kl, where rare tokens count little (FlashREINFORCE).",
         all_of=(Clause(CHI2, ">", "chi2_moderate", "steady"),), unless=("D", *ESCALATIONS),
         changes=GEO,
     ),
     Finding(
-        "rejected.many", "more than one token in a hundred is rejected",
-        "Look where they are: late positions, one expert, after a tool's answer.",
+        "rejected.many", "more than 1 % of the tokens are rejected",
+        "Look at their places: late positions, one expert, after the answer of a tool.",
         any_of=_rejected("rejected_look"), unless=ESCALATIONS,
     ),
     Finding(
-        "rejected.blind", "the gap widens and the share of rejected tokens does not",
-        "Judge by the KL; adapt the band, or reduce the gap itself.",
+        "rejected.blind", "the gap grows, but the share of rejected tokens does not",
+        "Judge the gap by the KL. Adapt the band, or reduce the gap itself.",
         all_of=(
             Clause(OUT_OF_BAND, "<=", 1, "growth", absent=False), Clause(K3, ">", "kl_fine", "steady"),
             Clause(K3, ">", "rise", "growth"), Clause(K3, ">", "surge_sigma", "sigma"),
         ),
-        mistake="taking a low share of rejected tokens for health",
+        mistake="take a low share of rejected tokens for a small gap",
     ),
     Finding(
-        "E", "the clip saturates: many tokens are clipped, and ever more",
-        "Reduce drift or update pressure first; then change to an objective whose ratio does not "
-        "grow with the length (GSPO, GMPO), or reject and drop the clip.",
+        "E", "many tokens are clipped, and their share grows",
+        "Use fresher samples, or fewer and smaller updates per batch. Then change to an objective "
+        "whose ratio does not grow with the length (GSPO, GMPO), or reject tokens and drop the "
+        "clip.",
         all_of=(
             *CLIPPING, Clause(CLIPPED, ">", "clipped_rise", "growth"),
             Clause(CLIPPED, ">", "clipped_sigma", "sigma"),
         ),
     ),
     Finding(
-        "clipped.many", "many tokens are clipped, and no more than before",
-        "Nothing to change while the share stays flat; watch it.", all_of=CLIPPING, unless=("E",),
+        "clipped.many", "many tokens are clipped, but their share does not grow",
+        "Change nothing while the share stays flat. Watch it.", all_of=CLIPPING, unless=("E",),
     ),
     Finding(
         "E.bypass", "the clipped ratio contains the engine's gap",
-        "In bypass mode the ratio starts away from 1, and tokens are clipped before the policy has "
-        "moved. Take the gap out of the ratio and into a weight.",
+        "Move the gap out of the ratio and into a weight. In bypass mode the ratio does not start "
+        "at 1, so tokens are clipped before the policy has moved.",
         all_of=(is_so("config/is_bypass"),), parent="E", changes=WEIGHED,
     ),
     Finding(
         "E.product", "the clipped ratio is a product over the whole response",
-        "It spreads with the length, so that one small step clips whole responses. Clip their "
-        "geometric mean, GSPO (arXiv:2507.18071), in a narrow band.",
+        "Clip the geometric mean in a narrow band (GSPO, arXiv:2507.18071). The product spreads "
+        "with the length, so one small step clips whole responses.",
         all_of=(is_so("config/is_clipped_product"),), parent="E",
         changes={"correction.objective": "gspo"},
     ),
     Finding(
-        "E.pressure", "too much update per batch", "One epoch and half the learning rate.",
+        "E.pressure", "the updates of each batch are too large",
+        "Use one epoch and half the learning rate.",
         all_of=(is_not("config/is_bypass"),), parent="E",
         changes={"train.epochs": 1} | HALF_RATE,
     ),
     Finding(
-        "E.widened", "the clip has been widened", "Return to the usual band.",
+        "E.widened", "the clip band is wider than usual",
+        "Return to the usual band.",
         all_of=(Clause("config/clip_widening", ">", "clip_widest"),), unless=("E.product",), parent="E",
         changes={"correction.objective": _usual_clip},
-        mistake="widening the clip because many tokens are clipped",
+        mistake="widen the clip because many tokens are clipped",
     ),
     Finding(
-        "F", "response-length surge: the optimizer amplifies the mismatch",
-        "Halve the learning rate at once and reject outliers: a surge comes tens of steps before a "
-        "collapse (arXiv:2602.01826). If the length keeps growing at the lower rate, audit the "
-        "reward: length, end of sequence, hacking.",
+        "F", "responses get longer fast: the optimizer amplifies the mismatch",
+        "Halve the learning rate now and reject outliers: a length surge comes tens of steps "
+        "before a collapse (arXiv:2602.01826). If the length still grows at the lower rate, check "
+        "the reward: length, end of sequence, reward hacking.",
         all_of=(
             Clause(LENGTH, ">", "surge", "surge"),
             Clause(LENGTH, ">", "surge_sigma", "surge_sigma"),
         ),
         changes=HALF_RATE | GEO,
-        mistake="debugging the reward before the learning rate is down",
+        mistake="debug the reward before you lower the learning rate",
     ),
     *effects.CAUSES,
     *asynchrony.CAUSES,
     Finding(
-        "healthy", "sampler and learner agree", "Nothing to correct; continue.",
+        "healthy", "sampler and learner agree",
+        "Nothing to correct. Continue.",
         all_of=(Clause(PEARSON, ">=", "pearson_healthy"), Clause(KL, "<", "kl_fine")),
         unless=BROKEN, unless_known=NOTED,
     ),
     Finding(
-        "watch", "between healthy and broken",
-        "No threshold asks for a change. Below kl_bug and chi2_moderate a run may need no "
-        "correction; watch the trend.",
+        "watch", "the gap is between healthy and broken",
+        "Change nothing, and watch the trend. Below the thresholds of A and C a run may need no "
+        "correction.",
         all_of=(Clause(PEARSON, ">=", "pearson_broken"),), unless=(*BROKEN, "healthy"),
         unless_known=NOTED,
     ),
@@ -399,83 +408,90 @@ CAUSES = (
 
 SETUP = (
     Finding(
-        "engine.same", "the sampler gives the learner's probabilities", "No weight is needed.",
+        "engine.same", "the sampler gives the learner's probabilities",
+        "Use no weight.",
         all_of=(SAME,), changes={"correction.weight": "none"},
     ),
     Finding(
-        "engine.corrected", "another engine samples, and its gap is corrected", "Keep it.",
+        "engine.corrected", "another engine samples, and its gap is corrected",
+        "Keep the correction.",
         all_of=(DIFFERENT, is_not("config/is_bypass"), is_so("config/is_corrected")),
     ),
     Finding(
         "engine.centred", "another engine samples, and the drift of its scores is subtracted",
-        "Keep it; a weight bounds what single tokens do beside it.",
+        "Keep centring. A weight also bounds single tokens.",
         all_of=(DIFFERENT, is_so("config/is_centered")),
     ),
     Finding(
         "engine.head", "the tokens that scores are centred over hold little of the sampler's mass",
-        "What is outside is modelled. Record more of the likeliest tokens, as in top(64).",
+        "Record more of the likeliest tokens, for example top(64). Centring models the rest of "
+        "the mass.",
         all_of=(Clause("centering/sampler_mass", "<", "head_low", absent=False),),
     ),
     Finding(
-        "engine.uncorrected", "another engine samples, and nothing corrects it",
-        "Recomputed log-probs keep the clip in place, but the samples still are the sampler's: add "
-        "a truncated weight, unless the drift is below kl_bug and chi2_moderate.",
+        "engine.uncorrected", "another engine samples, and nothing corrects its gap",
+        "Add a truncated weight, unless the gap is below the thresholds of A and C. Recomputed "
+        "log-probs keep the clip in place, but the samples are still the sampler's.",
         all_of=(DIFFERENT, is_not("config/is_bypass"), is_not("config/is_corrected"), UNCENTRED),
         unless=("healthy",), changes=WEIGHED,
     ),
     Finding(
-        "engine.tolerated", "another engine samples, and nothing corrects its small gap",
-        "Fine while the gap stays this small.",
+        "engine.tolerated", "another engine samples, and its small gap is not corrected",
+        "Change nothing while the gap stays this small.",
         all_of=(DIFFERENT, is_not("config/is_bypass"), is_not("config/is_corrected"), UNCENTRED),
         unless=("engine.uncorrected",),
     ),
     Finding(
         "engine.folded", "another engine samples, and the clipped ratio contains its gap",
-        "The trust region assumes a ratio that starts at 1: separate the two.",
+        "Separate the gap from the clipped ratio: the trust region assumes a ratio that starts at "
+        "1.",
         all_of=(DIFFERENT, is_so("config/is_bypass"), UNCENTRED, INDIRECT), unless=("healthy",),
         changes=WEIGHED,
     ),
     Finding(
         "engine.bypass", "another engine samples, and the clipped ratio contains its small gap",
-        "Fine while the gap stays this small.",
+        "Change nothing while the gap stays this small.",
         all_of=(DIFFERENT, is_so("config/is_bypass"), UNCENTRED, INDIRECT), unless=("engine.folded",),
     ),
     Finding(
-        "engine.direct", "another engine samples, and log pi is weighed by the whole ratio to it",
-        "Keep it: the weight holds the engine's gap and staleness, once, and no clip is around it. "
-        "Watch the share of tokens that its band, or a mask, takes.",
+        "engine.direct", "another engine samples, and the whole ratio to it weights the gradient",
+        "Keep this weight. It contains the engine's gap and staleness once, and no clip surrounds "
+        "it. Watch the share of tokens that its band or a mask drops.",
         all_of=(DIFFERENT, is_so("config/is_direct"), UNCENTRED),
     ),
     Finding(
-        "training.once", "synchronous, one update per batch", "No correction of staleness.",
+        "training.once", "synchronous, one update per batch",
+        "No correction of staleness is needed.",
         all_of=(FRESH, ONCE),
     ),
     Finding(
         "training.reused", "synchronous, several updates per batch",
-        "The clip corrects the drift within a step.", all_of=(FRESH, REUSED),
+        "Change nothing: the clip corrects the drift within a step.", all_of=(FRESH, REUSED),
     ),
     Finding(
-        "training.async", "asynchronous, within the bound on the lag",
-        "Keep the bound, and a weight beside a clip around recomputed log-probs; neither is enough "
+        "training.async", "asynchronous, within the staleness bound",
+        "Keep the bound, and a weight with a clip around recomputed log-probs. Neither is enough "
         "alone.",
         all_of=(STALE, Clause(LAG, "<=", "lag")), changes=WEIGHED,
     ),
     Finding(
-        "training.late", "asynchronous, samples older than the bound",
-        "Hold generation back until the lag is within 4 (code) to 8 (mathematics) versions, and "
-        "weigh what is left (arXiv:2505.24298).",
+        "training.late", "asynchronous, samples older than the staleness bound",
+        "Delay generation until the lag is at most 4 (code) to 8 (mathematics) versions, and "
+        "weight the remaining gap (arXiv:2505.24298).",
         all_of=(Clause(LAG, ">", "lag", absent=False),), changes=WEIGHED,
     ),
     Finding(
-        "kl.reused", "a KL loss without a ratio, over several updates per batch",
-        "From the second update on the samples are not the policy's: give the KL term the clipped "
-        "ratio of the policy term (arXiv:2510.01555), or place the KL in the reward.",
+        "kl.reused", "the KL loss has no ratio, with several updates per batch",
+        "Give the KL term the clipped ratio of the policy term (arXiv:2510.01555), or move the KL "
+        "into the reward. From the second update on, the samples are not the policy's.",
         all_of=(is_so("config/has_plain_kl"), REUSED), changes={"correction.kl": "clipped_is_k2"},
     ),
-    Finding("model.dense", "no routed experts", "Token-level ratios.", all_of=(DENSE,)),
+    Finding(
+        "model.dense", "no routed experts",
+        "Use token-level ratios.", all_of=(DENSE,)),
     Finding(
         "model.moe_once", "routed experts, one update per batch",
-        "Weights alone; a replay of routes biases and gains nothing.", all_of=(ROUTED, ONCE),
+        "Use weights alone. A replay of routes adds bias and gains nothing.", all_of=(ROUTED, ONCE),
     ),
     Finding(
         "model.moe_few", "routed experts, two or three updates per batch",
@@ -484,17 +500,18 @@ SETUP = (
     ),
     Finding(
         "model.moe_many", "routed experts, four or more updates per batch",
-        "Replay the sampler's routes (R3) and clip; R2 does not hold (arXiv:2512.01374).",
+        "Replay the sampler's routes (R3) and clip. R2 is not enough (arXiv:2512.01374).",
         all_of=(ROUTED, Clause("config/updates", ">=", 4)),
     ),
     Finding(
-        "trajectory.single", "one turn", "Nothing special.",
+        "trajectory.single", "one turn",
+        "Nothing special.",
         all_of=(Clause(TURNS, "<=", 1, absent=True),),
     ),
     Finding(
         "trajectory.agentic", "several turns with tools",
-        "Keep tool tokens out of the mask, expect more clipping after them, and consider credit "
-        "and ratios per turn.", all_of=(Clause(TURNS, ">", 1, absent=False),),
+        "Mask the tokens of tools, expect more clipping after them, and consider credit and "
+        "ratios per turn.", all_of=(Clause(TURNS, ">", 1, absent=False),),
     ),
     *asynchrony.SETUP,
 )

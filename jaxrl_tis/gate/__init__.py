@@ -1,1 +1,1 @@
-"""Measures how far the sampler is from the learner at the same weights, and from which cause."""
+"""Measures the gap of sampler and learner at the same weights, and splits it into causes."""

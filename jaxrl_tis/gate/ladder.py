@@ -1,4 +1,4 @@
-"""From the learner's log-probs of sampled tokens to the sampler's, one change at a time.
+"""Splits the gap of learner and sampler into causes, by one change of settings at a time.
 
 Every rung is a pair of log-probs of the same tokens under the same parameters, by two programs
 that differ in one thing. All but the last two are the learner's program over whole rows, with ever
@@ -41,7 +41,7 @@ EXCESS_PRECISION = "xla_allow_excess_precision"
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What tells one scorer of rows from another; fields as in `Program`.
+    """Settings of a program that scores rows; fields as in `Program`.
 
     Attributes:
       norm_dtype: dtype in which the scales of the norms are kept.
@@ -148,7 +148,7 @@ def sampling_filters(setup: Setup) -> SamplingParams:
 
 
 def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> np.ndarray:
-    """Computes log-probs [M,R,T] of micro-batches by the learner's program with these settings."""
+    """Returns log-probs [M,R,T] of micro-batches, by the learner's program with these settings."""
     program = dataclasses.replace(
         setup.training.learner.program, dtype=settings.dtype, layout=settings.layout,
         quantization=settings.quantization, kv_dtype=settings.kv_dtype,
@@ -195,8 +195,7 @@ def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Run
 
 
 def _is_biased(setup: Setup, rows: dict[str, np.ndarray]) -> np.ndarray:
-    """Marks the sampled tokens [N,T] of which the learner scores the whole distribution although
-    the sampler filtered it."""
+    """Returns whether the sampler filtered a token's distribution and the learner did not [N,T]."""
     if not sampling_filters(setup).is_filtered:
         return np.zeros_like(rows["mask"])
     if "kept" not in rows:
@@ -205,13 +204,13 @@ def _is_biased(setup: Setup, rows: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def _raw(setup: Setup, trajectories: list[Trajectory]) -> np.ndarray:
-    """Lays logp_raw [N,T] out as `batch_layout.trajectory_rows` does logp_behav."""
+    """Returns logp_raw [N,T] in the layout of `batch_layout.trajectory_rows`."""
     unfiltered = [dataclasses.replace(t, logp_behav=t.logp_raw) for t in trajectories]
     return setup.training.rows(unfiltered)["logp_behav"]
 
 
 def gap(logp_old: np.ndarray, logp_behav: np.ndarray, mask: np.ndarray) -> dict[str, float]:
-    """Computes what `docs/gate.md` calls the measures of two log-probs [N,T] of sampled tokens."""
+    """Returns the measures of docs/gate.md for two log-probs [N,T] of sampled tokens, in nats."""
     return {name: float(x) for name, x in _gap(logp_old, logp_behav, mask).items()}
 
 

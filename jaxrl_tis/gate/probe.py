@@ -1,10 +1,9 @@
-"""The gap of a rollout batch, split into what the engine and what staleness adds, and its budget.
+"""Splits the gap of a rollout batch into engine and staleness, and compares it with the bounds.
 
-Tokens of a batch that is trained on were drawn by the engine, with weights that may be older: pi / mu
-is pi_old / mu, the engine at the same weights, times pi / pi_old, the learner since then. Both are
-known before the update has changed anything, so that a probe costs no forward pass. Where another
-policy stands in for pi_old (rollout.old_logp_source is "ewma" or "none"), the engine's part is
-measured on a fresh batch, drawn with the weights of now.
+The engine may have sampled a batch with older weights. The ratio pi / mu has two factors: pi_old / mu,
+the engine at the same weights, and pi / pi_old, the updates since then. Both are known before the
+update, so a probe needs no forward pass. Where another policy approximates pi_old (rollout.old_logp_source
+is "ewma" or "none"), the engine's part is measured on a fresh batch of the current weights.
 """
 
 import sys
@@ -19,12 +18,12 @@ from jaxrl_tis.runtime import processes
 
 
 def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, dict[str, float]]:
-    """Returns the measures of docs/gate.md of each part, {"total", "engine", "staleness"}; without
-    "staleness" where another policy stands in.
+    """Returns the measures of docs/gate.md for each part, {"total", "engine", "staleness"}; without
+    "staleness" where another policy approximates pi_old.
 
     Args:
       rows: a batch with logp_behav, logp_old and logp_prox [N,T].
-      params: of the policy that the next batch is drawn with, which alone a fresh batch asks for.
+      params: of the policy that samples the next batch; only a fresh batch needs them.
     """
     gap = lambda after, before: ladder.gap(rows[after], rows[before], rows["mask"])
     parts = {"total": gap("logp_prox", "logp_behav")}
@@ -37,22 +36,22 @@ def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, d
 
 
 def exceeded(setup: Setup, parts: dict[str, dict[str, float]]) -> dict[str, list[str]]:
-    """Returns for each part the measures that are above their bound, see `report.above`."""
+    """Returns the measures above their bound for each part, see `report.above`."""
     return {part: report.above(setup, measured) for part, measured in parts.items()}
 
 
 def verdict(parts: dict[str, dict[str, float]], above: dict[str, list[str]]) -> str | None:
-    """Says what is above its budget and why; None where nothing is."""
+    """Returns a sentence about the measures above their bound and the cause, None without any."""
     if not above["total"]:
         return None
     named = ", ".join(f"{name} {parts['total'][name]:.3g}" for name in above["total"])
     if above["engine"]:
-        return f"{named} above the budget of config.gate, and the engine's part is by itself"
-    return f"{named} above the budget of config.gate, by staleness: the engine's part is within it"
+        return f"{named} above the bounds of config.gate; the engine's part alone exceeds them"
+    return f"{named} above the bounds of config.gate by staleness; the engine's part is within them"
 
 
 def metrics(parts: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Names the measures for the record."""
+    """Returns the measures by their names in the record, gate/<part>/<measure>."""
     return {
         f"gate/{part}/{name}": measured[name]
         for part, measured in parts.items() for name in report.MEASURES
@@ -63,11 +62,11 @@ def of_step(
     setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any,
     reduce_staleness: Callable[[], str],
 ) -> tuple[dict[str, float], str | None]:
-    """Measures the parts of a batch's gap where rollout.gap_probe_every says so. Acts on a gap
+    """Probes the gap of a batch every rollout.probe_every steps. Reacts to a gap above the bounds as
     above the budget as rollout.on_gap_exceeded says.
 
     Args:
-      rows, params: see `split`; rows have the log-probs of before the update.
+      rows, params: see `split`; the log-probs are those before the update.
       reduce_staleness: see `RolloutSource.reduce_staleness`.
 
     Returns: (metrics, why the run has to stop; None where it goes on).

@@ -35,7 +35,7 @@ class MismatchError(RuntimeError):
 
 
 def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Trajectory]:
-    """Draws groups of responses to the first prompts of the config's task, with its engine; `changes`
+    """Samples groups of responses to the first prompts of the config's task, with its engine; `changes`
     replace fields of the config's sampling parameters."""
     config = setup.config
     prompter = Prompter(setup.tokenizer, config.task)
@@ -58,11 +58,11 @@ def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Traj
 
 
 def check_prompts(setup: Setup, prompts: int) -> None:
-    """Raises ValueError for a batch that the learner's micro-batches do not divide."""
+    """Raises ValueError for a number of prompts that does not fill whole micro-batches."""
     count, size = prompts * setup.config.rollout.group_size, setup.config.train.microbatch_rows
     if prompts < 1 or (setup.training.packer is None and count % size):
         raise ValueError(
-            f"{prompts} prompts of {setup.config.rollout.group_size} samples cannot be cut into "
+            f"{prompts} prompts of {setup.config.rollout.group_size} samples do not fill whole "
             f"micro-batches of train.microbatch_rows = {size}; choose another --prompts"
         )
 
@@ -70,12 +70,11 @@ def check_prompts(setup: Setup, prompts: int) -> None:
 def support_agreement(
     setup: Setup, params: Any, rows: dict[str, np.ndarray]
 ) -> dict[str, float | None]:
-    """Measures how far two sets agree: those that the sampling filters keep in the learner's
-    distribution, and those that they kept in the sampler's. Returns shares of the sampled tokens
-    under the keys AGREEMENT, see docs/gate.md.
+    """Measures how far the token sets agree that the sampling filters keep, in the learner's and in the
+    sampler's distribution.
 
-    None without filters, without such a token, or where the logits of a micro-batch are more than
-    MAX_LOGITS.
+    Returns shares of the sampled tokens under the keys AGREEMENT, see docs/gate.md. None without
+    filters, without such a token, or where the logits of a micro-batch are more than MAX_LOGITS.
     """
     filters = ladder.sampling_filters(setup)
     micro, _ = setup.training.micro_batches(rows)
@@ -94,7 +93,7 @@ def support_agreement(
 
 
 def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dict) -> dict:
-    """Returns name -> (tokens that agree, tokens) of one micro-batch."""
+    """Returns name -> (number of tokens that agree, number of tokens) of one micro-batch."""
     tokens, mask, vocab = rows["tokens"], rows["mask"], logits_btv.shape[-1]
     flat = sampling.distribution(logits_btv.reshape(-1, vocab), filters)
     own = (flat > -np.inf).reshape(logits_btv.shape)
@@ -114,9 +113,8 @@ def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dic
     return agreement_sums
 
 
-def gap_report(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
-    """Makes the report on these records of `setup.engine` with these parameters, see
-    docs/gate.md."""
+def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
+    """Returns the report on records of `setup.engine` with these parameters, see docs/gate.md."""
     rungs = ladder.climb(setup, params, trajectories)
     rows = setup.training.rows(trajectories)
     mask = rows["mask"]
@@ -158,16 +156,16 @@ def above(setup: Setup, measured: dict[str, float]) -> list[str]:
 
 
 def measure(setup: Setup, params: Any, prompts: int) -> dict[str, Any]:
-    """Makes the report on a fresh batch."""
+    """Returns the report on a fresh batch of so many prompts."""
     check_prompts(setup, prompts)
     return gap_report(setup, params, sample(setup, params, prompts))
 
 
 def failures(report: dict[str, Any]) -> list[str]:
-    """Says why the gate fails, one sentence each; none when it passes."""
+    """Returns the reasons why the gate fails, one sentence each; none when it passes."""
     counts, total, bounds = report["non_finite"], report["total"], report["budgets"]
     return [
-        f"log-probs of the {side} that are not finite: {count}"
+        f"{count} log-probs of the {side} are not finite"
         for side, count in counts.items() if count
     ] + [
         f"{name} {total[name]:.4g} is not within gate.max_{name} = {bounds[name]:.4g}"
@@ -176,19 +174,19 @@ def failures(report: dict[str, Any]) -> list[str]:
 
 
 def to_json(report: dict[str, Any]) -> str:
-    """Writes the report as JSON, which has no NaN and no infinity: they are null."""
+    """Returns the report as JSON, with null for NaN and infinities."""
     strict = json.loads(json.dumps(report), parse_constant=lambda _: None)
     return json.dumps(strict, indent=1, allow_nan=False)
 
 
 def table(report: dict[str, Any]) -> str:
-    """Writes the report as text."""
+    """Returns the report as text."""
     lines = [f"{'cause':<18}" + "".join(f"{name:>12}" for name in MEASURES)]
     numbers = lambda r: "".join(f"{r[name]:>12.3g}" for name in MEASURES)
     for r in report["rungs"]:
         lines.append(f"{r['cause']:<18}" + (f"{'same':>12}" if r["is_same"] else numbers(r)))
     total = report["total"]
-    lines += [f"{'total':<18}" + numbers(total), f"largest: {report['largest']}"]
+    lines += [f"{'total':<18}" + numbers(total), f"largest cause: {report['largest']}"]
     lines.append("  ".join(f"{n} {v:.4g}" for n, v in total.items() if n not in MEASURES))
     if agreed := [f"{name} {report[name]:.4f}" for name in AGREEMENT if report[name] is not None]:
         lines.append("  ".join(agreed))
@@ -196,11 +194,11 @@ def table(report: dict[str, Any]) -> str:
 
 
 def require(setup: Setup, params: Any) -> None:
-    """Prints the gap at the start of a run; MismatchError when the gate fails."""
+    """Prints the gap at the start of a run; raises MismatchError when the gate fails."""
     report = measure(setup, params, setup.config.rollout.prompts)
     processes.report(table(report))
     if found := failures(report):
         raise MismatchError(
             f"before step 0 the sampler is too far from the learner: {', '.join(found)}; the "
-            f"largest part is {report['largest']}. Change the engine, or raise gate.max_*"
+            f"largest cause is {report['largest']}. Change the engine, or raise gate.max_*"
         )

@@ -1,1 +1,1 @@
-"""Draws one static page from the records of runs."""
+"""Draws one static HTML page from the records of runs."""

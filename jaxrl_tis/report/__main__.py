@@ -1,9 +1,9 @@
-"""One static page of plots and numbers from the records of one or several runs.
+"""Draws one static HTML page of plots and numbers from the records of one or several runs.
 
     python -m jaxrl_tis.report WORKDIR [WORKDIR ...] [--out FILE] [--png FILE]
 
-Everything is inside the one HTML file (inline SVG, no script, nothing fetched). What is drawn is in
-plots.py.
+The file needs no other (inline SVG, no script, nothing loaded). plots.py has the list of plots;
+docs/report.md describes the page.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from jaxrl_tis.runtime import cli, storage
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
     parser = argparse.ArgumentParser(prog="python -m jaxrl_tis.report",
-                                     description="One HTML page from the records of runs.")
+                                     description="Draws one HTML page from the records of runs.")
     parser.add_argument("workdirs", nargs="+", metavar="WORKDIR", help="folder of a run")
     parser.add_argument("--out", help="HTML file; default: report.html in the first WORKDIR")
     parser.add_argument("--png", help="also write a picture of six plots here")

@@ -1,4 +1,4 @@
-"""What runs wrote, and where sampler and learner disagreed about it: the last section of the page."""
+"""Writes the last section of the page: sampled answers, each token coloured by |Δp|."""
 
 import html
 import math
@@ -16,8 +16,8 @@ CSS = """
 
 
 def section(label: str, lines: Sequence[dict[str, Any]]) -> str:
-    """Returns the answers of a run's last evaluation and of its last step that has some, as HTML;
-    `lines` are those of samples.jsonl."""
+    """Returns the answers of a run's last evaluation and last recorded training step, as HTML; `lines`
+    are those of samples.jsonl."""
     parts = []
     for phase, title in (("eval", "evaluation"), ("train", "rollouts")):
         steps = [line["step"] for line in lines if line["phase"] == phase]
@@ -28,7 +28,7 @@ def section(label: str, lines: Sequence[dict[str, Any]]) -> str:
 
 
 def answer(line: dict[str, Any]) -> str:
-    """Returns one answer, each token coloured by |Δp|."""
+    """Returns one answer as HTML, each token coloured by |Δp|."""
     tokens = "".join(_token(line, i) for i in range(len(line["tokens"])))
     rest = line["length"] - len(line["tokens"])
     more = f" <small>and {rest} more tokens</small>" if rest else ""
@@ -48,8 +48,8 @@ def _token(line: dict[str, Any], i: int) -> str:
         for name in ("logp_behav", "logp_old", "weight", "version")
     )
     facts = [repr(line["tokens"][i])]
-    facts += [] if behav is None else [f"p of sampler {math.exp(behav):.4f}"]
-    facts += [] if old is None else [f"p of learner {math.exp(old):.4f}"]
+    facts += [] if behav is None else [f"sampler's probability {math.exp(behav):.4f}"]
+    facts += [] if old is None else [f"learner's probability {math.exp(old):.4f}"]
     facts += [] if weight is None else [f"weight {weight:.4f}"]
     facts += [] if version is None else [f"version {version}"]
     style = ""

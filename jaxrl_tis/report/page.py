@@ -1,4 +1,4 @@
-"""The page itself: load the records, draw, write. What is drawn is in plots.py."""
+"""Loads the records of runs and writes the page. plots.py has the list of plots."""
 
 import html
 import json
@@ -25,7 +25,7 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
       FileNotFoundError: a workdir has no metrics.jsonl.
     """
     if not workdirs:
-        raise ValueError("no workdir given: a report needs at least one")
+        raise ValueError("no workdir given; a report needs at least one")
     paths = [storage.folder(workdir) for workdir in workdirs]
     names = [path.name for path in paths]
     palette = plots.COLORS
@@ -51,7 +51,7 @@ def _read_config(path: epath.Path) -> dict:
 
 
 def _percent(run: Run, key: str, index: int) -> str:
-    """Returns an accuracy as "41.0 % [35.2, 47.1]"."""
+    """Returns an accuracy with its 95 % interval, as "41.0 % [35.2, 47.1]"."""
     records = [record for record in run.records if record["phase"] == "eval" and key in record]
     if not records:
         return "–"
@@ -74,7 +74,7 @@ def _number(run: Run, key: str, reduce: Callable) -> str:
 
 
 def summary_row(run: Run) -> dict[str, str]:
-    """Returns {column: HTML} of the table at the top."""
+    """Returns a row of the table at the top, as {column: HTML}."""
     steps = run.curve("train", "reward/mean")[0]
     config = run.config["config"] if run.config else {}
     difference = "training/rollout_probs_diff_"
@@ -98,18 +98,18 @@ def summary_row(run: Run) -> dict[str, str]:
 
 
 def changed(run: Run) -> str:
-    """Returns the list of what changed while a run went on, "" where nothing did."""
+    """Returns the config fields that changed when a run was resumed, as HTML; "" without any."""
     items = "".join(
         f"<li>after step {change['step']}: {html.escape(name)} "
         f"{html.escape(json.dumps(old))} → {html.escape(json.dumps(new))}</li>"
         for change in (run.config["changes"] if "changes" in run.config else [])
         for name, (old, new) in change["fields"].items()
     )
-    return f"<p>{html.escape(run.label)} went on with changes:</p><ul>{items}</ul>" if items else ""
+    return f"<p>{html.escape(run.label)} was resumed with changes:</p><ul>{items}</ul>" if items else ""
 
 
 def failed_rewards(runs: Sequence[Run]) -> str:
-    """Returns the section of the rewards that failed; "" where none did."""
+    """Returns the section about failed rewards, as HTML; "" without any."""
     rows = "".join(
         f"<tr><td>{html.escape(run.label)}</td><td>{f.count}</td><td>{html.escape(f.error)}"
         f"<details><summary><small>{html.escape(f.kind)}</small></summary><pre>{html.escape(f.traceback)}"
@@ -119,7 +119,7 @@ def failed_rewards(runs: Sequence[Run]) -> str:
     )
     head = "".join(f"<th>{name}</th>" for name in ("Run", "Count", "First error", "Last", "Its text"))
     table = f'<div class="card scroll"><table><tr>{head}</tr>{rows}</table></div>'
-    return f"<h2>Rewards that failed</h2>{table}" if rows else ""
+    return f"<h2>Failed rewards</h2>{table}" if rows else ""
 
 
 CSS = """
@@ -168,16 +168,16 @@ def page(runs: Sequence[Run]) -> str:
 <meta name="viewport" content="width=device-width, initial-scale=1"><style>{CSS}{answers.CSS}</style></head>
 <body><main><h1>{title}</h1>
 <p class="lead">Pale lines: every step. Strong lines: moving average over 1/25 of the run. |Δp|:
-difference between the probabilities that the sampler and the learner give to the same token at the
-same weights.</p>
+difference of the two probabilities that sampler and learner give to the same token at the same
+weights.</p>
 <div class="card scroll"><table><thead><tr>{head}</tr></thead><tbody>{table}</tbody></table></div>
 {failed_rewards(runs)}
 {sections or "<p>No metric to plot yet.</p>"}
-<h2>Configuration</h2>{"".join(map(changed, runs))}{configs or "<p>No config.json beside the records.</p>"}
-<h2>What did it write, and where did the two disagree</h2>
-<p class="lead">The colour of a token is |Δp|, full at {answers.FULL_COLOR}; the pointer on it tells
-more. An evaluation has the learner's program alone.</p>
-{written or "<p>No samples.jsonl beside the records.</p>"}
+<h2>Configuration</h2>{"".join(map(changed, runs))}{configs or "<p>No run has a config.json.</p>"}
+<h2>Answers</h2>
+<p class="lead">The colour of a token is |Δp|, full at {answers.FULL_COLOR}. Hold the pointer on a token
+to see both probabilities. Evaluations have the learner's probability alone.</p>
+{written or "<p>No run has a samples.jsonl.</p>"}
 </main></body></html>
 """
 

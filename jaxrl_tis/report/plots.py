@@ -1,5 +1,5 @@
-"""The pictures of a report: which metrics are drawn, and how. To show another metric, add a line to
-PLOTS; its unit and caption are those of record/names.py."""
+"""Draws the plots of a report. To show another metric, add a line to PLOTS; record/names.py has its
+unit and caption."""
 
 import dataclasses
 import io
@@ -46,7 +46,7 @@ STYLE = {
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What a workdir holds."""
+    """The records of one run."""
 
     label: str
     color: Any  # of matplotlib
@@ -65,7 +65,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Plot:
-    """One picture. `series` maps a metric of `phase` to its name in the legend."""
+    """One plot. `series` maps a metric of `phase` to its name in the legend."""
 
     section: str
     title: str
@@ -80,7 +80,7 @@ class Plot:
 
     @property
     def caption(self) -> str:
-        """What the metrics mean, each after its name in the legend where they mean different things."""
+        """The meanings of the metrics, each with its name in the legend where they differ."""
         meanings = {names.find(metric).meaning: label for metric, label in self.series.items()}
         texts = [f"{label}: {text}" if len(meanings) > 1 else text for text, label in meanings.items()]
         has_interval = not set(INTERVALS).isdisjoint(self.series)
@@ -215,7 +215,7 @@ def _entry(label: str, color: Any, style: str) -> lines.Line2D:
 
 
 def _literal(text: str) -> str:
-    """Returns text that matplotlib shows as it is: no formula, no label hidden by an underscore."""
+    """Returns text that matplotlib shows literally: no formula, no hidden label."""
     escaped = text.replace("$", r"\$")
     return "\u200b" + escaped if escaped.startswith("_") else escaped
 
@@ -232,8 +232,8 @@ def phase_seconds(run: Run) -> dict[str, float]:
 
 
 def goodput(run: Run) -> float | None:
-    """Returns the share of the time that was spent on samples, rewards, scores and updates that
-    count; None without times."""
+    """Returns the share of the time in sampling, rewards, scores and updates that count; None without
+    times."""
     seconds = phase_seconds(run)
     total = sum(seconds.values())
     return sum(seconds[phase] for phase in GOOD_PHASES) / total if total else None
@@ -283,19 +283,19 @@ def figures(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:
             draw_phases(axes, timed)
             picture.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4)
             sections.setdefault(TIME, []).append(
-                (svg(picture), "lost: steps that were taken again after a fault."))
+                (svg(picture), "lost: steps repeated after a fault."))
     return sections
 
 
 def write_png(runs: Sequence[Run], out_png: str | os.PathLike) -> pathlib.Path:
-    """Writes a picture of up to 2x3 plots that tell most about the runs; returns its path.
+    """Writes a picture of up to 2x3 overview plots of the runs; returns its path.
 
     Raises:
       ValueError: the runs have none of the metrics.
     """
     plots = [plot for plot in PLOTS if plot.in_overview and is_present(plot, runs)][:6]
     if not plots:
-        raise ValueError(f"nothing to draw: {[run.label for run in runs]} have no metric of PLOTS")
+        raise ValueError(f"nothing to plot: {[run.label for run in runs]} have no metric of PLOTS")
     with matplotlib.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10.5,
                                 "figure.constrained_layout.h_pad": 0.1,
                                 "figure.constrained_layout.w_pad": 0.08}):

@@ -45,7 +45,7 @@ def test_a_dump_may_be_compressed(tmp_path):
     found = dump.read(str(packed))
     np.testing.assert_array_equal(found.tokens["logp_behav"], wanted.tokens["logp_behav"])
     packed.write_bytes(packed.read_bytes()[:-9])
-    assert "d.jsonl.gz: not a whole gzip file" in refusal(packed)
+    assert "d.jsonl.gz: incomplete or broken gzip file" in refusal(packed)
 
 
 def padded(lines, width=8, start=0):
@@ -105,13 +105,13 @@ GOOD = {"logp_behav": [-1.0, -2.0], "logp_old": [-1.5, -2.0], "reward": 1.0, "gr
     ({"logp_old": [[-1.0], [-2.0]]}, "logp_old: not a list of numbers"),
     ({"logp_old": [[-1.0], -2.0]}, "logp_old: not a list of numbers"),
     ({"logp_behav": []}, "logp_behav: an empty sequence"),
-    ({"mask": [1, 2]}, "mask: holds other values than 0 and 1"),
+    ({"mask": [1, 2]}, "mask: has values other than 0 and 1"),
     ({"mask": [1]}, "mask: 1 values, and logp_behav has 2"),
     ({"reward": float("inf")}, "reward: inf is not a finite number"),
     ({"reward": True}, "reward: True is not a finite number"),
     ({"reward": [1.0, 1.0]}, "reward: [1.0, 1.0] is not a finite number"),
     ({"group": 1.5}, "group: 1.5 is neither a whole number nor a text"),
-    ({"version": [1, 1]}, "version: line 1 does not have it"),
+    ({"version": [1, 1]}, "version: present, but line 1 lacks it"),
     ({"logps": [-1.0, -1.0]}, "unknown column 'logps'; did you mean 'logp'?"),
     ({"reward": None}, "reward: None is not a finite number"),
 ])
@@ -127,7 +127,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 @pytest.mark.parametrize("column, values, message", [
     ("turn", [0, 0.5], "not whole numbers"), ("turn", [0, -1], "token 1 is -1 and is below 0"),
     ("version", [1, 2**31], "is above 2^31"), ("position", [1], "1 values"),
-    ("top", [[[-1, -1]], [[-1, 1]]], "token 1 has a value that is no log-prob"),
+    ("top", [[[-1, -1]], [[-1, 1]]], "token 1 has a value that is not a log-prob"),
     ("top", [[-1, -1], [-1, -1]], "not K pairs"), ("top", [[[-1, -1]]], "1 values"),
     ("top", [[[-1, -1]], [[-1, -1], [-2, -2]]], "not K pairs"),
 ])
@@ -139,15 +139,15 @@ def test_values_of_optional_columns(tmp_path, column, values, message):
 def test_all_heads_have_one_size(tmp_path):
     lines = [GOOD | {"top": [[[-1, -1]] * k] * 2} for k in (2, 2, 3)]
     told = refusal(dumps.write(tmp_path / "d.jsonl", lines))
-    assert "1 of 3" in told and "line 3, top: 3 pairs for a token, and 2 before" in told
+    assert "1 of 3" in told and "line 3, top: 3 pairs per token, but 2 before" in told
 
 
 def test_missing_columns_are_named(tmp_path):
     lines = [GOOD, {"logp_behav": [-1.0], "group": 0}, {**GOOD, "top": [[[-1, -1]], [[-1, -1]]]}]
     told = refusal(dumps.write(tmp_path / "d.jsonl", lines))
-    assert "line 2, there is no column 'logp_old'" in told
-    assert "line 2, reward: missing, line 1 has it" in told
-    assert "line 3, top: line 1 does not have it" in told
+    assert "line 2, column 'logp_old' is missing" in told
+    assert "line 2, reward: missing, but line 1 has it" in told
+    assert "line 3, top: present, but line 1 lacks it" in told
 
 
 def test_all_bad_lines_are_counted_and_the_first_few_shown(tmp_path):
@@ -158,10 +158,10 @@ def test_all_bad_lines_are_counted_and_the_first_few_shown(tmp_path):
 
 
 @pytest.mark.parametrize("arrays, message", [
-    ({"logp_behav": np.zeros((2, 3))}, "there is no column 'logp_old'"),
-    ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 3))}, "neither `mask`"),
+    ({"logp_behav": np.zeros((2, 3))}, "column 'logp_old' is missing"),
+    ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 3))}, "needs `mask`"),
     ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 4)), "mask": np.ones((2, 3))},
-     "column logp_old: shape [2, 4] does not go with [2, 3]"),
+     "column logp_old: shape [2, 4] does not match [2, 3]"),
     ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 3)), "mask": np.ones(3)},
      "column mask: logp_behav [2, 3] and mask [3]"),
     ({"logp_behav": np.zeros(3), "logp_old": np.zeros(3), "lengths": np.array([1, 1])},
@@ -169,7 +169,7 @@ def test_all_bad_lines_are_counted_and_the_first_few_shown(tmp_path):
     ({"logp_behav": np.zeros(3), "logp_old": np.zeros(3), "lengths": np.array([0, 3])},
      "row 0, logp_behav: an empty sequence"),
     ({"logp_behav": np.zeros(3), "logp_old": np.ones(3), "lengths": np.array([1, 2])},
-     "row 1, logp_old: token 0 is 1 and is above 0, so no log-prob, and 1 more"),
+     "row 1, logp_old: token 0 is 1 and is above 0, so it is not a log-prob, and 1 more"),
     ({"logp_behav": np.zeros(3), "logp_old": np.zeros(3), "lengths": np.array([1, 2]),
       "tokens": np.zeros(3)}, "unknown column 'tokens'"),
     ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 3)), "mask": np.zeros((2, 3))},
@@ -184,16 +184,16 @@ def test_files_of_other_kinds(tmp_path):
     (tmp_path / "d.npz").write_text("no zip")
     (tmp_path / "d.jsonl").touch()
     (tmp_path / "d.csv").touch()
-    assert "is no .npz file" in refusal(tmp_path / "d.npz")
-    assert "holds no sequence" in refusal(tmp_path / "d.jsonl")
+    assert "not an .npz file" in refusal(tmp_path / "d.npz")
+    assert "has no sequence" in refusal(tmp_path / "d.jsonl")
     assert "a .jsonl, .jsonl.gz or .npz file" in refusal(tmp_path / "d.csv")
-    with pytest.raises(FileNotFoundError, match="there is no such file"):
+    with pytest.raises(FileNotFoundError, match="no such file"):
         dump.read(str(tmp_path / "none.jsonl"))
 
 
 def test_more_tokens_than_float32_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(dump, "MOST_TOKENS", 1)
-    assert "2 tokens; float32 counts up to 1" in refusal(dumps.write(tmp_path / "d.jsonl", [GOOD]))
+    assert "2 tokens; the limit is 1" in refusal(dumps.write(tmp_path / "d.jsonl", [GOOD]))
 
 
 @pytest.mark.parametrize("value", ["logp_behav", "logp_behav=", "=x", "a=b,"])

@@ -163,11 +163,11 @@ def test_what_is_missing_is_the_reason():
     found = reasons(LEAST)
     assert found["weight", "token_tis"] is found["preset", "bypass_ppo_clip"] is None
     assert found["weight", "turn_tis"] == "needs turn"
-    assert found["weight", "capped_ratio"] == "needs logp, the learner now"
-    assert found["mask", "opsm"] == "needs logp, the learner now; needs reward and group"
+    assert found["weight", "capped_ratio"] == "needs logp (the current learner)"
+    assert found["mask", "opsm"] == "needs logp (the current learner); needs reward and group"
     assert found["mask", "staleness"] == "needs version"
-    assert found["preset", "async"] == "needs logp, the learner now"
-    assert found["preset", "centered"] == "needs top, the sampler's top-n"
+    assert found["preset", "async"] == "needs logp (the current learner)"
+    assert found["preset", "centered"] == "needs top (the sampler's likeliest tokens)"
     more = {"logp", "logp_prox", "turn", "version", "current_version", "top", "adv"}
     left = {name for name, reason in reasons(LEAST | more).items() if reason}
     assert left == {("mask", "trm"), ("mask", "top_entropy")}  # no column would give these

@@ -209,7 +209,7 @@ def test_what_is_rounded_to_0_is_not_the_same_in_every_bit(tmp_path):
     path.write_text(PRINTED["prime_rl"](0.00001))
     found = foreign.diagnose([str(path)], "auto")
     assert "inactive.copied" not in names(found["corrections"])
-    assert f"printed as 0 or 1, which rounding may have made: {K3}, {KL}" in found["assumed"]
+    assert f"values printed as 0 or 1 are rounded: {K3}, {KL}" in found["assumed"]
     path.write_text(PRINTED["prime_rl"](0).replace("0.0000", "0"))
     assert "inactive.copied" in names(foreign.diagnose([str(path)], "auto")["corrections"])
 

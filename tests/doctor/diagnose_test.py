@@ -31,8 +31,8 @@ def test_evidence_tells_metric_value_threshold_and_steps(tmp_path):
     }
     assert (kl["metric"], kl["crossed"]) == (KL, 20)
     printed = describe(diagnose(tmp_path))
-    assert f"{PEARSON} 0.925 < 0.95  (mean, steps 101-120; 19 of them by themselves" in printed
-    assert "extreme at step 107" in printed
+    assert f"{PEARSON} 0.925 < 0.95  (mean of steps 101-120; crossed in 19 of them" in printed
+    assert "farthest at step 107" in printed
 
 
 @pytest.mark.parametrize("values", [
@@ -157,7 +157,7 @@ def test_an_unrecorded_metric_leaves_open_what_hangs_on_it(metric, lost, tmp_pat
     assert lost <= undecided
     found = diagnose(write_run(tmp_path, {metric: float("nan"), "reward/x": float("nan")}))
     assert names(found["undecided"]) == undecided and found["nans"] == {metric: list(range(1, 121))}
-    assert f"no finite number: {metric}, 120 times, steps 1-120" in describe(found)
+    assert f"not finite: {metric}, 120 times, steps 1-120" in describe(found)
 
 
 def test_a_stale_gap_that_was_not_split_is_not_blamed_on_either(tmp_path):
@@ -262,8 +262,8 @@ def test_the_command_prints_and_writes_the_same(tmp_path, capsys):
     main([str(tmp_path), "--json", str(out)])
     printed = capsys.readouterr().out
     assert 'c.engine.quantization = \'none\'  # now \'w8a8\'' in printed
-    assert "A.quantized: the sampler is quantised" in printed
-    assert "do not: reading rollout_corr/kl as learning" in printed
+    assert "A.quantized: sampler and learner are quantized" in printed
+    assert "do not: read rollout_corr/kl as learning" in printed
 
     def refuse(constant):
         raise AssertionError(f"{constant} is not JSON")
@@ -285,7 +285,7 @@ def test_the_command_prints_and_writes_the_same(tmp_path, capsys):
 def test_thresholds_are_set_by_name(tmp_path, capsys):
     write_run(tmp_path, {PEARSON: 0.94})
     main([str(tmp_path), "--threshold", "pearson_broken=0.9"])
-    assert "watch: between healthy and broken" in capsys.readouterr().out
+    assert "watch: the gap is between healthy and broken" in capsys.readouterr().out
     main([str(tmp_path), "--threshold", "window=5", "--threshold", "min_steps=5"])
     assert "steps 116-120 of 1-120): A" in capsys.readouterr().out
     message = "unknown threshold 'pearson'; choose one of window, min_steps, pearson_healthy"
@@ -301,12 +301,12 @@ def test_the_command_ends_with_the_error(tmp_path):
 def test_rewards_that_failed_are_shown(tmp_path):
     write_run(tmp_path, {KL: 0.06})
     assert diagnose(tmp_path)["reward_errors"] == []
-    assert "rewards that failed" not in describe(diagnose(tmp_path))
+    assert "failed rewards" not in describe(diagnose(tmp_path))
     failed = failures.Failures(tmp_path / failures.FILE_NAME, lambda text: None)
     failed.add("KeyError at f.py:3", "KeyError: 'gold'", "Traceback", "sum-1", "5")
     failed.write()
     diagnosis = diagnose(tmp_path)
     assert [(f["kind"], f["count"]) for f in diagnosis["reward_errors"]] == [("KeyError at f.py:3", 1)]
     printed = describe(diagnosis)
-    assert "rewards that failed\n  1 x KeyError at f.py:3, the last at 2" in printed
+    assert "failed rewards\n  1 x KeyError at f.py:3, the last at 2" in printed
     assert "example sum-1: KeyError: 'gold'" in printed

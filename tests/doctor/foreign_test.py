@@ -75,7 +75,7 @@ def test_each_is_recognised_by_its_names(name, tmp_path):
     assert found["framework"] == name and found["marks"]
     assert not {"A", "C", "D", "E", "F"} & set(found["verdict"])
     printed = foreign.describe(found, False)
-    assert f"read as {name}: it has {found['marks'][0]}" in printed
+    assert f"framework: {name}, recognised by {found['marks'][0]}" in printed
 
 
 @pytest.mark.parametrize("name, changes, found", [
@@ -110,7 +110,7 @@ def test_slimes_gap_is_of_two_names_and_its_updates_are_averaged(tmp_path):
     [kl] = [e for e in found["findings"][0]["evidence"] if e["metric"] == KL]
     assert kl["value"] == pytest.approx(0.06) and kl["steps"] == [100, 119]
     assert kl["theirs"] == ["rollout/rollout_log_probs", "rollout/log_probs"]
-    assert "means over the 2 updates of a batch" in foreign.describe(found, False)
+    assert "averaged over the 2 updates of a batch" in foreign.describe(found, False)
     printed = foreign.describe(found, False)
     assert f"{KL} [rollout/rollout_log_probs, rollout/log_probs] 0.06 > 0.05" in printed
 
@@ -131,7 +131,7 @@ def test_samplers_that_run_ahead_without_a_lag_leave_it_open(tmp_path):
     assert "samplers run ahead, and no lag is logged" in found["assumed"][0]
     assert verdict(verl(tmp_path, changes | {LAG: 0})) == ["A"]
     [fresh] = foreign.diagnose([verl(tmp_path, {KL: 0.06})], "auto")["assumed"]
-    assert "of the weights that are trained" in fresh
+    assert "samples come from the current weights" in fresh
 
 
 def test_trls_two_trainers_mean_two_things_by_kl(tmp_path):
@@ -149,15 +149,15 @@ def test_trls_two_trainers_mean_two_things_by_kl(tmp_path):
 
 def test_names_of_nobody(tmp_path):
     path = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows({"loss": 1.0}))
-    with pytest.raises(ValueError, match=r"the 2 names of this log tell no framework.*pg_clipfrac \(verl"):
+    with pytest.raises(ValueError, match=r"identifies a framework \(2 names, none like.*pg_clipfrac \(verl"):
         foreign.diagnose([path], "auto")
-    with pytest.raises(ValueError, match="no name of verl's table is in this log"):
+    with pytest.raises(ValueError, match="this log has no metric of verl"):
         foreign.diagnose([path], "verl")
 
 
 def test_names_of_several(tmp_path):
     path = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows(logs.VERL | logs.SKYRL))
-    with pytest.raises(ValueError, match=r"several frameworks \(verl: actor/pg_clipfrac.*; skyrl: policy/"):
+    with pytest.raises(ValueError, match=r"metrics of several frameworks \(verl: actor/pg_clipfrac.*; skyrl: policy/"):
         foreign.diagnose([path], "auto")
     assert foreign.diagnose([path], "skyrl")["framework"] == "skyrl"
 
@@ -166,12 +166,12 @@ def test_a_few_names_are_enough_where_the_framework_is_told(tmp_path):
     path = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows({CHI2: 5.0}))
     found = foreign.diagnose([path], "verl")
     assert "escalate.system" in found["verdict"]
-    assert "read as verl: as it was asked to be" in foreign.describe(found, False)
+    assert "framework: verl, as requested" in foreign.describe(found, False)
 
 
 def test_a_record_of_ours_is_not_anothers(tmp_path):
     runs.write_run(tmp_path)
-    with pytest.raises(ValueError, match="is a record of this program: name the folder"):
+    with pytest.raises(ValueError, match="is a record of this project; give the folder"):
         foreign.diagnose([str(tmp_path / "metrics.jsonl")], "auto")
 
 
@@ -203,7 +203,7 @@ def test_what_is_not_a_number_is_counted_and_not_judged(written, tmp_path):
     rows = [(s, row | {KL: written if s % 2 else 0.06}) for s, row in logs.rows(logs.VERL)]
     found = foreign.diagnose([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
     assert found["verdict"] == ["A"] and found["nans"] == {KL: list(range(1, 120, 2))}
-    assert f"no finite number: {KL}, 60 times, steps 1-119" in foreign.describe(found, False)
+    assert f"not finite: {KL}, 60 times, steps 1-119" in foreign.describe(found, False)
 
 
 def write_nan_state(path, rows):
@@ -229,7 +229,7 @@ def test_log_probs_that_are_nan_are_logged_and_no_number(tmp_path):
     assert found["verdict"] == ["not enough data"]
     assert not names(found["corrections"]) & {"inactive.unrecorded", "inactive.uncorrected"}
     [switch] = {entry["switch"] for entry in found["missing"] if entry["metric"] in (KL, PEARSON, CHI2)}
-    assert switch == "logged, and in no step a number that can be judged"
+    assert switch == "logged, but never as a number"
     assert not any("no weight is logged" in text for text in found["assumed"])
 
 
@@ -290,7 +290,7 @@ def test_the_last_of_two_values_of_a_step_counts(tmp_path):
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"kl": 1}, "line 121: no step, as global_step or"),
+    ({"kl": 1}, "line 121: no step; expected global_step or"),
     ({"step": 1.5, "kl": 1}, "1.5, not a whole number"),
     ({"step": "nan", "kl": 1}, "nan, not a whole number"),
 ])
@@ -309,8 +309,8 @@ def test_names_that_nobody_reads_may_have_no_step(tmp_path):
     path.write_text(path.read_text() + '{"system/gpu": 1, "text": "x"}\n')
     found = foreign.diagnose([str(path)], "auto")
     assert found["unread"] == ["reward", "system/gpu"] and found["texts"] == ["text"]
-    assert "names that were not read: 2 (--verbose)" in foreign.describe(found, False)
-    assert "names that were not read: reward, system/gpu" in foreign.describe(found, True)
+    assert "metrics not read: 2 (--verbose)" in foreign.describe(found, False)
+    assert "metrics not read: reward, system/gpu" in foreign.describe(found, True)
 
 
 @pytest.mark.parametrize("wanted", [{}, {"min_steps": 1.0}])
@@ -319,7 +319,7 @@ def test_a_step_makes_no_verdict_unless_it_is_asked_to(wanted, tmp_path):
     is_asked = bool(wanted)
     assert found["verdict"] == (["A"] if is_asked else ["not enough data"])
     assert "mass" not in names(found["corrections"])  # a mean has no error without a second value
-    said = "too little to judge: 1 logged steps, a verdict needs 10"
+    said = "too few steps: 1 are logged, a verdict needs 10"
     assert (said in foreign.describe(found, False)) != is_asked
 
 
@@ -354,7 +354,7 @@ def test_what_a_framework_never_logs_is_said(tmp_path):
 def test_without_weights_the_sample_is_whole(tmp_path):
     bare = {name: None for name in logs.VERL if "rollout_is" in name}
     found = foreign.diagnose([verl(tmp_path, bare)], "auto")
-    assert found["verdict"] == ["healthy"] and "weights of 1" in found["assumed"][1]
+    assert found["verdict"] == ["healthy"] and "every weight counts as 1" in found["assumed"][1]
     # OpenRLHF's record does not tell what its masks reject, nor a sample size.
     assert WEIGHTS_ESS in missing(foreign.diagnose(LOGS["openrlhf"](tmp_path), "auto"))
 
@@ -377,7 +377,7 @@ def test_the_command(tmp_path, capsys):
     assert (written["framework"], written["verdict"], written["rows"]) == ("verl", ["A"], 120)
     main([path, "--from=verl", "--threshold", "kl_bug=0.1", "--verbose"])
     out = capsys.readouterr().out
-    assert ": watch" in out and "names that were not read: critic/score/mean, timing_s/step" in out
+    assert ": watch" in out and "metrics not read: critic/score/mean, timing_s/step" in out
 
 
 def test_standard_input(tmp_path, capsys, monkeypatch):
@@ -397,4 +397,4 @@ def test_an_output_dir_of_trl_needs_no_flag(tmp_path, capsys):
 
 def test_a_folder_of_events_needs_no_flag(tmp_path, capsys):
     main(LOGS["tunix"](tmp_path))
-    assert "read as tunix" in capsys.readouterr().out
+    assert "framework: tunix" in capsys.readouterr().out

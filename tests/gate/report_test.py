@@ -282,7 +282,7 @@ def test_a_gap_that_is_no_number_is_the_largest_and_within_no_bound(sampled, val
     assert result["exceeded"] == ["k3"] and result["budgets"] == {"k3": 1e9}
     assert result["largest"] == "decode"  # batch_shape, before it, is finite
     assert result["non_finite"] == {"learner": 0, "sampler": 1}
-    said = "log-probs of the sampler that are not finite: 1"
+    said = "1 log-probs of the sampler are not finite"
     k3 = result["total"]["k3"]
     assert report.failures(result) == [said, f"k3 {k3} is not within gate.max_k3 = 1e+09"]
     assert said in report.table(result)
@@ -294,7 +294,7 @@ def test_a_gap_that_is_no_number_is_the_largest_and_within_no_bound(sampled, val
 def test_log_probs_that_are_no_numbers_fail_the_gate_without_bounds(sampled):
     setup, params, trajectories = sampled(**SAME)
     broken = with_first_logp(trajectories, -np.inf)
-    said = "log-probs of the sampler that are not finite: 1; the largest part is decode"
+    said = "1 log-probs of the sampler are not finite; the largest cause is decode"
     with (
         mock.patch.object(report, "sample", lambda *_: broken),
         pytest.raises(report.MismatchError, match=said),
@@ -371,7 +371,7 @@ def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path):
 @pytest.mark.all
 def test_a_run_within_the_bounds_is_the_run_without_the_gate(tmp_path, capsys):
     tiny.run(tmp_path, gate__required=True, **SAME, steps=1)
-    assert "largest: decode" in capsys.readouterr().out
+    assert "largest cause: decode" in capsys.readouterr().out
     first = lambda folder: next(r for r in tiny.lines(folder) if r["phase"] == "train")
     assert first(tmp_path) == first(tiny.finished(**SAME, steps=1))
 
@@ -404,7 +404,7 @@ def test_the_command_exits_with_1_when_it_fails_and_writes_what_the_page_documen
     assert not [name for name in names if f"`{name}`" not in page]
     unbounded = {f"gate__max_{name}": np.inf for name in report.MEASURES}
     code, result = command(tiny.config(**SAME, **unbounded), tmp_path / "broken", noise=np.nan)
-    assert code == 1 and "sampler that are not finite" in capsys.readouterr().out
+    assert code == 1 and "of the sampler are not finite" in capsys.readouterr().out
     assert result["exceeded"] == [] and result["total"]["d_mean"] is None
     code, result = command(tiny.config(**SAME), tmp_path / "accepted", prompts=8)
     assert code == 0 and result["sequences"] == 32

@@ -321,7 +321,7 @@ MUTANTS = [
         ("a bad line is left out", "if problems:\n        raise", "if not good:\n        raise"),
         ("lines are counted from 0", "enumerate(_whole(path, file), start=1)", "enumerate(_whole(path, file))"),
         ("a column that the first line lacks is read",
-         "differences += [f\"{c}: {unit}", "differences or [f\"{c}: {unit}"),
+         "differences += [f\"{c}: present", "differences or [f\"{c}: present"),
     ),
     *of(
         "audit/packing.py",

@@ -26,7 +26,7 @@ class Spans(html.parser.HTMLParser):
 def test_a_token_tells_what_it_was_and_is_coloured_by_the_difference():
     text = answers.answer(LINE)
     first, second = Spans(text).spans
-    assert first["title"] == "'2', p of sampler 0.5000, p of learner 0.2500, weight 0.5000, version 3"
+    assert first["title"] == "'2', sampler's probability 0.5000, learner's probability 0.2500, weight 0.5000, version 3"
     assert first["style"] == "background:rgba(213,94,0,1.000)"  # |0.5 - 0.25| = 0.25 is full
     assert second["style"] == "background:rgba(213,94,0,0.000)"
     assert "and 1 more tokens" in text and "reward 0.5" in text
@@ -41,7 +41,7 @@ def test_a_token_without_text_is_seen():
 def test_an_evaluation_has_no_colour():
     line = LINE | {"phase": "eval", "logp_behav": None, "weight": None, "version": None}
     first, _ = Spans(answers.answer(line)).spans
-    assert first == {"title": "'2', p of learner 0.2500"}
+    assert first == {"title": "'2', learner's probability 0.2500"}
 
 
 def test_the_last_step_of_each_kind_is_shown():

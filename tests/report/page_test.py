@@ -91,7 +91,7 @@ def test_every_plot_with_data_and_no_other(page):
                       "Effective sample size", "Time per step", "Where the time went"]
     assert page.headings == ["Learning", "Sampler against learner", "Importance weights", "Time",
                              "Configuration",
-                             "What did it write, and where did the two disagree"]
+                             "Answers"]
     assert page.open_tags == []
 
 
@@ -102,7 +102,7 @@ def test_changes_of_a_run_that_went_on_are_listed(workdirs, tmp_path):
     out = tmp_path / "report.html"
     write([workdirs[0], workdir], out)
     text = out.read_text(encoding="utf-8")
-    assert "<p>changed went on with changes:</p>" in text and text.count("went on with changes") == 1
+    assert "<p>changed was resumed with changes:</p>" in text and text.count("was resumed with changes") == 1
     assert "<li>after step 40: optimizer.lr 0.0001 → 1e-05</li>" in text
     assert "<li>after step 40: task.params.path &quot;a.jsonl&quot; → &quot;&lt;b&gt;&quot;</li>" in text
     assert "<p>" + "int8" not in text  # the other run had none
@@ -183,13 +183,13 @@ def test_command_line_and_png(tmp_path, capsys):
 
 def test_rewards_that_failed_are_a_table(tmp_path):
     make_run(tmp_path, 3, 0.1)
-    assert "Rewards that failed" not in Page(write([tmp_path], tmp_path / "a.html").read_text()).headings
+    assert "Failed rewards" not in Page(write([tmp_path], tmp_path / "a.html").read_text()).headings
     failed = failures.Failures(tmp_path / failures.FILE_NAME, lambda text: None)
     for i in range(2):
         failed.add("KeyError at f.py:3", "KeyError: '<gold>'", "Traceback of it", f"sum-{i}", "5 < 6")
     failed.write()
     page = Page(write([tmp_path], tmp_path / "b.html").read_text())
-    assert "Rewards that failed" in page.headings
+    assert "Failed rewards" in page.headings
     [row] = [row for row in page.rows if row[2:3] and "<gold>" in row[2]]
     assert row[1] == "2" and row[3].startswith("sum-1")
     assert "Traceback of it" in page.detail_words and "KeyError at f.py:3" in page.detail_words
