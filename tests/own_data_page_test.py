@@ -20,7 +20,9 @@ BLOCK = r"(?:<!-- (?P<mark>[^>]*) -->\n)?```\n(?P<text>.*?)```"
 BLOCKS = [(found["mark"] or "", found["text"]) for found in re.finditer(BLOCK, PAGE, re.DOTALL)]
 FILES = {mark.removeprefix("file: "): text for mark, text in BLOCKS if mark.startswith("file: ")}
 RUNS = [text for mark, text in BLOCKS if not mark]
-[REFUSED], [SAID] = ([t for m, t in BLOCKS if m == mark] for mark in ("refused", "said"))
+[OWN_MODEL], [REFUSED], [SAID] = (
+    [t for m, t in BLOCKS if m == mark] for mark in ("own model", "refused", "said")
+)
 # The page's model and batch are larger than a test needs.
 SMALL = {
     "model.num_layers": 1, "model.embed_dim": 32, "model.num_heads": 2, "model.num_kv_heads": 1,
@@ -45,12 +47,17 @@ def as_written(command, folder):
     return subprocess.run([sys.executable, *words[1:]], cwd=folder, capture_output=True, text=True)
 
 
-def run_small(command):
-    """Runs a command of the page in this process, smaller, and returns its workdir."""
+def parsed(command):
+    """Returns the config and the workdir of a command of the page."""
     python, m, main, *flags = shlex.split(command.replace("\\\n", " "))
     assert (python, m, main) == ("python", "-m", "jaxrl_tis.main")
     [workdir] = [f.removeprefix("--workdir=") for f in flags if f.startswith("--workdir=")]
-    config = cli_flags.parsed([f for f in flags if not f.startswith("--workdir=")])
+    return cli_flags.parsed([f for f in flags if not f.startswith("--workdir=")]), workdir
+
+
+def run_small(command):
+    """Runs a command of the page in this process, smaller, and returns its workdir."""
+    config, workdir = parsed(command)
     config.update_from_flattened_dict(SMALL)
     with tiny.one_device():
         train.run(config, workdir)
@@ -59,6 +66,12 @@ def run_small(command):
 
 def test_the_page_has_five_layouts():
     assert len(re.findall(r"^### [1-5]\. ", PAGE, re.MULTILINE)) == len(RUNS) == 5
+
+
+def test_the_command_with_a_model_and_a_reward_is_taken(clone):
+    config, _ = parsed(OWN_MODEL)
+    assert (config.model.path, config.reward.name) == ("models/mine", "my_reward:score")
+    assert config.task.params.to_dict() == {"path": "train.jsonl"}
 
 
 @pytest.mark.all
