@@ -96,7 +96,7 @@ def source_of(setup, timer):
     return thread_source(parts, starts, setup.engine.slots)
 
 
-def train(mode: str, steps: int) -> dict[str, float]:
+def train(schedule: str, steps: int) -> dict[str, float]:
     """Trains one arm and returns its tokens per second and the waiting times."""
     from jaxrl_tis import build
     from jaxrl_tis.learner.state import initial_params, initial_state

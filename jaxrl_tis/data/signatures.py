@@ -91,7 +91,7 @@ def called(function: Callable, name: str, signature: str = "auto") -> "Called":
     return Called(function, signature, parameters)
 
 
-def _told(parameters: Mapping[str, inspect.Parameter]) -> str | None:
+def _inferred(parameters: Mapping[str, inspect.Parameter]) -> str | None:
     """Returns the signature that a function's parameters imply, None if unclear."""
     for signature, marks in MARKS.items():
         if marks & parameters.keys():

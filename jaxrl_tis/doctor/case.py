@@ -147,7 +147,7 @@ class Case:
         return node
 
     @property
-    def mode(self) -> modes.Mode:
+    def schedule(self) -> schedules.Schedule:
         """The schedule of sampler and learner."""
         return schedules.parse(self.setting("rollout.schedule"))
 
@@ -232,7 +232,7 @@ def is_ahead(case: Case) -> bool:
         return False
 
 
-def has_stand_in(case: Case) -> bool:
+def approximates_old_logp(case: Case) -> bool:
     """Returns whether another policy approximates the one that sampled, see `learner.snapshots`."""
     try:
         return is_ahead(case) and case.setting("rollout.old_logp_source") in APPROXIMATIONS

@@ -131,7 +131,7 @@ def _result(case, finding, results):
     return Result(status, tuple(e for r in (*all_of, *any_of) if r.status for e in r.evidence))
 
 
-def _judge(case, clause):
+def _evaluate(case, clause):
     """Returns the result of one clause."""
     is_fact = clause.metric in FACTS
     clause = dataclasses.replace(clause, metric=case.source(clause.metric))

@@ -26,8 +26,8 @@ def _counted(case: Case) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     return counted
 
 
-def _share(case: Case, seen: str, parts: tuple[str, ...], length: float) -> float:
-    """Returns sum(`parts`) / sum(`seen`) over the last `length` steps, 0 without any; KeyError names a
+def _share(case: Case, tokens: str, parts: tuple[str, ...], length: float) -> float:
+    """Returns sum(`parts`) / sum(`tokens`) over the last `length` steps, 0 without any; KeyError names a
     metric that is not recorded."""
     def total(metric):
         if not case.window(metric, length):

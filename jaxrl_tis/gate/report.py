@@ -113,7 +113,7 @@ def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dic
     return agreement_sums
 
 
-def judge(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
+def gap_report(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
     """Returns the report on records of `setup.engine` with these parameters, see docs/gate.md."""
     rungs = ladder.climb(setup, params, trajectories)
     rows = setup.training.rows(trajectories)
