@@ -40,8 +40,8 @@ def num_snapshots(staleness: float) -> int:
     policy, and its own. ValueError without a bound."""
     if staleness == math.inf:
         raise ValueError(
-            "rollout.mode bounds no token's staleness, so that no number of snapshots is enough: set "
-            "rollout.snapshots, or rollout.old_logp to another way"
+            "rollout.mode has no bound on staleness, and no number of snapshots is enough; set "
+            "rollout.snapshots, or rollout.old_logp to another source"
         )
     return int(staleness) + 1
 
@@ -61,8 +61,8 @@ class Ring(Mapping):
     def __init__(self, count: int, size: int, max_bytes: float):
         if count < 1:
             raise ValueError(
-                f"a ring of {count} snapshots has the weights of no version: set rollout.snapshots "
-                "above 0"
+                f"rollout.old_logp = 'ring' has {count} snapshots and needs at least 1; set "
+                "rollout.snapshots above 0"
             )
         if count * size > max_bytes:
             raise ValueError(
