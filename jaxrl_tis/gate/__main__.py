@@ -1,11 +1,14 @@
 """How far the sampler is from the learner at the same weights, and which cause moves it.
 
-    python -m jaxrl_tis.gate --config=configs/quickstart.py [--prompts=N] [--json=PATH]
-
 Without any update: samples the config's prompts with its engine, scores the tokens with the
 learner's program, and climbs from one to the other (`ladder.py`). The exit code is 1 above one of
 the bounds `config.gate.max_*`, and where a log-prob is not finite. docs/gate.md explains the
 numbers and the keys of the JSON.
+
+Examples:
+
+    python -m jaxrl_tis.gate --config=configs/quickstart.py
+    python -m jaxrl_tis.gate --config=configs/quickstart.py --prompts=64 --json=gate.json
 """
 
 import pathlib

@@ -29,7 +29,7 @@ def rollout_problems(
 
 def _numbers(rollout) -> Iterator[str]:
     if rollout.workers < 1:
-        yield f"rollout.workers is {rollout.workers}; at least 1 has to draw"
+        yield f"rollout.workers is {rollout.workers}; set it to at least 1"
     if rollout.update_turns < 0:
         yield f"rollout.update_turns is {rollout.update_turns}; it must not be below 0"
     if rollout.probe_every < 0:
@@ -42,13 +42,13 @@ def _budget(rollout, mode: modes.Mode) -> Iterator[str]:
         yield f"rollout.on_budget is {rollout.on_budget!r}; choose one of {', '.join(ON_BUDGET)}"
     elif rollout.on_budget != "warn" and not rollout.probe_every:
         yield (
-            f"rollout.on_budget = {rollout.on_budget!r} needs probes of the gap: set rollout.probe_every "
-            "above 0"
+            f"rollout.on_budget = {rollout.on_budget!r} needs probes of the gap; set "
+            "rollout.probe_every above 0"
         )
     if rollout.on_budget == "sync" and not mode.ahead:
         yield (
-            f"rollout.on_budget = 'sync' bounds staleness by less, and rollout.mode = {rollout.mode!r} "
-            "has none: set it to warn or stop"
+            "rollout.on_budget = 'sync' lowers the bound on staleness, and rollout.mode = "
+            f"{rollout.mode!r} has none; set it to warn or stop"
         )
 
 
@@ -58,16 +58,15 @@ def _driver(rollout) -> Iterator[str]:
         yield f"rollout.driver is {rollout.driver!r}; choose one of {', '.join(DRIVERS)}"
     if rollout.driver != "virtual" and rollout.update_turns:
         yield (
-            f"rollout.update_turns = {rollout.update_turns} counts the turns of rollout.driver = "
-            f"'virtual', and it is {rollout.driver!r}, where samplers draw for as long as an update "
-            "takes: set it to 0"
+            f"rollout.update_turns = {rollout.update_turns} is for rollout.driver = 'virtual', and "
+            f"the driver is {rollout.driver!r}; set it to 0"
         )
     if rollout.driver == "processes":
         yield from _remote(rollout)
     if rollout.driver != "virtual" and rollout.old_logp == "replica":
         yield (
-            f"rollout.driver = {rollout.driver!r} lets samplers draw while older weights are scored, of "
-            "which rollout.old_logp = 'replica' keeps no copy: set it to ring"
+            f"rollout.driver = {rollout.driver!r} samples while older weights are still scored, "
+            "and rollout.old_logp = 'replica' keeps no copy of them; set it to ring"
         )
 
 
@@ -75,12 +74,13 @@ def _queue(rollout, mode: modes.Mode) -> Iterator[str]:
     if 0 < rollout.queue < rollout.prompts or rollout.queue < 0:
         yield (
             f"rollout.queue = {rollout.queue} groups cannot hold a batch of rollout.prompts = "
-            f"{rollout.prompts}; 0 holds as many as the mode can begin"
+            f"{rollout.prompts}; raise it, or set it to 0 for as many as the mode allows"
         )
     if rollout.prompts <= rollout.queue < mode.sync_every * rollout.prompts:
         yield (
             f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
-            f"{rollout.prompts} that are begun between two weight syncs"
+            f"{rollout.prompts} between two weight syncs; raise it to at least "
+            f"{mode.sync_every * rollout.prompts}, or set it to 0"
         )
 
 
@@ -88,21 +88,24 @@ def _ahead(config, mode: modes.Mode) -> Iterator[str]:
     """Finds what samplers that run ahead cannot do."""
     rollout = config.rollout
     if math.isinf(mode.ahead) and not rollout.queue:
-        yield f"rollout.mode = {rollout.mode!r} has no bound: set rollout.queue to the most groups"
+        yield (
+            f"rollout.mode = {rollout.mode!r} has no bound; set rollout.queue to the largest "
+            "number of groups"
+        )
     if any(config.engine.retention):
         yield (
-            f"rollout.mode = {rollout.mode!r} interrupts sequences, and one that saw evicted keys "
-            "cannot go on: set engine.retention to (0, 0)"
+            f"rollout.mode = {rollout.mode!r} interrupts sequences, and sequences with evicted "
+            "keys cannot continue; set engine.retention to (0, 0)"
         )
     if mode.redundant and config.correction.advantage == "remax":
         yield (
-            f"rollout.mode = {rollout.mode!r} takes the first samples that end, and advantage 'remax' "
-            "needs its greedy answer among them: set redundant to 0"
+            f"rollout.mode = {rollout.mode!r} uses the first samples that end, and advantage "
+            "'remax' needs its greedy answer among them; set redundant to 0"
         )
     if mode.repack and rollout.workers < 2 and rollout.driver != "processes":
         yield (
-            f"rollout.mode = {rollout.mode!r} moves sequences between workers, and there is one: set "
-            "rollout.workers to at least 2, or repack to 0"
+            f"rollout.mode = {rollout.mode!r} moves sequences between workers, and there is one; "
+            "set rollout.workers to at least 2, or repack to 0"
         )
 
 
@@ -121,27 +124,28 @@ def _replay(rollout, mode: modes.Mode, way: replay.Way | None) -> Iterator[str]:
     """Finds what is wrong with groups that are trained on again."""
     if rollout.max_age and (way is None or way.uses == 1):
         yield (
-            f"rollout.max_age = {rollout.max_age} is for tokens that are trained on again, and "
-            f"rollout.replay = {rollout.replay!r} has none: set it to 0"
+            f"rollout.max_age = {rollout.max_age} limits the age of replayed tokens, and "
+            f"rollout.replay = {rollout.replay!r} replays none; set it to 0"
         )
     if way is None or way.uses == 1:
         return
     if rollout.prompts % way.uses:
         yield (
-            f"rollout.prompts = {rollout.prompts} groups, each used {way.uses} times (rollout.replay = "
-            f"{rollout.replay!r}), are no whole number of new ones a batch: set prompts to a multiple "
-            f"of {way.uses}"
+            f"rollout.prompts = {rollout.prompts} groups with {way.uses} uses each (rollout.replay "
+            f"= {rollout.replay!r}) are not a whole number of new groups per batch; set "
+            f"rollout.prompts to a multiple of {way.uses}"
         )
     oldest = replay.max_age(mode, way, rollout.max_age)
     if rollout.max_age < 0 or oldest <= mode.staleness and not math.isinf(oldest):
         yield (
-            f"rollout.max_age = {rollout.max_age} leaves nothing to replay, as rollout.mode = "
-            f"{rollout.mode!r} has tokens {mode.staleness:g} versions old the first time: set it above"
+            f"rollout.max_age = {rollout.max_age} leaves no token to replay, because with "
+            f"rollout.mode = {rollout.mode!r} new tokens are up to {mode.staleness:g} versions "
+            "old; set it above that"
         )
     if math.isinf(oldest):
         yield (
-            f"rollout.mode = {rollout.mode!r} bounds no token's age, so that rollout.replay would keep "
-            "every group: set rollout.max_age"
+            f"rollout.mode = {rollout.mode!r} has no bound on the age of a token, and "
+            "rollout.replay would keep every group; set rollout.max_age"
         )
 
 
@@ -150,6 +154,6 @@ def _idle(rollout) -> Iterator[str]:
     for name, default in DEFAULTS.items():
         if rollout[name] != default:
             yield (
-                f"rollout.{name} = {rollout[name]!r} is for samplers that run ahead, and rollout.mode "
-                f"is {rollout.mode!r}: choose another mode, or set it to {default!r}"
+                f"rollout.{name} = {rollout[name]!r} is for samplers that run ahead, and "
+                f"rollout.mode is {rollout.mode!r}; choose another mode, or set it to {default!r}"
             )

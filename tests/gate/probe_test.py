@@ -31,8 +31,8 @@ def test_the_gap_is_split_by_hand():
 
 
 @pytest.mark.parametrize("bound, above, why", [
-    (0.75, [], None), (0.6, ["d_mean"], "by staleness: the engine's part is within it"),
-    (0.1, ["d_mean"], "and the engine's part is by itself"),
+    (0.75, [], None), (0.6, ["d_mean"], "by staleness; the engine gap alone is within them"),
+    (0.1, ["d_mean"], "and the engine gap alone is above them"),
 ])
 def test_what_is_above_its_budget_and_why(bound, above, why):
     none = {f"gate__max_{name}": float("inf") for name in ("d_p99", "d_max", "dp_max", "k3")}
@@ -67,7 +67,7 @@ def test_a_run_lowers_its_own_bound(tmp_path, capsys):
 
 
 def test_a_run_stops_above_its_budget_and_is_saved(tmp_path):
-    with pytest.raises(MismatchError, match="step 1: d_mean .* above the budget"):
+    with pytest.raises(MismatchError, match="step 1: d_mean .* above the bounds"):
         tiny.run(tmp_path / "run", rollout__on_budget="stop", gate__max_d_mean=1e-6, **BUSY)
     assert (tmp_path / "run" / "checkpoints" / "1" / "manifest.json").exists()
 

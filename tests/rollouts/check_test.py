@@ -30,21 +30,21 @@ def problems(config) -> list[str]:
     (dict(mode="areal", workers=0), "rollout.workers is 0"),
     (dict(mode="areal", update_turns=-1), "rollout.update_turns is -1"),
     (dict(mode="areal", driver="thread"), "rollout.driver is 'thread'; choose one of virtual"),
-    (dict(mode="areal", driver="threads", update_turns=2), "rollout.update_turns = 2 counts the turns"),
-    (dict(mode="areal", driver="processes", listen="8000"), "rollout.listen: '8000' is no address"),
+    (dict(mode="areal", driver="threads", update_turns=2), "rollout.update_turns = 2 is for rollout.driver = 'virtual'"),
+    (dict(mode="areal", driver="processes", listen="8000"), "rollout.listen: '8000' is not an address"),
     (dict(mode="areal", driver="processes", transport=""), "rollout.transport is empty"),
     (dict(mode="areal", driver="processes", worker_timeout=0.0), "worker_timeout is 0.0 seconds"),
-    (dict(mode="areal", driver="threads", old_logp="replica"), "keeps no copy: set it to ring"),
+    (dict(mode="areal", driver="threads", old_logp="replica"), "keeps no copy of them; set it to ring"),
     (dict(driver="threads"), "rollout.driver = 'threads' is for samplers that run ahead"),
     (dict(workers=2), "rollout.workers = 2 is for samplers that run ahead"),
     (dict(queue=9), "rollout.queue = 9 is for samplers that run ahead"),
-    (dict(replay="uniform(uses=3)"), "rollout.prompts = 4 groups, each used 3 times .* multiple of 3"),
+    (dict(replay="uniform(uses=3)"), "rollout.prompts = 4 groups with 3 uses each .* multiple of 3"),
     (dict(replay="uniform(uses=0)"), "rollout.replay 'uniform.uses=0.': uses is 0"),
     (dict(replay="uniform(uses=2, most=2)"), "at most 2 times, and 2 times on average"),
-    (dict(max_age=3), "rollout.max_age = 3 is for tokens that are trained on again"),
-    (dict(replay="newest(uses=1)", max_age=3), "rollout.replay = 'newest.uses=1.' has none"),
-    (dict(replay="newest", max_age=-1), "rollout.max_age = -1 leaves nothing to replay"),
-    (dict(replay="newest", mode="areal(staleness=3)", max_age=3), "has tokens 3 versions old"),
+    (dict(max_age=3), "rollout.max_age = 3 limits the age of replayed tokens"),
+    (dict(replay="newest(uses=1)", max_age=3), "rollout.replay = 'newest.uses=1.' replays none"),
+    (dict(replay="newest", max_age=-1), "rollout.max_age = -1 leaves no token to replay"),
+    (dict(replay="newest", mode="areal(staleness=3)", max_age=3), "new tokens are up to 3 versions old"),
     (dict(replay="newest", mode="areal(staleness=inf)", queue=8), "set rollout.max_age"),
 ])
 def test_a_contradiction_is_named(changes, why):
@@ -60,7 +60,7 @@ def test_a_queue_that_is_too_small_is_one_problem(queue):
 
 def test_other_sections_that_a_mode_excludes():
     config = tiny.config(rollout__mode="areal", engine__retention=(1, 2))
-    assert "saw evicted keys" in " ".join(problems(config))
+    assert "sequences with evicted keys" in " ".join(problems(config))
     config = tiny.config(
         rollout__mode="roll_flash(redundant=1)", correction__advantage="remax")
     assert "needs its greedy answer" in " ".join(problems(config))
@@ -86,7 +86,7 @@ def test_processes_come_in_any_number():
     (dict(probe_every=-1), "rollout.probe_every is -1"),
     (dict(probe_every=1, on_budget="halt"), "on_budget is 'halt'; choose one of warn, sync, stop"),
     (dict(on_budget="stop"), "needs probes of the gap"),
-    (dict(probe_every=1, on_budget="sync"), "bounds staleness by less, and rollout.mode = 'sync'"),
+    (dict(probe_every=1, on_budget="sync"), "lowers the bound on staleness, and rollout.mode = 'sync'"),
 ])
 def test_budgets_that_cannot_be_kept(changes, why):
     config = tiny.config(**{f"rollout__{name}": value for name, value in changes.items()})
