@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # The figures of docs/experiments.md, from their runs on: ./launch/figures.sh [NAME ...]; all without names.
 # Trained runs that have ended are not run again. Two at a time, a core each; JOBS=4 takes four.
+#
+# Examples:
+#   ./launch/figures.sh rescue
+#   JOBS=4 ./launch/figures.sh
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

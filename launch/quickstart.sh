@@ -2,6 +2,10 @@
 # The main job from a bare clone: ./launch/quickstart.sh [--compare]
 # --compare also runs the same seed without the correction, with centred scores in its place, and with
 # float32 rollouts, and overlays the four in one report.
+#
+# Examples:
+#   ./launch/quickstart.sh
+#   ./launch/quickstart.sh --compare
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -1,10 +1,8 @@
-"""Runs a command, and runs it again when it was interrupted:
-
-    python launch/supervise.py [--max_restarts=20] [--state=FILE] -- python -m jaxrl_tis.main ...
+"""Runs a command, and runs it again when it was interrupted.
 
 A command that ends with 42, or that a signal ended (out of memory, or a process of another host is
 gone), is started again, at most --max_restarts times. Any other exit is final: 0 is the end, 2 a
-config or data that its user has to mend, 1 a run that cannot go on. SIGTERM and SIGINT go to the
+config or data that its user has to fix, 1 a run that cannot go on. SIGTERM and SIGINT go to the
 command, which saves, and no restart follows. FILE always holds {"attempt", "code", "pid"} as JSON,
 with code null while the command runs.
 """
@@ -19,6 +17,9 @@ import subprocess
 import sys
 import time
 
+EXAMPLES = """examples:
+  python launch/supervise.py -- python -m jaxrl_tis.main --config=configs/quickstart.py --workdir=runs/a
+  python launch/supervise.py --max_restarts=5 --state=run.json -- ./launch/quickstart.sh"""
 RESTART = 42
 WAIT_SECONDS = 10.0  # between an exit and the next start
 
@@ -91,10 +92,13 @@ def _write(state: pathlib.Path | None, attempt: int, code: int | None, pid: int)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--max_restarts", type=int, default=20)
-    parser.add_argument("--state", type=pathlib.Path)
-    parser.add_argument("command", nargs="+")
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--max_restarts", type=int, default=20, help="most starts after the first")
+    parser.add_argument("--state", type=pathlib.Path, help="file for the state of the command")
+    parser.add_argument("command", nargs="+", help="the command and its arguments, after --")
     given = parser.parse_args()
     return supervise(given.command, Supervisor(given.max_restarts), given.state)
 

@@ -3,6 +3,10 @@
 # By default those without the marker "all", which notice every wrong number. --all runs every test,
 # --quick those of cheap files that compile no large program and inject no fault. An own -m replaces
 # the choice.
+#
+# Examples:
+#   ./launch/test.sh --quick
+#   ./launch/test.sh tests/estimators
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
