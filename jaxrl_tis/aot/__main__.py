@@ -1,12 +1,15 @@
 """The programs of a config, compiled for a TPU that is not there.
 
-    python -m jaxrl_tis.aot --config=configs/gsm8k_qwen25_0p5b.py:grpo --topology=v5e:2x4
-
 Builds what the run would build, from shapes alone (no weights, data or tokenizer), compiles it with
 libtpu and prints per program what the compiler says: memory on a device, collectives, products.
 Nothing runs and nothing is measured; what is computed from published rates is marked as a model's
 output. Exits with 1 when a program does not fit, after naming the largest arrays. docs/tpu.md says
 how to read the table and names the keys of the JSON.
+
+Examples:
+
+    python -m jaxrl_tis.aot --config=configs/gsm8k_qwen25_0p5b.py:grpo --topology=v5e:2x4
+    python -m jaxrl_tis.aot --config=configs/dapo_qwen3_8b.py --fit
 """
 
 import json
@@ -47,7 +50,7 @@ def main() -> None:
     shapes = path.parent / "shapes"
     name = TOPOLOGY.value or TOPOLOGIES.get(path.stem)
     if name is None:
-        raise ValueError(f"{path} has no slice of its own: give --topology, as in v5e:2x4")
+        raise ValueError(f"{path} has no slice of its own; give --topology, as in v5e:2x4")
     cli.check_folder("json", JSON.value)
     topology = Topology.parse(name, NUM_SLICES.value)
     if FIT.value:

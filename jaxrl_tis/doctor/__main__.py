@@ -1,8 +1,5 @@
 """Which cause of off-policy drift the record of a run points to, the evidence, and what to change.
 
-    python -m jaxrl_tis.doctor WORKDIR [--json PATH] [--threshold NAME=VALUE ...]
-    python -m jaxrl_tis.doctor FILE... [--from=auto] [--verbose] [...]
-
 Reads WORKDIR/metrics.jsonl and, if there is one, WORKDIR/config.json, and walks the two trees of
 trees.py over the last `window` training steps. A condition whose metrics the run did not
 record, or not for long enough, is neither true nor false, and what hangs on it is listed as not
@@ -45,9 +42,13 @@ object has besides, and `steps` are theirs:
   nans                        their name -> the steps in which it is null, NaN or infinite
   repeated                    values that were logged again for a step
 and evidence has `theirs`, the names that a metric was made of.
+
+Examples:
+
+    python -m jaxrl_tis.doctor runs/first
+    python -m jaxrl_tis.doctor train.log --from=verl --verbose
 """
 
-import argparse
 import json
 import pathlib
 from collections.abc import Sequence
@@ -66,9 +67,9 @@ def _threshold(argument: str) -> tuple[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.doctor",
-        description="The cause of a run's off-policy drift, the evidence and what to change.",
+    parser = cli.parser(
+        "jaxrl_tis.doctor",
+        "The cause of a run's off-policy drift, the evidence and what to change.", __doc__,
     )
     parser.add_argument(
         "paths", metavar="WORKDIR|FILE", nargs="+",

@@ -1,14 +1,15 @@
 """What running ahead is worth: every mode against a synchronous run on the same devices.
 
-    python -m jaxrl_tis.experiments.async_clock
-    python -m jaxrl_tis.experiments.async_clock --mode "areal(staleness=2)" --mode dora --json out.json
-
 The controller and the queue are those of a run; samplers and learner are the cost model of
 `costs.Costs`, whose numbers are roofs and assumptions, not measurements. In the synchronous
 run all devices sample and then all train; else they are divided.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.async_clock
+    python -m jaxrl_tis.experiments.async_clock --mode "areal(staleness=2)" --mode dora --json out.json
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -105,9 +106,9 @@ def studies(costs: Costs, **run: int) -> dict[str, list[Row]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.experiments.async_clock",
-        description="Throughput, idle time and staleness of asynchronous modes by a cost model.",
+    parser = cli.parser(
+        "jaxrl_tis.experiments.async_clock",
+        "Throughput, idle time and staleness of asynchronous modes by a cost model.", __doc__,
     )
     parser.add_argument("--mode", action="append", help="only these, as rollout.mode spells them")
     parser.add_argument("--steps", type=int, default=24, help="updates; the first third is not counted")

@@ -1,10 +1,13 @@
 """Whether causes of a gap add up: every combination of four, on the same tokens.
 
-    python -m jaxrl_tis.experiments.budget [FOLDER]
-
 The float32 sampler of `configs/fig_base.py` draws answers after the warm-up; programs in bfloat16, with W8A8,
 with keys and values as an int8 cache holds them, with noise on the weights, and with all combinations of
 these score them. Were the log-ratios of causes independent, their mean squares would add up.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.budget
+    python -m jaxrl_tis.experiments.budget docs/experiments
 """
 
 import dataclasses

@@ -1,9 +1,12 @@
 """Whether the doctor finds the cause of a gap that is known: its confusion table.
 
-    python -m jaxrl_tis.experiments.causes [FOLDER]
-
 Reads what `configs/fig_causes.py` left in docs/experiments/causes.jsonl. A run counts for the cause that the
 doctor names first, and is right where that is its own and no other cause is named beside it.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.causes
+    python -m jaxrl_tis.experiments.causes docs/experiments
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,9 @@
 """Collapse and rescue with a critic: `rescue.py` of the runs of `configs/fig_critic.py`.
 
-    python -m jaxrl_tis.experiments.critic [FOLDER]
+Examples:
+
+    python -m jaxrl_tis.experiments.critic
+    python -m jaxrl_tis.experiments.critic docs/experiments
 """
 
 from jaxrl_tis.experiments import figures

@@ -1,8 +1,11 @@
 """What number formats of sampler and learner do to the gap and to a run.
 
-    python -m jaxrl_tis.experiments.formats [FOLDER]
-
 Reads what `configs/fig_formats.py` left in docs/experiments/formats.jsonl.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.formats
+    python -m jaxrl_tis.experiments.formats docs/experiments
 """
 
 from collections.abc import Sequence

@@ -1,14 +1,16 @@
 """What methods do to the policy gradient, where it is known exactly.
 
-    python -m jaxrl_tis.experiments.oracle --drift=0.1 --reward=last --png=oracle.png
-    python -m jaxrl_tis.experiments.oracle --groups --drift=0.5
-    python -m jaxrl_tis.experiments.oracle --sequences 5 5 --drift=0.5
-    python -m jaxrl_tis.experiments.oracle --centred
-
 The first prints which weight estimates the gradient best as responses get longer (`frontier`), the
 second what methods that look at a group do to it (`group_bias`), the third what weights and
 objectives of one response do to it (`sequence_bias`), the fourth what centred scores do to weights of
 single tokens (`frontier`). From Python, `exact.Problem` takes any loss.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.oracle --drift=0.1 --reward=last --png=oracle.png
+    python -m jaxrl_tis.experiments.oracle --groups --drift=0.5
+    python -m jaxrl_tis.experiments.oracle --sequences 5 5 --drift=0.5
+    python -m jaxrl_tis.experiments.oracle --centred
 """
 
 import argparse
@@ -27,9 +29,9 @@ def _count(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.experiments.oracle",
-        description="Bias, variance and progress of off-policy policy gradients.",
+    parser = cli.parser(
+        "jaxrl_tis.experiments.oracle",
+        "Bias, variance and progress of off-policy policy gradients.", __doc__,
     )
     parser.add_argument("--drift", type=float, default=0.1, help="deviation of the logits' noise")
     parser.add_argument("--reward", default="last", choices=list(frontier.REWARDS))

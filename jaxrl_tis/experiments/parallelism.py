@@ -1,11 +1,14 @@
 """Degrees of parallelism and the length of answers: Figures 7 to 10 of Yao et al. (2025).
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m jaxrl_tis.experiments.parallelism [FOLDER]
-
 SmolLM2-135M in bfloat16 answers with one and with three tensor shards, the degrees that its nine heads
 allow; learners of other degrees, and with rows cut over up to eight devices, score the same tokens. A
 response's largest and mean |p_sampler - p_learner| are compared, answers that stop nowhere, cut to several
 lengths. The model is that of `./launch/smollm2.sh --fetch`.
+
+Examples:
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m jaxrl_tis.experiments.parallelism
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m jaxrl_tis.experiments.parallelism docs/experiments
 """
 
 import dataclasses
@@ -91,7 +94,10 @@ def lengths_table(dp: np.ndarray, group: int) -> str:
     lines = []
     shortest = min(LENGTHS)
     if group * shortest < max(LENGTHS):
-        raise ValueError(f"groups of {group} answers of {shortest} tokens have fewer than {max(LENGTHS)}")
+        raise ValueError(
+            f"groups of {group} answers of {shortest} tokens are shorter than {max(LENGTHS)} "
+            "tokens; use larger groups"
+        )
     for length in LENGTHS:
         pieces = length // shortest
         starts = dp[:, :shortest].reshape(-1, group, shortest)[:, :pieces].max(axis=(1, 2))

@@ -1,12 +1,15 @@
 """Whether the first 40 steps of a run tell that it will collapse: the survey's second open problem.
 
-    python -m jaxrl_tis.experiments.predictor [FOLDER]
-
 Reads the runs of FIGURES in docs/experiments, those that several have once. A run collapses if its reward,
 or its learner's held-out accuracy, ends at less than 70 % of the best that it had before. Logistic
 regressions learn from the runs of seeds 0-2 and are judged on the others by the area under the curve
 (AUROC): of the four signals that the survey conjectures to be enough, of all, and each signal alone, in the
 direction that the first seeds give it.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.predictor
+    python -m jaxrl_tis.experiments.predictor docs/experiments
 """
 
 import dataclasses

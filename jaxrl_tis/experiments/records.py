@@ -1,14 +1,16 @@
 """What the figures of docs/experiments.md are made of: the runs of a sweep, a line of JSON each.
 
-    python -m jaxrl_tis.experiments.records runs/sweep-fig_rescue --out docs/experiments/rescue.jsonl
-
 A line has `arm`, `seed`, what the doctor finds (`verdict`, the causes, and `findings`, with what makes
 them precise), the held-out accuracies (`eval/steps`, ...), and of METRICS the mean over each BLOCK of
 steps, the largest value of those that are a maximum. Of a run that has not ended stand `arm`, `seed` and
 `unfinished`, the last step on record.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.records runs/figures/rescue --out docs/experiments/rescue.jsonl
+    python -m jaxrl_tis.experiments.records runs/sweep-fig_rescue --out rescue.jsonl
 """
 
-import argparse
 import json
 import math
 import os
@@ -105,7 +107,7 @@ def gather(folder: str | os.PathLike, out: str | os.PathLike) -> list[dict[str, 
     folder = storage.folder(folder)
     workdirs = sorted(p.parent for p in folder.glob("*/config.json") if NAME.fullmatch(p.parent.name))
     if not workdirs:
-        raise ValueError(f"{folder} holds no run of a sweep")
+        raise ValueError(f"{folder} holds no run of a sweep; give the --out of a sweep")
     lines = [line_of(workdir) for workdir in workdirs]
     pathlib.Path(out).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
@@ -128,7 +130,10 @@ def read(path: str | os.PathLike) -> tuple[list[Run], list[str]]:
             verdict, findings = line.pop("verdict"), line.pop("findings")
             series = {name: np.array(values, float) for name, values in line.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}:{number} is not the line of a run: {error!r}") from error
+            raise ValueError(
+                f"{path}:{number} is not the line of a run: {error!r}; write the file again with "
+                "this command"
+            ) from error
         runs.append(Run(arm, seed, verdict, findings, series))
     return runs, others
 
@@ -146,9 +151,7 @@ def at_end(run: Run, name: str, share: float = 0.1) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.experiments.records", description="Thins the runs of a sweep."
-    )
+    parser = cli.parser("jaxrl_tis.experiments.records", "Thins the runs of a sweep.", __doc__)
     parser.add_argument("folder", help="of a sweep")
     parser.add_argument("--out", required=True, help="file that the lines are written to")
     args = parser.parse_args(argv)

@@ -1,9 +1,12 @@
 """Collapse and rescue by each correction: Figures 2, 4, 5 and 6 of Yao et al. (2025).
 
-    python -m jaxrl_tis.experiments.rescue [FOLDER]
-
 Reads what `configs/fig_rescue.py` left in docs/experiments/rescue.jsonl; `critic.py` beside it draws the
 same of `configs/fig_critic.py`.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.rescue
+    python -m jaxrl_tis.experiments.rescue docs/experiments
 """
 
 from collections.abc import Sequence

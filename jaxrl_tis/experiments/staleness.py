@@ -1,8 +1,11 @@
 """Stale samples: prosperity before collapse, and the sample size that a lag leaves.
 
-    python -m jaxrl_tis.experiments.staleness [FOLDER]
-
 Reads what `configs/fig_staleness.py` left in docs/experiments/staleness.jsonl.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.staleness
+    python -m jaxrl_tis.experiments.staleness docs/experiments
 """
 
 from collections.abc import Sequence

@@ -1,10 +1,13 @@
 """The smallest gap at which a run fails, with and without a correction.
 
-    python -m jaxrl_tis.experiments.threshold [FOLDER]
-
 Reads what `configs/fig_threshold.py` left in docs/experiments/threshold.jsonl. A run fails if its learner's
 held-out accuracy ends below where it began. The threshold of a correction is the size of the gap at which
 half of the runs fail, by logistic regression on its logarithm; the interval is of a bootstrap over seeds.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.threshold
+    python -m jaxrl_tis.experiments.threshold docs/experiments
 """
 
 import functools

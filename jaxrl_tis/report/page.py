@@ -25,7 +25,7 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
       FileNotFoundError: a workdir has no metrics.jsonl.
     """
     if not workdirs:
-        raise ValueError("no workdir given: a report needs at least one")
+        raise ValueError("no workdir given; a report needs at least one")
     paths = [storage.folder(workdir) for workdir in workdirs]
     names = [path.name for path in paths]
     palette = plots.COLORS
@@ -47,7 +47,7 @@ def _read_config(path: epath.Path) -> dict:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}; restore or delete the file") from error
 
 
 def _percent(run: Run, key: str, index: int) -> str:

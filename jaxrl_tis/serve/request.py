@@ -143,7 +143,7 @@ def parse(
     """Reads a body; ValueError says what is wrong with it."""
     values = _values(object_of(body), is_chat)
     if values["model"] not in (None, model):
-        raise UnknownModel(f"the model {values['model']!r} is not here; this one is {model!r}")
+        raise UnknownModel(f"the model {values['model']!r} is not served; use {model!r}")
     _check_values(values, limits)
     ids = _prompts(values, is_chat, tokenizer, limits)
     for place, prompt in enumerate(ids):
@@ -164,7 +164,7 @@ def object_of(body: bytes) -> dict[str, Any]:
     """Returns what the body holds."""
 
     def refuse(literal: str):
-        raise ValueError(f"{literal} is no number of JSON")
+        raise ValueError(f"{literal} is not a number of JSON")
 
     try:
         value = json.loads(body, parse_constant=refuse)
@@ -308,5 +308,5 @@ def _logprobs(values: dict[str, Any], is_chat: bool, limits: Limits) -> int | No
             raise ValueError("top_logprobs needs logprobs = true")
         count = values["top_logprobs"] if values["logprobs"] else None
     if count is not None and not 0 <= count <= limits.logprobs:
-        raise ValueError(f"{count} likeliest tokens of each draw; give 0 to {limits.logprobs}")
+        raise ValueError(f"{count} top log-probs for each token; give 0 to {limits.logprobs}")
     return count
