@@ -144,8 +144,8 @@ def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
     check_tokenizer(tokenizer, model.vocab_size)
     if (count := len(tokenizer.eos_ids)) > MAX_STOP_IDS:
         raise ValueError(
-            f"the tokenizer and the model's files name {count} end tokens, and the engine stops at "
-            f"{MAX_STOP_IDS} at most: shorten eos_token_id in generation_config.json or config.json"
+            f"the tokenizer and the model's files name {count} end tokens, and the engine supports "
+            f"at most {MAX_STOP_IDS}; shorten eos_token_id in generation_config.json or config.json"
         )
     return assemble(config, choices, model, tokenizer, **sampler)
 
@@ -225,8 +225,8 @@ def _serving_layouts(config, training: sharding.Layout, devices: list | None, vo
         return [sharding.layout(shape, rules, devices=devices, vocab_size=vocab_size)]
     if (count := jax.process_count()) > 1:
         raise ValueError(
-            f"rollout.driver = 'threads' is for one process, and {count} share the devices: choose "
-            "virtual"
+            f"rollout.driver = 'threads' needs a run of one process, and this one has {count}; set "
+            "it to 'virtual'"
         )
     devices, workers = devices or jax.devices(), config.rollout.workers
     free, each = devices[training.mesh.size :], math.prod(n for n in shape if n != -1)
@@ -235,8 +235,8 @@ def _serving_layouts(config, training: sharding.Layout, devices: list | None, vo
         flag = f", or set XLA_FLAGS=--xla_force_host_platform_device_count={needed}" if is_cpu else ""
         raise ValueError(
             f"rollout.driver = 'threads' trains on {training.mesh.size} devices and serves with "
-            f"{workers} samplers on {each} others each, {needed} in all, and there are {len(devices)}: "
-            f"make mesh.train, mesh.serve or rollout.workers smaller{flag}"
+            f"{workers} samplers on {each} other devices each, {needed} in all, and there are "
+            f"{len(devices)}; make mesh.train, mesh.serve or rollout.workers smaller{flag}"
         )
     if -1 in shape:
         each = len(free) // workers

@@ -86,7 +86,7 @@ def _parse(required: Sequence[str], words: Sequence[str], argv: list[str]) -> li
     if unset := [f"--{name}" for name in required if flags.FLAGS[name].value in (None, "")]:
         sys.exit(_refused(f"{', '.join(unset)} not given; --help shows every flag"))
     if missing := words[len(rest) - 1 :]:
-        sys.exit(_refused(f"{' '.join(missing)} is missing"))
+        sys.exit(_refused(f"{' '.join(missing)} is missing; --help shows the arguments"))
     if len(rest) > 1 + len(words):
         unexpected = " ".join(rest[1 + len(words) :])
         sys.exit(_refused(f"unexpected arguments {unexpected}; a flag is --name=value"))
@@ -96,12 +96,15 @@ def _parse(required: Sequence[str], words: Sequence[str], argv: list[str]) -> li
 
 
 def help_text(about: str, values: flags.FlagValues, required: Sequence[str]) -> str:
-    """Returns what --help prints: the command's docstring and the flags of this package."""
+    """Returns what --help prints: the command's docstring, the flags of this package, and the
+    docstring's examples."""
     by_module = values.flags_by_module_dict()
     ours = [module for module in by_module if module.partition(".")[0] == PACKAGE]
     found = [flag for module in (*ours, sys.argv[0]) for flag in by_module.get(module, [])]
     order = sorted(found, key=lambda flag: (flag.name not in required, flag.name))
-    return "\n".join([about.strip(), "", "flags:", *[_described(f, required) for f in order]])
+    text, examples = cli.split_examples(about)
+    described = [_described(flag, required) for flag in order]
+    return "\n".join([text, "", "flags:", *described, "", examples])
 
 
 def _described(flag: flags.Flag, required: Sequence[str]) -> str:
@@ -130,7 +133,10 @@ class _ConfigParser(flags.ArgumentParser):
     def parse(self, argument: str) -> ml_collections.ConfigDict:
         path = argument.partition(":")[0]
         if not pathlib.Path(path).is_file():
-            raise flags.Error(f"--config={argument}: there is no file {path!r}")
+            raise flags.Error(
+                f"--config={argument}: there is no file {path!r}; give the path of a config, as in "
+                "configs/quickstart.py"
+            )
         try:
             config = self._inner.parse(argument)
         except Exception as error:  # the file is the user's code

@@ -4,9 +4,12 @@ An answer is right from a reward of eval.threshold on. An answer whose reward fa
 every mean, and counted.
 
 As a command it measures a checkpoint of a run, the newest by default, a Hugging Face folder, a .gguf
-file or a model of the hub on a config's held-out task, with the learner's numerics:
+file or a model of the hub on a config's held-out task, with the learner's numerics.
 
-    python -m jaxrl_tis.evaluate WORKDIR|MODEL --config=configs/quickstart.py [--samples=8] [--step=N]
+Examples:
+
+    python -m jaxrl_tis.evaluate runs/first --config=configs/quickstart.py
+    python -m jaxrl_tis.evaluate models/mine --config=configs/smollm2_135m.py --samples=8
 """
 
 import collections
@@ -56,8 +59,8 @@ class Evaluator:
         )
         if len(checked.good) < config.eval.prompts:
             raise ValueError(
-                f"the held-out split has {len(checked.good)} examples, config.eval.prompts is "
-                f"{config.eval.prompts}; lower that"
+                f"the held-out split has {len(checked.good)} examples and config.eval.prompts is "
+                f"{config.eval.prompts}; set it to at most {len(checked.good)}"
             )
         self._records = [checked.source[i] for i in checked.good[: config.eval.prompts]]
         self.digest, self.left_out = checked.digest(), checked.left_out
@@ -185,7 +188,10 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
     measured = {name: _named(intervals.of_shares(x)) for name, x in shares.items() if len(x)}
     measured |= {name: _named(intervals.of_mean(x)) for name, x in means.items() if len(x)}
     if not measured:
-        raise ValueError(f"the reward {config.reward.name!r} failed on every answer")
+        raise ValueError(
+            f"the reward {config.reward.name!r} failed on every answer; the last error is "
+            f"{rewards.last_error}"
+        )
     return {"n": len(greedy), "samples": samples, "failed": failed, **measured}
 
 
@@ -198,7 +204,7 @@ def _named(interval: tuple[float, float, float]) -> dict[str, float | None]:
 def main() -> None:
     """Command line: see the top of the file."""
     config = cli_flags.define_config()
-    samples = flags.DEFINE_integer("samples", 8, "Answers drawn of each prompt.", lower_bound=1)
+    samples = flags.DEFINE_integer("samples", 8, "Answers sampled for each prompt.", lower_bound=1)
     step = flags.DEFINE_integer("step", None, "Of the checkpoint; default: the newest.")
     path = flags.DEFINE_string("json", None, "File to write the numbers to.")
 
@@ -207,7 +213,7 @@ def main() -> None:
         setup = build(as_begun(config.value, model))
         measured = measure(setup, model, samples.value, step.value)
         failed = f", {measured['failed']} answers without a reward" if measured["failed"] else ""
-        print(f"{model}: {measured['n']} prompts, {samples.value} draws each{failed}")
+        print(f"{model}: {measured['n']} prompts, {samples.value} samples each{failed}")
         for name in list(measured)[3:]:
             mean, low, high = measured[name].values()
             if name.endswith("_reward"):

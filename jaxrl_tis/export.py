@@ -1,12 +1,14 @@
-"""Writes the policy of a run as a Hugging Face folder, which transformers, vLLM and this project read:
-
-    python -m jaxrl_tis.export WORKDIR OUT [--step N] [--dtype bfloat16]
+"""Writes the policy of a run as a Hugging Face folder, which transformers, vLLM and this project read.
 
 The tokenizer's files come along, with its chat template, its end tokens and the defaults that the
 checkpoint gives for sampling. Before the command ends it reads the folder back and compares all of it.
+
+Examples:
+
+    python -m jaxrl_tis.export runs/first models/first
+    python -m jaxrl_tis.export runs/first models/first-50 --step=50 --dtype=float32
 """
 
-import argparse
 import json
 import pathlib
 import shutil
@@ -140,14 +142,15 @@ def _check(
     wrong += [name for name, value in expected.items() if written[name] != value]
     if wrong:
         shutil.move(out, f"{out}.wrong")
-        raise RuntimeError(f"{out} reads back with another {', '.join(wrong)}; it is now {out}.wrong")
+        raise RuntimeError(
+            f"{out} reads back with another {', '.join(wrong)}; it is now {out}.wrong, which should "
+            "not be used"
+        )
 
 
 def main() -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.export", description="A run's policy as a Hugging Face folder.",
-    )
+    parser = cli.parser("jaxrl_tis.export", "A run's policy as a Hugging Face folder.", __doc__)
     parser.add_argument("workdir", metavar="WORKDIR", help="folder of a run")
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")

@@ -1,4 +1,10 @@
-"""Runs one config: python -m jaxrl_tis.main --config=configs/quickstart.py --workdir=runs/first."""
+"""Runs one config, and continues its run where it was interrupted.
+
+Examples:
+
+    python -m jaxrl_tis.main --config=configs/quickstart.py --workdir=runs/first
+    python -m jaxrl_tis.main --config=configs/quickstart.py:off --workdir=runs/off --config.steps=50
+"""
 
 from absl import flags
 
@@ -21,7 +27,10 @@ CONNECTED = processes.define_flags()
 
 def main() -> None:
     if wrong := [step for step in PROFILE_STEPS.value if not step.isdigit()]:
-        raise ValueError(f"--profile_steps: {', '.join(wrong)} is no number of a step")
+        raise ValueError(
+            f"--profile_steps={','.join(PROFILE_STEPS.value)}: {', '.join(wrong)} is not the "
+            "number of a step; give whole numbers, as in 10,20"
+        )
     with CONNECTED():
         profile_steps = {int(step) for step in PROFILE_STEPS.value}
         train.run(CONFIG.value, WORKDIR.value, profile_steps, CHANGE.value)

@@ -68,13 +68,13 @@ def restore(
         if not (named := changed.named_fields()):
             raise
         raise ValueError(
-            f"a run cannot go on with this change ({named}), as its checkpoints do not have the "
-            "parameters that it needs: use the old values, or a new workdir"
+            f"the checkpoints in {workdir} lack parameters that this change needs ({named}); use "
+            "the old values, or a new workdir"
         ) from error
     if missing := [name for name in NEEDED if name not in meta]:
         raise ValueError(
-            f"the checkpoints in {workdir} say nothing of {' and '.join(missing)}: they are of "
-            "another version of jaxrl_tis; use that one, or a new workdir"
+            f"the checkpoints in {workdir} have no {' and '.join(missing)}: another version of "
+            "jaxrl_tis wrote them; use that version, or a new workdir"
         )
     snapshots.restore(state.pop("snapshots", {}), meta["snapshots"])
     return state, meta
@@ -105,8 +105,9 @@ def move_to_other_data(
     is_meant |= any(changes.is_within(field, ("eval.params",)) for field in changed.fields)
     if before != held_out and not is_meant:
         raise ValueError(
-            f"the held-out examples are others than those that the run in {workdir} was measured "
-            "on. Use those, a new workdir, or --change=eval.params to go on with these"
+            f"the held-out examples differ from those of the run in {workdir} (digest {before}, "
+            f"now {held_out}). Use the old data, a new workdir, or --change=eval.params to "
+            "continue with the new data"
         )
     return fields | ({"data.held_out": [before, held_out]} if before != held_out else {})
 

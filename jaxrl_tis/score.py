@@ -1,8 +1,11 @@
 """Logits of given tokens.
 
-    python -m jaxrl_tis.score --model DIR_OR_GGUF --tokens IN.npy --out OUT.npy
-
 Reads int tokens [B,T], writes float32 logits [B,T,V]; row by row, so memory holds one row's.
+
+Examples:
+
+    python -m jaxrl_tis.score --model=models/mine --tokens=in.npy --out=out.npy
+    python -m jaxrl_tis.score --model=models/mine.gguf --tokens=in.npy --out=out.npy
 """
 
 import jax
@@ -51,8 +54,10 @@ def read_tokens(path: str) -> np.ndarray:
     try:
         tokens = np.load(path, allow_pickle=False)
     except (ValueError, EOFError) as error:
-        raise ValueError(f"{path} is no .npy file of numbers: {error}") from error
-    if not isinstance(tokens, np.ndarray):
+        raise ValueError(
+            f"{path} is not a .npy file of numbers: {error}; write it with numpy.save"
+        ) from error
+    if not isinstance(found, np.ndarray):
         raise ValueError(f"{path} holds several arrays; a .npy file holds one")
     return tokens
 

@@ -66,8 +66,8 @@ def make_mesh(shape: tuple[int, ...], devices: list | None = None) -> Mesh:
     idle = {d.process_index for d in devices} - {d.process_index for d in used}
     if idle and jax.process_count() > 1:  # a described topology may be left unused in part
         raise ValueError(
-            f"mesh {dict(zip(MESH_AXES, shape))} leaves the devices of process {min(idle)} out; it "
-            "must use some of every process"
+            f"mesh {dict(zip(MESH_AXES, shape))} leaves out the devices of process {min(idle)}; "
+            "make it large enough to use devices of every process"
         )
     return Mesh(used.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
@@ -320,8 +320,8 @@ def layout(
         rules = rules | {"vocab": None}
     if mesh.shape["context"] > 1 and rules["length"] != "context":
         raise ValueError(
-            f"mesh {dict(mesh.shape)} has {mesh.shape['context']} context shards, which only "
-            "training rows are cut into; use 1 to serve"
+            f"mesh {dict(mesh.shape)} has {mesh.shape['context']} context shards, which serving "
+            "does not support; set the context entry of mesh.serve to 1"
         )
     return Layout(mesh, tuple(rules.items()), grad_reduce_dtype)
 

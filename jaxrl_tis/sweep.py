@@ -1,9 +1,4 @@
-"""Runs what the `sweep()` of a config lists, each with every seed:
-
-    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py [--seeds=0,1,2]
-    python -m jaxrl_tis.sweep --config=... --jobs=2              # two at a time, each on half of the cores
-    python -m jaxrl_tis.sweep --config=... --dry_run             # the commands, one a line
-    python -m jaxrl_tis.sweep --config=... --launch=tpu_vm       # those that launch them
+"""Runs what the `sweep()` of a config lists, each with every seed.
 
 `sweep()` stands beside `get_config()` and returns a list of arms, each {dotted field: value}, made by
 hand or with `grid`, `zipped` and `product`, or a dict of them by names of their own. Every arm is
@@ -11,6 +6,13 @@ checked before the first one runs. The same command continues a sweep: what is f
 again, and what was interrupted goes on. At the end there are table.md and report.html in the folder of
 the sweep; arms that failed are named, and the command then ends with 1. Without --seeds each arm runs
 once, with the seed that it, the command line or the config sets.
+
+Examples:
+
+    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --seeds=0,1,2
+    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --jobs=2     # two at a time, each on half of the cores
+    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --dry_run    # the commands, one a line
+    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --launch=tpu_vm  # commands that launch them
 """
 
 import collections
@@ -69,7 +71,10 @@ def zipped(values: Mapping[str, Sequence]) -> list[Arm]:
     """
     counts = {name: len(column) for name, column in values.items()}
     if len(set(counts.values())) > 1:
-        raise ValueError(f"zipped fields have different numbers of values: {counts}")
+        raise ValueError(
+            f"zipped fields have different numbers of values: {counts}; give all of them equally "
+            "many"
+        )
     return [dict(zip(values, row)) for row in zip(*values.values())]
 
 
@@ -81,7 +86,7 @@ def product(*sweeps: Sequence[Arm]) -> list[Arm]:
     """
     fields = [name for sweep in sweeps for name in dict.fromkeys(f for arm in sweep for f in arm)]
     if twice := sorted({name for name in fields if fields.count(name) > 1}):
-        raise ValueError(f"{', '.join(twice)} is set by two parts of a product")
+        raise ValueError(f"{', '.join(twice)} is set by two parts of a product; set it in one part")
     return [
         {name: value for arm in chosen for name, value in arm.items()}
         for chosen in itertools.product(*sweeps)

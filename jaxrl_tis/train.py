@@ -63,8 +63,8 @@ def check_rewards(
     problem = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
     if is_first:
         raise ValueError(
-            f"{problem}. Mend the function that reward.name names; WORKDIR/{failures.FILE_NAME} has the "
-            "errors by kind, with the last texts of each"
+            f"{found}. Fix the function that reward.name names; WORKDIR/{failures.FILE_NAME} has "
+            "the errors by kind, with the last texts of each"
         )
     processes.report(problem, sys.stderr)
 
@@ -141,7 +141,9 @@ class Run:
             agreed = identity(self.setup.config.to_dict()) | self.source.sync_digest()
             agreed |= {"--change": self._changed.named, "held-out examples": self._evaluator.digest}
             if difference := processes.difference(agreed):
-                raise ValueError(difference)
+                raise ValueError(
+                    f"{difference}; give all processes the same command and the same data"
+                )
         if self._checkpoints.latest() is None:
             self._start()
         else:
@@ -255,8 +257,8 @@ class Run:
         takes_parts = "reward_components" in self.setup.training.correction.needs
         if takes_parts and any(SCORE in s.components for s in samples):
             raise ValueError(
-                f"the reward returned a {SCORE!r} beside its parts, and this advantage takes the "
-                "parts alone: return them without it"
+                f"the reward returned a {SCORE!r} among its components, and this advantage uses "
+                f"components alone; return them without {SCORE!r}"
             )
         if not self._is_rewarded and (unused := self.rewards.unused_weights()):
             processes.report(
@@ -271,7 +273,10 @@ class Run:
             return
         batch = {f"batch.{name}": x for name, x in rows.items()}
         if difference := processes.difference(self.source.sync_digest() | batch):
-            raise RuntimeError(f"step {step}: {difference}; the run stops, as it would diverge")
+            raise RuntimeError(
+                f"step {step}: {difference}; the run stops, because the processes would diverge. "
+                "The same command on all hosts continues from the last checkpoint"
+            )
 
     def data_metrics(self, drawn: list[Sample]) -> dict[str, float]:
         """Counts the records that are left out, and tokens that the tokenizer does not know."""

@@ -142,7 +142,7 @@ def _tuples(config):
     for field, kind in kinds.items():
         value = _read(config, field)
         if not all(isinstance(entry, kind) for entry in value):
-            yield f"{field} is {value}; its entries must be {kind.__name__}"
+            yield f"{field} is {value}; its entries must be of type {kind.__name__}"
     if len(config.engine.retention) != 2:
         yield f"engine.retention is {config.engine.retention}; it needs (first pages, last pages)"
 
@@ -163,28 +163,31 @@ def _task(config):
     yield from problems.values()
     if not config.eval.params:
         yield (
-            "eval.params is empty, so that held-out examples would be those of the training: name "
+            "eval.params is empty, and the held-out examples would be the training examples; name "
             "others, as in --config.eval.params.path=heldout.jsonl"
         )
     for field in ("template", "system"):
         value = config.task[field]
         if value.encode(errors="replace").decode() != value:
-            yield f"task.{field} is {value!r}, which is no text: it holds a lone surrogate"
+            yield f"task.{field} is {value!r}, which holds a lone surrogate; remove that character"
     try:
         has_prompt = "\0" in config.task.template.format(prompt="\0")
     except (KeyError, IndexError, ValueError):
         has_prompt = False
     if not has_prompt:
         yield (
-            f"task.template is {config.task.template!r}; it must hold {{prompt}}, and other braces "
-            "doubled"
+            f"task.template is {config.task.template!r}; it must contain {{prompt}}, and other "
+            "braces must be doubled"
         )
     if wrong := {"messages", "add_generation_prompt"} & set(config.task.template_kwargs):
-        yield f"task.template_kwargs names {' and '.join(wrong)}, which each prompt has of its own"
+        yield (
+            f"task.template_kwargs sets {' and '.join(wrong)}, which every prompt sets itself; "
+            "leave it out"
+        )
     try:
         json.dumps(config.task.template_kwargs.to_dict())
     except TypeError as error:
-        yield f"task.template_kwargs must hold what JSON can hold: {error}"
+        yield f"task.template_kwargs must hold JSON values only: {error}"
     try:
         datetime.datetime.fromisoformat(config.task.date or "2026-01-31")
     except ValueError:
@@ -224,13 +227,16 @@ def _names(config):
     for field in ("engine.unquantized", "model.unquantized"):
         for name in _read(config, field):
             if name not in quant.QUANTIZED:
-                yield f"{field} names {name!r}; choose of {', '.join(quant.QUANTIZED)}"
+                yield f"{field} names {name!r}; choose among {', '.join(quant.QUANTIZED)}"
     for name in _read(config, "metrics.sinks"):
         if name not in SINKS:
-            yield f"metrics.sinks names {name!r}; choose of {', '.join(SINKS)}"
+            yield f"metrics.sinks names {name!r}; choose among {', '.join(SINKS)}"
     yield from _reward(config.reward)
     if not config.model.path and not config.task.tokenizer:
-        yield "task.tokenizer is empty and there is no model.path to take it from"
+        yield (
+            "task.tokenizer and model.path are empty, and one of them must name the tokenizer; "
+            "set task.tokenizer, to 'char' for one without files"
+        )
 
 
 def _reward(reward):
@@ -273,9 +279,9 @@ def _counts(config):
             yield f"{field} is {_read(config, field)}; it must be above 0"
     if 0 < config.watchdog.timeout <= config.reward.timeout:
         yield (
-            f"reward.timeout is {config.reward.timeout} and watchdog.timeout "
-            f"{config.watchdog.timeout}; a reward that hangs would end the run instead of costing its "
-            "text"
+            f"reward.timeout is {config.reward.timeout} and watchdog.timeout is "
+            f"{config.watchdog.timeout}, and a reward that hangs would end the run; set "
+            "reward.timeout below watchdog.timeout"
         )
     not_negative = [
         "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after",
@@ -311,39 +317,41 @@ def _batches(config):
     if train.pack_length:
         if train.pack_length < length:
             yield (
-                f"train.pack_length = {train.pack_length} is shorter than a sequence: "
-                f"task.max_prompt_tokens + rollout.max_new_tokens = {length}; 0 packs nothing"
+                f"train.pack_length = {train.pack_length} is shorter than a sequence, "
+                f"task.max_prompt_tokens + rollout.max_new_tokens = {length}; set it to at least "
+                f"{length}, or to 0 for no packing"
             )
         if rows % train.minibatches:
             yield (
-                f"rollout.prompts * rollout.group_size = {rows} sequences cannot be cut into "
-                f"train.minibatches = {train.minibatches}"
+                f"rollout.prompts * rollout.group_size = {rows} sequences cannot be divided into "
+                f"train.minibatches = {train.minibatches}; choose a divisor of {rows}"
             )
     elif rows % (train.minibatches * train.microbatch_rows):
         yield (
-            f"rollout.prompts * rollout.group_size = {rows} rows cannot be cut into "
+            f"rollout.prompts * rollout.group_size = {rows} rows cannot be divided into "
             f"train.minibatches = {train.minibatches} of whole micro-batches of "
-            f"train.microbatch_rows = {train.microbatch_rows}"
+            f"train.microbatch_rows = {train.microbatch_rows}; make {rows} a multiple of their "
+            "product"
         )
     context = math.prod(config.mesh.train[3:])
     if not train.pack_length and length % context:
         yield (
             f"rows of {length} tokens cannot be cut into the {context} context shards of "
-            "mesh.train: set train.pack_length"
+            f"mesh.train; set train.pack_length to a multiple of {context}"
         )
     shards = math.prod(config.mesh.train[:2])
     if shards > 0 and train.microbatch_rows % shards:
         yield (
             f"train.microbatch_rows = {train.microbatch_rows} is not divisible by the {shards} "
-            "data shards of mesh.train"
+            f"data shards of mesh.train; set it to a multiple of {shards}"
         )
     if not config.model.path and config.model.num_heads % config.model.num_kv_heads:
         yield (
             f"model.num_heads = {config.model.num_heads} is not a multiple of model.num_kv_heads = "
-            f"{config.model.num_kv_heads}"
+            f"{config.model.num_kv_heads}; change one of them"
         )
     if rollout.overlong_buffer > rollout.max_new_tokens:
         yield (
             f"rollout.overlong_buffer = {rollout.overlong_buffer} exceeds rollout.max_new_tokens = "
-            f"{rollout.max_new_tokens}"
+            f"{rollout.max_new_tokens}; lower it"
         )

@@ -1,10 +1,13 @@
 """Draws for a run whose rollout.driver is "processes": several of these may come and go.
 
-    python -m jaxrl_tis.worker --learner=127.0.0.1:8471 --config=configs/quickstart.py [--name=...]
-
 The config and its fields have to be the learner's. Ends with 0 where the run has come to its end, with
 2 where the learner refuses it, and with 42 where the learner is lost or Ctrl-C ends it: what started
 it should start it again.
+
+Examples:
+
+    python -m jaxrl_tis.worker --learner=127.0.0.1:8471 --config=configs/quickstart.py
+    python -m jaxrl_tis.worker --learner=HOST0:8471 --config=configs/quickstart.py --name=second
 """
 
 import functools

@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # Compiles the TPU configs at full size, without a TPU: ./launch/aot.sh [folder for logs and JSON]
 # Writes their tables to docs/tpu_programs.md. About 25 minutes on two cores.
+#
+# Examples:
+#   ./launch/aot.sh
+#   ./launch/aot.sh runs/aot-new
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -2,6 +2,10 @@
 # A learner and two rollout workers as processes of this machine: ./launch/async_local.sh [--config.field=value ...]
 # One worker is killed while it samples, and its supervisor restarts it. At the end the script reports how
 # many sequences other workers continued, and whether every batch was complete.
+#
+# Examples:
+#   ./launch/async_local.sh
+#   ./launch/async_local.sh --config.steps=20
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -16,7 +16,7 @@ def problem(shell: plans.Shell, plan: plans.Plan) -> str:
     """Returns why the hosts cannot use the commit of this clone, "" if they can."""
     code, text = shell.read(_git("rev-parse", "--verify", "HEAD"))
     if code:
-        return (f"{plans.ROOT} is no git clone with a commit, which is what the hosts get; clone the "
+        return (f"{plans.ROOT} is not a git clone with a commit for the hosts; clone the "
                 f"repository, or give --git=URL ({text.splitlines()[-1]})")
     path = plan.config.partition(":")[0]
     if shell.read(_git("cat-file", "-e", f"HEAD:./{path}"))[0]:

@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # Makes the figures of docs/experiments.md: ./launch/figures.sh [NAME ...]; all figures without names.
 # Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
+#
+# Examples:
+#   ./launch/figures.sh rescue
+#   JOBS=4 ./launch/figures.sh
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

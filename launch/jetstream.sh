@@ -1,6 +1,10 @@
 #!/usr/bin/env bash
 # Tests the engine behind the interface of JetStream: ./launch/jetstream.sh [pytest arguments]
 # google-jetstream 0.2.2 depends on TensorFlow and needs an environment of its own (3 GB).
+#
+# Examples:
+#   ./launch/jetstream.sh
+#   ./launch/jetstream.sh -x -v
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

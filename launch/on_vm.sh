@@ -7,6 +7,10 @@
 #   launch/on_vm.sh status | stop        # prints the state; asks the run to save and to end
 #
 # Secrets (HF_TOKEN, ...) are read from ~/.jaxrl_tis_env, which launch/tpu_vm.py puts there.
+#
+# Examples:
+#   ./launch/on_vm.sh setup
+#   ./launch/on_vm.sh status
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

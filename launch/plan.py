@@ -51,11 +51,13 @@ class Plan:
 
 
 def parser(about: str, commands: Iterable[str]) -> argparse.ArgumentParser:
-    """Returns a launcher's parser with the shared flags; `about` is the launcher's docstring."""
+    """Returns a launcher's parser with the shared flags. `about` is the launcher's docstring, whose
+    examples end the --help."""
     made = argparse.ArgumentParser(
         description=about.partition("\n")[0], allow_abbrev=False,
-        epilog="Further arguments go to jaxrl_tis.main: config fields as --config.NAME=VALUE, "
-        "--change and --connect_seconds.",
+        epilog="Further arguments go to jaxrl_tis.main: config fields as --config.NAME=VALUE,\n"
+        f"--change and --connect_seconds.\n\n{cli.split_examples(about)[1]}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     made.add_argument("command", choices=commands)
     made.add_argument("--config", required=True, help="config file, a path in the clone")
@@ -85,21 +87,28 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
     if wrong := [word for word in overrides if not word.startswith(OF_MAIN)]:
         raise ValueError(f"unknown arguments {' '.join(wrong)}; fields are --config.NAME=VALUE")
     if given.spot and given.reservation is not None:
-        raise ValueError(f"--spot and --reservation={given.reservation}: spot machines are of no "
-                         "reservation; give one of the two")
+        raise ValueError(
+            f"--spot and --reservation={given.reservation} exclude each other; give one of the two"
+        )
     if given.reservation == "":
         raise ValueError("--reservation is empty; give a name, or leave it out")
     if given.num_slices < 1:
-        raise ValueError(f"--num_slices={given.num_slices}: there is at least 1")
+        raise ValueError(f"--num_slices={given.num_slices} is below 1; give at least 1")
     accelerator = given.accelerator
     if accelerator is None and stem in TOPOLOGIES:
         accelerator = Topology.parse(TOPOLOGIES[stem]).accelerator
     if accelerator is None and needs_slice:
-        raise ValueError(f"--accelerator is not given, and {path} has no slice of its own")
+        raise ValueError(
+            f"--accelerator is missing, and {path} has no slice of its own; give one, as in "
+            "v5litepod-8"
+        )
     topology = Topology.rented(accelerator, given.num_slices) if accelerator else None
     name = given.name or re.sub(r"[^a-z0-9]+", "-", f"{stem}-{variant}".lower()).strip("-")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
-        raise ValueError(f"--name={name}: small letters, digits and dashes, at most 40")
+        raise ValueError(
+            f"--name={name} is not a valid name; give at most 40 small letters, digits and dashes, "
+            "with a letter first"
+        )
     return Plan(given.config, tuple(overrides), given.workdir or f"runs/{name}", topology, name)
 
 

@@ -2,6 +2,10 @@
 # Runs the quickstart from a bare clone: ./launch/quickstart.sh [--compare]
 # --compare also runs the same seed uncorrected, with centred scores, and with float32 rollouts. One
 # report overlays all four.
+#
+# Examples:
+#   ./launch/quickstart.sh
+#   ./launch/quickstart.sh --compare
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

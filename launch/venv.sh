@@ -1,6 +1,13 @@
 # Sourced by the other scripts of this folder. Makes or reuses .venv-<python version> inside the clone and
 # sets $PY to its interpreter. PYTHON names the interpreter that makes the environment.
+# With --help as its first argument a script prints its head and ends.
 # shellcheck shell=bash
+case "${1:-}" in
+  -h | --help)
+    awk 'NR > 1 { if (!/^#/) exit; sub(/^# ?/, ""); print }' "$0"
+    exit 0
+    ;;
+esac
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 cd "$root" || exit 1
 

@@ -176,7 +176,7 @@ def test_a_line_that_is_no_json_is_named(tmp_path):
 
 def test_fewer_held_out_examples_than_wanted(tmp_path):
     text = "\n".join(GOOD % i for i in range(5))
-    with pytest.raises(ValueError, match="5 examples, config.eval.prompts is 8"):
+    with pytest.raises(ValueError, match="5 examples and config.eval.prompts is 8"):
         tiny.run(tmp_path / "run", **jsonl(tmp_path, text))
 
 
@@ -233,7 +233,7 @@ def test_the_whole_record_reaches_the_reward_and_needs_no_answer(tmp_path, monke
 
 @pytest.mark.parametrize("changes, message", [
     (dict(reward__name="exact"), "held-out data: 8 of 8 .*no answer, which the reward 'exact' compares"),
-    (dict(warmup__steps=1, warmup__params={}), "warm-up data: 8 of 8 .*it has no answer that the warm-up could teach"),
+    (dict(warmup__steps=1, warmup__params={}), "warm-up data: 8 of 8 .*it has no answer for the warm-up"),
 ])
 def test_data_without_answers_where_they_are_needed(tmp_path, changes, message):
     text = "\n".join(['{"prompt": "1+1="}'] * 8)

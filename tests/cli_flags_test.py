@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 import sys
 
 import pytest
@@ -143,10 +144,10 @@ def test_variables_of_a_chat_template(read):
     (["task.params.path=a"], "task 'arithmetic' has no parameter 'path'; it has size, split, seed"),
     (["task.params.digits=2", "task.params.seed=x"], "the parameter seed is 'x'; it must be int"),
     (["task.name=sums"], "task.name is 'sums'; choose one of arithmetic, gsm8k_jsonl"),
-    (["mesh.train=abc"], "mesh.train is .'abc',.; its entries must be int"),
-    (["task.template={question}?"], "task.template is '{question}.'; it must hold {prompt}"),
-    (["task.template=a set {}"], "it must hold {prompt}, and other braces doubled"),
-    (["task.template=Answer:"], "task.template is 'Answer:'; it must hold {prompt}"),
+    (["mesh.train=abc"], "mesh.train is .'abc',.; its entries must be of type int"),
+    (["task.template={question}?"], "task.template is '{question}.'; it must contain {prompt}"),
+    (["task.template=a set {}"], "it must contain {prompt}, and other braces must be doubled"),
+    (["task.template=Answer:"], "task.template is 'Answer:'; it must contain {prompt}"),
     (["engine.retention=4"], "engine.retention is .4,.; it needs"),
 ])
 def test_parameters_that_do_not_fit_the_task_are_named(read, fields, message):
@@ -268,9 +269,18 @@ def test_help_ends_with_0_and_names_the_command_s_own_flags(ended, command):
         assert foreign not in out
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_ends_with_two_examples_whose_flags_the_command_has(ended, command):
+    about, _, examples = ended[command, "--help"][1].partition("\nexamples:\n")
+    lines = examples.splitlines()
+    assert len(lines) >= 2 and all(f"python -m {command}" in line for line in lines)
+    named = re.findall(r"--(?!config\.|xla_)([a-z_]+)", examples)
+    assert set(named) <= set(re.findall(r"--(?:\[no\])?([a-z_]+)", about))
+
+
 def test_help_of_a_command_with_flags_of_several_modules(ended):
     _, out, _ = ended["jaxrl_tis.main", "--help"]
-    assert out.startswith("Runs one config: python -m jaxrl_tis.main --config=")
+    assert out.startswith("Runs one config, and continues its run where it was interrupted.\n\nflags:\n")
     assert "  --config=...\n      Config file; fields are overridden by --config.field=value. " \
         "Required.\n" in out
     assert "  --workdir=...\n      Folder of the run" in out and "--profile_steps=..." in out

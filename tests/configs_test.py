@@ -141,7 +141,7 @@ def test_more_end_tokens_than_the_engine_stops_at_are_refused_at_the_start(tmp_p
     own = dict(task__tokenizer="", model__path=str(tmp_path / "a"))
     assert len(train.build(tiny.config(**own)).tokenizer.eos_ids) == 32
     write_checkpoint(tmp_path / "b", hf | {"eos_token_id": [258, *range(32)]})
-    with pytest.raises(ValueError, match="33 end tokens, and the engine stops at 32 at most"):
+    with pytest.raises(ValueError, match="33 end tokens, and the engine supports at most 32"):
         train.build(tiny.config(**own | {"model__path": str(tmp_path / "b")}))
 
 
@@ -351,7 +351,7 @@ def test_tensor_parallelism_of_the_small_model_is_one_or_two(tmp_path):
 
 def test_gradients_of_single_sequences_are_of_one_device():
     changes = dict(correction__advantage="opob", mesh__train=(2, 1, 1), train__minibatches=1)
-    with pytest.raises(ValueError, match="'opob' needs the gradient of each sequence.*over 2 devices"):
+    with pytest.raises(ValueError, match="'opob' needs the gradient of each sequence.*on 2 devices"):
         train.build(tiny.config(**changes))
 
 

@@ -119,7 +119,7 @@ def test_held_out_prompts_are_in_neither_training_split():
 
 
 def test_too_few_held_out_examples_names_both_numbers():
-    with pytest.raises(ValueError, match="256 examples, config.eval.prompts is 257"):
+    with pytest.raises(ValueError, match="256 examples and config.eval.prompts is 257"):
         evaluator(eval__prompts=257)
 
 
@@ -222,7 +222,7 @@ def test_the_command_line(tmp_path):
     code, said = call(
         str(run), "--config=tests/small_run.py", "--samples=2", f"--json={tmp_path / 'a.json'}"
     )
-    assert code == 0 and "8 prompts, 2 draws each" in said and "pass_at_2" in said, said
+    assert code == 0 and "8 prompts, 2 samples each" in said and "pass_at_2" in said, said
     assert json.loads((tmp_path / "a.json").read_text())["samples"] == 2
     code, said = call("--config=tests/small_run.py")
     assert code == 2 and said.splitlines()[-1] == "WORKDIR|MODEL is missing"

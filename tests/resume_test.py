@@ -247,7 +247,7 @@ def test_checkpoints_of_another_version_of_the_code_are_refused_in_one_line(tmp_
 
     with (
         mock.patch.object(checkpoint.Checkpoints, "restore", as_once),
-        pytest.raises(ValueError, match="nothing of version and source and .*: they are .* a new workdir") as error,
+        pytest.raises(ValueError, match="have no version and source and .*: another version .* a new workdir") as error,
     ):
         tiny.run(tmp_path, steps=2)
     assert "\n" not in str(error.value)

@@ -215,7 +215,7 @@ def test_components_of_the_rewards_are_recorded(tmp_path):
 
 def test_logits_of_a_large_batch_are_refused_before_anything_is_made():
     config = tiny.config(correction__masks="trm(trm_delta=0.1)", rollout__prompts=1_000_000)
-    with pytest.raises(ValueError, match=r"'trm' needs logits.* numbers a batch, where 268,435,456"):
+    with pytest.raises(ValueError, match=r"'trm' needs logits.* numbers per batch, and at most 268,435,456"):
         train.build(config)
 
 
@@ -234,5 +234,5 @@ def test_a_compact_record_and_an_unknown_sink(tmp_path):
     [line] = [x for x in tiny.lines(tmp_path / "run") if x["phase"] == "train"]
     assert "reward/mean" in line and "mismatch/tv_seq" not in line
     assert len(json.dumps(line)) < 1500
-    with pytest.raises(ValueError, match="metrics.sinks names 'wandbb'; choose of trackio, wandb"):
+    with pytest.raises(ValueError, match="metrics.sinks names 'wandbb'; choose among trackio, wandb"):
         tiny.run(tmp_path / "other", metrics__sinks=("wandbb",))

@@ -26,7 +26,7 @@ def problems(**changes):
 
 def test_a_reward_may_not_take_longer_than_the_watchdog_waits():
     [problem] = problems(reward__timeout=60.0, watchdog__timeout=60.0)
-    assert "reward.timeout is 60.0 and watchdog.timeout 60.0" in problem
+    assert "reward.timeout is 60.0 and watchdog.timeout is 60.0" in problem
     validate(tiny.config(reward__timeout=60.0, watchdog__timeout=0.0))
 
 
@@ -51,16 +51,16 @@ def test_an_unknown_name_is_refused_with_the_choices(name):
 @pytest.mark.parametrize("field", ["template", "system"])
 def test_text_of_a_prompt_is_text(field):
     changes = {f"task__{field}": "{prompt} \ud800"}
-    with pytest.raises(ValueError, match=rf"task.{field} is .*\\ud800', which is no text"):
+    with pytest.raises(ValueError, match=rf"task.{field} is .*\\ud800', which holds a lone surrogate"):
         validate(tiny.config(**changes))
 
 
 def test_variables_and_date_of_a_chat_template():
     validate(tiny.config(task__template_kwargs={"tools": [{"a": 1}]}, task__date="2026-01-31T10:00:00"))
     [problem] = problems(task__template_kwargs={"messages": []})
-    assert "task.template_kwargs names messages" in problem
+    assert "task.template_kwargs sets messages" in problem
     [problem] = problems(task__template_kwargs={"x": b""})
-    assert "what JSON can hold" in problem
+    assert "must hold JSON values only" in problem
     [problem] = problems(task__date="31 Jan")
     assert "task.date is '31 Jan'" in problem
 
@@ -140,22 +140,22 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__masks="seq_mean_k1(upper=0.9)"), ["0.9]", "'seq_mean_k1'"]),
     (dict(correction__objective="dual_clip(dual_clip=1.0)"), ["dual_clip is 1.0"]),
     (dict(correction__objective="qurl_acr"), ["'qurl_acr'", "'token_tis'", "twice", "'none'"]),
-    (dict(correction__preset="async"), ["'decoupled'", "several versions", "'sync'"]),
+    (dict(correction__preset="async"), ["'decoupled'", "distinguishes weight versions", "'sync'"]),
     (dict(correction__preset="async_moe", correction__objective="ppo"),
      ["preset 'async_moe'", "mixtures of experts"]),
     (dict(correction__preset="moe"), ["preset 'moe'", "mixtures of experts"]),
     (dict(correction__objective="a3po", correction__weight="none"),
-     ["'a3po'", "several versions"]),
+     ["'a3po'", "distinguishes weight versions"]),
     (dict(correction__objective="decoupled", correction__weight="none"),
-     ["'decoupled'", "several versions"]),
+     ["'decoupled'", "distinguishes weight versions"]),
     (dict(correction__masks="veto & staleness(staleness_max=2)"),
-     ["'staleness'", "several versions"]),
+     ["'staleness'", "distinguishes weight versions"]),
     (dict(rollout__old_logp_source="replica"), ["rollout.old_logp_source = 'replica'", "'sync'", "'ring'"]),
     (dict(rollout__snapshots=3), ["rollout.snapshots = 3", "'sync'", "set it to 0"]),
     (dict(rollout__schedule="areal", rollout__snapshots=1), ["snapshots = 1", "4 versions old"]),
     (dict(rollout__schedule="areal(staleness=inf)", rollout__queue=8),
      ["rollout.snapshots = 0", "inf versions old"]),
-    (dict(rollout__schedule="one_step", rollout__old_logp_source="replica"), ["'replica'", "goes on under the old"]),
+    (dict(rollout__schedule="one_step", rollout__old_logp_source="replica"), ["'replica'", "finish later with the old weights"]),
     (dict(rollout__schedule="areal(staleness=4)", rollout__snapshots=4), ["snapshots = 4", "up to 4 versions old"]),
     (dict(rollout__schedule="areal", rollout__old_logp_source="none", correction__objective="reinforce"),
      ["weight 'token_tis'", "rollout.old_logp_source is 'none'"]),
@@ -175,9 +175,9 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__controllers="ess_scale & ess_scale"), ["names one twice"]),
     (dict(correction__controllers="adaptive_kl"), ["'adaptive_kl'", "correction.kl_coeff above 0"]),
     (dict(correction__controllers="r2vpo_dual(r2vpo_bound=0.1, r2vpo_step=1.0)"),
-     ["'r2vpo_dual'", "objective 'r2vpo', not of 'ppo'"]),
-    (dict(engine__dtype="float16", engine__cache_dtype="int8"), "has scales, whose products"),
-    (dict(model__dtype="float16", correction__objective="st_ppo"), "may lose before the loss scale"),
+     ["'r2vpo_dual'", "objective 'r2vpo', and the objective is 'ppo'"]),
+    (dict(engine__dtype="float16", engine__cache_dtype="int8"), "has scales whose products"),
+    (dict(model__dtype="float16", correction__objective="st_ppo"), "can underflow"),
     (dict(engine__injected="weights"), "engine.injected: "),
     (dict(correction__controllers="gradient_alignment(gac_low=0.9, gac_high=0.1)"),
      ["gac_low is 0.9 and gac_high 0.1"]),
@@ -196,18 +196,17 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__objective="ppoo"), ["did you mean 'ppo'?"]),
     (dict(correction__advantage="grpp"), ["did you mean 'grpo'?"]),
     (dict(correction__kl="k4", correction__kl_coeff=0.1), ["kl 'k4' is unknown"]),
-    (dict(rollout__top_k=5), ["top_k, top_p and min_p", "allow_filter_bias=True"]),
+    (dict(rollout__top_k=5), ["top_k, top_p or min_p", "allow_filter_bias=True"]),
     (dict(rollout__top_p=0.9), ["allow_filter_bias=True"]),
     (dict(rollout__min_p=0.1), ["rollout.sampling_mask_size", "allow_filter_bias=True"]),
     (dict(rollout__sampling_mask_size=8), ["rollout.sampling_mask_size = 8", "none of them is set"]),
-    (dict(rollout__sampling_mask_size=4, rollout__top_k=5), ["sampling_mask_size = 4 can never hold", "top_k = 5"]),
+    (dict(rollout__sampling_mask_size=4, rollout__top_k=5), ["sampling_mask_size = 4 is below rollout.top_k", "top_k = 5"]),
     (dict(rollout__sampling_mask_size=8, rollout__top_k=5, correction__weight="none",
-          correction__masks="trm(trm_delta=0.1)"), ["whole distribution",
-          "rollout.sampling_mask_size to 0"]),
+          correction__masks="trm(trm_delta=0.1)"), ["full distribution", "rollout.sampling_mask_size to 0"]),
     (dict(engine__retention=(1, 0)), ["engine.retention is (1, 0)", "at least one last page"]),
     (dict(engine__retention=(-1, 2)), ["engine.retention is (-1, 2)"]),
     (dict(engine__retention=(1, 2), model__numerics="invariant", engine__quantization="none",
-          engine__page_size=tiles.PAGE), ["'invariant'", "engine.retention to (0, 0)"]),
+          engine__page_size=tiles.PAGE), ["'invariant'", "engine.retention is (1, 2); set it to (0, 0)"]),
     (dict(engine__noise_start=0.1, model__numerics="invariant", engine__quantization="none",
           engine__page_size=tiles.PAGE),
      ["'invariant'", "engine.noise_start = 0.1", "norms", "set it to 0"]),
@@ -224,7 +223,7 @@ def test_a_run_may_measure_and_not_train(name):
      ["upper is -0.1 in 'seq_mean_binary_kl'", "at least 0"]),
     (dict(correction__centering="all"), ["correction.centering 'all'", "'kept' and 'top(n)'"]),
     (dict(correction__preset="centered", correction__centering="kept"),
-     ["no support is recorded", "rollout.sampling_mask_size", "'top(32)'"]),
+     ["no sampling mask is recorded", "rollout.sampling_mask_size", "'top(32)'"]),
     (dict(correction__preset="centered", correction__weight="seq_tis"),
      ["correction.centering", "the weight 'seq_tis'", "token_tis"]),
     (dict(correction__centering="top(8)"), ["several updates", "'bypass'", "'reinforce'"]),
@@ -232,7 +231,7 @@ def test_a_run_may_measure_and_not_train(name):
           train__minibatches=1, train__microbatch_rows=16), ["correction.batch_normalize", "False"]),
     (dict(correction__centering="top(8)", train__minibatches=1, train__epochs=1,
           correction__masks="token_dp(upper=0.2)"), ["correction.rejected_in_denominator", "True"]),
-    (dict(task__tokenizer=""), ["task.tokenizer is empty", "model.path"]),
+    (dict(task__tokenizer=""), ["task.tokenizer and model.path are empty", "model.path"]),
 ])
 def test_each_contradiction(changes, words):
     [problem] = problems(**changes)

@@ -1,12 +1,15 @@
 """Compiles the programs of a config for a TPU, without a TPU, and reports whether they fit.
 
-    python -m jaxrl_tis.aot --config=configs/gsm8k_qwen25_0p5b.py:grpo --topology=v5e:2x4
-
 Builds the programs of a run from shapes alone, without weights, data or tokenizer, and compiles
 them with libtpu. Prints memory on a device, collectives and matrix products of each program.
 Nothing runs and nothing is measured. Columns marked "model" are computed from published peak rates.
 Exits with 1 when a program does not fit, after naming the largest arrays. docs/tpu.md explains the
 table and the keys of the JSON.
+
+Examples:
+
+    python -m jaxrl_tis.aot --config=configs/gsm8k_qwen25_0p5b.py:grpo --topology=v5e:2x4
+    python -m jaxrl_tis.aot --config=configs/dapo_qwen3_8b.py --fit
 """
 
 import json
@@ -47,7 +50,7 @@ def main() -> None:
     shapes = path.parent / "shapes"
     name = TOPOLOGY.value or TOPOLOGIES.get(path.stem)
     if name is None:
-        raise ValueError(f"{path} has no slice of its own: give --topology, as in v5e:2x4")
+        raise ValueError(f"{path} has no slice of its own; give --topology, as in v5e:2x4")
     cli.check_folder("json", JSON.value)
     topology = Topology.parse(name, NUM_SLICES.value)
     if FIT.value:

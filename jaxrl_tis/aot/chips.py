@@ -111,7 +111,8 @@ class Topology:
         kind, _, shape = name.partition(":")
         if kind not in CHIPS or not re.fullmatch(r"\d+(x\d+){1,2}", shape):
             raise ValueError(
-                f"topology {name!r} is not a chip of {', '.join(CHIPS)} and a shape, as in v5e:4x4"
+                f"topology {name!r} is unknown; give one of the chips {', '.join(CHIPS)} and a "
+                "shape, as in v5e:4x4"
             )
         return cls(name, kind, CHIPS[kind], math.prod(map(int, shape.split("x"))), num_slices)
 
@@ -123,14 +124,15 @@ class Topology:
         prefix, _, count = accelerator.rpartition("-")
         if prefix not in kinds or not count.isdigit():
             raise ValueError(
-                f"accelerator {accelerator!r} is none of {', '.join(f'{p}-N' for p in kinds)}"
+                f"accelerator {accelerator!r} is unknown; give one of "
+                f"{', '.join(f'{p}-N' for p in kinds)}"
             )
         chip = CHIPS[kinds[prefix]]
         shapes = FLAT_SHAPES if kinds[prefix] in ("v5e", "v6e") else CUBE_SHAPES
         names = {chips * chip.cores_per_chip: shape for chips, shape in shapes.items()}
         if int(count) not in names:
             raise ValueError(
-                f"there is no {accelerator}; {prefix} comes as "
+                f"there is no {accelerator}; choose one of "
                 f"{', '.join(f'{prefix}-{n}' for n in names)}"
             )
         return cls.parse(f"{kinds[prefix]}:{names[int(count)]}", num_slices)
@@ -138,7 +140,9 @@ class Topology:
     @property
     def offer(self) -> Offer:
         if self.kind not in OFFERS:
-            raise ValueError(f"how {self.kind} is rented is not known here: {', '.join(OFFERS)}")
+            raise ValueError(
+                f"{self.kind} has no known accelerator type; choose one of {', '.join(OFFERS)}"
+            )
         return OFFERS[self.kind]
 
     @property
@@ -186,7 +190,7 @@ class Topology:
         """
         if importlib.util.find_spec("libtpu") is None:
             raise ModuleNotFoundError(
-                "compiling for a TPU takes libtpu: pip install 'jaxrl_tis[tpu]'"
+                "compiling for a TPU needs libtpu: pip install 'jaxrl_tis[tpu]'"
             )
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no metadata server on other machines
         os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")  # nothing runs, nothing to lock
@@ -201,4 +205,7 @@ class Topology:
                 platform="tpu", topology_name=self.name, **more
             ).devices)
         except jax.errors.JaxRuntimeError as error:
-            raise ValueError(f"libtpu makes no topology {self.name!r}: {error}") from error
+            raise ValueError(
+                f"libtpu does not accept the topology {self.name!r}: {error}; choose a shape of a "
+                "real slice"
+            ) from error

@@ -166,7 +166,7 @@ def report(
     unknown = [n for n in names or () if n not in available]
     if unknown:
         raise ValueError(
-            f"programs {', '.join(unknown)} are none of this run's: {', '.join(available)}"
+            f"this run has no programs {', '.join(unknown)}; choose among {', '.join(available)}"
         )
     kept, entries = resident(setup), {}
     for name in names or available:

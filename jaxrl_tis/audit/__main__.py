@@ -1,11 +1,13 @@
 """Measures the gap of sampler and learner in a dump of any trainer, and the effect of each correction.
 
-    python -m jaxrl_tis.audit DUMP [--columns OURS=THEIRS,...] [--current_version N]
-                                   [--json FILE] [--html FILE]
-
 DUMP is a .jsonl, .jsonl.gz or .npz file of token log-probs; docs/audit.md has its columns, recipes that write
 it from other frameworks, and the meaning of every number. Needs no model and no accelerator. A dump
 with a malformed line is refused with exit code 2; the message names line and column.
+
+Examples:
+
+    python -m jaxrl_tis.audit dump.jsonl
+    python -m jaxrl_tis.audit dump.npz --columns=logp_old=old_log_probs --html=audit.html
 """
 
 import argparse
@@ -21,7 +23,9 @@ from jaxrl_tis.runtime import cli
 def _renamed(argument: str) -> dict[str, str]:
     pairs = [pair.partition("=") for pair in argument.split(",")]
     if not all(ours and theirs for ours, _, theirs in pairs):
-        raise argparse.ArgumentTypeError(f"{argument!r} is not OURS=THEIRS,...")
+        raise argparse.ArgumentTypeError(
+            f"{argument!r} is not OURS=THEIRS,...; write it as in logp_old=old_log_probs"
+        )
     return {ours: theirs for ours, _, theirs in pairs}
 
 
@@ -34,9 +38,9 @@ def _doctor() -> types.ModuleType:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.audit",
-        description="Measures the gap of sampler and learner in a dump, and the effect of each correction.",
+    parser = cli.parser(
+        "jaxrl_tis.audit",
+        "Measures the gap of sampler and learner in a dump, and the effect of each correction.", __doc__,
     )
     parser.add_argument("dump", metavar="DUMP", help=".jsonl, .jsonl.gz or .npz file")
     parser.add_argument("--columns", metavar="OURS=THEIRS,...", type=_renamed, default={},

@@ -62,7 +62,7 @@ def _count(value):
     if not isinstance(value, (list, np.ndarray)):
         raise Bad("logp_behav: not a list of numbers")
     if len(value) == 0:
-        raise Bad("logp_behav: an empty sequence")
+        raise Bad("logp_behav: an empty sequence; leave it out")
     return len(value)
 
 
@@ -143,7 +143,10 @@ def _top(value, mask):
         raise Bad(f"{len(x)} values, and logp_behav has {len(mask)}")
     is_wrong = (np.isinf(x) | (x > ROUNDING)).any(axis=(1, 2)) & mask
     if is_wrong.any():
-        raise Bad(f"token {int(is_wrong.argmax())} has a value that is not a log-prob")
+        raise Bad(
+            f"token {int(is_wrong.argmax())} has a value above 0 or infinite, which is not a "
+            "log-prob"
+        )
     return x
 
 

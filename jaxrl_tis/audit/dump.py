@@ -58,13 +58,13 @@ def read(path: str, renamed: Mapping[str, str] | None = None) -> Dump:
         if column not in (*columns.COLUMNS, "lengths"):
             raise ValueError(f"there is no column {column!r}; {columns.nearest(column)}")
     if not pathlib.Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such file")
+        raise FileNotFoundError(f"{path}: there is no such file; give the path of a dump")
     ours = {theirs: column for column, theirs in renamed.items()}
     if path.endswith((".jsonl", ".jsonl.gz")):
         return _collect(path, "line", _lines(path, ours))
     if path.endswith(".npz"):
         return _collect(path, "row", enumerate(_rows(path, ours)))
-    raise ValueError(f"{path}: a dump is a .jsonl, .jsonl.gz or .npz file")
+    raise ValueError(f"{path}: the ending is unknown; give a .jsonl, .jsonl.gz or .npz file")
 
 
 # JSONL
@@ -90,7 +90,7 @@ def _whole(path, file):
     try:
         yield from file
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"{path}: incomplete or broken gzip file ({error})") from error
+        raise ValueError(f"{path}: not a complete gzip file ({error}); write it again") from error
 
 
 # NPZ
@@ -102,7 +102,9 @@ def _rows(path: str, ours: Mapping[str, str]) -> Iterator[dict[str, Any]]:
         with np.load(path, allow_pickle=False) as file:
             arrays = {ours[k] if k in ours else k: file[k] for k in file.files}
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise ValueError(f"{path}: not an .npz file of numbers: {error}") from error
+        raise ValueError(
+            f"{path} is not a .npz file of numbers: {error}; write it with numpy.savez"
+        ) from error
     lengths = arrays.pop("lengths", None)
     for name in arrays:
         if name not in columns.COLUMNS:
@@ -112,7 +114,8 @@ def _rows(path: str, ours: Mapping[str, str]) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path}: column {name!r} is missing; the file has {', '.join(arrays)}")
     if lengths is None and "mask" not in arrays:
         raise ValueError(
-            f"{path}: needs `mask`, for columns [B,T], or `lengths`, for columns [N]"
+            f"{path}: there is neither `mask` nor `lengths`; add `mask` for columns [B,T], or "
+            "`lengths` for columns [N]"
         )
     starts, ends = _padded(path, arrays) if lengths is None else _flat(path, arrays, lengths)
     shape = arrays["logp_behav"].shape
@@ -132,8 +135,8 @@ def _is_of_tokens(path, name, x, shape, num_sequences):
     if name in (*columns.SEQUENCE, "version") and x.shape == (num_sequences,):
         return False
     raise ValueError(
-        f"{path}, column {name}: shape {list(x.shape)} does not match {list(shape)} of "
-        f"logp_behav and {num_sequences} sequences"
+        f"{path}, column {name}: shape {list(x.shape)} does not match {list(shape)} of logp_behav "
+        f"and {num_sequences} sequences"
     )
 
 
@@ -142,8 +145,8 @@ def _padded(path, arrays):
     shape, mask = arrays["logp_behav"].shape, arrays["mask"]
     if len(shape) != 2 or mask.shape != shape:
         raise ValueError(
-            f"{path}, column mask: logp_behav {list(shape)} and mask {list(mask.shape)} are not "
-            "both [B,T]"
+            f"{path}, column mask: logp_behav has shape {list(shape)} and mask {list(mask.shape)}; "
+            "give both as [B,T]"
         )
     is_valid = mask != 0
     first = is_valid.argmax(axis=1)
@@ -157,8 +160,8 @@ def _flat(path, arrays, lengths):
     is_count = lengths.ndim == 1 and lengths.dtype.kind in "iu" and (lengths >= 0).all()
     if len(shape) != 1 or not is_count or lengths.sum() != shape[0]:
         raise ValueError(
-            f"{path}, column lengths: the {list(lengths.shape)} values must be whole numbers that add up "
-            f"to the tokens of logp_behav {list(shape)}"
+            f"{path}, column lengths: shape {list(lengths.shape)} with sum {lengths.sum()}; give "
+            f"whole numbers that add up to the tokens of logp_behav {list(shape)}"
         )
     ends = np.cumsum(lengths)
     return ends - lengths, ends
@@ -188,11 +191,12 @@ def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
     if problems:
         raise ValueError(_refusal(path, unit, problems, count))
     if not good:
-        raise ValueError(f"{path}: has no sequence")
-    lengths = np.array([len(record_values["mask"]) for record_values in good])
+        raise ValueError(f"{path}: there is no sequence in it; write at least one")
+    lengths = np.array([len(found["mask"]) for found in good])
     if lengths.sum() > MOST_TOKENS:
         raise ValueError(
-            f"{path}: {lengths.sum()} tokens; the limit is {MOST_TOKENS}, so audit a part"
+            f"{path}: {lengths.sum()} tokens are too many, because float32 counts up to "
+            f"{MOST_TOKENS}; audit a part"
         )
     tokens, sequences = {}, {}
     for name in good[0]:
@@ -205,7 +209,9 @@ def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
         else:
             sequences[name] = np.array(values, np.float32)
     if not tokens["mask"].any():
-        raise ValueError(f"{path}, column mask: no token is valid")
+        raise ValueError(
+            f"{path}, column mask: no token is valid; set it to 1 for the tokens of the answers"
+        )
     return Dump(path, lengths, tokens, sequences, first[1])
 
 

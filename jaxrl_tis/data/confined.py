@@ -186,7 +186,7 @@ class Confined:
         poll = select.poll()  # select() refuses descriptors above 1023.
         poll.register(descriptor, event)
         if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-            raise TimeoutError(f"{self._what} ran past its time limit")
+            raise TimeoutError(f"{self._what} exceeded its time limit")
 
 
 @functools.cache
@@ -209,7 +209,7 @@ def _refuse_network(event: str, arguments: tuple) -> None:
     is_local = event in SENDS and arguments[0].family not in (socket.AF_INET, socket.AF_INET6)
     if event in SENDS + ASKS and not is_local:
         raise OSError(
-            errno.ENETUNREACH, "no network here; reward.network=True lets a reward use it"
+            errno.ENETUNREACH, "a reward has no network access; reward.network=True allows it"
         )
 
 

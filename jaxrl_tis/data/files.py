@@ -59,7 +59,7 @@ def read(
     for name, path in [file for path in paths for file in hub.data_files(path)]:
         if not path.exists():
             raise FileNotFoundError(
-                f"{path} is missing; put a file there with one JSON object a line, such as "
+                f"{path} is missing; put a file there with one JSON object per line, such as "
                 f"{json.dumps(example)}"
             )
         if path.is_dir():
@@ -81,7 +81,10 @@ def _rows(name: str, path: Any, digest) -> list[Row]:
         except BROKEN as error:
             if not is_packed:
                 raise
-            raise ValueError(f"{name} is no gzip file that can be read: {error}") from error
+            raise ValueError(
+                f"{name} is not a readable gzip file: {error}; compress it again, or give the "
+                "uncompressed file"
+            ) from error
 
 
 def _lines(name: str, file: BinaryIO, digest) -> Iterator[Row]:
@@ -114,14 +117,19 @@ def _json(name: str, file: BinaryIO, digest) -> Iterator[Row]:
     data = file.read()
     if not data.removeprefix(BOM).lstrip().startswith(b"["):
         if b"\n" in data.strip() and _is_json(data):
-            raise ValueError(f"{name} holds one JSON object; give an array of records, or a record a line")
+            raise ValueError(
+                f"{name} holds one JSON object; give an array of records, or one record per line"
+            )
         yield from _lines(name, io.BytesIO(data), digest)
         return
     digest.update(data)
     try:
         rows = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} is not JSON: {error}") from error
+        raise ValueError(
+            f"{name} is not JSON: {error}; a .json file holds an array of records, or one record "
+            "per line"
+        ) from error
     yield from (_row(f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
 
 
@@ -144,7 +152,9 @@ def _csv(name: str, file: BinaryIO, digest) -> Iterator[Row]:
     try:
         header = next(reader, [])
         if len(set(header)) < len(header):
-            raise ValueError(f"{name}:1: the header {','.join(header)} names a column twice")
+            raise ValueError(
+                f"{name}:1: the header {','.join(header)} has a column twice; rename one"
+            )
         line = reader.line_num + 1
         for cells in reader:
             place, line = f"{name}:{line}", reader.line_num + 1
@@ -153,7 +163,9 @@ def _csv(name: str, file: BinaryIO, digest) -> Iterator[Row]:
             elif cells:
                 yield Row(place, {}, f"{len(cells)} fields, and the header has {len(header)}")
     except csv.Error as error:
-        raise ValueError(f"{name}:{reader.line_num}: the line is not CSV: {error}") from error
+        raise ValueError(
+            f"{name}:{reader.line_num}: the line is not CSV: {error}; fix or remove this line"
+        ) from error
 
 
 def _cells(place: str, header: list[str], cells: list[str]) -> Row:
@@ -172,7 +184,10 @@ def _cell(text: str) -> Any:
             if isinstance(value := parse(text), dict | list):
                 return value
     if text.startswith("[{") and "role" in text:
-        raise ValueError(f"a cell looks like messages but is not JSON: {text[:60]!r}")
+        raise ValueError(
+            f"a cell looks like a list of messages and is not JSON: {text[:60]!r}; write it with "
+            "json.dumps"
+        )
     return text
 
 
@@ -187,7 +202,9 @@ def _parquet(name: str, file: BinaryIO, digest) -> Iterator[Row]:
     try:
         rows = parquet.read_table(pyarrow.BufferReader(data)).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as error:
-        raise ValueError(f"{name} is no parquet file that can be read: {error}") from error
+        raise ValueError(
+            f"{name} is not a readable parquet file: {error}; write it again"
+        ) from error
     yield from (_row(f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
 
 
@@ -224,7 +241,7 @@ def _text(value: str, column: str) -> str:
         value.encode()
     except UnicodeEncodeError as error:
         raise NotText(
-            f"{ascii(column)} is no text: the lone surrogate {value[error.start]!r} at character "
-            f"{error.start + 1}"
+            f"{ascii(column)} holds the lone surrogate {value[error.start]!r} at character "
+            f"{error.start + 1}; remove it"
         ) from error
     return value

@@ -26,8 +26,8 @@ _NUMBER = re.compile(
 def _answer(record: Record) -> str:
     if "answer" not in record:
         raise ValueError(
-            f"example {record['id']} has no answer to compare with; name the column that holds it, or "
-            "use a reward that needs none"
+            f"example {record['id']} has no answer to compare with; set task.params.answer_field "
+            "to the column with the answer, or choose a reward that needs none"
         )
     return record["answer"]
 
@@ -55,7 +55,10 @@ def last_number(text: str, record: Record) -> float:
     """
     answer = find_last_number(_answer(record))
     if answer is None:
-        raise ValueError(f"the answer {record['answer']!r} of {record['id']} has no number")
+        raise ValueError(
+            f"the answer {record['answer']!r} of {record['id']} has no number; give a number, or "
+            "choose another reward"
+        )
     return float(find_last_number(text) == answer)
 
 
@@ -134,7 +137,10 @@ def math(text: str, record: Record) -> float:
         boxed = last_boxed(answer)
         reference = _parsed(_in_box(answer if boxed is None else boxed), is_reference=True)
         if not reference:
-            raise ValueError(f"math-verify cannot read the answer {answer!r} of {record['id']}")
+            raise ValueError(
+                f"math-verify cannot read the answer {answer!r} of {record['id']}; write it as a "
+                "number or in LaTeX"
+            )
         return float(_is_equal(reference, _parsed(final_answer(text), is_reference=False)))
     except TimeoutException:
         raise TimeoutError(f"math-verify took too long over an answer to {answer!r}") from None

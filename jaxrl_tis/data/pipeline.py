@@ -25,7 +25,9 @@ FIELDS = {
 def sound(source: Source) -> Source:
     """Raises ValueError for a source with unusable records."""
     if source.bad:
-        raise ValueError(f"{len(source.bad)} records cannot be used:{listed(source.bad)}")
+        raise ValueError(
+            f"{len(source.bad)} records cannot be used; fix or remove them:{listed(source.bad)}"
+        )
     return source
 
 
@@ -50,7 +52,10 @@ class Batches:
         shard_index: int = 0, shard_count: int = 1, check: Callable[[Source], Source] = sound,
     ):
         if batch_size < 1 or batch_size % shard_count:
-            raise ValueError(f"{shard_count} hosts cannot share a batch of {batch_size} equally")
+            raise ValueError(
+                f"a batch of {batch_size} prompts cannot be divided among {shard_count} hosts; set "
+                f"rollout.prompts to a multiple of {shard_count}"
+            )
         if not 0 <= shard_index < shard_count:
             raise ValueError(f"shard_index {shard_index} is not below shard_count {shard_count}")
         self.source = check(make(task, params))
@@ -88,9 +93,10 @@ class Batches:
         if changed := self.differing(state):
             fields = dict.fromkeys(FIELDS[name] for name in changed)
             raise ValueError(
-                f"the saved position is in another data set ({', '.join(changed)} differ): saved "
-                f"{json.dumps(state['fingerprint'])}, this run {json.dumps(self.fingerprint)}. Use the "
-                f"old data to resume, a new workdir, or --change={','.join(fields)} to go on with these"
+                f"the data differ from those of the checkpoint ({', '.join(changed)} differ): "
+                f"saved {json.dumps(state['fingerprint'])}, this run "
+                f"{json.dumps(self.fingerprint)}. Use the old data to resume, a new workdir, or "
+                f"--change={','.join(fields)} to continue with the new data"
             )
         self._iterator.set_state(dict(state["position"]))
 

@@ -89,7 +89,10 @@ def _message(message: Any) -> dict[str, Any]:
     if isinstance(content, list):
         parts = [part if isinstance(part, dict) else {} for part in content]
         if other := [p for p in parts if p.get("type") != "text" or not isinstance(p.get("text"), str)]:
-            raise ValueError(f"has a part of type {other[0].get('type')!r}; models here read text only")
+            raise ValueError(
+                f"has a part of type {other[0].get('type')!r}; only parts of type 'text' are "
+                "supported"
+            )
         content = "".join(part["text"] for part in parts)
     if not isinstance(content, str) and not (content is None and "tool_calls" in fields):
         raise ValueError(f"has content that is a {type(content).__name__}, not text")
@@ -100,7 +103,7 @@ def prompt_of(value: Any) -> str | list[dict[str, Any]]:
     if not isinstance(value, list):
         return str(value)
     if not value:
-        raise ValueError("the prompt is an empty list of messages")
+        raise ValueError("the prompt is an empty list of messages; give at least one message")
     messages = []
     for number, message in enumerate(value, start=1):
         try:
@@ -137,8 +140,8 @@ def made(
                 raise ValueError(row.reason)
             if name in places:
                 raise ValueError(
-                    f"the id was already used at {places[name][1]}; task.params.id_field=None takes "
-                    "the lines for ids"
+                    f"the id was already used at {places[name][1]}; task.params.id_field=None uses "
+                    "file and line as the id"
                 )
             record = {n: x for n, x in row.values.items() if n != "answer"}
             record |= fields_of(row) | {"id": name}

@@ -82,11 +82,11 @@ def called(function: Callable, name: str, signature: str = "auto") -> "Called":
         if signature is None or not _fits(signature, parameters):
             shown = "?" if not parameters else ", ".join(str(p) for p in parameters.values())
             raise ValueError(
-                f"{name} takes ({shown}); a reward is one of score(text, record), "
+                f"{name} takes ({shown}), which fits no reward signature: score(text, record), "
                 "score(texts, records), compute_score(data_source, solution_str, ground_truth, "
                 "extra_info), compute_score(data_sources, solution_strs, ground_truths, "
-                "extra_infos) and reward(prompts, completions, **columns), or reward.signature "
-                f"says how to call it: one of {', '.join(SIGNATURES)}"
+                "extra_infos) or reward(prompts, completions, **columns). Change its parameters, "
+                f"or set reward.signature to one of {', '.join(SIGNATURES)}"
             )
     return Called(function, signature, parameters)
 
@@ -163,7 +163,8 @@ class Called:
         ]
         if missing:
             raise TypeError(
-                f"the reward needs {', '.join(missing)}; available: {', '.join(arguments)}"
+                f"the reward needs the parameters {', '.join(missing)}, and the available ones are "
+                f"{', '.join(arguments)}; rename them or give them defaults"
             )
         return self._function(**arguments)
 
@@ -251,7 +252,10 @@ class _Scorer:
             return [self._finished(reward([item])) for item in items]
         values = list(self._finished(reward(items)))
         if len(values) != len(items):
-            raise WrongCount(f"the reward returned {len(values)} values for {len(items)} texts")
+            raise WrongCount(
+                f"the reward returned {len(values)} values for {len(items)} texts; return one "
+                "value per text"
+            )
         return values
 
     def _finished(self, value: Any) -> Any:

@@ -119,7 +119,7 @@ class _Arithmetic(Generated):
                 break
         else:
             raise ValueError(
-                f"no problem for split {self.split!r} in {MAX_DRAWS} attempts; use more digits"
+                f"no problem for split {self.split!r} after {MAX_DRAWS} attempts; use more digits"
             )
         return {
             "prompt": problem,
@@ -140,9 +140,9 @@ def arithmetic(
     """
     _check_split_and_size(split, size)
     if digits < 1 or terms < 2:
-        raise ValueError(f"digits={digits} and terms={terms}, but at least 1 and 2 are needed")
+        raise ValueError(f"digits={digits} and terms={terms}; give at least 1 digit and 2 terms")
     if not ops or set(ops) - set("+-*"):
-        raise ValueError(f"ops={ops!r}, but the operators are one or more of '+-*'")
+        raise ValueError(f"ops={ops!r}; give one or more of the operators '+-*'")
     return _Arithmetic(size, split, seed, digits, terms, ops)
 
 
@@ -183,7 +183,7 @@ def gsm8k_jsonl(*, path: str | os.PathLike | Sequence[str]) -> Source:
         prompt, solution = (str(wanted(row, n, SCALAR)) for n in ("question", "answer"))
         _, mark, answer = solution.rpartition("####")
         if not mark:
-            raise ValueError("'answer' has no '####' before the final answer")
+            raise ValueError("'answer' has no '####' before the final answer; write it as in GSM8K")
         return {"prompt": prompt, "answer": answer.strip().replace(",", "")}
 
     example = {"question": "2+3?", "answer": "2 plus 3 is 5.\n#### 5"}
@@ -229,8 +229,8 @@ class _ReasoningGym(Generated):
                 break
         else:
             raise ValueError(
-                f"reasoning_gym {self.name} has no problem for split {self.split!r} in {MAX_DRAWS} "
-                "attempts; its parameters allow too few problems"
+                f"reasoning_gym {self.name} has no problem for split {self.split!r} after "
+                f"{MAX_DRAWS} attempts; choose parameters that allow more problems"
             )
         return {
             "prompt": entry["question"],
@@ -255,7 +255,9 @@ def reasoning_gym(
     """
     _check_split_and_size(split, size)
     if size > SEED_STRIDE:
-        raise ValueError(f"size is {size}, above {SEED_STRIDE}, so that seeds would share problems")
+        raise ValueError(
+            f"size is {size}; give at most {SEED_STRIDE}, as seeds share problems above that"
+        )
     source = _ReasoningGym(name, size, split, seed, params)
     try:
         source.dataset(0)
@@ -264,7 +266,9 @@ def reasoning_gym(
             "task 'reasoning_gym' needs the package reasoning-gym: pip install 'jaxrl_tis[tasks]'"
         ) from error
     except (AssertionError, TypeError, ValueError) as error:
-        raise ValueError(f"reasoning_gym {name!r} with {params}: {error}") from error
+        raise ValueError(
+            f"reasoning_gym {name!r} does not accept the parameters {params}: {error}"
+        ) from error
     return source
 
 

@@ -33,7 +33,10 @@ def renderer(setting: dict[str, Any]) -> Callable[[Messages, bool], str]:
     read = meta.find_undeclared_variables(environment.parse(setting["template"]))
     read -= environment.globals.keys()
     if unread := sorted(setting["kwargs"].keys() - read):
-        raise ValueError(f"it does not read {', '.join(unread)}; it reads {', '.join(sorted(read))}")
+        raise ValueError(
+            f"it does not read {', '.join(unread)}; set only variables that it reads: "
+            f"{', '.join(sorted(read))}"
+        )
     template = environment.from_string(setting["template"])
     variables = {"tools": None, "documents": None} | setting["tokens"] | setting["kwargs"]
 

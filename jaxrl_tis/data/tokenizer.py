@@ -79,7 +79,7 @@ def _marked(messages: Sequence[dict]) -> list[dict]:
 def _cut(text: str) -> str | ValueError:
     """Cuts a rendered conversation at END, so that a sample continues the last message."""
     begin, mark, _ = text.rpartition(END)
-    refusal = "the chat template does not write the assistant's last message as it is"
+    refusal = "the chat template changes the assistant's last message, and a sample cannot continue it"
     return begin if mark else ValueError(refusal)
 
 
@@ -196,8 +196,8 @@ class HFTokenizer:
     ) -> list[str | ValueError]:
         if self.template is None:
             raise ValueError(
-                f"{self.source} has no chat template; set task.chat to False, and use prompts that "
-                "are text and no messages"
+                f"{self.source} has no chat template; set task.chat to False, and use text prompts "
+                "instead of messages"
             )
         calls = [[list(messages), add_generation_prompt] for messages in conversations]
         failed = f"the chat template of {self.source} failed"

@@ -35,7 +35,10 @@ GGUF_SPECIAL = {
 def _make(backend, eos_ids, pad_id, bos_id, special, template, source) -> HFTokenizer:
     eos_ids = tuple(dict.fromkeys(index for index in eos_ids if index is not None))
     if not eos_ids:
-        raise ValueError(f"{source} names no end-of-sequence token, so no sample could ever end")
+        raise ValueError(
+            f"{source} has no end-of-sequence token, and no sample could end; add eos_token to its "
+            "tokenizer_config.json"
+        )
     # A saved file may truncate, pad, or merge at random: no prompt wants any of these.
     backend.no_truncation()
     backend.no_padding()
@@ -60,7 +63,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}; copy it again") from error
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: str | dict | None, path: Path) -> int | None:
@@ -70,7 +73,10 @@ def _token_id(backend: tokenizers.Tokenizer, token: str | dict | None, path: Pat
     text = _text(token)
     index = backend.token_to_id(text)
     if index is None:
-        raise ValueError(f"{path} names the token {text!r}, which tokenizer.json does not hold")
+        raise ValueError(
+            f"{path} names the token {text!r}, which is not in tokenizer.json; use both files of "
+            "one checkpoint"
+        )
     return index
 
 
@@ -176,8 +182,9 @@ def _byte_pair_backend(fields: dict[str, Any], path: Path) -> tokenizers.Tokeniz
     kind, pre = fields["tokenizer.ggml.model"], fields["tokenizer.ggml.pre"]
     if kind != "gpt2" or pre not in GGUF_PRE_TOKENIZERS:
         raise ValueError(
-            f"{path} has a tokenizer of model {kind!r} with pre-tokenizer {pre!r}; read here are "
-            f"model 'gpt2' with {sorted(GGUF_PRE_TOKENIZERS)}; use a folder with tokenizer.json"
+            f"{path} has a tokenizer of model {kind!r} with pre-tokenizer {pre!r}; only model "
+            f"'gpt2' with {sorted(GGUF_PRE_TOKENIZERS)} can be read: use a folder with "
+            "tokenizer.json"
         )
     tokens = fields["tokenizer.ggml.tokens"]
     vocab = {token: index for index, token in enumerate(tokens)}
@@ -203,7 +210,10 @@ def from_gguf(path: str | os.PathLike) -> HFTokenizer:
     """
     path = Path(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path} is missing; launch/smollm2.sh fetches a small model")
+        raise FileNotFoundError(
+            f"{path} is missing; put a tokenizer there, or run launch/smollm2.sh to fetch a small "
+            "model"
+        )
     fields = _gguf_fields(path)
     names = ("model", "pre", "tokens", "token_type", "merges")
     missing = [f"tokenizer.ggml.{n}" for n in names if f"tokenizer.ggml.{n}" not in fields]
@@ -244,7 +254,7 @@ def load_tokenizer(
         return dataclasses.replace(tokenizer, template_kwargs=template_kwargs, date=date)
     if template_kwargs:
         raise ValueError(
-            f"the tokenizer {path_or_spec} has no chat template that could read "
+            f"the tokenizer {path_or_spec} has no chat template, and nothing reads "
             f"{', '.join(template_kwargs)}; leave task.template_kwargs empty"
         )
     return tokenizer

@@ -1,8 +1,5 @@
 """Finds the cause of a run's off-policy drift in its metrics, with the evidence and the change to make.
 
-    python -m jaxrl_tis.doctor WORKDIR [--json PATH] [--threshold NAME=VALUE ...]
-    python -m jaxrl_tis.doctor FILE... [--from=auto] [--verbose] [...]
-
 Reads WORKDIR/metrics.jsonl and, if there is one, WORKDIR/config.json, and walks the two trees of
 trees.py over the last `window` training steps. A condition without enough recorded values is neither
 true nor false, and findings that need it are listed as not decided. The gap rollout_corr/* is
@@ -45,9 +42,13 @@ with the steps of that framework:
   nans                        metric -> the steps in which it is null, NaN or infinite
   repeated                    number of values that were logged again for a step
 and evidence has `theirs`, that framework's names behind a metric.
+
+Examples:
+
+    python -m jaxrl_tis.doctor runs/first
+    python -m jaxrl_tis.doctor train.log --from=verl --verbose
 """
 
-import argparse
 import json
 import pathlib
 from collections.abc import Sequence
@@ -66,9 +67,9 @@ def _threshold(argument: str) -> tuple[str, float]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.doctor",
-        description="Finds the cause of a run's off-policy drift, with evidence and the change to make.",
+    parser = cli.parser(
+        "jaxrl_tis.doctor",
+        "Finds the cause of a run's off-policy drift, with evidence and the change to make.", __doc__,
     )
     parser.add_argument(
         "paths", metavar="WORKDIR|FILE", nargs="+",

@@ -247,7 +247,7 @@ def _engine_share(case):
     if not any(case.recent(LAG)):
         return 1.0
     if approximates_old_logp(case):
-        raise KeyError("logp_old of the weights that drew, rollout.old_logp_source ring or replica")
+        raise KeyError("logp_old of the weights that sampled, with rollout.old_logp_source ring or replica")
     shares = case.recent(ENGINE_SHARE)
     if not shares:
         raise KeyError(ENGINE_SHARE)

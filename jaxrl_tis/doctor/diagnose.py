@@ -35,7 +35,9 @@ def read_config(path: epath.Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes().decode(errors="replace"))
     except json.JSONDecodeError as error:
-        raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
+        raise ValueError(
+            f"{path}, line {error.lineno}: not JSON ({error.msg}); restore the file"
+        ) from error
     is_config = isinstance(content, dict) and "config" in content
     if not is_config or not isinstance(content["config"], dict):
         raise ValueError(f'{path}, line 1: no object under "config", did a run write it?')

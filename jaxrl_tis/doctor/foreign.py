@@ -84,19 +84,23 @@ def recognise(names: set[str], wanted: str) -> tuple[str, tuple[str, ...]]:
         framework = FRAMEWORKS[wanted]
         known = {name for row in framework.names for name in row.theirs} | set(framework.marks)
         if not any(name in names or framework.prefix + name in names for name in known):
-            raise ValueError(f"this log has no metric of {wanted}; is it from another framework?")
-        return wanted, marks_by_framework[wanted]
-    marks_by_framework = {key: marks for key, marks in marks_by_framework.items() if marks}
-    if len(marks_by_framework) == 1:
-        return next(iter(marks_by_framework.items()))
-    if not marks_by_framework:
+            raise ValueError(
+                f"this log has no metric name of {wanted}; choose another --from, or --from=auto"
+            )
+        return wanted, found[wanted]
+    found = {key: marks for key, marks in found.items() if marks}
+    if len(found) == 1:
+        return next(iter(found.items()))
+    if not found:
         looked_for = ", ".join(f"{f.prefix + f.marks[0]} ({key})" for key, f in FRAMEWORKS.items())
         raise ValueError(
-            f"no metric of this log identifies a framework ({len(names)} names, none like {looked_for}); "
+            f"the {len(names)} names of this log match no framework: none is like {looked_for}; "
             "choose one with --from"
         )
-    candidates = "; ".join(f"{key}: {', '.join(marks[:3])}" for key, marks in marks_by_framework.items())
-    raise ValueError(f"metrics of several frameworks ({candidates}); choose one with --from")
+    candidates = "; ".join(f"{key}: {', '.join(marks[:3])}" for key, marks in found.items())
+    raise ValueError(
+        f"the names of this log match several frameworks ({candidates}); choose one with --from"
+    )
 
 
 # Translation
@@ -113,7 +117,9 @@ def _step_of(row, name, framework, path):
             if not math.isfinite(step) or step != int(step):
                 raise ValueError(f"{path}, {row.place}: {counter} is {step}, not a whole number")
             return int(step)
-    raise ValueError(f"{path}, {row.place}: no step; expected {' or '.join(dict.fromkeys(counters))}")
+    raise ValueError(
+        f"{path}, {row.place}: no step; add one of {', '.join(dict.fromkeys(counters))}"
+    )
 
 
 def _read_values(logs, framework):
@@ -188,7 +194,7 @@ def load(paths: Sequence[str], wanted: str) -> Record:
     names = {name for log in logs for row in log.rows for name in row.values}
     texts = {name for log in logs for name in log.texts}
     if "phase" in texts and any(name.startswith(OURS) for name in names):
-        raise ValueError(f"{paths[0]} is a record of this project; give the folder that contains it")
+        raise ValueError(f"{paths[0]} is a record of jaxrl_tis; give the folder that holds it")
     name, marks = recognise(names, wanted)
     framework = FRAMEWORKS[name]
     if name in VARIANTS and _marks_in(names, VARIANTS[name]):

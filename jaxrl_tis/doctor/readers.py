@@ -92,7 +92,7 @@ def read(path: epath.Path) -> list[Log]:
     if path.is_dir():
         return _read_folder(path)
     if not path.exists():
-        raise FileNotFoundError(f"{path} not found; give a log of metrics")
+        raise FileNotFoundError(f"{path} not found; give the path of a log of metrics")
     if EVENTS in path.name:
         return [_read_events([path], path)]
     return [_read_any(path, path.read_bytes())]
@@ -106,7 +106,9 @@ def _read_any(path, data):
         try:
             data = gzip.decompress(data)
         except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{path}: incomplete or broken gzip file ({error})") from error
+            raise ValueError(
+                f"{path}: not a complete gzip file ({error}); copy it again"
+            ) from error
     text = data.decode(errors="replace").removeprefix("\ufeff")
     for ending, reader in READERS.items():
         if name.endswith(ending):
@@ -145,8 +147,8 @@ def _read_folder(path):
     logs = _logs_in(path)
     if not logs:
         raise FileNotFoundError(
-            f"{path}: no {STATE}, no checkpoint-N with one, no event file of TensorBoard and no "
-            f"{', '.join(LOGS)} file in this folder"
+            f"{path}: this folder has no log; give one with {STATE}, checkpoint-N/{STATE}, an "
+            f"event file of TensorBoard or a {', '.join(LOGS)} file"
         )
     if EVENTS in logs[0].name:
         return [_read_events(logs, path)]
@@ -191,8 +193,8 @@ def _read_console(path, text):
     rows = console.rows(text)
     if not any(row.values for row in rows):
         raise ValueError(
-            f"{path}: unknown format. It is not JSONL, CSV or TensorBoard, and no line has the form in which "
-            "verl, TRL, OpenRLHF, slime, SkyRL, prime-rl or NeMo-RL print metrics"
+            f"{path}: the format is unknown; give JSONL, CSV, a TensorBoard event file, or a "
+            "console log of verl, TRL, OpenRLHF, slime, SkyRL, prime-rl or NeMo-RL"
         )
     log = Log(str(path), "console", [], is_counted=any(row.is_counted for row in rows))
     for row in rows:
@@ -225,7 +227,7 @@ def _read_csv(path, text):
     except csv.Error as error:
         raise ValueError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
     if not lines:
-        raise ValueError(f"{path}, line 1: no column names")
+        raise ValueError(f"{path}, line 1: the names of the columns are missing")
     names = _columns(path, lines[0][1])
     cells = []
     for number, line in lines[1:]:
@@ -250,11 +252,15 @@ def _columns(path, header):
         is_range = title.endswith(("__MIN", "__MAX"))
         names.append("" if is_range or NO_COLUMN.fullmatch(title) else title)
     if len(runs) > 1:
-        raise ValueError(f"{path}, line 1: columns of several runs: {', '.join(sorted(runs))}; export one run")
+        raise ValueError(
+            f"{path}, line 1: columns of several runs: {', '.join(sorted(runs))}; export one run"
+        )
     named = [name for name in names if name]
     if len(set(named)) < len(named):
         twice = sorted({name for name in named if named.count(name) > 1})
-        raise ValueError(f"{path}, line 1: duplicate columns: {', '.join(twice)}")
+        raise ValueError(
+            f"{path}, line 1: duplicate columns: {', '.join(twice)}; rename or remove one"
+        )
     return names
 
 
@@ -293,13 +299,17 @@ def tfrecords(data: bytes, path: epath.Path) -> Iterator[tuple[str, bytes]]:
         place = f"record {number} at byte {start}"
         length, checksum = struct.unpack("<QI", data[start:start + 12])
         if _masked(data[start:start + 8]) != checksum:
-            raise ValueError(f"{path}, {place}: wrong checksum of the length")
+            raise ValueError(
+                f"{path}, {place}: the checksum of its length is wrong; copy the file again"
+            )
         content = data[start + 12:start + 12 + length]
         end = start + 12 + length + 4
         if end > len(data):
             return  # still being written
         if _masked(content) != struct.unpack("<I", data[end - 4:end])[0]:
-            raise ValueError(f"{path}, {place}: wrong checksum of the content")
+            raise ValueError(
+                f"{path}, {place}: the checksum of its content is wrong; copy the file again"
+            )
         yield place, content
         start = end
 

@@ -38,8 +38,8 @@ def _sampling(config):
     rollout = config.rollout
     if config.engine.dtype == "float16" and config.engine.cache_dtype in EIGHT_BIT:
         yield (
-            f"engine.cache_dtype = {config.engine.cache_dtype!r} has scales, whose products with "
-            "probabilities engine.dtype = 'float16' cannot hold: set the cache to float16 or float32"
+            f"engine.cache_dtype = {config.engine.cache_dtype!r} has scales whose products "
+            "overflow in engine.dtype = 'float16'; set the cache to float16 or float32"
         )
     if not 0 < rollout.top_p <= 1 or not 0 <= rollout.min_p < 1:
         yield (
@@ -49,21 +49,20 @@ def _sampling(config):
     has_filters = is_filtered(rollout)
     if rollout.sampling_mask_size and not has_filters:
         yield (
-            f"rollout.sampling_mask_size = {rollout.sampling_mask_size} records what top_k, top_p "
-            "and min_p keep, and none of them is set: set one, or rollout.sampling_mask_size to 0"
+            f"rollout.sampling_mask_size = {rollout.sampling_mask_size} records the tokens that top_k, top_p and min_p "
+            "keep, and none of them is set; set one, or rollout.sampling_mask_size to 0"
         )
     is_top_k_alone = rollout.top_p == 1 and rollout.min_p == 0
     if 0 < rollout.sampling_mask_size < rollout.top_k and is_top_k_alone:
         yield (
-            f"rollout.sampling_mask_size = {rollout.sampling_mask_size} can never hold what "
-            f"rollout.top_k = {rollout.top_k} keeps: set it to rollout.top_k"
+            f"rollout.sampling_mask_size = {rollout.sampling_mask_size} is below rollout.top_k = {rollout.top_k}, and "
+            "cannot record all kept tokens; set it to rollout.top_k"
         )
     if has_filters and not rollout.sampling_mask_size and not rollout.allow_filter_bias:
         yield (
-            "top_k, top_p and min_p change the distribution that is sampled, and the learner "
-            "scores the unfiltered one: every ratio is off by the kept mass; set "
-            "rollout.sampling_mask_size to score what is kept, or rollout.allow_filter_bias=True "
-            "to accept that"
+            "top_k, top_p or min_p filters the sampler's distribution, and the learner scores the "
+            "unfiltered one, which biases every ratio; set rollout.sampling_mask_size to score the filtered "
+            "distribution, or rollout.allow_filter_bias=True to accept the bias"
         )
 
 
@@ -80,30 +79,34 @@ def _numerics(config):
                 f"model.{name} is {learner!r}: set both alike"
             )
     if config.model.dtype == "float16":
-        yield "model.numerics is 'invariant' in float32 and bfloat16, and model.dtype is float16"
+        yield (
+            "model.numerics is 'invariant' and model.dtype is 'float16'; set model.dtype to "
+            "float32 or bfloat16"
+        )
     if config.train.grad_reduce_dtype != "float32":
         yield (
-            "model.numerics is 'invariant' and sums gradients in float32, but "
-            f"train.grad_reduce_dtype is {config.train.grad_reduce_dtype!r}"
+            "model.numerics is 'invariant' and sums gradients in float32, but train.grad_reduce_dtype is "
+            f"{config.train.grad_reduce_dtype!r}; set it to float32"
         )
     if config.engine.noise_start > 0:
         yield (
             f"model.numerics is 'invariant', but engine.noise_start = {config.engine.noise_start} "
-            "puts noise on the sampler's norms alone: set it to 0"
+            "adds noise to the sampler's norms only; set it to 0"
         )
     if config.engine.injected:
         yield (
-            f"model.numerics is 'invariant', but engine.injected = {config.engine.injected!r} changes "
-            "the sampler alone: leave it empty"
+            f"model.numerics is 'invariant', but engine.injected = {config.engine.injected!r} "
+            "changes the sampler only; leave it empty"
         )
     if any(config.engine.retention):
         yield (
-            "model.numerics is 'invariant' and attends to all keys: set engine.retention to (0, 0)"
+            "model.numerics is 'invariant' and needs all keys, but engine.retention is "
+            f"{config.engine.retention}; set it to (0, 0)"
         )
     if config.engine.page_size != tiles.PAGE:
         yield (
             f"model.numerics is 'invariant' with pages of {tiles.PAGE} positions, but "
-            f"engine.page_size is {config.engine.page_size}"
+            f"engine.page_size is {config.engine.page_size}; set it to {tiles.PAGE}"
         )
     if config.engine.cache_dtype not in (config.model.dtype, "float32"):
         yield (

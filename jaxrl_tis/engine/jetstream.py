@@ -93,10 +93,12 @@ class Engine(engine_api.Engine):
         """Fills the pages of a prompt. ValueError for an empty prompt, NotImplementedError for an
         existing prefix."""
         if existing_prefix is not None:
-            raise NotImplementedError("a prompt is prefilled as a whole")
+            raise NotImplementedError(
+                "chunked prefill is not supported; prefill the whole prompt in one call"
+            )
         tokens = np.asarray(padded_tokens, np.int32)[: int(true_length)]
         if not 1 <= len(tokens) <= self.max_prefill_length:
-            raise ValueError(f"{len(tokens)} tokens; give 1 to {self.max_prefill_length}")
+            raise ValueError(f"{len(tokens)} prompt tokens; give 1 to {self.max_prefill_length}")
         pages = list(range(1, 1 + -(-len(tokens) // self._engine.page_size)))
         state = ours.DecodeState(self._empty(), None)
         for start in range(0, len(tokens), self._engine.prefill_chunk):

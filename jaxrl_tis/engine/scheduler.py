@@ -138,7 +138,10 @@ class Scheduler:
         max_pending requests are pending."""
         request_check.check(request, self._engine, self._live, self._can_decode)
         if self._max_pending is not None and self.pending >= self._max_pending:
-            raise Full(f"{self.pending} requests are pending, at most {self._max_pending} may be")
+            raise Full(
+                f"{self.pending} requests are pending, and at most {self._max_pending} may be; "
+                "retry later"
+            )
         sequence = Sequence.of(request, self._arrivals, self._waiting.admissions)
         self._live[request.id] = sequence
         self._waiting.add(sequence)

@@ -95,7 +95,8 @@ class Spec:
         vocab = self.model.vocab_size // Shards.of(self.layout).count
         if config.top_n > vocab:
             raise ValueError(
-                f"top_n = {config.top_n} tokens of every draw, of the {vocab} that a device has"
+                f"top_n = {config.top_n} is above the {vocab} vocabulary entries of a device; "
+                "lower it"
             )
         if self.program.is_invariant:
             self._check_invariant()
@@ -105,11 +106,11 @@ class Spec:
         invariant.check(self.model, dict(self.layout.mesh.shape), config.recipe.scheme)
         if config.page_size != tiles.PAGE:
             raise ValueError(
-                f"numerics='invariant' attends to pages of {tiles.PAGE} positions, "
-                f"engine.page_size is {config.page_size}"
+                f"numerics='invariant' needs pages of {tiles.PAGE} positions, and engine.page_size "
+                f"is {config.page_size}; set it to {tiles.PAGE}"
             )
         if config.cache_dtype not in (config.dtype, "float32"):
             raise ValueError(
-                f"numerics='invariant' needs keys as they were computed, in {config.dtype}; "
-                f"engine.cache_dtype is {config.cache_dtype}"
+                f"numerics='invariant' needs a cache in {config.dtype} or float32, and "
+                f"engine.cache_dtype is {config.cache_dtype}; set it to {config.dtype}"
             )

@@ -71,23 +71,24 @@ def why_not(
         is the one that weights judge.
     """
     if weight[0] not in WEIGHTS:
-        return f"the weight {weight[0]!r} is not one of each token; choose {', '.join(WEIGHTS)}"
+        return f"the weight {weight[0]!r} has no value for each token; choose {', '.join(WEIGHTS)}"
     for name, _ in masks:
         if name not in MASKS:
             choices = ", ".join(MASKS)
-            return f"the mask {name!r} does not judge each token by itself; choose {choices}"
+            return f"the mask {name!r} does not decide for each token separately; choose {choices}"
     name, parameters = objective
     if mode == "decoupled" and not is_one_update:
         return (
-            "decoupled mode judges the policy before the first of several updates: set "
+            "decoupled mode weights the policy before the first of several updates; set "
             "correction.mode to 'bypass' and correction.objective to 'reinforce'"
         )
     ends = ("cispo_mask_low", "cispo_mask_high")
     if name == "cispo" and any(parameters[end] < jnp.inf for end in ends):
-        return "the masks of objective 'cispo' look at the advantage: leave them infinite"
+        return "the masks of objective 'cispo' depend on the advantage; leave them infinite"
     if name in OBJECTIVES or (name in AT_RATIO_ONE and mode == "decoupled"):
         return None
-    return f"the objective {name!r} is no weight times a log-prob; choose {', '.join(OBJECTIVES)}"
+    choices = ", ".join(OBJECTIVES)
+    return f"the objective {name!r} is not a weight times a log-prob; choose {choices}"
 
 
 def rule(weight: Method, masks: tuple[Method, ...], objective: Method, mode: str) -> Rule:

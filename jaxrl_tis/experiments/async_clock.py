@@ -1,15 +1,15 @@
 """What running ahead is worth: every schedule against a synchronous run on the same devices.
 
-    python -m jaxrl_tis.experiments.async_clock
-    python -m jaxrl_tis.experiments.async_clock --schedule "areal(staleness=2)" \\
-        --schedule dora --json out.json
-
 Controller and queue are the code of a run. Samplers and learner are the cost model `costs.Costs`: its
 numbers are hardware limits and assumptions, not measurements. In the synchronous run all devices
 sample, then all train. In the others the devices are divided.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.async_clock
+    python -m jaxrl_tis.experiments.async_clock --schedule "areal(staleness=2)" --schedule dora --json out.json
 """
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -106,9 +106,9 @@ def studies(costs: Costs, **run: int) -> dict[str, list[Row]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.experiments.async_clock",
-        description="Throughput, idle time and staleness of asynchronous schedules by a cost model.",
+    parser = cli.parser(
+        "jaxrl_tis.experiments.async_clock",
+        "Throughput, idle time and staleness of asynchronous schedules by a cost model.", __doc__,
     )
     parser.add_argument("--schedule", action="append", help="only these, as rollout.schedule spells them")
     parser.add_argument("--steps", type=int, default=24, help="updates; the first third is not counted")

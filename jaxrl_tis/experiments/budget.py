@@ -1,10 +1,13 @@
 """Tests whether the causes of a gap add up: four causes in all combinations, on the same tokens.
 
-    python -m jaxrl_tis.experiments.budget [FOLDER]
-
 The float32 sampler of `configs/fig_base.py` generates answers after the warm-up. Programs with bfloat16, W8A8,
 an int8 cache, noise on the weights, and all combinations of these four compute log-probs of the same answers.
 If the log-ratios of the causes are independent, their mean squares add up.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.budget
+    python -m jaxrl_tis.experiments.budget docs/experiments
 """
 
 import dataclasses

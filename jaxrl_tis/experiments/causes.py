@@ -1,9 +1,12 @@
 """Tests whether the doctor finds a known cause of a gap: draws its confusion table.
 
-    python -m jaxrl_tis.experiments.causes [FOLDER]
-
 Reads docs/experiments/causes.jsonl, the runs of `configs/fig_causes.py`. A run counts for the first cause that
 the doctor names. It is right if the doctor names the true cause and no other.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.causes
+    python -m jaxrl_tis.experiments.causes docs/experiments
 """
 
 from collections.abc import Sequence

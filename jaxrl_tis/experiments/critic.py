@@ -1,6 +1,9 @@
 """Draws collapse and rescue with a critic: the figure of `rescue.py` for `configs/fig_critic.py`.
 
-    python -m jaxrl_tis.experiments.critic [FOLDER]
+Examples:
+
+    python -m jaxrl_tis.experiments.critic
+    python -m jaxrl_tis.experiments.critic docs/experiments
 """
 
 from jaxrl_tis.experiments import figures

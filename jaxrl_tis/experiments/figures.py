@@ -5,7 +5,6 @@
 Each figure's module has `table`, which returns Markdown of the runs, and `draw`, which fills a page.
 """
 
-import argparse
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -115,15 +114,13 @@ def write(folder: pathlib.Path, name: str, text: str, pictures: Pictures, drawn:
             page = Figure(figsize=size)
             draw(page, drawn)
             page.savefig(folder / f"{stem}.png", dpi=100, metadata={"Software": None})
-        print(f"drawn: {folder / stem}.png")
+        print(f"wrote {folder / stem}.png")
 
 
 def folder_of(name: str) -> pathlib.Path:
     """Parses the command line of a figure and returns its folder."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m jaxrl_tis.experiments.{name}",
-        description=(sys.modules["__main__"].__doc__ or "").partition("\n")[0],
-    )
+    about = sys.modules["__main__"].__doc__ or ""
+    parser = cli.parser(f"jaxrl_tis.experiments.{name}", about.partition("\n")[0], about)
     parser.add_argument("folder", nargs="?", default=FOLDER, help=f"default: {FOLDER}")
     return pathlib.Path(parser.parse_args().folder)
 
@@ -137,7 +134,10 @@ def run(
         path = folder_of(name) / f"{name}.jsonl"
         runs, unfinished = records.read(path)
         if missing := sorted({*needed} - {r.arm for r in runs}):
-            raise ValueError(f"{path} has no finished run of {', '.join(missing)}")
+            raise ValueError(
+                f"{path} has no finished run of {', '.join(missing)}; ./launch/figures.sh trains "
+                "them"
+            )
         text = table(runs)
         if unfinished:
             text += f"\n\nNot finished, and left out: {'; '.join(unfinished)}."

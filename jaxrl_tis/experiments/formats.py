@@ -1,8 +1,11 @@
 """Compares number formats of sampler and learner: their gap and the gain of the runs.
 
-    python -m jaxrl_tis.experiments.formats [FOLDER]
-
 Reads docs/experiments/formats.jsonl, the runs of `configs/fig_formats.py`.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.formats
+    python -m jaxrl_tis.experiments.formats docs/experiments
 """
 
 from collections.abc import Sequence

@@ -1,13 +1,15 @@
 """Compares methods with the exact policy gradient: bias, variance and progress on small policies.
 
+The first command prints weights by response length (`frontier`). The second prints methods that use a
+group (`group_bias`), the third weights and objectives of one response (`sequence_bias`). The fourth
+prints token weights with centred scores (`frontier`). From Python, `exact.Problem` accepts any loss.
+
+Examples:
+
     python -m jaxrl_tis.experiments.oracle --drift=0.1 --reward=last --png=oracle.png
     python -m jaxrl_tis.experiments.oracle --groups --drift=0.5
     python -m jaxrl_tis.experiments.oracle --sequences 5 5 --drift=0.5
     python -m jaxrl_tis.experiments.oracle --centred
-
-The first command prints weights by response length (`frontier`). The second prints methods that use a
-group (`group_bias`), the third weights and objectives of one response (`sequence_bias`). The fourth
-prints token weights with centred scores (`frontier`). From Python, `exact.Problem` accepts any loss.
 """
 
 import argparse
@@ -26,9 +28,9 @@ def _count(text: str) -> int:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.experiments.oracle",
-        description="Bias, variance and progress of off-policy policy gradients.",
+    parser = cli.parser(
+        "jaxrl_tis.experiments.oracle",
+        "Bias, variance and progress of off-policy policy gradients.", __doc__,
     )
     parser.add_argument("--drift", type=float, default=0.1, help="standard deviation of the logits' noise")
     parser.add_argument("--reward", default="last", choices=list(frontier.REWARDS))

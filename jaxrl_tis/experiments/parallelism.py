@@ -1,11 +1,14 @@
 """Measures the gap by degree of parallelism and answer length: Figures 7 to 10 of Yao et al. (2025).
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m jaxrl_tis.experiments.parallelism [FOLDER]
-
 SmolLM2-135M in bfloat16 samples with one and with three tensor shards, the degrees that its nine heads
 allow. Learners of other degrees, and with rows cut over up to eight devices, compute log-probs of the same
 tokens. The tables compare the largest and the mean |p_sampler - p_learner| of a response. Answers do not stop
 and are cut to several lengths. `./launch/smollm2.sh --fetch` provides the model.
+
+Examples:
+
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m jaxrl_tis.experiments.parallelism
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m jaxrl_tis.experiments.parallelism docs/experiments
 """
 
 import dataclasses
@@ -91,7 +94,10 @@ def lengths_table(dp: np.ndarray, group: int) -> str:
     lines = []
     shortest = min(LENGTHS)
     if group * shortest < max(LENGTHS):
-        raise ValueError(f"groups of {group} answers of {shortest} tokens have fewer than {max(LENGTHS)}")
+        raise ValueError(
+            f"groups of {group} answers of {shortest} tokens are shorter than {max(LENGTHS)} "
+            "tokens; use larger groups"
+        )
     for length in LENGTHS:
         pieces = length // shortest
         starts = dp[:, :shortest].reshape(-1, group, shortest)[:, :pieces].max(axis=(1, 2))

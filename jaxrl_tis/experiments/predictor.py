@@ -1,11 +1,14 @@
 """Tests whether the first 40 steps of a run predict its collapse.
 
-    python -m jaxrl_tis.experiments.predictor [FOLDER]
-
 Reads the runs of FIGURES in docs/experiments; a run of several figures counts once. A run collapses if its
 reward, or its learner's held-out accuracy, ends below 70 % of its earlier best. Logistic regressions are
 fitted on the runs of seeds 0-2 and tested on the others by AUROC. The predictors are the four signals that
 a conjecture calls sufficient, all signals, and each signal alone, with the sign fitted on the first seeds.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.predictor
+    python -m jaxrl_tis.experiments.predictor docs/experiments
 """
 
 import dataclasses

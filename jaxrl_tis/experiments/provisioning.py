@@ -28,8 +28,8 @@ def least_workers(samples: float, train_s: float, rate: float, pause_s: float = 
     _check(samples=samples, train_s=train_s, rate=rate)
     if not 0 <= pause_s < train_s:
         raise ValueError(
-            f"new weights stop a sampler for {pause_s} s of an update of {train_s} s: no number of "
-            "samplers is enough; sync weights less often"
+            f"a weight sync of {pause_s} s stops a sampler during an update of {train_s} s, and no "
+            "number of samplers is enough; sync weights less often"
         )
     return max(_ceil(samples / (rate * (train_s - pause_s))), 1)
 

@@ -1,14 +1,16 @@
 """Writes the runs of a sweep as JSON lines, the data of the figures of docs/experiments.md.
 
-    python -m jaxrl_tis.experiments.records runs/sweep-fig_rescue --out docs/experiments/rescue.jsonl
-
 A line has `arm`, `seed`, the doctor's `verdict` (causes) and `findings` (more precise), the held-out
 accuracies (`eval/steps`, ...), and for each metric of METRICS its mean over each BLOCK of steps (the largest
 value for metrics that are a maximum). The line of an unfinished run has `arm`, `seed` and `unfinished`, the
 last recorded step.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.records runs/figures/rescue --out docs/experiments/rescue.jsonl
+    python -m jaxrl_tis.experiments.records runs/sweep-fig_rescue --out rescue.jsonl
 """
 
-import argparse
 import json
 import math
 import os
@@ -104,7 +106,7 @@ def gather(folder: str | os.PathLike, out: str | os.PathLike) -> list[dict[str, 
     folder = storage.folder(folder)
     workdirs = sorted(p.parent for p in folder.glob("*/config.json") if NAME.fullmatch(p.parent.name))
     if not workdirs:
-        raise ValueError(f"{folder} holds no run of a sweep")
+        raise ValueError(f"{folder} holds no run of a sweep; give the --out of a sweep")
     lines = [line_of(workdir) for workdir in workdirs]
     pathlib.Path(out).write_text("".join(json.dumps(line) + "\n" for line in lines))
     return lines
@@ -127,7 +129,10 @@ def read(path: str | os.PathLike) -> tuple[list[Run], list[str]]:
             verdict, findings = line.pop("verdict"), line.pop("findings")
             series = {name: np.array(values, float) for name, values in line.items()}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path}:{number} is not the line of a run: {error!r}") from error
+            raise ValueError(
+                f"{path}:{number} is not the line of a run: {error!r}; write the file again with "
+                "this command"
+            ) from error
         runs.append(Run(arm, seed, verdict, findings, series))
     return runs, others
 
@@ -145,9 +150,7 @@ def at_end(run: Run, name: str, share: float = 0.1) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    parser = argparse.ArgumentParser(
-        prog="python -m jaxrl_tis.experiments.records", description="Writes the runs of a sweep as JSON lines."
-    )
+    parser = cli.parser("jaxrl_tis.experiments.records", "Writes the runs of a sweep as JSON lines.", __doc__)
     parser.add_argument("folder", help="folder of a sweep")
     parser.add_argument("--out", required=True, help="file to write")
     args = parser.parse_args(argv)

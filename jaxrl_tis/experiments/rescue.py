@@ -1,9 +1,12 @@
 """Draws collapse and rescue by each correction: Figures 2, 4, 5 and 6 of Yao et al. (2025).
 
-    python -m jaxrl_tis.experiments.rescue [FOLDER]
-
 Reads docs/experiments/rescue.jsonl, the runs of `configs/fig_rescue.py`. `critic.py` draws the same figure
 for `configs/fig_critic.py`.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.rescue
+    python -m jaxrl_tis.experiments.rescue docs/experiments
 """
 
 from collections.abc import Sequence

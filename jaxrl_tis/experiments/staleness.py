@@ -1,8 +1,11 @@
 """Draws runs on stale samples: prosperity before collapse, and the ESS at each lag.
 
-    python -m jaxrl_tis.experiments.staleness [FOLDER]
-
 Reads docs/experiments/staleness.jsonl, the runs of `configs/fig_staleness.py`.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.staleness
+    python -m jaxrl_tis.experiments.staleness docs/experiments
 """
 
 from collections.abc import Sequence

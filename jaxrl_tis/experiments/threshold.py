@@ -1,10 +1,13 @@
 """Finds the smallest gap at which a run fails, with and without a correction.
 
-    python -m jaxrl_tis.experiments.threshold [FOLDER]
-
 Reads docs/experiments/threshold.jsonl, the runs of `configs/fig_threshold.py`. A run fails if its learner's
 held-out accuracy ends below its start. The threshold of a correction is the gap at which half of the runs
 fail, by logistic regression on the logarithm of the gap. Its interval is a bootstrap over seeds.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.threshold
+    python -m jaxrl_tis.experiments.threshold docs/experiments
 """
 
 import functools

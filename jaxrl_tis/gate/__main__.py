@@ -1,11 +1,14 @@
 """Measures the gap of sampler and learner at the same weights, and splits it into causes.
 
-    python -m jaxrl_tis.gate --config=configs/quickstart.py [--prompts=N] [--json=PATH]
-
 Samples the config's prompts with its engine, scores the tokens with the learner's program, and
 changes one setting at a time from one to the other (`ladder.py`). Makes no update. The exit code is
 1 above a bound `config.gate.max_*`, and where a log-prob is not finite. docs/gate.md explains the
 numbers and the keys of the JSON.
+
+Examples:
+
+    python -m jaxrl_tis.gate --config=configs/quickstart.py
+    python -m jaxrl_tis.gate --config=configs/quickstart.py --prompts=64 --json=gate.json
 """
 
 import pathlib

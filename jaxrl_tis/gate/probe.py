@@ -46,8 +46,10 @@ def verdict(parts: dict[str, dict[str, float]], above: dict[str, list[str]]) -> 
         return None
     named = ", ".join(f"{name} {parts['total'][name]:.3g}" for name in above["total"])
     if above["engine"]:
-        return f"{named} above the bounds of config.gate; the engine's part alone exceeds them"
-    return f"{named} above the bounds of config.gate by staleness; the engine's part is within them"
+        return f"{named} above the bounds of config.gate, and the engine gap alone is above them"
+    return (
+        f"{named} above the bounds of config.gate by staleness; the engine gap alone is within them"
+    )
 
 
 def metrics(parts: dict[str, dict[str, float]]) -> dict[str, float]:

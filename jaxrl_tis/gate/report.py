@@ -62,8 +62,8 @@ def check_prompts(setup: Setup, prompts: int) -> None:
     count, size = prompts * setup.config.rollout.group_size, setup.config.train.microbatch_rows
     if prompts < 1 or (setup.training.packer is None and count % size):
         raise ValueError(
-            f"{prompts} prompts of {setup.config.rollout.group_size} samples do not fill whole "
-            f"micro-batches of train.microbatch_rows = {size}; choose another --prompts"
+            f"{prompts} prompts of {setup.config.rollout.group_size} samples cannot be divided "
+            f"into micro-batches of train.microbatch_rows = {size}; choose another --prompts"
         )
 
 
@@ -199,6 +199,7 @@ def require(setup: Setup, params: Any) -> None:
     processes.report(table(report))
     if found := failures(report):
         raise MismatchError(
-            f"before step 0 the sampler is too far from the learner: {', '.join(found)}; the "
-            f"largest cause is {report['largest']}. Change the engine, or raise gate.max_*"
+            "before step 0 the gap of sampler and learner is above its bounds: "
+            f"{', '.join(found)}; the largest part is {report['largest']}. Change the engine, or "
+            "raise gate.max_*"
         )

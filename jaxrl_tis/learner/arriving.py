@@ -23,9 +23,9 @@ def accumulation_blocker(setup: LearnerSetup) -> str | None:
     if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:
         return f"the mask {ranking[0]} ranks the tokens of the batch"
     if "key" in chosen.needs:
-        return f"{chosen.needs['key']} draws at random for the batch"
+        return f"{chosen.needs['key']} samples at random from the whole batch"
     if setup.has_critic:
-        return "the critic's update comes after it"
+        return "the critic is updated after the policy"
     if setup.learner.program.dtype == "float16":
         return "gradients in float16 are scaled for a whole update"
     names = [name for name, _ in chosen.controllers]

@@ -72,8 +72,8 @@ def _batch(c: Correction, config):
         )
     if c.mode == "bypass" and c.is_batch_normalized and not is_whole:
         yield (
-            "bypass mode computes the weights of every micro-batch by itself, and "
-            "correction.batch_normalize divides by the mean of the whole batch: set "
+            "bypass mode computes the weights of each micro-batch separately, and "
+            "correction.batch_normalize divides by the mean of the whole batch; set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
         )
 
@@ -94,9 +94,9 @@ def _replayed(c: Correction, rollout, way: replay.Way | None):
     is_replayed = way is not None and way.uses > 1
     if is_replayed and objective in UNRATIOED and (weight == "none" or c.mode == "decoupled"):
         yield (
-            f"objective {objective!r} has no ratio and nothing else weighs how far the policy has come "
-            f"since, so that it would take what rollout.replay = {rollout.replay!r} trains on again for "
-            "the policy's own: use an objective with a ratio, or bypass mode with a weight"
+            f"objective {objective!r} has no ratio and no weight, and would treat the replayed "
+            f"samples of rollout.replay = {rollout.replay!r} as on-policy; use an objective with a "
+            "ratio, or bypass mode with a weight"
         )
 
 
@@ -107,18 +107,18 @@ def _weight(c: Correction):
         return
     if objective in UNWEIGHTED:
         yield (
-            f"objective {objective!r} leaves good samples unweighted, and the weight {weight!r} "
-            "would weigh them: set correction.weight to 'none'"
+            f"objective {objective!r} leaves good samples unweighted, but the weight {weight!r} "
+            "would weight them; set correction.weight to 'none'"
         )
     if c.mode == "bypass" and objective not in UNRATIOED:
         yield (
-            f"bypass mode puts the whole drift into the ratio of {objective!r}; the weight "
-            f"{weight!r} would count the engine's part twice: set correction.weight to 'none'"
+            f"in bypass mode the ratio of {objective!r} includes the engine gap, and the weight "
+            f"{weight!r} would count the gap twice; set correction.weight to 'none'"
         )
     if "logp_behav" in methods.needs("objective", objective):
         yield (
-            f"objective {objective!r} weighs by logp_behav itself; the weight {weight!r} would "
-            "count the engine's part twice: set correction.weight to 'none'"
+            f"objective {objective!r} uses logp_behav itself, and the weight {weight!r} would "
+            "count the engine gap twice; set correction.weight to 'none'"
         )
 
 
@@ -128,13 +128,13 @@ def _kl(c: Correction):
         return
     if c.kl_placement == "loss" and c.kl[0] == "k1":
         yield (
-            "correction.kl is 'k1' in the loss, where its gradient is 0 in expectation: set "
+            "correction.kl is 'k1' in the loss, where its gradient is 0 in expectation; set "
             "correction.kl to k2 or 'k1+', or correction.kl_placement to 'reward'"
         )
     if c.kl_placement == "reward" and c.advantage[0] in COMPONENTS_ONLY:
         yield (
-            f"advantage {c.advantage[0]!r} takes the components of the reward, and a KL penalty in the "
-            "reward is none of them: set correction.kl_placement to 'loss'"
+            f"advantage {c.advantage[0]!r} uses the components of the reward, and a KL penalty in "
+            "the reward is not a component; set correction.kl_placement to 'loss'"
         )
 
 
@@ -142,23 +142,24 @@ def _fields(c: Correction, config):
     """Finds fields that a method needs and this run lacks."""
     if "st_ppo_norm" in c.needs and config.model.dtype == "float16":
         yield (
-            f"objective {c.objective[0]!r} divides by a norm of gradients that model.dtype = 'float16' "
-            "may lose before the loss scale is found: use bfloat16 or float32"
+            f"objective {c.objective[0]!r} divides by a gradient norm, which can underflow with "
+            "model.dtype = 'float16'; use bfloat16 or float32"
         )
     if "grad_norms" in c.needs and config.train.pack_length:
         yield (
-            f"{c.needs['grad_norms']!r} needs the gradient of each sequence by itself, which "
-            "packed rows do not give: set train.pack_length to 0"
+            f"{c.needs['grad_norms']!r} needs the gradient of each sequence, which packed rows do "
+            "not provide; set train.pack_length to 0"
         )
     for field, user in c.needs.items():
         if field not in FIELDS:
-            yield f"{user!r} needs {field}, which a run does not record"
+            yield f"{user!r} needs {field}, which a run does not record; choose another method"
     needs = {f: user for f, user in c.needs.items() if f in FIELDS}
     whole = [user for f, user in needs.items() if "vocabulary" in FIELDS[f].axes]
     if whole and config.rollout.sampling_mask_size:
         yield (
-            f"{whole[0]!r} needs the whole distribution, and with rollout.sampling_mask_size the "
-            "learner has that of the kept tokens: set rollout.sampling_mask_size to 0"
+            f"{whole[0]!r} needs the full distribution, and rollout.sampling_mask_size = "
+            f"{config.rollout.sampling_mask_size} limits the learner to the kept tokens; set "
+            "rollout.sampling_mask_size to 0"
         )
 
 
@@ -182,15 +183,14 @@ def _of_one_version(c: Correction, rollout):
     for name in (c.objective[0], *(name for name, _ in c.masks)):
         if name in OF_VERSIONS:
             yield (
-                f"{name!r} is for samples of several versions of the weights, and with "
-                f"rollout.schedule = {rollout.schedule!r} all are of one: choose another schedule, "
-                "such as 'areal(staleness=4)'"
+                f"{name!r} distinguishes weight versions, and with rollout.schedule = {rollout.schedule!r} "
+                "all samples have one version; choose another mode, such as 'areal(staleness=4)'"
             )
     for name, default in (("old_logp_source", "ring"), ("snapshots", 0)):
         if rollout[name] != default:
             yield (
-                f"rollout.{name} = {rollout[name]!r} is for tokens of older weights, of which "
-                f"rollout.schedule = {rollout.schedule!r} has none: set it to {default!r}"
+                f"rollout.{name} = {rollout[name]!r} is for tokens of older weights, and "
+                f"rollout.schedule = {rollout.schedule!r} has none; set it to {default!r}"
             )
 
 
@@ -203,20 +203,19 @@ def _old_logp(rollout, schedule: Schedule, staleness: float):
         yield (
             f"rollout.snapshots = {rollout.snapshots} is not enough for rollout.schedule = "
             f"{rollout.schedule!r} and rollout.replay = {rollout.replay!r}, with tokens up to "
-            f"{staleness:g} versions old: set it to 1 more than the versions that you want to "
-            "keep, or rollout.old_logp_source to ewma or none"
+            f"{staleness:g} versions old; set it to that number of versions plus 1, or "
+            "rollout.old_logp_source to ewma or none"
         )
     if way == "replica" and staleness > schedule.staleness:
         yield (
-            "rollout.old_logp_source = 'replica' keeps what it has scored for one batch, and "
-            f"rollout.replay = {rollout.replay!r} trains on it again: set rollout.old_logp_source "
-            "to ring"
+            "rollout.old_logp_source = 'replica' keeps its log-probs for one batch, and rollout.replay = "
+            f"{rollout.replay!r} trains on them again; set rollout.old_logp_source to ring"
         )
     if way == "replica" and schedule.on_sync == "drain":
         yield (
-            "rollout.old_logp_source = 'replica' scores all that the old weights have drawn "
-            f"before new ones come, and with rollout.schedule = {rollout.schedule!r} some of it "
-            "goes on under the old: set rollout.old_logp_source to ring"
+            "rollout.old_logp_source = 'replica' needs all samples of the old weights before a weight "
+            f"sync, and with rollout.schedule = {rollout.schedule!r} some samples finish later with the "
+            "old weights; set rollout.old_logp_source to ring"
         )
 
 
@@ -230,9 +229,9 @@ def _without_old(c: Correction, rollout):
         chosen.append(("objective", c.objective[0]))
     for kind, name in chosen:
         yield (
-            f"the {kind} {name!r} needs the learner's log-probs at the weights that drew each "
-            "token, and rollout.old_logp_source is 'none': set it to ring, correction.mode to "
-            "bypass, or take objective 'a3po' or 'decoupled' with weight 'none' and no masks"
+            f"the {kind} {name!r} needs the learner's log-probs under the weights that sampled "
+            "each token, and rollout.old_logp_source is 'none'; set it to ring, correction.mode to "
+            "bypass, or use objective 'a3po' or 'decoupled' with weight 'none' and no masks"
         )
 
 
@@ -245,26 +244,26 @@ def _centering(c: Correction, config):
         return
     if not size:
         yield (
-            "correction.centering is 'kept', and no support is recorded: set "
+            "correction.centering is 'kept', and no sampling mask is recorded; set "
             "rollout.sampling_mask_size, or correction.centering to 'top(32)'"
         )
     if is_filtered(config.rollout) and not config.rollout.sampling_mask_size:
         yield (
-            "correction.centering needs the learner's probabilities of what top_k, top_p and "
-            "min_p keep: set rollout.sampling_mask_size"
+            "correction.centering needs the learner's probabilities of the tokens that top_k, "
+            "top_p and min_p keep; set rollout.sampling_mask_size"
         )
     is_one_update = config.train.epochs * config.train.minibatches == 1
     chosen = c.weight, c.masks, c.objective, c.mode
     if refusal := centering.why_not(*chosen, is_one_update):
-        yield f"correction.centering needs a weight of any token: {refusal}"
+        yield f"correction.centering needs one weight for every token: {refusal}"
     if c.is_batch_normalized:
         yield (
-            "correction.centering takes weights as they are, and correction.batch_normalize divides "
-            "them: set it to False"
+            "correction.centering uses the weights unchanged, and correction.batch_normalize "
+            "divides them; set it to False"
         )
     if c.masks and c.mode == "decoupled" and not c.rejected_in_denominator:
         yield (
-            "correction.centering subtracts at rejected tokens, too: set "
+            "correction.centering also subtracts at rejected tokens; set "
             "correction.rejected_in_denominator to True"
         )
 
@@ -272,13 +271,13 @@ def _centering(c: Correction, config):
 def _controllers(c):
     names = [name for name, _ in c.controllers]
     if len(set(names)) < len(names):
-        yield f"correction.controllers names one twice: {', '.join(names)}"
+        yield f"correction.controllers names one twice: {', '.join(names)}; remove one"
     elif "adaptive_kl" in names and c.kl is None:
         yield "controller 'adaptive_kl' has no penalty to control: set correction.kl_coeff above 0"
     elif "r2vpo_dual" in names and c.objective[0] != "r2vpo":
         yield (
-            f"controller 'r2vpo_dual' sets the multiplier of objective 'r2vpo', not of "
-            f"{c.objective[0]!r}"
+            "controller 'r2vpo_dual' sets the multiplier of objective 'r2vpo', and the objective "
+            f"is {c.objective[0]!r}; change one of them"
         )
 
 
@@ -286,22 +285,22 @@ def _bounds(name, parameters):
     """Finds bounds that reject or truncate even where the two policies agree."""
     for key, cap in parameters.items():
         if (key == "cap" or key.startswith("cap_")) and cap < 1:
-            yield f"{key} is {cap} in {name!r}; a cap below 1 truncates even where policies agree"
+            yield f"{key} is {cap} in {name!r} and truncates equal policies; set it to 1 or more"
     low, high = (parameters.get(key) for key in ("lower", "upper"))
     if name == "token_dp":
         if not 0 < high <= 1:
-            yield f"upper is {high} in {name!r}; a difference of probabilities lies between 0 and 1"
+            yield f"upper is {high} in {name!r}, a probability difference; set it above 0, up to 1"
     elif name.endswith("_binary_kl"):
         if not high >= 0:
-            yield f"upper is {high} in {name!r}; a divergence is at least 0"
+            yield f"upper is {high} in {name!r}, a divergence; set it to at least 0"
     elif not name.endswith(("_k2", "_k3")) and high is not None:
         low = (1 / high if name.endswith("_k1") else 0.0) if low is None else low
         if not 0 <= low <= 1 <= high:
-            yield f"the band [{low}, {high}] of {name!r} must hold the ratio 1"
+            yield f"the band [{low}, {high}] of {name!r} excludes the ratio 1; set bounds around 1"
     clip_low, clip_high = (parameters.get(key, 0.0) for key in ("clip_low", "clip_high"))
     if clip_low < 0 or (clip_low > 1 and name in ("ppo", "dual_clip", "dis")):
-        yield f"clip_low is {clip_low} in {name!r}; the ratio's lower bound is 1 - clip_low"
+        yield f"clip_low is {clip_low} in {name!r}, with lower bound 1 - clip_low; give 0 to 1"
     if clip_high < 0:
-        yield f"clip_high is {clip_high} in {name!r}; the ratio's upper bound is 1 + clip_high"
+        yield f"clip_high is {clip_high} in {name!r}, with upper bound 1 + clip_high; give 0 or more"
     if parameters.get("dual_clip", 2.0) <= 1:
         yield f"dual_clip is {parameters['dual_clip']} in {name!r}; it must be above 1"

@@ -83,7 +83,7 @@ class Correction:
         if self.mode == "decoupled" and self.is_batch_normalized:
             return "weights are divided by their mean over the batch"
         if once and self.mode == "decoupled" and not self.rejected_in_denominator:
-            return "how many tokens the masks keep decides what the loss is divided by"
+            return "the divisor of the loss is the number of tokens that the masks keep"
         if self.kl is not None and self.kl_placement != "loss":
             return "the KL to the reference is a part of the reward"
         if "ess_scale" in dict(self.controllers):

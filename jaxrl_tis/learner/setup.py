@@ -58,7 +58,7 @@ class LearnerSetup:
         if train.fuse_old_logp == "never":
             return "train.fuse_old_logp is never"
         if self.staleness:
-            return "tokens can be of older weights than those that the update starts from"
+            return "tokens can be of older weights than the update starts from"
         if (updates := train.minibatches * train.epochs) > 1:
             return f"a rollout batch gets {updates} updates"
         return self.correction.recompute_reason
@@ -202,8 +202,8 @@ def _check_mesh(layout: Layout, correction: Correction, model: ModelConfig) -> N
     """Raises ValueError for a mesh that does not divide the model or a method's arrays."""
     if "grad_norms" in correction.needs and layout.shards > 1:
         raise ValueError(
-            f"{correction.needs['grad_norms']!r} needs the gradient of each sequence by itself, which "
-            f"rows cut over {layout.shards} devices do not give: set mesh.train to (1, 1, ...)"
+            f"{correction.needs['grad_norms']!r} needs the gradient of each sequence, which rows "
+            f"on {layout.shards} devices do not provide; set mesh.train to (1, 1, ...)"
         )
     placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
 
@@ -219,6 +219,7 @@ def _check_logits(
     if count > MAX_LOGITS:
         users = " and ".join(repr(user) for user in dict.fromkeys(needs.values()))
         raise ValueError(
-            f"{users} needs {', '.join(needs)} of every token: {count:,} numbers a batch, where "
-            f"{MAX_LOGITS:,} are allowed; it is for small vocabularies and short responses"
+            f"{users} needs {', '.join(needs)} of every token, {count:,} numbers per batch, and at "
+            f"most {MAX_LOGITS:,} are allowed; lower rollout.prompts, rollout.group_size or "
+            "rollout.max_new_tokens"
         )

@@ -41,8 +41,8 @@ def num_snapshots(staleness: float) -> int:
     policy, and its own. ValueError without a bound."""
     if staleness == math.inf:
         raise ValueError(
-            "rollout.schedule bounds no token's staleness, so that no number of snapshots is "
-            "enough: set rollout.snapshots, or rollout.old_logp_source to another way"
+            "rollout.schedule has no bound on staleness, and no number of snapshots is enough; set "
+            "rollout.snapshots, or rollout.old_logp_source to another source"
         )
     return int(staleness) + 1
 
@@ -62,8 +62,8 @@ class RingSnapshots(Mapping):
     def __init__(self, count: int, size: int, max_bytes: float):
         if count < 1:
             raise ValueError(
-                f"a ring of {count} snapshots has the weights of no version: set rollout.snapshots "
-                "above 0"
+                f"rollout.old_logp = 'ring' has {count} snapshots and needs at least 1; set "
+                "rollout.snapshots above 0"
             )
         if count * size > max_bytes:
             raise ValueError(

@@ -149,6 +149,9 @@ def read_params(setup: LearnerSetup, path: str, step: int | None = None) -> Any:
             return checkpoints.restore(wanted, step, is_part=True)[0]["policy"]["params"]
     found = models.read_config(path)
     if found != setup.model:
-        raise ValueError(f"{path} holds another model: {found}, the config has {setup.model}")
+        raise ValueError(
+            f"{path} holds another model than the config: {found}, and the config has "
+            f"{setup.model}; use a checkpoint of the same model"
+        )
     shardings = placement.shardings(setup.layout, setup.model)
     return models.load(path, shardings, setup.config.model.param_dtype)[1]

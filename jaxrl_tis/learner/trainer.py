@@ -139,8 +139,8 @@ class Trainer:
             sampled_by[v] is not policy for v in check_versions(rows, sampled_by)
         ):
             raise ValueError(
-                "tokens were drawn by other weights than those that the update starts from, which "
-                "it cannot score: set train.fuse_old_logp to never"
+                "tokens were sampled with other weights than the update starts from, and the "
+                "update cannot score them; set train.fuse_old_logp to never"
             )
         self.score_metrics = {
             "old_logp/versions": len(np.unique(rows["version"][rows["mask"]])),
@@ -310,9 +310,9 @@ def check_versions(
     missing = [v for v in versions if v not in sampled_by]
     if missing:
         raise ValueError(
-            f"tokens were drawn by the weights of version {', '.join(map(str, missing))}; of those "
-            f"that are still there ({', '.join(map(str, sampled_by))}) none is theirs, so logp_old "
-            "cannot be scored"
+            f"tokens were sampled with the weights of version {', '.join(map(str, missing))}, and "
+            f"only those of {', '.join(map(str, sampled_by))} are kept, so logp_old cannot be "
+            "computed; raise rollout.snapshots"
         )
     return versions
 

@@ -67,9 +67,13 @@ def warm_up(
             state, values = train_step(state, layout.put_batch(minibatch))
             loss = float(values["supervised/ce_loss"])
             if not math.isfinite(loss):
-                raise FloatingPointError(f"warm-up step {index}: the cross-entropy is {loss}")
+                raise FloatingPointError(
+                    f"warm-up step {index}: the cross-entropy is {loss}; lower warmup.lr"
+                )
             if not math.isfinite(norm := float(values["supervised/grad_norm"])):
-                raise FloatingPointError(f"warm-up step {index}: the gradient's norm is {norm}")
+                raise FloatingPointError(
+                    f"warm-up step {index}: the gradient norm is {norm}; lower warmup.lr"
+                )
             writer.write(index, "warmup", {"warmup/loss": loss})
             progress.update(1, loss=loss)
             heartbeat()
@@ -84,8 +88,8 @@ def _why_bad(prompter: Prompter, record: dict[str, Any], limit: int) -> str:
     """Returns the reason why a record cannot be trained on; "" if it can."""
     if "answer" not in record:
         return (
-            "it has no answer that the warm-up could teach; name the field with "
-            "task.params.answer_field, or set warmup.steps to 0"
+            "it has no answer for the warm-up; name the field with task.params.answer_field, or "
+            "set warmup.steps to 0"
         )
     try:
         count = len(_target(prompter, record))

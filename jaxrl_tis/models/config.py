@@ -252,8 +252,8 @@ class ModelConfig:
             f"{self.max_position}"
         )
         if self.rope.kind == "default":
-            raise ValueError(f"{problem} of the model, and its rope type extends nothing")
-        return f"{problem} of the model; its rope type {self.rope.kind!r} extends the positions"
+            raise ValueError(f"{found} of the model, and its rope type does not extend positions")
+        return f"{found} of the model; its rope type {self.rope.kind!r} extends the positions"
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` dict of this model, in the form transformers 4 and 5 both read.
@@ -326,7 +326,10 @@ def _refuse_unimplemented(hf: Mapping[str, Any], family: str) -> None:
         if key in IMPLEMENTED or key in HARMLESS or value is None:
             continue
         if key not in only:
-            raise ValueError(f"{key}={value!r} in config.json is not a field this model knows.")
+            raise ValueError(
+                f"{key}={value!r} in config.json is an unknown field and may change the "
+                "computation; remove it only if it does not."
+            )
         if value != only[key]:
             raise ValueError(
                 f"{key}={value!r} in config.json is not implemented for {family}; "
@@ -398,7 +401,9 @@ def _merge_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
         for key, value in source.items():
             if key in merged and merged[key] != value:
                 raise ValueError(
-                    f"config.json gives two values for {key}: {merged[key]!r} and {value!r}.")
+                    f"config.json gives two values for {key}: {merged[key]!r} and {value!r}; "
+                    "remove one."
+                )
             merged[key] = value
     return merged
 
@@ -423,7 +428,10 @@ def _rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
         fields = {k: v for k, v in fields.items() if all(k not in known for known in ROPE_FIELDS.values())}
     for key, value in fields.items():
         if key not in ROPE_FIELDS[kind]:
-            raise ValueError(f"{key}={value!r} is not a field of rope_type={kind!r}.")
+            raise ValueError(
+                f"{key}={value!r} is not a field of rope_type={kind!r}; remove it, or correct the "
+                "rope type."
+            )
     for key in ROPE_REQUIRED[kind]:
         if key not in fields:
             raise ValueError(f"rope_type={kind!r} needs the field {key!r}.")

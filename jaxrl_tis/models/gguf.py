@@ -96,7 +96,8 @@ def _open(path: pathlib.Path) -> GGUFReader:
         return _BoundedReader(path)
     except (ValueError, IndexError, KeyError, OverflowError) as error:
         raise ValueError(
-            f"{path} is no GGUF file, or truncated ({error}); copy it again.") from error
+            f"{path} is not a GGUF file, or is truncated ({error}); copy it again."
+        ) from error
 
 
 def _config(reader: GGUFReader, source: str) -> ModelConfig:
@@ -199,7 +200,9 @@ def _dequantize(tensor) -> np.ndarray:
         return dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor))
     except NotImplementedError as error:
         raise ValueError(
-            f"{tensor.name} has type {tensor.tensor_type.name}, which cannot be read.") from error
+            f"{tensor.name} has type {tensor.tensor_type.name}, which cannot be read; use a file "
+            "of another quantization."
+        ) from error
 
 
 def unpermute(w: np.ndarray, num_heads: int) -> np.ndarray:

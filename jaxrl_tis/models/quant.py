@@ -59,7 +59,7 @@ class Recipe:
         unknown = [name for name in self.unquantized if name not in QUANTIZED]
         if unknown:
             raise ValueError(
-                f"unquantized names {', '.join(unknown)}; the projections are "
+                f"unquantized names {', '.join(unknown)}; choose among the projections "
                 f"{', '.join(QUANTIZED)}"
             )
 

@@ -155,7 +155,9 @@ def _open_tensors(folder: pathlib.Path, files: contextlib.ExitStack) -> dict[str
         indexed = {name for name, owner in weight_map.items() if owner == shard}
         if strays := indexed ^ opened.keys():
             raise ValueError(
-                f"{folder / shard} and {INDEX} disagree about {', '.join(sorted(strays)[:8])}.")
+                f"{folder / shard} and {INDEX} disagree about {', '.join(sorted(strays)[:8])}; "
+                "copy both again from one checkpoint."
+            )
         tensors |= opened
     return tensors
 
@@ -165,10 +167,13 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str]:
     folder."""
     index = _read_json(folder / INDEX)
     if "weight_map" not in index or not isinstance(index["weight_map"], dict):
-        raise ValueError(f"{folder / INDEX} has no weight_map object.")
+        raise ValueError(f"{folder / INDEX} has no weight_map object; copy it again.")
     for name, shard in index["weight_map"].items():
         if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
-            raise ValueError(f"{folder / INDEX} puts {name} into {shard!r}, not a plain file name.")
+            raise ValueError(
+                f"{folder / INDEX} puts {name} into {shard!r}, which is not a plain file name; "
+                "copy it again."
+            )
     return {n: s for n, s in index["weight_map"].items() if not n.endswith(DERIVED_SUFFIX)}
 
 
@@ -201,8 +206,9 @@ def _check_tied(tensors: dict[str, Tensor], folder: pathlib.Path) -> None:
     if head.shape != embed.shape or not np.array_equal(head.read(everything),
                                                        embed.read(everything)):
         raise ValueError(
-            f"{folder} has tie_word_embeddings true, but its {NAMES['head']} "
-            f"{list(head.shape)} differs from {NAMES['embed']} {list(embed.shape)}.")
+            f"{folder} has tie_word_embeddings true, but its {NAMES['head']} {list(head.shape)} "
+            f"differs from {NAMES['embed']} {list(embed.shape)}; set it to false in config.json."
+        )
 
 
 def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Stored"]:

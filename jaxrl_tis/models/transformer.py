@@ -122,7 +122,10 @@ class Program:
         if not self.is_invariant:
             return attention.row_attention(q, k, v, segment_ids_bt, self.layout, unseen_bt)
         if unseen_bt is not None:
-            raise ValueError("numerics='invariant' attends to all keys, none can be evicted")
+            raise ValueError(
+                "numerics='invariant' attends to all keys, and none can be evicted; set "
+                "engine.retention to (0, 0)"
+            )
         return invariant.row_attention(q, k, v, segment_ids_bt, self.layout)
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:

@@ -106,13 +106,14 @@ def find(
         )
     if fixed:
         raise ValueError(
-            f"{workdir} holds a run that cannot go on with another queue of samples: {shown(fixed)}. Use "
-            "the old values, or a new workdir"
+            f"the run in {workdir} has a queue of samples that does not fit this change: "
+            f"{shown(fixed)}. Use the old values, or a new workdir"
         )
     if refused:
         raise ValueError(
-            f"{workdir} holds a run with another configuration: {shown(refused)}. Use the old values to "
-            f"resume, a new workdir, or --change={','.join(refused)} to go on with the new ones"
+            f"{workdir} holds a run with another configuration: {shown(refused)}. Use the old "
+            f"values to resume, a new workdir, or --change={','.join(refused)} to continue with "
+            "the new values"
         )
     return {name: [old.get(name), new.get(name)] for name in changed}
 

@@ -53,7 +53,9 @@ class Checkpoints:
           before_commit: called on process 0, in the background, before a step counts.
         """
         if keep < 1:
-            raise ValueError(f"keep={keep} checkpoints: at least 1 is needed to resume")
+            raise ValueError(
+                f"keep={keep} checkpoints; set checkpoint.keep to at least 1, which resuming needs"
+            )
         self._directory = storage.folder(workdir) / "checkpoints"
         self._keep, self._before_commit = keep, before_commit
         self._pending = None  # (step, Future) of the save in the background
@@ -61,7 +63,10 @@ class Checkpoints:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise Unwritable(f"cannot make {self._directory}: {error}") from error
+            raise Unwritable(
+                f"cannot make {self._directory}: {error}; make the folder writable, or choose "
+                "another --workdir"
+            ) from error
         self._stack = contextlib.ExitStack()
 
     @functools.cached_property

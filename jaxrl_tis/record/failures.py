@@ -78,7 +78,7 @@ class Failures:
             new.replace(self._path)
         except OSError as error:
             raise Unwritable(
-                f"cannot write the rewards that failed to {self._path}: {error}. Free space or make it "
+                f"cannot write the failed rewards to {self._path}: {error}. Free space or make it "
                 "writable, then start the same command again"
             ) from error
 
@@ -96,7 +96,10 @@ def read(path: Any) -> list[Failure]:
         try:
             failures.append(Failure(**json.loads(line)))
         except (TypeError, ValueError) as error:
-            raise ValueError(f"{path}, line {number}: no kind of failed rewards: {error}") from error
+            raise ValueError(
+                f"{path}, line {number}: not a record of failed rewards: {error}; delete the file "
+                "to start a new one"
+            ) from error
     return failures
 
 

@@ -174,8 +174,8 @@ class LineFile:
             yield
         except OSError as error:
             raise Unwritable(
-                f"cannot write the run's record {self._path}: {error}. The checkpoints beside it "
-                "are intact; free space or make it writable, then start the same command again "
+                f"cannot write the run's record {self._path}: {error}. The checkpoints in the "
+                "same folder are intact; free space or make it writable, then start the same command again "
                 "to resume from the newest one.") from error
 
 

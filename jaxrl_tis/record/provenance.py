@@ -44,7 +44,10 @@ def write_run_files(
                                   "git_revision": git_revision(), "pins": dict(pins),
                                   "run_id": run_id, "changes": list(changes)})
     except OSError as error:
-        raise Unwritable(f"cannot write {path}: {error}") from error
+        raise Unwritable(
+            f"cannot write {path}: {error}; free space or make it writable, then start the same "
+            "command again"
+        ) from error
 
 
 def identity(config_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,11 +91,14 @@ def saved(workdir: str | os.PathLike, name: str) -> Any:
         content = json.loads(path.read_bytes())
         content["config"]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not what a run writes: {error!r}") from error
-    if name not in content:
         raise ValueError(
-            f"{path} says nothing of {name}: it is of another version of jaxrl_tis; use that one, or "
+            f"{path} does not hold the configuration of a run: {error!r}; restore the file, or use "
             "a new workdir"
+        ) from error
+    if name not in found:
+        raise ValueError(
+            f"{path} has no {name}: another version of jaxrl_tis wrote it; use that version, or a "
+            "new workdir"
         )
     return content[name]
 

@@ -47,7 +47,7 @@ def _read_config(path: epath.Path) -> dict:
     try:
         return json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{path} is not JSON: {error}; restore or delete the file") from error
 
 
 def _percent(run: Run, key: str, index: int) -> str:

@@ -295,7 +295,10 @@ def write_png(runs: Sequence[Run], out_png: str | os.PathLike) -> pathlib.Path:
     """
     plots = [plot for plot in PLOTS if plot.in_overview and is_present(plot, runs)][:6]
     if not plots:
-        raise ValueError(f"nothing to plot: {[run.label for run in runs]} have no metric of PLOTS")
+        raise ValueError(
+            f"nothing to draw: {[run.label for run in runs]} have no metric of PLOTS; give the "
+            "folders of runs with at least one step"
+        )
     with matplotlib.rc_context({**STYLE, "font.size": 9, "axes.titlesize": 10.5,
                                 "figure.constrained_layout.h_pad": 0.1,
                                 "figure.constrained_layout.w_pad": 0.08}):

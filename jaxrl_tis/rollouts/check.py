@@ -29,7 +29,7 @@ def rollout_problems(
 
 def _numbers(rollout) -> Iterator[str]:
     if rollout.workers < 1:
-        yield f"rollout.workers is {rollout.workers}; at least 1 has to draw"
+        yield f"rollout.workers is {rollout.workers}; set it to at least 1"
     if rollout.update_turns < 0:
         yield f"rollout.update_turns is {rollout.update_turns}; it must not be below 0"
     if rollout.gap_probe_every < 0:
@@ -40,18 +40,13 @@ def _budget(rollout, schedule: schedules.Schedule) -> Iterator[str]:
     """Finds an answer to a gap above its budget that this run cannot give."""
     if rollout.on_gap_exceeded not in ON_GAP_EXCEEDED:
         yield (
-            f"rollout.on_gap_exceeded is {rollout.on_gap_exceeded!r}; choose one of "
-            f"{', '.join(ON_GAP_EXCEEDED)}"
+            f"rollout.on_gap_exceeded = {rollout.on_gap_exceeded!r} needs probes of the gap; set "
+            "rollout.gap_probe_every above 0"
         )
     elif rollout.on_gap_exceeded != "warn" and not rollout.gap_probe_every:
         yield (
-            f"rollout.on_gap_exceeded = {rollout.on_gap_exceeded!r} needs probes of the gap: set "
-            "rollout.gap_probe_every above 0"
-        )
-    if rollout.on_gap_exceeded == "sync" and not schedule.ahead:
-        yield (
-            "rollout.on_gap_exceeded = 'sync' bounds staleness by less, and rollout.schedule = "
-            f"{rollout.schedule!r} has none: set it to warn or stop"
+            "rollout.on_gap_exceeded = 'sync' lowers the bound on staleness, and rollout.schedule = "
+            f"{rollout.schedule!r} has none; set it to warn or stop"
         )
 
 
@@ -61,16 +56,15 @@ def _driver(rollout) -> Iterator[str]:
         yield f"rollout.driver is {rollout.driver!r}; choose one of {', '.join(DRIVERS)}"
     if rollout.driver != "virtual" and rollout.update_turns:
         yield (
-            f"rollout.update_turns = {rollout.update_turns} counts the turns of rollout.driver = "
-            f"'virtual', and it is {rollout.driver!r}, where samplers draw for as long as an update "
-            "takes: set it to 0"
+            f"rollout.update_turns = {rollout.update_turns} is for rollout.driver = 'virtual', and "
+            f"the driver is {rollout.driver!r}; set it to 0"
         )
     if rollout.driver == "processes":
         yield from _remote(rollout)
     if rollout.driver != "virtual" and rollout.old_logp_source == "replica":
         yield (
-            f"rollout.driver = {rollout.driver!r} lets samplers draw while older weights are "
-            "scored, of which rollout.old_logp_source = 'replica' keeps no copy: set it to ring"
+            f"rollout.driver = {rollout.driver!r} samples while older weights are still scored, "
+            "and rollout.old_logp_source = 'replica' keeps no copy of them; set it to ring"
         )
 
 
@@ -78,36 +72,38 @@ def _queue(rollout, schedule: schedules.Schedule) -> Iterator[str]:
     if 0 < rollout.queue < rollout.prompts or rollout.queue < 0:
         yield (
             f"rollout.queue = {rollout.queue} groups cannot hold a batch of rollout.prompts = "
-            f"{rollout.prompts}; 0 holds as many as the schedule can begin"
+            f"{rollout.prompts}; raise it, or set it to 0 for as many as the mode allows"
         )
     if rollout.prompts <= rollout.queue < schedule.sync_every * rollout.prompts:
         yield (
-            f"rollout.queue = {rollout.queue} groups cannot hold the {schedule.sync_every} batches "
-            f"of {rollout.prompts} that are begun between two weight syncs"
+            f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
+            f"{rollout.prompts} between two weight syncs; raise it to at least "
+            f"{mode.sync_every * rollout.prompts}, or set it to 0"
         )
 
 
 def _ahead(config, schedule: schedules.Schedule) -> Iterator[str]:
     """Finds what samplers that run ahead cannot do."""
     rollout = config.rollout
-    if math.isinf(schedule.ahead) and not rollout.queue:
+    if math.isinf(mode.ahead) and not rollout.queue:
         yield (
-            f"rollout.schedule = {rollout.schedule!r} has no bound: set rollout.queue to the most groups"
+            f"rollout.schedule = {rollout.schedule!r} has no bound; set rollout.queue to the largest "
+            "number of groups"
         )
     if any(config.engine.retention):
         yield (
-            f"rollout.schedule = {rollout.schedule!r} interrupts sequences, and one that saw "
-            "evicted keys cannot go on: set engine.retention to (0, 0)"
+            f"rollout.schedule = {rollout.schedule!r} interrupts sequences, and sequences with evicted "
+            "keys cannot continue; set engine.retention to (0, 0)"
         )
     if schedule.redundant and config.correction.advantage == "remax":
         yield (
-            f"rollout.schedule = {rollout.schedule!r} takes the first samples that end, and "
-            "advantage 'remax' needs its greedy answer among them: set redundant to 0"
+            f"rollout.schedule = {rollout.schedule!r} uses the first samples that end, and advantage "
+            "'remax' needs its greedy answer among them; set redundant to 0"
         )
     if schedule.repack and rollout.workers < 2 and rollout.driver != "processes":
         yield (
-            f"rollout.schedule = {rollout.schedule!r} moves sequences between workers, and there "
-            "is one: set rollout.workers to at least 2, or repack to 0"
+            f"rollout.schedule = {rollout.schedule!r} moves sequences between workers, and there is one; "
+            "set rollout.workers to at least 2, or repack to 0"
         )
 
 
@@ -126,28 +122,28 @@ def _replay(rollout, schedule: schedules.Schedule, way: replay.Way | None) -> It
     """Finds what is wrong with groups that are trained on again."""
     if rollout.max_age and (way is None or way.uses == 1):
         yield (
-            f"rollout.max_age = {rollout.max_age} is for tokens that are trained on again, and "
-            f"rollout.replay = {rollout.replay!r} has none: set it to 0"
+            f"rollout.max_age = {rollout.max_age} limits the age of replayed tokens, and "
+            f"rollout.replay = {rollout.replay!r} replays none; set it to 0"
         )
     if way is None or way.uses == 1:
         return
     if rollout.prompts % way.uses:
         yield (
-            f"rollout.prompts = {rollout.prompts} groups, each used {way.uses} times (rollout.replay = "
-            f"{rollout.replay!r}), are no whole number of new ones a batch: set prompts to a multiple "
-            f"of {way.uses}"
+            f"rollout.prompts = {rollout.prompts} groups with {way.uses} uses each (rollout.replay "
+            f"= {rollout.replay!r}) are not a whole number of new groups per batch; set "
+            f"rollout.prompts to a multiple of {way.uses}"
         )
     oldest = replay.max_age(schedule, way, rollout.max_age)
     if rollout.max_age < 0 or oldest <= schedule.staleness and not math.isinf(oldest):
         yield (
-            f"rollout.max_age = {rollout.max_age} leaves nothing to replay, as rollout.schedule = "
-            f"{rollout.schedule!r} has tokens {schedule.staleness:g} versions old the first time: "
-            "set it above"
+            f"rollout.max_age = {rollout.max_age} leaves no token to replay, because with "
+            f"rollout.schedule = {rollout.schedule!r} new tokens are up to {mode.staleness:g} versions "
+            "old; set it above that"
         )
     if math.isinf(oldest):
         yield (
-            f"rollout.schedule = {rollout.schedule!r} bounds no token's age, so that "
-            "rollout.replay would keep every group: set rollout.max_age"
+            f"rollout.schedule = {rollout.schedule!r} has no bound on the age of a token, and "
+            "rollout.replay would keep every group; set rollout.max_age"
         )
 
 
@@ -157,6 +153,5 @@ def _idle(rollout) -> Iterator[str]:
         if rollout[name] != default:
             yield (
                 f"rollout.{name} = {rollout[name]!r} is for samplers that run ahead, and "
-                f"rollout.schedule is {rollout.schedule!r}: choose another schedule, or set it to "
-                f"{default!r}"
+                f"rollout.schedule is {rollout.schedule!r}; choose another mode, or set it to {default!r}"
             )

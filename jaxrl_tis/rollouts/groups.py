@@ -156,8 +156,8 @@ class Groups:
         if rollout.overlong_buffer:
             if "overlong" in components:
                 raise ValueError(
-                    "the reward has a component 'overlong', which is the name of the penalty that "
-                    "rollout.overlong_buffer adds; give it another one"
+                    "the reward has a component 'overlong', which is the name of the penalty of "
+                    "rollout.overlong_buffer; rename the component"
                 )
             penalty = soft_overlong_penalty(
                 len(trajectory.tokens), rollout.max_new_tokens, rollout.overlong_buffer

@@ -136,7 +136,7 @@ class Prompter:
             return
         if self.task.on_bad_record == "error" or not is_any_good:
             rest = (
-                "\nMend or remove them, or leave them out with task.on_bad_record = 'skip'."
+                "\nFix or remove them, or leave them out with --config.task.on_bad_record=skip."
                 if is_any_good else ""
             )
             raise ValueError(
@@ -205,8 +205,8 @@ class Prompter:
             prompt = [{"role": "user", "content": text}]
         elif template != PLAIN:
             raise ValueError(
-                f"task.template is {template!r}, and a prompt is a list of messages, which are used as "
-                f"they are: set it to {PLAIN!r}"
+                f"task.template is {template!r}, and a prompt is a list of messages, which no "
+                f"template is put around; set it to {PLAIN!r}"
             )
         has_system = any(message["role"] == "system" for message in prompt)
         return [{"role": "system", "content": system}, *prompt] if system and not has_system else prompt

@@ -50,8 +50,8 @@ class Way:
                 raise ValueError(f"{name} is {value}; give a whole number from 1")
         if self.most <= self.uses:
             raise ValueError(
-                f"a group is used at most {self.most} times, and {self.uses} times on average: then "
-                "none is left to choose from; set most above uses"
+                f"a group is used at most {self.most} times and {self.uses} times on average, "
+                "which leaves no choice; set most above uses"
             )
         if not self.tau > 0:
             raise ValueError(f"tau is {self.tau}; give a number of versions above 0")

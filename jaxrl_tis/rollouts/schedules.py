@@ -54,11 +54,15 @@ class Schedule:
             if is_so:
                 raise ValueError(problem)
         if self.on_arrival and self.ahead:
-            raise ValueError("a learner that begins before its batch is there trains on policy")
+            raise ValueError(
+                "on_arrival accumulates gradients of the current weights, and samplers that run "
+                "ahead use older ones; set one of them only"
+            )
         if self.sync_every > self.ahead + 1:
             raise ValueError(
-                f"weights are synced every {self.sync_every} updates, but samplers may begin "
-                f"only {self.ahead + 1:g} batches with each: the learner would wait for ever"
+                f"weights are synced every {self.sync_every} updates, and samplers may start only "
+                f"{self.ahead + 1:g} batches with each version, so the learner would wait forever; "
+                f"allow at least {self.sync_every} batches"
             )
 
     @property
@@ -111,7 +115,7 @@ def fully_async(*, trigger=4, threshold=0.5, partial=True) -> Schedule:
       partial: sequences go on under new weights; else a worker waits until its own have ended.
     """
     if not 0 <= threshold:
-        raise ValueError(f"threshold is {threshold}; the share of samples ahead is 0 or more")
+        raise ValueError(f"threshold is {threshold}; give a share of the samples of at least 0")
     if not _is_whole(trigger, 1):
         raise ValueError(f"trigger is {trigger}; give a whole number of updates from 1")
     on_sync = "interrupt" if partial else "drain"

@@ -15,5 +15,5 @@ def parse(text: str) -> tuple[str, int]:
     """Reads host:port, such as "127.0.0.1:8000" or "[::1]:8000"; ValueError for anything else."""
     host, colon, port = text.rpartition(":")
     if not (colon and host and port.isascii() and port.isdecimal() and int(port) < 2**16):
-        raise ValueError(f"{text!r} is no address: give host:port with a port from 0 to 65535")
+        raise ValueError(f"{text!r} is not an address; give host:port with a port from 0 to 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)

@@ -10,6 +10,7 @@
     141  Nobody reads the output any more, as in `COMMAND | head -1`. Prints nothing.
 """
 
+import argparse
 import contextlib
 import glob
 import importlib.util
@@ -17,6 +18,7 @@ import os
 import pathlib
 import select
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -37,6 +39,8 @@ class Unwritable(RuntimeError):
 class Interrupted(Exception):
     """A run must stop for an outside reason. The same command continues it."""
 
+
+EXAMPLES = "\nExamples:\n"  # begins the end of a command's docstring
 
 REFUSALS = (ValueError, OSError, ImportError, Unwritable)
 FAILURES = (FloatingPointError, RuntimeError)
@@ -112,11 +116,28 @@ def messages() -> Iterator[None]:
         sys.exit(code)
 
 
+def split_examples(about: str) -> tuple[str, str]:
+    """Returns a command's docstring without its examples, and its examples as --help ends with them."""
+    text, _, examples = about.partition(EXAMPLES)
+    return text.strip(), textwrap.indent(f"examples:\n{textwrap.dedent(examples).strip()}", "  ")[2:]
+
+
+def parser(command: str, description: str, about: str) -> argparse.ArgumentParser:
+    """Returns the parser of `python -m command`; its --help ends with the examples of `about`, the
+    docstring of the command."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {command}", description=description, epilog=split_examples(about)[1],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def check_folder(flag: str, path: str | None) -> None:
     """Raises FileNotFoundError or IsADirectoryError if the output file of a flag cannot be created.
     Call it before hours of work."""
     if path and not pathlib.Path(path).absolute().parent.is_dir():
-        raise FileNotFoundError(f"--{flag}={path}: there is no such folder")
+        raise FileNotFoundError(
+            f"--{flag}={path}: its folder does not exist; create it, or give another path"
+        )
     if path and pathlib.Path(path).is_dir():
         raise IsADirectoryError(f"--{flag}={path} is a folder; give a file in it")
 

@@ -49,8 +49,9 @@ def check(tree: Any, sent: str) -> None:
     for shard in digest(tree).addressable_shards:
         if (found := hex(shard.data)) != sent:
             raise RuntimeError(
-                f"the weights on {shard.device} have the fingerprint {found}, and those that were sent "
-                f"to it {sent}: they were changed on the way, and nothing is sampled from them"
+                f"the weights on {shard.device} have the fingerprint {found} and were sent with "
+                f"{sent}: the weight sync damaged them, and the run stops. Start it again, without "
+                "this device if that repeats"
             )
 
 

@@ -46,8 +46,8 @@ class Reference:
         match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@]+?))?/?", rest)
         if not path.startswith(SCHEME) or match is None or ".." in path.split("/"):
             raise ValueError(
-                f"{path!r} is no path of the hub; such are hf://OWNER/MODEL and "
-                "hf://datasets/OWNER/NAME/SPLIT, with @REVISION behind the name"
+                f"{path!r} is not a path of the hub; give hf://OWNER/MODEL or "
+                "hf://datasets/OWNER/NAME/SPLIT, with @REVISION after NAME for a revision"
             )
         return cls(kind, match[1], match[2] or "", match[3] or "")
 
@@ -99,7 +99,7 @@ def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
     if not names:
         raise FileNotFoundError(
             f"{path}: the data set has no file {inside}.* or {inside}-* of "
-            f"{', '.join(DATA_SUFFIXES)}"
+            f"{', '.join(DATA_SUFFIXES)}; name a split that the data set's page on the hub shows"
         )
     return [(str(dataclasses.replace(reference, inside=name)), folder / name) for name in names]
 
@@ -117,7 +117,7 @@ def _matching(path: str) -> list[tuple[str, os.PathLike]]:
     else:
         names = glob.glob(path, recursive=True)
     if not names:
-        raise FileNotFoundError(f"{path}: no file has a name like this")
+        raise FileNotFoundError(f"{path}: no file has such a name; check the pattern")
     place = storage.folder if is_remote else pathlib.Path
     return [(name, place(name)) for name in sorted(names)]
 
@@ -177,7 +177,9 @@ def _fetch(found: Reference, patterns: list[str], ignore: list[str] | None = Non
         import huggingface_hub
         from huggingface_hub import errors
     except ImportError as error:
-        raise ImportError(f"{found} needs the package: pip install 'jaxrl_tis[hub]'") from error
+        raise ImportError(
+            f"{found} needs the package huggingface_hub: pip install 'jaxrl_tis[hub]'"
+        ) from error
     try:
         return pathlib.Path(huggingface_hub.snapshot_download(
             found.repository, repo_type=found.kind, revision=found.revision or None,
@@ -185,18 +187,22 @@ def _fetch(found: Reference, patterns: list[str], ignore: list[str] | None = Non
         ))
     except errors.GatedRepoError as error:
         raise ValueError(
-            f"{found} is for those who accepted its terms: do so on the hub's page of it, and set "
-            "HF_TOKEN"
+            f"{found} requires accepted terms; accept them on its page of the hub, and set HF_TOKEN"
         ) from error
     except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError) as error:
         raise FileNotFoundError(
-            f"the hub has no {found.kind} {found}, or it is private and HF_TOKEN is not set"
+            f"the hub has no {found.kind} {found}; correct the name, or set HF_TOKEN if it is "
+            "private"
         ) from error
     except (errors.HfHubHTTPError, errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled,
             errors.HFValidationError) as error:
         if _is_passing(error) or _is_passing(error.__cause__):
-            raise cli.Interrupted(f"the hub could not give {found} now: {error}") from error
-        raise FileNotFoundError(f"cannot fetch {found}: {error}") from error
+            raise cli.Interrupted(
+                f"the hub did not send {found}: {error}; start the same command again later"
+            ) from error
+        raise FileNotFoundError(
+            f"cannot fetch {found}: {error}; check the name and the network, or give a local path"
+        ) from error
 
 
 def _is_passing(error: BaseException | None) -> bool:

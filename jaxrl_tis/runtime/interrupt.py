@@ -90,7 +90,7 @@ class Interrupt:
         elif not processes.is_alone():
             return
         if is_late:
-            raise cli.Interrupted("the step was given up")
+            raise cli.Interrupted("the step was abandoned; the same command continues")
 
     def _signalled(self, number: int, frame) -> None:
         if self.is_set and number == signal.SIGINT:
@@ -101,8 +101,9 @@ class Interrupt:
         with bell:
             while heard := bell.recv(64):
                 is_asked = bool(set(heard) & set(STOPPING))
-                if is_asked and not self._is_acknowledged.wait(self._grace + FORCED_SECONDS):
-                    print("the run could not stop in time: it ends without a save", flush=True)
+                if is_asked and not self._is_obeyed.wait(self._grace + FORCED_SECONDS):
+                    print("the run could not stop in time and ends without a save; the same "
+                          "command continues", flush=True)
                     os._exit(cli.RESTART)
 
     def _watch_machine(self) -> None:

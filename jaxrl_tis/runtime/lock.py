@@ -25,7 +25,9 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
         workdir.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+", encoding="utf-8")
     except OSError as error:
-        raise Unwritable(f"cannot make {path}: {error}") from error
+        raise Unwritable(
+            f"cannot make {path}: {error}; make the folder writable, or choose another --workdir"
+        ) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,13 +48,13 @@ def check_shared(workdir: str, folder: pathlib.Path) -> None:
     """Raises ValueError unless all processes see the same folder; process 0 holds the lock in
     `folder`."""
     if difference := processes.difference({"workdir": workdir}):
-        raise ValueError(difference)
+        raise ValueError(f"{difference}; give all processes the same --workdir")
     if processes.is_alone() or storage.is_remote(workdir):
         return
     owner = processes.first((folder / "lock").read_text)
     path = folder / "lock"
     if processes.any_of(not path.exists() or path.read_text() != owner):
         raise ValueError(
-            f"--workdir={workdir} is not one folder for all processes: give one on a disk that all "
-            "of them see, or gs://BUCKET/FOLDER"
+            f"--workdir={workdir} is not one folder for all processes; give a folder on a disk "
+            "that all of them share, or gs://BUCKET/FOLDER"
         )

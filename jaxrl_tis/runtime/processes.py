@@ -86,7 +86,9 @@ def connected(
             with _in_time(seconds):
                 _find_each_other(timeouts)
     except jax.errors.JaxRuntimeError as error:
-        raise cli.Interrupted(f"the processes did not find each other: {error}") from error
+        raise cli.Interrupted(
+            f"the processes did not connect: {error}; start the same command again on all hosts"
+        ) from error
     try:
         yield
     except KeyboardInterrupt:
@@ -115,8 +117,8 @@ def _in_time(seconds: float) -> Iterator[None]:
     because JAX aborts the process when it is reached."""
     def give_up():
         print(
-            f"the processes did not all come within {seconds:g} s (--connect_seconds); the same "
-            "command on all hosts continues", file=sys.stderr, flush=True,
+            f"not all processes came within {seconds:g} s (--connect_seconds); the same command "
+            "on all hosts continues", file=sys.stderr, flush=True,
         )
         os._exit(cli.RESTART)
 
@@ -149,7 +151,7 @@ def _leave(error: Exception) -> None:
     is_foreign = isinstance(error, jax.errors.JaxRuntimeError) and not str(error).startswith(OWN)
     is_lost = is_foreign and not _all_came()
     if is_lost:
-        print("another process is gone; the same command on all hosts continues", file=sys.stderr)
+        print("another process is lost; the same command on all hosts continues", file=sys.stderr)
     elif code is not None:
         _all_came()
     sys.stdout.flush()

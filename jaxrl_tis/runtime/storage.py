@@ -41,11 +41,16 @@ def folder(path: str | os.PathLike) -> epath.Path:
       ValueError: the path is empty, or names no bucket.
     """
     if not os.fspath(path):
-        raise ValueError("the path of a folder is empty; the folder you are in is .")
+        raise ValueError(
+            "the path of a folder is empty; give a folder, such as . for the current one"
+        )
     if not is_remote(path):
         return epath.Path(os.path.abspath(path))
     if not re.match(r"gs://[^/]", os.fspath(path)):
-        raise ValueError(f"{os.fspath(path)}: a folder is on this machine or on gs://BUCKET/FOLDER")
+        raise ValueError(
+            f"{os.fspath(path)} is neither local nor on a bucket; give a local folder or "
+            "gs://BUCKET/FOLDER"
+        )
     try:
         import fsspec
         import gcsfs  # noqa: F401
@@ -211,7 +216,8 @@ class Mirror:
         if owner is not None and not self._owns(owner):
             raise ValueError(
                 f"{self.workdir} was taken over by process {owner['pid']} on {owner['host']}, "
-                f"started {owner['time']}: this run stops"
+                f"started {owner['time']}, and this run stops; stop that process first to continue "
+                "here"
             )
         with self._explained():
             self._copy()
@@ -242,8 +248,13 @@ class Mirror:
         except Exception as error:
             code = getattr(error, "code", None)
             if code == 429 or isinstance(code, int) and code >= 500:
-                raise Interrupted(f"{self.workdir} does not answer: {error}") from error
-            raise Unwritable(f"{self.workdir} cannot be used: {error}") from error
+                raise Interrupted(
+                    f"{self.workdir} does not answer: {error}; the same command continues later"
+                ) from error
+            raise Unwritable(
+                f"{self.workdir} cannot be used: {error}; check the bucket and its permissions, "
+                "then start the same command again"
+            ) from error
 
 
 def _stamp(path: pathlib.Path) -> tuple[int, int]:

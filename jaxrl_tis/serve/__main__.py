@@ -1,9 +1,12 @@
 """The command of the server.
 
-    python -m jaxrl_tis.serve --config=configs/quickstart.py [--workdir=runs/quickstart-tis]
-
 It speaks the OpenAI protocol and listens on this machine alone. Another --host needs --token_file,
 and then every request needs the token. On this machine only a change of weights needs it.
+
+Examples:
+
+    python -m jaxrl_tis.serve --config=configs/quickstart.py --workdir=runs/quickstart-tis
+    python -m jaxrl_tis.serve --config=configs/quickstart.py --host=0.0.0.0 --token_file=token.txt
 """
 
 import uvicorn
@@ -43,7 +46,7 @@ LOGPROBS = 5  # likeliest tokens recorded per sampled token
 def main() -> None:
     token = read_token(TOKEN_FILE.value)
     if token is None and not is_loopback(HOST.value):
-        raise ValueError(f"--host={HOST.value} is reached from elsewhere: give --token_file")
+        raise ValueError(f"--host={HOST.value} is reachable from other machines; give --token_file")
     config = as_begun(CONFIG.value, WORKDIR.value) if WORKDIR.value else CONFIG.value
     setup = build(config, penalties=True, top_n=LOGPROBS)
     limits = Limits(

@@ -164,7 +164,9 @@ class Server:
     async def weights(self, request: Request) -> Response:
         """Loads the weights at {"path": ...} for all tokens sampled from then on."""
         if self._served.token is None:
-            raise HTTPException(403, "weights change only on a server that has a token")
+            raise HTTPException(
+                403, "this server has no token and keeps its weights; start it with --token_file"
+            )
         self._check_token(request)
         body = object_of(await self._body(request, self._deadline()))
         if body.keys() != {"path"} or not isinstance(body["path"], str):
@@ -289,7 +291,7 @@ REFUSALS = {UnknownModel: 404, ValueError: 400, Full: 429, RuntimeError: 500}
 def make(served: Served) -> Starlette:
     """Makes the ASGI application; its lifespan starts and stops the worker."""
     if served.is_closed and not served.token:
-        raise ValueError("a server beyond this machine needs a token")
+        raise ValueError("a server that other machines reach needs a token; give --token_file")
     server = Server(served)
 
     @contextlib.asynccontextmanager

@@ -51,7 +51,7 @@ def message(where: str, given: Any) -> dict[str, str]:
     }
     for name, value in others.items():
         if name not in OTHERS or not isinstance(value, str):
-            raise ValueError(f"{where} has {name}: {value!r:.80}; this server takes messages of text")
+            raise ValueError(f"{where} has {name}: {value!r:.80}; only text messages are served")
     role = SAME_ROLE[given["role"]] if given["role"] in SAME_ROLE else given["role"]
     return {"role": role, "content": content} | others
 
@@ -63,5 +63,5 @@ def _part(where: str, part: Any) -> str:
         return part["text"]
     kind = part.get("type") if isinstance(part, dict) else part
     raise ValueError(
-        f"{where} has a part of type {kind!r:.80}; this server takes {{'type': 'text', 'text': text}}"
+        f"{where} has a part of type {kind!r:.80}; give {{'type': 'text', 'text': text}}"
     )

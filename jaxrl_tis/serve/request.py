@@ -148,7 +148,7 @@ def parse(
     """Parses a body. ValueError with the problem if it is invalid."""
     values = _values(object_of(body), is_chat)
     if values["model"] not in (None, model):
-        raise UnknownModel(f"the model {values['model']!r} is not here; this one is {model!r}")
+        raise UnknownModel(f"the model {values['model']!r} is not served; use {model!r}")
     _check_values(values, limits)
     ids = _prompts(values, is_chat, tokenizer, limits)
     for place, prompt in enumerate(ids):
@@ -169,7 +169,7 @@ def object_of(body: bytes) -> dict[str, Any]:
     """Returns the JSON object in a body."""
 
     def refuse(literal: str):
-        raise ValueError(f"{literal} is no number of JSON")
+        raise ValueError(f"{literal} is not a number of JSON")
 
     try:
         value = json.loads(body, parse_constant=refuse)
@@ -313,5 +313,5 @@ def _logprobs(values: dict[str, Any], is_chat: bool, limits: Limits) -> int | No
             raise ValueError("top_logprobs needs logprobs = true")
         count = values["top_logprobs"] if values["logprobs"] else None
     if count is not None and not 0 <= count <= limits.logprobs:
-        raise ValueError(f"{count} likeliest tokens of each draw; give 0 to {limits.logprobs}")
+        raise ValueError(f"{count} top log-probs for each token; give 0 to {limits.logprobs}")
     return count

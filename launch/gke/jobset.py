@@ -1,15 +1,14 @@
 """Runs a config on a GKE cluster, as a JobSet or through xpk.
-
-    python launch/gke/jobset.py run --image=IMAGE --config=configs/dapo_qwen25_32b.py \\
-      --workdir=gs://BUCKET/dapo [--num_slices=2] [--spot] [--config.field=value ...]
-    python launch/gke/jobset.py manifest | status | logs | delete ...
-    python launch/gke/jobset.py run --xpk --cluster=NAME ...
-
 `manifest` prints the JobSet that `run` applies: one Job for each slice, one Pod for each host. A
 Pod that exits with 1 or 2 ends the run. Any other failure, such as 42 for an interruption, restarts
 all Pods, at most --max_restarts times, and the run continues from its workdir. HF_TOKEN and other
 secrets go from the environment into a Secret for the Pods. No manifest holds them. --dry-run prints
 the commands and runs nothing.
+
+Examples:
+
+    python launch/gke/jobset.py run --image=IMAGE --config=configs/dapo_qwen3_8b.py --workdir=gs://BUCKET/dapo
+    python launch/gke/jobset.py logs --config=configs/dapo_qwen3_8b.py
 """
 
 import argparse
@@ -113,7 +112,9 @@ def grace(plan: plans.Plan) -> int:
     try:
         return math.ceil(float(given[-1] if given else STEP_GRACE)) + SAVE_SECONDS
     except (ValueError, OverflowError):
-        raise ValueError(f"{GRACE_FLAG}{given[-1]} is no number of seconds") from None
+        raise ValueError(
+            f"{GRACE_FLAG}{given[-1]} is not a number of seconds; give one, as in {GRACE_FLAG}30"
+        ) from None
 
 
 def manifest(plan: plans.Plan, given: argparse.Namespace) -> str:
@@ -230,13 +231,14 @@ def main() -> None:
         parser.add_argument(f"--{name}", help="passed on to xpk")
     given, overrides = parser.parse_known_args()
     if given.command in ("manifest", "run") and not given.image:
-        raise ValueError("--image is missing; launch/gke/Dockerfile makes it")
+        raise ValueError("--image is missing; build one with launch/gke/Dockerfile")
     if given.xpk and not given.cluster:
-        raise ValueError("--xpk takes --cluster=NAME")
+        raise ValueError("--xpk needs a cluster; give --cluster=NAME")
     plan = plans.make(given, overrides, given.command in ("manifest", "run"))
     if given.command in ("manifest", "run") and not plan.is_on_bucket:
         raise ValueError(
-            f"--workdir={plan.workdir} would go with the Pod; give --workdir=gs://BUCKET/FOLDER"
+            f"--workdir={plan.workdir} would be lost with the Pod; give "
+            "--workdir=gs://BUCKET/FOLDER"
         )
     COMMANDS[given.command](plans.Shell(given.dry_run), plan, given)
 

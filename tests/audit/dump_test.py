@@ -45,7 +45,7 @@ def test_a_dump_may_be_compressed(tmp_path):
     found = dump.read(str(packed))
     np.testing.assert_array_equal(found.tokens["logp_behav"], wanted.tokens["logp_behav"])
     packed.write_bytes(packed.read_bytes()[:-9])
-    assert "d.jsonl.gz: incomplete or broken gzip file" in refusal(packed)
+    assert "d.jsonl.gz: not a complete gzip file" in refusal(packed)
 
 
 def padded(lines, width=8, start=0):
@@ -127,7 +127,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 @pytest.mark.parametrize("column, values, message", [
     ("turn", [0, 0.5], "not whole numbers"), ("turn", [0, -1], "token 1 is -1 and is below 0"),
     ("version", [1, 2**31], "is above 2^31"), ("position", [1], "1 values"),
-    ("top", [[[-1, -1]], [[-1, 1]]], "token 1 has a value that is not a log-prob"),
+    ("top", [[[-1, -1]], [[-1, 1]]], "token 1 has a value above 0 or infinite, which is not a log-prob"),
     ("top", [[-1, -1], [-1, -1]], "not K pairs"), ("top", [[[-1, -1]]], "1 values"),
     ("top", [[[-1, -1]], [[-1, -1], [-2, -2]]], "not K pairs"),
 ])
@@ -163,7 +163,7 @@ def test_all_bad_lines_are_counted_and_the_first_few_shown(tmp_path):
     ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 4)), "mask": np.ones((2, 3))},
      "column logp_old: shape [2, 4] does not match [2, 3]"),
     ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 3)), "mask": np.ones(3)},
-     "column mask: logp_behav [2, 3] and mask [3]"),
+     "column mask: logp_behav has shape [2, 3] and mask [3]"),
     ({"logp_behav": np.zeros(3), "logp_old": np.zeros(3), "lengths": np.array([1, 1])},
      "column lengths"),
     ({"logp_behav": np.zeros(3), "logp_old": np.zeros(3), "lengths": np.array([0, 3])},
@@ -184,8 +184,8 @@ def test_files_of_other_kinds(tmp_path):
     (tmp_path / "d.npz").write_text("no zip")
     (tmp_path / "d.jsonl").touch()
     (tmp_path / "d.csv").touch()
-    assert "not an .npz file" in refusal(tmp_path / "d.npz")
-    assert "has no sequence" in refusal(tmp_path / "d.jsonl")
+    assert "is not a .npz file" in refusal(tmp_path / "d.npz")
+    assert "there is no sequence in it" in refusal(tmp_path / "d.jsonl")
     assert "a .jsonl, .jsonl.gz or .npz file" in refusal(tmp_path / "d.csv")
     with pytest.raises(FileNotFoundError, match="no such file"):
         dump.read(str(tmp_path / "none.jsonl"))
@@ -193,7 +193,7 @@ def test_files_of_other_kinds(tmp_path):
 
 def test_more_tokens_than_float32_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(dump, "MOST_TOKENS", 1)
-    assert "2 tokens; the limit is 1" in refusal(dumps.write(tmp_path / "d.jsonl", [GOOD]))
+    assert "2 tokens are too many, because float32 counts up to 1" in refusal(dumps.write(tmp_path / "d.jsonl", [GOOD]))
 
 
 @pytest.mark.parametrize("value", ["logp_behav", "logp_behav=", "=x", "a=b,"])

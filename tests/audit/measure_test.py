@@ -233,4 +233,4 @@ def test_mistakes_of_the_user_end_with_their_message_and_2(tmp_path, capsys):
     assert ended(capsys, good, "--current_version=8") == (
         2, f"{good}, column version: 9 is newer than --current_version=8\n")
     code, told = ended(capsys, good, f"--json={tmp_path}/none/x")
-    assert code == 2 and "there is no such folder" in told
+    assert code == 2 and "its folder does not exist" in told

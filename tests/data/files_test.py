@@ -57,7 +57,7 @@ def test_csv_rows_that_cannot_be_used(tmp_path):
     assert [r.reason for r in rows[:2]] == [
         "3 fields, and the header has 2", "1 fields, and the header has 2",
     ]
-    assert "'prompt' is no text: the lone surrogate '\\udce9' at character 1" == rows[2].reason
+    assert "'prompt' holds the lone surrogate '\\udce9' at character 1; remove it" == rows[2].reason
     assert rows[3].reason == ""
 
 
@@ -69,13 +69,13 @@ def test_messages_in_csv_are_json_or_as_python_prints_them(tmp_path):
     rows = files.read(str(tmp_path / "a.csv"), {})[0]
     assert [r.values["prompt"] for r in rows[:2]] == [messages, messages]
     # numpy prints a list without commas; a text would be trained on as it is.
-    assert rows[2].reason.startswith("a cell looks like messages but is not JSON: ")
+    assert rows[2].reason.startswith("a cell looks like a list of messages and is not JSON: ")
     assert [(r.values["prompt"], r.reason) for r in rows[3:]] == [("{x} + [{", ""), ("{2, 1}", "")]
 
 
 @pytest.mark.parametrize("content, message", [
     (b'a,b\n1,"2\n3,4\n', r"a\.csv:\d: the line is not CSV: unexpected end of data"),
-    (b"a,a\n1,2\n", r"a\.csv:1: the header a,a names a column twice"),
+    (b"a,a\n1,2\n", r"a\.csv:1: the header a,a has a column twice"),
 ])
 def test_csv_files_that_are_refused(tmp_path, content, message):
     with pytest.raises(ValueError, match=message):
@@ -91,15 +91,15 @@ def test_a_long_csv_cell(tmp_path):
 def test_a_json_array_with_rows_that_are_none(tmp_path, content):
     first, second = read(tmp_path / "a.json", content)
     assert second.place.endswith("a.json:2") and second.reason.startswith("the line is a int")
-    assert first.reason == ("" if first.values == {} else "'a' is no text: the lone surrogate "
-                            "'\\ud800' at character 1")
+    assert first.reason == ("" if first.values == {} else "'a' holds the lone surrogate "
+                            "'\\ud800' at character 1; remove it")
 
 
 @pytest.mark.parametrize("name, content, message", [
     ("a.json", b"[1, 2", "a.json is not JSON"),
-    ("a.json.gz", gzip.compress(b"[1]" * 999, mtime=0)[:-12], "a.json.gz is no gzip file that can be read"),
-    ("a.jsonl.gz", b"no gzip", "a.jsonl.gz is no gzip file that can be read"),
-    ("a.parquet", b"PAR1", "a.parquet is no parquet file that can be read"),
+    ("a.json.gz", gzip.compress(b"[1]" * 999, mtime=0)[:-12], "a.json.gz is not a readable gzip file"),
+    ("a.jsonl.gz", b"no gzip", "a.jsonl.gz is not a readable gzip file"),
+    ("a.parquet", b"PAR1", "a.parquet is not a readable parquet file"),
     ("a.csv.gz", gzip.compress(b"", mtime=0), "a.csv.gz is empty"),
     ("a.json", b'{"data": [\n{"prompt": "2+3="}\n]}\n', "a.json holds one JSON object; give an array"),
 ])

@@ -86,7 +86,8 @@ def test_another_order_is_refused(path, changes, differs):
     saved = Batches("jsonl", {"path": path}, batch_size=4, seed=0).get_state()
     kwargs = {"batch_size": 4, "seed": 0} | changes
     mine = Batches("jsonl", {"path": path}, **kwargs)
-    with pytest.raises(ValueError, match=rf"another data set \({differs} differ\)") as caught:
+    refusal = rf"differ from those of the checkpoint \({differs} differ\)"
+    with pytest.raises(ValueError, match=refusal) as caught:
         mine.set_state(saved)
     assert json.dumps(saved["fingerprint"]) in str(caught.value)
     assert json.dumps(mine.fingerprint) in str(caught.value)
@@ -132,7 +133,7 @@ def test_the_order_of_parameters_does_not_matter():
 def test_setup_errors(path, monkeypatch):
     with pytest.raises(ValueError, match="unknown task 'chess'; the tasks are arithmetic, gsm8k"):
         Batches("chess", {}, batch_size=1, seed=0)
-    with pytest.raises(ValueError, match="3 hosts cannot share a batch of 4"):
+    with pytest.raises(ValueError, match="a batch of 4 prompts cannot be divided among 3 hosts"):
         Batches("jsonl", {"path": path}, batch_size=4, seed=0, shard_count=3)
     with pytest.raises(ValueError, match="shard_index 2 is not below shard_count 2"):
         Batches("jsonl", {"path": path}, batch_size=4, seed=0, shard_index=2, shard_count=2)

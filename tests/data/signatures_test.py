@@ -75,7 +75,9 @@ def test_trl_gets_columns_and_messages_where_the_prompt_has_them(score):
 
 def test_trl_without_a_column_that_it_takes(score):
     [failed] = score(lambda completions, solution, **_: [0.0], ["a"], raw=True)
-    assert failed["error"].startswith("TypeError: the reward needs solution; available: answer, ")
+    assert failed["error"].startswith(
+        "TypeError: the reward needs the parameters solution, and the available ones are answer, "
+    )
 
 
 @pytest.mark.parametrize("signature", ["record", "records", "verl", "verl_batch", "trl"])
@@ -174,7 +176,7 @@ def test_other_callables(score):
     lambda completions, /: [0.0],
 ])
 def test_a_signature_that_nobody_calls_is_refused(score, function):
-    with pytest.raises(ValueError, match=r"takes \(.*a reward is one of score\(text, record\), "):
+    with pytest.raises(ValueError, match=r"takes \(.*fits no reward signature: score\(text, record\), "):
         score(function, ["a"])
 
 

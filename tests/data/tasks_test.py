@@ -162,7 +162,7 @@ def test_a_glob_and_several_files_in_order(tmp_path):
     assert [r["prompt"] for r in found] == ["a", "b", "c"]
     both = [f"{tmp_path}/other.jsonl", f"{tmp_path}/part-[bc].jsonl"]
     assert [r["prompt"] for r in read_all(TASKS["jsonl"](path=both))] == ["x", "b", "c"]
-    with pytest.raises(FileNotFoundError, match=r"none-\*.jsonl: no file has a name like this"):
+    with pytest.raises(FileNotFoundError, match=r"none-\*.jsonl: no file has such a name"):
         TASKS["jsonl"](path=f"{tmp_path}/none-*.jsonl")
 
 
@@ -188,18 +188,18 @@ GOOD = '{"prompt": "2+3=", "answer": "5", "id": "x"}'
         ([GOOD, '{"prompt": "1", "id": [1]}'], r"a\.jsonl:2: 'id' is a list, not text or a number"),
         ([GOOD, GOOD], r"a\.jsonl:2 \(id 'x'\): the id was already used at .*a\.jsonl:1"),
         ([GOOD, r'{"prompt": "\ud800", "id": "y"}'],
-         r"a\.jsonl:2 \(id 'y'\): 'prompt' is no text: the lone surrogate '\\ud800' at character 1"),
+         r"a\.jsonl:2 \(id 'y'\): 'prompt' holds the lone surrogate '\\ud800' at character 1"),
         ([GOOD, r'{"prompt": "1", "answer": "ab\udfff", "id": "y"}'],
-         r"a\.jsonl:2 \(id 'y'\): 'answer' is no text: .*'\\udfff' at character 3"),
+         r"a\.jsonl:2 \(id 'y'\): 'answer' holds the lone surrogate .*'\\udfff' at character 3"),
         ([GOOD, r'{"prompt": "1", "id": "\udc00y"}'],
-         r"a\.jsonl:2 \(id '\\udc00y'\): 'id' is no text"),
+         r"a\.jsonl:2 \(id '\\udc00y'\): 'id' holds the lone surrogate"),
         ([GOOD, r'{"prompt": "1", "id": "y", "extra": {"deep": ["\ud83d"]}}'],
-         r"a\.jsonl:2 \(id 'y'\): 'extra.deep\[0\]' is no text"),
-        ([GOOD, r'{"prompt": "1", "id": "y", "\ud800": 1}'], r"a\.jsonl:2 \(id 'y'\): 'name' is no text"),
+         r"a\.jsonl:2 \(id 'y'\): 'extra.deep\[0\]' holds the lone surrogate"),
+        ([GOOD, r'{"prompt": "1", "id": "y", "\ud800": 1}'], r"a\.jsonl:2 \(id 'y'\): 'name' holds the lone surrogate"),
         ([GOOD, '{"prompt": [], "id": "y"}'], r"a\.jsonl:2 .*: the prompt is an empty list of messages"),
         ([GOOD, '{"prompt": ["hi"], "id": "y"}'], r"a\.jsonl:2 .*: message 1 of the prompt has no role"),
         ([GOOD, '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "id": "y"}'],
-         r"message 1 of the prompt has a part of type 'image'; models here read text only"),
+         r"message 1 of the prompt has a part of type 'image'; only parts of type 'text' are supported"),
     ],
 )
 def test_a_bad_row_is_named_by_file_line_and_id_and_left_out(tmp_path, lines, said):
@@ -248,7 +248,7 @@ def test_parquet_is_read_as_lines_are(tmp_path):
 def test_a_broken_parquet_file_is_refused_by_name(tmp_path):
     path = tmp_path / "train.parquet"
     path.write_bytes(b"PAR1 but no more")
-    with pytest.raises(ValueError, match="train.parquet is no parquet file that can be read"):
+    with pytest.raises(ValueError, match="train.parquet is not a readable parquet file"):
         TASKS["gsm8k_jsonl"](path=str(path))
     with mock.patch.dict(sys.modules, {"pyarrow": None}):
         with pytest.raises(ImportError, match=r"pip install 'jaxrl_tis\[hub\]'"):
@@ -270,7 +270,7 @@ def test_gsm8k_answers_follow_the_mark(tmp_path):
     assert read_all(TASKS["gsm8k_jsonl"](path=path)) == [expected]
     path = write(tmp_path / "b.jsonl", '{"question": "How many?", "answer": "12"}')
     [bad] = TASKS["gsm8k_jsonl"](path=path).bad
-    assert str(bad).endswith("b.jsonl:1: 'answer' has no '####' before the final answer")
+    assert str(bad).endswith("b.jsonl:1: 'answer' has no '####' before the final answer; write it as in GSM8K")
 
 
 def chain_sum(**changes):

@@ -61,7 +61,7 @@ def test_absent_tools_documents_and_tokens():
 def test_an_argument_that_no_template_reads_is_refused():
     text = "{% if enable_thinking is defined and not enable_thinking %}-{% endif %}"
     assert renderer(setting(text, kwargs={"enable_thinking": False}))(USER, True) == "-"
-    with pytest.raises(ValueError, match="does not read enable_thinkin; it reads enable_thinking$"):
+    with pytest.raises(ValueError, match="does not read enable_thinkin; set only variables that it reads: enable_thinking$"):
         renderer(setting(text, kwargs={"enable_thinkin": False}))
 
 

@@ -122,7 +122,7 @@ def test_gguf_errors_name_the_file_and_the_field(tmp_path):
         load_tokenizer(tmp_path / "none.gguf")
     with pytest.raises(ValueError, match="pre-tokenizer 'klingon'.*'smollm'"):
         from_gguf(write_gguf(tmp_path / "a.gguf", pre="klingon"))
-    with pytest.raises(ValueError, match="b.gguf names no end-of-sequence token"):
+    with pytest.raises(ValueError, match="b.gguf has no end-of-sequence token"):
         from_gguf(write_gguf(tmp_path / "b.gguf", eos=None))
     writer = gguf.GGUFWriter(tmp_path / "c.gguf", "llama")
     writer.write_header_to_file()

@@ -63,11 +63,11 @@ def test_arguments_and_date_reach_the_template(tmp_path):
         tmp_path / "c", config={"eos_token": "<|im_end|>", "chat_template": "{{ messages }}"}
     )
     assert load_tokenizer(timeless, {}, "1999-01-02").date == ""
-    with pytest.raises(ValueError, match="does not read depe; it reads deep$"):
+    with pytest.raises(ValueError, match="does not read depe; set only variables that it reads: deep$"):
         load_tokenizer(folder, {"depe": True}).chat(USER)
     bare = write_folder(tmp_path / "b", config={"eos_token": "<|im_end|>"})
     for path in ("char", bare):
-        with pytest.raises(ValueError, match="no chat template that could read deep"):
+        with pytest.raises(ValueError, match="no chat template, and nothing reads deep"):
             load_tokenizer(path, {"deep": True})
 
 

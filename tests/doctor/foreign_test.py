@@ -149,9 +149,9 @@ def test_trls_two_trainers_mean_two_things_by_kl(tmp_path):
 
 def test_names_of_nobody(tmp_path):
     path = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows({"loss": 1.0}))
-    with pytest.raises(ValueError, match=r"identifies a framework \(2 names, none like.*pg_clipfrac \(verl"):
+    with pytest.raises(ValueError, match=r"the 2 names of this log match no framework.*pg_clipfrac \(verl"):
         foreign.diagnose([path], "auto")
-    with pytest.raises(ValueError, match="this log has no metric of verl"):
+    with pytest.raises(ValueError, match="this log has no metric name of verl"):
         foreign.diagnose([path], "verl")
 
 
@@ -171,7 +171,7 @@ def test_a_few_names_are_enough_where_the_framework_is_told(tmp_path):
 
 def test_a_record_of_ours_is_not_anothers(tmp_path):
     runs.write_run(tmp_path)
-    with pytest.raises(ValueError, match="is a record of this project; give the folder"):
+    with pytest.raises(ValueError, match="is a record of jaxrl_tis; give the folder"):
         foreign.diagnose([str(tmp_path / "metrics.jsonl")], "auto")
 
 
@@ -290,7 +290,7 @@ def test_the_last_of_two_values_of_a_step_counts(tmp_path):
 
 
 @pytest.mark.parametrize("row, message", [
-    ({"kl": 1}, "line 121: no step; expected global_step or"),
+    ({"kl": 1}, "line 121: no step; add one of global_step, "),
     ({"step": 1.5, "kl": 1}, "1.5, not a whole number"),
     ({"step": "nan", "kl": 1}, "nan, not a whole number"),
 ])

@@ -259,9 +259,9 @@ def test_any_vocabulary_is_sampled_and_scored_alike(monkeypatch):
 
 
 def test_a_sampler_that_could_not_agree_is_refused():
-    with pytest.raises(ValueError, match="pages of 16 positions, engine.page_size is 32"):
+    with pytest.raises(ValueError, match="pages of 16 positions, and engine.page_size is 32"):
         engine("float32", 1, page_size=32)
-    with pytest.raises(ValueError, match="computed, in float32; engine.cache_dtype is int8"):
+    with pytest.raises(ValueError, match="cache in float32 or float32, and engine.cache_dtype is int8"):
         engine("float32", 1, cache_dtype="int8")
     with pytest.raises(ValueError, match="'fp8_w8a16' sums floats of 8 bits"):
         engine("float32", 1, scheme="fp8_w8a16")

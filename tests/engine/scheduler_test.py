@@ -174,7 +174,7 @@ def test_beyond_max_pending_the_scheduler_is_full_until_something_is_returned():
     scheduler = Scheduler(Engine(slots=1, steps=1), 0, max_pending=2)
     scheduler.add(request("a", max_tokens=1))
     scheduler.add(request("b", max_tokens=1))
-    with pytest.raises(Full, match="2 requests are pending, at most 2"):
+    with pytest.raises(Full, match="2 requests are pending, and at most 2"):
         scheduler.add(request("c", max_tokens=1))
     assert [t.id for t in scheduler.step()] == ["a"]
     scheduler.add(request("c", max_tokens=1))

@@ -262,7 +262,7 @@ def test_other_heads_are_refused(text):
     ({"masks": "token_k1(upper=2.0) & veto"}, "bypass", 1, "the mask 'veto'"),
     ({"objective": "gspo"}, "bypass", 1, "the objective 'gspo'"),
     ({"objective": "ppo"}, "bypass", 1, "the objective 'ppo'"),
-    ({"objective": "cispo(cispo_mask_high=1.0)"}, "bypass", 1, "look at the advantage"),
+    ({"objective": "cispo(cispo_mask_high=1.0)"}, "bypass", 1, "depend on the advantage"),
     ({}, "decoupled", 2, "several updates"),
 ])
 def test_what_has_no_weight_of_a_token_is_refused_by_name(change, mode, updates, words):

@@ -56,7 +56,7 @@ def test_command(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("arguments, why", [
     (["--schedule=aral"], "schedule 'aral' is unknown; did you mean 'areal'"),
     (["--steps=1"], "--steps=1: give at least 2"),
-    (["--json=/nowhere/a.json"], "there is no such folder"),
+    (["--json=/nowhere/a.json"], "its folder does not exist"),
 ])
 def test_refusals(arguments, why):
     with pytest.raises((ValueError, FileNotFoundError), match=why):

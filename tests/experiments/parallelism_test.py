@@ -48,7 +48,7 @@ def test_the_tables_by_hand():
     text = parallelism.lengths_table(dp, 8).splitlines()
     assert text[2].startswith("| 64 | 0.0500 [") and "| 128 | 0.4000 [0.4000, 0.4000] | 0.2000 [" in text[3]
     assert "| 0.00625 [0.00625, 0.00625] |" in text[3]  # 0.4 / 64 of the last 64 of 128
-    with pytest.raises(ValueError, match="groups of 4 answers of 64 tokens have fewer than 512"):
+    with pytest.raises(ValueError, match="groups of 4 answers of 64 tokens are shorter than 512"):
         parallelism.lengths_table(dp, 4)
     table = parallelism.degrees_table({"TP1": {"TP1": dp / 2, "SP2": dp}})
     assert "| TP1 | SP2 | 0.4000 [0.4000, 0.4000] | +0.2000 [+0.2000, +0.2000] | 0.400 |" in table

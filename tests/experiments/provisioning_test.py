@@ -78,7 +78,7 @@ def test_a_lag_by_hand():
 @pytest.mark.parametrize("call, why", [
     (lambda: least_workers(2, 0.0, 1.0), "train_s is 0.0"),
     (lambda: least_workers(2, 1.0, 0.0), "rate is 0.0"),
-    (lambda: least_workers(2, 1.0, 1.0, pause_s=1.0), "stop a sampler for 1.0 s of an update of 1.0 s"),
+    (lambda: least_workers(2, 1.0, 1.0, pause_s=1.0), "stops a sampler during an update of 1.0 s"),
     (lambda: least_staleness(1.0, -1.0, 1.0), "sync_s is -1.0"),
     (lambda: lag_law(1.0, 0.1), "bound is 1.0"),
     (lambda: lag_law(0.5, -0.1), "drift -0.1"),

@@ -75,7 +75,7 @@ def test_another_token_on_one_process_stops_both_and_is_named(tmp_path):
         for i in range(2):
             told = pair.text(i)
             assert "step 2: batch.tokens is not the same everywhere" in told, told[-2000:]
-            assert "the run stops, as it would diverge" in told and "Traceback" not in told
+            assert "the run stops, because the processes would diverge" in told and "Traceback" not in told
     assert max(r["step"] for r in tiny.lines(workdir) if r["phase"] == "train") == 1
     assert sorted(p.name for p in pathlib.Path(workdir, "checkpoints").iterdir()) == ["0", "1"]
 

@@ -34,7 +34,7 @@ def test_harm_costs_one_clear_error_and_the_next_prompt_is_rendered(template, me
 
 @pytest.mark.parametrize("template", [NESTED, "{{ 9 ** (9 ** (8 + messages | length)) }}"])
 def test_a_template_without_end_costs_its_time(template):
-    check_harm(template, "TimeoutError: the template ran past its time limit|MemoryError", 1.0)
+    check_harm(template, "TimeoutError: the template exceeded its time limit|MemoryError", 1.0)
 
 
 def check_harm(template, message, seconds):

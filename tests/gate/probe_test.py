@@ -31,8 +31,8 @@ def test_the_gap_is_split_by_hand():
 
 
 @pytest.mark.parametrize("bound, above, why", [
-    (0.75, [], None), (0.6, ["d_mean"], "by staleness; the engine's part is within them"),
-    (0.1, ["d_mean"], "the engine's part alone exceeds them"),
+    (0.75, [], None), (0.6, ["d_mean"], "by staleness; the engine gap alone is within them"),
+    (0.1, ["d_mean"], "and the engine gap alone is above them"),
 ])
 def test_what_is_above_its_budget_and_why(bound, above, why):
     none = {f"gate__max_{name}": float("inf") for name in ("d_p99", "d_max", "dp_max", "k3")}

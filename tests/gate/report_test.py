@@ -271,7 +271,7 @@ def bounded_k3(setup, bound):
 
 
 def no_number(literal):
-    raise AssertionError(f"{literal} is no number of JSON")
+    raise AssertionError(f"{literal} is not a number of JSON")
 
 
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])

@@ -115,7 +115,7 @@ def test_a_config_that_is_not_committed(clone, name):
 def test_no_git_clone(clone, monkeypatch):
     script, shell, root = clone
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(root.parent))
-    assert f"{root} is no git clone with a commit" in script.problem(shell, plan_of("configs/a.py"))
+    assert f"{root} is not a git clone with a commit" in script.problem(shell, plan_of("configs/a.py"))
     assert script.changes(shell) == ""
 
 

@@ -248,11 +248,11 @@ def test_the_large_manifests_find_model_and_data_outside_the_image():
 
 @pytest.mark.parametrize("arguments, said", [
     (["run", DAPO, "--workdir=gs://b/x"], "--image is missing"),
-    (["run", DAPO, "--image=i"], "would go with the Pod"),
+    (["run", DAPO, "--image=i"], "would be lost with the Pod"),
     (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--spot", "--reservation=r"], "one of the two"),
     (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--config.checkpoint.grace=x"],
-     "--config.checkpoint.grace=x is no number of seconds"),
-    (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--xpk"], "--xpk takes --cluster"),
+     "--config.checkpoint.grace=x is not a number of seconds"),
+    (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--xpk"], "--xpk needs a cluster; give --cluster"),
     (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--sopt"], "unknown arguments --sopt"),
 ])
 def test_refusals_are_one_line(cloud, arguments, said):

@@ -458,20 +458,20 @@ def test_every_command_has_a_dry_run(call, cloud, capfd, command):
 @pytest.mark.parametrize("arguments, said", [
     (["run", "--config=configs/none.py"], "there is no file 'configs/none.py'"),
     (["run", GSM8K, "--accelerator=v5e-8"], "'v5e-8' is none of"),
-    (["run", GSM8K, "--num_slices=0"], "there is at least 1"),
+    (["run", GSM8K, "--num_slices=0"], "give at least 1"),
     (["run", GSM8K, "--name=No_Good"], "small letters"),
     (["run", GSM8K, "--workdri=x"], "unknown arguments --workdri=x"),
-    (["run", "--config=configs/default.py"], "--accelerator is not given"),
-    (["run", DAPO], "v5p-128 has 16 hosts, which share one folder"),
-    (["run", GSM8K, "--spot", "--reserved"], "--spot and --reserved: spot machines"),
-    (["run", GSM8K, "--spot", "--reservation=r"], "--spot and --reservation=r: spot machines"),
+    (["run", "--config=configs/default.py"], "--accelerator is missing"),
+    (["run", DAPO], "is not shared by the 16 hosts of v5p-128"),
+    (["run", GSM8K, "--spot", "--reserved"], "--spot and --reserved exclude each other"),
+    (["run", GSM8K, "--spot", "--reservation=r"], "--spot and --reservation=r exclude each other"),
     (["run", GSM8K, "--reservation="], "--reservation is empty"),
     (["run", GSM8K, "--network="], "--network is empty"),
     (["run", GSM8K, "--subnetwork="], "--subnetwork is empty"),
     (["run", GSM8K, "--valid-until="], "--valid-until is empty"),
-    (["run", GSM8K, "--valid-until=soon"], "--valid-until=soon: give a duration such as 2h"),
-    (["run", GSM8K, "--valid-until=P"], "--valid-until=P: give a duration"),
-    (["run", GSM8K, "--service-account=me"], "--service-account=me: give its email address"),
+    (["run", GSM8K, "--valid-until=soon"], "--valid-until=soon is neither a duration nor a time"),
+    (["run", GSM8K, "--valid-until=P"], "--valid-until=P is neither a duration"),
+    (["run", GSM8K, "--service-account=me"], "--service-account=me is not an email address"),
 ])
 def test_refusals_are_one_line(call, capfd, arguments, said):
     code = call("tpu_vm", *arguments, "--dry-run")

@@ -58,9 +58,9 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
     (dict(train__fuse_old_logp="never"), "train.fuse_old_logp is never"),
     (dict(correction__masks="clip_cov", correction__rejected_in_denominator=True),
      "the mask clip_cov ranks the tokens of the batch"),
-    (dict(correction__objective="clip_cov"), "clip_cov draws at random for the batch"),
+    (dict(correction__objective="clip_cov"), "clip_cov samples at random from the whole batch"),
     (dict(correction__advantage="gae", rollout__group_size=1, rollout__prompts=16),
-     "the critic's update comes after it"),
+     "the critic is updated after the policy"),
     (dict(correction__controllers="ess_scale"), "ess_scale looks at the batch before its update"),
     (dict(correction__controllers="gradient_alignment(gac_low=0.1, gac_high=0.9)"), None),
 ])

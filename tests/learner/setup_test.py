@@ -14,7 +14,7 @@ ONE = dict(train__minibatches=1, train__epochs=1)
     (dict(train__epochs=2), "a rollout batch gets 2 updates"),
     (dict(train__fuse_old_logp="never"), "train.fuse_old_logp is never"),
     (dict(correction__batch_normalize=True), "weights are divided by their mean"),
-    (dict(correction__masks="token_k2(upper=1.0)"), "how many tokens the masks keep"),
+    (dict(correction__masks="token_k2(upper=1.0)"), "the number of tokens that the masks keep"),
     (dict(correction__masks="top_entropy", correction__rejected_in_denominator=True),
      "the mask top_entropy ranks the tokens"),
     (dict(correction__kl_coeff=0.1, correction__kl_placement="reward"), "a part of the reward"),

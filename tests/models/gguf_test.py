@@ -194,10 +194,10 @@ def test_missing_and_damaged_files(tmp_path, llama):
     whole = path.read_bytes()
     for kept in (0, 3, 40, 900, len(whole) // 2, len(whole) - 5000):
         path.write_bytes(whole[:kept])
-        with pytest.raises(ValueError, match=r"m\.gguf is no GGUF file, or truncated"):
+        with pytest.raises(ValueError, match=r"m\.gguf is not a GGUF file, or is truncated"):
             models.load(path)
     path.write_bytes(b"JUNK" + whole[4:])
-    with pytest.raises(ValueError, match="is no GGUF file"):
+    with pytest.raises(ValueError, match="is not a GGUF file"):
         models.load(path)
 
 

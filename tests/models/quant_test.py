@@ -285,5 +285,5 @@ def test_the_id_of_a_recipe_names_all_that_decides_the_numbers():
 def test_unknown_names_of_a_recipe_are_refused():
     with pytest.raises(ValueError, match="'w4a4' is none of none, w8a16"):
         Recipe("w4a4")
-    with pytest.raises(ValueError, match="names head, norm; the projections are q, k, v"):
+    with pytest.raises(ValueError, match="names head, norm; choose among the projections q, k, v"):
         Recipe("w8a8", ("head", "down", "norm"))

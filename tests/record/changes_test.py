@@ -54,7 +54,7 @@ def test_what_cannot_change_a_number_is_free(found, field, value):
     ("task.max_prompt_tokens", 64), ("engine.page_size", 32), ("rollout.prompts", 8),
 ])
 def test_all_else_is_free_by_its_name_or_that_of_its_group_alone(found, field, value):
-    with pytest.raises(ValueError, match=f"another configuration: {field}: .* --change={field} to go on"):
+    with pytest.raises(ValueError, match=f"another configuration: {field}: .* --change={field} to continue"):
         found({field: value})
     for named in (field, field.rpartition(".")[0] or field):
         assert list(found({field: value}, ["metrics", named])) == [field]
@@ -64,7 +64,7 @@ def test_each_field_that_is_not_named_is_listed(found):
     with pytest.raises(ValueError) as refusal:
         found({"optimizer.lr": 2e-4, "seed": 1, "critic.lr": 1.0, "steps": 9}, ["critic.lr"])
     assert "optimizer.lr: 0.0001 -> 0.0002; seed: 0 -> 1. Use" in str(refusal.value)
-    assert "--change=optimizer.lr,seed to go on" in str(refusal.value)
+    assert "--change=optimizer.lr,seed to continue" in str(refusal.value)
     assert "critic" not in str(refusal.value) and "steps" not in str(refusal.value)
 
 
@@ -92,9 +92,9 @@ def test_with_samplers_that_run_ahead_batching_and_breaks_are_named(found, field
 
 def test_a_queue_of_samples_keeps_its_shape(found):
     ahead = {"rollout__schedule": "areal(staleness=4)"}
-    with pytest.raises(ValueError, match="another queue of samples: rollout.group_size: 8 -> 4"):
+    with pytest.raises(ValueError, match="does not fit this change: rollout.group_size: 8 -> 4"):
         found({"rollout.group_size": 4}, ["rollout"], **ahead)
-    with pytest.raises(ValueError, match="another queue of samples: rollout.schedule"):
+    with pytest.raises(ValueError, match="does not fit this change: rollout.schedule"):
         found({"rollout.schedule": "sync"}, ["rollout"], **ahead)
     assert found({"rollout.group_size": 4}, ["rollout"]) == {"rollout.group_size": [8, 4]}
 
@@ -229,7 +229,7 @@ def test_what_is_free_changes_no_bit(tmp_path):
 def test_what_a_checkpoint_cannot_carry_is_refused(tmp_path, field, value):
     tiny.run(tmp_path, steps=1)
     before, name = described(tmp_path), field.replace("__", ".")
-    with pytest.raises(ValueError, match=rf"cannot go on with this change \({name}: ") as error:
+    with pytest.raises(ValueError, match=rf"parameters that this change needs \({name}: ") as error:
         tiny.run(tmp_path, change=[name], steps=1, checkpoint__every=7, **{field: value})
     assert "checkpoint.every" not in str(error.value) and described(tmp_path) == before
 
@@ -252,10 +252,10 @@ def test_a_data_set_that_was_mended_goes_on_where_it_was(tmp_path, capsys):
     workdir = tmp_path / "run"
     tiny.run(workdir, steps=1, **given)
     lines_of(train, "3+2=", 9)
-    with pytest.raises(ValueError, match=r"\(examples differ\).*--change=task.params to go on with"):
+    with pytest.raises(ValueError, match=r"\(examples differ\).*--change=task.params to continue with"):
         tiny.run(workdir, steps=2, **given)
     lines_of(held, "3+2=", 8)
-    with pytest.raises(ValueError, match="held-out examples are others .*--change=eval.params to go on"):
+    with pytest.raises(ValueError, match="held-out examples differ .*--change=eval.params to continue"):
         tiny.run(workdir, steps=2, **given)
     tiny.run(workdir, steps=2, change=["task.params", "eval.params"], **given)
     [entry] = described(workdir)["changes"]

@@ -57,7 +57,7 @@ def test_the_file_is_bounded(tmp_path):
 def test_a_file_of_another_kind_is_named(tmp_path, line):
     path = tmp_path / failures.FILE_NAME
     path.write_text(line + "\n")
-    with pytest.raises(ValueError, match="reward_errors.jsonl, line 1: no kind of failed rewards"):
+    with pytest.raises(ValueError, match="reward_errors.jsonl, line 1: not a record of failed rewards"):
         failures.read(path)
 
 

@@ -30,21 +30,21 @@ def problems(config) -> list[str]:
     (dict(schedule="areal", workers=0), "rollout.workers is 0"),
     (dict(schedule="areal", update_turns=-1), "rollout.update_turns is -1"),
     (dict(schedule="areal", driver="thread"), "rollout.driver is 'thread'; choose one of virtual"),
-    (dict(schedule="areal", driver="threads", update_turns=2), "rollout.update_turns = 2 counts the turns"),
-    (dict(schedule="areal", driver="processes", listen="8000"), "rollout.listen: '8000' is no address"),
+    (dict(schedule="areal", driver="threads", update_turns=2), "rollout.update_turns = 2 is for rollout.driver = 'virtual'"),
+    (dict(schedule="areal", driver="processes", listen="8000"), "rollout.listen: '8000' is not an address"),
     (dict(schedule="areal", driver="processes", transport=""), "rollout.transport is empty"),
     (dict(schedule="areal", driver="processes", worker_timeout=0.0), "worker_timeout is 0.0 seconds"),
-    (dict(schedule="areal", driver="threads", old_logp_source="replica"), "keeps no copy: set it to ring"),
+    (dict(schedule="areal", driver="threads", old_logp_source="replica"), "keeps no copy of them; set it to ring"),
     (dict(driver="threads"), "rollout.driver = 'threads' is for samplers that run ahead"),
     (dict(workers=2), "rollout.workers = 2 is for samplers that run ahead"),
     (dict(queue=9), "rollout.queue = 9 is for samplers that run ahead"),
-    (dict(replay="uniform(uses=3)"), "rollout.prompts = 4 groups, each used 3 times .* multiple of 3"),
+    (dict(replay="uniform(uses=3)"), "rollout.prompts = 4 groups with 3 uses each .* multiple of 3"),
     (dict(replay="uniform(uses=0)"), "rollout.replay 'uniform.uses=0.': uses is 0"),
     (dict(replay="uniform(uses=2, most=2)"), "at most 2 times, and 2 times on average"),
-    (dict(max_age=3), "rollout.max_age = 3 is for tokens that are trained on again"),
-    (dict(replay="newest(uses=1)", max_age=3), "rollout.replay = 'newest.uses=1.' has none"),
-    (dict(replay="newest", max_age=-1), "rollout.max_age = -1 leaves nothing to replay"),
-    (dict(replay="newest", schedule="areal(staleness=3)", max_age=3), "has tokens 3 versions old"),
+    (dict(max_age=3), "rollout.max_age = 3 limits the age of replayed tokens"),
+    (dict(replay="newest(uses=1)", max_age=3), "rollout.replay = 'newest.uses=1.' replays none"),
+    (dict(replay="newest", max_age=-1), "rollout.max_age = -1 leaves no token to replay"),
+    (dict(replay="newest", schedule="areal(staleness=3)", max_age=3), "new tokens are up to 3 versions old"),
     (dict(replay="newest", schedule="areal(staleness=inf)", queue=8), "set rollout.max_age"),
 ])
 def test_a_contradiction_is_named(changes, why):
@@ -60,7 +60,7 @@ def test_a_queue_that_is_too_small_is_one_problem(queue):
 
 def test_other_sections_that_a_mode_excludes():
     config = tiny.config(rollout__schedule="areal", engine__retention=(1, 2))
-    assert "saw evicted keys" in " ".join(problems(config))
+    assert "sequences with evicted keys" in " ".join(problems(config))
     config = tiny.config(
         rollout__schedule="roll_flash(redundant=1)", correction__advantage="remax")
     assert "needs its greedy answer" in " ".join(problems(config))
@@ -86,7 +86,7 @@ def test_processes_come_in_any_number():
     (dict(gap_probe_every=-1), "rollout.gap_probe_every is -1"),
     (dict(gap_probe_every=1, on_gap_exceeded="halt"), "on_gap_exceeded is 'halt'; choose one of warn, sync, stop"),
     (dict(on_gap_exceeded="stop"), "needs probes of the gap"),
-    (dict(gap_probe_every=1, on_gap_exceeded="sync"), "bounds staleness by less, and rollout.schedule = 'sync'"),
+    (dict(gap_probe_every=1, on_gap_exceeded="sync"), "lowers the bound on staleness, and rollout.schedule = 'sync'"),
 ])
 def test_budgets_that_cannot_be_kept(changes, why):
     config = tiny.config(**{f"rollout__{name}": value for name, value in changes.items()})

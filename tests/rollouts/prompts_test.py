@@ -103,7 +103,7 @@ def test_the_first_five_bad_records_are_named_before_a_run(tmp_path):
         *(f"- {tmp_path}/a.jsonl:{i}: 10 prompt tokens, config.task.max_prompt_tokens is 8; raise it "
           "or shorten the prompt" for i in (4, 5, 6)),
         "- and 2 more",
-        "Mend or remove them, or leave them out with task.on_bad_record = 'skip'.",
+        "Fix or remove them, or leave them out with --config.task.on_bad_record=skip.",
     ]
 
 
@@ -134,14 +134,14 @@ def test_a_template_that_refuses_a_record_and_one_that_hangs(tmp_path, monkeypat
         loaded.append(load_tokenizer(folder))
     with pytest.raises(ValueError, match=r"1 of 3 .*\n- .*a.jsonl:2: the chat template.*no twos"):
         prompter(loaded[0], chat=True).checked(source, "training data")
-    with pytest.raises(ValueError, match="^the chat template .* ran past its time limit"):
+    with pytest.raises(ValueError, match="^the chat template .* exceeded its time limit"):
         prompter(loaded[1], chat=True).checked(source, "training data")
 
 
 def test_messages_need_a_chat_template(tmp_path):
     tokenizer_files_test.write_folder(tmp_path / "model", config={"eos_token": "<|im_end|>"})
     source = write(tmp_path / "a.jsonl", [[{"role": "user", "content": "1"}]])
-    with pytest.raises(ValueError, match="no chat template; .*use prompts that are text"):
+    with pytest.raises(ValueError, match="no chat template; .*use text prompts"):
         prompter(load_tokenizer(tmp_path / "model")).checked(source, "training data")
 
 

@@ -63,8 +63,8 @@ def test_a_mode_that_cannot_be_is_refused_with_its_text(text, problem):
     (dict(on_sync="later"), "on_sync is 'later', none of drain, interrupt, in_place"),
     (dict(sync_every=0), "every 0 updates"),
     (dict(sync_every=True), "every True updates"),
-    (dict(ahead=1.0, on_arrival=True), "trains on policy"),
-    (dict(ahead=1.5, sync_every=3), "every 3 updates, but samplers may begin only 2.5 batches"),
+    (dict(ahead=1.0, on_arrival=True), "use older ones"),
+    (dict(ahead=1.5, sync_every=3), "every 3 updates, and samplers may start only 2.5 batches"),
 ])
 def test_numbers_that_contradict_each_other_are_refused(numbers, problem):
     with pytest.raises(ValueError, match=problem):

@@ -95,7 +95,7 @@ def test_each_has_devices_of_its_own():
     meshes = [setup.training.layout, *(engine.layout for engine in setup.engines)]
     assert [[d.id for d in m.mesh.devices.flat] for m in meshes] == [[0], [1], [2]]
     with pytest.raises(ValueError, match=(
-        "trains on 2 devices .* 2 samplers on 4 others each, 10 in all, .* there are 8: .* or set "
+        "trains on 2 devices .* 2 samplers on 4 other devices each, 10 in all, .* there are 8; .* or set "
         "XLA_FLAGS=--xla_force_host_platform_device_count=10"
     )):
         tiny.setup(rollout__schedule="areal", rollout__driver="threads", rollout__workers=2,

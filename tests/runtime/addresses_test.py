@@ -14,7 +14,7 @@ def test_an_address(text, expected):
 
 @pytest.mark.parametrize("text", ["", "8000", ":8000", "host", "host:", "host:-1", "host:65536", "host:²"])
 def test_no_address(text):
-    with pytest.raises(ValueError, match="is no address: give host:port"):
+    with pytest.raises(ValueError, match="is not an address; give host:port"):
         addresses.parse(text)
 
 

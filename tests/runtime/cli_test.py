@@ -37,7 +37,7 @@ def ended(capsys, function, *arguments, **options):
     (lambda folder: tiny.run(folder / "run", reward__name="none:f"),
      "the reward 'none:f' cannot be loaded"),
     (lambda folder: tiny.run(folder / "run", mesh__serve=(3, 1, 5)), "mesh {'data': 3"),
-    (lambda folder: tiny.run(folder / "broken", steps=1), "config.json is not what a run writes"),
+    (lambda folder: tiny.run(folder / "broken", steps=1), "config.json does not hold the configuration of a run"),
     (lambda folder: tiny.run(folder / "file", steps=1), "cannot make"),
     (lambda folder: report_main([str(folder)]), "metrics.jsonl not found: is"),
     (lambda folder: report_main([str(folder / "broken")]), "metrics.jsonl, line 1: not a JSON object"),
@@ -46,12 +46,12 @@ def ended(capsys, function, *arguments, **options):
     (lambda folder: oracle.main(["--horizons", "0"]), "argument --horizons: 0 is not at least 1"),
     (lambda folder: oracle.main(["--horizons", "4", "--samples", "1"]), "1 samples are too few"),
     (lambda folder: score.read_tokens(folder / "none.npy"), "No such file or directory"),
-    (lambda folder: score.read_tokens(folder / "file"), "file is no .npy file of numbers"),
+    (lambda folder: score.read_tokens(folder / "file"), "file is not a .npy file of numbers"),
     (lambda folder: score.score(folder, np.zeros((1, 1), int), "x"), "has no config.json"),
     (lambda folder: serving.read_token(folder / "none"), "No such file or directory"),
     (lambda folder: state.read_params(tiny.setup().training, folder / "none"), "No model folder"),
-    (lambda folder: chips.Topology.parse("v9:2x2"), "topology 'v9:2x2' is not a chip of v4, v5e"),
-    (lambda folder: cli.check_folder("json", folder / "none" / "x"), "there is no such folder"),
+    (lambda folder: chips.Topology.parse("v9:2x2"), "topology 'v9:2x2' is unknown; give one of the chips v4, v5e"),
+    (lambda folder: cli.check_folder("json", folder / "none" / "x"), "its folder does not exist"),
     (lambda folder: cli.check_folder("json", folder / "broken"), "broken is a folder; give a file in it"),
     (lambda folder: report_main([""]), "the path of a folder is empty"),
     (lambda folder: doctor_main([""]), "the path of a folder is empty"),
@@ -80,7 +80,7 @@ def test_a_run_that_cannot_go_on_ends_with_its_message_and_1(capsys, monkeypatch
     monkeypatch.setattr(report, "table", lambda _: "")
     monkeypatch.setattr(report, "failures", lambda _: ["d_mean 1 not within 0.05"])
     code, told = ended(capsys, report.require, tiny.setup(), None)
-    assert code == 1 and told.startswith("before step 0 the sampler is too far from the learner")
+    assert code == 1 and told.startswith("before step 0 the gap of sampler and learner is above its bounds")
 
 
 def reshaped(*, size: int) -> list:

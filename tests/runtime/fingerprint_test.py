@@ -79,7 +79,7 @@ def test_a_copy_that_differs_on_one_device_is_refused_by_its_name():
     fingerprint.check(joined(), sent)
     copies[2] = copies[2].at[5].set(5.03125)  # the next number after 5
     assert (np.asarray(copies[2], np.float32) != np.arange(8)).sum() == 1
-    with pytest.raises(RuntimeError, match=f"weights on {devices[2]} have .* sent to it {sent}"):
+    with pytest.raises(RuntimeError, match=f"weights on {devices[2]} have .* sent with {sent}"):
         fingerprint.check(joined(), sent)
 
 

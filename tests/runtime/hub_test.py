@@ -73,7 +73,7 @@ def test_the_parts_of_a_path(text, parts):
     "https://a/b", "hf://a/b@x@y",
 ])
 def test_what_is_no_path_is_refused(text):
-    with pytest.raises(ValueError, match="no path of the hub; such are hf://OWNER/MODEL"):
+    with pytest.raises(ValueError, match="not a path of the hub; give hf://OWNER/MODEL"):
         hub.Reference.parse(text)
 
 
@@ -137,7 +137,7 @@ def test_a_glob_on_this_machine_is_sorted_and_a_name_with_brackets_is_a_file(tmp
     names = lambda pattern: [name for name, _ in hub.data_files(f"{tmp_path}/{pattern}")]
     assert names("[ab].csv") == [f"{tmp_path}/a.csv", f"{tmp_path}/b.csv"]
     assert names("c[1].csv") == [f"{tmp_path}/c[1].csv"]
-    with pytest.raises(FileNotFoundError, match="no file has a name like this"):
+    with pytest.raises(FileNotFoundError, match="no file has such a name"):
         names("d*")
 
 
@@ -227,7 +227,7 @@ def test_a_busy_hub_is_asked_again_later(served, status):
     server.status = status
     done = client.run("-m", "jaxrl_tis.main", "--config=tests/small_run.py",
                       f"--workdir={client.home}/run", "--config.model.path=hf://o/m")
-    assert done.returncode == 42 and "could not give hf://o/m now" in done.stderr, done.stderr
+    assert done.returncode == 42 and "did not send hf://o/m" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
 
 

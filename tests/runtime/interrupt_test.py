@@ -42,7 +42,7 @@ def test_after_its_grace_a_step_is_given_up(monkeypatch):
         now[0] += 4.9
         asked.check()
         now[0] += 0.2
-        with pytest.raises(cli.Interrupted, match="given up"):
+        with pytest.raises(cli.Interrupted, match="abandoned"):
             asked.check()
 
 

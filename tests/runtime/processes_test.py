@@ -78,7 +78,7 @@ def test_each_does_its_share_and_gets_all(found):
 
 def test_what_the_first_did_or_refused_holds_for_all(found):
     assert [of["told"] for of in found] == [{"by": 0}] * 2
-    message = "--json=/none/x: there is no such folder"
+    message = "--json=/none/x: its folder does not exist"
     assert [of["refused"] for of in found] == [["FileNotFoundError", message],
                                                ["ValueError", message]]
 
@@ -124,7 +124,7 @@ def test_a_process_whose_others_do_not_come_ends_with_42_and_a_line(tmp_path, in
                   f"--process_id={index}", "--connect_seconds=1.5"]
     command = [*MAIN, f"--workdir={tmp_path / 'run'}", *connection]
     assert forked.run(command, tmp_path / "log") == (
-        42, "the processes did not all come within 1.5 s (--connect_seconds); the same command on all "
+        42, "not all processes came within 1.5 s (--connect_seconds); the same command on all "
         "hosts continues\n")
     assert not (tmp_path / "run").exists()
 
@@ -248,7 +248,7 @@ def test_the_gate_of_two_processes_is_that_of_one(tmp_path):
     ("another change", ["--change=seed"], {1: ["--change=optimizer.lr"]}, 2,
      "--change is not the same everywhere: ('seed',) on process 0, ('optimizer.lr',) on process 1"),
     ("too few devices", ["--config.mesh.serve=(3,1,5)"], {}, 2, "does not fit 8 devices"),
-    ("an idle process", ["--config.mesh.train=(1,4,1)"], {}, 2, "leaves the devices of process 1 out"),
+    ("an idle process", ["--config.mesh.train=(1,4,1)"], {}, 2, "leaves out the devices of process 1"),
     ("no such reward", ["--config.reward.name=none:f"], {}, 2, "'none:f' cannot be loaded"),
 ])
 def test_a_mistake_ends_all_with_its_message_and_2(

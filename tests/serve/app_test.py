@@ -268,7 +268,7 @@ def test_a_stream_comes_while_it_is_drawn():
 @pytest.mark.parametrize("path, body, status, words", [
     (TEXT, {"prompt": "A"}, 400, "alphabet"),
     (TEXT, b"{", 400, "not JSON"),
-    (TEXT, {"prompt": "a", "model": "x"}, 404, "'x' is not here"),
+    (TEXT, {"prompt": "a", "model": "x"}, 404, "'x' is not served"),
     (TEXT, {"prompt": "a", "presence_penalty": 1}, 400, "penalties=True"),  # the scheduler's
     (TEXT, b" " * 501, 413, "more than 500 bytes"),
     (TEXT, [b" " * 300, b" " * 300, None], 413, "more than 500 bytes"),
@@ -299,7 +299,7 @@ def test_the_scheduler_refuses_all_choices_or_none():
         return refused, pending, await first, await call(app, TEXT, {"prompt": "b", "n": 2})
 
     refused, pending, first, after = run(application(engine, max_pending=3), script)
-    assert refused.status == 429 and "3 requests are pending, at most 3" in refused.error
+    assert refused.status == 429 and "3 requests are pending, and at most 3" in refused.error
     assert pending == 2 and first.status == after.status == 200
 
 

@@ -36,7 +36,7 @@ def test_a_message(given, read):
     (user([{"type": "image_url", "image_url": {"url": "x"}}]), "a part of type 'image_url'"),
     (user([{"type": "input_audio"}]), "a part of type 'input_audio'"),
     (user([{"type": "text"}]), "a part of type 'text'"), (user([5]), "a part of type 5"),
-    (user("a", tool_calls=[{"id": "1"}]), "has tool_calls: .*messages of text"),
+    (user("a", tool_calls=[{"id": "1"}]), "has tool_calls: .*only text messages"),
     (user("a", tool_call_id=1), "has tool_call_id: 1"), (user("a", name=1), "has name: 1"),
 ])
 def test_what_is_wrong_with_a_message_is_said(given, words):

@@ -150,7 +150,7 @@ def test_chat():
 
 @pytest.mark.parametrize("body, words", [
     (b"{", "not JSON"), (b"\xff", "not JSON"), (b"[1]", "not a JSON object"),
-    (b"[" * 100_000, "not JSON"), (b'{"prompt": "a", "top_p": NaN}', "NaN is no number"),
+    (b"[" * 100_000, "not JSON"), (b'{"prompt": "a", "top_p": NaN}', "NaN is not a number"),
     (b'{"prompt": "\\ud800"}', "surrogates"),
     ({}, "prompt must be"), ({"prompt": {}}, "prompt is a dict"), ({"prompt": ["a", 3]}, "token ids"),
     ({"prompt": [[]]}, "0 prompt tokens"), ({"prompt": ["a", []]}, "prompt 1: 0 prompt tokens"),
@@ -232,5 +232,5 @@ def test_what_is_wrong_with_a_chat_is_said(body, words):
 
 
 def test_another_model():
-    with pytest.raises(UnknownModel, match="'other' is not here; this one is 'm'"):
+    with pytest.raises(UnknownModel, match="'other' is not served; use 'm'"):
         of({"prompt": "a", "model": "other"})
