@@ -57,7 +57,7 @@ def read_tokens(path: str) -> np.ndarray:
         raise ValueError(
             f"{path} is not a .npy file of numbers: {error}; write it with numpy.save"
         ) from error
-    if not isinstance(found, np.ndarray):
+    if not isinstance(tokens, np.ndarray):
         raise ValueError(f"{path} holds several arrays; a .npy file holds one")
     return tokens
 

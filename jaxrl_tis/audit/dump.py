@@ -192,7 +192,7 @@ def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
         raise ValueError(_refusal(path, unit, problems, count))
     if not good:
         raise ValueError(f"{path}: there is no sequence in it; write at least one")
-    lengths = np.array([len(found["mask"]) for found in good])
+    lengths = np.array([len(record_values["mask"]) for record_values in good])
     if lengths.sum() > MOST_TOKENS:
         raise ValueError(
             f"{path}: {lengths.sum()} tokens are too many, because float32 counts up to "

@@ -87,17 +87,19 @@ def recognise(names: set[str], wanted: str) -> tuple[str, tuple[str, ...]]:
             raise ValueError(
                 f"this log has no metric name of {wanted}; choose another --from, or --from=auto"
             )
-        return wanted, found[wanted]
-    found = {key: marks for key, marks in found.items() if marks}
-    if len(found) == 1:
-        return next(iter(found.items()))
-    if not found:
+        return wanted, marks_by_framework[wanted]
+    marks_by_framework = {key: marks for key, marks in marks_by_framework.items() if marks}
+    if len(marks_by_framework) == 1:
+        return next(iter(marks_by_framework.items()))
+    if not marks_by_framework:
         looked_for = ", ".join(f"{f.prefix + f.marks[0]} ({key})" for key, f in FRAMEWORKS.items())
         raise ValueError(
             f"the {len(names)} names of this log match no framework: none is like {looked_for}; "
             "choose one with --from"
         )
-    candidates = "; ".join(f"{key}: {', '.join(marks[:3])}" for key, marks in found.items())
+    candidates = "; ".join(
+        f"{key}: {', '.join(marks[:3])}" for key, marks in marks_by_framework.items()
+    )
     raise ValueError(
         f"the names of this log match several frameworks ({candidates}); choose one with --from"
     )

@@ -252,8 +252,8 @@ class ModelConfig:
             f"{self.max_position}"
         )
         if self.rope.kind == "default":
-            raise ValueError(f"{found} of the model, and its rope type does not extend positions")
-        return f"{found} of the model; its rope type {self.rope.kind!r} extends the positions"
+            raise ValueError(f"{problem} of the model, and its rope type does not extend positions")
+        return f"{problem} of the model; its rope type {self.rope.kind!r} extends the positions"
 
     def to_hf(self) -> dict[str, Any]:
         """The `config.json` dict of this model, in the form transformers 4 and 5 both read.

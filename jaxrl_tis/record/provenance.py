@@ -95,7 +95,7 @@ def saved(workdir: str | os.PathLike, name: str) -> Any:
             f"{path} does not hold the configuration of a run: {error!r}; restore the file, or use "
             "a new workdir"
         ) from error
-    if name not in found:
+    if name not in content:
         raise ValueError(
             f"{path} has no {name}: another version of jaxrl_tis wrote it; use that version, or a "
             "new workdir"

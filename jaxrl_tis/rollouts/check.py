@@ -40,10 +40,15 @@ def _budget(rollout, schedule: schedules.Schedule) -> Iterator[str]:
     """Finds an answer to a gap above its budget that this run cannot give."""
     if rollout.on_gap_exceeded not in ON_GAP_EXCEEDED:
         yield (
+            f"rollout.on_gap_exceeded is {rollout.on_gap_exceeded!r}; choose one of "
+            f"{', '.join(ON_GAP_EXCEEDED)}"
+        )
+    elif rollout.on_gap_exceeded != "warn" and not rollout.gap_probe_every:
+        yield (
             f"rollout.on_gap_exceeded = {rollout.on_gap_exceeded!r} needs probes of the gap; set "
             "rollout.gap_probe_every above 0"
         )
-    elif rollout.on_gap_exceeded != "warn" and not rollout.gap_probe_every:
+    if rollout.on_gap_exceeded == "sync" and not schedule.ahead:
         yield (
             "rollout.on_gap_exceeded = 'sync' lowers the bound on staleness, and rollout.schedule = "
             f"{rollout.schedule!r} has none; set it to warn or stop"
@@ -72,20 +77,20 @@ def _queue(rollout, schedule: schedules.Schedule) -> Iterator[str]:
     if 0 < rollout.queue < rollout.prompts or rollout.queue < 0:
         yield (
             f"rollout.queue = {rollout.queue} groups cannot hold a batch of rollout.prompts = "
-            f"{rollout.prompts}; raise it, or set it to 0 for as many as the mode allows"
+            f"{rollout.prompts}; raise it, or set it to 0 for as many as the schedule allows"
         )
     if rollout.prompts <= rollout.queue < schedule.sync_every * rollout.prompts:
         yield (
-            f"rollout.queue = {rollout.queue} groups cannot hold the {mode.sync_every} batches of "
+            f"rollout.queue = {rollout.queue} groups cannot hold the {schedule.sync_every} batches of "
             f"{rollout.prompts} between two weight syncs; raise it to at least "
-            f"{mode.sync_every * rollout.prompts}, or set it to 0"
+            f"{schedule.sync_every * rollout.prompts}, or set it to 0"
         )
 
 
 def _ahead(config, schedule: schedules.Schedule) -> Iterator[str]:
     """Finds what samplers that run ahead cannot do."""
     rollout = config.rollout
-    if math.isinf(mode.ahead) and not rollout.queue:
+    if math.isinf(schedule.ahead) and not rollout.queue:
         yield (
             f"rollout.schedule = {rollout.schedule!r} has no bound; set rollout.queue to the largest "
             "number of groups"
@@ -137,7 +142,7 @@ def _replay(rollout, schedule: schedules.Schedule, way: replay.Way | None) -> It
     if rollout.max_age < 0 or oldest <= schedule.staleness and not math.isinf(oldest):
         yield (
             f"rollout.max_age = {rollout.max_age} leaves no token to replay, because with "
-            f"rollout.schedule = {rollout.schedule!r} new tokens are up to {mode.staleness:g} versions "
+            f"rollout.schedule = {rollout.schedule!r} new tokens are up to {schedule.staleness:g} versions "
             "old; set it above that"
         )
     if math.isinf(oldest):

@@ -101,7 +101,7 @@ class Interrupt:
         with bell:
             while heard := bell.recv(64):
                 is_asked = bool(set(heard) & set(STOPPING))
-                if is_asked and not self._is_obeyed.wait(self._grace + FORCED_SECONDS):
+                if is_asked and not self._is_acknowledged.wait(self._grace + FORCED_SECONDS):
                     print("the run could not stop in time and ends without a save; the same "
                           "command continues", flush=True)
                     os._exit(cli.RESTART)
