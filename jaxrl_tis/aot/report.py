@@ -271,8 +271,8 @@ def title(setup: Setup, topology: Topology) -> str:
     where = " on other devices" if setup.is_apart else ""
     return (
         f"{setup.config.name} for {topology.num_chips} chips {topology.name} "
-        f"({topology.product_name}), {setup.model.num_layers} layers; "
-        f"mesh {' x '.join(MESH_AXES)}: {train} to train, {serve} to serve{where}"
+        f"({topology.product_name}), {setup.model.num_layers} layers. "
+        f"Mesh {' x '.join(MESH_AXES)}: {train} to train, {serve} to serve{where}."
     )
 
 

@@ -1,5 +1,5 @@
-"""Language models: `load` and `read_config` take a Hugging Face folder, a GGUF file or a path of the
-hub, see jaxrl_tis.runtime.hub."""
+"""Loads language models from a Hugging Face folder, a GGUF file or a path of the hub
+(jaxrl_tis.runtime.hub)."""
 
 import os
 import pathlib
@@ -16,7 +16,7 @@ __all__ = ["ModelConfig", "load", "read_config", "save"]
 def load(
     folder_or_gguf: str | os.PathLike, sharding: Any = None, dtype: str = "float32"
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """Reads a model straight into its sharding.
+    """Returns a model's config and its parameters, read directly into their sharding.
 
     Args:
       folder_or_gguf: a folder with config.json and safetensors files, a .gguf file, or either of
@@ -35,7 +35,7 @@ def load(
 
 
 def read_config(folder_or_gguf: str | os.PathLike) -> ModelConfig:
-    """The model's config alone, e.g. to lay out the sharding that `load` takes."""
+    """Returns only the model's config, for example to make the sharding that `load` needs."""
     path = hub.local(folder_or_gguf, weights=False)
     return _format(path).read_config(path)
 

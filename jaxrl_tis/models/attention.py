@@ -1,18 +1,19 @@
 """Grouped-query attention: within rows (training, scoring) and against pages (prefill, decode).
 
-A row of T tokens packs several sequences, told apart by segment ids. `row_attention` computes it
+A row of T tokens packs several sequences with segment ids. `row_attention` has three ways:
 
-* on TPU, where T is made of whole tiles, by jax's splash attention kernel;
-* else, up to LONG_ROW tokens, from all T x T scores;
-* else in chunks of QUERY_CHUNK queries whose scores the backward pass recomputes, so that memory
-  grows with T x QUERY_CHUNK.
+* On TPU, if T is a multiple of whole tiles, it uses JAX's splash attention kernel.
+* Otherwise rows of up to LONG_ROW tokens compute all T x T scores.
+* Longer rows are computed in chunks of QUERY_CHUNK queries. The backward pass recomputes the
+  scores,
+  and memory grows with T x QUERY_CHUNK.
 
-On a mesh each device attends for its own rows and heads. Where a mesh axis shards T, a device keeps
-its own queries and gathers the keys and values of its rows: with grouped queries these are small.
-Over many shards they are larger than the device's queries; then those of one of its heads are
-gathered at a time, and again in the backward pass. With several key/value heads on a device either
-compiles smaller than a ring (benchmarks/context.py). The shards are contiguous, so the last of n
-does (2n - 1) / n times the mean work.
+On a mesh each device attends for its own rows and heads. If a mesh axis shards T, a device keeps
+its own queries and gathers the keys and values of its rows, which are small with grouped queries.
+With many shards they exceed the device's queries. Then they are gathered for one head at a time,
+and again in the backward pass. With several key/value heads on a device both ways need less memory
+than a ring (benchmarks/context.py). Shards are contiguous, and the last of n shards does (2n - 1) /
+n times the mean work.
 """
 
 import functools
@@ -54,15 +55,16 @@ def row_attention(
     q_bthk: jax.Array, k_btnk: jax.Array, v_btnk: jax.Array, segment_ids_bt: jax.Array,
     layout: Layout | None = None, unseen_bt: jax.Array | None = None,
 ) -> jax.Array:
-    """Lets every token attend to itself and to the earlier tokens of its segment in the row.
+    """Returns causal attention within the segments of packed rows, [B,T,H,K].
 
     Args:
       q_bthk: [B,T,H,K] queries; k_btnk, v_btnk: [B,T,N,K] keys and values, H a multiple of N.
       segment_ids_bt: [B,T] int32. Padding may be a segment of its own, such as 0.
       layout: `sharding.Layout` of the arrays; None on one device. The mesh must divide the logical
         axes "batch", "heads", "kv_heads" and "length" of the arrays.
-      unseen_bt: [B,T] int32, the place in the row from which on nobody looks at the token; None
-        if all do. TPU's kernel has no such limit: rows then take the path of other platforms.
+      unseen_bt: [B,T] int32, the first position that no longer attends to the token; None without
+        such limits. TPU's kernel does not support limits: rows then use the path of other
+        platforms.
 
     Returns: [B,T,H,K] in q's dtype.
     """
@@ -106,8 +108,8 @@ def row_attention(
 
 
 def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
-    """Runs `attend` for one key/value head and its queries at a time. The backward pass does again
-    what splash attention does not keep."""
+    """Returns attention computed for one key/value head and its queries at a time. The backward
+    pass recomputes values that splash attention does not keep."""
     n = k_btnk.shape[2]
     one = jax.checkpoint(
         attend, policy=jax.checkpoint_policies.save_only_these_names(SPLASH_RESIDUALS)
@@ -118,7 +120,8 @@ def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
 
 
 def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
-    """Attends for the T queries from position `first` on, of rows of S tokens, on one device."""
+    """Returns the attention of T queries from position `first` in rows of S tokens, on one
+    device."""
     arrays = (q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel)
     if kernel is None:
         return _scores_attention(*arrays)
@@ -143,8 +146,8 @@ def splash_blocks(length: int, keys: int) -> splash_attention.BlockSizes:
 
 @functools.cache  # it looks at each of the T x T entries of its mask: seconds for a long row
 def _splash_kernel(length: int, shards: int, interpret: bool = False):
-    """Returns causal splash attention of rows whose queries are cut into shards; None where it
-    cannot be."""
+    """Returns causal splash attention for rows with sharded queries, None for unsupported
+    shapes."""
     if length % (shards * SPLASH_TILE):
         return None
     # One mask serves all heads.
@@ -158,8 +161,8 @@ def _splash_kernel(length: int, shards: int, interpret: bool = False):
 
 
 def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
-    """Attends with the splash kernel: `first` is in its mask, and `unseen_bs` is None. It works in
-    float32 where it is given float16, which a TPU's kernel cannot store."""
+    """Returns attention by the splash kernel; its mask contains `first`, and `unseen_bs` is None.
+    float16 inputs are computed in float32, because TPU kernels cannot store float16."""
     dtype = jnp.float32 if q_bthk.dtype == jnp.float16 else q_bthk.dtype
     heads_first = lambda x: jnp.swapaxes(x, 1, 2).astype(dtype)
     scaled = q_bthk.astype(jnp.float32) * q_bthk.shape[-1] ** -0.5
@@ -171,8 +174,8 @@ def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, 
 
 
 def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
-    """Attends by way of the scores: all of them for a short row, a chunk's at a time for a long
-    one."""
+    """Returns attention from its scores: all scores of a short row, one chunk at a time of a long
+    row."""
 
     def attend(q_bthk, k_bsnk, v_bsnk, segments_bt, first):
         mask_bts = _causal_mask(segments_bt, segments_bs, unseen_bs, first)
@@ -198,12 +201,13 @@ def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_b
 
 
 def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts: jax.Array):
-    """Computes softmax attention in float32 with H query heads that share N key/value heads.
+    """Returns softmax attention, computed in float32, of H query heads that share N key/value
+    heads.
 
     Args:
       q_bthk: [B,T,H,K] queries; k_bsnk, v_bsnk: [B,S,N,K] keys and values, H a multiple of N.
-      mask_bts: [B,T,S] bool, True where t may attend to s. A query that may attend to nothing
-        gets a finite, meaningless row.
+      mask_bts: [B,T,S] bool, True if t may attend to s. A query without keys gets a finite,
+        meaningless row.
 
     Returns: [B,T,H,K] in q's dtype.
     """
@@ -226,15 +230,17 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
 def paged_attention(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array
 ) -> jax.Array:
-    """Attends to keys and values in pages, block by block in the order of the table, up to the last
-    one that a query of any row looks at. A block is one page, or several small ones.
+    """Returns attention to keys and values in pages, [B,T,H,K].
+
+    Blocks are processed in the order of the table, up to the last block that a query needs. A block
+    is one page or several small pages.
 
     Args:
-      q_bthk: [B,T,H,K] queries, at any places of the same sequence in a row.
-      read: numbers [B,M] -> pages with k, v [B,M,N,S,K] and k_scale, v_scale [B,M,N,S] or None.
-      table_bp: [B,P] int32 pages of each row in order.
-      index_bt: [B,T] int32 place of each query among the positions of its pages; it looks at those
-        up to its own. What lies beyond a row's last place has no influence, NaN included.
+      q_bthk: [B,T,H,K] queries, at any places of the same sequence in a row. read: numbers [B,M] ->
+      pages with k, v [B,M,N,S,K] and k_scale, v_scale [B,M,N,S] or None. table_bp: [B,P] int32
+      pages of each row in order. index_bt: [B,T] int32 position of each query in its pages; it
+      attends to positions up to its own.
+        Positions after a row's last query have no influence, NaN included.
 
     Returns: [B,T,H,K] in q's dtype; softmax and sums are float32.
     """
@@ -281,9 +287,10 @@ def paged_attention(
 def paged_attention_by_length(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array
 ) -> jax.Array:
-    """Computes `paged_attention` of rows of any lengths, a few rows of about the same length at a
-    time. It is for CPU, where smaller operations cost little more than their share. How it computes
-    depends on shapes alone, so that no row changes with its company."""
+    """Returns `paged_attention` of rows of any lengths, computed for a few similar rows at a time.
+
+    It is for CPU, where small operations have little overhead. The computation depends only on
+    shapes: no row's result depends on the batch composition."""
     b, room = len(q_bthk), table_bp.shape[1] * jax.eval_shape(read, table_bp).k.shape[3]
     if b < GROUPED_FROM or room <= 2 * PAGED_BLOCK:
         return paged_attention(q_bthk, read, table_bp, index_bt)

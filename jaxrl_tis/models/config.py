@@ -1,8 +1,8 @@
 """Model configuration: one frozen dataclass for all dense families, read from a HF `config.json`.
 
-Reading is strict. A setting that changes the computation and that `models.transformer` does not
-implement is a `ValueError` naming the field and its value, and so is a field this file has never
-heard of: a model that loads is a model that is computed as its authors meant it.
+Reading is strict. A setting that changes the computation and is not implemented in
+`models.transformer` is a `ValueError` with the field and its value. An unknown field is a
+`ValueError` too. A model that loads is therefore computed as its authors intended.
 """
 
 import dataclasses
@@ -207,7 +207,7 @@ class ModelConfig:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":
-        """Reads the dict of a `config.json`, of transformers 4 (rope_theta) or 5 (rope_parameters).
+        """Returns the config from a `config.json` dict of transformers 4 or 5.
 
         Raises:
           ValueError: a field is missing, unknown, or set to a value that is not implemented.
@@ -239,11 +239,11 @@ class ModelConfig:
         )
 
     def check_length(self, length: int) -> str:
-        """Returns "" where sequences of `length` tokens fit into `max_position`, and a sentence where
-        they do not and the rope type is one that extends it.
+        """Returns "" if sequences of `length` tokens fit into `max_position`. Returns a warning if
+        they do not and the rope type extends the context.
 
         Raises:
-          ValueError: they do not, and nothing extends it.
+          ValueError: they do not fit, and the rope type does not extend the context.
         """
         if length <= self.max_position:
             return ""
@@ -256,7 +256,7 @@ class ModelConfig:
         return f"{problem} of the model; its rope type {self.rope.kind!r} extends the positions"
 
     def to_hf(self) -> dict[str, Any]:
-        """The `config.json` dict of this model, in the form transformers 4 and 5 both read.
+        """Returns the `config.json` dict of this model, which transformers 4 and 5 can read.
 
         Raises:
           ValueError: `qkv_bias` or `qk_norm` differ from what the family has by definition.
@@ -316,7 +316,7 @@ def _boolean(hf: Mapping[str, Any], key: str) -> bool:
 
 
 def _is_set(hf: Mapping[str, Any], key: str) -> bool:
-    """A null field is the same as an absent one everywhere in this format."""
+    """Whether a field is set; null counts as absent everywhere in this format."""
     return key in hf and hf[key] is not None
 
 
@@ -337,10 +337,10 @@ def _refuse_unimplemented(hf: Mapping[str, Any], family: str) -> None:
 
 
 def _refuse_sliding_window(hf: Mapping[str, Any], family: str, num_layers: int) -> None:
-    """Refuses a window that some layer uses; a window that no layer uses is no obstacle.
+    """Raises ValueError for a sliding window that a layer uses; unused windows are accepted.
 
-    `layer_types` decides where it is given. Without it, a llama window holds in every layer, and
-    a qwen window in the layers from `max_window_layers` on if `use_sliding_window` is true.
+    `layer_types` decides if present. Otherwise a llama window applies to every layer, and a qwen
+    window to layers from `max_window_layers` if `use_sliding_window` is true.
     """
     if _is_set(hf, "layer_types"):
         types = hf["layer_types"]
@@ -363,14 +363,14 @@ def _refuse_sliding_window(hf: Mapping[str, Any], family: str, num_layers: int) 
 
 
 def _num_kv_heads(hf: Mapping[str, Any], family: str, num_heads: int) -> int:
-    """Llama checkpoints older than grouped-query attention leave the field out."""
+    """Returns the number of key/value heads; checkpoints before grouped-query attention omit it."""
     if family == "llama" and not _is_set(hf, "num_key_value_heads"):
         return num_heads
     return _integer(hf, "num_key_value_heads")
 
 
 def _head_dim(hf: Mapping[str, Any], family: str, embed_dim: int, num_heads: int) -> int:
-    """qwen3 must state it; for the others it is hidden_size / heads unless stated."""
+    """Returns the head size: required for qwen3, else hidden_size / heads by default."""
     if family == "qwen3" or _is_set(hf, "head_dim"):
         return _integer(hf, "head_dim")
     if num_heads < 1 or embed_dim % num_heads:
@@ -381,12 +381,12 @@ def _head_dim(hf: Mapping[str, Any], family: str, embed_dim: int, num_heads: int
 
 
 def _tie_embeddings(hf: Mapping[str, Any]) -> bool:
-    """False where the field is absent, as in the three families' own config classes."""
+    """Returns whether embeddings are tied; False by default, as in the families' config classes."""
     return _is_set(hf, "tie_word_embeddings") and _boolean(hf, "tie_word_embeddings")
 
 
 def _merge_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Everything said about RoPE, once: top-level rope_theta, rope_scaling, rope_parameters."""
+    """Returns all RoPE fields merged: top-level rope_theta, rope_scaling, rope_parameters."""
     sources = [{"rope_theta": hf["rope_theta"]}] if _is_set(hf, "rope_theta") else []
     for key in ("rope_scaling", "rope_parameters"):
         if _is_set(hf, key):
@@ -409,10 +409,10 @@ def _merge_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_from_hf(hf: Mapping[str, Any], max_position: int) -> RopeConfig:
-    """Absent rope_theta means 10000, the value of checkpoints older than the field.
+    """Returns the RopeConfig; rope_theta is 10000 by default, as in old checkpoints.
 
-    A stated `factor` is used as stated, also where it is not `max_position_embeddings` over
-    `original_max_position_embeddings` (transformers 5; some releases of 4 took the quotient).
+    A given `factor` is used unchanged, even if it differs from `max_position_embeddings` /
+    `original_max_position_embeddings` (as transformers 5; some releases of 4 used the quotient).
     """
     fields = _merge_rope(hf)
     kind = fields.pop("rope_type") if "rope_type" in fields else "default"

@@ -1,10 +1,10 @@
-"""Products and look-ups of the learner with weights that devices with other rows share.
+"""Matrix products and embedding look-ups of the learner with FSDP-sharded weights.
 
-A device gathers what the others have of a weight, in the compute dtype, multiplies its own rows, and
-forgets it; the backward pass gathers it again. Each device's gradient is that of its own rows: they
-are summed in `Layout.grad_reduce_dtype` by a reduce-scatter, which leaves a device the sum for its
-own part and makes no array of all of it. Left to the partitioner, some shapes get an all-reduce,
-which sends twice the bytes. The table of the tokens is never gathered: its rows travel.
+A device gathers a weight in the compute dtype, multiplies its own rows, and frees the gathered
+weight. The backward pass gathers it again. Each device's gradient is that of its own rows: they are
+summed in `Layout.grad_reduce_dtype` by a reduce-scatter, which leaves a device the sum for its own part and
+makes no array of all of it. Left to the partitioner, some shapes get an all-reduce, which sends
+twice the bytes. The table of the tokens is never gathered: its rows travel.
 """
 
 import functools
@@ -19,17 +19,17 @@ from jaxrl_tis.sharding import Layout
 
 
 def is_cut(layout: Layout | None) -> bool:
-    """Whether the layout is a learner's, which may cut the width of weights, and cuts its rows."""
+    """Whether the layout shards the rows of a learner and may shard the width of its weights."""
     rows = layout.axes("batch") + layout.axes("length") if layout is not None else ()
     return bool(rows and layout.axes("embed")) and layout.count(rows) > 1
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def dot(x: jax.Array, w: jax.Array | quant.Master, layout: Layout, is_split_in: bool) -> jax.Array:
-    """Computes `quant.dot`: x [B,T,i] @ w [i,o] -> [B,T,o] in x's dtype.
+    """Returns `quant.dot`: x [B,T,i] @ w [i,o] -> [B,T,o] in x's dtype.
 
     Args:
-      w: lies as ("embed", "mlp") in the layout, or with `is_split_in` as ("mlp", "embed").
+      w: sharded as ("embed", "mlp") in the layout, or with `is_split_in` as ("mlp", "embed").
     """
     if isinstance(w, quant.Master):  # its scales are those of whole columns
         return quant.dot(x, w)
@@ -72,7 +72,7 @@ _product = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.flo
 
 
 def _specs(layout: Layout, is_split_in: bool) -> tuple[PartitionSpec, ...]:
-    """Returns those of x, w and the product."""
+    """Returns the PartitionSpecs of x, w and the product."""
     spec = lambda *axes: layout.sharding(axes).spec
     inner, outer = spec("batch", "length", None), spec("batch", "length", "mlp")
     if is_split_in:
@@ -85,17 +85,17 @@ def _gathered(w: jax.Array, layout: Layout, is_split_in: bool, dtype: Any) -> ja
 
 
 def _summed(x: jax.Array, layout: Layout, name: str | None) -> jax.Array:
-    """Sums over the devices that a logical axis is cut over; None: over none."""
+    """Returns the sum over the devices of a logical axis; None sums over no devices."""
     axes = layout.axes(name) if name else ()
     return jax.lax.psum(x, axes) if layout.count(axes) > 1 else x
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def take(table_vd: jax.Array, tokens_bt: jax.Array, layout: Layout, dtype: str) -> jax.Array:
-    """Takes rows [B,T,D] of a table that lies as ("vocab", "embed"), in the compute dtype.
+    """Returns rows [B,T,D] of a table sharded as ("vocab", "embed"), in the compute dtype.
 
-    A device takes its part of the width for all rows that it shares the width with, and sends each
-    device its rows; their gradients come back the same way.
+    A device looks up its part of the width for all rows of the devices that share the width, and
+    sends each device its rows. Gradients return the same way.
     """
     spec = lambda *axes: layout.sharding(axes).spec
     width = layout.axes("embed")
@@ -135,8 +135,8 @@ take.defvjp(_take_fwd, _take_bwd)
 
 
 def _local_ids(table_vd: jax.Array, tokens_bt: jax.Array, layout: Layout):
-    """Returns the tokens of all rows that share the width, counted from the first of this device's
-    vocabulary, and whether they are in it."""
+    """Returns the token ids of all rows that share the width, relative to this device's vocabulary,
+    and whether they belong to it."""
     ids = layout.gather(tokens_bt, 0)
     size, axes = table_vd.shape[0], layout.axes("vocab")
     if layout.count(axes) > 1:

@@ -1,4 +1,4 @@
-"""GGUF checkpoints (llama.cpp): metadata to ModelConfig, dequantised tensors to parameters."""
+"""Reads GGUF checkpoints (llama.cpp): the ModelConfig from metadata, dequantized parameters."""
 
 import os
 import pathlib
@@ -47,14 +47,14 @@ PERMUTED = ("llama",)
 
 
 def read_config(path: str | os.PathLike) -> ModelConfig:
-    """Reads the ModelConfig of a GGUF file; errors as `load`."""
+    """Returns the ModelConfig of a GGUF file; raises as `load`."""
     return _config(_open(pathlib.Path(path)), str(path))
 
 
 def load(
     path: str | os.PathLike, sharding: Any = None, dtype: str = "float32"
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """Reads a GGUF file, dequantising tensor by tensor into the sharding.
+    """Returns the config and parameters of a GGUF file, dequantized tensor by tensor.
 
     Args:
       path: the file.
@@ -77,8 +77,8 @@ def load(
 
 
 class _BoundedReader(GGUFReader):
-    """A GGUFReader that refuses to read past the end. Its own slices are silently short, and a
-    forged array length would otherwise be walked to its end."""
+    """A GGUFReader that refuses to read past the end of the file. The base class returns short
+    slices silently, and would process a forged array length to its end."""
 
     def _get(self, offset, dtype, count=1, override_order=None):
         end = int(offset) + np.dtype(dtype).itemsize * int(count)
@@ -122,7 +122,8 @@ def _config(reader: GGUFReader, source: str) -> ModelConfig:
 
 
 def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[str, tuple]):
-    """A tied model stores no output head; the vocabulary is the rows of the token table."""
+    """Returns the ModelConfig; a missing head means tied, and the token table gives the
+    vocabulary."""
     if NAMES["embed"] not in shapes:
         raise ValueError(f"The file has no tensor {NAMES['embed']}.")
     num_heads = settings["attention.head_count"]
@@ -154,7 +155,7 @@ def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[st
 
 
 def _stated(settings: dict[str, Any], key: str, otherwise: Any) -> Any:
-    """Returns a setting, or the value that the format gives it when it is absent."""
+    """Returns a setting, or the default of the format."""
     return settings[key] if key in settings else otherwise
 
 
@@ -171,7 +172,8 @@ def _rope(settings: dict[str, Any]) -> RopeConfig:
 
 
 def _shape(tensor) -> tuple[int, ...]:
-    """GGUF lists the fastest axis first; this is the numpy order, [out, in] for a matrix."""
+    """Returns a tensor's shape in numpy order, [out, in] for a matrix; GGUF has the reverse
+    order."""
     return tuple(int(n) for n in reversed(tensor.shape))
 
 
@@ -206,11 +208,10 @@ def _dequantize(tensor) -> np.ndarray:
 
 
 def unpermute(w: np.ndarray, num_heads: int) -> np.ndarray:
-    """Brings the rows of a Q or K matrix [heads * K, in] from llama.cpp's order back to Hugging
-    Face's.
+    """Returns a Q or K matrix [heads * K, in] with its rows in Hugging Face order.
 
-    llama.cpp rotates neighbouring rows (2i, 2i+1) of a head where Hugging Face rotates
-    (i, i + K/2), so the converter stored row i at 2i and row i + K/2 at 2i + 1.
+    llama.cpp rotates neighbouring rows (2i, 2i+1) of a head, Hugging Face rotates (i, i + K/2). The
+    converter therefore stored row i at 2i and row i + K/2 at 2i + 1.
     """
     rows, width = w.shape
     pairs = w.reshape(num_heads, rows // num_heads // 2, 2, width)

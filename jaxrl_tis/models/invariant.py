@@ -1,10 +1,10 @@
-"""The layers of a decoder under `numerics="invariant"`: their results depend on a token's own
-sequence alone, bit by bit, whatever the batch, the slot, the chunk of a prompt or the number of
-devices that a layer is cut over.
+"""Batch-invariant layers of a decoder, for `numerics="invariant"`.
 
-Every sum is one of kernels/tiles.py, which states the contract. A token attends to pages of PAGE
-keys in order, whether they lie in a cache or in a row. Gradients are those of the plain operations,
-at the values of these.
+Results depend only on a token's own sequence, bit by bit. They do not depend on the batch, the
+slot, the chunks of a prompt or the number of devices of a layer. All sums come from
+kernels/tiles.py, which states the contract. A token attends to pages of PAGE keys in order, in a
+cache and in a row. Gradients are those of the plain operations, at the values of the invariant
+operations.
 """
 
 import dataclasses
@@ -28,14 +28,14 @@ SCHEMES = ("none", "w8a16", "w8a8")
 
 
 def _tensor(layout: Layout | None) -> tuple[str | None, int]:
-    """Returns the mesh axis that cuts heads, MLP and vocabulary, and its size."""
+    """Returns the mesh axis that shards heads, MLP and vocabulary, and its size."""
     if layout is None or layout.mesh.size == 1:
         return None, 1
     return layout.rules["mlp"], layout.mesh.shape[layout.rules["mlp"]]
 
 
 def _on(layout: Layout | None, f: Callable, in_axes: tuple, out_axes: tuple) -> Callable:
-    """Runs f on every device's part of arrays with these logical axes."""
+    """Returns f run on every device's part of arrays with these logical axes."""
     if layout is None:
         return f
     spec = lambda axes: layout.sharding(axes).spec
@@ -43,10 +43,10 @@ def _on(layout: Layout | None, f: Callable, in_axes: tuple, out_axes: tuple) -> 
 
 
 def dot(x: jax.Array, w: Any, layout: Layout | None, is_split_in: bool) -> jax.Array:
-    """Multiplies x [B,T,i] @ w [i,o] -> [B,T,o] in x's dtype: `quant.dot` of any kind of weight.
+    """Returns `quant.dot` of any kind of weight: x [B,T,i] @ w [i,o] -> [B,T,o] in x's dtype.
 
     Args:
-      layout: cuts w over devices, along i (a butterfly adds up) or along o; None: one device.
+      layout: shards w over devices along i (summed by a butterfly) or o; None is one device.
     """
     if isinstance(w, quant.QuantArray):
         return _multiply(x, w, layout, is_split_in)
@@ -74,8 +74,8 @@ _trained.defvjp(_trained_fwd, _trained_bwd)
 
 
 def _multiply(x: jax.Array, w: jax.Array | quant.QuantArray, layout, is_split_in: bool):
-    """Computes `dot` without a gradient. Sums of s8 x s8 are exact in any order, and the largest
-    number of a row is the same in any."""
+    """Returns `dot` without a gradient. Sums of s8 x s8 and a row's largest number do not depend on
+    the order."""
     lead, axes = ("batch", "length"), ("mlp", None) if is_split_in else (None, "mlp")
     axis, count = _tensor(layout) if is_split_in else (None, 1)
     is_quant = isinstance(w, quant.QuantArray)
@@ -109,8 +109,8 @@ def _multiply(x: jax.Array, w: jax.Array | quant.QuantArray, layout, is_split_in
 def rms_norm(
     x: jax.Array, scale: jax.Array, eps: float, layout: Layout | None, plain: Callable
 ) -> jax.Array:
-    """Applies `plain(x, scale, eps)` to rows [B,T,D], or [B,T,H,K] with heads cut over devices. The
-    scale is rounded to x's dtype, in which a sampler holds it."""
+    """Returns `plain(x, scale, eps)` for rows [B,T,D], or [B,T,H,K] with sharded heads. The scale
+    is rounded to x's dtype, as in a sampler."""
     return _normed(x, scale.astype(x.dtype), eps, layout, plain)
 
 
@@ -139,7 +139,7 @@ _normed.defvjp(_normed_fwd, _normed_bwd)
 
 
 def rotation(angles: Callable, positions_bt: jax.Array, layout: Layout | None) -> tuple:
-    """Computes `angles(positions [B,T])` (cos and sin, [B,T,1,K/2] each) by tiles of rows."""
+    """Returns `angles(positions [B,T])` by tiles of rows: cos and sin, [B,T,1,K/2] each."""
 
     def local(positions_bt):
         tile = lambda positions_r: jax.tree.map(lambda x: x[0], angles(positions_r[None]))
@@ -153,7 +153,7 @@ def rotation(angles: Callable, positions_bt: jax.Array, layout: Layout | None) -
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def rotate(x_bthk, cos, sin, layout, plain: Callable) -> jax.Array:
-    """Applies `plain(x, cos, sin)` to tiles of (token, head) rows."""
+    """Returns `plain(x, cos, sin)`, applied to tiles of (token, head) rows."""
 
     def local(x_bthk, cos, sin):
         rows = lambda x: jnp.broadcast_to(x, (*x_bthk.shape[:3], x.shape[-1])).reshape(
@@ -180,7 +180,7 @@ rotate.defvjp(_rotate_fwd, _rotate_bwd)
 
 
 def paged_attention(q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array):
-    """Computes `attention.paged_attention`, in which every query looks at its pages by itself."""
+    """Returns `attention.paged_attention`, computed for each query separately."""
     b, t = index_bt.shape
     row_m = jnp.repeat(jnp.arange(b), t)
     return _attend(q_bthk, index_bt, row_m, lambda i, row_r: read(table_bp[row_r, i]))
@@ -190,7 +190,7 @@ def paged_attention(q_bthk: jax.Array, read: Callable, table_bp: jax.Array, inde
 def row_attention(
     q_bthk, k_btnk, v_btnk, segment_ids_bt, layout: Layout | None = None
 ) -> jax.Array:
-    """Computes `attention.row_attention`, in which the keys of a segment are pages of PAGE keys."""
+    """Returns `attention.row_attention`, with a segment's keys in pages of PAGE keys."""
 
     def local(q_bthk, k_btnk, v_btnk, segments_bt):
         b, t = segments_bt.shape
@@ -234,11 +234,11 @@ class Page(NamedTuple):
 
 
 def _attend(q_bthk: jax.Array, index_bt: jax.Array, source_m: jax.Array, read: Callable):
-    """Computes an online softmax, page by page.
+    """Returns attention by an online softmax, page by page.
 
     Args:
-      q_bthk: [B,T,H,K] queries on one device; index_bt: [B,T] the last place that each looks at.
-      source_m: [B*T] where a query's keys are.
+      q_bthk: [B,T,H,K] queries on one device; index_bt: [B,T] the last position each attends to.
+      source_m: [B*T] source of a query's keys.
       read: (number of a page, sources [R]) -> k and v, [R,N,S,K].
     """
     b, t, h, k = q_bthk.shape
@@ -285,7 +285,7 @@ def _attend(q_bthk: jax.Array, index_bt: jax.Array, source_m: jax.Array, read: C
 
 
 def logits(x: jax.Array, head: Head, layout: Layout | None) -> jax.Array:
-    """Computes `head.logits` of x [B,D] or [B,T,D] in float32, cut over devices by vocabulary."""
+    """Returns `head.logits` of x [B,D] or [B,T,D] in float32, sharded by vocabulary."""
     lead = ("batch", "length")[: x.ndim - 1]
     axes = (None, "vocab") if head.vocab_axis == 1 else ("vocab", None)
     local = lambda x, w: tiled_logits(x, dataclasses.replace(head, weight=w))
@@ -300,7 +300,7 @@ def logits(x: jax.Array, head: Head, layout: Layout | None) -> jax.Array:
 
 
 def check(config: ModelConfig, mesh_shape: dict, scheme: str) -> None:
-    """Raises ValueError for a model, a mesh or a recipe that the contract does not cover."""
+    """Raises ValueError for a model, mesh or recipe without support for invariant numerics."""
     parts = mesh_shape["tensor"]
     q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     sizes = {

@@ -1,4 +1,4 @@
-"""Where the parameters of a model lie on a mesh: its logical axes under the rules of a layout."""
+"""Shardings of a model's parameters: its logical axes under the rules of a layout."""
 
 import math
 from typing import Any
@@ -12,8 +12,8 @@ from jaxrl_tis.sharding import Layout
 
 
 def shardings(layout: Layout, config: ModelConfig, memory_kind: str = "device") -> Any:
-    """Returns the tree of shardings for the parameters of a model; "pinned_host" keeps them off the
-    accelerator. ValueError when the mesh does not divide them."""
+    """Returns the tree of shardings for a model's parameters. "pinned_host" keeps them in host
+    memory. ValueError if the mesh does not divide them."""
     check_tensor_parallel(config, layout.mesh.shape["tensor"])
 
     def place(path, abstract, axes):
@@ -27,12 +27,12 @@ def shardings(layout: Layout, config: ModelConfig, memory_kind: str = "device") 
 
 
 def put(params: Any, layout: Layout, config: ModelConfig) -> Any:
-    """Puts the parameters of a model onto the mesh of a layout."""
+    """Returns the parameters of a model on the mesh of a layout."""
     return jax.device_put(params, shardings(layout, config))
 
 
 def check_tensor_parallel(config: ModelConfig, degree: int) -> None:
-    """Refuses a degree that does not divide the heads, naming the legal ones."""
+    """Raises ValueError, with the legal degrees, for a degree that does not divide the heads."""
     common = math.gcd(config.num_heads, config.num_kv_heads)
     if common % degree:
         legal = [n for n in range(1, common + 1) if common % n == 0]

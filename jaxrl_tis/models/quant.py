@@ -1,13 +1,14 @@
-"""Eight-bit weights as leaf types, and the one matrix product that accepts every kind of weight.
+"""8-bit weights as leaf types, and one matrix product for every kind of weight.
 
 The schemes are symmetric: scale = absmax / bound per output channel (weights) or per token
-(activations), q = x (1 / scale), rounded half to even and clipped to +-bound. The bound is the
-format's largest number, 127 or 448 (float8_e4m3fn), so that the largest magnitude of a channel lies
-on a code and not between two, where the last bit of a float would decide; int8 has no code -128. A
-channel of zeros has scale 1. With "a16" the activations keep their own dtype; with "a8" they are
-quantised at run time, and the product is one of two 8-bit matrices: s8 x s8 -> s32, which is
-associative and therefore exact in any order, or f8 x f8 -> f32, whose sums depend on their order
-like any float's.
+(activations). q = x (1 / scale) is rounded half to even and clipped to +-bound. The bound is the
+format's largest number, 127 or 448 (float8_e4m3fn). A channel's largest magnitude thus lies on a
+code and not between two codes, where the last bit of a float would decide. int8 has no code -128. A
+channel of zeros has scale 1.
+
+With "a16" the activations keep their dtype. With "a8" they are quantized at run time, and the
+product has two 8-bit matrices: s8 x s8 -> s32, which is exact in any order, or f8 x f8 -> f32,
+which depends on the order of its sums.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ import numpy as np
 
 
 class Scheme(NamedTuple):
-    """The format of the weights, and whether the activations are quantised to it too."""
+    """The 8-bit format of the weights, and whether activations are quantized to it too."""
 
     dtype: type | None
     has_activations: bool
@@ -42,12 +43,12 @@ MIN_SCALE = float(jnp.finfo(jnp.float32).tiny) ** 0.5
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Which projections of the layers are quantised, and how.
+    """The quantized projections of the layers and their scheme.
 
     Attributes:
       scheme: a name in `SCHEMES`.
-      unquantized: names in `QUANTIZED` that keep their dtype, in every layer: the layers are one
-        stacked array, which has one format.
+      unquantized: names in `QUANTIZED` that keep their dtype in every layer; layers are one stacked
+        array with one format.
     """
 
     scheme: str = "none"
@@ -64,14 +65,13 @@ class Recipe:
             )
 
     def covers(self, name: str) -> bool:
-        """Whether the parameter of this name in the layers is quantised."""
+        """Whether the layers' parameter of this name is quantized."""
         is_projection = name in QUANTIZED and name not in self.unquantized
         return self.scheme != "none" and is_projection
 
     @property
     def id(self) -> str:
-        """The recipe as a word: "w8a8", or "w8a8 except o,down"; the same for every spelling of the
-        same recipe."""
+        """The recipe as text: "w8a8", or "w8a8 except o,down"; equal for equal recipes."""
         whole = [name for name in QUANTIZED if name in self.unquantized]
         return self.scheme + (f" except {','.join(whole)}" if whole else "")
 
@@ -79,7 +79,7 @@ class Recipe:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantArray:
-    """An 8-bit matrix with one f32 scale per output channel; stands where a float weight would.
+    """An 8-bit matrix with one float32 scale per output channel, in place of a float weight.
 
     Attributes:
       q: [..., in, out] in the scheme's dtype.
@@ -95,7 +95,7 @@ class QuantArray:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Master:
-    """A float weight of the learner [..., in, out] that multiplies as its QuantArray would."""
+    """A float weight of the learner [..., in, out] with the products of its QuantArray."""
 
     w: jax.Array
     scheme: str = dataclasses.field(metadata=dict(static=True))
@@ -104,14 +104,14 @@ class Master:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """A weight that is stored [out, in], its QuantArray likewise: XLA on CPU has to rearrange a
-    matrix for every product, and this way it takes less time."""
+    """A weight, or its QuantArray, stored as [out, in]. XLA on CPU rearranges a matrix for every
+    product, and this layout takes less time."""
 
     w: jax.Array | QuantArray
 
 
 def transposed(w: jax.Array | QuantArray) -> Transposed:
-    """Returns the same weight [in, out], stored the other way; scales stay as they are."""
+    """Returns the same weight [in, out] stored as [out, in]; scales do not change."""
     if isinstance(w, QuantArray):
         return Transposed(dataclasses.replace(w, q=w.q.T))
     return Transposed(w.T)
@@ -131,7 +131,7 @@ def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array
 
 
 def stored(x: jax.Array, dtype: str) -> jax.Array:
-    """Returns keys or values [..., K] as a cache of this dtype gives them back, in x's dtype."""
+    """Returns keys or values [..., K] rounded as by a cache of this dtype, in x's dtype."""
     # XLA may drop a conversion and its inverse: not across a barrier, nor this reduction.
     if jnp.dtype(dtype) in BOUND:
         codes, scale = quantize(x, -1, jnp.dtype(dtype))
@@ -142,13 +142,13 @@ def stored(x: jax.Array, dtype: str) -> jax.Array:
 
 
 def quantize_weight(w: jax.Array, scheme: str) -> QuantArray:
-    """Turns a float weight [..., in, out] into its QuantArray."""
+    """Returns the QuantArray of a float weight [..., in, out]."""
     return QuantArray(*quantize(w, -2, SCHEMES[scheme].dtype), scheme=scheme)
 
 
 def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Array:
-    """Multiplies x [..., i] @ w [i, o] -> [..., o] in x's dtype; sums are float32, of s8 x s8
-    int32."""
+    """Returns x [..., i] @ w [i, o] -> [..., o] in x's dtype. Sums are float32, or int32 for
+    s8 x s8."""
     if isinstance(w, Master):
         return _straight_through(x, w.w, w.scheme)
     is_transposed = isinstance(w, Transposed)
@@ -177,8 +177,8 @@ def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Ar
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _straight_through(x: jax.Array, w: jax.Array, scheme: str) -> jax.Array:
-    """Computes the sampler's product of x and the quantised w. Its gradient is that of the float
-    product x @ w, with x and w as they were before quantisation."""
+    """Returns the sampler's product of x and the quantized w. Its gradient is that of the float
+    product x @ w before quantization."""
     return dot(x, quantize_weight(w, scheme))
 
 
@@ -194,14 +194,15 @@ _straight_through.defvjp(_straight_through_fwd, _straight_through_bwd)
 
 
 def quantize_params(params: dict, recipe: Recipe) -> dict:
-    """Quantises the recipe's projections of the layers to QuantArrays; embedding, norms, biases and
-    the output head keep their dtype. Call it once per weight sync, inside jit."""
+    """Returns parameters with the recipe's projections as QuantArrays. Embedding, norms, biases and
+    output head keep their dtype. Call it once per weight sync, inside jit."""
     quantized = lambda name, w: quantize_weight(w, recipe.scheme) if recipe.covers(name) else w
     return {**params, "layers": {name: quantized(name, w) for name, w in params["layers"].items()}}
 
 
 def masters(layer: dict, recipe: Recipe) -> dict:
-    """Makes the recipe's projections of the layers `Master`s: the learner differentiates them while
-    it computes what the sampler does (Jet-RL, arXiv:2601.14243; QaRL, arXiv:2604.07853)."""
+    """Returns parameters with the recipe's projections as `Master`s: the learner computes the
+    sampler's products and gets gradients of the float weights (Jet-RL, arXiv:2601.14243; QaRL,
+    arXiv:2604.07853)."""
     master = lambda name, w: Master(w, recipe.scheme) if recipe.covers(name) else w
     return {name: master(name, w) for name, w in layer.items()}

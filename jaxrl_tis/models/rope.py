@@ -1,4 +1,4 @@
-"""Rotary frequencies of every supported RoPE variant, in numpy, from the config alone."""
+"""Computes the rotary frequencies of every supported RoPE variant from the config, in numpy."""
 
 import math
 
@@ -36,7 +36,7 @@ def rope_frequencies(rope: RopeConfig, head_dim: int) -> tuple[np.ndarray, float
 
 
 def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
-    """Llama 3.1: divide slow frequencies by `factor`, keep fast ones, blend linearly between.
+    """Returns Llama 3.1 frequencies: slow ones divided by `factor`, fast ones kept, linear between.
 
     The blend variable is the number of turns a pair makes over the trained context.
     """
@@ -47,7 +47,8 @@ def _llama3(base: np.ndarray, rope: RopeConfig) -> np.ndarray:
 
 
 def _yarn(base: np.ndarray, rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """YaRN "by parts" (arXiv:2309.00071, section 3.2): as above, but linear in the pair index."""
+    """Returns YaRN "by parts" (arXiv:2309.00071, section 3.2): as llama3, linear in the pair
+    index."""
     low, high = (_yarn_pair_index(turns, rope, head_dim)
                  for turns in (rope.beta_fast, rope.beta_slow))
     if rope.truncate:

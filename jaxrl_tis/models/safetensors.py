@@ -1,4 +1,4 @@
-"""Hugging Face checkpoint folders (config.json and safetensors): strict reading, atomic writing."""
+"""Strict reading and atomic writing of Hugging Face folders (config.json and safetensors)."""
 
 import contextlib
 import dataclasses
@@ -46,11 +46,11 @@ SHARD_BYTES = 5 * 10**9
 
 
 def read_config(folder: str | os.PathLike) -> ModelConfig:
-    """Reads the ModelConfig of a checkpoint folder.
+    """Returns the ModelConfig of a checkpoint folder.
 
     Raises:
       FileNotFoundError: the folder or its config.json does not exist.
-      ValueError: config.json is no JSON object or describes a model that is not implemented.
+      ValueError: config.json is not a JSON object or describes a model that is not implemented.
     """
     return ModelConfig.from_hf(_read_json(_existing(pathlib.Path(folder)) / "config.json"))
 
@@ -58,7 +58,7 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
 def load(
     folder: str | os.PathLike, sharding: Any = None, dtype: str = "float32"
 ) -> tuple[ModelConfig, dict[str, Any]]:
-    """Reads a checkpoint folder tensor by tensor straight into its sharding.
+    """Returns the config and parameters of a checkpoint folder, read tensor by tensor.
 
     Args:
       folder: holds config.json and model.safetensors, or an index with its shards.
@@ -87,7 +87,7 @@ def save(
     tokenizer_files: Iterable[str | os.PathLike] | None = None,
     metadata: Mapping[str, str] | None = None, fields: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a folder that `load` and transformers read, under a temporary name until complete.
+    """Writes a folder for `load` and transformers, under a temporary name until complete.
 
     Args:
       folder: must not exist yet.
@@ -142,7 +142,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any]:
 
 
 def _open_tensors(folder: pathlib.Path, files: contextlib.ExitStack) -> dict[str, Tensor]:
-    """Returns stored name -> Tensor over all weight files, which stay open as long as `files`."""
+    """Returns stored name -> Tensor for all weight files, which stay open as long as `files`."""
     if (folder / SINGLE).is_file():
         return _open_file(folder / SINGLE, files)
     if not (folder / INDEX).is_file():
@@ -163,8 +163,7 @@ def _open_tensors(folder: pathlib.Path, files: contextlib.ExitStack) -> dict[str
 
 
 def _weight_map(folder: pathlib.Path) -> dict[str, str]:
-    """Reads the index's {tensor: shard}; shards are plain file names, so none lies outside the
-    folder."""
+    """Returns the index's {tensor: shard}; shards must be plain file names inside the folder."""
     index = _read_json(folder / INDEX)
     if "weight_map" not in index or not isinstance(index["weight_map"], dict):
         raise ValueError(f"{folder / INDEX} has no weight_map object; copy it again.")
@@ -248,7 +247,7 @@ class _Stored:
 
 
 def _write_shards(folder: pathlib.Path, stored: list[_Stored], metadata: dict[str, str]) -> None:
-    """Writes one file if everything fits into SHARD_BYTES, else numbered shards and their index."""
+    """Writes one file up to SHARD_BYTES, else numbered shards and their index."""
     shards, room = [], 0
     for tensor in stored:
         if not shards or tensor.nbytes > room:

@@ -1,8 +1,8 @@
-"""From one checkpoint tensor per layer on disk to stacked, sharded parameters, and the name check.
+"""Assembles stacked, sharded parameters from one checkpoint tensor per layer, and checks names.
 
-A checkpoint format is a table {parameter: tensor name} (with "{layer}" for the parameters of the
-layers) and a dict of `Tensor`s. Matrices are stored [out, in] in every format read here and used
-[in, out]; the embedding is [vocab, embed] on both sides.
+A checkpoint format is a table {parameter: tensor name} (with "{layer}" for parameters of the
+layers) and a dict of `Tensor`s. All formats store matrices as [out, in], and the model uses [in,
+out]. The embedding is [vocab, embed] in both.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ MAX_LISTED = 8
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """A tensor still on disk: its stored shape, and a function that reads a slice of it."""
+    """A tensor on disk: its stored shape, and a function that reads a slice."""
 
     shape: tuple[int, ...]
     read: Callable[[tuple[slice, ...]], np.ndarray]
@@ -30,7 +30,7 @@ class Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Slot:
-    """Where a parameter comes from: one stored tensor per layer, or one tensor outside them."""
+    """The source of a parameter: one stored tensor per layer, or one tensor outside the layers."""
 
     names: tuple[str, ...]
     stored_shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Slot:
 
 
 def slots(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
-    """Returns a tree like the parameters', with a `Slot` per parameter."""
+    """Returns a tree like the parameters', with one `Slot` for each parameter."""
 
     def slot(path, leaf) -> Slot:
         key, is_stacked = path[-1].key, path[0].key == "layers"
@@ -54,7 +54,7 @@ def slots(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
 
 
 def check_names(tree: dict[str, Any], found: Mapping[str, Tensor], source: str) -> None:
-    """Refuses missing, unknown and wrong-shaped tensors, listing them.
+    """Raises ValueError with the list of missing, unknown and wrong-shaped tensors.
 
     Args:
       tree: `slots(config, table)`.
@@ -86,10 +86,10 @@ def assemble(
     config: ModelConfig, tree: dict[str, Any], tensors: Mapping[str, Tensor], sharding: Any,
     dtype: str,
 ) -> dict[str, Any]:
-    """Reads every parameter straight into its sharding.
+    """Returns the parameters, each read directly into its sharding.
 
-    Only the slice that a local device holds is read, one parameter at a time, so the host never
-    holds the model.
+    Only the slices of local devices are read, one parameter at a time: the host never holds the
+    whole model.
 
     Args:
       tree: `slots(config, table)`, already checked.
@@ -117,7 +117,7 @@ def assemble(
 
 
 def _read_block(slot: Slot, tensors: Mapping[str, Tensor], spans, dtype: jnp.dtype) -> np.ndarray:
-    """Reads the block of a (stacked) parameter given by (start, stop) per axis, in model layout."""
+    """Returns a block of a (stacked) parameter by (start, stop) per axis, in the model's layout."""
     names, inner = slot.names, spans
     if slot.is_stacked:
         names, inner = slot.names[slice(*spans[0])], spans[1:]

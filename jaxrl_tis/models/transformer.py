@@ -1,8 +1,8 @@
-"""The decoder: Llama, SmolLM2, Qwen2/2.5 and Qwen3 (dense) in one file.
+"""The decoder for Llama, SmolLM2, Qwen2/2.5 and Qwen3 (dense).
 
-Flax NNX declares the parameters with their logical axis names; from then on they are a plain
-nested dict, and pure functions merge them back while tracing. Layers are stacked on a leading
-axis and scanned, or, given as a tuple of per-layer dicts (see `unstack`), unrolled.
+Flax NNX declares the parameters with their logical axis names. Elsewhere they are a plain nested
+dict, and pure functions merge them into the module while tracing. Layers are stacked on a leading
+axis and scanned. A tuple of per-layer dicts (see `unstack`) is unrolled instead.
 """
 
 import contextlib
@@ -39,22 +39,23 @@ REMAT = {
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """How a forward pass is computed; the same parameters run under any of these.
+    """The settings of a forward pass; the same parameters run under all of them.
 
     Attributes:
       dtype: compute dtype of activations and dots ("float32", "bfloat16" or "float16"); sums, norms,
-        softmax and logits are float32 in every case.
-      remat: what the backward pass recomputes: "none", "dots" (keeps the projections and, from a
-        kernel, the attention), "full" (keeps the input of each layer) or "host" (keeps it in the
-        memory of the host).
+        softmax and logits are always float32.
+      remat: recomputation in the backward pass: "none", "dots" (keeps projections and the
+        results of an attention kernel), "full" (keeps the input of each layer) or "host" (keeps it in host
+        memory).
       fp32_head: float32 head with precision HIGHEST; on TPU a float32 dot of default precision
         is one bfloat16 pass.
       layout: `sharding.Layout` that places the activations; None leaves them on one device.
-      quantization: the projections of float parameters that are multiplied as a sampler with this
-        recipe does, with the gradients of the float products.
-      numerics: "fast", or "invariant": see models/invariant.py.
-      kv_dtype: rows attend to keys and values as a cache of this dtype, such as "bfloat16" or "int8",
-        gives them back; None attends to them as they are.
+      quantization: recipe of a sampler whose products the learner computes, with the gradients of
+      the
+        float products.
+      numerics: "fast", or "invariant": see models/invariant.py. kv_dtype: rounds keys and values of
+      rows as a cache of this dtype, such as "bfloat16" or "int8";
+        None does not round.
     """
 
     dtype: str = "float32"
@@ -74,19 +75,19 @@ class Program:
         return self.numerics == "invariant"
 
     def products(self) -> contextlib.AbstractContextManager:
-        """Within it products keep their operands: a TPU gives those of float16, too, to one bfloat16
-        pass unless it is asked for more, which takes away the bits that float16 is chosen for."""
+        """Context in which products keep the precision of float16 operands. By default a TPU
+        multiplies them in one bfloat16 pass."""
         if self.dtype == "float16":
             return jax.default_matmul_precision("highest")
         return contextlib.nullcontext()
 
     @property
     def compiler_options(self) -> dict | None:
-        """The options of every jitted function that runs this program."""
+        """The compiler options of every jitted function with this program."""
         return tiles.COMPILER_OPTIONS if self.is_invariant else None
 
     def dot(self, x: jax.Array, w: Any, is_split_in: bool = False) -> jax.Array:
-        """Computes `quant.dot`; a mesh cuts w along its input or, by default, its output."""
+        """Returns `quant.dot`; a mesh shards w along its input or, by default, its output."""
         if self.is_invariant:
             y = invariant.dot(x, w, self.layout, is_split_in)
         elif fsdp.is_cut(self.layout):
@@ -96,7 +97,7 @@ class Program:
         return checkpoint_name(y, PROJECTION)
 
     def embedded(self, table_vd: jax.Array, tokens_bt: jax.Array) -> jax.Array:
-        """Takes the rows [B,T,D] of the tokens in the compute dtype."""
+        """Returns the embeddings [B,T,D] of tokens in the compute dtype."""
         if not self.is_invariant and fsdp.is_cut(self.layout):
             return fsdp.take(table_vd, tokens_bt, self.layout, self.dtype)
         return _embedded(table_vd, tokens_bt).astype(self.dtype)
@@ -118,7 +119,7 @@ class Program:
         return _rotate(x_bthk, cos, sin)
 
     def row_attention(self, q, k, v, segment_ids_bt, unseen_bt) -> jax.Array:
-        """Attends within rows; ValueError for keys that become unseen, in invariant numerics."""
+        """Returns attention within rows; ValueError for evicted keys with invariant numerics."""
         if not self.is_invariant:
             return attention.row_attention(q, k, v, segment_ids_bt, self.layout, unseen_bt)
         if unseen_bt is not None:
@@ -129,12 +130,12 @@ class Program:
         return invariant.row_attention(q, k, v, segment_ids_bt, self.layout)
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
-        """Pins an activation with these logical axes to the mesh."""
+        """Returns an activation constrained to the mesh by its logical axes."""
         return x if self.layout is None else self.layout.constrain(x, axes)
 
 
 class Embedding(nnx.Module):
-    """Everything outside the layers: token table, last norm, output head unless tied."""
+    """The parameters outside the layers: token table, last norm, output head unless tied."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         v, d = config.vocab_size, config.embed_dim
@@ -168,7 +169,8 @@ class Block(nnx.Module):
         self.down = _normal(rngs, (f, d), f * 2 * config.num_layers, ("mlp", "embed"))
 
     def __call__(self, x_btd, config: ModelConfig, program: Program, rotation, attend):
-        """Returns the new residual stream and what `attend` hands back (keys/values or a cache)."""
+        """Returns the new residual stream and the carried output of `attend` (keys/values or a
+        cache)."""
         h_btd = program.rms_norm(x_btd, self.attn_norm[...], config.norm_eps)
         q, k, v = self._qkv(h_btd, config, program, rotation)
         out_bthk, carried = attend(q, k, v)
@@ -203,7 +205,7 @@ def _normal(rngs: nnx.Rngs, shape: tuple, fan_in: int, axes: tuple) -> nnx.Param
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """Computes x / rms(x) * scale over the last axis, in float32; the result has x's dtype."""
+    """Returns x / rms(x) * scale over the last axis, computed in float32, in x's dtype."""
     x32 = x.astype(jnp.float32)
     x32 = x32 * jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     return (x32 * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
@@ -243,7 +245,7 @@ def _values(module: nnx.Module) -> Params:
 
 @functools.partial(jax.jit, static_argnums=0)
 def init(config: ModelConfig, key: jax.Array) -> Params:
-    """Draws random float32 parameters; residual outputs are scaled down by sqrt(2 * layers)."""
+    """Returns random float32 parameters; residual outputs are scaled down by sqrt(2 * layers)."""
     outer_key, layers_key = jax.random.split(key)
     layers = jax.vmap(lambda k: _values(Block(config, nnx.Rngs(k))))(
         jax.random.split(layers_key, config.num_layers)
@@ -252,7 +254,7 @@ def init(config: ModelConfig, key: jax.Array) -> Params:
 
 
 def abstract_params(config: ModelConfig, dtype: str = "float32") -> Params:
-    """Returns the tree of jax.ShapeDtypeStruct that `init` would fill."""
+    """Returns the parameters of `init` as a tree of jax.ShapeDtypeStruct."""
     stack = lambda s: jax.ShapeDtypeStruct((config.num_layers, *s.shape), jnp.dtype(dtype))
     outer = jax.tree.map(
         lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), _graph(Embedding, config)[1]
@@ -261,7 +263,7 @@ def abstract_params(config: ModelConfig, dtype: str = "float32") -> Params:
 
 
 def logical_axes(config: ModelConfig) -> Params:
-    """Returns the same tree with a tuple of logical axis names per parameter."""
+    """Returns the tree of parameters with a tuple of logical axis names for each."""
     layers = {name: ("layers", *axes) for name, axes in _graph(Block, config)[2].items()}
     return {**_graph(Embedding, config)[2], "layers": layers}
 
@@ -277,13 +279,13 @@ def hidden(
     params: Params, config: ModelConfig, program: Program, tokens_bt: jax.Array,
     positions_bt: jax.Array, attend: Callable, cache: Any = None, seed_b: jax.Array | None = None,
 ):
-    """Runs the layers.
+    """Returns the hidden states [B,T,D] after the last norm, and the carried caches.
 
     Args:
-      tokens_bt, positions_bt: [B,T] int32; positions are absolute.
-      attend: (q, k, v, layer_cache) -> ([B,T,H,K], carried) for one layer.
-      cache: a tuple with the cache of every unrolled layer. Scanned layers pass one cache on from
-        layer to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
+      tokens_bt, positions_bt: [B,T] int32; positions are absolute. attend: (q, k, v, layer_cache)
+      -> ([B,T,H,K], carried) for one layer. cache: a tuple with the cache of every unrolled layer.
+      Scanned layers carry one cache from layer
+        to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
       seed_b: [B] uint32 of the noise on the input of the layers, where the parameters have
         "perturbation" [L], the log of its deviations; layers are then scanned without a cache.
 
@@ -331,7 +333,7 @@ def _hidden(params, config, program, tokens_bt, positions_bt, attend, cache, see
 
 
 def _perturbed(x_btd, log_std, layer, seed_b):
-    """Adds noise of this deviation; that of a row depends on its seed and the layer."""
+    """Returns x with noise of this deviation; a row's noise depends on its seed and the layer."""
     row = lambda seed: jax.random.normal(
         jax.random.fold_in(jax.random.key(seed), layer), x_btd.shape[1:], jnp.float32
     )
@@ -340,8 +342,8 @@ def _perturbed(x_btd, log_std, layer, seed_b):
 
 
 def _embedded(table_vd: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Takes rows [..., D] of the table. XLA on CPU converts a whole table of bfloat16 to float32 to
-    take some rows of it, and does not when it sees only their bits."""
+    """Returns rows [..., D] of the table, looked up as bits. Otherwise XLA on CPU converts a whole
+    bfloat16 table to float32 for each look-up."""
     take = functools.partial(jnp.take, axis=0)
     if table_vd.dtype != jnp.bfloat16:
         return take(table_vd, tokens)
@@ -371,9 +373,9 @@ _taken_bits.defvjp(_taken_bits_fwd, _taken_bits_bwd)
 def rows_hidden(
     params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt=None, seed_b=None
 ) -> jax.Array:
-    """Returns the hidden states [B,T,D] of whole rows. Tokens attend within their segment and,
-    where `evict_step_bt` is given, only to tokens whose step is above their own position. For
-    `seed_b` see `hidden`."""
+    """Returns the hidden states [B,T,D] of whole rows. Tokens attend within their segment. With
+    `evict_step_bt` they attend only to tokens with a step above their own position. `hidden`
+    explains `seed_b`."""
     unseen_bt = None
     if evict_step_bt is not None:
         unseen_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt + evict_step_bt
@@ -387,20 +389,20 @@ def rows_hidden(
 
 
 def output_head(params: Params, program: Program) -> Head:
-    """Returns the output head, or the tied table in its place."""
+    """Returns the output head, which is the token table if tied."""
     if "head" in params:
         return Head(params["head"], vocab_axis=1, highest=program.fp32_head)
     return Head(params["embed"], vocab_axis=0, highest=program.fp32_head)
 
 
 def head_logits(params: Params, program: Program, x: jax.Array) -> jax.Array:
-    """Multiplies x [..., D] with the head -> logits [..., V] in float32."""
+    """Returns the logits [..., V] of x [..., D] in float32."""
     head = output_head(params, program)
     return invariant.logits(x, head, program.layout) if program.is_invariant else head.logits(x)
 
 
 def logits(params, config, tokens, positions=None, segment_ids=None, program=Program()):
-    """Computes the logits [B,T,V] of rows of tokens [B,T], in float32.
+    """Returns the logits [B,T,V] of rows of tokens [B,T] in float32.
 
     Args:
       positions: [B,T] int32, default 0..T-1 in each row.

@@ -1,7 +1,7 @@
-"""Transforms of the parameters around a quantised sampler.
+"""Parameter transforms for quantized samplers: QuRL's scaling and QeRL's noise.
 
-`fold` is for the learner's own parameters, once before training. `add_noise` is for those that are
-handed to the sampler, at every sync.
+`fold` changes the learner's parameters once before training. `add_noise` changes the sampler's
+parameters at every weight sync.
 """
 
 from typing import NamedTuple
@@ -16,16 +16,15 @@ NORM_FED = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up")}
 
 
 def fold(params: Params, scale: float) -> Params:
-    """Applies the invariant scaling of QuRL (arXiv:2602.13953): the model stays the same function
-    of the tokens, with the projections that read a norm divided by `scale` and the norm multiplied
-    by it.
+    """Returns parameters with QuRL's invariant scaling (arXiv:2602.13953).
 
-    An optimizer whose steps do not depend on the size of a gradient, such as Adam, then moves these
-    projections by `scale` times more of their own size, and so of their quantisation step: an
-    update reaches more of the 8-bit values. That is all: absmax scales follow the weights, so the
-    8-bit values themselves, and the relative error of the products, stay what they were. A fold of
-    the sampler's copy alone would therefore change nothing; this one is for the parameters that
-    are trained. The paper takes 1.5 with a learning rate of 1e-6 and none with 1e-5.
+    Projections that read a norm are divided by `scale`, and the norm is multiplied by it. The model
+    stays the same function of the tokens. The steps of Adam do not depend on the size of a
+    gradient. They therefore move these projections by `scale` times more, relative to their size
+    and their quantization step, and an update changes more of the 8-bit values. Absmax scales
+    follow the weights: the 8-bit values and the relative error of the products do not change. A
+    fold of the sampler's copy alone would have no effect. The paper uses 1.5 with a learning rate
+    of 1e-6, and no fold with 1e-5.
     """
     layers = dict(params["layers"])
     for norm, fed in NORM_FED.items():
@@ -42,8 +41,7 @@ class Noise(NamedTuple):
 
 
 def noise(seed: int, version: int, steps: int, start: float, end: float, stages: int) -> Noise:
-    """Returns the noise of the weights of a version. It is drawn anew for each, and is the same in
-    a run that continues.
+    """Returns the noise of a weight version: new for each version, and the same after a restart.
 
     Args:
       version: updates before these weights, 0 .. steps - 1.
@@ -57,11 +55,11 @@ NOISE_STREAM = 0x61716E  # keeps these draws apart from others of the run's seed
 
 
 def noise_sigma(version: int, steps: int, start: float, end: float, stages: int) -> float:
-    """Computes the annealing of QeRL (arXiv:2510.11696): sigma_k = start (end / start)^((k - 1) /
-    (stages - 1)).
+    """Returns QeRL's annealed sigma (arXiv:2510.11696): start (end / start)^((k - 1) / (stages -
+    1)).
 
-    The run is cut into stages + 1 equal parts: in the first nothing is added to the noise of
-    quantisation itself (sigma 0), then follow k = 1 .. stages.
+    The run has stages + 1 equal parts. The first part adds no noise (sigma 0). Parts k = 1 ..
+    stages follow.
     """
     stage = min(version * (stages + 1) // steps, stages)
     if stage == 0 or start == 0:
@@ -70,9 +68,11 @@ def noise_sigma(version: int, steps: int, start: float, end: float, stages: int)
 
 
 def add_noise(params: Params, noise: Noise) -> Params:
-    """Adds N(0, sigma^2) to the weights of the two norms of a layer that feed projections, one
-    draw per channel (QeRL, arXiv:2510.11696). What the norm feeds sees it as noise on the rows of
-    its matrices, one for q, k and v, one for gate and up. Sigma 0 changes no bit."""
+    """Returns parameters with N(0, sigma^2) added to both norms of a layer (QeRL,
+    arXiv:2510.11696).
+
+    Each channel gets one sample. It acts as noise on the rows of the projections after the norm: q,
+    k and v share one noise, gate and up another. Sigma 0 changes no bit."""
     layers = dict(params["layers"])
     for index, name in enumerate(NORM_FED):
         w = layers[name]

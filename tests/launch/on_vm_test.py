@@ -126,8 +126,8 @@ def test_hosts_and_image_have_what_the_page_and_the_configs_need():
     image = (ROOT / "launch" / "gke" / "Dockerfile").read_text()
     page = (ROOT / "docs" / "launch.md").read_text()
     assert f'".[{EXTRAS}]"' in image and f"`[{EXTRAS}]`" in page
-    # gs:// and hf://, metrics.sinks=wandb, configs/smollm2_135m.py
-    assert {"tpu", "hub", "gcs", "wandb", "tasks"} <= set(EXTRAS.split(","))
+    # gs:// and hf://, metrics.sinks=wandb, configs/smollm2_135m.py, configs/dapo_*.py
+    assert {"tpu", "hub", "gcs", "wandb", "tasks", "math"} <= set(EXTRAS.split(","))
 
 
 def test_another_word_shows_the_usage(host):
