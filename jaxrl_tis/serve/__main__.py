@@ -2,8 +2,8 @@
 
     python -m jaxrl_tis.serve --config=configs/quickstart.py [--workdir=runs/quickstart-tis]
 
-It speaks the OpenAI protocol and listens on this machine alone. Another --host needs --token_file,
-and then every request needs the token. On this machine only a change of weights needs it.
+It speaks the OpenAI protocol on this machine alone. Another --host needs --token_file, and then
+every request needs the token; on this machine only a change of weights does.
 """
 
 import uvicorn
