@@ -9,7 +9,7 @@ from jaxrl_tis.engine.stats import Stats
 
 
 class Prefiller:
-    """Fills the pages of prefixes, and says which sequences can be inserted.
+    """Fills the pages of prefixes, and returns the sequences that can be inserted.
 
     Args:
       engine: sizes, see EngineProtocol.
@@ -65,8 +65,8 @@ class Prefiller:
         return chunks, chosen
 
     def pop_filled(self) -> dict[Sequence, Insertion]:
-        """Returns the sequences whose prompt is filled, with what goes into their slots. Samples of
-        a prompt share all its pages but the last one, which each copies if it is not full."""
+        """Returns {sequence with a filled prompt: the insertion into its slot}. Samples of a prompt
+        share all its pages except the last one, which each copies if it is not full."""
         rows = {}
         for prefix in self._prefixes.filled():
             is_partial = len(prefix.tokens) % self._engine.page_size > 0

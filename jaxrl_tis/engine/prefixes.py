@@ -1,4 +1,4 @@
-"""Token prefixes whose pages several samples share."""
+"""Token prefixes with pages that several samples share."""
 
 import dataclasses
 
@@ -168,7 +168,7 @@ class Prefixes:
         return self._prefixes[key, shard]
 
     def following(self) -> list[Sequence]:
-        """Returns the sequences whose prefix is not filled alone: it has a base or cached pages."""
+        """Returns the sequences with a prefix that uses other pages: of a base, or cached ones."""
         shares = lambda prefix: prefix.base or prefix.found
         return [s for prefix in self._prefixes.values() if shares(prefix) for s in prefix.waiters]
 

@@ -229,9 +229,9 @@ def _empty_draws(spec: Spec) -> tuple[Draw, jax.Array]:
 def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp, shift_b):
     """Samples a token after the last one and after each drafted one, T = g + 1 in all.
 
-    A sampled token counts as long as the draft before it equals what was sampled.
+    A sampled token is valid as long as the draft before it equals the sampled tokens.
 
-    Returns: (state, (draws [B,T], which of them count [B,T])).
+    Returns: (state, (sampled tokens [B,T] as a Draw, is_valid [B,T])).
     """
     slots, config, numerics = state.slots, spec.config, spec.program.numerics
     width = drafts_bg.shape[1] + 1

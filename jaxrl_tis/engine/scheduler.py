@@ -327,8 +327,8 @@ class Scheduler:
         self._blocks.to_release -= set(np.flatnonzero(result.remaining == 0).tolist())
 
     def _finish_or_evict(self, sequence: Sequence, tokens: np.ndarray, is_last: bool) -> None:
-        """Ends a sequence whose newest tokens are the last or hold a stop string. Of another one it
-        frees the pages that its retention drops."""
+        """Ends a sequence after its last token or a stop string. Otherwise frees the pages that
+        `retention` drops."""
         stop = None
         if sequence.sampling.stop_strings:
             stop = self._stop_strings.search(sequence, tokens.tolist(), is_last)

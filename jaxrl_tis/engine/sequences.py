@@ -115,7 +115,7 @@ class Sequence:
         return self.sampling.max_tokens - self.count
 
     def insertion(self, cached: int, copy: tuple[int, int] = (NULL, NULL)) -> Insertion:
-        """Returns what goes into its slot, see protocol.Insertion."""
+        """Returns the content of its slot, see protocol.Insertion."""
         return Insertion(self.request, self.tokens(), self.remaining, cached, copy)
 
     def append(self, drawn: Drawn, in_flight: int) -> None:

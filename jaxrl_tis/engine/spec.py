@@ -17,7 +17,7 @@ BLOCK_TOKENS = 256  # on a CPU larger blocks take no less time per token
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The model, the sizes and the mesh of an engine. `check` says whether they fit together.
+    """The model, the sizes and the mesh of an engine. `check` checks that they fit together.
 
     Attributes:
       model: architecture of the model.

@@ -1,4 +1,4 @@
-"""The search for stop strings, in one thread beside the engine."""
+"""The search for stop strings, in a thread that runs in parallel to the engine."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

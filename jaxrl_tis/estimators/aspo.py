@@ -58,7 +58,7 @@ def aspo(
     weight, so a gap is not corrected.
 
     Args:
-      entropy: [B, T] entropy of the old policy where each token was drawn, nats.
+      entropy: [B, T] entropy of the old policy at each sampled token, nats.
       clip_low: width of the band below 1 for A < 0; 0.2 as in the authors' code.
       clip_high: width above 1 for A >= 0; 0.2 as in the authors' code.
       dual_clip: largest weight, > 1; 3.0 as in the authors' code.

@@ -122,7 +122,7 @@ def coefficients(logp: Array, logq: Array, is_token: Array, f: Rule) -> tuple[Ar
 
     Args:
       logp: [B,T,K] log-probs of the head's tokens under the policy that is trained, nats.
-      logq: [B,T,K] those of the distribution that the token was drawn from.
+      logq: [B,T,K] log-probs under the sampling distribution.
       is_token: [B,T,K] bool: the head's tokens; other entries may hold anything.
     """
     b, t, k = logp.shape
@@ -149,7 +149,7 @@ def centered(
 
     Args:
       logp_top: [B,T,K] log-probs of the head's tokens under the policy that is trained, nats.
-      batch: mask, adv and logp, logp_behav [B,T] of the drawn tokens, top_ids and top_logps [B,T,K]
+      batch: mask, adv and logp, logp_behav [B,T] of the sampled tokens, top_ids and top_logps [B,T,K]
         of the head; a negative id is no token; `kept` [B,T,K] where supports are recorded, see
         `fields.FIELDS`. Values at padding are ignored.
       entropy: [B,T] entropy of the policy that is trained, nats.

@@ -52,7 +52,7 @@ def fusion_cap(
     back.
 
     Args:
-      logp_behav: [B, T] log-probs of the mixture that drew the tokens, nats.
+      logp_behav: [B, T] log-probs of the mixture that sampled the tokens, nats.
       cap: largest ratio with a gradient, inclusive; 3.0 as in the authors' config.
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens above the cap and actor/ppo_kl is
@@ -80,7 +80,7 @@ def fusion_shaped(
     to learn most from tokens that surprise the student; a survey reports that it is unstable.
 
     Args:
-      logp_behav: [B, T] log-probs of the mixture that drew the tokens, nats.
+      logp_behav: [B, T] log-probs of the mixture that sampled the tokens, nats.
       fusion_gamma: ratio of the largest gradient; 0.1 as in the authors' config.
 
     Returns loss_bt; actor/ppo_kl is taken against the mixture and actor/pg_clipfrac is 0.

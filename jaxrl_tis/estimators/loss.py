@@ -90,7 +90,7 @@ def importance_weights(
 
     Args:
       log_ratio: [B,T] log of learner over sampler, nats.
-      batch: `mask`, optional `seg`, and what the weight needs.
+      batch: `mask`, optional `seg`, and the fields that the weight needs.
       weight: name in `weights.WEIGHTS` and its parameters.
       is_batch_normalized: divide by the mean over tokens, or over sequences for sequence weights.
     """
@@ -126,7 +126,7 @@ def accepted(
 
     Args:
       log_ratio: [B,T] log of learner over sampler, nats.
-      batch: `mask`, optional `seg`, and what the masks need.
+      batch: `mask`, optional `seg`, and the fields that the masks need.
       masks: names in `masks.MASKS` and their parameters.
     """
     seg = batch["seg"] if "seg" in batch else None
@@ -157,7 +157,7 @@ def apply_methods(
     """Computes the weight of each token and the tokens that the masks accept.
 
     Args:
-      batch: `mask`, `logp_behav`, the field `learner`, optional `seg`, and what the methods need.
+      batch: `mask`, `logp_behav`, the field `learner`, optional `seg`, and the fields of the methods.
       weight: name in `weights.WEIGHTS` and its parameters.
       masks: names in `masks.MASKS` and their parameters.
       learner: field of the learner's log-probs [B,T] in the ratio: "logp_old" for the sampler's

@@ -98,7 +98,7 @@ def _mask(name: str, what: str, region: str, use: str):
 
 
 def _whole_sequences(is_good, mask, seg):
-    """Valid tokens of the sequences all of whose valid tokens are good, [B, T]."""
+    """Valid tokens [B, T] of the sequences in which every valid token is good."""
     is_bad_bt = (~is_good).astype(jnp.float32)
     num_bad_bs = ratios.sequence_sum(is_bad_bt, mask, seg)
     return ratios.as_bool(mask) & (ratios.to_tokens(num_bad_bs, seg, mask.shape[1]) == 0.0)
@@ -289,7 +289,7 @@ def staleness(
 
     Args:
       log_ratio, mask, seg: see the module; log_ratio is not used.
-      version: [B, T] int, weight version that drew each token.
+      version: [B, T] int, weight version that sampled each token.
       current_version: int, the learner's version.
       staleness_max: largest difference kept, inclusive; required. AReaL takes 4 for code and 8 for
         mathematics, prime-rl 8, TRL 4.
@@ -308,7 +308,7 @@ def all_of(
     Args:
       criteria: (name in `MASKS`, its parameters) each; none of them keeps the whole mask.
       log_ratio, mask, seg: see the module.
-      fields: what the criteria need by `NEEDS`; more may be given.
+      fields: the fields that the criteria need by `NEEDS`; more may be given.
     """
     is_accepted_bt, kept = ratios.as_bool(mask), []
     for name, parameters in criteria:

@@ -147,7 +147,7 @@ def decoupled(
 
 
 def _interpolated(logp, logp_behav, mask, lag_bt, is_linear):
-    """A-3PO's stand-in for log pi_prox [B, T], without gradient."""
+    """A-3PO's approximation of log pi_prox [B, T], without gradient."""
     behav_bt = ratios.zero_padding(logp_behav, mask)
     lag_bt = jnp.where(ratios.as_bool(mask), lag_bt, 1).astype(behav_bt.dtype)
     alpha_bt = ratios.safe_divide(jnp.maximum(lag_bt - 1.0, 0.0), lag_bt)
@@ -177,7 +177,7 @@ def a3po(
 
     Args:
       logp_behav: [B, T] log-probs of the sampler, nats.
-      version: [B, T] int, the weights that drew each token.
+      version: [B, T] int, the weights that sampled each token.
       current_version: scalar int, the weights that are trained.
       clip_low, clip_high, upper: as `decoupled`.
       a3po_linear: mix probabilities, pi_prox = (1 - alpha) mu + alpha pi + 1e-10, the other form of
@@ -265,22 +265,22 @@ def clip_cov(
 ) -> Loss:
     """Clip-Cov (arXiv:2505.22617): PPO-clip with loss 0 on a few tokens of high covariance.
 
-    The tokens are those that `rank_masks.clip_cov` draws in the call; they stay in the denominator.
-    Packing changes the draw. Aggregation: token-mean.
+    `rank_masks.clip_cov` chooses the tokens at random in the call; they stay in the denominator.
+    Packing changes the choice. Aggregation: token-mean.
 
     Unit: token (ratio), batch (draw). Trust region: that of `ppo`. Gradient: through r; 0 on drawn
     tokens and where `ppo` clips. Use: against entropy collapse, which the authors trace to tokens
     of high covariance; it corrects no gap, and each micro-batch draws its own.
 
     Args:
-      key: jax PRNG key of the draw.
+      key: jax PRNG key of the choice.
       clip_low: width of the band below 1; 0.2 is verl's default, the authors' recipe has 1.
       clip_high: width of the band above 1; likewise.
       clip_cov_ratio: share of the valid tokens that is dropped; 2e-4 as in the paper and verl.
       clip_cov_lower: lower end of the covariance band, exclusive; 1.0 as in verl.
       clip_cov_upper: upper end, exclusive; 5.0 as in verl.
 
-    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens that the draw drops, as in verl.
+    Returns loss_bt; actor/pg_clipfrac is the fraction of dropped tokens, as in verl.
     """
     log_ratio_bt, adv_bt = token_inputs(logp, logp_old, adv, mask)
     loss_bt, _ = _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - clip_low, 1.0 + clip_high)

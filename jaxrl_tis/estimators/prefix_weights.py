@@ -26,7 +26,7 @@ def prefix_minpro(
 ) -> Array:
     """MinPRO, w_t = min(rho_t min_{s < t} rho_s, cap) (arXiv:2601.22718).
 
-    The smallest ratio of the tokens before t stands in for their product; it is 1 where there are
+    The smallest ratio of the tokens before t replaces their product; it is 1 where there are
     none. The weight is taken from a survey; whether the paper truncates it, or lets a gradient
     through it, could not be read.
 

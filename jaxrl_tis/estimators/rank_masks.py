@@ -185,10 +185,10 @@ def clip_cov(
     """Clip-cov (arXiv:2505.22617): all tokens but a few of high covariance, chosen at random.
 
     Candidates have lower < cov < upper (see `covariance`) and are not clipped by PPO already. Of
-    them max(1, floor(ratio * number of valid tokens)) are drawn uniformly without replacement, or
-    all if there are fewer. In the paper the loss of a drawn token is multiplied by 0 and stays in
-    the denominator; the others have PPO's loss without a dual clip. The draw depends on the key and
-    on where tokens lie in the arrays, so packed rows draw others than unpacked ones.
+    them max(1, floor(ratio * number of valid tokens)) are chosen uniformly without replacement, or
+    all if there are fewer. In the paper the loss of a chosen token is multiplied by 0 and stays in
+    the denominator; the others have PPO's loss without a dual clip. The choice depends on the key and
+    on the places of tokens in the arrays, so packed rows choose others than unpacked ones.
 
     Unit: batch. Trust region: none. Use: against entropy collapse beside another objective than PPO
     (the paper's form is the objective `clip_cov`); it corrects no gap.
@@ -199,9 +199,9 @@ def clip_cov(
       seg: not used.
       logp, logp_old: [B, T] log-probs of the trained policy and of the centre of PPO's band, nats.
       adv: [B, T] advantages.
-      key: key of the draw, a new one for every step.
+      key: key of the choice, a new one for every step.
       clip_low, clip_high: widths of PPO's band; 0.2 each in verl, 1.0 each in the paper's recipe.
-      clip_cov_ratio: share of the valid tokens that is drawn; 2e-4 in the paper and in verl.
+      clip_cov_ratio: share of the valid tokens that is chosen; 2e-4 in the paper and in verl.
       clip_cov_lower, clip_cov_upper: band of the covariance, exclusive; (1, 5) in the paper and in
         verl.
     """

@@ -231,7 +231,7 @@ def espo(
     group counts four times one of the other.
 
     Args:
-      entropy: [B, T] entropy of the old policy where each token was drawn, nats.
+      entropy: [B, T] entropy of the old policy at each sampled token, nats.
       vocab_size: number of tokens in the vocabulary, the scale of the entropy.
       espo_alpha: width of the band at full entropy; 0.02 as in the paper.
       espo_top: share of a response's tokens in the group of high entropy, rounded; 0.2 as in the

@@ -45,7 +45,7 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
 
 
 def trace_problems(c: Correction) -> Iterator[str]:
-    """Yields a sentence for each method whose parameters its program refuses."""
+    """Yields a sentence for each method with parameters that its program refuses."""
     for check in (correction.check, control.check):
         try:
             check(c)

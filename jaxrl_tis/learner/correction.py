@@ -277,8 +277,8 @@ def _rewards(c: Correction, batch: Batch) -> jax.Array:
 def loss_spec(c: Correction, batch: Batch) -> loss.LossSpec:
     """Returns the loss of the chosen methods, with the coefficients that controllers have set.
 
-    What masks reject at an update, see `Correction.masks_at_update`, stays in every denominator:
-    how much it is becomes known with the gradient.
+    Tokens rejected at an update, see `Correction.masks_at_update`, stay in every denominator:
+    their number is known only with the gradient.
     """
     now = controlled(c, batch)
     return loss.LossSpec(

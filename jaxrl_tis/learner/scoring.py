@@ -28,7 +28,7 @@ class Learner:
 
     Attributes:
       max_targets: most response tokens in a row; only these positions reach the output head.
-      chunk: positions whose logits are alive at a time.
+      chunk: positions with logits in memory at a time.
       max_segments: most sequences of a packed row; None if every row holds one.
     """
 
@@ -75,9 +75,9 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
     """Computes `token_logprob` of the masked tokens at their temperatures, and of `top_ids` where the
     batch has them, [B,T] and [B,T,K]; 0 elsewhere.
 
-    Where the batch has kept sets, of the distributions over these sets: what the sampler drew from.
-    So are then the entropy, the collisions and both sides of the KL to the reference, whose
-    estimators are means over the sampler's draws.
+    With recorded supports all distributions are restricted to the supports, as in the sampler. This
+    includes the entropy, the collisions and both sides of the KL to the reference. Its estimators are
+    means over the sampler's tokens.
     """
     x_btd = transformer.rows_hidden(
         params, learner.config, learner.program,

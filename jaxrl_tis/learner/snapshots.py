@@ -157,7 +157,7 @@ class ReplicaSnapshots(Mapping):
         self._snapshot.publish(params, version)
 
     def add_logps(self, trajectories: list[Trajectory]) -> None:
-        """Scores the tokens that the present weights have drawn."""
+        """Scores the tokens that the present weights have sampled."""
         [version] = self._snapshot
         drawn = [t for t in trajectories if np.any(t.mask & (t.version == version))]
         if not drawn:

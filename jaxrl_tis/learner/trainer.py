@@ -149,8 +149,8 @@ class Trainer:
         return fields
 
     def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
-        """Returns the log-probs [n] of the tokens of each sequence, whole or unfinished, under these
-        parameters. Uses the program that scores a batch."""
+        """Returns the log-probs of the tokens of whole or unfinished sequences at these parameters,
+        [n] each, by the program that scores a batch."""
         rollout, logps = self.setup.config.rollout, []
         count = rollout.prompts * rollout.group_size
         for start in range(0, len(trajectories), count):
