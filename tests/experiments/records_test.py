@@ -86,4 +86,4 @@ def test_the_command(tmp_path, capsys):
     finished(tmp_path, "a-seed0")
     out = tmp_path / "a.jsonl"
     records.main([str(tmp_path), f"--out={out}"])
-    assert f"{out}: 1 runs, 0 of them not finished" in capsys.readouterr().out
+    assert f"{out}: 1 runs, 0 of them unfinished" in capsys.readouterr().out

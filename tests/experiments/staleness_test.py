@@ -34,7 +34,7 @@ def test_the_bounds_and_the_table():
     text = staleness.table(runs())
     line = "| PPO | 16 | 3 | 16.0 [16.0, 16.0] | 0.250 [0.250, 0.250] | +0.150 [+0.150, +0.150] | -0.200 "
     assert line in text and text.count("0.350 [0.350, 0.350]") == 3  # 0.45 less 0.1
-    assert "| gain early | no-clip-4 − PPO-4 | +0.000 [+0.000, +0.000] |" in text
+    assert "| early gain | no-clip-4 − PPO-4 | +0.000 [+0.000, +0.000] |" in text
     assert "| gain | no-clip-4 − PPO-4 | -0.310 " in text
 
 
