@@ -80,8 +80,8 @@ def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
-    """Returns the text that each token adds; joined, they are the whole text. An incomplete
-    character belongs to the token that completes it."""
+    """Returns what each token adds to the text: together they are the text. A character that is not
+    complete yet belongs to the token that completes it."""
     found, shown = [], ""
     for count, token in enumerate(ids, start=1):
         text = decode(ids[:count])

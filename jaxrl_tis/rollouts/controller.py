@@ -186,8 +186,9 @@ class Controller:
         return ahead
 
     def interrupt_all(self) -> list[Interrupt]:
-        """Preempts all samples of all workers, for a checkpoint or a pause. Workers continue with
-        the next published version, the only version that a checkpoint knows of."""
+        """Takes everything back from all workers, for a checkpoint or a rest, after which they go
+        on with the next version that is published: that is all that a checkpoint knows of weights.
+        """
         self._must_sync, found = True, []
         self._destinations.clear()
         for name, worker in self.workers.items():

@@ -87,8 +87,7 @@ class Queue:
         return group in self.entries and not self.has_tokens(group)
 
     def claim(self, consumer: str) -> list[Key]:
-        """Returns the samples with all columns that the consumer needs, each once, oldest group
-        first."""
+        """Hands out, once, the samples that have what the consumer needs, oldest group first."""
         found = []
         for group in sorted(self.entries):
             entry = self.entries[group]
@@ -107,7 +106,7 @@ class Queue:
         )
 
     def take(self, groups: Iterable[int]) -> list[Entry]:
-        """Removes and returns groups, with their samples sorted by number."""
+        """Removes groups and returns them, their samples in the order of their numbers."""
         taken = []
         for group in groups:
             entry = self.entries.pop(group)
