@@ -33,6 +33,49 @@ from jaxrl_tis.rollouts.schedules import Schedule
 DTYPES = ("float32", "bfloat16")  # of what is kept
 COMPUTE_DTYPES = (*DTYPES, "float16")
 RATIOED_KL = ("is_k3", "clipped_is_k2", "exact_reverse", "exact_forward")  # off-policy as well
+# Fields with a fixed set of values.
+ALLOWED = {
+    "correction.preset": presets.PRESETS,
+    "correction.mode": (None, *loss.MODES),
+    "correction.aggregation": reduce.MODES,
+    "correction.kl_placement": ("loss", "reward"),
+    "engine.quantization": quant.SCHEMES,
+    "model.quantization": quant.SCHEMES,
+    "engine.dtype": COMPUTE_DTYPES,
+    "engine.cache_dtype": (*COMPUTE_DTYPES, *EIGHT_BIT),
+    "engine.policy": tuple(POLICIES),
+    "model.dtype": COMPUTE_DTYPES,
+    "model.numerics": transformer.NUMERICS,
+    "model.param_dtype": DTYPES,
+    "model.remat": transformer.REMAT,
+    "optimizer.schedule": SCHEDULES,
+    "critic.schedule": SCHEDULES,
+    "metrics.record": ("full", "compact"),
+    "rollout.old_logp_source": snapshots.WAYS,
+    "task.name": tasks.TASKS,
+    "task.on_bad_record": ("error", "skip"),
+    "train.fuse_old_logp": ("auto", "never"),
+    "train.grad_reduce_dtype": DTYPES,
+    "reward.signature": SIGNATURES,
+}
+POSITIVE = (
+    "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens",
+    "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
+    "engine.page_size", "engine.prefill_chunk", "engine.prefill_calls", "engine.free_batch_rows",
+    "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
+    "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
+    "metrics.diagnostics_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
+    "task.max_prompt_tokens", "reward.timeout", "reward.workers", "rollout.temperature",
+    "rollout.snapshot_gib", "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
+)
+NOT_NEGATIVE = (
+    "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
+    "engine.noise_start", "warmup.steps", "train.pack_length", "rollout.top_k",
+    "rollout.sampling_mask_size", "rollout.overlong_buffer", "rollout.snapshots",
+    "rollout.ewma_centre", "correction.kl_coeff", "correction.scale", "optimizer.lr", "critic.lr",
+    "optimizer.warmup", "optimizer.weight_decay", "critic.warmup", "critic.weight_decay",
+    "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max", "gate.max_dp_max", "gate.max_k3",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,32 +238,8 @@ def _task(config):
 
 
 def _names(config):
-    c = config.correction
-    allowed_values = {
-        "correction.preset": (c.preset, presets.PRESETS),
-        "correction.mode": (c.mode, (None, *loss.MODES)),
-        "correction.aggregation": (c.aggregation, reduce.MODES),
-        "correction.kl_placement": (c.kl_placement, ("loss", "reward")),
-        "engine.quantization": (config.engine.quantization, quant.SCHEMES),
-        "model.quantization": (config.model.quantization, quant.SCHEMES),
-        "engine.dtype": (config.engine.dtype, COMPUTE_DTYPES),
-        "engine.cache_dtype": (config.engine.cache_dtype, (*COMPUTE_DTYPES, *EIGHT_BIT)),
-        "engine.policy": (config.engine.policy, tuple(POLICIES)),
-        "model.dtype": (config.model.dtype, COMPUTE_DTYPES),
-        "model.numerics": (config.model.numerics, transformer.NUMERICS),
-        "model.param_dtype": (config.model.param_dtype, DTYPES),
-        "model.remat": (config.model.remat, transformer.REMAT),
-        "optimizer.schedule": (config.optimizer.schedule, SCHEDULES),
-        "critic.schedule": (config.critic.schedule, SCHEDULES),
-        "metrics.record": (config.metrics.record, ("full", "compact")),
-        "rollout.old_logp_source": (config.rollout.old_logp_source, snapshots.WAYS),
-        "task.name": (config.task.name, tasks.TASKS),
-        "task.on_bad_record": (config.task.on_bad_record, ("error", "skip")),
-        "train.fuse_old_logp": (config.train.fuse_old_logp, ("auto", "never")),
-        "train.grad_reduce_dtype": (config.train.grad_reduce_dtype, DTYPES),
-        "reward.signature": (config.reward.signature, SIGNATURES),
-    }
-    for field, (value, allowed) in allowed_values.items():
+    for field, allowed in ALLOWED.items():
+        value = _read(config, field)
         if value not in allowed:
             choices = ", ".join(name for name in allowed if name is not None)
             yield f"{field} is {value!r}; choose one of {choices}"
@@ -263,18 +282,7 @@ def _is_number(text):
 def _counts(config):
     if not 0 <= config.seed < 2**32:
         yield f"seed is {config.seed}; it must be in 0 .. 2^32 - 1"
-    positive = [
-        "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens",
-        "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
-        "engine.page_size", "engine.prefill_chunk", "engine.prefill_calls",
-        "engine.free_batch_rows",
-        "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
-        "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
-        "metrics.diagnostics_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
-        "task.max_prompt_tokens", "reward.timeout", "reward.workers", "rollout.temperature",
-        "rollout.snapshot_gib", "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
-    ]
-    for field in positive:
+    for field in POSITIVE:
         if _read(config, field) <= 0:
             yield f"{field} is {_read(config, field)}; it must be above 0"
     if 0 < config.watchdog.timeout <= config.reward.timeout:
@@ -283,17 +291,7 @@ def _counts(config):
             f"{config.watchdog.timeout}, and a reward that hangs would end the run; set "
             "reward.timeout below watchdog.timeout"
         )
-    not_negative = [
-        "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after",
-        "engine.max_draft",
-        "engine.noise_start", "warmup.steps", "train.pack_length", "rollout.top_k",
-        "rollout.sampling_mask_size", "rollout.overlong_buffer", "rollout.snapshots",
-        "rollout.ewma_centre",
-        "correction.kl_coeff", "correction.scale", "optimizer.lr", "critic.lr", "optimizer.warmup",
-        "optimizer.weight_decay", "critic.warmup", "critic.weight_decay", "gate.max_d_mean",
-        "gate.max_d_p99", "gate.max_d_max", "gate.max_dp_max", "gate.max_k3",
-    ]
-    for field in not_negative:
+    for field in NOT_NEGATIVE:
         if _read(config, field) < 0:
             yield f"{field} is {_read(config, field)}; it must not be below 0"
 

@@ -1,0 +1,159 @@
+"""Writes docs/configs.md, a row per field, from configs/default.py: python docs/make_configs.py.
+
+The description of a field is the comment above its line, or the one behind it. The allowed values
+and the rule for continued runs come from the tables that check a config.
+"""
+
+import inspect
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from configs import default
+from jaxrl_tis import validate
+from jaxrl_tis.record import changes
+from jaxrl_tis.rollouts import check
+
+PAGE = pathlib.Path(__file__).with_name("configs.md")
+MANY = 12  # names that a cell lists at most
+ALLOWED = validate.ALLOWED | {
+    "rollout.driver": check.DRIVERS, "rollout.on_gap_exceeded": check.ON_GAP_EXCEEDED,
+}
+# Fields whose values are methods or tasks with parameters, and where they are listed.
+LISTED = {
+    **dict.fromkeys(
+        [f"correction.{name}" for name in (
+            "preset", "weight", "masks", "objective", "advantage", "kl", "centering", "controllers",
+        )], "[methods.md](methods.md)",
+    ),
+    "rollout.schedule": "[async.md](async.md)", "rollout.replay": "[async.md](async.md)",
+}
+HEAD = """\
+# Configuration
+
+Every field of a run, with its default and meaning. Written by `python docs/make_configs.py` from
+`configs/default.py`. To change the page, edit the comments there.
+
+A config file returns these fields with other defaults. The command line changes single fields:
+
+```
+python -m jaxrl_tis.main --config=configs/quickstart.py --workdir=WORKDIR --config.optimizer.lr=3e-5
+```
+
+A field that does not exist is an error. So is a config that contradicts itself: the command lists every problem and
+ends before it compiles anything.
+
+## How to read the tables
+
+- **values**: what the field may be. `> 0` and `>= 0` are limits. Other limits depend on several fields. The error
+  message names them.
+- **default**: `preset` means that `correction.preset` sets the value.
+- **continue**: whether a run may change the field when it continues from a checkpoint in the same `WORKDIR`.
+
+| continue | meaning |
+|---|---|
+| free | The field may change. |
+| free if sync | The field may change when `rollout.schedule` is `sync` and there is no replay. Else it needs `--change`. Fields of `engine` also need it with KV eviction. |
+| change | The field may change if `--change=FIELD` names it. |
+| change if sync | As change. With another schedule or with replay, the field must keep its value. |
+| steps | The number of steps may change while nothing depends on it: a constant learning rate and no QeRL noise. |
+
+Fields under *Expert fields* have defaults that few runs need to change.
+"""
+
+
+def comments() -> tuple[dict[str, str], dict[str, str], set[str]]:
+    """Reads configs/default.py: ({field: description}, {section: description}, expert fields)."""
+    fields, sections, experts = {}, {}, set()
+    for function, prefixes in (
+        (default.get_config, ("",)), (default._optimizer, ("optimizer.", "critic.")),
+    ):
+        above, is_expert = [], False
+        for line in inspect.getsource(function).splitlines():
+            code, _, comment = line.strip().partition("  # ")
+            if code.startswith("# "):
+                is_expert |= code == "# For experts"
+                above += [] if code == "# For experts" else [code[2:]]
+                continue
+            assignment = re.match(r"c\.([\w.]+) = (.*)", code)
+            if assignment is None:
+                above = above if code else []
+                is_expert &= bool(code)
+                continue
+            name, value = assignment.groups()
+            text = " ".join([*above, *([comment] if comment else [])])
+            is_section = value in ("ConfigDict()", ) and "." not in name or "_optimizer(" in value
+            for prefix in prefixes:
+                (sections if is_section else fields)[prefix + name] = text
+                experts |= {prefix + name} if is_expert and not is_section else set()
+            above = []
+    return fields, sections, experts
+
+
+def values(field: str, value: Any) -> str:
+    """Returns the allowed values of a field, as far as a table has them."""
+    if field in LISTED:
+        return LISTED[field]
+    if field in ALLOWED:
+        names = [str(name) for name in ALLOWED[field] if name is not None]
+        return ", ".join(f"`{name}`" for name in names) if len(names) <= MANY else "a name"
+    if isinstance(value, bool):
+        return "`True`, `False`"
+    for limit, names in (("> 0", validate.POSITIVE), (">= 0", validate.NOT_NEGATIVE)):
+        if field in names:
+            return limit
+    kinds = {str: "text", int: "integer", float: "number", tuple: "tuple", dict: "fields"}
+    return kinds[type(value)]
+
+
+def continued(field: str) -> str:
+    """Returns what `record.changes` allows for a field of a continued run."""
+    if field == "steps":
+        return "steps"
+    if field in changes.ROUNDED + changes.INTERRUPTING:
+        return "free if sync"
+    if field in changes.QUEUED:
+        return "change if sync"
+    return "free" if changes.is_within(field, changes.FREE) else "change"
+
+
+def shown(value: Any) -> str:
+    return "preset" if value is None else f"`{value!r}`".replace("'", '"')
+
+
+def sentence(text: str) -> str:
+    """Returns a description with links, a capital letter and a full stop."""
+    text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+    is_value = re.match(r"[\w-]+:", text)  # it begins with a value of the field
+    return (text if is_value else text[0].upper() + text[1:]).removesuffix(".") + "."
+
+
+def table(rows: Iterable[tuple[str, Any]], descriptions: dict[str, str]) -> str:
+    lines = ["field | default | values | continue | meaning", "---|---|---|---|---"]
+    for field, value in rows:
+        cells = f"`{field}`", shown(value), values(field, value), continued(field)
+        cells = *cells, sentence(descriptions[field])
+        lines.append(" | ".join(cell.replace("|", r"\|") for cell in cells))
+    return "".join(f"| {line} |\n" for line in lines)
+
+
+def page() -> str:
+    descriptions, sections, experts = comments()
+    config = default.get_config().to_dict()
+    rows = {"run": [], **{name: [] for name in sections}}
+    for field in descriptions:
+        section, _, name = field.rpartition(".")
+        rows[section or "run"].append((field, config[section][name] if section else config[name]))
+    text = HEAD
+    for name, fields in rows.items():
+        about = sentence(sections.get(name, "The run as a whole."))
+        text += f"\n## {name}\n\n{about}\n\n"
+        text += table([row for row in fields if row[0] not in experts], descriptions)
+        if expert := [row for row in fields if row[0] in experts]:
+            text += f"\nExpert fields:\n\n{table(expert, descriptions)}"
+    return text
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
