@@ -45,11 +45,14 @@ class Collective:
     """A collective; an asynchronous pair or chain counts once.
 
     Attributes:
-      shapes: shapes of the result. bytes: bytes of the whole array on one device: the result of a
-      gather, the operand of a scatter. group_size: number of devices (dcn: slices) in a group.
-      axes: mesh axes of the groups; () without a mesh or if no axes match. network: "ici", or "dcn"
-      between slices. runs: number of runs in one run of the program. is_conditional: whether it
-      stands in a conditional branch.
+      shapes: shapes of the result.
+      bytes: bytes of the whole array on one device: the result of a gather, the operand of a
+        scatter.
+      group_size: number of devices (dcn: slices) in a group.
+      axes: mesh axes of the groups; () without a mesh or if no axes match.
+      network: "ici", or "dcn" between slices.
+      runs: number of runs in one run of the program.
+      is_conditional: whether it stands in a conditional branch.
     """
 
     name: str

@@ -249,16 +249,18 @@ def token_logprob(
     cotangent adds exactly nothing to any gradient, even if its hidden state is NaN.
 
     Args:
-      head: the output head; the compute dtype is x's, or float32 if `head.highest`. x_bnd: [B,N,D]
-      hidden states; targets_bn: [B,N] int32 tokens that they predict. temperature_bn: [B,N]
-      positive; gets no gradient. chunk: positions per chunk outside TPU, summed over the rows of a
-      device. pulls_entropy: whether a gradient flows through `entropy`. kept: token sets that
-      restrict the distributions; computed in chunks on every platform. ids_bnk: [B,N,K] int32 other
-      tokens to score, members of the kept set if there is one; negative
-        ids are ignored.
+      head: the output head; the compute dtype is x's, or float32 if `head.highest`.
+      x_bnd: [B,N,D] hidden states.
+      targets_bn: [B,N] int32 tokens that they predict.
+      temperature_bn: [B,N] positive; gets no gradient.
+      chunk: positions per chunk outside TPU, summed over the rows of a device.
+      pulls_entropy: whether a gradient flows through `entropy`.
+      kept: token sets that restrict the distributions; computed in chunks on every platform.
+      ids_bnk: [B,N,K] int32 other tokens to score, members of the kept set if there is one;
+        negative ids are ignored.
       layout: `sharding.Layout` of a mesh; rows and positions are cut over its axes for "batch" and
-        "length", the head over those for "vocab" (whatever the vocabulary's size) and "embed".
-        None is one device.
+        "length", the head over those for "vocab" (whatever the vocabulary's size) and "embed". None
+        is one device.
       numerics: "invariant" gives the sampler's bits on every platform, see tiles.py.
     """
     b, n = targets_bn.shape

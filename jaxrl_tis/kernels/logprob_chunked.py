@@ -16,8 +16,7 @@ class Kept(NamedTuple):
 
     Attributes:
       ids_bnk: [B,N,K] int32 token ids, -1 if a set is smaller than K. A target outside its set gets
-      a
-        log-prob of about -1e30.
+        a log-prob of about -1e30.
       overflow_bn: [B,N] bool, True if the set has more than K tokens and does not restrict.
     """
 

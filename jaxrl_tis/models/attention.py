@@ -236,11 +236,11 @@ def paged_attention(
     is one page or several small pages.
 
     Args:
-      q_bthk: [B,T,H,K] queries, at any places of the same sequence in a row. read: numbers [B,M] ->
-      pages with k, v [B,M,N,S,K] and k_scale, v_scale [B,M,N,S] or None. table_bp: [B,P] int32
-      pages of each row in order. index_bt: [B,T] int32 position of each query in its pages; it
-      attends to positions up to its own.
-        Positions after a row's last query have no influence, NaN included.
+      q_bthk: [B,T,H,K] queries, at any places of the same sequence in a row.
+      read: numbers [B,M] -> pages with k, v [B,M,N,S,K] and k_scale, v_scale [B,M,N,S] or None.
+      table_bp: [B,P] int32 pages of each row in order.
+      index_bt: [B,T] int32 position of each query in its pages; it attends to positions up to its
+        own. Positions after a row's last query have no influence, NaN included.
 
     Returns: [B,T,H,K] in q's dtype; softmax and sums are float32.
     """

@@ -42,20 +42,19 @@ class Program:
     """The settings of a forward pass; the same parameters run under all of them.
 
     Attributes:
-      dtype: compute dtype of activations and dots ("float32", "bfloat16" or "float16"); sums, norms,
-        softmax and logits are always float32.
-      remat: recomputation in the backward pass: "none", "dots" (keeps projections and the
-        results of an attention kernel), "full" (keeps the input of each layer) or "host" (keeps it in host
+      dtype: compute dtype of activations and dots ("float32", "bfloat16" or "float16"); sums,
+        norms, softmax and logits are always float32.
+      remat: recomputation in the backward pass: "none", "dots" (keeps projections and the results
+        of an attention kernel), "full" (keeps the input of each layer) or "host" (keeps it in host
         memory).
-      fp32_head: float32 head with precision HIGHEST; on TPU a float32 dot of default precision
-        is one bfloat16 pass.
+      fp32_head: float32 head with precision HIGHEST; on TPU a float32 dot of default precision is
+        one bfloat16 pass.
       layout: `sharding.Layout` that places the activations; None leaves them on one device.
       quantization: recipe of a sampler whose products the learner computes, with the gradients of
-      the
-        float products.
-      numerics: "fast", or "invariant": see models/invariant.py. kv_dtype: rounds keys and values of
-      rows as a cache of this dtype, such as "bfloat16" or "int8";
-        None does not round.
+        the float products.
+      numerics: "fast", or "invariant": see models/invariant.py.
+      kv_dtype: rounds keys and values of rows as a cache of this dtype, such as "bfloat16" or
+        "int8"; None does not round.
     """
 
     dtype: str = "float32"
@@ -282,10 +281,10 @@ def hidden(
     """Returns the hidden states [B,T,D] after the last norm, and the carried caches.
 
     Args:
-      tokens_bt, positions_bt: [B,T] int32; positions are absolute. attend: (q, k, v, layer_cache)
-      -> ([B,T,H,K], carried) for one layer. cache: a tuple with the cache of every unrolled layer.
-      Scanned layers carry one cache from layer
-        to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
+      tokens_bt, positions_bt: [B,T] int32; positions are absolute.
+      attend: (q, k, v, layer_cache) -> ([B,T,H,K], carried) for one layer.
+      cache: a tuple with the cache of every unrolled layer. Scanned layers carry one cache from
+        layer to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
       seed_b: [B] uint32 of the noise on the input of the layers, where the parameters have
         "perturbation" [L], the log of its deviations; layers are then scanned without a cache.
 
