@@ -89,6 +89,12 @@ def test_partition_spec():
         sharding.partition_spec(("batch", "embed"), sharding.TRAIN_RULES)
 
 
+@pytest.mark.parametrize("vocab_size, axis", [(24, "tensor"), (25, None)])
+def test_a_vocabulary_that_does_not_divide_is_stored_whole(vocab_size, axis):
+    layout = sharding.layout((2, 2, 2), sharding.TRAIN_RULES, vocab_size=vocab_size)
+    assert dict(layout.rules)["vocab"] == axis
+
+
 @functools.cache
 def params():
     return jax.device_get(transformer.init(CONFIG, jax.random.key(0)))

@@ -48,7 +48,10 @@ def z(*path):
     return np.asarray(jax.random.normal(key, path[-1]))
 
 
-@pytest.mark.cases("logits(scale=-0.5, seed=7)-<lambda>", "sharpness(scale=0.2)-<lambda>")
+@pytest.mark.cases(
+    "logits(scale=-0.5, seed=7)-<lambda>", "logits(scale=0.3, growth=0.1, seed=7)-<lambda>",
+    "sharpness(scale=0.2)-<lambda>",
+)
 @pytest.mark.parametrize("injected, change", [
     ("logits(scale=-0.5, seed=7)", lambda x, t: x - 0.5 * z((V,))),
     ("logits(scale=0.3, growth=0.1, seed=7)", lambda x, t: x + 0.3 * (1 + 0.1 * t) * z((V,))),

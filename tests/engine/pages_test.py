@@ -74,6 +74,14 @@ def test_a_free_page_keeps_its_content_until_it_is_taken():
     assert pages.allocate(1) == new[:1] and not pages.found([b"c"]) and pages.free == 0
 
 
+def test_the_last_page_of_a_prompt_is_reused_first():
+    pages = Pages(4)
+    prompt = pages.allocate(3)
+    pages.keep(prompt, [b"a", b"b", b"c"])
+    pages.release(prompt)
+    assert pages.allocate(1) == prompt[2:] and pages.found([b"a", b"b", b"c"]) == prompt[:2]
+
+
 def test_what_is_forgotten_is_not_found():
     pages = Pages(4)
     held, free = pages.allocate(1), pages.allocate(1)

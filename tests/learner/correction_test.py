@@ -437,3 +437,13 @@ def test_metrics_of_versions_and_advantages():
     adv = out["adv"][rollout()["mask"]]
     assert metrics["critic/advantages/max"] == pytest.approx(adv.max(), rel=1e-5)
     assert metrics["critic/returns/mean"] == pytest.approx(adv.mean(), abs=1e-5)
+
+
+def test_fused_fields_have_no_gradient():
+    def total(logp):
+        fields = correction.fused_fields(logp, 2.0 * logp)
+        assert fields.keys() == {"logp_old", "logp_prox", "entropy"}
+        return sum(jnp.sum(x) for x in fields.values())
+
+    value, gradient = jax.value_and_grad(total)(jnp.full((2, 3), -1.5))
+    assert value == 4 * 6 * -1.5 and not gradient.any()

@@ -35,7 +35,7 @@ MUTANTS = [
          "test_kl_in_the_loss_leaves_the_rewards_alone"),
         ("a gradient flows through the log-probs in the place of the old ones",
          "logp, entropy = jax.lax.stop_gradient((logp, entropy))", "logp, entropy = (logp, entropy)",
-         "learner/fused_update_test.py::test_an_update_that_scores_its_batch_is_that_of_a_scored_one"),
+         "test_fused_fields_have_no_gradient"),
         ("an update scores what a controller looks at before it",
          'if "ess_scale" in dict(self.controllers):', 'if "none" in dict(self.controllers):',
          "learner/setup_test.py::test_why_a_batch_is_scored_before"),

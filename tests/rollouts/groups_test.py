@@ -22,6 +22,17 @@ def test_sampling_parameters():
     assert plain == SamplingParams(0.0, 0, 1.0, 0.0, stop_ids=(2,), max_tokens=3)
 
 
+def test_a_greedy_answer_is_the_baseline_of_its_group_and_no_sample():
+    config = fields(rollout__top_k=5, rollout__temperature=0.7)
+    source = sync_source(config, lambda text, _: float(text), with_greedy=True)
+    requests = source._groups.requests({"prompt": "1+1=", "id": "0"}, "a group", redundant=1)
+    assert [r.sampling.temperature for r in requests] == [0.7, 0.7, 0.7, 0.0, 0.7]
+    assert [r.sampling.top_k for r in requests] == [5, 5, 5, 0, 5]
+    samples, _ = next_batch(source, 1)
+    assert [s.reward for s in samples] == [0, 1, 2] * 2
+    assert [s.greedy_reward for s in samples] == [3] * 6
+
+
 def test_ids_that_the_tokenizer_lacks_are_counted():
     request = Request("3", np.array([3]), 0, SamplingParams())
     drawn = lambda *ids: dataclasses.replace(
