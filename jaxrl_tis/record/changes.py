@@ -143,7 +143,7 @@ def is_free(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def messages(fields: Mapping[str, list], numerics: str) -> list[str]:
-    """Returns lines that say what changes; `numerics` is config.model.numerics."""
+    """Returns the lines that announce changes to the user; `numerics` is config.model.numerics."""
     lines = [f"changed: {Changes(fields=fields)}"] if fields else []
     rounded = [name for name in fields if name in ROUNDED and numerics != "invariant"]
     if rounded:
@@ -159,7 +159,7 @@ def needs_steps(config: Mapping[str, Any]) -> bool:
 
 
 def is_ahead(config: Mapping[str, Any]) -> bool:
-    """Whether samplers run ahead of the learner, or groups are replayed."""
+    """Whether the run is asynchronous or replays groups."""
     return config["rollout.schedule"] != "sync" or bool(config["rollout.replay"])
 
 

@@ -51,8 +51,8 @@ def write_run_files(
 
 
 def identity(config_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns by name what decides the numbers of a run beside its data: the fields of the
-    configuration, the versions of packages, the code."""
+    """Returns, by name, the config fields, package versions and git revision: all inputs of a run's
+    numbers except its data."""
     versions = {f"version of {name}": metadata.version(name) for name in PACKAGES}
     fields = flat(config_dict, "config")
     return fields | versions | {"git revision": git_revision()}

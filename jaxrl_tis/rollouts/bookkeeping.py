@@ -301,7 +301,7 @@ class AsyncBookkeeping:
         }
 
     def _forget(self, group: int) -> None:
-        """Keeps no request and no partial sequence of a group that has left the queue."""
+        """Deletes the requests and partial sequences of a group that has left the queue."""
         for sample in range(self._groups.size + self._schedule.redundant):
             self._requests.pop((group, sample), None)
             self._partials.pop((group, sample), None)

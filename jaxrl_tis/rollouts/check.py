@@ -37,7 +37,7 @@ def _numbers(rollout) -> Iterator[str]:
 
 
 def _budget(rollout, schedule: schedules.Schedule) -> Iterator[str]:
-    """Finds an answer to a gap above its budget that this run cannot give."""
+    """Finds a response to an exceeded gap bound that this run cannot carry out."""
     if rollout.on_gap_exceeded not in ON_GAP_EXCEEDED:
         yield (
             f"rollout.on_gap_exceeded is {rollout.on_gap_exceeded!r}; choose one of "
@@ -88,7 +88,7 @@ def _queue(rollout, schedule: schedules.Schedule) -> Iterator[str]:
 
 
 def _ahead(config, schedule: schedules.Schedule) -> Iterator[str]:
-    """Finds what samplers that run ahead cannot do."""
+    """Finds settings that asynchronous samplers do not support."""
     rollout = config.rollout
     if math.isinf(schedule.ahead) and not rollout.queue:
         yield (
@@ -124,7 +124,7 @@ def _remote(rollout) -> Iterator[str]:
 
 
 def _replay(rollout, schedule: schedules.Schedule, way: replay.Way | None) -> Iterator[str]:
-    """Finds what is wrong with groups that are trained on again."""
+    """Finds wrong settings of replay."""
     if rollout.max_age and (way is None or way.uses == 1):
         yield (
             f"rollout.max_age = {rollout.max_age} limits the age of replayed tokens, and "

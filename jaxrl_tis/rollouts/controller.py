@@ -85,17 +85,17 @@ class WorkerState:
 
 
 class Controller:
-    """The state of an asynchronous run.
+    """The scheduling state of an asynchronous run.
 
     Args:
       schedule: its numbers.
-      batch: groups of a batch.
-      queue: of groups; `put` on it is the driver's, `add` and `take` are done here.
+      batch: number of groups in a batch.
+      queue: of groups. The driver calls `put`; the controller calls `add` and `take`.
 
     Attributes:
-      version: of the learner, which is the number of the batch that it takes next.
+      version: of the learner, equal to the number of the next batch.
       sync_version: the newest version that workers may sync to.
-      next_group: number of the group that begins next; how many have begun.
+      next_group: number of the next group, equal to the number of groups started so far.
     """
 
     def __init__(self, schedule: Schedule, batch: int, queue: Queue):
@@ -144,7 +144,7 @@ class Controller:
         self.version, self._taken = version, 0
 
     def is_sync_due(self, version: int) -> bool:
-        """Whether workers may sync to this version, once it is published."""
+        """Whether workers may sync to this version once it is published."""
         return self._must_sync or version - self.sync_version >= self.schedule.sync_every
 
     def synced(self, name: str, version: int) -> None:
@@ -174,8 +174,8 @@ class Controller:
         self.queue.take([group])
 
     def reduce_staleness(self) -> float:
-        """Lowers the bound on staleness of new groups by one version where it can; the next version
-        that is published is synced. Returns the batches that samplers may begin ahead."""
+        """Lowers the staleness bound of new groups by one version if possible, and makes the next
+        published version sync. Returns the number of batches that samplers may start ahead."""
         ahead = self.schedule.ahead
         if math.isinf(ahead):
             ahead = float(self.queue.capacity // self.batch)
@@ -255,8 +255,8 @@ class Controller:
                 yield Discard(name, tuple(sorted(over)))
 
     def _repacks(self):
-        """Moves the last sequences of workers that wait for new weights onto the fullest of the
-        same version."""
+        """Yields decisions that move the last sequences of workers with outdated weights to the
+        fullest worker of the same version."""
         if not self.schedule.repack:
             return
         coming = collections.Counter(self._destinations.values())
@@ -315,9 +315,9 @@ class Controller:
                 return
 
     def _shares(self, able: int) -> tuple[float, float]:
-        """Returns the samples that a worker may have while others are about to get new weights, so
-        that the first to have them leaves the others theirs: its part of those that are begun, and of
-        all that may begin."""
+        """Returns how many samples a worker may hold while other workers are still syncing: its
+        share of the samples already started, and of all that may start. The first worker to sync
+        thereby leaves work for the others."""
         is_stale = lambda w: self.schedule.on_sync == "interrupt" and w.version != self.sync_version
         late = sum(w.is_syncing or bool(w.leaving) or is_stale(w) for w in self.workers.values())
         if not late:
@@ -349,7 +349,7 @@ class Controller:
         return Begin(name, tuple(keys), frozenset(fresh))
 
     def _room(self, version: int) -> float:
-        """Returns how many more groups may begin with these weights."""
+        """Returns how many more groups may start with these weights."""
         ahead = self.batch * (version + self.schedule.ahead + 1 - self.version) - self._taken
         # Rounded, as 1.1 - 1 batches of 10 groups are one group.
         return min(self.queue.capacity, round(ahead, 6)) - len(self.queue)

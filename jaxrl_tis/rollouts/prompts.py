@@ -99,12 +99,12 @@ class Prompter:
         self, source: tasks.Source, what: str, reject: Callable[[dict], str] = lambda record: "",
         limit: int = GENERATED, heartbeat: Callable[[], None] = lambda: None,
     ) -> "Checked":
-        """Checks all records from files, and the first `limit` of a generated task.
+        """Checks all records of files, or the first `limit` examples of a generated task.
 
         Args:
-          what: the data, for messages.
-          reject: says of a record with a good prompt why it cannot be used; "" where it can.
-          heartbeat: called whenever a part is done.
+          what: name of the data for messages.
+          reject: returns why a record with a good prompt cannot be used; "" if it can.
+          heartbeat: called after each part.
 
         Raises:
           ValueError: a record is bad and task.on_bad_record is "error", or all are.

@@ -88,8 +88,8 @@ def parse(text: str) -> Way | None:
 
 
 def max_age(schedule: schedules.Schedule, way: Way | None, age: int) -> float:
-    """Returns the most versions that a token may be behind the policy that trains on it: `age`, or
-    where it is 0 DEFAULT_AGE beyond the schedule's bound; that bound where nothing is replayed."""
+    """Returns the largest staleness of a token in versions. Without replay it is the schedule's
+    bound. With replay it is `age`, or if `age` is 0 the schedule's bound plus DEFAULT_AGE."""
     if way is None or way.uses == 1:
         return schedule.staleness
     return age or schedule.staleness + DEFAULT_AGE
@@ -120,11 +120,11 @@ class Stored:
 
 
 class Replay:
-    """The buffer. It holds at most what arrives within `age` versions.
+    """The replay buffer. It holds at most the groups that arrive within `age` versions.
 
     Args:
-      age: most versions that a token is behind the policy that trains on it.
-      seed: of the draws.
+      age: largest staleness of a token, in versions.
+      seed: of the random choices.
     """
 
     def __init__(self, way: Way, age: float, seed: int):

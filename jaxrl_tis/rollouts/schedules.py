@@ -15,7 +15,7 @@ ON_SYNC = ("drain", "interrupt", "in_place")
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Who may run ahead of whom, and what new weights do to sequences that are being drawn.
+    """A schedule: how far samplers may run ahead, and how new weights affect running sequences.
 
     Attributes:
       ahead: number of batches beyond batch u that workers with weights of version u may start. It
@@ -67,7 +67,7 @@ class Schedule:
 
     @property
     def is_sync(self) -> bool:
-        """Whether nothing is ever drawn while the learner updates."""
+        """Whether no token is sampled during updates."""
         return self == Schedule()
 
     @property
@@ -89,30 +89,31 @@ def _versions(staleness: float) -> float:
 
 
 def sync() -> Schedule:
-    """The learner waits for a batch by its own weights, and samplers wait for the learner."""
+    """On-policy: the learner waits for a batch of its own weights, and samplers wait for
+    updates."""
     return Schedule()
 
 
 def periodic() -> Schedule:
-    """Periodic asynchrony (2511.18871): on-policy; samplers get the weights at the start of a step,
-    and the learner accumulates the gradient of what has arrived."""
+    """Periodic asynchrony (2511.18871): on-policy. Samplers sync at the start of a step, and the
+    learner accumulates gradients of groups as they arrive."""
     return Schedule(on_arrival=True)
 
 
 def one_step() -> Schedule:
-    """One-step off-policy (2410.18252; verl's recipe): batch v + 1 is drawn by version v while
-    batch v is trained on."""
+    """One-step off-policy (2410.18252; verl's recipe): version v samples batch v + 1 while the
+    learner trains on batch v."""
     return Schedule(ahead=1.0)
 
 
 def fully_async(*, trigger=4, threshold=0.5, partial=True) -> Schedule:
-    """verl's fully asynchronous recipe, whose four modes are points of it: on policy (1, 0), stream
-    (trigger > 1, 0), with stale samples (threshold > 0), and with partial rollouts.
+    """verl's fully asynchronous recipe. Its four modes are: on policy (trigger 1, threshold 0),
+    stream (trigger > 1, threshold 0), stale samples (threshold > 0), and partial rollouts.
 
     Args:
       trigger: updates between two weight syncs.
-      threshold: samples that are begun beyond those of `trigger` updates, as a share of them.
-      partial: sequences go on under new weights; else a worker waits until its own have ended.
+      threshold: samples started beyond those of `trigger` updates, as a share of them.
+      partial: sequences continue under new weights; otherwise they finish before a sync.
     """
     if not 0 <= threshold:
         raise ValueError(f"threshold is {threshold}; give a share of the samples of at least 0")
@@ -123,32 +124,32 @@ def fully_async(*, trigger=4, threshold=0.5, partial=True) -> Schedule:
 
 
 def areal(*, staleness=4) -> Schedule:
-    """AReaL (2505.24298): request N of batches of B begins when floor((N - 1) / B) is at most
-    version + staleness; new weights interrupt what is being drawn."""
+    """AReaL (2505.24298): request N of batches of B starts when floor((N - 1) / B) is at most
+    version + staleness. New weights interrupt running sequences."""
     return Schedule(ahead=_versions(staleness), on_sync="interrupt")
 
 
 def in_flight(*, staleness=4) -> Schedule:
-    """PipelineRL (2509.19128): new weights come into the running engine, which keeps the keys and
-    values that older ones have written."""
+    """PipelineRL (2509.19128): the running engine takes new weights, and keeps the keys and values
+    of the old weights."""
     return Schedule(ahead=_versions(staleness), on_sync="in_place")
 
 
 def dora(*, staleness=2) -> Schedule:
-    """DORA (2604.26256): each trajectory is of one version, several versions are alive at once on
-    as many workers, and nothing is dropped."""
+    """DORA (2604.26256): each trajectory has one version. Workers may have different versions at
+    the same time, and no sample is dropped."""
     return Schedule(ahead=_versions(staleness))
 
 
 def roll_flash(*, alpha=1, redundant=0) -> Schedule:
     """ROLL Flash (2510.11345): a buffer of (1 + alpha) batches bounds every sample's age by alpha
-    versions; redundant candidates cut the tail of a group, which favours short answers."""
+    versions. Redundant candidates cut the slowest responses, which favours short ones."""
     return Schedule(ahead=float(alpha), on_sync="interrupt", redundant=redundant)
 
 
 def laminar(*, staleness=4, repack=0.5) -> Schedule:
-    """Laminar (2510.12633): every worker takes new weights by itself once its own trajectories have
-    ended; the last ones are packed onto few workers, so that the others need not wait."""
+    """Laminar (2510.12633): each worker syncs on its own once its trajectories have finished. The
+    last trajectories move to few workers, and the other workers need not wait."""
     return Schedule(ahead=_versions(staleness), repack=repack)
 
 
@@ -166,8 +167,8 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
 
 
 def parse(text: str) -> Schedule:
-    """Reads `config.rollout.schedule`, such as "areal(staleness=4)"; ValueError for a name, a
-    parameter or a number that there is not."""
+    """Parses `config.rollout.schedule`, such as "areal(staleness=4)". Raises ValueError for
+    an unknown name or parameter, or a number out of range."""
     name, parameters = choices.parse("schedule", text, SCHEDULES)
     try:
         return SCHEDULES[name](**parameters)

@@ -22,17 +22,17 @@ from jaxrl_tis.rollouts.replay import Way
 
 @dataclasses.dataclass(frozen=True)
 class SourceParts:
-    """What every source is made of.
+    """The parts that every source is built from.
 
     Attributes:
       schedule: who runs ahead of whom, config.rollout.schedule as read.
-      replay: how groups are trained on again, config.rollout.replay as read; None: they are not.
-      groups: makes the requests of an example and its rewarded samples.
+      replay: config.rollout.replay as parsed; None without replay.
+      groups: makes requests of examples, and rewarded samples of trajectories.
       batches: records of prompts, the same on all processes.
       timer: of the phases "data", "rollout" and "reward".
-      serving_params: (the policy's parameters, version) -> serving parameters, of one sampler or
-        with the driver "threads" of each.
-      heartbeat: called between calls of an engine and while the learner waits.
+      serving_params: (policy parameters, version) -> serving parameters, of one sampler, or a list
+        for all samplers with the driver "threads".
+      heartbeat: called between engine calls and while the learner waits.
     """
 
     config: ml_collections.ConfigDict
@@ -90,8 +90,9 @@ def generate(
     scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
-    """Steps the scheduler until all requests have ended, and returns their trajectories in the
-    order of the requests; `on_finished(n)` is called as they end, `heartbeat` after every step."""
+    """Runs the scheduler until all requests have finished. Returns their trajectories in the order
+    of the requests. Calls `on_finished(n)` after n requests finish, and `heartbeat` after every
+    step."""
     for request in requests:
         scheduler.add(request)
     done = {}

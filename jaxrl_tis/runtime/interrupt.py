@@ -73,7 +73,7 @@ class Interrupt:
             )
 
     def acknowledge(self) -> None:
-        """Says that the run stops: it may take its time to save."""
+        """Notes that the run is stopping, which cancels the time limit: a save may take longer."""
         self._is_acknowledged.set()
 
     def is_agreed(self) -> bool:

@@ -262,8 +262,8 @@ def first(f: Callable[[], Any]) -> Any:
 
 
 def difference(values: Mapping[str, Any]) -> str | None:
-    """Compares arrays, and what JSON can hold, by name over all processes. Returns which is the
-    first to differ and what each process has; None if they are all alike."""
+    """Compares named arrays and JSON values over all processes. Returns a message with the first
+    difference and each process's value, or None if all are equal."""
     if is_alone():
         return None
     everyone = exchange({name: _digest(value) for name, value in values.items()})

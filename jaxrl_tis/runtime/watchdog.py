@@ -17,14 +17,14 @@ END_SECONDS = 30.0  # to write the stacks down
 
 
 class Watchdog:
-    """Ends this process with the code that asks for a restart when `heartbeat` is not called for
-    `timeout` seconds; the stack of every thread is then in WORKDIR/stacks and in the log. From a
-    machine of a bucket's run the file follows with the next checkpoint.
+    """Ends this process with exit code RESTART if `heartbeat` is not called for `timeout` seconds.
 
-    Process 0 also keeps WORKDIR/heartbeat.json: who runs, what it does, when it last came on.
+    The stacks of all threads are then in WORKDIR/stacks and in the log. If the workdir is on a
+    bucket, the file is copied there with the next checkpoint. Process 0 also writes
+    WORKDIR/heartbeat.json with host, process, current phase and time since the last progress.
 
     Args:
-      timeout: seconds; longer than the longest compilation. 0: never.
+      timeout: seconds, more than the longest compilation; 0 disables the watchdog.
     """
 
     def __init__(self, workdir: Path, timeout: float):
@@ -47,7 +47,7 @@ class Watchdog:
             thread.join(LOOK_SECONDS)
 
     def heartbeat(self, doing: str = "") -> None:
-        """Says that the run came on, and what it does now."""
+        """Reports progress, and the current phase."""
         self._last_heartbeat, self._doing = time.monotonic(), doing or self._doing
 
     @property
