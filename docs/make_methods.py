@@ -32,14 +32,16 @@ NAMED = re.compile(
 HEAD = """\
 # Methods
 
-Written by `python docs/make_methods.py` from the docstrings; edit those.
+Every weight, mask, objective, advantage, KL estimator, controller and preset, with its paper, its defaults and its
+use. Written by `python docs/make_methods.py` from the docstrings. To change a row, edit the docstring.
 
-A correction is a weight, any number of masks, an objective, an advantage and, if wanted, a KL term,
-each a name in a table below with the parameters that are not to be the defaults. They are fields of
-`config.correction` (`configs/default.py`). A preset sets the mode, the first three and whether scores
-are centred; what the config spells out wins:
+## How to choose methods
+
+The fields of `config.correction` name the methods ([configs.md](configs.md#correction)). A preset sets mode, weight,
+masks, objective and centering. A field that the config gives has precedence over the preset:
 
 ```
+--config.correction.preset=tis_2
 --config.correction.weight="token_tis(cap=4.0)"
 --config.correction.masks="seq_mean_k3(upper=0.01) & veto"
 --config.correction.objective="ppo(clip_low=0.2, clip_high=0.28)"
@@ -47,60 +49,87 @@ are centred; what the config spells out wins:
 --config.correction.kl=k2 --config.correction.kl_coeff=0.001
 ```
 
-Where a survey describes another form of a method than its authors' code, both are there:
-`form=survey`, as in `kl_cov(form=survey)`, chooses the survey's; the docstring has the formulas.
+## How to read the tables
 
-**Centred scores** (`estimators/centering.py`, [2609.20807](https://arxiv.org/abs/2609.20807)). Drawn
-from `mu`, weighted scores have a mean, the drift, which a constant advantage turns into a step at
-every prefix. `centering` subtracts it: the expected step of a prefix becomes the covariance of
-advantage and weighted score. It needs the sampler's probabilities of other tokens than the drawn one,
-which the engine then records: `"top(n)"`, the n likeliest, with the rest taken to be in proportion to
-`pi`; or `"kept"`, the recorded support (`rollout.sampling_mask_size`), where nothing is left to be
-modelled, and nothing is subtracted where more could be drawn than it holds
-(`rollout/kept_overflow`). It goes with the weights {centred_weights}, the masks {centred_masks},
-and the objectives {centred_objectives} in bypass mode; in decoupled mode with one update of a batch
-also with {centred_at_one}. With `token_vanilla` there is nothing to subtract. Other methods have no
-weight of a token that was not drawn and are refused by name. Evidence is mixed: the paper (0.6B to
-30B) finds it at or above weights under quantised rollouts, a replication with a Qwen model found
-nothing.
+| symbol | meaning |
+|---|---|
+| `pi` | the policy during the update |
+| `pi_old` | the learner at the weights that sampled |
+| `mu` | the sampler |
+| `ref` | the reference model |
+| `A`, `w` | advantage, importance weight |
+| `rho` | `pi_old / mu`, in bypass mode `pi / mu`; weights and masks use it |
+| `k1`, `k2`, `k3` | `-log rho`, `(log rho)^2 / 2`, `rho - 1 - log rho` |
+| `r` | `pi / pi_old`, the ratio of objectives |
+| `z` | `log(pi / ref)`, for KL estimators |
 
-To add a method: one function in `jaxrl_tis/estimators/`, with the labels of its neighbours'
-docstrings; one line in the dict at the end of the file, and in `NEEDS` if it takes more from the
-batch; one test in `tests/estimators/`, where `coverage_test.py` lists what there is, `samples.py`
-has values of required parameters and `universal_test.py` tests all entries. Then write this page.
+| column | meaning |
+|---|---|
+| unit | the level of one weight, decision, ratio or baseline: token, sequence, group or batch |
+| trust region | the bound on the weight or on the step |
+| gradient path | the terms that the gradient flows through |
+| needs | batch fields beyond the usual arguments. †: for small models, as it takes all logits or a gradient per row |
 
-**Symbols.** `pi` is the policy that is trained, `pi_old` the learner at the weights that sampled,
-`mu` the sampler, `ref` the reference, `A` the advantage, `w` a weight. Weights and masks judge
-`rho = pi_old / mu` (`pi / mu` in bypass mode), by `k1 = -log rho`, `k2 = (log rho)^2 / 2` or
-`k3 = rho - 1 - log rho`; objectives have `r = pi / pi_old`, KL estimators `z = log(pi / ref)`.
+An objective that needs `logp_behav` has its own weight. Use it with weight `none`. Some surveys describe another form
+of a method than the authors' code. Then the parameter `form=survey` selects the survey's formula, as in
+`kl_cov(form=survey)`.
 
-**Columns.** *Unit*: what one weight, decision, ratio or baseline belongs to. *Trust region*: what
-bounds the weight or the step. *Needs*: batch fields beyond the usual arguments; those marked † are
-for small configs: the logits of the whole vocabulary at every token, or a backward pass for every
-row; an objective with `logp_behav` holds the weight itself and goes with weight `none`. Rejected
-tokens leave the denominators of the loss unless `rejected_in_denominator` is set; where masks are
-judged together with the gradient, at every update, they stay: in bypass mode, and in decoupled mode
-those that judge the policy of the update and not the sampler's gap ({at_update}). Controllers are
-small state machines beside the update, without a gradient; `correction.controllers` names them,
-joined by `&`, and their state is part of the checkpoint.
+## Rejected and unscored responses
 
-**Answers that are left out.** An answer whose reward failed has an unknown reward. It is in neither
-the loss nor its denominators, and in no statistic of its group or batch. One known answer left of a
-group has advantage 0. A batch without a known reward leaves the weights as they are.
-`train.mask_truncated` takes answers that end at `rollout.max_new_tokens` out of the loss and its
-denominators, as DAPO's overlong filtering does (2503.14476, section 3.4); their rewards, with the
-penalty of `rollout.overlong_buffer`, stay in the statistics of their groups. The critic does not
-train on either. `actor/left_out_ratio` counts both; the metrics of sampler against learner are of the
-answers in the loss.
+Rejected tokens leave the denominators of the loss, unless `correction.rejected_in_denominator` is set. Masks that act
+inside the update always keep rejected tokens in the denominators. These are all masks in bypass mode, and in decoupled
+mode {at_update}.
 
-**Sources** without an arXiv id: Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You
-Off-Policy RL Training"; Liu et al. 2025, "When Speed Kills Stability"; Zhang et al. 2026, "Learning
-from Mixed Rollouts"; Schulman 2020, "Approximating KL Divergence"; Ionides 2008, "Truncated
-Importance Sampling"; Hu et al. 2026, "FlashREINFORCE: Critic-Free Single-Rollout Asynchronous RL for
-Agentic Language Models"; Williams 1992, "Simple Statistical Gradient-Following Algorithms"; else code.
-Presets: verl's up to `disabled`, those that Yao et al. compare up to `tis_8`, those of
-arXiv:2609.20807, FlashREINFORCE's, then by system (`same_engine` is `normal`, `colocated` and
-`disaggregated` are `tis_2`).
+A response without a reward is out of the loss, its denominators and all statistics of its group and batch. A
+group with one remaining response has advantage 0. A batch without any reward leaves the weights unchanged.
+
+`train.mask_truncated` takes responses that reach `rollout.max_new_tokens` out of the loss (DAPO, 2503.14476,
+section 3.4). Their rewards stay in the statistics of their groups. The critic trains on neither kind.
+`actor/left_out_ratio` counts both kinds. Metrics of sampler against learner cover the responses in the loss.
+
+## Centred scores
+
+Source: `estimators/centering.py`, [2609.20807](https://arxiv.org/abs/2609.20807). The mean of a weighted score under
+`mu` is not 0. A constant advantage turns this mean into a step at every prefix. `centering` subtracts the mean. The
+expected step of a prefix then is the covariance of advantage and weighted score.
+
+Centering needs the sampler's probabilities of tokens that were not sampled. `"top(n)"` records the n likeliest tokens
+and assumes that the other tokens are proportional to `pi`. `"kept"` uses the recorded sampling mask
+(`rollout.sampling_mask_size`) and assumes nothing. Positions where the mask overflowed (`rollout/kept_overflow`) are
+not centred.
+
+With weight `token_vanilla` the mean is 0 already. Centering works with these methods and refuses all others:
+
+- weights {centred_weights};
+- masks {centred_masks};
+- in bypass mode objectives {centred_objectives};
+- in decoupled mode with one update per batch also objectives {centred_at_one}.
+
+The evidence is mixed. The paper (0.6B to 30B) reports results at or above those of weights under quantized rollouts. A
+replication with a Qwen model found no effect.
+
+## To add a method
+
+1. Write one function in `jaxrl_tis/estimators/` with the docstring labels of its neighbours.
+2. Add one line to the table at the end of the file, and one to `NEEDS` if the method reads more batch fields.
+3. Add one test in `tests/estimators/`. `coverage_test.py` lists all methods. `samples.py` has values of required
+   parameters. `universal_test.py` tests every entry.
+4. Run `python docs/make_methods.py`.
+
+## Sources without an arXiv id
+
+- Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
+- Liu et al. 2025, "When Speed Kills Stability"
+- Zhang et al. 2026, "Learning from Mixed Rollouts"
+- Schulman 2020, "Approximating KL Divergence"
+- Ionides 2008, "Truncated Importance Sampling"
+- Hu et al. 2026, "FlashREINFORCE: Critic-Free Single-Rollout Asynchronous RL for Agentic Language Models"
+- Williams 1992, "Simple Statistical Gradient-Following Algorithms"
+
+The names of frameworks stand for their code. Controllers change a setting between updates and have no gradient. Their
+state is part of the checkpoint. The presets come from verl (up to `disabled`), Yao et al. (up to `tis_8`),
+arXiv:2609.20807 and FlashREINFORCE. The last presets are named after systems: `same_engine` equals `normal`, and
+`colocated` and `disaggregated` equal `tis_2`.
 """
 
 

@@ -12,7 +12,7 @@ HEAD = """\
 # Metrics
 
 Every value that a run writes, with its unit and meaning. Written by `python docs/make_metrics.py` from
-`jaxrl_tis/record/names.py`; edit that.
+`jaxrl_tis/record/names.py`. To change a row, edit this file.
 
 `metrics.jsonl` has one line for each training step, evaluation and warm-up step. A line has `step`, `phase`
 (`train`, `eval` or `warmup`) and the values. TensorBoard and the sinks name a value `phase/name`.
@@ -70,11 +70,11 @@ masks inside the update, they are sums over the updates: with two epochs every t
 `none` and objectives with a weight of their own have no counts.""",
     "Rollouts": "Computed in `rollouts/`, from the counters of the engine.",
     "Samplers that run ahead": """\
-Computed in `rollouts/`; `gate/*` by the probe of `gate/`. [async.md](async.md) explains the modes. Counts are since
-the last batch.""",
+Computed in `rollouts/`, and `gate/*` by the probe of `gate/`. [async.md](async.md) explains the schedules. Counts are
+since the last batch.""",
     "The machine": """\
 Computed in `record/`. Two runs of the same program may differ only in values of `time/`. Phases
-are disjoint. Compilation within a phase counts as `compile`; `step` is the whole step. The goodput of the report
+are disjoint. Compilation within a phase counts as `compile`. `step` is the whole step. The goodput of the report
 is the share of rollout, reward, score and update in the sum of all.""",
 }
 
