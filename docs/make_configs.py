@@ -130,12 +130,13 @@ def sentence(text: str) -> str:
 
 
 def table(rows: Iterable[tuple[str, Any]], descriptions: dict[str, str]) -> str:
-    lines = ["field | default | values | continue | meaning", "---|---|---|---|---"]
+    lines = ["| field | default | values | continue | meaning |", "|---|---|---|---|---|"]
     for field, value in rows:
         cells = f"`{field}`", shown(value), values(field, value), continued(field)
         cells = *cells, sentence(descriptions[field])
-        lines.append(" | ".join(cell.replace("|", r"\|") for cell in cells))
-    return "".join(f"| {line} |\n" for line in lines)
+        escaped = " | ".join(cell.replace("|", r"\|") for cell in cells)
+        lines.append(f"| {escaped} |")
+    return "\n".join(lines) + "\n"
 
 
 def page() -> str:
