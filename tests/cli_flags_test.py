@@ -237,7 +237,7 @@ REFUSED = {
     "every flag",
     ("jaxrl_tis.main", "--flagfile=none"): "Unable to open flagfile: [Errno 2] No such file or directory: "
     "'none'",
-    ("jaxrl_tis.main", "--config", "none.py"): "--config=none.py: there is no file 'none.py'",
+    ("jaxrl_tis.main", "--config", "none.py"): "--config=none.py: there is no file 'none.py'; give the path of a config, as in configs/quickstart.py",
 }
 
 

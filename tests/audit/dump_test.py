@@ -159,7 +159,7 @@ def test_all_bad_lines_are_counted_and_the_first_few_shown(tmp_path):
 
 @pytest.mark.parametrize("arrays, message", [
     ({"logp_behav": np.zeros((2, 3))}, "column 'logp_old' is missing"),
-    ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 3))}, "needs `mask`"),
+    ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 3))}, "neither `mask` nor"),
     ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 4)), "mask": np.ones((2, 3))},
      "column logp_old: shape [2, 4] does not match [2, 3]"),
     ({"logp_behav": np.zeros((2, 3)), "logp_old": np.zeros((2, 3)), "mask": np.ones(3)},

@@ -206,7 +206,7 @@ def test_a_text_that_breaks_a_batch_fails_alone(score):
     assert [o["fault"] if "fault" in o else o["value"] for o in found] == [
         {"parts": {"reward": 1.0}}, "errors", {"parts": {"reward": 0.5}}]
     [one, two] = score(lambda completions, **_: [1.0] * 3, ["a", "b"], raw=True)
-    assert one["error"] == "WrongCount: the reward returned 3 values for 2 texts"
+    assert one["error"] == "WrongCount: the reward returned 3 values for 2 texts; return one value per text"
     assert one["traceback"] and not two["traceback"]  # the first of a kind
     assert two["error"] == one["error"]  # none is called alone, where the count would be right
 

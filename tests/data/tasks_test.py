@@ -317,7 +317,7 @@ def test_reasoning_gym_errors(monkeypatch):
         chain_sum(max_terms=1)
     with pytest.raises(ValueError, match="'colour'"):
         chain_sum(colour="red")
-    with pytest.raises(ValueError, match="above 1048576"):
+    with pytest.raises(ValueError, match="at most 1048576"):
         chain_sum(size=2**20 + 1)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ImportError, match=r"pip install 'jaxrl_tis\[tasks\]'"):

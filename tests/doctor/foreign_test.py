@@ -157,7 +157,7 @@ def test_names_of_nobody(tmp_path):
 
 def test_names_of_several(tmp_path):
     path = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows(logs.VERL | logs.SKYRL))
-    with pytest.raises(ValueError, match=r"metrics of several frameworks \(verl: actor/pg_clipfrac.*; skyrl: policy/"):
+    with pytest.raises(ValueError, match=r"match several frameworks \(verl: actor/pg_clipfrac.*; skyrl: policy/"):
         foreign.diagnose([path], "auto")
     assert foreign.diagnose([path], "skyrl")["framework"] == "skyrl"
 

@@ -82,7 +82,7 @@ def test_smooth():
 
 
 def test_nothing_to_draw_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="nothing to plot"):
+    with pytest.raises(ValueError, match="nothing to draw"):
         plots.write_png([plots.Run("empty", "black", [], {})], tmp_path / "overview.png")
 
 

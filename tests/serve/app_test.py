@@ -275,7 +275,7 @@ def test_a_stream_comes_while_it_is_drawn():
     (TEXT, None, 405, "Not Allowed"),
     ("/nothing", {}, 404, "Not Found"),
     (CHAT, {"messages": []}, 400, "messages must be"),
-    ("/weights", {"path": "1"}, 403, "has a token"),
+    ("/weights", {"path": "1"}, 403, "has no token"),
 ])
 def test_what_is_wrong_is_said(path, body, status, words):
     reply = ask(body, path)
