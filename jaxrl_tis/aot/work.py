@@ -23,8 +23,8 @@ PASSES = {"highest": 6, "high": 3}  # bfloat16 passes of a float32 product of th
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one run of a program has to do: the FLOPs of the whole job, and the bytes that go
-    through the HBM of one device."""
+    """The cost of one run of a program: FLOPs of the whole job, and bytes through the HBM of one
+    device."""
 
     flops: int = 0
     weight_bytes: int = 0
@@ -37,7 +37,8 @@ class Work:
 
 
 def device_bytes(tree) -> int:
-    """Bytes on one device of abstract arrays; those without a sharding are on every device."""
+    """Returns the bytes of abstract arrays on one device. Arrays without a sharding are
+    replicated."""
     return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
 
 
@@ -92,7 +93,7 @@ def kernel_passes(call: CustomCall, setup: Setup) -> int:
 
 
 def work(name: str, setup: Setup, args: tuple) -> Work:
-    """What the program `name` of `programs.programs`, with these arguments, has to do."""
+    """Returns the cost of the program `name` of `programs.programs` with these arguments."""
     if name in ("quantize", "reshard"):
         return Work(weight_bytes=device_bytes(args))
     if name.startswith("eval_"):

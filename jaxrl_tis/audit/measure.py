@@ -54,7 +54,7 @@ def measure(dump: Dump, current_version: int | None = None) -> dict[str, Any]:
 
 
 def make_batch(dump: Dump, current_version: int | None) -> dict[str, Any]:
-    """The fields that `gap` and `whatif` take, as far as the columns give them."""
+    """Returns the batch that `gap` and `whatif` measure, with the fields that the dump has."""
     rows = packing.pack(dump.lengths)
     batch = {name: rows.of_tokens(x) for name, x in dump.tokens.items()}
     batch |= {"seg": rows.seg, "key": jax.random.key(0), "sign": np.ones_like(batch["logp_old"])}

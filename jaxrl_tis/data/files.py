@@ -37,7 +37,7 @@ class Row:
 
 
 class NotText(ValueError):
-    """A text that no encoding has."""
+    """The error for a file whose text encoding is unknown."""
 
 
 def read(

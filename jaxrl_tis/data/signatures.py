@@ -136,7 +136,7 @@ class Called:
         self.is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
     def takes(self, name: str) -> bool:
-        """Whether it can be given an argument of this name."""
+        """Whether the reward function accepts an argument of this name."""
         kinds = [p.kind for p in (self._parameters or {}).values()]
         takes_any = self._parameters is None or inspect.Parameter.VAR_KEYWORD in kinds
         return self._signature == "trl" and takes_any or name in (self._parameters or {})

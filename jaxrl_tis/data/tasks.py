@@ -36,17 +36,17 @@ class Source(Protocol):
     def __getitem__(self, index: int) -> dict[str, Any]: ...
 
     def digest(self) -> str:
-        """Returns what tells these examples from others with the same parameters."""
+        """Returns a digest of the examples, to detect other data under the same parameters."""
 
     def place(self, index: int) -> str:
         """Returns where an example is from, for messages."""
 
     def row(self, index: int) -> int:
-        """Returns where an example stands among the rows that were read, bad ones counted."""
+        """Returns the row number of an example in its file, bad rows counted."""
 
 
 class Generated:
-    """A source whose examples follow from its parameters and its code."""
+    """A source that computes its examples from parameters."""
 
     bad = ()
 

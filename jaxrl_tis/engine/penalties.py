@@ -98,7 +98,8 @@ class Penalties:
         return Penalties.places(lambda axes: layout.sharding(axes).spec)
 
     def apply(self, logits_bv: jax.Array, shards: Shards) -> jax.Array:
-        """Returns this part's logits [B,V] as the requests change them, float32."""
+        """Returns the logits [B,V] of this vocabulary shard after the penalties and biases of the
+        requests, float32."""
         logits_bv = logits_bv.astype(jnp.float32)
         factor_b1, was_drawn_bv = self.repetition[:, None], self.drawn > 0
         repeated_bv = jnp.where(logits_bv > 0, logits_bv / factor_b1, logits_bv * factor_b1)

@@ -22,7 +22,7 @@ class Policy(Protocol):
 
 
 class FirstCome:
-    """Requests come in the order of their arrival."""
+    """Runs requests in the order of arrival."""
 
     def added(self, request: Request) -> None:
         pass

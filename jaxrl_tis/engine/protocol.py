@@ -40,7 +40,7 @@ class Insertion:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """Drawn tokens and what is recorded of each, `fields.DRAWN`: arrays with the same leading axes.
+    """Sampled tokens and their record, see `fields.DRAWN`: arrays with the same leading axes.
 
     Attributes:
       tokens: int32.
@@ -67,7 +67,7 @@ class Draw:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ResultTokens(Draw):
-    """What one `generate` or `verify` call drew, arrays [K,B].
+    """The tokens of one `generate` or `verify` call and their record, arrays [K,B].
 
     Attributes:
       valid: [K,B] bool; where it is False, the entries of all others mean nothing.
@@ -79,7 +79,8 @@ class ResultTokens(Draw):
 
 
 class EngineProtocol(Protocol):
-    """What the scheduler needs; the tests drive it with an engine made of arithmetic.
+    """The interface between scheduler and engine. Tests implement it with an engine made of
+    arithmetic.
 
     Slots, prefill rows and pages are cut into `shards` equal parts in order; a sequence lives in
     one of them. `table` [slots, n] holds the pages of each slot in order, `shift` [slots] how many

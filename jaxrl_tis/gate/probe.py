@@ -42,7 +42,8 @@ def exceeded(setup: Setup, parts: dict[str, dict[str, float]]) -> dict[str, list
 
 
 def verdict(parts: dict[str, dict[str, float]], above: dict[str, list[str]]) -> str | None:
-    """Says what is above its budget and why; None where nothing is."""
+    """Returns a sentence on the measures above their bounds and the largest part; None if there is
+    none."""
     if not above["total"]:
         return None
     named = ", ".join(f"{name} {parts['total'][name]:.3g}" for name in above["total"])

@@ -36,7 +36,7 @@ def total_updates(config: ml_collections.ConfigDict) -> int:
 
 
 def rate_at(config: ml_collections.ConfigDict, section: str, count: int) -> chex.Numeric:
-    """Returns the learning rate of the update after `count` of them; `section` is optimizer or critic."""
+    """Returns the learning rate after `count` updates. `section` is optimizer or critic."""
     return schedule(config[section], total_updates(config))(count)
 
 
@@ -89,8 +89,8 @@ class Aligned(NamedTuple):
 def align(
     tx: optax.GradientTransformation, gac_low: float, gac_high: float
 ) -> optax.GradientTransformation:
-    """Puts tx behind `controllers.gradient_alignment`; a skipped step leaves the parameters and moments
-    of tx as they were."""
+    """Wraps the optimizer tx in `controllers.gradient_alignment`. A skipped step changes neither
+    parameters nor moments."""
 
     def init(params):
         alignment = controllers.gradient_alignment_init(params)
@@ -130,8 +130,8 @@ class Perturbed(NamedTuple):
 def perturb(
     tx: optax.GradientTransformation, num_layers: int, **parameters: float
 ) -> optax.GradientTransformation:
-    """Puts the sigmas of `controllers.layerwise_perturbation` beside the parameters of tx, whose
-    gradient has theirs under PERTURBATION. They have an Adam of their own."""
+    """Adds the sigmas of `controllers.layerwise_perturbation` to the parameters of tx, with an
+    Adam of their own. Their gradient is under PERTURBATION."""
     adam = optax.adam(parameters["perturb_lr"])
 
     def init(params):
@@ -214,12 +214,12 @@ def scaled_for(dtype: str, tx: optax.GradientTransformation) -> optax.GradientTr
 
 
 def loss_scale(opt_state: Any) -> jax.Array | None:
-    """Returns what the loss of the next gradient is multiplied by, None where by nothing."""
+    """Returns the factor of the next loss, None without loss scaling."""
     return opt_state.loss_scale if isinstance(opt_state, Scaled) else None
 
 
 def update_metrics(opt_state: Any, prefix: str) -> dict[str, jax.Array]:
-    """Returns what an optimizer tells of its last update: PREFIX/lr, gac/{cosine,is_skipped} from
+    """Returns the optimizer's metrics of its last update: PREFIX/lr, gac/{cosine,is_skipped} from
     `align`, alp/std_{mean,max} from `perturb`, PREFIX/{loss_scale,is_skipped} from `scale_loss`."""
     lr = rate(opt_state)
     metrics = {} if lr is None else {f"{prefix}/lr": lr}
@@ -244,8 +244,8 @@ def _is_matrix(params):
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, params, shardings, replicated):
-    """Returns the shardings of the optimizer state: moments lie like the (abstract) parameters they
-    belong to, everything else on all devices."""
+    """Returns the shardings of the optimizer state. Moments have the sharding of their parameters;
+    all other arrays are replicated."""
     return optax.tree.map_params(
         optimizer, lambda _, s: s, jax.eval_shape(optimizer.init, params), shardings,
         transform_non_params=lambda _: replicated,

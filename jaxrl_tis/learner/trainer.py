@@ -162,8 +162,8 @@ class Trainer:
         return logps
 
     def weight_snapshots(self) -> snapshots.WeightSnapshots:
-        """Makes what remembers the weights that draw tokens, as rollout.schedule and
-        rollout.old_logp_source say; ValueError where they would take more memory than they may."""
+        """Returns the store of published weights that rollout.schedule and rollout.old_logp_source
+        require. ValueError if the snapshots exceed rollout.snapshot_gib."""
         setup, schedule = self.setup, self.setup.schedule
         if not setup.staleness or setup.approximates_old_logp:
             return snapshots.NewestSnapshots()
@@ -178,7 +178,8 @@ class Trainer:
         return snapshots.ReplicaSnapshots(size, most, self.log_probs, groups * of_group)
 
     def update_fields(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
-        """Returns the fields that the updates take, of a batch and of what was prepared of it."""
+        """Returns the batch fields that the update reads, from the rollout batch and the prepared
+        fields."""
         merged = rows | {name: np.asarray(value) for name, value in prepared.items()}
         is_scored, is_taken = bool(self.setup.recompute_reason), self.setup.correction.is_in_update
         return {name: x for name, x in merged.items() if is_taken(name, is_scored)}
@@ -205,7 +206,7 @@ class Trainer:
             yield minibatch, packing.metrics(packer.shards), unpacked
 
     def with_prepared(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
-        """Returns the rows with what was prepared of them, and keeps their weights."""
+        """Returns the rows with the advantages, weights and masks that `prepare` computed."""
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
         self.weights = rows["weights"] if "weights" in rows else None
         return rows
@@ -303,8 +304,8 @@ def at_versions(
 def check_versions(
     rows: Rows, sampled_by: Mapping[int, Any], known: np.ndarray | None = None
 ) -> list[int]:
-    """Returns the versions that drew tokens, but for those whose log-probs are known; ValueError
-    for one whose weights are not there."""
+    """Returns the weight versions of the tokens without a known log-prob. ValueError if the
+    weights of one version are missing."""
     versions = np.unique(rows["version"][_unknown(rows, known)]).tolist()
     missing = [v for v in versions if v not in sampled_by]
     if missing:
@@ -354,8 +355,8 @@ def _are_truncated(samples: list[Sample]) -> np.ndarray:
 
 
 def reward_fields(samples: list[Sample], needs: Mapping[str, str]) -> Rows:
-    """Returns the fields [N] of the samples' rewards and groups, and what methods need beside
-    them."""
+    """Returns the reward and group fields [N] of the samples, and the reward fields that the
+    methods need."""
     column = lambda name, dtype: np.array([getattr(s, name) for s in samples], dtype)
     fields = {"rewards": column("reward", np.float32), "group": column("group", np.int32)}
     if "greedy_rewards" in needs:

@@ -38,7 +38,7 @@ QUEUED = (
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What this start of a run does otherwise than the one before.
+    """Fields that this start of a run sets differently from the start before.
 
     Attributes:
       named: fields and groups of fields that --change names.
@@ -49,7 +49,7 @@ class Changes:
     fields: Mapping[str, list] = dataclasses.field(default_factory=dict)
 
     def names(self, field: str) -> bool:
-        """Whether a field, its group or a part of it is named."""
+        """Whether --change names a field, its group or a part of it."""
         return is_within(field, self.named) or any(is_within(name, [field]) for name in self.named)
 
     def named_fields(self) -> "Changes | None":
@@ -140,7 +140,7 @@ def is_free(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def messages(fields: Mapping[str, list], numerics: str) -> list[str]:
-    """Returns lines that say what changes; `numerics` is config.model.numerics."""
+    """Returns lines that describe the changes. `numerics` is config.model.numerics."""
     lines = [f"changed: {Changes(fields=fields)}"] if fields else []
     rounded = [name for name in fields if name in ROUNDED and numerics != "invariant"]
     if rounded:
@@ -149,7 +149,7 @@ def messages(fields: Mapping[str, list], numerics: str) -> list[str]:
 
 
 def needs_steps(config: Mapping[str, Any]) -> bool:
-    """Whether the number of steps decides what a step does."""
+    """Whether results of a step depend on the total number of steps."""
     has_critic = config["correction.advantage"].startswith("gae")
     schedules = [config["optimizer.schedule"], *([config["critic.schedule"]] if has_critic else [])]
     return set(schedules) != {"constant"} or config["engine.noise_start"] > 0

@@ -26,7 +26,7 @@ NEEDS = {"reward": ("tokens",), LEARNER: ("reward",)}
 
 @dataclasses.dataclass
 class Counts:
-    """What happened since the last batch.
+    """Counters since the last batch.
 
     Attributes:
       passed: time, in turns of all samplers or in seconds; waited: of this while the learner had
@@ -125,7 +125,7 @@ class AsyncBookkeeping:
         return Cancel(tuple(id for id, key in self.keys.items() if key in decision.keys))
 
     def receive(self, name: str, trajectories: list[Trajectory]) -> None:
-        """Takes what a sampler returns: sequences that have ended, and such that were preempted."""
+        """Records the sequences that a sampler returned, finished or preempted."""
         self.report(trajectories)
         for trajectory in trajectories:
             key = self.keys.pop(trajectory.id)
@@ -242,8 +242,8 @@ class AsyncBookkeeping:
         return [sample for entry in entries for sample in self._samples(entry, entry.number)]
 
     def replayed(self) -> list[Sample]:
-        """Stores the fresh groups of a batch for replay, and returns the samples that the batch has
-        beside them, under numbers that no group has yet; [] without replay."""
+        """Stores the new groups of a batch in the replay buffer, and returns replayed samples
+        under new group numbers; [] without replay."""
         if self._replay is None:
             return []
         buffer, version, first = self._replay, self.controller.version, self.controller.next_group
@@ -266,7 +266,7 @@ class AsyncBookkeeping:
         return [s for number, each in numbered for s in self._samples(each.samples, number)]
 
     def published(self, version: int) -> None:
-        """Notes that the learner has trained on the batch and made this version of it."""
+        """Records that the learner has trained on a batch and published this version."""
         self.controller.published(version)
         self.taken, self._replay_before = [], None
 
@@ -285,7 +285,8 @@ class AsyncBookkeeping:
         )
 
     def metrics(self, stats: Stats) -> dict[str, float]:
-        """Measures what happened since the last batch; `stats`: of all samplers, ever."""
+        """Returns the metrics since the last batch. `stats` are the total counts of all samplers.
+        """
         counts, self.counts = self.counts, Counts()
         failed, self._failed = self._failed, dict.fromkeys(self._failed, 0)
         since, self._before = stats.since(self._before), stats
@@ -394,8 +395,8 @@ def _oldest(entry: Entry, version: int) -> int:
 def batch_parts(
     books: AsyncBookkeeping, next_groups: Callable[[], list[Entry]]
 ) -> Iterator[list[Sample]]:
-    """Yields the fresh groups of a batch, with `on_arrival` as they come and else all at once, then
-    those that are replayed; `next_groups` waits for fresh ones."""
+    """Yields the new groups of a batch, then the replayed groups. With `on_arrival` it yields
+    groups as they finish, otherwise all at once. `next_groups` waits for new groups."""
     while books.lacks_groups:
         yield books.samples(next_groups())
     if replayed := books.replayed():

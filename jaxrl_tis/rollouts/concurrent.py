@@ -23,7 +23,7 @@ PULSE_SECONDS = 0.1
 
 
 class Shared:
-    """What the learner's thread and the driver's threads share.
+    """State that the learner's thread shares with the driver's threads.
 
     Attributes:
       changed: the lock, and the condition that something has changed.
@@ -47,7 +47,8 @@ class Driver(Protocol):
     `metrics` and `in_flight` are called with the lock."""
 
     def stage(self, served: Any, version: int) -> Any:
-        """Brings serving parameters to where samplers take them; they continue with the older."""
+        """Copies serving parameters to where samplers load them. Samplers continue with the older
+        ones."""
 
     def publish(self, staged: Any, version: int) -> None:
         """Lets samplers sync to the parameters that `stage` returned."""
@@ -59,7 +60,8 @@ class Driver(Protocol):
         """Looks at the samplers before the learner waits for them."""
 
     def pause(self) -> None:
-        """Preempts what has to be for a checkpoint; it continues with the next version."""
+        """Preempts the sequences that a checkpoint cannot contain. They continue with the next
+        version."""
 
     def in_flight(self) -> Mapping[Key, Trajectory]:
         """Returns parts of the sequences that continue after `pause`."""
@@ -68,17 +70,18 @@ class Driver(Protocol):
         """Frees the memory of the caches that are on the learner's machine."""
 
     def stats(self) -> Stats:
-        """Returns the sum of the samplers' counts since they began."""
+        """Returns the sum of the samplers' total counts."""
 
     def metrics(self, seconds: float, syncs: int) -> dict[str, float]:
-        """Returns what it counted in the last `seconds`, which had so many weight syncs."""
+        """Returns the driver's metrics of the last `seconds`, in which this number of weight syncs
+        took place."""
 
     def close(self, is_over: bool) -> None:
         """Ends the samplers' threads, or their connections."""
 
 
 class ConcurrentSource:
-    """A source of batches whose samplers run while the learner updates."""
+    """A source of batches with samplers that run during the learner's update."""
 
     def __init__(self, parts: SourceParts, shared: Shared, driver: Driver):
         self._shared, self.books, self.driver = shared, shared.books, driver

@@ -26,8 +26,8 @@ LEARNER = "learner"
 
 @dataclasses.dataclass(frozen=True)
 class Begin:
-    """Let a worker draw these samples; those of `fresh` from their prompts, whatever there is of
-    them."""
+    """A decision: a worker starts these samples. It samples those of `fresh` from their prompts,
+    even if a partial response exists."""
 
     worker: str
     keys: tuple[Key, ...]
@@ -36,7 +36,7 @@ class Begin:
 
 @dataclasses.dataclass(frozen=True)
 class Interrupt:
-    """Let a worker end these samples as they are, and give them back."""
+    """A decision: a worker stops these samples and returns them as they are."""
 
     worker: str
     keys: tuple[Key, ...]
@@ -162,8 +162,8 @@ class Controller:
         return is_known
 
     def preempted(self, name: str, key: Key, version: int | None) -> bool:
-        """A worker has returned a sequence unfinished; `version` is that of its last token, None
-        without one. Returns whether it counts."""
+        """Records a sequence that a worker returned unfinished. `version` is that of its last
+        token, None without tokens. Returns whether the sequence is still needed."""
         is_known = self._forget(name, key)
         if is_known:
             self._wait(key, version)
@@ -186,9 +186,8 @@ class Controller:
         return ahead
 
     def interrupt_all(self) -> list[Interrupt]:
-        """Takes everything back from all workers, for a checkpoint or a rest, after which they go
-        on with the next version that is published: that is all that a checkpoint knows of weights.
-        """
+        """Returns the decisions that preempt all sequences of all workers, for a checkpoint.
+        Workers continue with the next published version."""
         self._must_sync, decisions = True, []
         self._destinations.clear()
         for name, worker in self.workers.items():
@@ -198,12 +197,12 @@ class Controller:
     # Decisions
 
     def decisions(self) -> list[Decision]:
-        """Returns what is to be done now, each once."""
+        """Returns the decisions to execute now, each once."""
         return [*self._discards(), *self._repacks(), *self._syncs(), *self._begins()]
 
     def take(self) -> list[Entry] | None:
-        """Removes and returns the groups of batch `version`, those that are due soonest first; with
-        `on_arrival` those of them that are there. None while there is nothing to be had."""
+        """Removes and returns the groups of batch `version`, those with the earliest deadline
+        first. With `on_arrival` it returns the finished ones. None if there are not enough."""
         left = self.batch - self._taken
         if self.version is None or not left:
             return None
@@ -362,8 +361,8 @@ class Controller:
     # Checkpoints
 
     def get_state(self, version: int) -> dict[str, Any]:
-        """Returns what JSON can hold of a controller whose workers have given everything back, to
-        go on with this version of the learner."""
+        """Returns the controller's JSON state. No worker may have a sequence. The state continues
+        at this version of the learner."""
         return {
             "version": version, "next_group": self.next_group,
             "waiting": [[list(key), version] for key, version in self._waiting],
@@ -371,8 +370,8 @@ class Controller:
         }
 
     def set_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state. The queue is restored by itself, with what was taken of a batch
-        that nobody has trained on; workers join without weights."""
+        """Continues from a state. The queue is restored separately, with the groups of a batch
+        that was taken and not trained on. Workers rejoin without weights."""
         self.version, self.next_group = state["version"], state["next_group"]
         self._waiting = collections.deque((tuple(key), v) for key, v in state["waiting"])
         ahead = math.inf if state["ahead"] is None else state["ahead"]

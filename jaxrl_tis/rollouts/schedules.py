@@ -16,7 +16,8 @@ ON_SYNC = ("drain", "interrupt", "in_place")
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """Who may run ahead of whom, and what new weights do to sequences that are being drawn.
+    """How far samplers may run ahead of the learner, and what a weight sync does to unfinished
+    sequences.
 
     Attributes:
       ahead: batches that workers with the weights of version u may begin beyond batch u. Whole

@@ -22,7 +22,7 @@ from jaxrl_tis.rollouts.replay import Way
 
 @dataclasses.dataclass(frozen=True)
 class SourceParts:
-    """What every source is made of.
+    """The arguments that all sources share.
 
     Attributes:
       schedule: who runs ahead of whom, config.rollout.schedule as read.
@@ -53,26 +53,28 @@ class RolloutSource(Protocol):
         tokens will be sampled with it."""
 
     def parts(self, step: int) -> Iterator[list[Sample]]:
-        """Yields whole groups of the batch of a step as they come; all groups make the batch."""
+        """Yields groups of a step's batch as they finish. All groups together are the batch."""
 
     def metrics(self) -> dict[str, float]:
-        """Returns what was counted since the last call, once the parts of a batch are through."""
+        """Returns the metrics since the last call. Call it after the last part of a batch."""
 
     def reduce_staleness(self) -> str:
-        """Lowers the bound on staleness by one version where it can, and says what is new."""
+        """Lowers the bound on staleness by one version if the schedule allows it, and returns a
+        message."""
 
     def release_cache(self) -> None:
         """Frees the memory of the samplers' caches until the next batch."""
 
     def get_state(self, version: int) -> dict[str, Any]:
-        """Returns what JSON can hold and `set_state` needs to continue from this version of the
-        policy without a trace: the last that was published, or the one after it."""
+        """Returns the JSON state from which `set_state` continues at this version of the policy:
+        the last published version or the next one."""
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues from a state."""
 
     def sync_digest(self) -> dict[str, Any]:
-        """Returns by name what decides about the next batch, the same on every process."""
+        """Returns by name all values that determine the next batch. They must be equal on every
+        process."""
 
     def close(self, is_over: bool) -> None:
         """Ends the work in the background. `is_over`: the run is complete, not interrupted."""
@@ -89,8 +91,9 @@ def generate(
     scheduler: Scheduler, requests: list[Request], on_finished: Callable = lambda count: None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> list[Trajectory]:
-    """Steps the scheduler until all requests have ended, and returns their trajectories in the
-    order of the requests; `on_finished(n)` is called as they end, `heartbeat` after every step."""
+    """Steps the scheduler until all requests have finished, and returns their trajectories in the
+    order of the requests. Calls `on_finished(n)` as requests finish and `heartbeat` after every
+    step."""
     for request in requests:
         scheduler.add(request)
     done = {}
@@ -104,7 +107,7 @@ def generate(
 
 
 def engine_metrics(engine: ml_collections.ConfigDict, stats: Stats) -> dict[str, float]:
-    """Returns what schedulers have counted for a batch, with the settings of config.engine."""
+    """Returns the schedulers' counters for a batch as metrics."""
     prompts = stats.prefilled + stats.shared + stats.cached
     metrics = {
         "rollout/occupancy": stats.occupancy,

@@ -73,7 +73,7 @@ class Interrupt:
             )
 
     def acknowledge(self) -> None:
-        """Says that the run stops: it may take its time to save."""
+        """Records that the run is stopping, and has the time to save."""
         self._is_acknowledged.set()
 
     def is_agreed(self) -> bool:

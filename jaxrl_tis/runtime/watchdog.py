@@ -47,7 +47,7 @@ class Watchdog:
             thread.join(LOOK_SECONDS)
 
     def heartbeat(self, doing: str = "") -> None:
-        """Says that the run came on, and what it does now."""
+        """Records progress, and the current activity if given."""
         self._last_heartbeat, self._doing = time.monotonic(), doing or self._doing
 
     @property

@@ -36,7 +36,7 @@ News = np.ndarray | Trajectory | Exception
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """What the routes need.
+    """The objects that the routes share.
 
     Attributes:
       model: its name in answers; vocab_size: tokens that a prompt may have.
@@ -78,7 +78,7 @@ class Inbox:
 
 
 class Job:
-    """A completion in the scheduler; `close` it whatever happens."""
+    """A completion in the scheduler. The caller must `close` it."""
 
     def __init__(self, worker: EngineThread, completion: Completion, deadline: float):
         self._worker, self._deadline = worker, deadline
@@ -112,7 +112,7 @@ class Job:
                 yield self._index[id], news
 
     def close(self) -> None:
-        """Takes what still runs out of the scheduler."""
+        """Aborts the requests that are still running."""
         if self._live:
             self._worker.abort(list(self._live))
 

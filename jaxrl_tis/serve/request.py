@@ -69,7 +69,7 @@ CHAT = COMMON | {
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """What a client may ask for.
+    """Limits on a client's request.
 
     Attributes:
       body_bytes: of a request's body.
@@ -140,7 +140,7 @@ class UnknownModel(ValueError):
 def parse(
     body: bytes, is_chat: bool, model: str, vocab_size: int, tokenizer: Tokenizer, limits: Limits
 ) -> Completion:
-    """Reads a body; ValueError says what is wrong with it."""
+    """Parses a request body. ValueError describes the first problem."""
     values = _values(object_of(body), is_chat)
     if values["model"] not in (None, model):
         raise UnknownModel(f"the model {values['model']!r} is not here; this one is {model!r}")
@@ -161,7 +161,7 @@ def parse(
 
 
 def object_of(body: bytes) -> dict[str, Any]:
-    """Returns what the body holds."""
+    """Returns the JSON object of a request body."""
 
     def refuse(literal: str):
         raise ValueError(f"{literal} is no number of JSON")
