@@ -206,7 +206,8 @@ class Trainer:
             yield minibatch, packing.metrics(packer.shards), unpacked
 
     def with_prepared(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
-        """Returns the rows with the advantages, weights and masks that `prepare` computed."""
+        """Returns the rows with the advantages, weights and masks that `prepare` computed, and keeps
+        the weights in `self.weights`."""
         rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
         self.weights = rows["weights"] if "weights" in rows else None
         return rows

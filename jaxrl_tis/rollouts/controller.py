@@ -163,7 +163,7 @@ class Controller:
 
     def preempted(self, name: str, key: Key, version: int | None) -> bool:
         """Records a sequence that a worker returned unfinished. `version` is that of its last
-        token, None without tokens. Returns whether the sequence is still needed."""
+        token, None without tokens. Returns whether the worker had it."""
         is_known = self._forget(name, key)
         if is_known:
             self._wait(key, version)
