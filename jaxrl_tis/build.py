@@ -76,13 +76,14 @@ class Setup:
 
     @property
     def retention(self) -> KVEviction | None:
-        """The pages that the sequences of `engine` keep; None if they keep all."""
+        """The KV eviction of `engine`; None if sequences keep all pages."""
         sinks, window = self.config.engine.retention
         return KVEviction(sinks, window) if window else None
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What has to be the same for a learner and its rollout workers, by name."""
+        """Returns by name the values that a learner and its rollout workers must share: model,
+        engine and tokenizer."""
         model, engine = vars(self.model), vars(self.engine.config)
         fields = {f"model.{name}": str(value) for name, value in model.items()}
         fields |= {f"engine.{n}": str(x) for n, x in engine.items() if n not in OWN_SIZES}
@@ -92,8 +93,8 @@ class Setup:
         return fields | {"tokenizer": hashlib.sha256(shown).hexdigest()[:16]}
 
     def serving_params(self, params: Any, version: int) -> Any:
-        """Makes what `engine` samples with: the policy of this version in the sampler's format,
-        with the noise of that version."""
+        """Returns the sampler's parameters of this version: the policy in the engine's format,
+        with the noise of the version."""
         e, noise = self.config.engine, None
         if e.noise_start:
             noise = transforms.noise(
@@ -103,8 +104,8 @@ class Setup:
         return self.engine.load(params, noise)
 
     def served_params(self, params: Any, version: int) -> list[Any]:
-        """Makes what each of `engines` samples with, each on its own devices; it is quantised once,
-        where the policy lies."""
+        """Returns the parameters for each of `engines`, on its devices. The policy is quantized
+        once, on the learner's devices."""
         first = self.serving_params(params, version)
         others = [jax.device_put(first, engine.serving_shardings) for engine in self.engines[1:]]
         sent = fingerprint.hex(fingerprint.digest(first)) if others else ""

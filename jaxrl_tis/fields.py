@@ -42,7 +42,7 @@ DRAWN = {
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """What the table says of one field of a batch.
+    """The properties of one batch field.
 
     Attributes:
       unit: what has a value of its own. "token": [N,T]. "sequence": [N]; in rows that hold several

@@ -105,7 +105,7 @@ class Layout:
 
     @property
     def is_shared(self) -> bool:
-        """Whether several processes have devices of it."""
+        """Whether the layout has devices of several processes."""
         return self.mesh.is_multi_process
 
     @property
@@ -224,7 +224,7 @@ class Layout:
         return call
 
     def put(self, x: np.ndarray, axes: tuple) -> jax.Array:
-        """Puts what every process has in full onto the mesh, each process its own part."""
+        """Places values that every process has in full onto the mesh."""
         return jax.make_array_from_process_local_data(self.sharding(axes), x, x.shape)
 
     def put_batch(self, batch: dict[str, Any]) -> dict[str, jax.Array]:
@@ -246,7 +246,7 @@ Box = tuple[tuple[int, int], ...]  # first index and end, for each axis of an ar
 
 
 def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
-    """Copies an array to the devices of another mesh, cut as `sharding` says.
+    """Copies an array to another mesh with this sharding.
 
     Where the two meshes cut it differently, `jax.device_put` copies all of it to the host and back.
     Here each device is sent the pieces of its part, and joins them.

@@ -57,7 +57,8 @@ def check_finite(step: int, values: dict[str, float], saved: int | None) -> None
 def check_rewards(
     step: int, drawn: list[Sample], last_error: str, is_first: bool
 ) -> None:
-    """Raises ValueError where no answer of the first batch has a reward; says so of later ones."""
+    """Raises ValueError if no response of the first batch has a reward. For later batches it
+    prints a warning."""
     if not all(sample.is_failed for sample in drawn):
         return
     problem = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
@@ -134,8 +135,8 @@ class Run:
         )
 
     def begin(self) -> None:
-        """Makes the state at step 0, or reads that of the newest checkpoint. Evaluates it where
-        that is due and was not done."""
+        """Makes the state at step 0, or reads the newest checkpoint. Runs the evaluation of that
+        step if it is due and missing."""
         self._timer.add("init", goodput.seconds_since_start())
         if not processes.is_alone():
             agreed = identity(self.setup.config.to_dict()) | self.source.sync_digest()
@@ -212,15 +213,15 @@ class Run:
             self._timer.add("lost", self.writer.lost_seconds)
 
     def close(self) -> None:
-        """Ends what works in the background, and closes what is written to."""
+        """Ends background work and closes the run's files."""
         self.source.close(is_over=self.done == self.setup.config.steps)
         self.writer.close()
         if self._samples is not None:
             self._samples.close()
 
     def heartbeat(self) -> None:
-        """Says that the run came on; Interrupted where the step is to be given up. All processes
-        call it at the same places."""
+        """Reports progress to the watchdog. Raises Interrupted if the step must be given up. All
+        processes call it at the same places."""
         self._watchdog.heartbeat()
         self._interrupt.check()
 
@@ -350,7 +351,7 @@ class Run:
         self.saved = self.done
 
     def stop(self) -> Interrupted:
-        """Saves what is not saved, after an interruption, and returns what to raise."""
+        """Saves a checkpoint after an interruption, and returns the exception to raise."""
         if self.state is None:
             return Interrupted("stopped before there was anything to save")
         if self.saved != self.done:

@@ -48,8 +48,8 @@ def rounded(count: int) -> int:
 
 
 def pack(lengths: np.ndarray) -> Rows:
-    """Lays sequences of these lengths into rows: one in each where that pads little, and otherwise
-    from the longest to the shortest, closing a row when the next one does not fit."""
+    """Packs sequences of these lengths into rows. Without much padding every sequence has a row;
+    otherwise the longest come first, and a row ends when the next sequence does not fit."""
     width = rounded(lengths.max())
     if len(lengths) * width <= MOST_PADDED * lengths.sum():
         return _lay([[i] for i in range(len(lengths))], lengths, width)

@@ -244,8 +244,8 @@ def _is_matrix(params):
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, params, shardings, replicated):
-    """Returns the shardings of the optimizer state: moments lie like the (abstract) parameters they
-    belong to, everything else on all devices."""
+    """Returns the shardings of the optimizer state. Moments have the sharding of their parameters;
+    all other arrays are replicated."""
     return optax.tree.map_params(
         optimizer, lambda _, s: s, jax.eval_shape(optimizer.init, params), shardings,
         transform_non_params=lambda _: replicated,

@@ -65,7 +65,8 @@ class LearnerSetup:
 
     @property
     def approximates_old_logp(self) -> bool:
-        """Whether logp_old is logp_prox, so of another policy than the one that sampled."""
+        """Whether logp_old of stale tokens is computed with another policy than the one that
+        sampled them (`old_logp_source` ewma or none)."""
         source = self.config.rollout.old_logp_source
         return self.staleness > 0 and source in snapshots.APPROXIMATIONS
 

@@ -37,8 +37,8 @@ def num_bytes(params: Any) -> int:
 
 
 def num_snapshots(staleness: float) -> int:
-    """Counts the versions that tokens of one batch can be of: those at most `staleness` behind the
-    policy, and its own. ValueError without a bound."""
+    """Returns the number of weight versions that the tokens of one batch can have: `staleness`
+    older ones and the policy's own. ValueError if the staleness has no bound."""
     if staleness == math.inf:
         raise ValueError(
             "rollout.schedule has no bound on staleness, and no number of snapshots is enough; set "
@@ -74,8 +74,8 @@ class RingSnapshots(Mapping):
         self._count, self._kept, self._newest = count, {}, None
 
     def publish(self, params: Any, version: int) -> None:
-        """Copies the parameters of a version, later than those before or the last one again, and
-        drops the oldest beyond `count`."""
+        """Copies the parameters of a version to host memory and drops the oldest version beyond
+        `count`. Versions must not decrease."""
         if self._kept and version < max(self._kept):
             raise ValueError(f"version {version} comes after {max(self._kept)}")
         if version not in self._kept:
@@ -105,7 +105,7 @@ class RingSnapshots(Mapping):
         return len(self._kept)
 
     def state(self) -> tuple[dict[str, Any], Meta]:
-        """Returns what a checkpoint needs: (arrays, what JSON can hold)."""
+        """Returns the state for a checkpoint: (arrays, JSON values)."""
         return {str(v): params for v, params in self._kept.items()}, {"versions": list(self)}
 
     @staticmethod
@@ -120,7 +120,7 @@ class RingSnapshots(Mapping):
         return {str(version): on_host for version in meta["versions"]}
 
     def restore(self, arrays: dict[str, Any], meta: Meta) -> None:
-        """Goes on from a `state`."""
+        """Continues from a `state`."""
         kept = {version: arrays[str(version)] for version in meta["versions"]}
         self._kept, self._newest = kept, None
 
@@ -132,7 +132,8 @@ def _moved(params: Any, memory_kind: str) -> Any:
 
 
 class ReplicaSnapshots(Mapping):
-    """The parameters that the sampler draws with now, and the log-probs of what it drew before.
+    """The parameters of the current sampler, and the learner's log-probs of tokens that earlier
+    parameters sampled.
 
     Every sequence that older weights have drawn a part of must have ended before the weights
     change; a token that did not is scored nowhere, and `Trainer.score` names its version.
@@ -153,7 +154,7 @@ class ReplicaSnapshots(Mapping):
         self._known: dict[str, np.ndarray] = {}  # request -> [n], NaN where unknown
 
     def publish(self, params: Any, version: int) -> None:
-        """Takes the parameters of a version, in place of those before."""
+        """Replaces the parameters by those of a new version."""
         self._snapshot.publish(params, version)
 
     def add_logps(self, trajectories: list[Trajectory]) -> None:
@@ -185,7 +186,7 @@ class ReplicaSnapshots(Mapping):
         return len(self._snapshot)
 
     def state(self) -> tuple[dict[str, Any], Meta]:
-        """Returns what a checkpoint needs: (arrays, what JSON can hold)."""
+        """Returns the state for a checkpoint: (arrays, JSON values)."""
         arrays, meta = self._snapshot.state()
         meta |= {"ids": list(self._known), "lengths": [len(x) for x in self._known.values()]}
         known = {"known": np.concatenate(list(self._known.values()))} if self._known else {}
@@ -193,13 +194,14 @@ class ReplicaSnapshots(Mapping):
 
     @staticmethod
     def abstract(meta: Meta, params: Any) -> dict[str, Any]:
-        """As `RingSnapshots.abstract`."""
+        """Returns the shapes and shardings of the arrays that `restore` takes, see
+        `RingSnapshots.abstract`."""
         total = sum(meta["lengths"])
         known = {"known": jax.ShapeDtypeStruct((total,), np.float32)} if total else {}
         return RingSnapshots.abstract(meta, params) | known
 
     def restore(self, arrays: dict[str, Any], meta: Meta) -> None:
-        """Goes on from a `state`."""
+        """Continues from a `state`."""
         self._snapshot.restore(arrays, meta)
         self._known = {}
         if meta["ids"]:
@@ -208,14 +210,14 @@ class ReplicaSnapshots(Mapping):
 
 
 class NewestSnapshots(Mapping):
-    """The parameters that were published last, and no copy of them: for runs on policy, and for the
-    ways in which another policy stands in."""
+    """The last published parameters, without a copy: for on-policy runs, and for `old_logp_source`
+    ewma and none."""
 
     def __init__(self):
         self._newest: dict[int, Any] = {}
 
     def publish(self, params: Any, version: int) -> None:
-        """Takes the parameters of a version, in place of those before."""
+        """Replaces the parameters by those of a new version."""
         self._newest = {version: params}
 
     def add_logps(self, trajectories: list[Trajectory]) -> None:
@@ -234,7 +236,7 @@ class NewestSnapshots(Mapping):
         return len(self._newest)
 
     def state(self) -> tuple[dict[str, Any], Meta]:
-        """Returns nothing, twice: the policy is part of every checkpoint."""
+        """Returns an empty state, as every checkpoint contains the policy."""
         return {}, {}
 
     @staticmethod
@@ -277,8 +279,8 @@ class Average:
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
 def averaged(average: Average, params: Any, centre: float) -> Average:
-    """Takes the parameters after an update into the average. `centre` is the mean age, in updates, of
-    what it holds in the long run: decay = 1 - 1 / (centre + 1)."""
+    """Returns the average updated with the parameters after an update. `centre` is the mean age of
+    the average in updates: decay = 1 - 1 / (centre + 1)."""
     weight = average.weight * (1 - 1 / (centre + 1)) + 1
     mean = jax.tree.map(
         lambda mean, p: mean + (p.astype(jnp.float32) - mean) / weight, average.mean, params

@@ -163,8 +163,8 @@ class Trainer:
         return logps
 
     def weight_snapshots(self) -> snapshots.WeightSnapshots:
-        """Makes what remembers the weights that draw tokens, as rollout.schedule and
-        rollout.old_logp_source say; ValueError where they would take more memory than they may."""
+        """Returns the store of published weights that rollout.schedule and rollout.old_logp_source
+        require. ValueError if the snapshots exceed rollout.snapshot_gib."""
         setup, schedule = self.setup, self.setup.schedule
         if not setup.staleness or setup.approximates_old_logp:
             return snapshots.NewestSnapshots()

@@ -50,7 +50,7 @@ class Changes:
     fields: Mapping[str, list] = dataclasses.field(default_factory=dict)
 
     def names(self, field: str) -> bool:
-        """Whether a field, its group or a part of it is named."""
+        """Whether --change names a field, its group or a part of it."""
         return is_within(field, self.named) or any(is_within(name, [field]) for name in self.named)
 
     def named_fields(self) -> "Changes | None":

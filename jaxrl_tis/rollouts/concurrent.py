@@ -80,7 +80,7 @@ class Driver(Protocol):
 
 
 class ConcurrentSource:
-    """A source of batches whose samplers run while the learner updates."""
+    """A source of batches with samplers that run during the learner's update."""
 
     def __init__(self, parts: SourceParts, shared: Shared, driver: Driver):
         self._shared, self.books, self.driver = shared, shared.books, driver
