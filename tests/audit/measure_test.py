@@ -124,7 +124,10 @@ def test_the_doctor_judges_by_these_metrics(report, tmp_path):
 OUTLIER = [-1.0] * 199 + [-14.0]  # and the learner -1: a ratio of 442,413
 
 
-@pytest.mark.cases("behav1-old1-9 valid tokens")
+@pytest.mark.cases(
+    "behav1-old1-9 valid tokens",
+    "behav2-old2-the 200 valid tokens have an effective size of 1; a verdict needs 2",
+)
 @pytest.mark.parametrize("behav, old, reason", [
     ([-1.0], [-1.7], "1 valid tokens; a verdict needs 10"),
     ([-1.0] * 9, [-1.7] * 9, "9 valid tokens"),

@@ -244,7 +244,8 @@ MUTANTS = [
         ("a saved padding is obeyed", "    backend.no_padding()\n", ""),
         ("merges are dropped at random", "backend.model.dropout = None", "pass"),
         ("a template gets the clock",
-         "template_kwargs=template_kwargs, date=date", "template_kwargs=template_kwargs"),
+         "template_kwargs=template_kwargs, date=date", "template_kwargs=template_kwargs",
+         "data/tokenizer_test.py::test_arguments_and_date_reach_the_template"),
         ("a switch of a tokenizer is a token", "if is_token(token)}", "if token is not None}"),
     ),
     *of(
