@@ -18,6 +18,13 @@ def test_compilation_is_counted(tmp_path):
     assert goodput.compile_seconds() == before
 
 
+def test_lowering_is_counted():
+    x = jnp.arange(7.0)
+    before = goodput.compile_seconds()
+    jax.jit(lambda x: jnp.cos(x) * 2.25).lower(x)
+    assert goodput.compile_seconds() > before
+
+
 def test_memory_is_a_high_water_mark():
     before = goodput.memory()["time/host_peak_gib"]
     block = bytearray(300 << 20)
