@@ -40,10 +40,10 @@ def test_what_is_rented(rented_as, name, hosts, machine):
 
 
 @pytest.mark.parametrize("accelerator, said", [
-    ("v5e-8", "'v5e-8' is none of v4-N, v5litepod-N"),
-    ("v5litepod-2x4", "none of"), ("v5litepod", "none of"),
-    ("v5litepod-12", "no v5litepod-12; v5litepod comes as v5litepod-1, v5litepod-4"),
-    ("v5p-4", "no v5p-4; v5p comes as v5p-8"),
+    ("v5e-8", "'v5e-8' is unknown; give one of v4-N, v5litepod-N"),
+    ("v5litepod-2x4", "is unknown; give one of"), ("v5litepod", "is unknown; give one of"),
+    ("v5litepod-12", "no v5litepod-12; choose one of v5litepod-1, v5litepod-4"),
+    ("v5p-4", "no v5p-4; choose one of v5p-8"),
 ])
 def test_what_is_not_offered(accelerator, said):
     with pytest.raises(ValueError, match=said):

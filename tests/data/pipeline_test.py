@@ -146,7 +146,7 @@ def test_records_that_could_not_be_read_are_refused_unless_they_are_checked(tmp_
     path = write(tmp_path / "a.jsonl", 3)
     with open(path, "a") as file:
         file.write("nonsense\n")
-    with pytest.raises(ValueError, match=r"1 records cannot be used:\n- .*a.jsonl:4: the line is not"):
+    with pytest.raises(ValueError, match=r"1 records cannot be used; fix or remove them:\n- .*a.jsonl:4: the line is not"):
         Batches("jsonl", {"path": path}, batch_size=1, seed=0)
     batches = Batches("jsonl", {"path": path}, batch_size=3, seed=0, check=lambda source: source)
     assert sorted(flat(batches, 1)) == ["0", "1", "2"]

@@ -457,7 +457,7 @@ def test_every_command_has_a_dry_run(call, cloud, capfd, command):
 
 @pytest.mark.parametrize("arguments, said", [
     (["run", "--config=configs/none.py"], "there is no file 'configs/none.py'"),
-    (["run", GSM8K, "--accelerator=v5e-8"], "'v5e-8' is none of"),
+    (["run", GSM8K, "--accelerator=v5e-8"], "'v5e-8' is unknown; give one of"),
     (["run", GSM8K, "--num_slices=0"], "give at least 1"),
     (["run", GSM8K, "--name=No_Good"], "small letters"),
     (["run", GSM8K, "--workdri=x"], "unknown arguments --workdri=x"),
