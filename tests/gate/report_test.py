@@ -294,7 +294,7 @@ def test_a_gap_that_is_no_number_is_the_largest_and_within_no_bound(sampled, val
 def test_log_probs_that_are_no_numbers_fail_the_gate_without_bounds(sampled):
     setup, params, trajectories = sampled(**SAME)
     broken = with_first_logp(trajectories, -np.inf)
-    said = "1 log-probs of the sampler are not finite; the largest cause is decode"
+    said = "1 log-probs of the sampler are not finite; the largest part is decode"
     with (
         mock.patch.object(report, "sample", lambda *_: broken),
         pytest.raises(report.MismatchError, match=said),

@@ -381,7 +381,7 @@ def test_a_run_on_packed_rows(tmp_path):
 
 def test_what_packing_refuses():
     for changes, message in (
-        (dict(train__pack_length=7), "train.pack_length = 7 is shorter than a sequence: .* = 8"),
+        (dict(train__pack_length=7), "train.pack_length = 7 is shorter than a sequence, .* = 8"),
         (dict(train__pack_length=40, train__minibatches=3), "16 sequences cannot be divided into"),
         (dict(train__pack_length=40, correction__advantage="opob"), "set train.pack_length to 0"),
     ):

@@ -78,7 +78,7 @@ def test_each_does_its_share_and_gets_all(found):
 
 def test_what_the_first_did_or_refused_holds_for_all(found):
     assert [of["told"] for of in found] == [{"by": 0}] * 2
-    message = "--json=/none/x: its folder does not exist"
+    message = "--json=/none/x: its folder does not exist; create it, or give another path"
     assert [of["refused"] for of in found] == [["FileNotFoundError", message],
                                                ["ValueError", message]]
 
