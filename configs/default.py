@@ -257,8 +257,8 @@ def get_config() -> ConfigDict:
     # Device meshes: (data, fsdp, tensor), and a fourth entry context to shard long rows. -1: the
     # remaining devices.
     c.mesh = ConfigDict()
-    c.mesh.train = (1, 1, 1)  # of the learner
-    c.mesh.serve = (1, 1, 1)  # of the sampler
+    c.mesh.train = (1, 1, 1)  # devices of the learner along (data, fsdp, tensor, context)
+    c.mesh.serve = (1, 1, 1)  # devices of the sampler along (data, fsdp, tensor)
 
     # Evaluation on held-out prompts.
     c.eval = ConfigDict()

@@ -55,8 +55,8 @@ ends before it compiles anything.
 |---|---|
 | free | The field may change. |
 | free if sync | The field may change when `rollout.schedule` is `sync` and there is no replay. Else it needs `--change`. Fields of `engine` also need it with KV eviction. |
-| change | The field may change if `--change=FIELD` names it. |
-| change if sync | As change. With another schedule or with replay, the field must keep its value. |
+| change | The field may change if `--change=FIELD` names it. Refused all the same: a change that needs arrays which the checkpoint lacks. Examples are shapes of the model, `model.param_dtype`, a first critic or reference ([reliability.md](reliability.md#continue-with-changed-fields)). |
+| change if sync | The rule of "change", when `rollout.schedule` is `sync` and there is no replay. Else the field must keep its value. |
 | steps | The number of steps may change while nothing depends on it: a constant learning rate and no QeRL noise. |
 
 Fields under *Expert fields* have defaults that few runs need to change.

@@ -70,9 +70,22 @@ masks, objective and centering. A field that the config gives has precedence ove
 | gradient path | the terms that the gradient flows through |
 | needs | batch fields beyond the usual arguments. †: for small models, as it takes all logits or a gradient per row |
 
-An objective that needs `logp_behav` has its own weight. Use it with weight `none`. Some surveys describe another form
-of a method than the authors' code. Then the parameter `form=survey` selects the survey's formula, as in
-`kl_cov(form=survey)`.
+An objective that needs `logp_behav` has its own weight. Use it with weight `none`, as the preset `async` does. Some
+surveys describe another form of a method than the authors' code. Then the parameter `form=survey` selects the survey's
+formula, as in `kl_cov(form=survey)`.
+
+## Aggregation of the loss
+
+`correction.aggregation` reduces the token losses `l` to one number. N is the number of valid tokens of the minibatch.
+S is its number of sequences with a valid token.
+
+| `correction.aggregation` | loss | also known as |
+|---|---|---|
+| `token-mean` (default) | `sum_s sum_t l / N` | DAPO |
+| `token-sum` | `sum_s sum_t l` | |
+| `seq-mean-token-sum` | `sum_s sum_t l / S` | |
+| `seq-mean-token-sum-norm` | `sum_s sum_t l / (S scale)`, with `correction.scale` (0: the row length) | Dr. GRPO |
+| `seq-mean-token-mean` | `sum_s mean_t l / S` | GRPO |
 
 ## Rejected and unscored responses
 
@@ -100,10 +113,10 @@ not centred.
 
 With weight `token_vanilla` the mean is 0 already. Centering works with these methods and refuses all others:
 
-- weights {centred_weights};
-- masks {centred_masks};
-- in bypass mode objectives {centred_objectives};
-- in decoupled mode with one update per batch also objectives {centred_at_one}.
+- weights {centred_weights}
+- masks {centred_masks}
+- in bypass mode objectives {centred_objectives}
+- in decoupled mode with one update per batch also objectives {centred_at_one}
 
 The evidence is mixed. The paper (0.6B to 30B) reports results at or above those of weights under quantized rollouts. A
 replication with a Qwen model found no effect.
@@ -111,10 +124,12 @@ replication with a Qwen model found no effect.
 ## To add a method
 
 1. Write one function in `jaxrl_tis/estimators/` with the docstring labels of its neighbours.
-2. Add one line to the table at the end of the file, and one to `NEEDS` if the method reads more batch fields.
-3. Add one test in `tests/estimators/`. `coverage_test.py` lists all methods. `samples.py` has values of required
-   parameters. `universal_test.py` tests every entry.
+2. Add one line to the table at the end of the file.
+3. Add one test in `tests/estimators/`, and the published name to `coverage_test.py` there.
 4. Run `python docs/make_methods.py`.
+
+[CONTRIBUTING.md](../CONTRIBUTING.md#add-a-method) has the steps that some methods need besides: `NEEDS`, `UNBOUNDED`
+and `samples.py`.
 
 ## Sources without an arXiv id
 
@@ -126,11 +141,21 @@ replication with a Qwen model found no effect.
 - Hu et al. 2026, "FlashREINFORCE: Critic-Free Single-Rollout Asynchronous RL for Agentic Language Models"
 - Williams 1992, "Simple Statistical Gradient-Following Algorithms"
 
-The names of frameworks stand for their code. Controllers change a setting between updates and have no gradient. Their
-state is part of the checkpoint. The presets come from verl (up to `disabled`), Yao et al. (up to `tis_8`),
-arXiv:2609.20807 and FlashREINFORCE. The last presets are named after systems: `same_engine` equals `normal`, and
-`colocated` and `disaggregated` equal `tis_2`.
+The name of a framework in the column "paper" stands for the framework's code.
 """
+ABOUT_CONTROLLERS = """\
+A controller changes a setting between updates. It has no gradient. Its state is part of the checkpoint."""
+ABOUT_PRESETS = """\
+| presets | source |
+|---|---|
+| the first, up to `disabled` | verl, under the same names |
+| `normal`, `ppo_is`, `vanilla_is`, `tis_2`, `tis_8` | Yao et al. 2025 |
+| `centered`, `centered_tis_2` | [2609.20807](https://arxiv.org/abs/2609.20807) |
+| `flash_reinforce` | Hu et al. 2026 |
+| the others | named after systems: `same_engine` equals `normal`; `colocated` and `disaggregated` equal `tis_2` |
+
+`async` and `async_moe` have no weight of their own, because the objective `decoupled` has one. `moe` and `async_moe`
+are for the [audit](audit.md) of other trainers: this project trains no mixture of experts."""
 
 
 def labelled(doc: str, name: str, labels: list[str]) -> list[str]:
@@ -158,7 +183,9 @@ def source(doc: str, name: str, table: dict) -> str:
 def row(name: str, table: dict, shared: str, labels: Iterable[str], *more: str) -> list[str]:
     """Cells of an entry; `shared` is the docstring of the table's module."""
     *cells, use = labelled(f"{shared}\n\n{table[name].__doc__}", name, [*labels, "Use"])
+    function = table[name].__name__
     link = f"[`{name}`](../{table[name].__module__.replace('.', '/')}.py)"
+    link += f" (`{function}`)" * (function != name)
     return [link, source(table[name].__doc__, name, table), *cells, *more, use]
 
 
@@ -180,10 +207,21 @@ def needs(kind: str, name: str) -> str:
     return ", ".join(marked) or "–"
 
 
-def section(title: str, header: list[str], rows: Iterable[list[str]]) -> str:
+def section(title: str, header: list[str], rows: Iterable[list[str]], about: str = "") -> str:
     escaped = [[cell.replace("|", r"\|") for cell in cells] for cells in rows]
     lines = [header, ["---"] * len(header), *escaped]
-    return f"\n## {title}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    about += "\n\n" * bool(about)
+    return f"\n## {title}\n\n{about}" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def without_constants(header: list[str], rows: list[list[str]]) -> tuple[list, list, str]:
+    """Returns (header, rows, sentence): the sentence says what a column with one value says."""
+    columns = list(zip(*rows))
+    constant = {name: cells[0] for name, cells in zip(header, columns) if len(set(cells)) == 1}
+    varied = [i for i, name in enumerate(header) if name not in constant]
+    rows = [[cells[i] for i in varied] for cells in rows]
+    shared = (f"The {name} of every row is: {cell}." for name, cell in constant.items())
+    return [header[i] for i in varied], rows, " ".join(shared).replace(";", ",")
 
 
 def method_rows(kind: str) -> list[list[str]]:
@@ -205,12 +243,16 @@ def page() -> str:
         centred_masks=listed(centering.MASKS), centred_objectives=listed(centering.OBJECTIVES),
         centred_at_one=listed(centering.AT_RATIO_ONE),
     )
-    text += "".join(section(KINDS[k][0], header, method_rows(k)) for k in KINDS)
+    for kind in KINDS:
+        columns, rows, about = without_constants(header, method_rows(kind))
+        text += section(KINDS[kind][0], columns, rows, about)
     header = ["name", "paper", *CONTROLLER_COLUMNS.values(), "defaults", "when to use it"]
-    text += section("Controllers", header, map(controller_row, controllers.CONTROLLERS))
+    rows = map(controller_row, controllers.CONTROLLERS)
+    text += section("Controllers", header, rows, ABOUT_CONTROLLERS)
     bundles = [[name, *preset.values()] for name, preset in presets.PRESETS.items()]
     rows = [[f"`{cell}`" if cell else "–" for cell in bundle] for bundle in bundles]
-    text += section("Presets", ["name", "mode", "weight", "masks", "objective", "centering"], rows)
+    header = ["name", "mode", "weight", "masks", "objective", "centering"]
+    text += section("Presets", header, rows, ABOUT_PRESETS)
     return text.replace("docs/oracle.md", "[docs/oracle.md](oracle.md)")
 
 

@@ -20,7 +20,8 @@ Every value that a run writes, with its unit and meaning. Written by `python doc
 ## What to look at first
 
 `python -m jaxrl_tis.report WORKDIR` plots these metrics. `python -m jaxrl_tis.doctor WORKDIR` compares them with
-the thresholds below and names the cause ([doctor.md](doctor.md)).
+the thresholds below and names the cause ([doctor.md](doctor.md)). A value above a threshold is a reason to look, and
+not yet a failing run: see [Is my gap dangerous?](gate.md#is-my-gap-dangerous)
 
 | question | metric | fine | act |
 |---|---|---|---|
@@ -28,17 +29,17 @@ the thresholds below and names the cause ([doctor.md](doctor.md)).
 | Do sampler and learner agree? | `training/rollout_actor_probs_pearson_corr` | {pearson_healthy} or more | below {pearson_broken} |
 | | `rollout_corr/kl`, nats per token | below {kl_fine} | above {kl_bug}, or below {kl_negative} |
 | How noisy are the weights? | `rollout_corr/chi2_token` | up to {chi2_moderate} | above {chi2_high} |
-| | `rollout_corr/kept_eff_sample_size` | {ess_low} or more | below {ess_broken} |
+| | `rollout_corr/kept_eff_sample_size` | {ess_low} or more | below {ess_low}. With masks and below {ess_broken}: reduce the gap itself |
 | How much is rejected? | `rollout_corr/rollout_rs_masked_fraction` | up to {rejected_high} | above {rejected_stop} |
 | Does the trust region hold the update? | `actor/pg_clipfrac` | up to {clipped} | above, and it rises |
-| How old are the samples? | `training/off_policy/trajectory_staleness_worst/mean`, versions | up to {lag_naive}, with decoupled PPO {lag} | above |
+| How old are the samples? | `training/off_policy/trajectory_staleness_worst/mean`, versions | up to {lag_naive}; up to {lag} with preset `async` | above that limit |
 | Does the policy collapse? | `actor/entropy`, `actor/grad_norm` | steady | entropy falls to 0, or the norm has spikes |
 
 ## How to read the tables
 
 - `{{a,b}}` in a name stands for each of the words, `<x>` for any text.
-- **c**: also in the compact record, `--config.metrics.record=compact`, a fifth of the full one. TensorBoard and the
-  sinks always get all values.
+- **c**: also in the compact record, `--config.metrics.record=compact`, a fifth to a quarter of the
+  full one. TensorBoard and the sinks always get all values.
 - Source verl: verl has the same metric, with this name and formula.
 - A mean is over valid tokens unless the row says otherwise. A mean of nothing (an empty mask) is 0.
 
@@ -61,7 +62,11 @@ INTRODUCTIONS = {
 Computed in `diagnostics/`.
 
 `config.rollout.old_logp_source` sets the source of π_old. With `ring` and `replica` it is as above.
-With `ewma` and `none` it is π_prox, and staleness counts as the engine's.""",
+With `none`, π_old is π_prox. With `ewma`, both are log-probs of a moving average of the policy. In these two cases
+staleness counts as the engine's.
+
+No source of this project samples several turns or calls tools. Rows by turn and tool are for dumps of other trainers
+([audit.md](audit.md)).""",
     "Importance weights and rejection": """\
 Computed in `diagnostics/`.
 
@@ -75,7 +80,7 @@ since the last batch.""",
     "The machine": """\
 Computed in `record/`. Two runs of the same program may differ only in values of `time/`. Phases
 are disjoint. Compilation within a phase counts as `compile`. `step` is the whole step. The goodput of the report
-is the share of rollout, reward, score and update in the sum of all.""",
+is the share of rollout, reward, score and update in the sum of all phases.""",
 }
 
 

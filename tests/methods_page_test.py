@@ -8,9 +8,13 @@ from docs import make_methods
 from jaxrl_tis.estimators import controllers, methods, presets
 
 
+def section(title):
+    return make_methods.page().split(f"## {title}\n\n")[1].split("\n## ")[0].strip()
+
+
 def rows(title):
     """Cells of each row of a section's table, without its two header lines."""
-    lines = make_methods.page().split(f"## {title}\n\n")[1].split("\n\n")[0].splitlines()
+    lines = section(title).split("\n\n")[-1].splitlines()
     return [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines[2:]]
 
 
@@ -22,7 +26,15 @@ def test_the_page_is_current():
 def test_every_entry_has_every_column(kind):
     table = rows(make_methods.KINDS[kind][0])
     assert [cells[0].split("`")[1] for cells in table] == list(methods.TABLES[kind][0])
-    assert all(len(cells) == 8 and all(cells) for cells in table)
+    shared = section(make_methods.KINDS[kind][0]).count(" of every row is: ")
+    assert all(len(cells) == 8 - shared and all(cells) for cells in table)
+
+
+def test_a_column_with_one_value_is_one_sentence():
+    assert section("Weights").startswith("The gradient path of every row is: none, weights are detached.")
+    assert section("Objectives").startswith("| name | paper | unit | trust region | gradient path |")
+    header, table, about = make_methods.without_constants(["name", "unit"], [["a", "x"], ["b", "x"]])
+    assert (header, table, about) == (["name"], [["a"], ["b"]], "The unit of every row is: x.")
 
 
 def test_every_kind_controller_and_preset_has_its_place():
@@ -43,9 +55,10 @@ def test_a_row_by_hand():
         "`clip_low=0.2`, `clip_high=0.2`, `upper=inf`", "`logp_prox`, `logp_behav`",
     ]
     assert table["oapl"][5] == "`oapl_beta` required"
+    assert table["ppo"][0] == "[`ppo`](../jaxrl_tis/estimators/ppo.py) (`ppo_clip`)"
     masks = {cells[0].split("`")[1]: cells for cells in rows("Masks")}
     assert masks["seq_sum_ratio"][1] == "verl"  # the source of seq_sum_k1
-    assert masks["trm"][6] == "`logits_behav`†, `logits`†"  # for small configs
+    assert masks["trm"][5] == "`logits_behav`†, `logits`†"  # for small configs
 
 
 @pytest.mark.parametrize("label", ["Unit", "Trust region", "Gradient", "Use"])

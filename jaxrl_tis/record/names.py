@@ -123,14 +123,15 @@ UPDATE = (
            "Mean of π_old − π_ref, where the KL is in the reward."),
     Metric("actor/rejected_fraction", "share", "Tokens rejected by masks inside the update."),
     compact("centering/{learner,sampler}_mass", "probability",
-            "Mass P and Q of the head of the distribution used to centre scores.", "2609.20807"),
+            "Probability that learner and sampler give to the head: the recorded tokens of a "
+            "position, which centre its score.", "2609.20807"),
     Metric("centering/{base_norm,norm}", "norm",
            "Size of a token's step, and of the part subtracted from it, as gradients for the "
            "logits; tokens outside the head count as one."),
     compact("centering/{drift,drift_left}", "nats",
-            "Mean of w (π + H), the pull of a constant advantage on the entropy, before and after "
-            "the subtraction. The mean is 0 on policy, and afterwards up to the model of the tail. "
-            "Judge means over many steps: one step has the noise of the sampled tokens."),
+            "How strongly a constant advantage would change the entropy: the mean of w (π + H), H "
+            "the entropy. drift is before the subtraction, and 0 on policy. drift_left is after it, "
+            "and 0 except for the approximation outside the head. One step is noisy: average many."),
     Metric("actor/ratio_variance", "ratio²",
            "Mean of (r − 1)² over tokens, with the objective r2vpo.", "docs/methods.md"),
     Metric("actor/quatro_lambda", "multiplier",
@@ -245,7 +246,7 @@ WEIGHTS = (
     Metric("rollout_corr/rollout_is_batch_norm_factor", "weight",
            "Mean that the weights were divided by.", VERL),
     compact("rollout_corr/rollout_rs_masked_fraction", "share",
-            "Tokens rejected by all masks together.", VERL),
+            "Tokens rejected by at least one mask.", VERL),
     Metric("rollout_corr/rollout_rs_seq_masked_fraction", "share",
            "Sequences with a rejected token.", VERL),
     Metric("rollout_corr/rollout_rs_<mask>_<statistic>", "of the mask",
