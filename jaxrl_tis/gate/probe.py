@@ -64,8 +64,8 @@ def of_step(
     setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any,
     reduce_staleness: Callable[[], str],
 ) -> tuple[dict[str, float], str | None]:
-    """Probes the gap of a batch every rollout.probe_every steps. Reacts to a gap above the bounds as
-    above the budget as rollout.on_gap_exceeded says.
+    """Probes the gap of a batch every rollout.gap_probe_every steps. Reacts to a gap above its bounds
+    as rollout.on_gap_exceeded says.
 
     Args:
       rows, params: see `split`; the log-probs are those before the update.

@@ -62,7 +62,7 @@ class RingSnapshots(Mapping):
     def __init__(self, count: int, size: int, max_bytes: float):
         if count < 1:
             raise ValueError(
-                f"rollout.old_logp = 'ring' has {count} snapshots and needs at least 1; set "
+                f"rollout.old_logp_source = 'ring' has {count} snapshots and needs at least 1; set "
                 "rollout.snapshots above 0"
             )
         if count * size > max_bytes:
