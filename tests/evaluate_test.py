@@ -225,6 +225,6 @@ def test_the_command_line(tmp_path):
     assert code == 0 and "8 prompts, 2 samples each" in said and "pass_at_2" in said, said
     assert json.loads((tmp_path / "a.json").read_text())["samples"] == 2
     code, said = call("--config=tests/small_run.py")
-    assert code == 2 and said.splitlines()[-1] == "WORKDIR|MODEL is missing"
+    assert code == 2 and said.splitlines()[-1] == "WORKDIR|MODEL is missing; --help shows the arguments"
     code, said = call(str(tmp_path / "none"), "--config=tests/small_run.py")
     assert code == 2 and "No model folder" in said

@@ -9,8 +9,6 @@ enter its row means with weight 1, 0 or perplexity 1; here only sequences with a
 counted, which changes nothing when every row has one.
 """
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -127,7 +125,6 @@ def offpolicy_metrics(
     return detached(metrics, "rollout_corr/")
 
 
-@functools.partial(ratios.jit, static_argnames="level")
 def importance_weight_metrics(
     w: chex.Array, log_ratio: chex.Array, mask: chex.Array, *, level: str, upper: chex.Numeric,
     lower: chex.Numeric | None = None, seg: chex.Array | None = None,
@@ -202,7 +199,6 @@ def _sequence_statistics(x_bs, is_sequence_bs, centre):
     }
 
 
-@functools.partial(ratios.jit, static_argnames="option")
 def rejection_metrics(
     log_ratio: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, option: str,
     upper: chex.Numeric, lower: chex.Numeric | None = None,

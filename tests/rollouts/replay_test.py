@@ -139,7 +139,7 @@ def test_draws_differ_by_version_and_seed():
 @pytest.mark.parametrize("text, why", [
     ("uniform(uses=0)", "uses is 0; give a whole number from 1"),
     ("uniform(uses=2.5)", "uses is 2.5"),
-    ("uniform(uses=4)", "at most 4 times, and 4 times on average"),
+    ("uniform(uses=4)", "at most 4 times and 4 times on average"),
     ("fresh(tau=0)", "tau is 0.0"),
     ("oldest", "replay 'oldest' is unknown"),
     ("newest(tau=5)", "has no parameter 'tau'"),
