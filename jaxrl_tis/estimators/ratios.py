@@ -22,10 +22,7 @@ from chex import Array, Numeric
 
 from jaxrl_tis.kernels import segment, segment_reference
 from jaxrl_tis.kernels.segment import LOG_BOUND, RatioStats, Segments
-
-# For what many call with equal shapes: it is traced once for all of them, becomes part of the program
-# that calls it, and is a program of its own where it is called outside of one.
-jit = functools.partial(jax.jit, inline=True)
+from jaxrl_tis.kernels.segment_reference import jit
 
 
 def as_float(x: Array) -> Array:

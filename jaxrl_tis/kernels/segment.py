@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxrl_tis.kernels import segment_pallas, segment_reference
-from jaxrl_tis.kernels.segment_reference import as_float, is_valid
+from jaxrl_tis.kernels.segment_reference import as_float, is_valid, jit
 
 LOG_BOUND = 20.0  # bound on a log-ratio before exp, as in verl: exp(20) = 4.9e8
 
@@ -188,7 +188,7 @@ def _terms(xs, expm1=jnp.expm1):
     return terms | {"logp_behav_sum": ("sum", xs[1]), "dp_sum": ("sum", dp), "dp_max": ("max", dp)}
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4), inline=True)
+@functools.partial(jit, static_argnums=(3, 4))
 def _stats(xs, mask, seg, num_segments, rows):
     chex.assert_equal_shape([*xs, mask, seg])
     xs = jax.lax.stop_gradient(xs)

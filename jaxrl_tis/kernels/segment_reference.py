@@ -16,6 +16,9 @@ SCATTER = {
     "max": jax.ops.segment_max,
     "min": jax.ops.segment_min,
 }
+# Traces a function once for all callers with equal shapes. The function becomes part of the program
+# that calls it, and is a program of its own where it is called outside of one.
+jit = functools.partial(jax.jit, inline=True)
 
 
 def as_float(x: chex.Array) -> chex.Array:
@@ -28,7 +31,7 @@ def is_valid(ids: chex.Array, num_segments: int) -> chex.Array:
     return (ids >= 1) & (ids <= num_segments)
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
+@functools.partial(jit, static_argnums=(2, 3))
 def reduce(x: chex.Array, ids: chex.Array, num_segments: int, op: str) -> chex.Array:
     """Returns sum, max, min or logsumexp of the segments of every row, [B, S], by XLA's scatter."""
     if op == "logsumexp":
