@@ -198,7 +198,9 @@ class Controller:
 
     def decisions(self) -> list[Decision]:
         """Returns the decisions to carry out now; each is returned once."""
-        return [*self._discards(), *self._repacks(), *self._syncs(), *self._begins()]
+        return [
+            *self._discards(), *self._repacks(), *self._moved(), *self._syncs(), *self._begins()
+        ]
 
     def take(self) -> list[Entry] | None:
         """Removes and returns the groups of batch `version`, earliest deadline first. With
@@ -292,7 +294,6 @@ class Controller:
 
     def _begins(self):
         """Yields decisions that start samples on workers with room and current weights."""
-        yield from self._moved()
         able = [
             name for name, worker in self.workers.items()
             if worker.version is not None and worker.version == self.sync_version

@@ -330,7 +330,7 @@ def moving():
 def test_the_last_sequences_are_packed_onto_one_worker():
     controller = moving()
     controller.preempted("b", (1, 0), 0)
-    assert controller.decisions() == [SyncWeights("b", 1), Begin("a", ((1, 0),))]
+    assert controller.decisions() == [Begin("a", ((1, 0),)), SyncWeights("b", 1)]
 
 
 def test_a_worker_waits_for_what_moves_to_it():
@@ -338,7 +338,7 @@ def test_a_worker_waits_for_what_moves_to_it():
     end(controller, 2)
     assert controller.decisions() == []  # new weights now would make it start over
     controller.preempted("b", (1, 0), 0)
-    assert controller.decisions() == [SyncWeights("b", 1), Begin("a", ((1, 0),))]
+    assert controller.decisions() == [Begin("a", ((1, 0),)), SyncWeights("b", 1)]
 
 
 def test_a_worker_does_not_wait_for_what_has_ended():
@@ -358,6 +358,17 @@ def test_nothing_is_lost_when_the_worker_that_it_moves_to_is_gone():
     ]
 
 
+@pytest.mark.parametrize("drawn_by, begun", [
+    ({}, []),  # without a known part the sequence starts over, on any worker
+    ({(1, 0): 0}, [Begin("a", ((1, 0),))]),
+])
+def test_an_idle_target_is_not_forgotten_when_the_worker_that_moves_to_it_is_gone(drawn_by, begun):
+    controller = moving()
+    end(controller, 2)
+    controller.left("b", drawn_by)
+    assert controller.decisions() == (begun or [SyncWeights("a", 1)])
+
+
 def test_a_worker_is_promised_what_it_has_room_for():
     """a draws 2 of 4, b 2, c 1: c moves to a, and then there is no room for b."""
     controller = controller_of("laminar(staleness=9, repack=0.9)", a=4, b=4, c=4)
@@ -369,7 +380,7 @@ def test_a_worker_is_promised_what_it_has_room_for():
     assert controller.decisions() == [Interrupt("c", ((8, 0),))]
     assert controller.decisions() == []
     controller.preempted("c", (8, 0), 0)
-    assert controller.decisions() == [SyncWeights("c", 1), Begin("a", ((8, 0),))]
+    assert controller.decisions() == [Begin("a", ((8, 0),)), SyncWeights("c", 1)]
     assert controller.decisions() == []
 
 
