@@ -16,7 +16,8 @@ def get_config():
     c.task.params = {"size": 4096, "digits": 30, "terms": 2, "ops": "+"}
     c.task.max_prompt_tokens = 64
     c.warmup.steps = 50
-    c.rollout.driver = "processes"
+    c.rollout.driver = "ray"
+    c.rollout.workers = 2
     c.rollout.schedule = "in_flight(staleness=2)"
     c.rollout.worker_timeout = 10.0
     c.rollout.prompts = 16

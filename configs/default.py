@@ -107,14 +107,14 @@ def get_config() -> ConfigDict:
     # laminar(staleness=4, repack=0.5).
     c.rollout.schedule = "sync"
     # Where samplers run ahead. virtual: in turns with the learner, reproducible; threads: on other
-    # devices of this process; processes: on other machines.
+    # devices of this process; ray: in Ray actors, on this machine or others.
     c.rollout.driver = "virtual"
-    c.rollout.workers = 1  # number of samplers; driver processes takes each worker that joins
-    # Address where `python -m jaxrl_tis.worker` joins, driver processes. Port 0: a free port. An
-    # address that other machines can reach needs a secret in JAXRL_TIS_TOKEN.
-    c.rollout.listen = "127.0.0.1:0"
-    # Weight sync to workers, driver processes: tcp, or a shared folder (gs:// too).
-    c.rollout.transport = "tcp"
+    c.rollout.workers = 1  # number of samplers
+    # host:port of a Ray cluster, driver ray. "": RAY_ADDRESS of the environment, else a local Ray.
+    c.rollout.ray_address = ""
+    c.rollout.cpus_per_worker = 1.0  # CPUs that Ray reserves for each worker
+    c.rollout.gpus_per_worker = 0.0  # GPUs of each worker
+    c.rollout.tpus_per_worker = 0.0  # TPU chips of each worker
     # Replay of groups: uniform(uses=2, most=4), newest(uses=2, most=4) or fresh(uses=2, most=4,
     # tau=500). A batch has prompts / uses new groups. "": no replay.
     c.rollout.replay = ""
@@ -125,7 +125,8 @@ def get_config() -> ConfigDict:
     # Accept the bias of every ratio that top_k, top_p and min_p cause without a sampling mask.
     c.rollout.allow_filter_bias = False
     c.rollout.max_rounds = 4  # most rounds of new prompts per batch with dynamic_sampling
-    c.rollout.worker_timeout = 30.0  # seconds without a message until a worker is evicted
+    c.rollout.worker_timeout = 30.0  # seconds without an answer until a worker is restarted
+    c.rollout.start_timeout = 600.0  # seconds to wait for the first worker, driver ray
     # Most groups in the queue, started and not yet trained on. 0: as many as the schedule allows.
     c.rollout.queue = 0
     c.rollout.update_turns = 0  # engine calls per sampler during an update, driver virtual

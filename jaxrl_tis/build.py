@@ -29,50 +29,26 @@ from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.runtime import fingerprint, processes
 from jaxrl_tis.validate import Choices, validate
 
-OWN_SIZES = ("slots", "num_pages", "prefill_batch")  # that each rollout worker may choose for itself
 PROBED = 4096  # tokens whose texts tell a tokenizer from others
 
 
 @dataclasses.dataclass(frozen=True)
-class Setup:
-    """The parts of a run that do not change during it.
+class Sampling:
+    """The sampler's half of a run, which is all that a rollout worker needs.
 
     Attributes:
-      training: the learner's half.
-      replay: which groups are trained on again; None where none is.
       engines: they sample; one for each worker that has devices of its own, else a single one.
-      learner_engine: generates with the learner's own numerics, for evaluation.
     """
 
-    training: LearnerSetup
-    replay: replay.Way | None
+    config: ml_collections.ConfigDict
+    model: ModelConfig
     tokenizer: Any
     engines: tuple[Engine, ...]
-    learner_engine: Engine
-
-    @property
-    def config(self) -> ml_collections.ConfigDict:
-        return self.training.config
-
-    @property
-    def model(self) -> ModelConfig:
-        return self.training.model
-
-    @property
-    def schedule(self) -> Schedule:
-        return self.training.schedule
 
     @property
     def engine(self) -> Engine:
         """The first of `engines`."""
         return self.engines[0]
-
-    @property
-    def is_apart(self) -> bool:
-        """Whether the samplers have devices of their own."""
-        layouts = self.training.layout, self.engine.layout
-        learning, serving = (set(x.mesh.devices.flat) for x in layouts)
-        return learning.isdisjoint(serving)
 
     @property
     def retention(self) -> KVEviction | None:
@@ -86,7 +62,7 @@ class Setup:
         engine and tokenizer."""
         model, engine = vars(self.model), vars(self.engine.config)
         fields = {f"model.{name}": str(value) for name, value in model.items()}
-        fields |= {f"engine.{n}": str(x) for n, x in engine.items() if n not in OWN_SIZES}
+        fields |= {f"engine.{name}": str(value) for name, value in engine.items()}
         size = self.tokenizer.vocab_size
         texts = [self.tokenizer.decode([i]) for i in range(0, size, 1 + size // PROBED)]
         shown = repr((texts, size, self.tokenizer.eos_ids)).encode()
@@ -130,12 +106,53 @@ class Setup:
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class Setup(Sampling):
+    """The parts of a run that do not change during it.
+
+    Attributes:
+      training: the learner's half.
+      replay: which groups are trained on again; None where none is.
+      learner_engine: generates with the learner's own numerics, for evaluation.
+    """
+
+    training: LearnerSetup
+    replay: replay.Way | None
+    learner_engine: Engine
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.training.schedule
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether the samplers have devices of their own."""
+        layouts = self.training.layout, self.engine.layout
+        learning, serving = (set(x.mesh.devices.flat) for x in layouts)
+        return learning.isdisjoint(serving)
+
+
 def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
     """Checks the config, reads the tokenizer and the model's shape, and makes the programs.
 
     `sampler` are further fields of the EngineConfig of the engine that samples.
     """
-    choices = validate(config)
+    return assemble(config, validate(config), *_read(config), **sampler)
+
+
+def build_sampling(config: ml_collections.ConfigDict) -> Sampling:
+    """Makes the sampler's half alone, on the devices of this process."""
+    choices, (model, tokenizer) = validate(config), _read(config)
+    layout = sharding.layout(
+        config.mesh.serve, sharding.SERVE_RULES, vocab_size=model.vocab_size
+    )
+    placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
+    sampling, _ = _engine_configs(config, choices, layout, model.vocab_size, {})
+    return Sampling(config, model, tokenizer, (Engine(model, sampling, layout),))
+
+
+def _read(config: ml_collections.ConfigDict) -> tuple[ModelConfig, Any]:
+    """Returns the model's shape and the tokenizer, which fit each other."""
     model = models.read_config(config.model.path) if config.model.path else None
     tokenizer = load_tokenizer(
         config.task.tokenizer or config.model.path, config.task.template_kwargs.to_dict(),
@@ -148,7 +165,7 @@ def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
             f"the tokenizer and the model's files name {count} end tokens, and the engine supports "
             f"at most {MAX_STOP_IDS}; shorten eos_token_id in generation_config.json or config.json"
         )
-    return assemble(config, choices, model, tokenizer, **sampler)
+    return model, tokenizer
 
 
 def assemble(
@@ -172,9 +189,9 @@ def assemble(
     placement.check_tensor_parallel(model, first.mesh.shape["tensor"])
     sampling, evaluating = _engine_configs(config, choices, first, model.vocab_size, sampler)
     return Setup(
-        training, choices.replay, tokenizer,
+        config, model, tokenizer,
         engines=tuple(Engine(model, sampling, layout) for layout in layouts),
-        learner_engine=Engine(model, evaluating, first),
+        training=training, replay=choices.replay, learner_engine=Engine(model, evaluating, first),
     )
 
 

@@ -184,7 +184,7 @@ def _of_one_version(c: Correction, rollout):
         if name in OF_VERSIONS:
             yield (
                 f"{name!r} distinguishes weight versions, and with rollout.schedule = {rollout.schedule!r} "
-                "all samples have one version; choose another mode, such as 'areal(staleness=4)'"
+                "all samples have one version; choose another schedule, such as 'areal(staleness=4)'"
             )
     for name, default in (("old_logp_source", "ring"), ("snapshots", 0)):
         if rollout[name] != default:

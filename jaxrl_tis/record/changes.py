@@ -19,7 +19,8 @@ from jaxrl_tis.record import provenance
 # Names of fields or of groups of fields.
 FREE = (
     "name", "checkpoint", "watchdog", "processes", "metrics", "eval", "reward.timeout",
-    "reward.workers", "rollout.listen", "rollout.transport", "rollout.worker_timeout",
+    "reward.workers", "rollout.ray_address", "rollout.cpus_per_worker", "rollout.gpus_per_worker",
+    "rollout.tpus_per_worker", "rollout.worker_timeout", "rollout.start_timeout",
     "rollout.snapshot_gib",
 )
 ROUNDED = (

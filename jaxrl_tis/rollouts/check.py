@@ -8,7 +8,7 @@ import ml_collections
 from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.runtime import addresses
 
-DRIVERS = ("virtual", "threads", "processes")
+DRIVERS = ("virtual", "threads", "ray")
 ON_GAP_EXCEEDED = ("warn", "sync", "stop")
 # Of what a synchronous run does not read.
 DEFAULTS = {"driver": "virtual", "workers": 1, "queue": 0, "update_turns": 0}
@@ -64,8 +64,8 @@ def _driver(rollout) -> Iterator[str]:
             f"rollout.update_turns = {rollout.update_turns} is for rollout.driver = 'virtual', and "
             f"the driver is {rollout.driver!r}; set it to 0"
         )
-    if rollout.driver == "processes":
-        yield from _remote(rollout)
+    if rollout.driver == "ray":
+        yield from _ray(rollout)
     if rollout.driver != "virtual" and rollout.old_logp_source == "replica":
         yield (
             f"rollout.driver = {rollout.driver!r} samples while older weights are still scored, "
@@ -105,22 +105,26 @@ def _ahead(config, schedule: schedules.Schedule) -> Iterator[str]:
             f"rollout.schedule = {rollout.schedule!r} uses the first samples that end, and advantage "
             "'remax' needs its greedy answer among them; set redundant to 0"
         )
-    if schedule.repack and rollout.workers < 2 and rollout.driver != "processes":
+    if schedule.repack and rollout.workers < 2:
         yield (
             f"rollout.schedule = {rollout.schedule!r} moves sequences between workers, and there is one; "
             "set rollout.workers to at least 2, or repack to 0"
         )
 
 
-def _remote(rollout) -> Iterator[str]:
-    try:
-        addresses.parse(rollout.listen)
-    except ValueError as error:
-        yield f"rollout.listen: {error}"
-    if not rollout.transport:
-        yield "rollout.transport is empty; give tcp, or a folder that the learner and all workers share"
-    if not 0 < rollout.worker_timeout < math.inf:
-        yield f"rollout.worker_timeout is {rollout.worker_timeout} seconds; it must be above 0"
+def _ray(rollout) -> Iterator[str]:
+    """Finds wrong settings of workers on Ray."""
+    if rollout.ray_address:
+        try:
+            addresses.parse(rollout.ray_address)
+        except ValueError as error:
+            yield f"rollout.ray_address: {error}, or \"\" for a local Ray"
+    for name in ("worker_timeout", "start_timeout"):
+        if not 0 < rollout[name] < math.inf:
+            yield f"rollout.{name} is {rollout[name]} seconds; it must be above 0"
+    for name in ("cpus_per_worker", "gpus_per_worker", "tpus_per_worker"):
+        if not 0 <= rollout[name] < math.inf:
+            yield f"rollout.{name} is {rollout[name]}; it must not be below 0"
 
 
 def _replay(rollout, schedule: schedules.Schedule, way: replay.Way | None) -> Iterator[str]:
@@ -158,5 +162,5 @@ def _idle(rollout) -> Iterator[str]:
         if rollout[name] != default:
             yield (
                 f"rollout.{name} = {rollout[name]!r} is for samplers that run ahead, and "
-                f"rollout.schedule is {rollout.schedule!r}; choose another mode, or set it to {default!r}"
+                f"rollout.schedule is {rollout.schedule!r}; choose another schedule, or set it to {default!r}"
             )

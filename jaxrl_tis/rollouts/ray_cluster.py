@@ -1,0 +1,110 @@
+"""Connects a run to Ray, and checks that the cluster has what the run asks for."""
+
+import os
+import signal
+import socket
+import threading
+import warnings
+
+import ml_collections
+
+from jaxrl_tis.runtime import addresses
+
+CONNECT_SECONDS = 5.0
+RECORDS = 64 << 20  # bytes of an object store for requests and records
+# A local Ray listens on loopback alone. By default it listens on every address of the machine.
+LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+
+
+def connect(rollout: ml_collections.ConfigDict) -> str | None:
+    """Connects this process to the cluster of rollout.ray_address or RAY_ADDRESS, or to a local Ray
+    that it starts. Returns its address, "local" for the latter; None if the process was connected
+    before.
+
+    Raises:
+      ValueError: Ray is not installed, or the cluster cannot be used.
+    """
+    address = rollout.ray_address or os.environ.get("RAY_ADDRESS", "local")
+    if address == "local":
+        os.environ.setdefault(LOOPBACK, "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise ValueError(
+            "rollout.driver = 'ray' needs Ray; install it: pip install 'jaxrl_tis[ray]'"
+        ) from error
+    if ray.is_initialized():
+        return None
+    if address not in ("local", "auto"):
+        _check_reached(address)
+    options = {"include_dashboard": False} if address == "local" else {}
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of JAX, that a process with threads forks
+            ray.init(
+                address, namespace="jaxrl_tis", logging_level="ERROR", log_to_driver=False, **options
+            )
+    except Exception as error:  # Ray has no common class for what can go wrong here
+        why = " ".join(f"{error}".split()) or type(error).__name__
+        raise ValueError(
+            f"cannot use Ray at {address}: {why[:400]}; this process has Ray {ray.__version__}, and "
+            "the cluster needs the same versions of Ray and Python, the same token, and a node on "
+            "this machine"
+        ) from error
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, before)  # which Ray has replaced
+    return address
+
+
+def _check_reached(address: str) -> None:
+    """Raises ValueError where nobody listens at host:port."""
+    try:
+        socket.create_connection(addresses.parse(address), CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ValueError(
+            f"no Ray answers at {address}: {error}; start one there (ray start --head), or leave "
+            "rollout.ray_address and RAY_ADDRESS empty for a local Ray"
+        ) from error
+
+
+def wanted(rollout: ml_collections.ConfigDict) -> dict[str, float]:
+    """Returns the resources of one worker, by Ray's names."""
+    named = {
+        "CPU": rollout.cpus_per_worker, "GPU": rollout.gpus_per_worker,
+        "TPU": rollout.tpus_per_worker,
+    }
+    return {name: count for name, count in named.items() if count}
+
+
+def lacking(rollout: ml_collections.ConfigDict, count: int) -> str:
+    """Returns a sentence if the nodes do not have the resources of this many workers, else ""."""
+    import ray
+
+    each, nodes = wanted(rollout), [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    fits = lambda node: int(min((node.get(n, 0) / x for n, x in each.items()), default=count))
+    if sum(map(fits, nodes)) >= count:
+        return ""
+    shown = lambda values: ", ".join(f"{name} {value:g}" for name, value in values.items())
+    have = {name: sum(node.get(name, 0) for node in nodes) for name in each}
+    return (
+        f"rollout.workers = {rollout.workers} need {shown(each)} each, and Ray has {shown(have)} on "
+        f"{len(nodes)} nodes, enough for {sum(map(fits, nodes))}; lower rollout.workers or "
+        f"rollout.*_per_worker, or add nodes"
+    )
+
+
+def small_store(node: str, tree_bytes: int) -> str:
+    """Returns a sentence if the object store of a node cannot hold two versions of the weights and
+    records, else ""."""
+    import ray
+
+    needed = 2 * tree_bytes + RECORDS
+    [found] = [n["Resources"] for n in ray.nodes() if n["NodeID"] == node]
+    size = int(found.get("object_store_memory", 0))
+    if size >= needed:
+        return ""
+    return (
+        f"the object store of Ray on node {node[:8]} has {size / 2**20:.0f} MiB, and two versions of "
+        f"the weights and records need {needed / 2**20:.0f} MiB; start Ray yourself: ray start --head "
+        f"--object-store-memory={needed}"
+    )

@@ -1,0 +1,244 @@
+"""A rollout worker: a Ray actor with an engine that a learner commands.
+
+A thread of the worker executes commands and steps the engine. Calls of the learner bring commands
+and weights, and wait for what happened. Commands that follow new weights wait until these have
+arrived, so sequences are interrupted only while one tree of parameters replaces another.
+"""
+
+import collections
+import dataclasses
+import functools
+import os
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import ml_collections
+import numpy as np
+import ray
+
+from jaxrl_tis.build import build_sampling
+from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.record import provenance
+from jaxrl_tis.rollouts.sampler import Command, Sampler, SetParams
+from jaxrl_tis.runtime import fingerprint
+
+POLL_SECONDS = 1.0  # longest wait of a report for events
+PARTIAL_SECONDS = 1.0  # between two reports of the unfinished sequences
+# Bytes of parts of a tree, uint8 [n], by name of the leaf, first index and shape of the part.
+Pieces = Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sync:
+    """Command: sample with the newest weights that have arrived."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Event:
+    """What happened at a worker.
+
+    Attributes:
+      kind: "done": a sequence finished or was preempted. "partial": the tokens so far of a sequence
+        that continues. "synced": weights are in use.
+      value: the trajectory, or the version of the weights.
+    """
+
+    kind: str
+    value: Trajectory | int
+
+
+@dataclasses.dataclass(frozen=True)
+class Joined:
+    """A worker that is ready: its session (a name of this start of it), the id of its node, and the
+    values that must equal the learner's."""
+
+    session: str
+    node: str
+    facts: dict[str, Any]
+
+
+def pieces(tree: Any) -> Pieces:
+    """Returns the parts of a tree that this process holds. All processes together return each
+    number once."""
+    parts = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        for shard in leaf.addressable_shards:
+            if shard.replica_id == 0:
+                data = np.ascontiguousarray(shard.data)
+                start = tuple(part.start or 0 for part in shard.index)
+                parts[jax.tree_util.keystr(path), start, shard.data.shape] = (
+                    data.reshape(-1).view(np.uint8)
+                )
+    return parts
+
+
+def assemble(like: Any, parts: Sequence[Pieces]) -> Any:
+    """Returns the tree with the structure, shapes, dtypes and shardings of `like`. Copies only what
+    the devices of this process hold, one leaf at a time.
+
+    Raises:
+      ValueError: a number is missing.
+    """
+    named = collections.defaultdict(list)
+    for (name, start, shape), data in (item for part in parts for item in part.items()):
+        named[name].append((start, shape, data))
+
+    def read(name: str, leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...]) -> np.ndarray:
+        bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape)]
+        out = np.empty([high - low for low, high in bounds], leaf.dtype)
+        missing = out.size
+        for start, shape, data in named[name]:
+            low = [max(a, s) for (a, _), s in zip(bounds, start)]
+            high = [min(b, s + n) for (_, b), s, n in zip(bounds, start, shape)]
+            if all(a < b for a, b in zip(low, high)):
+                within = lambda first: tuple(slice(a - f, b - f) for a, b, f in zip(low, high, first))
+                part = data.view(leaf.dtype).reshape(shape)[within(start)]
+                out[within([first for first, _ in bounds])] = part
+                missing -= part.size
+        if missing:
+            raise ValueError(f"weight {name} came without {missing} of {out.size} numbers")
+        return out
+
+    def leaf(path, x):
+        name = jax.tree_util.keystr(path)
+        return jax.make_array_from_callback(x.shape, x.sharding, functools.partial(read, name, x))
+
+    return jax.tree.map_with_path(leaf, like)
+
+
+class RolloutWorker:
+    """Samples for a learner, which calls `join` once, then the others.
+
+    Args:
+      config: of the run, as a dict.
+      has_accelerator: whether Ray gave this worker TPUs or GPUs; otherwise it uses the CPU alone.
+    """
+
+    def __init__(self, config: Mapping[str, Any], has_accelerator: bool):
+        if not has_accelerator:
+            jax.config.update("jax_platforms", "cpu")
+        self._config = ml_collections.ConfigDict(config)
+        self._changed = threading.Condition()
+        self._session: str | None = None
+        self._events: list[Event] = []
+        self._stats = Stats()
+        self._held: list[Sync | Command] = []  # commands that wait for weights
+        self._inbox: list[Command] = []
+        self._wanted = -1  # version that commands wait for
+        self._arrived: SetParams | None = None
+        self._error: BaseException | None = None
+        self._reported, self._lengths = time.monotonic(), {}
+
+    def join(self) -> Joined:
+        """Builds the engine. A worker that has joined before ends, and Ray starts another: no
+        sequence of an earlier session is left.
+
+        Raises:
+          ValueError: the config cannot be used on this node.
+        """
+        if self._session is not None:
+            os._exit(1)
+        setup = build_sampling(self._config)
+        self._sampler = Sampler(functools.partial(setup.scheduler, setup.engine))
+        self._like, self._session = setup.engine.abstract_params(), uuid.uuid4().hex
+        threading.Thread(target=self._guarded, daemon=True).start()
+        facts = provenance.identity({}) | setup.identity
+        return Joined(self._session, ray.get_runtime_context().get_node_id(), facts)
+
+    @ray.method(concurrency_group="load")
+    def load(
+        self, session: str, version: int, sent: str, refs: Sequence[ray.ObjectRef]
+    ) -> None:
+        """Takes the weights of a version, whose `Pieces` have these references. `sent`: the
+        learner's fingerprint of them.
+
+        Raises:
+          RuntimeError: the weights on a device are not those that were sent.
+        """
+        # As arguments of this call, the pieces would hold up all later calls until they are here.
+        params = jax.block_until_ready(assemble(self._like, ray.get(list(refs))))
+        fingerprint.check(params, sent)
+        with self._changed:
+            if session == self._session:
+                self._arrived = SetParams(params, version)
+                self._pass_on()
+
+    @ray.method(concurrency_group="tell")
+    def tell(self, session: str, command: Sync | Command, wanted: int | None = None) -> None:
+        """Takes a command, which waits for the weights of version `wanted`, as all later commands
+        do. Newer weights serve as well: a learner may publish faster than weights arrive."""
+        with self._changed:
+            if session == self._session:
+                self._held.append(command)
+                self._wanted = self._wanted if wanted is None else wanted
+                self._pass_on()
+
+    @ray.method(concurrency_group="report")
+    def report(self, session: str) -> tuple[list[Event], Stats]:
+        """Waits for events, at most POLL_SECONDS, and returns them with the sampler's counts.
+
+        Raises:
+          RuntimeError: the session is over.
+          Exception: the error that ended the worker's thread.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._events or self._error, POLL_SECONDS)
+            if self._error is not None:
+                raise self._error
+            if session != self._session:
+                raise RuntimeError("the worker has started again")
+            events, self._events = self._events, []
+            return events, self._stats
+
+    def _pass_on(self) -> None:
+        """Gives the sampler its commands once their weights have arrived."""
+        if (-1 if self._arrived is None else self._arrived.version) >= self._wanted:
+            self._inbox += [self._arrived if isinstance(c, Sync) else c for c in self._held]
+            self._held = []
+            self._changed.notify_all()
+
+    # The worker's thread
+
+    def _guarded(self) -> None:
+        try:
+            while True:
+                self._work()
+        except BaseException as error:  # which the next report raises
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _work(self) -> None:
+        """Executes commands, or makes one call of the engine."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox or self._sampler.pending)
+            commands, self._inbox = self._inbox, []
+        for command in commands:
+            self._say([Event("done", t) for t in self._sampler.execute(command)])
+            if isinstance(command, SetParams):
+                self._say([Event("synced", command.version)])
+        if not commands:
+            self._say([Event("done", t) for t in self._sampler.step()])
+            self._say(self._partials())
+
+    def _say(self, events: list[Event]) -> None:
+        with self._changed:
+            self._events += events
+            self._stats = dataclasses.replace(self._sampler.stats)
+            if events:
+                self._changed.notify_all()
+
+    def _partials(self) -> list[Event]:
+        """Returns what has grown, every PARTIAL_SECONDS, unless older ones were not reported yet."""
+        is_late = any(event.kind == "partial" for event in self._events)
+        if is_late or time.monotonic() - self._reported < PARTIAL_SECONDS:
+            return []
+        records, lengths = self._sampler.records(), self._lengths
+        self._lengths = {t.id: len(t.tokens) for t in records}
+        self._reported = time.monotonic()
+        return [Event("partial", t) for t in records if len(t.tokens) > lengths.get(t.id, -1)]
