@@ -32,7 +32,6 @@ from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.record.provenance import date, identity, saved, write_run_files
 from jaxrl_tis.rollouts.groups import Groups, Sample, unknown_ids
 from jaxrl_tis.rollouts.prompts import Checked, Prompter, lacks_answer
-from jaxrl_tis.rollouts.remote import remote_source
 from jaxrl_tis.rollouts.source import RolloutSource, SourceParts, next_batch
 from jaxrl_tis.rollouts.synchronous import SyncSource
 from jaxrl_tis.rollouts.threads import thread_source
@@ -124,8 +123,6 @@ class Run:
             return SyncSource(parts, starts[0])
         if has_threads:
             return thread_source(parts, starts, setup.engine.slots)
-        if config.rollout.driver == "processes":
-            return remote_source(parts, setup.engine, setup.identity)
         return VirtualSource(parts, starts[0], setup.engine.slots, self.snapshots.add_logps)
 
     def _check(self, source: tasks.Source) -> Checked:
