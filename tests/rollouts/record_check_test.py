@@ -119,6 +119,8 @@ def test_versions_bound_the_new_tokens_alone_and_so_does_the_stop_token():
     # A record that has none of its partial's tokens, and one that adds none.
     assert why(first(0), request) == "7/0: wrong beginning"
     assert why(first(2), request) is None
+    unended = changed(stop_reason="abort")
+    assert why(unended, dataclasses.replace(REQUEST, partial=unended)) is None
 
 
 # Damaged and foreign objects
