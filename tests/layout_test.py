@@ -69,7 +69,6 @@ MAY_IMPORT = {
         "build", "data", "evaluate", "gate", "learner", "record", "report", "resume", "rollouts",
         "runtime", "validate",
     ),
-    "worker": ("build", "cli_flags", "rollouts", "runtime"),
     "main": ("cli_flags", "runtime", "train"),
 }
 # Files without a test of their own name, and the one that tests them.
@@ -116,14 +115,10 @@ COVERED = {
     "libtpu_flags": "runtime/cli_test",
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",
-    "rollouts/bookkeeping": "rollouts/remote_test",
-    "rollouts/concurrent": "rollouts/remote_test",
-    "rollouts/messages": "rollouts/remote_test",
-    "rollouts/verify": "rollouts/remote_test",
-    "rollouts/worker": "rollouts/remote_test",
+    "rollouts/bookkeeping": "rollouts/virtual_test",
+    "rollouts/concurrent": "rollouts/threads_test",
     "serve/__main__": "serve/setup_test",
     "serve/answer": "serve/app_test",
-    "worker": "faults/workers_test",
 }
 
 

@@ -1,11 +1,6 @@
 """Every metric that a run writes has a row in docs/metrics.md, and some run writes every row."""
 
-import contextlib
-import functools
 import re
-import socket
-import threading
-import time
 from unittest import mock
 
 import jax
@@ -15,9 +10,7 @@ import pytest
 from jaxrl_tis.diagnostics import correction_metrics
 from jaxrl_tis.estimators import masks, rank_masks
 from jaxrl_tis.record import goodput, metrics, names
-from jaxrl_tis.rollouts import remote
-from jaxrl_tis.rollouts.worker import RolloutWorker
-from tests import hosts, tiny
+from tests import tiny
 from tests.resume_test import cut_at
 
 pytestmark = pytest.mark.compiles
@@ -73,7 +66,6 @@ def written(request, tmp_path_factory):
         tiny.run(folder / name, steps=1, **{"warmup__steps": 0} | RUNS[name])
     if request.param == "all":
         continued(folder / "continued")
-        with_a_worker(folder / "worker")
     records = [record for path in folder.iterdir() for record in metrics.read(path)]
     return {name for record in records for name in record} - {"step", "phase"} | further()
 
@@ -83,33 +75,6 @@ def continued(folder):
     with cut_at(2, "after update"):
         tiny.run(folder, steps=2, **RUNS["default"])
     tiny.run(folder, steps=2, **RUNS["default"])
-
-
-def with_a_worker(folder):
-    """A run of the driver "processes", whose worker is a thread here."""
-    port = hosts.free_port()
-    settings = RUNS["asynchronous"] | {
-        "warmup__steps": 0, "rollout__driver": "processes", "rollout__listen": f"127.0.0.1:{port}",
-    }
-    setup = tiny.setup(steps=1, **settings)
-    worker = RolloutWorker(
-        ("127.0.0.1", port), remote.NO_TOKEN, setup.identity, "worker", setup.engine.slots,
-        setup.engine.abstract_params(), functools.partial(setup.scheduler, setup.engine),
-    )
-
-    def work():
-        end = time.monotonic() + hosts.SECONDS
-        while time.monotonic() < end:
-            with contextlib.suppress(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port)).close()
-                return worker.run()
-            time.sleep(0.05)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    tiny.run(folder, steps=1, **settings)
-    thread.join(hosts.SECONDS)
-    assert not thread.is_alive()
 
 
 def further():

@@ -22,8 +22,7 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.record import provenance
-from jaxrl_tis.rollouts import verify as record_check
-from jaxrl_tis.rollouts import ray_cluster
+from jaxrl_tis.rollouts import ray_cluster, record_check
 from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping
 from jaxrl_tis.rollouts.concurrent import PULSE_SECONDS, ConcurrentSource, Shared
 from jaxrl_tis.rollouts.controller import Decision, Interrupt, SyncWeights
@@ -355,12 +354,15 @@ class RayDriver:
         controller = self._books.controller
         worker = controller.workers[session.name]
         oldest = -1 if worker.version is None else worker.version
-        if not (worker.is_syncing and oldest < version <= controller.sync_version):
-            raise Invalid(f"it uses weights of version {version}, to which it was not to sync")
+        is_told = worker.is_syncing and type(version) is int
+        if not (is_told and oldest < version <= controller.sync_version):
+            raise Invalid(f"it uses weights of version {version!r}, to which it was not to sync")
         self._books.synced(session.name, version)
 
     def _took(self, session: Session, record: Trajectory, is_partial: bool) -> None:
-        id = getattr(record, "id", None)
+        if why := record_check.malformed(record):
+            raise Invalid(why)
+        id = record.id
         if id not in session.given:
             raise Invalid(f"it has sampled {id!r}, which it was not given")
         request, oldest = session.given[id]

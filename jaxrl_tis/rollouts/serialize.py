@@ -1,23 +1,56 @@
 """Converts queue entries and trajectories to JSON and back, for checkpoints."""
 
 import base64
+import dataclasses
+import json
 import math
 from typing import Any
 
+import numpy as np
+import safetensors.numpy
+from safetensors import SafetensorError
+
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.rollouts import wire
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.queue import Entry
+from jaxrl_tis.rollouts.record_check import EMPTY, malformed
 
 REWARDED = ("text", "score", "reward", "components")  # of a Sample, without its trajectory
 
 
 def trajectory_text(trajectory: Trajectory) -> str:
-    return base64.b64encode(wire.trajectory_message(trajectory)).decode()
+    """Returns a trajectory as JSON, with its arrays as safetensors in base64."""
+    fields = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
+    # safetensors writes the memory of an array as it lies there, whatever its strides.
+    arrays = {n: np.asarray(x, order="C") for n, x in fields.items() if isinstance(x, np.ndarray)}
+    scalars = {name: x for name, x in fields.items() if name not in arrays}
+    packed = base64.b64encode(safetensors.numpy.save(arrays)).decode()
+    return json.dumps({"scalars": scalars, "arrays": packed})
 
 
 def read_trajectory(text: str) -> Trajectory:
-    return wire.read_trajectory(base64.b64decode(text))
+    """Returns the trajectory that `trajectory_text` wrote.
+
+    Raises:
+      ValueError: the text is damaged, or another version of jaxrl_tis wrote it.
+    """
+    which = f"whose text begins with {str(text)[:40]!r}"
+    try:
+        saved = json.loads(text)
+        which = saved["scalars"]["id"]
+        packed = base64.b64decode(saved["arrays"], validate=True)
+        fields = saved["scalars"] | safetensors.numpy.load(packed)
+        if missing := [name for name in vars(EMPTY) if name not in fields]:
+            raise ValueError(f"it has no {', '.join(missing)}")
+        why = malformed(trajectory := Trajectory(**fields))
+    except (ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
+        why = f"{type(error).__name__}: {error}"
+    if why:
+        raise ValueError(
+            f"cannot read trajectory {which}: {why}. The checkpoint is damaged, or another version "
+            "of jaxrl_tis wrote it: use that version, or a new workdir"
+        )
+    return trajectory
 
 
 def written(entry: Entry) -> dict[str, Any]:

@@ -10,7 +10,6 @@ import pytest
 from jaxrl_tis import train
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.rollouts.concurrent import ConcurrentSource, Driver
-from jaxrl_tis.rollouts.remote import RemoteDriver
 from jaxrl_tis.rollouts.source import RolloutSource, generate, next_batch
 from jaxrl_tis.rollouts.synchronous import SyncSource
 from jaxrl_tis.rollouts.threads import ThreadDriver
@@ -24,7 +23,7 @@ def methods(cls):
 
 @pytest.mark.parametrize("cls, protocol", [
     (SyncSource, RolloutSource), (VirtualSource, RolloutSource), (ConcurrentSource, RolloutSource),
-    (ThreadDriver, Driver), (RemoteDriver, Driver),
+    (ThreadDriver, Driver),
 ])
 def test_a_class_has_the_methods_of_its_protocol_and_no_others(cls, protocol):
     found, wanted = methods(cls), methods(protocol)

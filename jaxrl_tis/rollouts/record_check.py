@@ -1,0 +1,98 @@
+"""Whether a record from another process is well-formed, and can be of the request sent there."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis.engine.protocol import EngineProtocol
+from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.fields import DRAWN
+
+ROUNDING = 1e-3  # by which a log-prob may be above 0
+NO_IDS = np.zeros(0, np.int32)
+# The record of no tokens: its fields have the types, dtypes and dimensions of every record's.
+EMPTY = Trajectory(
+    id="", prompt=NO_IDS, version=NO_IDS, stop_reason="", seed=0, request=0, quant_id="",
+    temperature=0.0, **{n: np.zeros(0, f.dtype) for n, f in DRAWN.items() if not f.width},
+)
+
+
+def malformed(record: Any) -> str | None:
+    """Returns which field of an object is not as in a record, and why; None for a Trajectory whose
+    fields all have the type, dtype, dimensions and length of a record's."""
+    if type(record) is not Trajectory:
+        return f"a record is a {type(record).__name__}, not a Trajectory"
+    for name, like in vars(EMPTY).items():
+        if why := _mistyped(getattr(record, name, None), like):
+            return f"{name} {why}"
+    prompt, count = len(record.prompt), len(record.tokens)
+    lengths = {"prompt": prompt, "evict_step": prompt + count, "prompt_logps": prompt}
+    for field in dataclasses.fields(Trajectory):
+        if isinstance(value := getattr(record, field.name), np.ndarray):
+            is_optional = field.default_factory is not dataclasses.MISSING
+            length = lengths.get(field.name, count)
+            if len(value) != length and not (is_optional and len(value) == 0):
+                return f"{field.name} has {len(value)} entries and needs {length}"
+    return None
+
+
+def _mistyped(value: Any, like: Any) -> str | None:
+    """Returns how a value differs from the value of EMPTY in type, dtype or dimensions."""
+    kinds = (int, float) if isinstance(like, float) else type(like)
+    if not isinstance(value, kinds) or isinstance(value, bool):
+        return f"is {type(value).__name__}, not {type(like).__name__}"
+    if not isinstance(like, np.ndarray):
+        return None
+    if (value.dtype, value.ndim) != (like.dtype, like.ndim):
+        return f"is {value.dtype} of {value.ndim} dimensions, not {like.dtype} of {like.ndim}"
+    if value.dtype == bool and value.view(np.uint8).max(initial=0) > 1:
+        return "is bool and holds bytes other than 0 and 1"
+    return None
+
+
+def problem(
+    record: Trajectory, request: Request, engine: EngineProtocol, oldest: int, newest: int
+) -> str | None:
+    """Returns why a record cannot be what this engine samples for a request, None where it can. It
+    never raises, whatever object the record is.
+
+    Args:
+      oldest, newest: versions of the weights that can have sampled what follows request.partial.
+    """
+    if why := malformed(record):
+        return f"{request.id}: {why}"
+    sampling, count = request.sampling, len(record.tokens)
+    begun = 0 if request.partial is None else len(request.partial.tokens)
+    is_stopped = count > begun and record.tokens[-1] in sampling.stop_ids
+    ends = {
+        "stop": is_stopped, "length": count == sampling.max_tokens and not is_stopped,
+        "abort": count < sampling.max_tokens and not is_stopped,
+    }
+    new = record.version[begun:]
+    wrong = {
+        "prompt": not np.array_equal(record.prompt, request.prompt),
+        "request": (record.id, record.seed, record.request) != (request.id, request.seed, request.hash),
+        "temperature": record.temperature != sampling.temperature,
+        "quant_id": record.quant_id != engine.quant_id,
+        "stop_reason": not (record.stop_reason in ends and ends[record.stop_reason]),
+        "tokens": not np.all((record.tokens >= 0) & (record.tokens < engine.vocab_size)),
+        "mask": not record.mask.all() or record.turn.any(),
+        "evict_step": len(record.evict_step) > 0,
+        "logp_behav": not np.all(np.isfinite(record.logp_behav) & (record.logp_behav <= ROUNDING)),
+        "version": not np.all((new >= oldest) & (new <= newest)) or np.any(np.diff(record.version) < 0),
+        "kv_version": len(record.kv_version) != count or np.any(record.kv_version > record.version),
+        "segment": len(record.segment) != count or np.any(np.diff(record.segment) < 0),
+    }
+    if count:
+        wrong |= {
+            name: getattr(record, name).shape != (count, getattr(engine, field.width))
+            for name, field in DRAWN.items() if field.width
+        }
+    if begun:
+        wrong["beginning"] = not all(
+            np.array_equal(getattr(record, name)[:begun], getattr(request.partial, name))
+            for name in (*DRAWN, "version", "kv_version", "segment")
+        )
+    named = [name for name, is_so in wrong.items() if is_so]
+    return f"{request.id}: wrong {', '.join(named)}" if named else None

@@ -1,0 +1,237 @@
+"""A record that cannot be of its request is refused by the names of its wrong fields."""
+
+import copy
+import dataclasses
+import pickle
+import types
+
+import hypothesis
+import numpy as np
+import pytest
+from hypothesis import strategies as st
+
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
+from jaxrl_tis.rollouts.record_check import EMPTY, malformed, problem
+
+ENGINE = types.SimpleNamespace(vocab_size=10, quant_id="int8", num_logits=0, top_n=2, num_kept=0)
+OLDEST, NEWEST = 3, 5  # versions that may have sampled the tokens
+REQUEST = Request("7/0", [5, 6], 11, SamplingParams(stop_ids=(1,), max_tokens=4, temperature=0.5))
+ints = lambda *values: np.array(values, np.int32)
+floats = lambda *values: np.array(values, np.float32)
+# Three tokens, the last of which is the stop token.
+RECORD = Trajectory(
+    id="7/0", prompt=ints(5, 6), tokens=ints(3, 9, 1), logp_behav=floats(-0.5, 0.0005, -2),
+    logp_raw=floats(-0.5, -1, -2), entropy=floats(1, 1, 1), version=ints(3, 3, 5),
+    stop_reason="stop", seed=11, request=REQUEST.hash, quant_id="int8", temperature=0.5,
+    kv_version=ints(3, 3, 4), segment=ints(0, 0, 1), logits=np.zeros((3, 0), np.float32),
+    top_ids=np.zeros((3, 2), np.int32), top_logps=np.zeros((3, 2), np.float32),
+    kept=np.zeros((3, 0), np.int32),
+)
+
+
+def changed(**fields):
+    return dataclasses.replace(RECORD, **fields)
+
+
+def why(record, request=REQUEST):
+    return problem(record, request, ENGINE, OLDEST, NEWEST)
+
+
+def first(count, **fields):
+    """The first tokens of the record, as reported while it continues."""
+    per_token = [
+        f.name for f in dataclasses.fields(Trajectory)
+        if f.name != "prompt" and isinstance(x := getattr(RECORD, f.name), np.ndarray) and len(x)
+    ]
+    cut = {name: getattr(RECORD, name)[:count] for name in per_token}
+    return changed(**{"stop_reason": "abort"} | cut | fields)
+
+
+def test_what_the_engine_samples_is_no_problem():
+    assert why(RECORD) is None
+    assert why(first(2)) is None
+    assert why(first(0)) is None
+    sampling = dataclasses.replace(REQUEST.sampling, max_tokens=2)
+    shorter = dataclasses.replace(REQUEST, sampling=sampling)
+    assert why(first(2, stop_reason="length"), shorter) is None
+    assert why(first(2), shorter) == "7/0: wrong stop_reason"
+    assert why(changed(prompt_logps=floats(np.nan, -1))) is None
+
+
+LIES = {
+    "another prompt": (dict(prompt=ints(6, 5)), "prompt"),
+    "a longer prompt": (dict(prompt=ints(5, 6, 7)), "prompt"),
+    "another id": (dict(id="7/1"), "request"),
+    "another seed": (dict(seed=12), "request"),
+    "another hash": (dict(request=REQUEST.hash + 1), "request"),
+    "another temperature": (dict(temperature=0.25), "temperature"),
+    "other weights": (dict(quant_id="none"), "quant_id"),
+    "a length below the limit": (dict(stop_reason="length"), "stop_reason"),
+    "an end without its token": (dict(tokens=ints(3, 9, 2)), "stop_reason"),
+    "an abort after its end": (dict(stop_reason="abort"), "stop_reason"),
+    "a reason without a name": (dict(stop_reason=""), "stop_reason"),
+    "a token beyond the vocabulary": (dict(tokens=ints(3, 10, 1)), "tokens"),
+    "a token below 0": (dict(tokens=ints(-1, 9, 1)), "tokens"),
+    "a token of others": (dict(mask=np.array([True, False, True])), "mask"),
+    "a second turn": (dict(turn=ints(0, 0, 1)), "mask"),
+    "evictions": (dict(evict_step=ints(9, 9, 9, 9, 9)), "evict_step"),
+    "a log-prob that is NaN": (dict(logp_behav=floats(-0.5, np.nan, -2)), "logp_behav"),
+    "a log-prob of -inf": (dict(logp_behav=floats(-0.5, -np.inf, -2)), "logp_behav"),
+    "a log-prob above 0": (dict(logp_behav=floats(-0.5, 0.002, -2)), "logp_behav"),
+    "too old a version": (dict(version=ints(2, 3, 5), kv_version=ints(2, 3, 4)), "version"),
+    "too new a version": (dict(version=ints(3, 3, 6)), "version"),
+    "versions that fall": (dict(version=ints(4, 3, 5)), "version"),
+    "a cache of newer weights": (dict(kv_version=ints(3, 4, 4)), "kv_version"),
+    "a cache of no weights": (dict(kv_version=ints()), "kv_version"),
+    "segments that fall": (dict(segment=ints(1, 0, 1)), "segment"),
+    "no segments": (dict(segment=ints()), "segment"),
+    "fewer of the likeliest": (dict(top_ids=np.zeros((3, 1), np.int32)), "top_ids"),
+    "none of the likeliest": (dict(top_logps=np.zeros((0, 0), np.float32)), "top_logps"),
+    "logits that nobody records": (dict(logits=np.zeros((3, 10), np.float32)), "logits"),
+    "a mask that nobody records": (dict(kept=np.zeros((3, 4), np.int32)), "kept"),
+    "two": (dict(seed=12, quant_id="none"), "request, quant_id"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_record_that_cannot_be_of_its_request(lie):
+    fields, named = LIES[lie]
+    assert why(changed(**fields)) == f"7/0: wrong {named}"
+
+
+@pytest.mark.parametrize("name", [
+    "tokens", "logp_behav", "logp_raw", "entropy", "top_ids", "top_logps", "version", "kv_version",
+    "segment",
+])
+def test_a_record_has_to_continue_its_partial(name):
+    partial = first(2)
+    assert why(RECORD, dataclasses.replace(REQUEST, partial=partial)) is None
+    other = np.array(getattr(partial, name))
+    other[0] += 1
+    request = dataclasses.replace(REQUEST, partial=dataclasses.replace(partial, **{name: other}))
+    assert why(RECORD, request) == "7/0: wrong beginning"
+
+
+def test_versions_bound_the_new_tokens_alone_and_so_does_the_stop_token():
+    request = dataclasses.replace(REQUEST, partial=first(2))
+    assert problem(RECORD, request, ENGINE, 5, 5) is None
+    assert problem(RECORD, REQUEST, ENGINE, 5, 5) == "7/0: wrong version"
+    # A record that has none of its partial's tokens, and one that adds none.
+    assert why(first(0), request) == "7/0: wrong beginning"
+    assert why(first(2), request) is None
+    unended = changed(stop_reason="abort")
+    assert why(unended, dataclasses.replace(REQUEST, partial=unended)) is None
+
+
+# Damaged and foreign objects
+
+
+def with_attribute(name, value):
+    record = copy.copy(RECORD)
+    object.__setattr__(record, name, value)
+    return record
+
+
+def without(name):
+    record = copy.copy(RECORD)
+    object.__delattr__(record, name)
+    return record
+
+
+FOREIGN = {
+    "nothing": (None, "a record is a NoneType, not a Trajectory"),
+    "a request": (REQUEST, "a record is a Request, not a Trajectory"),
+    "the fields alone": (vars(RECORD), "a record is a dict, not a Trajectory"),
+    "a list": (with_attribute("tokens", [3, 9, 1]), "tokens is list, not ndarray"),
+    "a number": (with_attribute("entropy", 1.0), "entropy is float, not ndarray"),
+    "no mask": (with_attribute("mask", None), "mask is NoneType, not ndarray"),
+    "no seed": (without("seed"), "seed is NoneType, not int"),
+    "no kept": (without("kept"), "kept is NoneType, not ndarray"),
+    "an id that is a number": (with_attribute("id", 7), "id is int, not str"),
+    "a reason that cannot be a key": (
+        with_attribute("stop_reason", []), "stop_reason is list, not str"
+    ),
+    "a seed that is a float": (with_attribute("seed", 11.0), "seed is float, not int"),
+    "a seed that is a bool": (with_attribute("seed", True), "seed is bool, not int"),
+    "a temperature in words": (
+        with_attribute("temperature", "0.5"), "temperature is str, not float"
+    ),
+    "an array for a number": (
+        with_attribute("temperature", floats(0.5, 0.5)), "temperature is ndarray, not float"
+    ),
+    "wider numbers": (
+        changed(logp_behav=np.zeros(3)), "logp_behav is float64 of 1 dimensions, not float32 of 1"
+    ),
+    "numbers in the other order of bytes": (
+        changed(version=np.zeros(3, ">i4")), "version is >i4 of 1 dimensions, not int32 of 1"
+    ),
+    "objects": (
+        changed(segment=np.array([None] * 3)), "segment is object of 1 dimensions, not int32 of 1"
+    ),
+    "a mask of numbers": (
+        changed(mask=np.ones(3, np.int32)), "mask is int32 of 1 dimensions, not bool of 1"
+    ),
+    "a mask of other bytes": (
+        changed(mask=np.array([1, 2, 1], np.uint8).view(bool)),
+        "mask is bool and holds bytes other than 0 and 1",
+    ),
+    "one number": (
+        with_attribute("tokens", np.array(3, np.int32)),
+        "tokens is int32 of 0 dimensions, not int32 of 1",
+    ),
+    "a column": (
+        changed(turn=np.zeros((3, 1), np.int32)), "turn is int32 of 2 dimensions, not int32 of 1"
+    ),
+    "a row": (changed(kept=ints(1, 2, 3)), "kept is int32 of 1 dimensions, not int32 of 2"),
+    "too few": (changed(logp_raw=floats(-1, -2)), "logp_raw has 2 entries and needs 3"),
+    "none": (changed(entropy=floats()), "entropy has 0 entries and needs 3"),
+    "too many": (changed(kv_version=ints(3, 3, 3, 3)), "kv_version has 4 entries and needs 3"),
+    "evictions of the prompt alone": (
+        changed(evict_step=ints(9, 9)), "evict_step has 2 entries and needs 5"
+    ),
+    "log-probs of another prompt": (
+        changed(prompt_logps=floats(-1)), "prompt_logps has 1 entries and needs 2"
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOREIGN)
+def test_an_object_that_is_no_record(case):
+    record, sentence = FOREIGN[case]
+    assert malformed(record) == sentence
+    assert why(record) == f"7/0: {sentence}"
+
+
+def test_every_kind_of_record_is_well_formed():
+    evicted = changed(evict_step=ints(9, 9, 9, 9, 9), temperature=1, prompt_logps=floats(0, -1))
+    bare = changed(**{name: getattr(EMPTY, name) for name in (
+        "kv_version", "segment", "logits", "evict_step", "top_ids", "top_logps", "kept",
+        "prompt_logps",
+    )})
+    read_only = pickle.loads(pickle.dumps(RECORD))
+    read_only.tokens.flags.writeable = False
+    of_numpy = changed(temperature=np.float64(0.5))
+    for record in (RECORD, evicted, bare, read_only, of_numpy, EMPTY, changed(prompt=ints())):
+        assert malformed(record) is None
+
+
+VALUES = st.sampled_from([
+    None, True, 3, -1.5, 2**70, float("nan"), "x", b"x", [], {}, (), [[1], [1, 2]], object(), len,
+    np.int32(1), np.float64("nan"), np.array(1), np.array("x"), np.array([{}, None]), np.zeros(3),
+    np.zeros((3, 2), np.int32), np.zeros((0, 7), np.float32), np.zeros((3, 0), bool),
+    np.array([1, 2, 3], np.int32), np.array([2**31 - 1] * 4, np.int32), np.zeros(2**10, np.float32),
+    np.array(["2026"], "M8[Y]"), np.zeros(3, [("a", "i4")]), np.float32([np.nan, np.inf, -np.inf]),
+])
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
+@hypothesis.given(
+    st.dictionaries(st.sampled_from(list(vars(RECORD))), VALUES, min_size=1),
+    st.sampled_from([None, first(0), first(2)]),
+)
+def test_no_value_of_a_field_raises(fields, partial):
+    record = copy.copy(RECORD)
+    for name, value in fields.items():
+        object.__setattr__(record, name, value)
+    found = why(record, dataclasses.replace(REQUEST, partial=partial))
+    assert found is None or any(name in found for name in (*fields, "beginning", "request"))
