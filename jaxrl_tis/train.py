@@ -12,7 +12,7 @@ import jax
 import ml_collections
 
 from jaxrl_tis import evaluate, resume, validate
-from jaxrl_tis.build import Setup, build
+from jaxrl_tis.build import Setup, build, build_sampling
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
@@ -128,7 +128,7 @@ class Run:
             address = ray_cluster.connect(config.rollout)
             from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray
 
-            return ray_source(parts, setup.engine, setup.identity, address=address)
+            return ray_source(parts, setup.engine, setup.identity, build_sampling, address)
         return VirtualSource(parts, starts[0], setup.engine.slots, self.snapshots.add_logps)
 
     def _check(self, source: tasks.Source) -> Checked:

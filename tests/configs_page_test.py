@@ -42,7 +42,7 @@ def test_rows_by_hand():
     ]
     assert table["critic.clip_norm"] == ["`1.0`", "> 0", "change", "Largest norm of a gradient."]
     assert table["correction.weight"][:3] == ["preset", "[methods.md](methods.md)", "change"]
-    assert table["rollout.driver"][1:3] == ["`virtual`, `threads`, `processes`", "change if sync"]
+    assert table["rollout.driver"][1:3] == ["`virtual`, `threads`, `ray`", "change if sync"]
     assert table["model.numerics"][3].startswith("invariant: ")
 
 

@@ -53,6 +53,9 @@ RUNS = {
         "rollout__replay": "uniform(uses=2)",
     },
     "threads": {"rollout__schedule": "one_step", "rollout__driver": "threads"},
+    "ray": {
+        "rollout__schedule": "one_step", "rollout__driver": "ray", "rollout__cpus_per_worker": 0.01,
+    },
 }
 # What may stand for a placeholder.
 PLACEHOLDERS = {"<mask>": "|".join([*masks.MASKS, *rank_masks.MASKS])}

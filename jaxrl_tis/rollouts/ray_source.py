@@ -11,7 +11,7 @@ import dataclasses
 import math
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -72,7 +72,7 @@ class Session:
 
 
 def ray_source(
-    parts: SourceParts, engine: Engine, facts: Mapping[str, Any], worker: type = RolloutWorker,
+    parts: SourceParts, engine: Engine, facts: Mapping[str, Any], build: Callable,
     address: str | None = None,
 ) -> ConcurrentSource:
     """Makes a source whose samplers are Ray actors.
@@ -80,15 +80,15 @@ def ray_source(
     Args:
       engine: of the workers; their records must fit it.
       facts: the values that must be the same at a worker, by name.
-      worker: class of the actors.
+      build: see `RolloutWorker`.
       address: that `ray_cluster.connect` returned; without one the connection stays when the source
         is closed.
 
     Raises:
-      ValueError: Ray cannot be used, or lacks resources or memory.
+      ValueError: the cluster lacks resources or memory.
     """
     shared = Shared(AsyncBookkeeping(parts))
-    return ConcurrentSource(parts, shared, RayDriver(parts, shared, engine, facts, worker, address))
+    return ConcurrentSource(parts, shared, RayDriver(parts, shared, engine, facts, build, address))
 
 
 class RayDriver:
@@ -96,7 +96,7 @@ class RayDriver:
 
     def __init__(
         self, parts: SourceParts, shared: Shared, engine: Engine, facts: Mapping[str, Any],
-        worker: type, address: str | None,
+        build: Callable, address: str | None,
     ):
         config = parts.config
         self._rollout, self._shared, self._engine = config.rollout, shared, engine
@@ -121,9 +121,9 @@ class RayDriver:
         actor = ray.remote(
             num_cpus=cpus, num_gpus=gpus, resources=wanted, max_restarts=MAX_RESTARTS,
             concurrency_groups={"tell": 1, "report": 1, "load": 1},
-        )(worker)
+        )(RolloutWorker)
         self._actors = {
-            f"{i}": actor.remote(config.to_dict(), bool(gpus or wanted))
+            f"{i}": actor.remote(build, config.to_dict(), bool(gpus or wanted))
             for i in range(self._rollout.workers)
         }
         self._threads = [

@@ -12,7 +12,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,6 @@ import ml_collections
 import numpy as np
 import ray
 
-from jaxrl_tis.build import build_sampling
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.record import provenance
@@ -115,14 +114,15 @@ class RolloutWorker:
     """Samples for a learner, which calls `join` once, then the others.
 
     Args:
+      build: config -> what it samples with, as `build.build_sampling` returns it.
       config: of the run, as a dict.
       has_accelerator: whether Ray gave this worker TPUs or GPUs; otherwise it uses the CPU alone.
     """
 
-    def __init__(self, config: Mapping[str, Any], has_accelerator: bool):
+    def __init__(self, build: Callable, config: Mapping[str, Any], has_accelerator: bool):
         if not has_accelerator:
             jax.config.update("jax_platforms", "cpu")
-        self._config = ml_collections.ConfigDict(config)
+        self._build = functools.partial(build, ml_collections.ConfigDict(config))
         self._changed = threading.Condition()
         self._session: str | None = None
         self._events: list[Event] = []
@@ -143,7 +143,7 @@ class RolloutWorker:
         """
         if self._session is not None:
             os._exit(1)
-        setup = build_sampling(self._config)
+        setup = self._build()
         self._sampler = Sampler(functools.partial(setup.scheduler, setup.engine))
         self._like, self._session = setup.engine.abstract_params(), uuid.uuid4().hex
         threading.Thread(target=self._guarded, daemon=True).start()

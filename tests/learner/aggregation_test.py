@@ -203,6 +203,6 @@ def test_every_mode_is_one_of_these_ways():
     kind = lambda setup: (setup.schedule.on_arrival, bool(setup.training.recompute_reason))
     kinds = {kind(of(**settings)) for settings, _ in WAYS.values()}
     ahead = [schedule for schedule in schedules.SCHEDULES if schedule != "sync"]
-    for schedule, driver in itertools.product(ahead, ("virtual", "processes")):
+    for schedule, driver in itertools.product(ahead, ("virtual", "ray")):
         setup = of(rollout__schedule=schedule, rollout__driver=driver, rollout__workers=2)
         assert kind(setup) in kinds, (schedule, driver)

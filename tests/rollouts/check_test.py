@@ -31,9 +31,10 @@ def problems(config) -> list[str]:
     (dict(schedule="areal", update_turns=-1), "rollout.update_turns is -1"),
     (dict(schedule="areal", driver="thread"), "rollout.driver is 'thread'; choose one of virtual"),
     (dict(schedule="areal", driver="threads", update_turns=2), "rollout.update_turns = 2 is for rollout.driver = 'virtual'"),
-    (dict(schedule="areal", driver="processes", listen="8000"), "rollout.listen: '8000' is not an address"),
-    (dict(schedule="areal", driver="processes", transport=""), "rollout.transport is empty"),
-    (dict(schedule="areal", driver="processes", worker_timeout=0.0), "worker_timeout is 0.0 seconds"),
+    (dict(schedule="areal", driver="ray", ray_address="8000"), "rollout.ray_address: '8000' is not an address"),
+    (dict(schedule="areal", driver="ray", worker_timeout=0.0), "rollout.worker_timeout is 0.0 seconds"),
+    (dict(schedule="areal", driver="ray", start_timeout=float("inf")), "rollout.start_timeout is inf seconds"),
+    (dict(schedule="areal", driver="ray", tpus_per_worker=-1.0), "rollout.tpus_per_worker is -1.0"),
     (dict(schedule="areal", driver="threads", old_logp_source="replica"), "keeps no copy of them; set it to ring"),
     (dict(driver="threads"), "rollout.driver = 'threads' is for samplers that run ahead"),
     (dict(workers=2), "rollout.workers = 2 is for samplers that run ahead"),
@@ -75,11 +76,6 @@ def test_replay_goes_with_every_mode(replay):
 @pytest.mark.parametrize("schedule", ["sync", "periodic", "one_step", "areal(staleness=2)"])
 def test_modes_as_they_are(schedule):
     assert not problems(tiny.config(rollout__schedule=schedule))
-
-
-def test_processes_come_in_any_number():
-    laminar = dict(rollout__schedule="laminar(staleness=2)", rollout__driver="processes")
-    assert not problems(tiny.config(**laminar))
 
 
 @pytest.mark.parametrize("changes, why", [
