@@ -148,9 +148,9 @@ def test_where_ray_listens(nodes, monkeypatch):
 # Commands
 
 
-def refused(tmp_path, *options, **environment) -> str:
+def refused(tmp_path, *options, main=MAIN[:2], **environment) -> str:
     """What a command prints that ends with 2 before anything is sampled."""
-    command = [*MAIN, f"--workdir={tmp_path / 'run'}", *options]
+    command = [*main, *MAIN[2:], f"--workdir={tmp_path / 'run'}", *options]
     code, text = forked.run(command, tmp_path / "log", ray_nodes.ENVIRONMENT | environment)
     assert code == 2 and "Traceback" not in text, text[-3000:]
     assert not (tmp_path / "run" / "samples.jsonl").exists()
@@ -172,13 +172,26 @@ def test_a_command_that_asks_for_more_than_this_machine_has(tmp_path):
 @pytest.mark.all
 def test_commands_with_a_head_that_cannot_be_used(tmp_path):
     with ray_nodes.Node(tmp_path, f"--object-store-memory={78 << 20}", "--num-cpus=1") as head:
-        for name, environment, expected in (
-            ("wrong", {"RAY_AUTH_TOKEN": "u" * 64}, "same token"),
-            ("missing", {"RAY_AUTH_MODE": "disabled"}, "same token"),
-            ("none", {"RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)}, "same token"),
-        ):
-            (tmp_path / name).mkdir()
-            start = time.monotonic()
-            text = refused(tmp_path / name, RAY_ADDRESS=head.address, **environment)
-            assert f"cannot use Ray at {head.address}" in text and expected in text
-            assert time.monotonic() - start < 30
+        def why(name, *options, **environment):
+            start, folder = time.monotonic(), tmp_path / name
+            folder.mkdir()
+            text = refused(folder, *options, RAY_ADDRESS=head.address, **environment)
+            assert time.monotonic() - start < 60
+            return text
+
+        unusable = f"cannot use Ray at {head.address}: "
+        for name, environment in {
+            "wrong": {"RAY_AUTH_TOKEN": "u" * 64}, "disabled": {"RAY_AUTH_MODE": "disabled"},
+            "missing": {"RAY_AUTH_TOKEN": "", "HOME": str(tmp_path)},
+        }.items():
+            text = why(name, **environment)
+            assert unusable in text and "the same token" in text
+        changed = hosts.changed(tmp_path, "import ray\nray.__version__ = '2.54.0'")
+        text = why("version", main=changed)
+        assert unusable in text and f"Ray: {ray.__version__}" in text and "Ray: 2.54.0" in text
+        text = why("store", "--config.model.embed_dim=512", "--config.model.mlp_dim=2048")
+        assert "has 78 MiB, and two versions of the weights and records need" in text
+        for pid in ray_nodes.named(head.pid, "/raylet/raylet "):
+            os.kill(pid, signal.SIGKILL)
+        text = why("no node")
+        assert unusable in text and "a node on this machine" in text
