@@ -8,7 +8,7 @@ import warnings
 
 import ml_collections
 
-from jaxrl_tis.runtime import addresses
+from jaxrl_tis.runtime import addresses, processes
 
 CONNECT_SECONDS = 5.0
 RECORDS = 64 << 20  # bytes of an object store for requests and records
@@ -24,9 +24,29 @@ def connect(rollout: ml_collections.ConfigDict) -> str | None:
     Raises:
       ValueError: Ray is not installed, or the cluster cannot be used.
     """
-    address = rollout.ray_address or os.environ.get("RAY_ADDRESS", "local")
-    if address == "local":
+    given = rollout.ray_address or os.environ.get("RAY_ADDRESS", "local")
+    own, address = processes.first(lambda: (_connect(given, given == "local"), _gcs_address()))
+    problem = ""
+    if not processes.is_first():
+        try:
+            own = _connect(address, given == "local")
+        except ValueError as error:
+            problem = f"process {processes.index()}: {error}"
+    if problems := [text for text in processes.exchange(problem) if text]:
+        raise ValueError(problems[0])
+    return own
+
+
+def _gcs_address() -> str:
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
+def _connect(address: str, is_local: bool) -> str | None:
+    if is_local:
         os.environ.setdefault(LOOPBACK, "0")
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
     try:
         import ray
     except ImportError as error:

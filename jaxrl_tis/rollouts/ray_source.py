@@ -71,9 +71,13 @@ class Session:
     stats: Stats = dataclasses.field(default_factory=Stats)
 
 
+def _put(served: Any) -> tuple[ray.ObjectRef, ...]:
+    return (ray.put(pieces(served)),)
+
+
 def ray_source(
     parts: SourceParts, engine: Engine, facts: Mapping[str, Any], build: Callable,
-    address: str | None = None,
+    address: str | None = None, put: Callable[[Any], tuple[ray.ObjectRef, ...]] = _put,
 ) -> ConcurrentSource:
     """Makes a source whose samplers are Ray actors.
 
@@ -83,12 +87,14 @@ def ray_source(
       build: see `RolloutWorker`.
       address: that `ray_cluster.connect` returned; without one the connection stays when the source
         is closed.
+      put: serving parameters -> references to their pieces in the object store.
 
     Raises:
       ValueError: the cluster lacks resources or memory.
     """
     shared = Shared(AsyncBookkeeping(parts))
-    return ConcurrentSource(parts, shared, RayDriver(parts, shared, engine, facts, build, address))
+    driver = RayDriver(parts, shared, engine, facts, build, address, put)
+    return ConcurrentSource(parts, shared, driver)
 
 
 class RayDriver:
@@ -96,7 +102,7 @@ class RayDriver:
 
     def __init__(
         self, parts: SourceParts, shared: Shared, engine: Engine, facts: Mapping[str, Any],
-        build: Callable, address: str | None,
+        build: Callable, address: str | None, put: Callable,
     ):
         config = parts.config
         self._rollout, self._shared, self._engine = config.rollout, shared, engine
@@ -110,7 +116,7 @@ class RayDriver:
         self._is_closed, self._gone, self._left, self._evicted = False, Stats(), 0, 0
         self._since = self._said_at = time.monotonic()
         self._has_joined = False
-        self._address = address
+        self._address, self._put = address, put
         try:
             self._check_cluster()
         except ValueError:
@@ -151,7 +157,7 @@ class RayDriver:
     def stage(self, served: Any, version: int) -> Weights:
         sent = fingerprint.hex(fingerprint.digest(served))
         self._await_room()
-        return Weights(version, (ray.put(pieces(served)),), sent)
+        return Weights(version, self._put(served), sent)
 
     def _await_room(self) -> None:
         """Waits until the object store has at most one version."""
