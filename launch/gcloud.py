@@ -1,6 +1,7 @@
 """The gcloud commands of launch/tpu_vm.py."""
 
 import argparse
+import dataclasses
 import re
 import shlex
 
@@ -11,15 +12,27 @@ DURATION = r"(?=.*\d)P?(\d+[wd])*(T?(\d+[hms])+)?"  # as gcloud reads it: 2h, 1d
 
 
 class Gcloud:
-    """Builds the gcloud commands of a plan."""
+    """Builds the gcloud commands of a plan.
 
-    def __init__(self, plan: plans.Plan, given: argparse.Namespace):
-        self.plan, self.given = plan, given
-        count = given.num_slices
+    Attributes:
+      workers: the commands for each machine of a rollout worker, a queued resource of its own.
+      is_worker: whether these are the commands of such a machine.
+    """
+
+    def __init__(self, plan: plans.Plan, given: argparse.Namespace, is_worker: bool = False):
+        self.plan, self.given, self.is_worker = plan, given, is_worker
+        self.workers = [self._worker(i) for i in range(plan.workers.num_slices if plan.workers else 0)]
+        count = 1 if is_worker else given.num_slices
         self.nodes = [plan.name] if count == 1 else [f"{plan.name}-{i}" for i in range(count)]
         where = {"project": given.project, "zone": given.zone}
         self._where = [f"--{name}={value}" for name, value in where.items() if value]
         self._within = [*self._where, *["--internal-ip"] * given.internal_ips]
+
+    def _worker(self, index: int) -> "Gcloud":
+        machine = dataclasses.replace(self.plan.workers, num_slices=1)
+        name = f"{self.plan.name}-worker-{index}"
+        plan = dataclasses.replace(self.plan, name=name, topology=machine, workers=None)
+        return Gcloud(plan, self.given, is_worker=True)
 
     def _queued(self, verb: str, *rest: str, track: tuple[str, ...] = ()) -> list[str]:
         return ["gcloud", *track, "compute", "tpus", "queued-resources", verb, self.plan.name,
@@ -85,12 +98,28 @@ class Gcloud:
         return self.ssh(node, f"if [ -e {script} ]; then bash {script} status; "
                         "else echo not running: no code; fi", worker)
 
+    def starts(self) -> list[list[str]]:
+        """Returns the commands that start the run, or Ray on the machine of a rollout worker."""
+        kind = self.plan.topology.kind
+        words = ["work", kind] if self.is_worker else ["start", kind, *self.plan.arguments]
+        return [self.on_vm(node, shlex.join(words)) for node in self.nodes]
+
+    def address(self) -> list[str]:
+        """Returns the command that prints the internal address of host 0."""
+        return ["gcloud", "compute", "tpus", "tpu-vm", "describe", self.nodes[0], *self._where,
+                "--format=value(networkEndpoints[0].ipAddress)"]
+
+    def token(self) -> list[str]:
+        """Returns the command that prints Ray's token on host 0, if a run was started there."""
+        read = f"sed -n s/^RAY_AUTH_TOKEN=//p {SECRETS_FILE}"
+        return self.ssh(self.nodes[0], f"if [ -e {SECRETS_FILE} ]; then {read}; fi", "0")
+
     def follow(self) -> list[str]:
         return self.on_vm(self.nodes[0], "follow", "0")
 
     def again(self, command: str) -> str:
         """Returns the command line of this launcher for the same machines."""
-        names = ("config", "name", "accelerator", "project", "zone")
+        names = ("config", "name", "accelerator", "project", "zone", "worker_accelerator", "num_workers")
         words = {name: getattr(self.given, name) for name in names}
         if self.given.num_slices > 1:
             words["num_slices"] = self.given.num_slices

@@ -17,7 +17,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(LAUNCH))
     monkeypatch.syspath_prepend(str(LAUNCH / "gke"))
     yield importlib.import_module
-    for name in ("plan", "clone", "supervise", "tpu_vm", "jobset"):
+    for name in ("plan", "clone", "gcloud", "machines", "supervise", "tpu_vm", "jobset", "raycluster"):
         sys.modules.pop(name, None)
 
 
