@@ -13,7 +13,7 @@
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-restart=42
+restart=42 patience=600  # exit code; seconds to wait for the head
 export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0
 
 is_member() {  # whether Ray runs on this host, and reaches the head
@@ -26,6 +26,9 @@ join() {  # $@: what the host offers to workers
     ray start --head --node-ip-address="${RAY_ADDRESS%:*}" --port="${RAY_ADDRESS##*:}" \
       --include-dashboard=false "$@"
   else
+    until ray health-check --address="$RAY_ADDRESS" >/dev/null 2>&1 || [ "$SECONDS" -ge "$patience" ]; do
+      sleep 5
+    done
     ray start --address="$RAY_ADDRESS" "$@"
   fi
 }

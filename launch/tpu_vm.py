@@ -155,6 +155,8 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
                 time.sleep(POLL_SECONDS)
             elif found is not None and _begin(shell, gcloud, found.environment):
                 cluster = found
+                for worker in workers:
+                    worker.machines.has_run &= not found.is_new
             else:
                 machines.missed()
                 time.sleep(POLL_SECONDS)

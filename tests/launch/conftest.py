@@ -49,3 +49,15 @@ def call(scripts, cloud, committed, monkeypatch):
             plan.main(script.main)
         return exited.value.code
     return run
+
+
+@pytest.fixture
+def play(call, scripts, cloud, monkeypatch):
+    """Runs tpu_vm.py on played answers; returns its exit code and the verbs of the calls."""
+    monkeypatch.setattr(scripts("tpu_vm"), "POLL_SECONDS", 0.0)
+
+    def run(*arguments, **answers):
+        cloud.answer(**answers)
+        code = call("tpu_vm", *arguments)
+        return code, [fakes.verb_of(words) for words in cloud.calls()]
+    return run
