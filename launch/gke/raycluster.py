@@ -8,8 +8,8 @@ the commands and runs nothing.
 
 Examples:
 
-    python launch/gke/raycluster.py run --image=IMAGE --config=configs/gsm8k_qwen25_0p5b.py:grpo --workdir=gs://BUCKET/ahead --worker_accelerator=v5litepod-4 --num_workers=2
-    python launch/gke/raycluster.py logs --config=configs/gsm8k_qwen25_0p5b.py:grpo
+    python launch/gke/raycluster.py run --image=IMAGE --config=CONFIG --workdir=gs://BUCKET/RUN --worker_accelerator=v5litepod-4
+    python launch/gke/raycluster.py logs --config=CONFIG
 """
 
 import argparse
@@ -27,7 +27,6 @@ import plan as plans  # noqa: E402
 from jaxrl_tis.aot.flags import init_args  # noqa: E402
 
 RAY_PORT, NODE_PORT = 6379, 6380
-HEAD_CPUS, HEAD_MEMORY = 2, "4Gi"
 
 TOKEN = """\
 - name: RAY_AUTH_MODE
@@ -76,8 +75,8 @@ spec:
 {head_probes}\
             resources:
               limits:
-                cpu: {cpus}
-                memory: {memory}
+                cpu: 2
+                memory: 4Gi
   workerGroupSpecs:
     - groupName: rollout
       replicas: {workers}
@@ -134,7 +133,7 @@ def manifest(plan: plans.Plan, given: argparse.Namespace) -> str:
     cluster = MANIFEST.format(
         name=plan.name, image=quoted(given.image), ray_port=RAY_PORT, node_port=NODE_PORT,
         head_token=textwrap.indent(token, " " * 14), head_probes=probes(RAY_PORT, 12),
-        cpus=HEAD_CPUS, memory=HEAD_MEMORY, workers=workers.num_slices, label=workers.offer.label,
+        workers=workers.num_slices, label=workers.offer.label,
         shape=workers.shape, capacity=jobset.capacity(given, 12),
         flags=quoted(init_args(workers.kind)), worker_token=textwrap.indent(token, " " * 16),
         worker_probes=probes(NODE_PORT, 14), chips=workers.chips_per_host,

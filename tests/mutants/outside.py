@@ -114,6 +114,7 @@ MUTANTS = [
     *of(
         "../launch/supervise.py",
         ("a mistake is repeated", "code == RESTART or", "code in (RESTART, 1, 2) or"),
+        ("the command for the end is dropped", "if given.after is not None:", "if False:"),
         ("restarts have no bound", " or self.attempt > self.max_restarts", ""),
         ("a signal is followed by a restart", "self.is_stopping or not", "not"),
         tests="launch/supervise_test.py",
@@ -137,6 +138,20 @@ MUTANTS = [
         tests="launch/tpu_vm_test.py",
     ),
     *of(
+        "../launch/tpu_vm.py",
+        ("rollout workers stay with a lost head", "worker.machines.has_run &= not found.is_new", "pass"),
+        ("a run starts without a worker machine", "found.is_new and not any(", "False and not any("),
+        ("each start makes a new token", "kept[0] if kept else secrets", "secrets"),
+        ("one failed deletion keeps the other machines", "failed = error", "raise"),
+        tests="launch/workers_test.py",
+    ),
+    *of(
+        "../launch/plan.py",
+        ("a rollout worker on several hosts", "if workers.hosts_per_slice > 1:", "if False:"),
+        ("Ray without machines for rollout workers", 'if driver == "ray":', "if False:"),
+        tests="launch/workers_test.py",
+    ),
+    *of(
         "../launch/gcloud.py",
         ("internal hosts are reached from outside", '*["--internal-ip"] * given.internal_ips', ""),
         tests="launch/tpu_vm_test.py",
@@ -153,5 +168,12 @@ MUTANTS = [
         ("xpk gives another time to save", "-seconds={grace(plan)}", "-seconds=30"),
         ("a long step is killed", "given[-1] if given else STEP_GRACE", "STEP_GRACE"),
         tests="launch/jobset_test.py",
+    ),
+    *of(
+        "../launch/gke/raycluster.py",
+        ("a token of another Secret", "name: {name}-ray", "name: {name}"),
+        ("the head takes rollout workers", 'num-cpus: "0"', 'num-cpus: "1"'),
+        ("the Secret with the token stays", '"secret", f"{plan.name}-ray"', '"secret", plan.name'),
+        tests="launch/raycluster_test.py",
     ),
 ]
