@@ -174,6 +174,6 @@ MUTANTS = [
         ("a token of another Secret", "name: {name}-ray", "name: {name}"),
         ("the head takes rollout workers", 'num-cpus: "0"', 'num-cpus: "1"'),
         ("the Secret with the token stays", '"secret", f"{plan.name}-ray"', '"secret", plan.name'),
-        tests="launch/raycluster_test.py",
+        tests="launch/raycluster_test.py launch/jobset_test.py",
     ),
 ]
