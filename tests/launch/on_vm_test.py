@@ -46,7 +46,7 @@ def host(tmp_path):
     names = tmp_path / "bin"
     names.mkdir()
     (names / "python3.13").symlink_to(sys.executable)
-    (python.parent / "ray").write_text('#!/usr/bin/env bash\necho "ray $*" >>calls\n')
+    (python.parent / "ray").write_text('#!/usr/bin/env bash\nsleep 1\necho "ray $*" >>calls\n')
     (clone / "launch" / "on_ray.sh").write_text(
         'echo "$RAY_ADDRESS $LIBTPU_INIT_ARGS $1" >>calls\nshift\n'
         '[ $# -gt 0 ] || set -- sleep 60\nexec "$@"\n')
