@@ -47,7 +47,9 @@ def _gcs_address() -> str:
 
 
 def _connect(address: str, is_local: bool) -> str | None:
-    own = {LOOPBACK: "0", "RAY_AUTH_MODE": "token"} if is_local else {ALONE: ALONE_SECONDS}
+    own = {LOOPBACK: "0"} if is_local else {ALONE: ALONE_SECONDS}
+    if is_local and address != "local":  # that process 0 has started, with a token
+        own["RAY_AUTH_MODE"] = "token"
     for name, value in own.items():
         os.environ.setdefault(name, value)
     try:
