@@ -108,9 +108,11 @@ class Run:
 
     def _make_source(self) -> RolloutSource:
         setup, config, needs = self.setup, self.setup.config, self.setup.training.correction.needs
+        # On Ray, process 0 commands the workers alone.
+        is_shared = config.rollout.driver != "ray"
         self._batches = batches = Batches(
             config.task.name, config.task.params, batch_size=config.rollout.prompts,
-            seed=config.seed, **processes.shard(), check=self._check,
+            seed=config.seed, **(processes.shard() if is_shared else {}), check=self._check,
         )
         self._data = batches.source
         groups = Groups(config, self._prompter, self.rewards, "greedy_rewards" in needs)
@@ -119,6 +121,7 @@ class Run:
         parts = SourceParts(
             config, setup.schedule, setup.replay, groups, batches, self._timer,
             setup.served_params if has_threads else setup.serving_params, self.heartbeat,
+            processes.gather if is_shared else list,
         )
         if setup.schedule.is_sync and parts.replay is None:
             return SyncSource(parts, starts[0])
@@ -126,9 +129,14 @@ class Run:
             return thread_source(parts, starts, setup.engine.slots)
         if config.rollout.driver == "ray":
             address = ray_cluster.connect(config.rollout)
-            from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray
+            arguments = parts, setup.engine, setup.identity, build_sampling, address
+            if processes.is_alone():
+                from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray
 
-            return ray_source(parts, setup.engine, setup.identity, build_sampling, address)
+                return ray_source(*arguments)
+            from jaxrl_tis.rollouts.ray_processes import ProcessesSource
+
+            return ProcessesSource(*arguments)
         return VirtualSource(parts, starts[0], setup.engine.slots, self.snapshots.add_logps)
 
     def _check(self, source: tasks.Source) -> Checked:
@@ -388,7 +396,8 @@ def opened(
             Checkpoints(workdir, config.checkpoint.keep, before_commit=mirror.upload)
         )
         rewards = stack.enter_context(worker(
-            config.reward, share=processes.share, heartbeat=watchdog.heartbeat,
+            config.reward, heartbeat=watchdog.heartbeat,
+            **({"share": processes.share} if config.rollout.driver != "ray" else {}),
             failures=Failures(
                 folder / failures.FILE_NAME if processes.is_first() else None,
                 lambda text: processes.report(text, sys.stderr),

@@ -20,7 +20,6 @@ from jaxrl_tis.rollouts.groups import Sample, is_equal
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue
 from jaxrl_tis.rollouts.sampler import Cancel, Command, NewRequests, Preempt
 from jaxrl_tis.rollouts.source import SourceParts, engine_metrics
-from jaxrl_tis.runtime import processes
 
 NEEDS = {"reward": ("tokens",), LEARNER: ("reward",)}
 
@@ -92,6 +91,7 @@ class AsyncBookkeeping:
         self._config, self._schedule, self._groups = parts.config, schedule, parts.groups
         self._batches, self._timer, self._on_records = parts.batches, parts.timer, on_records
         self._records: list[dict[str, str]] = []
+        self._gather = parts.gather
         self._age = replay.max_age(schedule, way, rollout.max_age)
         self._replay = None if way is None else replay.Replay(way, self._age, parts.config.seed)
         self._replay_before: replay.Replay | None = None  # the batch that is being trained on
@@ -179,7 +179,7 @@ class AsyncBookkeeping:
         synchronous source, which gives them the same sampling noise."""
         if not self._records:
             with self._timer("data"):
-                self._records = processes.gather(next(self._batches))
+                self._records = self._gather(next(self._batches))
         entry = self.queue.entries[group]
         entry.prompt = self._records.pop(0)
         self._make_requests(entry)

@@ -1,4 +1,4 @@
-"""The asynchronous source of the drivers "threads" and "processes": samplers run during updates.
+"""The asynchronous source of the drivers "threads" and "ray": samplers run during updates.
 
 The learner's thread publishes weights, computes rewards and takes batches. The driver's threads
 report the samplers' results. One lock protects the shared state. No thread holds it during an
@@ -90,17 +90,24 @@ class ConcurrentSource:
         self._last_batch = time.monotonic()
 
     def publish(self, params: Any, version: int) -> bool:
+        is_synced = self.is_sync_due(version)
+        self.staged(self.stage(params, version) if is_synced else None, version)
+        return is_synced
+
+    def is_sync_due(self, version: int) -> bool:
+        """Whether samplers will use this version once it is published."""
         with self._shared.changed:
             self._shared.check()
-            is_synced = self.books.controller.is_sync_due(version)
-        staged = self._stage(params, version) if is_synced else None
+            return self.books.controller.is_sync_due(version)
+
+    def staged(self, staged: Any, version: int) -> None:
+        """Publishes a version; `staged`: what `Driver.stage` returned, None if no sync is due."""
         self._reward()
         with self._shared.changed:
-            if is_synced:
+            if staged is not None:
                 self.driver.publish(staged, version)
             self.books.published(version)
             self.driver.decide()
-        return is_synced
 
     def parts(self, step: int) -> Iterator[list[Sample]]:
         return batch_parts(self.books, self._next_groups)
@@ -137,7 +144,7 @@ class ConcurrentSource:
     def close(self, is_over: bool) -> None:
         self.driver.close(is_over)
 
-    def _stage(self, params: Any, version: int) -> Any:
+    def stage(self, params: Any, version: int) -> Any:
         """Makes serving parameters and moves them to the samplers, which continue meanwhile."""
         start = time.monotonic()
         served = jax.block_until_ready(self._serving_params(params, version))
@@ -147,18 +154,24 @@ class ConcurrentSource:
         return staged
 
     def _next_groups(self) -> list[Entry]:
-        """Waits for groups of the next batch, and rewards samples that finish meanwhile."""
-        while True:
-            with self._timer("rollout"), self._shared.changed:
-                self._shared.check()
-                if (entries := self.books.take()) is not None:
-                    self.driver.decide()
-                    return entries
-                if (claim := self.books.claim()) is None:
-                    self._wait()
-            if claim is not None:
-                self._add_rewards(claim)
+        """Waits for groups of the next batch."""
+        while (entries := self.poll()) is None:
             self._heartbeat()
+        return entries
+
+    def poll(self) -> list[Entry] | None:
+        """Returns groups of the next batch if there are any. Otherwise it rewards samples that have
+        finished, or waits for a change, at most PULSE_SECONDS."""
+        with self._timer("rollout"), self._shared.changed:
+            self._shared.check()
+            if (entries := self.books.take()) is not None:
+                self.driver.decide()
+                return entries
+            if (claim := self.books.claim()) is None:
+                self._wait()
+        if claim is not None:
+            self._add_rewards(claim)
+        return None
 
     def _wait(self) -> None:
         """Waits for a change, under the lock, at most PULSE_SECONDS."""

@@ -8,7 +8,7 @@ import warnings
 
 import ml_collections
 
-from jaxrl_tis.runtime import addresses
+from jaxrl_tis.runtime import addresses, processes
 
 CONNECT_SECONDS = 5.0
 RECORDS = 64 << 20  # bytes of an object store for requests and records
@@ -27,9 +27,31 @@ def connect(rollout: ml_collections.ConfigDict) -> str | None:
     Raises:
       ValueError: Ray is not installed, or the cluster cannot be used.
     """
-    address = rollout.ray_address or os.environ.get("RAY_ADDRESS", "local")
-    name, value = (LOOPBACK, "0") if address == "local" else (ALONE, ALONE_SECONDS)
-    os.environ.setdefault(name, value)
+    given = rollout.ray_address or os.environ.get("RAY_ADDRESS", "local")
+    own, address = processes.first(lambda: (_connect(given, given == "local"), _gcs_address()))
+    problem = ""
+    if not processes.is_first():
+        try:
+            own = _connect(address, given == "local")
+        except ValueError as error:
+            problem = f"process {processes.index()}: {error}"
+    if problems := [text for text in processes.exchange(problem) if text]:
+        raise ValueError(problems[0])
+    return own
+
+
+def _gcs_address() -> str:
+    import ray
+
+    return ray.get_runtime_context().gcs_address
+
+
+def _connect(address: str, is_local: bool) -> str | None:
+    own = {LOOPBACK: "0"} if is_local else {ALONE: ALONE_SECONDS}
+    if is_local and address != "local":  # that process 0 has started, with a token
+        own["RAY_AUTH_MODE"] = "token"
+    for name, value in own.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError as error:

@@ -72,9 +72,13 @@ class Session:
     stats: Stats = dataclasses.field(default_factory=Stats)
 
 
+def _put(served: Any) -> tuple[ray.ObjectRef, ...]:
+    return (ray.put(pieces(served)),)
+
+
 def ray_source(
     parts: SourceParts, engine: Engine, facts: Mapping[str, Any], build: Callable,
-    address: str | None = None,
+    address: str | None = None, put: Callable[[Any], tuple[ray.ObjectRef, ...]] = _put,
 ) -> ConcurrentSource:
     """Makes a source whose samplers are Ray actors.
 
@@ -84,12 +88,14 @@ def ray_source(
       build: see `RolloutWorker`.
       address: that `ray_cluster.connect` returned; without one the connection stays when the source
         is closed.
+      put: serving parameters -> references to their pieces in the object store.
 
     Raises:
       ValueError: the cluster lacks resources or memory.
     """
     shared = Shared(AsyncBookkeeping(parts))
-    return ConcurrentSource(parts, shared, RayDriver(parts, shared, engine, facts, build, address))
+    driver = RayDriver(parts, shared, engine, facts, build, address, put)
+    return ConcurrentSource(parts, shared, driver)
 
 
 class RayDriver:
@@ -97,7 +103,7 @@ class RayDriver:
 
     def __init__(
         self, parts: SourceParts, shared: Shared, engine: Engine, facts: Mapping[str, Any],
-        build: Callable, address: str | None,
+        build: Callable, address: str | None, put: Callable,
     ):
         config = parts.config
         self._rollout, self._shared, self._engine = config.rollout, shared, engine
@@ -111,7 +117,7 @@ class RayDriver:
         self._is_closed, self._gone, self._left, self._evicted = False, Stats(), 0, 0
         self._since = self._said_at = self._looked_at = time.monotonic()
         self._has_joined = False
-        self._address = address
+        self._address, self._put = address, put
         try:
             self._check_cluster()
         except ValueError:
@@ -155,7 +161,7 @@ class RayDriver:
         self._await_room()
         self._look()  # without the node's Ray, `put` would end this process
         try:
-            return Weights(version, (ray.put(pieces(served)),), sent)
+            return Weights(version, self._put(served), sent)
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
             raise Unwritable(
                 f"Ray's object store has no room for version {version} of the weights, "
