@@ -189,7 +189,7 @@ def test_commands_with_a_head_that_cannot_be_used(tmp_path):
         changed = hosts.changed(tmp_path, "import ray\nray.__version__ = '2.54.0'")
         text = why("version", main=changed)
         assert unusable in text and f"Ray: {ray.__version__}" in text and "Ray: 2.54.0" in text
-        text = why("store", "--config.model.embed_dim=512", "--config.model.mlp_dim=2048")
+        text = why("store", "--config.model.embed_dim=512", "--config.model.mlp_dim=4096")
         assert "has 78 MiB, and two versions of the weights and records need" in text
         for pid in ray_nodes.named(head.pid, "/raylet/raylet "):
             os.kill(pid, signal.SIGKILL)
