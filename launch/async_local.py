@@ -28,6 +28,14 @@ def trained(workdir: pathlib.Path) -> list[dict]:
     return [r for r in lines(workdir / "metrics.jsonl") if r["phase"] == "train"]
 
 
+def is_running(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def workers(learner: int) -> list[int]:
     """Returns the rollout workers among the descendants of a process, by their ids."""
     listed = subprocess.run(
@@ -45,7 +53,9 @@ def workers(learner: int) -> list[int]:
 
 def kill(workdir: pathlib.Path, learner: int) -> int:
     while len(trained(workdir)) < KILL_STEP:
-        os.kill(learner, 0)  # ProcessLookupError where it is gone
+        if not is_running(learner):
+            print(f"the learner ended before step {KILL_STEP}", file=sys.stderr)
+            return 1
         time.sleep(0.01)
     time.sleep(INTO_STEP)
     found = workers(learner)

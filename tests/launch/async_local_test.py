@@ -43,7 +43,8 @@ def learner(command):
     try:
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -89,3 +90,10 @@ def test_a_learner_without_workers(run, scripts, capsys):
     with learner("sleep 60") as process:
         assert module.kill(run(count=module.KILL_STEP), process.pid) == 1
     assert "has no ray::RolloutWorker among its descendants" in capsys.readouterr().err
+
+
+def test_a_learner_that_ends_early(run, scripts, capsys):
+    with learner("true") as process:
+        process.wait()
+        assert scripts("async_local").kill(run(count=0), process.pid) == 1
+    assert capsys.readouterr().err == "the learner ended before step 5\n"
