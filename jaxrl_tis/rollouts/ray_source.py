@@ -211,7 +211,8 @@ class RayDriver:
         if not self._has_joined and now - self._since > self._rollout.start_timeout:
             raise ValueError(
                 f"no rollout worker has started within rollout.start_timeout = "
-                f"{self._rollout.start_timeout:g} s: {ray_cluster.lacking(self._rollout, 1) or 'see'}"
+                f"{self._rollout.start_timeout:g} s: "
+                f"{ray_cluster.lacking(self._rollout, 1) or 'raise it, or read the logs of Ray'}"
             )
         if now - self._said_at > TELL_SECONDS:
             processes.report(f"no rollout worker is there; {count - len(self._ended)} are starting")
@@ -368,6 +369,8 @@ class RayDriver:
 
     def _take(self, session: Session, events: list[Event], stats: Stats) -> None:
         """Takes what a worker reports; Invalid where it cannot be."""
+        if {type(e) for e in events} - {Event} or type(stats) is not Stats:
+            raise Invalid("its report is not one of events and counts")
         for event in events:
             if event.kind == "synced":
                 self._synced(session, event.value)
