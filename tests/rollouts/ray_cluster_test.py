@@ -173,11 +173,8 @@ def test_a_command_that_asks_for_more_than_this_machine_has(tmp_path):
 def test_commands_with_a_head_that_cannot_be_used(tmp_path):
     with ray_nodes.Node(tmp_path, f"--object-store-memory={78 << 20}", "--num-cpus=1") as head:
         def why(name, *options, **environment):
-            start, folder = time.monotonic(), tmp_path / name
-            folder.mkdir()
-            text = refused(folder, *options, RAY_ADDRESS=head.address, **environment)
-            assert time.monotonic() - start < 60
-            return text
+            (tmp_path / name).mkdir()
+            return refused(tmp_path / name, *options, RAY_ADDRESS=head.address, **environment)
 
         unusable = f"cannot use Ray at {head.address}: "
         for name, environment in {
@@ -189,9 +186,9 @@ def test_commands_with_a_head_that_cannot_be_used(tmp_path):
         changed = hosts.changed(tmp_path, "import ray\nray.__version__ = '2.54.0'")
         text = why("version", main=changed)
         assert unusable in text and f"Ray: {ray.__version__}" in text and "Ray: 2.54.0" in text
-        text = why("store", "--config.model.embed_dim=512", "--config.model.mlp_dim=4096")
+        text = why("store", "--config.model.embed_dim=512", "--config.model.mlp_dim=16384")
         assert "has 78 MiB, and two versions of the weights and records need" in text
         for pid in ray_nodes.named(head.pid, "/raylet/raylet "):
             os.kill(pid, signal.SIGKILL)
-        text = why("no node")
+        text = why("no node")  # after the minute that Ray waits for one
         assert unusable in text and "a node on this machine" in text

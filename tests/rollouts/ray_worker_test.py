@@ -235,6 +235,8 @@ def test_an_engine_that_hangs_is_reported(worker):
     load(worker, session, 0)
     worker.tell(session, Sync(), 0)
     reported(worker, session, 1)
+    for _ in range(5):
+        assert worker.report(session)[0] == []
     made[0].step = lambda: time.sleep(1)
     worker.tell(session, NewRequests(requests("1")))
     with pytest.raises(RuntimeError, match="no progress for watchdog.timeout = 0.2 s"):
