@@ -1,7 +1,9 @@
-"""A learner and rollout workers as processes of one machine, for ./launch/async_local.sh.
+"""A learner and two rollout workers on one machine, for ./launch/async_local.sh.
 
-The task is sums of thirty digits. Two CPU cores, under two minutes. The run shows workers that stop and
-return. It is too short to learn the sums.
+    python -m jaxrl_tis.main --config=configs/async_local.py --workdir=runs/async_local
+
+The task is sums of 240 digits: a sequence takes about a second. Two CPU cores, two minutes, extra
+[ray]. The run shows workers that stop and return. It is too short to learn the sums.
 """
 
 from configs import default
@@ -13,21 +15,23 @@ def get_config():
     c.steps = 40
     c.model.num_layers, c.model.embed_dim, c.model.mlp_dim = 2, 64, 192
     c.task.tokenizer = "char"
-    c.task.params = {"size": 4096, "digits": 30, "terms": 2, "ops": "+"}
-    c.task.max_prompt_tokens = 64
-    c.warmup.steps = 50
+    c.task.params = {"size": 4096, "digits": 240, "terms": 2, "ops": "+"}
+    c.task.max_prompt_tokens = 496
+    c.warmup.steps, c.warmup.rows = 20, 8
     c.rollout.driver = "ray"
     c.rollout.workers = 2
     c.rollout.schedule = "in_flight(staleness=2)"
     c.rollout.worker_timeout = 10.0
-    c.rollout.prompts = 16
-    c.rollout.max_new_tokens = 34
+    c.rollout.prompts = 8
+    c.rollout.group_size = 2
+    c.rollout.max_new_tokens = 248
+    c.train.microbatch_rows = 16
     c.engine.slots = 4  # few, so that all are always busy
     c.engine.prefill_batch = 4
     c.engine.steps_per_call = 1
     c.eval.every = 40
-    c.eval.prompts = 128
+    c.eval.prompts = 16
     c.checkpoint.every = 20
-    c.metrics.samples = 16  # one per group; the script counts them
+    c.metrics.samples = 8  # one per group; the script counts them
     c.metrics.samples_every = 1
     return c

@@ -126,7 +126,7 @@ def get_config() -> ConfigDict:
     c.rollout.allow_filter_bias = False
     c.rollout.max_rounds = 4  # most rounds of new prompts per batch with dynamic_sampling
     c.rollout.worker_timeout = 30.0  # seconds without an answer until a worker is restarted
-    c.rollout.start_timeout = 600.0  # seconds to wait for the first worker, driver ray
+    c.rollout.start_timeout = 1800.0  # seconds to wait for the first worker, driver ray
     # Most groups in the queue, started and not yet trained on. 0: as many as the schedule allows.
     c.rollout.queue = 0
     c.rollout.update_turns = 0  # engine calls per sampler during an update, driver virtual

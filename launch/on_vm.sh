@@ -3,10 +3,12 @@
 #
 #   launch/on_vm.sh setup                # makes a virtual environment with all packages of a run
 #   launch/on_vm.sh start CHIP ARGS...   # python -m jaxrl_tis.main ARGS under supervise.py, detached
+#   launch/on_vm.sh work CHIP            # on a worker machine: Ray alone, in its stead
 #   launch/on_vm.sh follow               # shows the log to the end; exits with the run's exit code
 #   launch/on_vm.sh status | stop        # prints the state; asks the run to save and to end
 #
-# Secrets (HF_TOKEN, ...) are read from ~/.jaxrl_tis_env, which launch/tpu_vm.py puts there.
+# Secrets (HF_TOKEN, ...) are read from ~/.jaxrl_tis_env, which launch/tpu_vm.py puts there. With
+# RAY_ADDRESS among them, the run starts Ray on this host and stops it at its end.
 #
 # Examples:
 #   ./launch/on_vm.sh setup
@@ -14,7 +16,7 @@
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-extras=tpu,hub,gcs,tasks,math,wandb
+extras=tpu,hub,gcs,tasks,math,wandb,ray
 state=$root/run.json arguments=$root/run.args log=$root/run.log supervisor=$root/run.pid
 
 newer_python() {  # prints an interpreter of at least 3.11; images come with 3.10
@@ -41,6 +43,21 @@ is_running() {  # once the machine was started anew, its process may be anything
     grep -qsaE 'supervise\.py|on_vm\.sh' "/proc/$(cat "$supervisor")/cmdline"
 }
 
+prepare() {  # $1: kind of chip
+  PYTHON=$(newer_python)
+  prepare_venv "$extras"
+  secrets
+  LIBTPU_INIT_ARGS=$("$PY" -m jaxrl_tis.libtpu_flags "$1")
+  export LIBTPU_INIT_ARGS PATH="$root/$venv/bin:$PATH"
+}
+
+detach() {  # $@: options and command of supervise.py
+  rm -f "$state"
+  nohup setsid "$PY" launch/supervise.py --state="$state" "$@" >>"$log" 2>&1 </dev/null &
+  echo $! >"$supervisor"
+  echo "started; its log is $log"
+}
+
 case ${1:-} in
   setup)
     PYTHON=$(newer_python)
@@ -53,17 +70,23 @@ case ${1:-} in
       echo "already running here: process $(cat "$supervisor")"
       exit
     fi
-    PYTHON=$(newer_python)
-    prepare_venv "$extras"
-    secrets
-    LIBTPU_INIT_ARGS=$("$PY" -m jaxrl_tis.libtpu_flags "$chip")
-    export LIBTPU_INIT_ARGS
-    rm -f "$state"
+    prepare "$chip"
+    command=("$PY" -m jaxrl_tis.main "$@")
+    if [ -n "${RAY_ADDRESS:-}" ]; then
+      detach --after="ray stop" -- bash launch/on_ray.sh learner "${command[@]}"
+    else
+      detach -- "${command[@]}"
+    fi
     echo "${*@Q}" >"$arguments"
-    nohup setsid "$PY" launch/supervise.py --state="$state" -- \
-      "$PY" -m jaxrl_tis.main "$@" >>"$log" 2>&1 </dev/null &
-    echo $! >"$supervisor"
-    echo "started; its log is $log"
+    ;;
+  work)
+    if is_running; then  # with an older address of the head
+      kill -TERM "$(cat "$supervisor")"
+      tail --pid="$(cat "$supervisor")" -f /dev/null
+    fi
+    prepare "$2"
+    detach --after="ray stop" -- bash launch/on_ray.sh worker
+    rm -f "$arguments"
     ;;
   follow)
     tail -n +1 -F --pid="$(cat "$supervisor")" "$log" 2>/dev/null
@@ -85,7 +108,7 @@ case ${1:-} in
     fi
     ;;
   *)
-    sed -n '2,9p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,11p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac

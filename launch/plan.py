@@ -28,6 +28,7 @@ class Plan:
       config: the value of --config, a path in the clone.
       overrides: further arguments of jaxrl_tis.main.
       topology: the slices; None if unknown, for commands that need only the name.
+      workers: the machines of the rollout workers, a slice each; None if the run has none.
     """
 
     config: str
@@ -35,6 +36,7 @@ class Plan:
     workdir: str
     topology: Topology | None
     name: str
+    workers: Topology | None = None
 
     @property
     def arguments(self) -> list[str]:
@@ -44,6 +46,10 @@ class Plan:
     @property
     def hosts(self) -> int:
         return self.topology.hosts_per_slice * self.topology.num_slices
+
+    @property
+    def num_chips(self) -> int:
+        return self.topology.num_chips + (self.workers.num_chips if self.workers else 0)
 
     @property
     def is_on_bucket(self) -> bool:
@@ -71,7 +77,15 @@ def parser(about: str, commands: Iterable[str]) -> argparse.ArgumentParser:
     made.add_argument("--dry-run", action="store_true", help="print the commands and run nothing")
     made.add_argument("--price_per_chip_hour", type=float, help="price, to print the cost with --dry-run")
     made.add_argument("--hours", type=float, default=1.0, help="hours of this cost")
+    made.set_defaults(worker_accelerator=None, num_workers=None)
     return made
+
+
+def add_workers(made: argparse.ArgumentParser) -> None:
+    """Adds the flags for the machines of an asynchronous run's rollout workers."""
+    made.add_argument("--worker_accelerator", help="machine of a rollout worker, as v5litepod-4; sets "
+                      "--config.rollout.driver=ray")
+    made.add_argument("--num_workers", type=int, help="number of these machines; default: 1")
 
 
 def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool) -> Plan:
@@ -103,13 +117,59 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
             "v5litepod-8"
         )
     topology = Topology.rented(accelerator, given.num_slices) if accelerator else None
+    workers = _workers(given)
+    if needs_slice:
+        overrides = [*_worker_fields(workers, overrides), *overrides]
     name = given.name or re.sub(r"[^a-z0-9]+", "-", f"{stem}-{variant}".lower()).strip("-")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise ValueError(
             f"--name={name} is not a valid name; give at most 40 small letters, digits and dashes, "
             "with a letter first"
         )
-    return Plan(given.config, tuple(overrides), given.workdir or f"runs/{name}", topology, name)
+    workdir = given.workdir or f"runs/{name}"
+    return Plan(given.config, tuple(overrides), workdir, topology, name, workers)
+
+
+def _workers(given: argparse.Namespace) -> Topology | None:
+    """Returns the machines of the rollout workers, one slice of one host each."""
+    if given.worker_accelerator is None:
+        if given.num_workers is not None:
+            raise ValueError(
+                f"--num_workers={given.num_workers} needs --worker_accelerator; give the machine of a "
+                "worker, as v5litepod-4"
+            )
+        return None
+    count = 1 if given.num_workers is None else given.num_workers
+    if count < 1:
+        raise ValueError(f"--num_workers={count} is below 1; give at least 1")
+    workers = Topology.rented(given.worker_accelerator, count)
+    if workers.hosts_per_slice > 1:
+        raise ValueError(
+            f"--worker_accelerator={given.worker_accelerator} has {workers.hosts_per_slice} hosts, and "
+            "a rollout worker uses one; give a smaller one, and more by --num_workers"
+        )
+    return workers
+
+
+def _worker_fields(workers: Topology | None, overrides: Sequence[str]) -> list[str]:
+    """Returns the fields that follow from the workers' machines and are not in the overrides."""
+    named = dict(word.partition("=")[::2] for word in overrides)
+    driver = named.get("--config.rollout.driver")
+    if workers is None:
+        if driver == "ray":
+            raise ValueError(
+                "--config.rollout.driver=ray needs machines for the rollout workers; give "
+                "--worker_accelerator to launch/tpu_vm.py or launch/gke/raycluster.py"
+            )
+        return []
+    if driver not in (None, "ray"):
+        raise ValueError(
+            f"--worker_accelerator is for rollout.driver=ray, and --config.rollout.driver={driver} is "
+            "given; leave one of the two out"
+        )
+    fields = {"driver": "ray", "workers": workers.num_slices, "tpus_per_worker": workers.chips_per_host}
+    words = [f"--config.rollout.{name}={value}" for name, value in fields.items()]
+    return [word for word in words if word.partition("=")[0] not in named]
 
 
 def secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -119,14 +179,17 @@ def secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
 def sizes(plan: Plan) -> str:
     topology = plan.topology
     hosts = "1 host" if plan.hosts == 1 else f"{plan.hosts} hosts"
-    return f"{topology.product_name}: {topology.num_chips} chips, {hosts}"
+    said = f"{topology.product_name}: {topology.num_chips} chips, {hosts}"
+    if plan.workers is not None:
+        said += f"; rollout workers on {plan.workers.product_name}: {plan.workers.num_chips} chips"
+    return said
 
 
 def cost(plan: Plan, given: argparse.Namespace) -> list[str]:
     """Returns a line with the cost of the plan, if the user gave a price."""
     if given.price_per_chip_hour is None:
         return []
-    chips, price = plan.topology.num_chips, given.price_per_chip_hour
+    chips, price = plan.num_chips, given.price_per_chip_hour
     total = chips * price * given.hours
     return [f"{chips} chips x {given.hours:g} h x {price:g} a chip and hour = {total:,.2f}"]
 

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -98,9 +99,13 @@ def main() -> int:
     )
     parser.add_argument("--max_restarts", type=int, default=20, help="limit on restarts")
     parser.add_argument("--state", type=pathlib.Path, help="file for attempt, code and pid")
+    parser.add_argument("--after", help="another command to run when the first one has ended for good")
     parser.add_argument("command", nargs="+", help="command to run, after --")
     given = parser.parse_args()
-    return supervise(given.command, Supervisor(given.max_restarts), given.state)
+    code = supervise(given.command, Supervisor(given.max_restarts), given.state)
+    if given.after is not None:
+        subprocess.run(shlex.split(given.after))
+    return code
 
 
 if __name__ == "__main__":

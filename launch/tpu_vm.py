@@ -5,7 +5,12 @@ the commit of this clone to every host and makes an environment there. It starts
 launch/supervise.py on all hosts and shows the log of host 0. Preempted machines are requested
 again, and the run continues from its workdir.
 
-`create` ends when the machines are ready. Interrupting `run` or `logs` does not end the run. `stop`
+With --worker_accelerator the run is asynchronous. Each of --num_workers further machines is a queued
+resource of its own. The learner's machines and these form a Ray cluster, and the rollout workers
+sample on these alone. The run starts when its own machines and the first of these are there. `run`
+adds the others as they come, and requests preempted ones again, beside the log.
+
+`create` ends when the machines of the run are ready. Interrupting `run` or `logs` does not end the run. `stop`
 asks the run to save and to end. `delete` returns the machines. --dry-run prints the commands as a
 shell script and runs nothing.
 
@@ -22,22 +27,20 @@ import contextlib
 import dataclasses
 import datetime
 import re
+import secrets
 import shlex
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 
 import clone
 import plan as plans
+from gcloud import DURATION, SECRETS_FILE, Gcloud
+from machines import LOST, UNKNOWN, Machines, Status
 
 POLL_SECONDS = 30.0
-WAITING = (
-    "ACCEPTED", "CREATING", "PROVISIONING", "WAITING_FOR_RESOURCES", "STATE_UNSPECIFIED", "DELETING",
-)
-LOST = ("SUSPENDING", "SUSPENDED", "FAILED", "PREEMPTED")
-UNKNOWN = "UNKNOWN"  # the state of machines, where gcloud cannot say it for now
 LOST_TOUCH, MISUSED = 255, 2  # of ssh, of gcloud
-SECRETS_FILE = ".jaxrl_tis_env"
-DURATION = r"(?=.*\d)P?(\d+[wd])*(T?(\d+[hms])+)?"  # as gcloud reads it: 2h, 1d12h, PT90M
+RAY_PORT = 6379
 # What gcloud says where asking again is of no use.
 REFUSALS = (
     "PERMISSION_DENIED", "UNAUTHENTICATED", "INVALID_ARGUMENT", "active account",
@@ -50,188 +53,64 @@ class OutOfTouch(ValueError):
 
 
 @dataclasses.dataclass(frozen=True)
-class Status:
-    """The state of the run on one host.
+class Cluster:
+    """The Ray cluster of an asynchronous run.
 
     Attributes:
-      code: exit code of the run. None while it runs, before it starts, or after a reboot of the
-        host that lost the code.
-      arguments: arguments of the run, None if none was started.
+      environment: its address and token, for every host; empty if the run has none.
+      is_new: whether the token is new, and workers that run have another one.
     """
 
-    is_running: bool
-    code: int | None = None
-    arguments: list[str] | None = None
-
-    @classmethod
-    def parse(cls, text: str) -> "Status | None":
-        """Reads the line of `on_vm.sh status` in the output of ssh; None if it is missing."""
-        found = re.search(r"^(not )?running: (.*?)(?: on \S+(?: with (.*))?)?$", text, re.MULTILINE)
-        if found is None:
-            return None
-        code = re.search(r'"code": (\d+)', found[2])
-        return cls(found[1] is None, code and int(code[1]), found[3] and shlex.split(found[3]))
+    environment: dict[str, str]
+    is_new: bool
 
 
 @dataclasses.dataclass
-class Machines:
-    """Decides the next action from the observed states, without a clock or a process.
+class Worker:
+    """The machine of a rollout worker.
 
     Attributes:
-      max_creations: limit on the number of requests for machines.
-      max_lost_touch: limit on `lost_touch`: an hour, in POLL_SECONDS.
-      is_bounded: whether a failed request is final (--valid-until).
-      creations: number of requests for machines.
-      has_run: whether the run was started on the current machines.
-      lost_touch: number of failed contacts in a row, including hosts that lost the run.
+      state: the state of the machine when it was last asked for.
+      is_given_up: whether the machine is not requested any more.
     """
 
-    max_creations: int = 20
-    max_lost_touch: int = 120
-    is_bounded: bool = False
-    creations: int = 0
-    has_run: bool = False
-    lost_touch: int = 0
+    gcloud: Gcloud
+    machines: Machines
+    state: str | None = None
+    is_given_up: bool = False
 
-    def next(self, state: str | None) -> str:
-        """Returns "create", "delete", "wait", "start", "follow", "expire" or "give up".
+    def tend(self, shell: plans.Shell, cluster: Cluster | None) -> None:
+        """Requests the machine, or starts Ray on it, if needed and if there is a cluster to join.
+        A failure is reported, and the next call tries again."""
+        if self.is_given_up:
+            return
+        last, self.state = self.state, _state_or_unknown(shell, self.gcloud)
+        if self.state == "ACTIVE" and cluster is None:
+            return
+        try:
+            action = _advance(shell, self.gcloud, self.machines, self.state)
+            if action == "start" and not self._join(shell, cluster):
+                self.machines.missed()
+        except subprocess.CalledProcessError as error:
+            shell.report(f"{plans.show(error.cmd)} failed with {error.returncode}")
+            self.machines.missed()
+            return
+        self.is_given_up = action in ("give up", "expire")
+        if action == "wait" and self.state != last:
+            shell.report(f"{self.gcloud.plan.name} is {self.state}")
+        if action == "follow" and self.machines.ended(self._status(shell)) is not None:
+            self.machines.missed()  # the head was away for long
 
-        `state` is the state of the queued resource: None if it does not exist, UNKNOWN if gcloud
-        could not read it.
-        """
-        if state is None:
-            if self.creations >= self.max_creations:
-                return "give up"
-            self.creations += 1
-            self.lost_touch = 0
-            self.has_run = False
-            return "create"
-        if self.lost_touch >= self.max_lost_touch:
-            return "give up"
-        if state == "FAILED" and self.is_bounded and self.creations:
-            return "expire"
-        if state in LOST:
-            return "delete"
-        if state == UNKNOWN:
-            self.lost_touch += 1
-            return "wait"
-        if state != "ACTIVE":
-            self.lost_touch = 0
-            return "wait"
-        if not self.has_run:
-            self.has_run = True
-            return "start"
-        return "follow"
+    def _join(self, shell: plans.Shell, cluster: Cluster) -> bool:
+        """Starts Ray on the machine unless it runs there; returns False if it is unreachable."""
+        status = self._status(shell)
+        if status is not None and not (status.is_running and not cluster.is_new):
+            _install(shell, self.gcloud, cluster.environment)
+            _start(shell, self.gcloud)
+        return status is not None
 
-    def missed(self) -> None:
-        """Counts a failed contact with the machines, or a lost run."""
-        self.has_run = False
-        self.lost_touch += 1
-
-    def ended(self, status: Status | None) -> int | None:
-        """Returns the run's exit code if the run is over, else None.
-
-        `status` is the host's answer after the log stopped, None without one. The exit code of ssh
-        is not used: gcloud exits with 1 while a machine shuts down.
-        """
-        if status is None:
-            self.lost_touch += 1
-        elif status.is_running:
-            self.lost_touch = 0
-        elif status.code is None:
-            self.missed()
-        else:
-            return status.code
-        return None
-
-
-class Gcloud:
-    """Builds the gcloud commands of a plan."""
-
-    def __init__(self, plan: plans.Plan, given: argparse.Namespace):
-        self.plan, self.given = plan, given
-        count = given.num_slices
-        self.nodes = [plan.name] if count == 1 else [f"{plan.name}-{i}" for i in range(count)]
-        where = {"project": given.project, "zone": given.zone}
-        self._where = [f"--{name}={value}" for name, value in where.items() if value]
-        self._within = [*self._where, *["--internal-ip"] * given.internal_ips]
-
-    def _queued(self, verb: str, *rest: str, track: tuple[str, ...] = ()) -> list[str]:
-        return ["gcloud", *track, "compute", "tpus", "queued-resources", verb, self.plan.name,
-                *self._where, *rest]
-
-    def create(self) -> list[str]:
-        topology = self.plan.topology
-        nodes = [f"--node-id={self.plan.name}"]
-        if topology.num_slices > 1:
-            nodes = [f"--node-prefix={self.plan.name}", f"--node-count={topology.num_slices}"]
-        return self._queued(
-            "create", *nodes, f"--accelerator-type={topology.accelerator}",
-            f"--runtime-version={self.given.runtime or topology.offer.runtime}",
-            *self._capacity(), *self._network(),
-            track=("alpha",) * (self.given.reservation is not None),
-        )
-
-    def _capacity(self) -> list[str]:
-        """Returns the flags for spot, reserved and time-limited machines. Only gcloud alpha
-        accepts the name of a reservation."""
-        given, flags = self.given, []
-        if given.reservation is not None:
-            flags = [f"--reservation={given.reservation}"]
-        elif given.reserved or given.spot:
-            flags = ["--reserved" if given.reserved else "--spot"]
-        if given.valid_until is not None:
-            kind = "duration" if re.fullmatch(DURATION, given.valid_until, re.I) else "time"
-            flags.append(f"--valid-until-{kind}={given.valid_until}")
-        return flags
-
-    def _network(self) -> list[str]:
-        """Returns the flags for the network and the service account of the machines."""
-        values = {"network": self.given.network, "subnetwork": self.given.subnetwork,
-                  "service-account": self.given.service_account}
-        flags = [f"--{name}={value}" for name, value in values.items() if value is not None]
-        return [*flags, *["--internal-ips"] * self.given.internal_ips]
-
-    def state(self) -> list[str]:
-        return self._queued("describe", "--format=value(state.state)")
-
-    def reason(self) -> list[str]:
-        """Returns the command that prints why a request failed."""
-        return self._queued("describe", "--format=value(state.failedData.error.message)")
-
-    def delete(self) -> list[str]:
-        return self._queued("delete", "--force", "--quiet")
-
-    def ssh(self, node: str, script: str, worker: str = "all") -> list[str]:
-        return ["gcloud", "compute", "tpus", "tpu-vm", "ssh", node, *self._within,
-                f"--worker={worker}", f"--command={script}"]
-
-    def scp(self, source: str, node: str, target: str) -> list[str]:
-        return ["gcloud", "compute", "tpus", "tpu-vm", "scp", source, f"{node}:{target}",
-                *self._within, "--worker=all"]
-
-    def on_vm(self, node: str, verb: str, worker: str = "all") -> list[str]:
-        return self.ssh(node, f"bash {self.plan.name}/launch/on_vm.sh {verb}", worker)
-
-    def ask(self, node: str, worker: str = "all") -> list[str]:
-        """Returns the command that prints the status of the run. Hosts without the code print a
-        line too, unlike unreachable hosts."""
-        script = f"{self.plan.name}/launch/on_vm.sh"
-        return self.ssh(node, f"if [ -e {script} ]; then bash {script} status; "
-                        "else echo not running: no code; fi", worker)
-
-    def follow(self) -> list[str]:
-        return self.on_vm(self.nodes[0], "follow", "0")
-
-    def again(self, command: str) -> str:
-        """Returns the command line of this launcher for the same machines."""
-        names = ("config", "name", "accelerator", "project", "zone")
-        words = {name: getattr(self.given, name) for name in names}
-        if self.given.num_slices > 1:
-            words["num_slices"] = self.given.num_slices
-        flags = [f"--{name}={value}" for name, value in words.items() if value]
-        flags += ["--internal-ips"] * self.given.internal_ips
-        return shlex.join(["python", "launch/tpu_vm.py", command, *flags])
+    def _status(self, shell: plans.Shell) -> Status | None:
+        return _status(shell, self.gcloud, self.gcloud.nodes[0])
 
 
 def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
@@ -245,43 +124,44 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
     if shell.is_dry:
         return _show_run(shell, gcloud, is_whole)
     _look_at_clone(shell, gcloud)
-    machines = Machines(is_bounded=gcloud.given.valid_until is not None)
+    is_bounded = gcloud.given.valid_until is not None
+    machines = Machines(is_bounded=is_bounded)
+    workers = [Worker(one, Machines(is_bounded=is_bounded)) for one in gcloud.workers]
+    cluster = None
     while True:
         state = _state_or_unknown(shell, gcloud)
-        action = machines.next(state)
-        if action == "give up":
-            shell.report(f"given up: {machines.creations} times created, {machines.lost_touch} times "
-                      f"in a row nothing heard, now {state}; see `status`; what is left is billed "
-                      f"until: {gcloud.again('delete')}")
+        action = _advance(shell, gcloud, machines, state)
+        if action in ("give up", "expire"):
             return 1
-        if action == "create":
-            shell.report(f"asking for {plan.topology.product_name} as {plan.name}")
-            shell.run(gcloud.create())
-        elif action == "expire":
-            shell.report(f"{plan.name} is {state}, and --valid-until={gcloud.given.valid_until}: it is "
-                      "deleted, and not asked for anew")
-            _say_why(shell, gcloud)
-            shell.code(gcloud.delete())
-            return 1
-        elif action == "delete":
-            shell.report(f"{plan.name} is {state}: deleting it, to ask for it anew")
-            if state == "FAILED":
-                _say_why(shell, gcloud)
-            if shell.code(gcloud.delete()):
-                machines.missed()
-            time.sleep(POLL_SECONDS)
-        elif action == "wait":
+        if action in ("create", "delete"):
+            cluster = None
+        if action != "follow":
+            for worker in workers:
+                worker.tend(shell, cluster)
+        if action == "wait":
             shell.report(f"{plan.name} is {state}")
+        if action in ("delete", "wait"):
             time.sleep(POLL_SECONDS)
-        elif not is_whole:
-            _install(shell, gcloud)
+        elif action in ("start", "follow") and not is_whole:
+            _install(shell, gcloud, {})
             return 0
         elif action == "start":
-            if not _begin(shell, gcloud):
+            found = _cluster(shell, gcloud)
+            if found is not None and found.is_new and not any(w.state == "ACTIVE" for w in workers):
+                if all(worker.is_given_up for worker in workers):
+                    return 1
+                shell.report("the run starts as soon as the first worker machine is there")
+                machines.has_run = False
+                time.sleep(POLL_SECONDS)
+            elif found is not None and _begin(shell, gcloud, found.environment):
+                cluster = found
+                for worker in workers:
+                    worker.machines.has_run &= not found.is_new
+            else:
                 machines.missed()
                 time.sleep(POLL_SECONDS)
-        else:
-            shell.code(gcloud.follow())
+        elif action == "follow":
+            _follow(shell, gcloud, workers, cluster)
             code = machines.ended(_status(shell, gcloud, gcloud.nodes[0]))
             if code is not None:
                 shell.report(f"the run ended with {code}; {plan.name} is still there, and billed, "
@@ -290,6 +170,60 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
             if not machines.has_run:
                 shell.report("its host knows nothing of the run any more: it is started again")
             time.sleep(POLL_SECONDS)
+
+
+def _advance(shell: plans.Shell, gcloud: Gcloud, machines: Machines, state: str | None) -> str:
+    """Requests or deletes machines as their state demands; returns what `Machines.next` says."""
+    plan, action = gcloud.plan, machines.next(state)
+    if action == "give up":
+        shell.report(f"given up: {machines.creations} times created, {machines.lost_touch} times "
+                  f"in a row nothing heard, now {state}; see `status`; what is left is billed "
+                  f"until: {gcloud.again('delete')}")
+    elif action == "create":
+        shell.report(f"asking for {plan.topology.product_name} as {plan.name}")
+        shell.run(gcloud.create())
+    elif action == "expire":
+        shell.report(f"{plan.name} is {state}, and --valid-until={gcloud.given.valid_until}: it is "
+                  "deleted, and not asked for anew")
+        _say_why(shell, gcloud)
+        shell.code(gcloud.delete())
+    elif action == "delete":
+        shell.report(f"{plan.name} is {state}: deleting it, to ask for it anew")
+        if state == "FAILED":
+            _say_why(shell, gcloud)
+        if shell.code(gcloud.delete()):
+            machines.missed()
+    return action
+
+
+def _cluster(shell: plans.Shell, gcloud: Gcloud) -> Cluster | None:
+    """Returns the Ray cluster of a run, None if its machines cannot be reached."""
+    if not gcloud.workers:
+        return Cluster({}, is_new=False)
+    (no_address, address), (no_token, text) = shell.read(gcloud.address()), shell.read(gcloud.token())
+    if no_address or no_token or not address:
+        return None
+    kept = re.search(r"^[0-9a-f]{64}$", text, re.MULTILINE)
+    return Cluster({
+        "RAY_ADDRESS": f"{address.splitlines()[-1]}:{RAY_PORT}",
+        "RAY_AUTH_TOKEN": kept[0] if kept else secrets.token_hex(32),
+    }, is_new=kept is None)
+
+
+def _follow(
+    shell: plans.Shell, gcloud: Gcloud, workers: Sequence[Worker], cluster: Cluster | None
+) -> None:
+    """Shows the log of host 0 until it stops, and meanwhile tends the machines of the workers."""
+    log = subprocess.Popen(gcloud.follow())
+    try:
+        while log.poll() is None:
+            for worker in workers:
+                worker.tend(shell, cluster)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                log.wait(POLL_SECONDS if workers else None)
+    finally:
+        log.kill()
+        log.wait()
 
 
 def _say_why(shell: plans.Shell, gcloud: Gcloud) -> None:
@@ -307,18 +241,37 @@ def _show_run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool) -> int:
         shell.report(f"{plan.workdir} is on the machine's disk and goes with it; gs://... stays")
     _look_at_clone(shell, gcloud)
     shell.report("1. ask for the machines, and wait until they are there")
-    shell.run(gcloud.create())
-    print(f'until [ "$({plans.show(gcloud.state())})" = ACTIVE ]; do sleep {POLL_SECONDS:g}; done')
+    for part in (gcloud, *gcloud.workers):
+        shell.run(part.create())
+    _show_wait(gcloud)
+    environment = _show_cluster(shell, gcloud) if gcloud.workers and is_whole else {}
     shell.report("2. this commit and its environment on every host")
-    _install(shell, gcloud)
+    _install(shell, gcloud, environment)
     if is_whole:
         shell.report("3. the run on every host under launch/supervise.py, and the log of host 0")
         _start(shell, gcloud)
+        if gcloud.workers:
+            shell.report("beside the log: Ray on each worker machine, as soon as it is there")
+        for worker in gcloud.workers:
+            _show_wait(worker)
+            _install(shell, worker, environment)
+            _start(shell, worker)
         shell.run(gcloud.follow())
         lost = [s for s in LOST if s != "FAILED" or gcloud.given.valid_until is None]
         shell.report(f"then: whenever the state is one of {', '.join(lost)}, delete --force and again "
                   "from 1; the run continues from its workdir")
     return 0
+
+
+def _show_wait(gcloud: Gcloud) -> None:
+    print(f'until [ "$({plans.show(gcloud.state())})" = ACTIVE ]; do sleep {POLL_SECONDS:g}; done')
+
+
+def _show_cluster(shell: plans.Shell, gcloud: Gcloud) -> dict[str, str]:
+    shell.report("the address and the token of Ray, for every host")
+    print(f"RAY_ADDRESS=$({plans.show(gcloud.address())}):{RAY_PORT}")
+    print("RAY_AUTH_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')")
+    return {"RAY_ADDRESS": "", "RAY_AUTH_TOKEN": ""}
 
 
 def _look_at_clone(shell: plans.Shell, gcloud: Gcloud) -> None:
@@ -364,7 +317,7 @@ def _status(shell: plans.Shell, gcloud: Gcloud, node: str) -> Status | None:
     return Status.parse(text) if code == 0 else None
 
 
-def _begin(shell: plans.Shell, gcloud: Gcloud) -> bool:
+def _begin(shell: plans.Shell, gcloud: Gcloud, environment: Mapping[str, str]) -> bool:
     """Starts the run unless it is active; returns False if the machines cannot be reached."""
     status = _status(shell, gcloud, gcloud.nodes[0])
     if status is None:
@@ -373,7 +326,7 @@ def _begin(shell: plans.Shell, gcloud: Gcloud) -> bool:
         _check_same(gcloud.plan, status)
         return True
     try:
-        _install(shell, gcloud)
+        _install(shell, gcloud, environment)
         _start(shell, gcloud)
     except subprocess.CalledProcessError as error:
         can_ask = all(_status(shell, gcloud, node) is not None for node in gcloud.nodes)
@@ -391,10 +344,10 @@ def _check_same(plan: plans.Plan, status: Status) -> None:
         )
 
 
-def _install(shell: plans.Shell, gcloud: Gcloud) -> None:
-    """Installs the code, its environment and any secrets on every host."""
-    name, git, secrets = gcloud.plan.name, gcloud.given.git, plans.secrets()
-    with contextlib.nullcontext() if git and not secrets else clone.folder(shell) as folder:
+def _install(shell: plans.Shell, gcloud: Gcloud, environment: Mapping[str, str]) -> None:
+    """Installs the code, its packages, and any secrets and `environment` on every host."""
+    name, git, private = gcloud.plan.name, gcloud.given.git, plans.secrets() | environment
+    with contextlib.nullcontext() if git and not private else clone.folder(shell) as folder:
         if git:
             for node in gcloud.nodes:
                 shell.run(gcloud.ssh(node, clone.fetch(name, git)))
@@ -404,32 +357,34 @@ def _install(shell: plans.Shell, gcloud: Gcloud) -> None:
             for node in gcloud.nodes:
                 shell.run(gcloud.scp(archive, node, f"{name}.tar.gz"))
                 shell.run(gcloud.ssh(node, f"mkdir -p {name} && tar -xzf {name}.tar.gz -C {name}"))
-        if secrets:
+        if private:
             path = clone.inside(folder, "environment")
-            clone.write_secrets(shell, path, secrets)
+            clone.write_secrets(shell, path, private)
             for node in gcloud.nodes:
                 shell.run(gcloud.scp(path, node, SECRETS_FILE))
     setup = f"bash {name}/launch/on_vm.sh setup"
     for node in gcloud.nodes:
-        shell.run(gcloud.ssh(node, setup if secrets else f"rm -f {SECRETS_FILE} && {setup}"))
+        shell.run(gcloud.ssh(node, setup if private else f"rm -f {SECRETS_FILE} && {setup}"))
 
 
 def _start(shell: plans.Shell, gcloud: Gcloud) -> None:
-    plan = gcloud.plan
-    for node in gcloud.nodes:
-        shell.run(gcloud.on_vm(node, shlex.join(["start", plan.topology.kind, *plan.arguments])))
+    for command in gcloud.starts():
+        shell.run(command)
 
 
 def status(shell: plans.Shell, gcloud: Gcloud) -> int:
     """Shows the state of the machines, and of the run on every host."""
-    commands = [gcloud.ask(node) for node in gcloud.nodes]
-    if shell.is_dry:
-        for command in [gcloud.state(), *commands]:
-            shell.run(command)
-        return 0
-    state = _state(shell, gcloud)
-    shell.report(f"{gcloud.plan.name}: {state or 'there is none'}")
-    return max([shell.code(command) for command in commands if state == "ACTIVE"], default=0)
+    codes = []
+    for part in (gcloud, *gcloud.workers):
+        commands = [part.ask(node) for node in part.nodes]
+        if shell.is_dry:
+            for command in [part.state(), *commands]:
+                shell.run(command)
+            continue
+        state = _state(shell, part)
+        shell.report(f"{part.plan.name}: {state or 'there is none'}")
+        codes += [shell.code(command) for command in commands if state == "ACTIVE"]
+    return max(codes, default=0)
 
 
 def logs(shell: plans.Shell, gcloud: Gcloud) -> int:
@@ -442,14 +397,22 @@ def logs(shell: plans.Shell, gcloud: Gcloud) -> int:
 
 def stop(shell: plans.Shell, gcloud: Gcloud) -> int:
     """Asks the run to save and to end, on every host."""
-    for node in gcloud.nodes:
-        shell.run(gcloud.on_vm(node, "stop"))
+    for part in (gcloud, *gcloud.workers):
+        for node in part.nodes:
+            shell.run(part.on_vm(node, "stop"))
     return 0
 
 
 def delete(shell: plans.Shell, gcloud: Gcloud) -> int:
     """Returns the machines to the cloud."""
-    shell.run(gcloud.delete())
+    failed = None
+    for part in (gcloud, *gcloud.workers):
+        try:
+            shell.run(part.delete())
+        except subprocess.CalledProcessError as error:  # what is not deleted is billed
+            failed = error
+    if failed is not None:
+        raise failed
     return 0
 
 
@@ -484,6 +447,7 @@ def _check(given: argparse.Namespace) -> None:
 
 def main() -> int:
     parser = plans.parser(__doc__, COMMANDS)
+    plans.add_workers(parser)
     parser.add_argument("--project", help="default: gcloud's")
     parser.add_argument("--zone", help="default: gcloud's")
     parser.add_argument("--runtime", help="image of the machines; default: the image for the chip")

@@ -307,13 +307,13 @@ ASYNC = (
     Metric("async/sampler_idle", "share",
            "Time without a call of the engine, mean of the samplers; driver threads."),
     Metric("async/{workers,left,workers_evicted}", "workers",
-           "Workers connected, workers that left since the last batch, and workers evicted for an "
-           "invalid message; driver processes."),
+           "Workers connected, workers lost since the last batch, and those of the lost ones that were "
+           "restarted for an invalid report; driver ray."),
     Metric("sync/bytes", "bytes",
-           "Serving parameters sent to the samplers; drivers threads and processes."),
+           "Serving parameters sent to the samplers; drivers threads and ray."),
     Metric("sync/seconds", "s",
-           "Time to make these parameters and to move them to the samplers' devices, or to where "
-           "workers fetch them."),
+           "Time to make these parameters and to move them to the samplers' devices, or into Ray's "
+           "object store."),
     Metric("sync/pause_s", "s",
            "Pause of a sampler with sequences for new weights, mean of the syncs; driver threads."),
     Metric("gate/{total,engine,staleness}/{d_mean,d_p99,d_max,k3}", "nats",

@@ -14,6 +14,9 @@ CONNECT_SECONDS = 5.0
 RECORDS = 64 << 20  # bytes of an object store for requests and records
 # A local Ray listens on loopback alone. By default it listens on every address of the machine.
 LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# Seconds without the head of a cluster until Ray ends this process with code 1, by default 60. The
+# run notices a lost head by itself, after an update that may take longer.
+ALONE, ALONE_SECONDS = "RAY_gcs_rpc_server_reconnect_timeout_s", "86400"
 
 
 def connect(rollout: ml_collections.ConfigDict) -> str | None:
@@ -44,9 +47,11 @@ def _gcs_address() -> str:
 
 
 def _connect(address: str, is_local: bool) -> str | None:
-    if is_local:
-        os.environ.setdefault(LOOPBACK, "0")
-        os.environ.setdefault("RAY_AUTH_MODE", "token")
+    own = {LOOPBACK: "0"} if is_local else {ALONE: ALONE_SECONDS}
+    if is_local and address != "local":  # that process 0 has started, with a token
+        own["RAY_AUTH_MODE"] = "token"
+    for name, value in own.items():
+        os.environ.setdefault(name, value)
     try:
         import ray
     except ImportError as error:
@@ -55,8 +60,11 @@ def _connect(address: str, is_local: bool) -> str | None:
         ) from error
     if ray.is_initialized():
         return None
-    if address not in ("local", "auto"):
-        _check_reached(address)
+    if address not in ("local", "auto") and (why := unreachable({"Ray": address})):
+        raise ValueError(
+            f"{why}; start it there (ray start --head), or leave rollout.ray_address and RAY_ADDRESS "
+            "empty for a local Ray"
+        )
     options = {"include_dashboard": False} if address == "local" else {}
     before = signal.getsignal(signal.SIGTERM)
     try:
@@ -76,15 +84,25 @@ def _connect(address: str, is_local: bool) -> str | None:
     return address
 
 
-def _check_reached(address: str) -> None:
-    """Raises ValueError where nobody listens at host:port."""
-    try:
-        socket.create_connection(addresses.parse(address), CONNECT_SECONDS).close()
-    except OSError as error:
-        raise ValueError(
-            f"no Ray answers at {address}: {error}; start one there (ray start --head), or leave "
-            "rollout.ray_address and RAY_ADDRESS empty for a local Ray"
-        ) from error
+def services(node: str) -> dict[str, str]:
+    """Returns where Ray listens that this process depends on, by name: the head, and its node."""
+    import ray
+
+    [found] = [n for n in ray.nodes() if n["NodeID"] == node]
+    return {
+        "the head of the Ray cluster": ray.get_runtime_context().gcs_address,
+        "Ray on this machine": f"{found['NodeManagerAddress']}:{found['NodeManagerPort']}",
+    }
+
+
+def unreachable(named: dict[str, str]) -> str:
+    """Returns a sentence if nobody listens at one of these addresses, else ""."""
+    for name, address in named.items():
+        try:
+            socket.create_connection(addresses.parse(address), CONNECT_SECONDS).close()
+        except OSError as error:
+            return f"{name} at {address} does not answer: {error}"
+    return ""
 
 
 def wanted(rollout: ml_collections.ConfigDict) -> dict[str, float]:

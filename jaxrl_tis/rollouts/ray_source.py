@@ -31,9 +31,10 @@ from jaxrl_tis.rollouts.ray_worker import Event, Joined, RolloutWorker, Sync, pi
 from jaxrl_tis.rollouts.sampler import Command, NewRequests
 from jaxrl_tis.rollouts.source import SourceParts
 from jaxrl_tis.runtime import fingerprint, processes
+from jaxrl_tis.runtime.cli import Interrupted, Unwritable
 
 MAX_RESTARTS = 100  # of a worker, beside those for which a node was preempted
-RETRY_SECONDS, TELL_SECONDS = 0.2, 30.0
+RETRY_SECONDS, LOOK_SECONDS, END_SECONDS, TELL_SECONDS = 0.2, 2.0, 5.0, 30.0
 
 
 class Invalid(ValueError):
@@ -114,7 +115,7 @@ class RayDriver:
         self._ended: dict[str, str] = {}  # workers that do not come back, with the reason
         self._newest: Weights | None = None
         self._is_closed, self._gone, self._left, self._evicted = False, Stats(), 0, 0
-        self._since = self._said_at = time.monotonic()
+        self._since = self._said_at = self._looked_at = time.monotonic()
         self._has_joined = False
         self._address, self._put = address, put
         try:
@@ -141,6 +142,7 @@ class RayDriver:
 
     def _check_cluster(self) -> None:
         node = ray.get_runtime_context().get_node_id()
+        self._services = ray_cluster.services(node)
         if why := ray_cluster.small_store(node, self._bytes):
             raise ValueError(why)
         if why := ray_cluster.lacking(self._rollout, self._rollout.workers):
@@ -157,7 +159,15 @@ class RayDriver:
     def stage(self, served: Any, version: int) -> Weights:
         sent = fingerprint.hex(fingerprint.digest(served))
         self._await_room()
-        return Weights(version, self._put(served), sent)
+        self._look()  # without the node's Ray, `put` would end this process
+        try:
+            return Weights(version, self._put(served), sent)
+        except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+            raise Unwritable(
+                f"Ray's object store has no room for version {version} of the weights, "
+                f"{self._bytes / 2**20:.0f} MiB; free memory or the disk of /tmp/ray. The same command "
+                "continues the run"
+            ) from error
 
     def _await_room(self) -> None:
         """Waits until the object store has at most one version."""
@@ -170,6 +180,13 @@ class RayDriver:
                 self._changed.wait(PULSE_SECONDS)
             self._heartbeat()
 
+    def _look(self) -> None:
+        """Raises Interrupted where Ray does not answer: on the head, or on this machine."""
+        self._looked_at = time.monotonic()
+        if why := ray_cluster.unreachable(self._services):
+            processes.report(f"{why}; the same command continues the run with another Ray")
+            raise Interrupted(why)
+
     def publish(self, staged: Weights, version: int) -> None:
         self._newest = staged
         for session in self._sessions.values():
@@ -179,10 +196,13 @@ class RayDriver:
         """Reports from time to time that no worker is there.
 
         Raises:
+          Interrupted: Ray has gone.
           ValueError: none has started within rollout.start_timeout seconds.
           RuntimeError: none comes back.
         """
         now, count = time.monotonic(), len(self._actors)
+        if now - self._looked_at > LOOK_SECONDS:
+            self._look()
         if self._sessions:
             return
         if len(self._ended) == count:
@@ -191,7 +211,8 @@ class RayDriver:
         if not self._has_joined and now - self._since > self._rollout.start_timeout:
             raise ValueError(
                 f"no rollout worker has started within rollout.start_timeout = "
-                f"{self._rollout.start_timeout:g} s: {ray_cluster.lacking(self._rollout, 1) or 'see'}"
+                f"{self._rollout.start_timeout:g} s: "
+                f"{ray_cluster.lacking(self._rollout, 1) or 'raise it, or read the logs of Ray'}"
             )
         if now - self._said_at > TELL_SECONDS:
             processes.report(f"no rollout worker is there; {count - len(self._ended)} are starting")
@@ -222,7 +243,7 @@ class RayDriver:
         for actor in self._actors.values():
             ray.kill(actor)
         for thread in self._threads:
-            thread.join()
+            thread.join(END_SECONDS)  # without a head, Ray lets it wait for ever
         self._disconnect()
 
     def stats(self) -> Stats:
@@ -348,6 +369,8 @@ class RayDriver:
 
     def _take(self, session: Session, events: list[Event], stats: Stats) -> None:
         """Takes what a worker reports; Invalid where it cannot be."""
+        if {type(e) for e in events} - {Event} or type(stats) is not Stats:
+            raise Invalid("its report is not one of events and counts")
         for event in events:
             if event.kind == "synced":
                 self._synced(session, event.value)

@@ -8,6 +8,7 @@ arrived, so sequences are interrupted only while one tree of parameters replaces
 import collections
 import dataclasses
 import functools
+import math
 import os
 import threading
 import time
@@ -123,6 +124,7 @@ class RolloutWorker:
         if not has_accelerator:
             jax.config.update("jax_platforms", "cpu")
         self._build = functools.partial(build, ml_collections.ConfigDict(config))
+        self._limit = config["watchdog"]["timeout"] or math.inf
         self._changed = threading.Condition()
         self._session: str | None = None
         self._events: list[Event] = []
@@ -132,6 +134,7 @@ class RolloutWorker:
         self._wanted = -1  # version that commands wait for
         self._arrived: SetParams | None = None
         self._error: BaseException | None = None
+        self._since = math.inf  # when the thread began what it does
         self._reported, self._lengths = time.monotonic(), {}
 
     def join(self) -> Joined:
@@ -183,7 +186,7 @@ class RolloutWorker:
         """Waits for events, at most POLL_SECONDS, and returns them with the sampler's counts.
 
         Raises:
-          RuntimeError: the session is over.
+          RuntimeError: the session is over, or the thread hangs.
           Exception: the error that ended the worker's thread.
         """
         with self._changed:
@@ -192,6 +195,8 @@ class RolloutWorker:
                 raise self._error
             if session != self._session:
                 raise RuntimeError("the worker has started again")
+            if time.monotonic() - self._since > self._limit:
+                raise RuntimeError(f"no progress for watchdog.timeout = {self._limit:g} s")
             events, self._events = self._events, []
             return events, self._stats
 
@@ -216,8 +221,9 @@ class RolloutWorker:
     def _work(self) -> None:
         """Executes commands, or makes one call of the engine."""
         with self._changed:
+            self._since = math.inf
             self._changed.wait_for(lambda: self._inbox or self._sampler.pending)
-            commands, self._inbox = self._inbox, []
+            self._since, commands, self._inbox = time.monotonic(), self._inbox, []
         for command in commands:
             self._say([Event("done", t) for t in self._sampler.execute(command)])
             if isinstance(command, SetParams):

@@ -18,6 +18,8 @@ import pathlib
 import shlex
 import subprocess
 import sys
+import textwrap
+from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
@@ -77,7 +79,7 @@ spec:
                 - name: run
                   image: {image}
                   workingDir: /jaxrl_tis
-                  command: [python, -m, jaxrl_tis.main]
+                  command: [{command}]
                   args:
 {args}
                   env:
@@ -85,6 +87,7 @@ spec:
                       value: {flags}
                     - name: PYTHONUNBUFFERED
                       value: "1"
+{variables}\
                   envFrom:
                     - secretRef:
                         name: {name}
@@ -102,8 +105,8 @@ spec:
                   emptyDir:
                     medium: Memory
 """
-SPOT = '                cloud.google.com/gke-spot: "true"\n'
-RESERVATION = "                cloud.google.com/reservation-name: {}\n"
+SPOT = 'cloud.google.com/gke-spot: "true"\n'
+RESERVATION = "cloud.google.com/reservation-name: {}\n"
 
 
 def grace(plan: plans.Plan) -> int:
@@ -117,16 +120,26 @@ def grace(plan: plans.Plan) -> int:
         ) from None
 
 
-def manifest(plan: plans.Plan, given: argparse.Namespace) -> str:
-    """Returns the JobSet of a plan."""
-    topology, quoted = plan.topology, json.dumps
-    capacity = SPOT if given.spot else ""
+def capacity(given: argparse.Namespace, depth: int) -> str:
+    """Returns the lines of a nodeSelector for spot or reserved nodes."""
+    line = SPOT if given.spot else ""
     if given.reservation is not None:
-        capacity = RESERVATION.format(quoted(given.reservation))
+        line = RESERVATION.format(json.dumps(given.reservation))
+    return textwrap.indent(line, " " * depth)
+
+
+def manifest(
+    plan: plans.Plan, given: argparse.Namespace, wrapper: Sequence[str] = (), variables: str = ""
+) -> str:
+    """Returns the JobSet of a plan. `wrapper` is a command that runs that of the Pods, `variables`
+    further entries of their environment."""
+    topology, quoted = plan.topology, json.dumps
     return MANIFEST.format(
         name=plan.name, max_restarts=given.max_restarts, slices=topology.num_slices,
         hosts=topology.hosts_per_slice, final=FINAL_CODES, grace=grace(plan),
-        label=topology.offer.label, shape=topology.shape, capacity=capacity,
+        label=topology.offer.label, shape=topology.shape, capacity=capacity(given, 16),
+        command=", ".join([*wrapper, "python", "-m", "jaxrl_tis.main"]),
+        variables=textwrap.indent(variables, " " * 20),
         image=quoted(given.image), flags=quoted(init_args(topology.kind)),
         args="\n".join(f"                    - {quoted(word)}" for word in plan.arguments),
         chips=topology.chips_per_host,
@@ -149,7 +162,8 @@ def xpk(plan: plans.Plan, given: argparse.Namespace) -> list[str]:
     ]
 
 
-def _apply(shell: plans.Shell, text: str) -> None:
+def apply(shell: plans.Shell, text: str) -> None:
+    """Gives the objects of a manifest to the cluster."""
     command = ["kubectl", "apply", "-f", "-"]
     if shell.is_dry:
         print(f"{plans.show(command)} <<'END'\n{text.rstrip()}\nEND")
@@ -157,7 +171,7 @@ def _apply(shell: plans.Shell, text: str) -> None:
         subprocess.run(command, input=text, text=True, check=True)
 
 
-def _keep_secrets(shell: plans.Shell, name: str, found: dict[str, str]) -> None:
+def keep_secrets(shell: plans.Shell, name: str, found: dict[str, str]) -> None:
     """Stores secrets in a Secret, by server-side apply: a client would copy them into an
     annotation."""
     create = ["kubectl", "create", "secret", "generic", name, "--from-env-file=/dev/stdin",
@@ -172,13 +186,18 @@ def _keep_secrets(shell: plans.Shell, name: str, found: dict[str, str]) -> None:
         subprocess.run(apply, input=made.stdout, text=True, check=True)
 
 
-def run(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
-    """Starts the run."""
+def show_plan(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
+    """Prints the head of a dry run's script."""
     if shell.is_dry:
         print("set -euo pipefail")
         shell.report(plans.sizes(plan))
         for line in plans.cost(plan, given):
             shell.report(line)
+
+
+def run(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
+    """Starts the run."""
+    show_plan(shell, plan, given)
     if given.xpk:
         if plans.secrets():
             shell.report("xpk writes an environment into its manifest: secrets are not passed; "
@@ -186,8 +205,8 @@ def run(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None
         shell.run(xpk(plan, given))
         return
     if found := plans.secrets():
-        _keep_secrets(shell, plan.name, found)
-    _apply(shell, manifest(plan, given))
+        keep_secrets(shell, plan.name, found)
+    apply(shell, manifest(plan, given))
 
 
 def status(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
@@ -222,24 +241,34 @@ COMMANDS = {
 }
 
 
-def main() -> None:
-    parser = plans.parser(__doc__, COMMANDS)
+def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--image", help="image built from launch/gke/Dockerfile")
     parser.add_argument("--max_restarts", type=int, default=20, help="limit on restarts")
-    parser.add_argument("--xpk", action="store_true", help="use xpk; needs --cluster")
-    for name in ("cluster", "project", "zone"):
-        parser.add_argument(f"--{name}", help="passed on to xpk")
-    given, overrides = parser.parse_known_args()
+
+
+def checked_plan(given: argparse.Namespace, overrides: Sequence[str]) -> plans.Plan:
+    """Returns the plan of the parsed flags; ValueError if the Pods could not run it."""
     if given.command in ("manifest", "run") and not given.image:
         raise ValueError("--image is missing; build one with launch/gke/Dockerfile")
-    if given.xpk and not given.cluster:
-        raise ValueError("--xpk needs a cluster; give --cluster=NAME")
     plan = plans.make(given, overrides, given.command in ("manifest", "run"))
     if given.command in ("manifest", "run") and not plan.is_on_bucket:
         raise ValueError(
             f"--workdir={plan.workdir} would be lost with the Pod; give "
             "--workdir=gs://BUCKET/FOLDER"
         )
+    return plan
+
+
+def main() -> None:
+    parser = plans.parser(__doc__, COMMANDS)
+    add_flags(parser)
+    parser.add_argument("--xpk", action="store_true", help="use xpk; needs --cluster")
+    for name in ("cluster", "project", "zone"):
+        parser.add_argument(f"--{name}", help="passed on to xpk")
+    given, overrides = parser.parse_known_args()
+    if given.xpk and not given.cluster:
+        raise ValueError("--xpk needs a cluster; give --cluster=NAME")
+    plan = checked_plan(given, overrides)
     COMMANDS[given.command](plans.Shell(given.dry_run), plan, given)
 
 

@@ -17,7 +17,7 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(LAUNCH))
     monkeypatch.syspath_prepend(str(LAUNCH / "gke"))
     yield importlib.import_module
-    for name in ("plan", "clone", "supervise", "tpu_vm", "jobset"):
+    for name in ("plan", "clone", "gcloud", "machines", "supervise", "tpu_vm", "jobset", "raycluster"):
         sys.modules.pop(name, None)
 
 
@@ -48,4 +48,16 @@ def call(scripts, cloud, committed, monkeypatch):
         with pytest.raises(SystemExit) as exited:
             plan.main(script.main)
         return exited.value.code
+    return run
+
+
+@pytest.fixture
+def play(call, scripts, cloud, monkeypatch):
+    """Runs tpu_vm.py on played answers; returns its exit code and the verbs of the calls."""
+    monkeypatch.setattr(scripts("tpu_vm"), "POLL_SECONDS", 0.0)
+
+    def run(*arguments, **answers):
+        cloud.answer(**answers)
+        code = call("tpu_vm", *arguments)
+        return code, [fakes.verb_of(words) for words in cloud.calls()]
     return run

@@ -64,3 +64,19 @@ class Cloud:
     def _told(self) -> list[dict]:
         text = self._log.read_text() if self._log.exists() else ""
         return [json.loads(line) for line in text.splitlines()]
+
+
+def verb_of(words: list[str]) -> str:
+    """Returns the step of launch/tpu_vm.py that a call of gcloud belongs to."""
+    words = [word for word in words if word != "alpha"]
+    if "failedData" in words[-1]:
+        return "reason"
+    if "networkEndpoints" in words[-1]:
+        return "address"
+    if words[4] != "ssh":
+        return words[4]
+    if "RAY_AUTH_TOKEN" in words[-1]:
+        return "token"
+    known = "setup", "start", "work", "follow", "stop", "status"
+    verbs = (verb for verb in known if f"on_vm.sh {verb}" in words[-1])
+    return next(verbs, "status" if "on_vm.sh" in words[-1] else "unpack")

@@ -9,7 +9,9 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPTS = sorted(p.name for p in (ROOT / "launch").glob("*.sh") if p.name != "venv.sh")
-LAUNCHERS = ("launch/tpu_vm.py", "launch/gke/jobset.py", "launch/supervise.py")
+LAUNCHERS = (
+    "launch/tpu_vm.py", "launch/gke/jobset.py", "launch/gke/raycluster.py", "launch/supervise.py",
+)
 
 
 def said(*command):

@@ -13,7 +13,7 @@ import yaml
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "gke" / "jobset.py"
 SHELLCHECK = str(pathlib.Path(sys.executable).with_name("shellcheck"))
-MANIFESTS = sorted((ROOT / "launch" / "gke").glob("*.yaml"))
+MANIFESTS = sorted(ROOT / "launch" / "gke" / f"{name}.yaml" for name in ("two-slices", "v5e-8", "v5p-128"))
 DAPO = "--config=configs/dapo_qwen25_32b.py"
 
 # jobset.x-k8s.io/v1alpha2 (kubernetes-sigs/jobset, api/jobset/v1alpha2/jobset_types.go), as far as
@@ -87,12 +87,13 @@ def test_the_validator_would_see_a_mistake():
 
 
 def test_the_shipped_manifests_are_what_the_script_writes(tmp_path):
-    assert [path.stem for path in MANIFESTS] == ["two-slices", "v5e-8", "v5p-128"]
+    shipped = sorted((ROOT / "launch" / "gke").glob("*.yaml"))
+    assert [path.stem for path in shipped] == ["raycluster", "two-slices", "v5e-8", "v5p-128"]
     script = (ROOT / "launch" / "gke" / "manifests.sh").read_text()
     script = script.replace(">launch/gke/", f">{tmp_path}/")
     script = script.replace('cd "$(dirname "${BASH_SOURCE[0]}")/../.."', f"cd {ROOT}")
     subprocess.run(["bash", "-c", script], check=True)
-    for path in MANIFESTS:
+    for path in shipped:
         assert path.read_text() == (tmp_path / path.name).read_text()
 
 

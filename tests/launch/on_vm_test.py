@@ -46,6 +46,12 @@ def host(tmp_path):
     names = tmp_path / "bin"
     names.mkdir()
     (names / "python3.13").symlink_to(sys.executable)
+    (python.parent / "ray").write_text('#!/usr/bin/env bash\nsleep 1\necho "ray $*" >>calls\n')
+    (clone / "launch" / "on_ray.sh").write_text(
+        'echo "$RAY_ADDRESS $LIBTPU_INIT_ARGS $1" >>calls\nshift\n'
+        '[ $# -gt 0 ] || set -- sleep 60\nexec "$@"\n')
+    for name in (python.parent / "ray", clone / "launch" / "on_ray.sh"):
+        name.chmod(0o755)
     (clone / "seconds").write_text("0")
     (clone / "code").write_text("0")
     (tmp_path / ".jaxrl_tis_env").write_text("HF_TOKEN='hf a'\n")
@@ -111,6 +117,35 @@ def test_status_says_what_the_run_was_started_with(host, scripts):
     assert len(run("status").stdout.splitlines()) == 1
 
 
+def test_with_an_address_of_ray_the_run_is_a_member_until_its_end(host, tmp_path):
+    clone, run = host
+    with (tmp_path / ".jaxrl_tis_env").open("a") as file:
+        file.write("RAY_ADDRESS=10.0.0.5:6379\n")
+    (clone / "code").write_text("2")
+    run("start", "v5e", "--config=a.py", "b c")
+    assert run("follow").returncode == 2
+    assert (clone / "called").read_text().splitlines()[2:] == ["-m", "jaxrl_tis.main", "--config=a.py", "b c"]
+    assert (clone / "calls").read_text().splitlines() == [
+        "10.0.0.5:6379 --flag_of=v5e learner", "ray stop"]
+
+
+def test_a_worker_machine_has_ray_alone_and_takes_the_newest_address(host, tmp_path):
+    clone, run = host
+    for port in (1, 2):
+        (tmp_path / ".jaxrl_tis_env").write_text(f"RAY_ADDRESS=10.0.0.5:{port}\n")
+        assert run("work", "v5p").returncode == 0
+        wait_for(clone / "calls")
+        for _ in range(200):
+            if f":{port} " in (clone / "calls").read_text():
+                break
+            time.sleep(0.05)
+        assert run("status").stdout.startswith("running: ")
+    assert "was asked to save and to end" in run("stop").stdout
+    run("follow")
+    assert (clone / "calls").read_text().splitlines() == [
+        "10.0.0.5:1 --flag_of=v5p worker", "ray stop", "10.0.0.5:2 --flag_of=v5p worker", "ray stop"]
+
+
 def test_a_process_that_has_the_number_of_the_supervisor_is_not_it(host):
     clone, run = host
     with subprocess.Popen(["sleep", "60"]) as other:
@@ -126,8 +161,8 @@ def test_hosts_and_image_have_what_the_page_and_the_configs_need():
     image = (ROOT / "launch" / "gke" / "Dockerfile").read_text()
     page = (ROOT / "docs" / "launch.md").read_text()
     assert f'".[{EXTRAS}]"' in image and f"`[{EXTRAS}]`" in page
-    # gs:// and hf://, metrics.sinks=wandb, configs/smollm2_135m.py, configs/dapo_*.py
-    assert {"tpu", "hub", "gcs", "wandb", "tasks", "math"} <= set(EXTRAS.split(","))
+    # gs:// and hf://, metrics.sinks=wandb, configs/smollm2_135m.py, configs/dapo_*.py, rollout.driver=ray
+    assert {"tpu", "hub", "gcs", "wandb", "tasks", "math", "ray"} <= set(EXTRAS.split(","))
 
 
 def test_another_word_shows_the_usage(host):

@@ -1,5 +1,6 @@
 import json
 import pathlib
+import shlex
 import signal
 import subprocess
 import sys
@@ -78,6 +79,14 @@ def test_an_interrupted_command_is_started_until_it_ends(supervised, tmp_path):
     assert "start 1 ended with 42" in out and "ended with 0 after 3 starts" in out
     state = json.loads((tmp_path / "state.json").read_text())
     assert (state["attempt"], state["code"]) == (3, 0)
+
+
+def test_what_is_to_follow_runs_once_at_the_end(supervised, tmp_path):
+    path = tmp_path / "after all"
+    after = shlex.join([sys.executable, "-c", f"open({str(path)!r}, 'a').write('x')"])
+    process = supervised("sys.exit({1: 42}.get(starts, 3))", f"--after={after}")
+    process.communicate(timeout=120)
+    assert process.returncode == 3 and starts(tmp_path) == 2 and path.read_text() == "x"
 
 
 @pytest.mark.parametrize("code", [1, 2])

@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+from tests.launch.fakes import verb_of
+
 SHELLCHECK = str(pathlib.Path(sys.executable).with_name("shellcheck"))
 GSM8K = "--config=configs/gsm8k_qwen25_0p5b.py:grpo"
 DAPO = "--config=configs/dapo_qwen25_32b.py"
@@ -115,28 +117,6 @@ def test_no_status(scripts, text):
 
 
 # Whole runs on played states
-
-
-@pytest.fixture
-def play(call, scripts, cloud, monkeypatch):
-    """Runs tpu_vm.py on played answers; returns its exit code and the verbs of the calls."""
-    monkeypatch.setattr(scripts("tpu_vm"), "POLL_SECONDS", 0.0)
-
-    def run(*arguments, **answers):
-        cloud.answer(**answers)
-        code = call("tpu_vm", *arguments)
-        return code, [verb_of(words) for words in cloud.calls()]
-    return run
-
-
-def verb_of(words):
-    words = [word for word in words if word != "alpha"]
-    if "failedData" in words[-1]:
-        return "reason"
-    if words[4] != "ssh":
-        return words[4]
-    verbs = (v for v in ("setup", "start", "follow", "stop", "status") if f"on_vm.sh {v}" in words[-1])
-    return next(verbs, "status" if "on_vm.sh" in words[-1] else "unpack")
 
 
 def test_a_run_from_nothing_to_its_end(play):

@@ -9,6 +9,7 @@ import time
 import numpy as np
 
 from jaxrl_tis.build import build_sampling
+from jaxrl_tis.rollouts import ray_worker
 
 
 class Changed:
@@ -37,15 +38,6 @@ class Stepping:
         return self._step(self._scheduler)
 
 
-def slow(seconds, config):
-    """Waits before each call of the engine."""
-    def step(scheduler):
-        time.sleep(seconds)
-        return scheduler.step()
-
-    return Changed(build_sampling(config), lambda scheduler: Stepping(scheduler, step))
-
-
 def once(flag, fault, config):
     """Commits a fault at the third call of the engine, in the first process that gets there."""
     calls = []
@@ -55,6 +47,26 @@ def once(flag, fault, config):
         if len(calls) == 3 and not pathlib.Path(flag).exists():
             pathlib.Path(flag).touch()
             return FAULTS[fault](scheduler)
+        return scheduler.step()
+
+    return Changed(build_sampling(config), lambda scheduler: Stepping(scheduler, step))
+
+
+def slow_loads(seconds, config):
+    """Takes its time before weights are used."""
+    check = ray_worker.fingerprint.check
+    ray_worker.fingerprint.check = lambda *args: time.sleep(seconds) or check(*args)
+    return build_sampling(config)
+
+
+def waiting(flag, go, config):
+    """In the first process, no call of the engine returns before a file is there."""
+    is_first = not pathlib.Path(flag).exists()
+    pathlib.Path(flag).touch()
+
+    def step(scheduler):
+        while is_first and not pathlib.Path(go).exists():
+            time.sleep(0.05)
         return scheduler.step()
 
     return Changed(build_sampling(config), lambda scheduler: Stepping(scheduler, step))
@@ -88,6 +100,7 @@ FAULTS = {
     "killed": lambda scheduler: os.kill(os.getpid(), signal.SIGKILL),
     "stopped": lambda scheduler: os.kill(os.getpid(), signal.SIGSTOP),
     "failed": _raise,
+    "hangs": lambda scheduler: time.sleep(600),
     "lie": _lie(lambda t: dataclasses.replace(t, prompt=t.prompt[::-1].copy())),
     "foreign": _lie(lambda t: dataclasses.replace(t, id="another")),
     "damaged": _lie(lambda t: dataclasses.replace(t, tokens=[0, 1])),

@@ -1,19 +1,27 @@
 """Workers on Ray: good ones sample what a synchronous run samples, bad ones cost time alone."""
 
 import contextlib
+import dataclasses
 import functools
-import json
+import threading
+import time
+from unittest import mock
 
 import pytest
+import ray
 
 from jaxrl_tis.build import build_sampling
 from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import ray_cluster, schedules
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
-from jaxrl_tis.rollouts.ray_source import ray_source
+from jaxrl_tis.rollouts.ray_source import Invalid, ray_source
+from jaxrl_tis.rollouts.ray_worker import Event, Joined
 from jaxrl_tis.rollouts.source import SourceParts, next_batch
-from tests import tiny
+from jaxrl_tis.runtime import cli
+from jaxrl_tis.runtime.cli import Interrupted, Unwritable
+from tests import hosts, tiny
 from tests.rollouts import ray_builds
 from tests.rollouts.virtual_test import assert_same, drawn, in_order, made
 from tests.rollouts.synchronous_test import FakeRewards, Timer
@@ -21,8 +29,6 @@ from tests.rollouts.synchronous_test import FakeRewards, Timer
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():
-    import ray
-
     ray_cluster.connect(tiny.config().rollout)
     yield
     ray.shutdown()
@@ -31,11 +37,13 @@ def local_ray():
 @pytest.fixture
 def learner():
     with contextlib.ExitStack() as stack:
-        def make(schedule="areal(staleness=1)", build=build_sampling, timeout=20.0, **overrides):
+        def make(
+            schedule="areal(staleness=1)", build=build_sampling, timeout=60.0, cpus=0.01, **overrides
+        ):
             setup, params = made()
             config = tiny.config(
                 rollout__schedule=schedule, rollout__max_new_tokens=6, rollout__driver="ray",
-                rollout__worker_timeout=timeout, rollout__cpus_per_worker=0.01, **overrides,
+                rollout__worker_timeout=timeout, rollout__cpus_per_worker=cpus, **overrides,
             )
             prompter = Prompter(setup.tokenizer, config.task)
             groups = Groups(
@@ -55,6 +63,7 @@ def learner():
         yield make
 
 
+@pytest.mark.cases("in_flight(staleness=2)")
 @pytest.mark.parametrize("schedule", ["one_step", "areal(staleness=2)", "in_flight(staleness=2)"])
 def test_with_unchanged_weights_workers_sample_what_a_synchronous_run_samples(schedule, learner):
     source, params = learner(schedule, rollout__workers=2)
@@ -65,15 +74,17 @@ def test_with_unchanged_weights_workers_sample_what_a_synchronous_run_samples(sc
 
 
 FAULTS = {  # whether the worker is evicted
-    "killed": False, "stopped": False, "failed": False, "lie": True, "foreign": True,
+    "killed": False, "stopped": False, "failed": False, "hangs": False, "lie": True, "foreign": True,
     "damaged": True, "not a record": True, "not finite": True, "twice": True,
 }
 
 
+@pytest.mark.cases("killed", "lie")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_worker_costs_time_alone(fault, learner, tmp_path):
     build = functools.partial(ray_builds.once, str(tmp_path / "flag"), fault)
-    source, params = learner("areal(staleness=1)", build, timeout=3.0)
+    settings = {"stopped": {"timeout": 8.0}, "hangs": {"watchdog__timeout": 20.0}}
+    source, params = learner("areal(staleness=1)", build, **settings.get(fault, {}))
     left = evicted = 0
     source.publish(params, 0)
     for step in (1, 2, 3):
@@ -82,3 +93,208 @@ def test_a_bad_worker_costs_time_alone(fault, learner, tmp_path):
         left, evicted = left + values["async/left"], evicted + values["async/workers_evicted"]
         source.publish(params, step)
     assert (left, evicted) == (1, FAULTS[fault])
+
+
+@pytest.mark.all
+def test_the_learner_does_not_wait_for_a_slow_worker_before_its_sequences_are_due(learner, tmp_path):
+    """Of three batches that may begin with the first weights, it holds two groups."""
+    build = functools.partial(ray_builds.waiting, str(tmp_path / "flag"), str(tmp_path / "go"))
+    source, params = learner("areal(staleness=2)", build, rollout__workers=2)
+    source.publish(params, 0)
+    while len(source.driver._sessions) < 2:
+        time.sleep(0.05)
+    found = {}
+    for step in (1, 2, 3):
+        if step == 3:
+            (tmp_path / "go").touch()
+        samples, values = next_batch(source, step)
+        found |= {s.trajectory.id: s for s in samples}
+        source.publish(params, step)
+        assert values["async/left"] == 0
+    assert len(found) == 48
+    assert_same(found, in_order())
+
+
+def test_the_object_store_holds_two_versions_at_most(learner, monkeypatch):
+    """Also where weights are published faster than a worker takes them."""
+    put, refs = ray.put, []
+    monkeypatch.setattr(ray, "put", lambda value: refs.append((ref := put(value)).hex()) or ref)
+    source, params = learner(build=functools.partial(ray_builds.slow_loads, 0.4))
+    driver, served = source.driver, made()[0].serving_params(params, 0)
+    while not driver._sessions:
+        time.sleep(0.05)
+    # Counts references of this process, of calls, and of workers that borrow an object.
+    counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts
+    held = lambda: set(refs) & {name.decode() for name in counts()}
+    start = time.monotonic()
+    for version in range(5):
+        staged = driver.stage(served, version)
+        assert len(held()) <= 2 and refs[-1] in held()
+        with source._shared.changed:
+            driver.publish(staged, version)
+    assert time.monotonic() - start > 3 * 0.4  # the third waits for the first, and so on
+    del staged
+    wait_for(lambda: not driver._sessions["0"].calls and held() == {refs[-1]})
+
+
+# Without actors: Ray has no room to start them. A session is entered by hand.
+
+class Actor:
+    """Notes the calls of its methods. None of them returns."""
+
+    def __init__(self, pending):
+        self.calls = []
+        for name in ("tell", "load"):
+            remote = lambda *args, name=name: self.calls.append((name, *args)) or pending()
+            setattr(self, name, mock.Mock(remote=remote))
+
+
+@pytest.fixture
+def entered(learner):
+    """A source, its parameters, and the session of a worker that is none."""
+    source, params = learner(cpus=1000.0, rollout__start_timeout=0.3)
+    driver = source.driver
+    actors, driver._actors = driver._actors, {}
+    driver._actors["0"] = Actor(actors["0"].join.remote)
+    node = ray.get_runtime_context().get_node_id()
+    joined = Joined("a session", node, driver._facts)
+    yield source, params, joined
+    driver._actors = actors
+
+
+def wait_for(is_so, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not is_so():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def take(source, session, *report):
+    with source.driver._changed:
+        source.driver._take(session, *report)
+
+
+def test_a_third_version_waits_until_no_worker_reads_the_first(entered):
+    source, params, joined = entered
+    driver, served = source.driver, made()[0].serving_params(params, 0)
+    session = driver._join("0", joined)
+    for version in range(2):
+        driver.publish(driver.stage(served, version), version)
+    staged = []
+    thread = threading.Thread(target=lambda: staged.append(driver.stage(served, 2)))
+    thread.start()
+    thread.join(0.3)
+    assert not staged and set(session.calls.values()) == {0, 1}
+    with driver._changed:
+        session.calls = {call: version for call, version in session.calls.items() if version == 1}
+    thread.join(5)
+    assert staged[0].version == 2
+
+
+def test_a_worker_that_leaves_reads_no_weights_any_more(entered):
+    source, params, joined = entered
+    driver, served = source.driver, made()[0].serving_params(params, 0)
+    session = driver._join("0", joined)
+    for version in range(2):
+        driver.publish(driver.stage(served, version), version)
+    driver._leave(session, "lost")
+    assert driver.stage(served, 2).version == 2
+
+
+@pytest.mark.parametrize("report", [
+    (["a text"], Stats()), ([{"kind": "done"}], Stats()), ([], {"steps": 3}),
+    ([Event("another", 3)], Stats()), ([Event("done", "text")], Stats()),
+    ([Event("synced", "0")], Stats()), ([Event("synced", True)], Stats()),
+])
+def test_a_report_of_another_kind_is_refused(entered, report):
+    source, params, joined = entered
+    session = source.driver._join("0", joined)
+    source.publish(params, 0)
+    with pytest.raises(Invalid):
+        take(source, session, *report)
+
+
+def test_weights_that_a_worker_was_not_to_use_are_refused(entered):
+    source, params, joined = entered
+    driver, session = source.driver, source.driver._join("0", joined)
+    with pytest.raises(Invalid, match="version 0, to which it was not to sync"):
+        take(source, session, [Event("synced", 0)], Stats())  # no weights are there yet
+    source.publish(params, 0)
+    for version in (-1, 1):
+        with pytest.raises(Invalid, match=f"version {version}, to which it was not to sync"):
+            take(source, session, [Event("synced", version)], Stats())
+    take(source, session, [Event("synced", 0)], Stats())
+    with pytest.raises(Invalid):
+        take(source, session, [Event("synced", 0)], Stats())  # once
+    names = [name for name, *_ in driver._actors["0"].calls]
+    assert names[:2] == ["load", "tell"] and len(session.given) == 8  # then requests
+
+
+def test_weights_of_another_version_than_a_worker_has_are_refused(entered):
+    """A record of tokens by weights that its worker was never told to use."""
+    source, params, joined = entered
+    session = source.driver._join("0", joined)
+    source.publish(params, 0)
+    take(source, session, [Event("synced", 0)], Stats())
+    record = next(iter(in_order().values())).trajectory
+    assert record.id in session.given
+    newer = dataclasses.replace(record, version=record.version + 1, kv_version=record.kv_version)
+    with pytest.raises(Invalid, match="version"):
+        take(source, session, [Event("done", newer)], Stats())
+    with pytest.raises(Invalid, match="continues, and has ended by"):
+        take(source, session, [Event("partial", record)], Stats())
+    take(source, session, [Event("done", record)], Stats())
+    assert record.id not in session.given
+    with pytest.raises(Invalid, match="which it was not given"):
+        take(source, session, [Event("done", record)], Stats())
+
+
+def test_a_run_whose_workers_do_not_start_ends(entered):
+    source, params, _ = entered
+    source.publish(params, 0)
+    time.sleep(0.4)
+    with pytest.raises(ValueError, match="no rollout worker has started within rollout.start_timeout"):
+        next_batch(source, 1)
+
+
+def test_a_worker_with_other_facts_is_refused_by_their_name(entered):
+    source, _, joined = entered
+    for facts in ({"model": "another"}, {"more": 1}):
+        other = Joined("a session", joined.node, joined.facts | facts)
+        [name], [value] = facts.keys(), facts.values()
+        with pytest.raises(ValueError, match=f"^{name}: learner .*, worker {value!r}; install"):
+            source.driver._join("0", other)
+    assert not source.driver._sessions
+
+
+def test_a_run_whose_workers_are_all_refused_ends(learner):
+    build = functools.partial(ray_builds.with_facts, {"model": "another"})
+    source, params = learner(build=build)
+    source.publish(params, 0)
+    with pytest.raises(ValueError, match="no rollout worker is left: model: learner .*, worker 'another'"):
+        next_batch(source, 1)
+
+
+def test_a_lost_ray_ends_the_run_in_a_way_that_continues(entered, monkeypatch, capsys):
+    source, params, joined = entered
+    driver, served = source.driver, made()[0].serving_params(params, 0)
+    driver._join("0", joined)
+    monkeypatch.setattr(ray, "put", mock.Mock(side_effect=AssertionError))  # would end the process
+    for name in driver._services:
+        address = f"127.0.0.1:{hosts.free_port()}"
+        monkeypatch.setattr(driver, "_services", driver._services | {name: address})
+        for look in (lambda: driver.stage(served, 0), lambda: next_batch(source, 1)):
+            driver._looked_at = 0.0
+            with pytest.raises(Interrupted, match=f"{name} at {address} does not answer"):
+                look()
+        assert "the same command continues" in capsys.readouterr().out
+        monkeypatch.undo()
+
+
+def test_a_store_without_room_ends_the_run_with_a_sentence(entered, monkeypatch):
+    source, params, _ = entered
+    for error in (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError):
+        monkeypatch.setattr(ray, "put", mock.Mock(side_effect=error("...")))
+        with pytest.raises(Unwritable, match="no room for version 0 of the weights, .* MiB") as raised:
+            source.publish(params, 0)
+        assert cli.exit_code(raised.value) == 2

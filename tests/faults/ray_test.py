@@ -1,0 +1,204 @@
+"""Runs on Ray whose workers, nodes, head or learner are lost: they have the samples of a run without
+a fault. The learning rate is next to nothing, so these are the samples of a synchronous run."""
+
+import collections
+import functools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from tests import forked, ray_nodes
+
+pytestmark = [pytest.mark.faults, pytest.mark.all]
+
+STEPS, GROUPS, STALENESS = 12, 4, 2
+COMMAND = [
+    "-m", "jaxrl_tis.main", "--config=tests/small_run.py", f"--config.steps={STEPS}",
+    "--config.optimizer.lr=1e-30", "--config.rollout.max_new_tokens=24", "--config.engine.slots=4",
+    "--config.engine.steps_per_call=1", f"--config.eval.every={STEPS}", "--config.checkpoint.every=3",
+    f"--config.metrics.samples={GROUPS}", "--config.metrics.samples_every=1",
+]
+ON_RAY = [
+    *COMMAND, "--config.rollout.driver=ray", "--config.rollout.workers=2",
+    f"--config.rollout.schedule=in_flight(staleness={STALENESS})",
+    "--config.rollout.cpus_per_worker=0.5", "--config.rollout.worker_timeout=10",
+]
+# Holds more objects than the object store has room for.
+FILLING = """
+import ray, sys, time
+import numpy as np
+ray.init(sys.argv[1], log_to_driver=False)
+held = [ray.put(np.ones(20 << 20, np.uint8)) for _ in range(8)]
+print("full", flush=True)
+time.sleep(600)
+"""
+
+
+def answers(workdir) -> list[dict]:
+    text = pathlib.Path(workdir, "samples.jsonl").read_text()
+    return [r for r in map(json.loads, text.splitlines()) if r["phase"] == "train"]
+
+
+@functools.cache
+def expected() -> dict[str, tuple]:
+    """The tokens of a synchronous run by request."""
+    folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxrl_tis_ray_"))
+    command = [*COMMAND, f"--workdir={folder / 'run'}", "--config.rollout.schedule=sync"]
+    code, text = forked.run(command, folder / "log")
+    assert code == 0, text[-3000:]
+    return {r["id"]: (r["prompt"], r["tokens"]) for r in answers(folder / "run")}
+
+
+def assert_whole(workdir) -> None:
+    """Nothing is lost or doubled, no token is too old, and all tokens are those of `expected`."""
+    found = answers(workdir)
+    assert {r["id"]: (r["prompt"], r["tokens"]) for r in found} == expected()
+    assert len(found) == len(expected()) == STEPS * GROUPS
+    assert set(collections.Counter(r["step"] for r in found).values()) == {GROUPS}
+    for record in found:
+        after = record["step"] - 1
+        assert after - STALENESS <= min(record["version"]) <= max(record["version"]) <= after
+
+
+class Learner(forked.Command):
+    """A run in FOLDER/run, killed at the end of the block."""
+
+    def __init__(self, folder, *options, address="", number=0, **environment):
+        self.workdir, log = folder / "run", folder / f"learner{number}.log"
+        command = [*ON_RAY, f"--workdir={self.workdir}", *options]
+        environment = ray_nodes.ENVIRONMENT | {"RAY_ADDRESS": address or "local"} | environment
+        super().__init__(command, log, environment)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.kill()
+        self.wait()
+
+    def until_step(self, step: int) -> None:
+        """Waits for this step, or the end of the run."""
+        path = self.workdir / "metrics.jsonl"
+        steps = lambda: path.read_text().count('"train"') if path.exists() else 0
+        ray_nodes.wait_for(lambda: steps() >= step or self.poll() is not None, forked.SECONDS)
+        assert self.poll() is None, self.text()[-3000:]
+
+    def end(self) -> int:
+        return self.wait(forked.SECONDS)
+
+    def assert_done(self) -> None:
+        assert self.end() == 0, self.text()[-3000:]
+        assert "Traceback" not in self.text()
+        assert_whole(self.workdir)
+
+
+def of_steps(workdir, name) -> float:
+    lines = map(json.loads, (workdir / "metrics.jsonl").read_text().splitlines())
+    return sum(r[name] for r in lines if r["phase"] == "train")
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_that_is_killed_or_hangs_twice_costs_time_alone(tmp_path, number):
+    with Learner(tmp_path) as learner:
+        for step in (2, 6):
+            learner.until_step(step)
+            workers = lambda: ray_nodes.named(learner.pid, "ray::RolloutWorker")
+            ray_nodes.wait_for(workers)
+            os.kill(worker := workers()[0], number)
+            ray_nodes.wait_for(lambda: not ray_nodes.is_alive(worker))
+        learner.assert_done()
+        assert of_steps(learner.workdir, "async/left") == 2
+        assert "sequences continue elsewhere" in learner.text()
+        assert not ray_nodes.descendants(learner.pid)
+
+
+def test_a_lost_node_costs_time_alone_and_another_takes_its_place(tmp_path):
+    node = functools.partial(ray_nodes.Node, tmp_path, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1")
+    with (
+        node("--num-cpus=0") as head,
+        node("--num-cpus=1", head=head.address), node("--num-cpus=1", head=head.address) as lost,
+        Learner(tmp_path, "--config.rollout.cpus_per_worker=1", address=head.address) as learner,
+    ):
+        ray_nodes.wait_for(lambda: learner.text().count("joined on node") == 2, forked.SECONDS)
+        learner.until_step(2)
+        lost.kill()
+        learner.until_step(4)
+        with node("--num-cpus=1", head=head.address):
+            learner.assert_done()
+        assert of_steps(learner.workdir, "async/left") == 1
+        assert learner.text().count("joined on node") == 3
+
+
+def test_a_killed_learner_leaves_no_process_of_its_local_ray_and_continues(tmp_path):
+    with Learner(tmp_path) as learner:
+        learner.until_step(5)
+        started = ray_nodes.descendants(learner.pid)
+        assert len([line for line in started.values() if "RolloutWorker" in line]) == 2
+        learner.kill()
+        assert learner.end() == -signal.SIGKILL
+    with Learner(tmp_path, number=1) as learner:
+        learner.assert_done()
+        assert "continuing" in learner.text()
+    ray_nodes.wait_for(lambda: not any(map(ray_nodes.is_alive, started)), 120)
+
+
+def test_a_killed_learner_leaves_no_worker_in_a_cluster_and_continues(tmp_path):
+    with ray_nodes.Node(tmp_path, "--num-cpus=1") as head:
+        with Learner(tmp_path, address=head.address) as learner:
+            learner.until_step(5)
+            workers = ray_nodes.named(head.pid, "ray::RolloutWorker")
+            assert len(workers) == 2
+            learner.kill()
+            assert learner.end() == -signal.SIGKILL
+        ray_nodes.wait_for(lambda: not any(map(ray_nodes.is_alive, workers)))
+        with Learner(tmp_path, address=head.address, number=1) as learner:
+            learner.assert_done()
+            assert "continuing" in learner.text()
+
+
+@pytest.mark.parametrize("lost", ["all", "gcs_server", "raylet/raylet"])
+def test_where_the_head_is_lost_the_run_saves_and_continues_with_another_head(tmp_path, lost):
+    with ray_nodes.Node(tmp_path, "--num-cpus=1") as head, \
+            Learner(tmp_path, address=head.address) as learner:
+        learner.until_step(5)
+        if lost == "all":
+            head.kill()
+        else:
+            [pid] = [p for p in ray_nodes.named(head.pid, f"/{lost}") if "--" in
+                     ray_nodes.descendants(head.pid)[p]][:1]
+            os.kill(pid, signal.SIGKILL)
+        assert learner.end() == 42, learner.text()[-3000:]
+        what = "Ray on this machine" if lost == "raylet/raylet" else "the head of the Ray cluster"
+        assert f"{what} at 127.0.0.1:" in learner.text() and "does not answer" in learner.text()
+        assert "the same command continues" in learner.text() and "Traceback" not in learner.text()
+        head.kill()
+    with ray_nodes.Node(tmp_path, "--num-cpus=1") as head, \
+            Learner(tmp_path, address=head.address, number=1) as learner:
+        learner.assert_done()
+
+
+@pytest.mark.parametrize("spills", ["1", "0"])
+def test_a_full_object_store_costs_time_alone(tmp_path, spills):
+    """Ray writes objects to the disk, also where it may not spill them there."""
+    environment = {"RAY_automatic_object_spilling_enabled": spills}
+    store = f"--object-store-memory={80 << 20}"
+    with ray_nodes.Node(tmp_path, "--num-cpus=1", store, **environment) as head, \
+            Learner(tmp_path, address=head.address) as learner:
+        learner.until_step(2)
+        other = subprocess.Popen(
+            [sys.executable, "-c", FILLING, head.address], stdout=subprocess.PIPE, text=True,
+            env=os.environ | ray_nodes.ENVIRONMENT,
+        )
+        try:
+            assert other.stdout.readline() == "full\n"
+            learner.assert_done()
+            assert other.poll() is None
+        finally:
+            other.kill()
+            other.wait()
