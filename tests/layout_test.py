@@ -73,8 +73,6 @@ MAY_IMPORT = {
 }
 # Files without a test of their own name, and the one that tests them.
 COVERED = {
-    "rollouts/ray_cluster": "rollouts/ray_source_test",
-    "rollouts/ray_worker": "rollouts/ray_source_test",
     "aot/__main__": "aot/programs_test",
     "aot/flags": "aot/programs_test",
     "aot/hlo_flops": "aot/hlo_test",
