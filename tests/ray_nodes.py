@@ -11,7 +11,7 @@ from tests import hosts
 SECONDS = 60  # far more than a node takes to start
 ENVIRONMENT = {
     "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "t" * 64, "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "RAY_ADDRESS": "",
+    "RAY_ADDRESS": "", "RAY_worker_niceness": "0",
 }
 
 

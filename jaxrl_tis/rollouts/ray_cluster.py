@@ -13,7 +13,8 @@ from jaxrl_tis.runtime import addresses, processes
 CONNECT_SECONDS = 5.0
 RECORDS = 64 << 20  # bytes of an object store for requests and records
 # A local Ray listens on loopback alone. By default it listens on every address of the machine.
-LOOPBACK = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+# Its workers sample at the priority of the learner. By default they are at nice 15.
+LOOPBACK, NICENESS = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_worker_niceness"
 # Seconds without the head of a cluster until Ray ends this process with code 1, by default 60. The
 # run notices a lost head by itself, after an update that may take longer.
 ALONE, ALONE_SECONDS = "RAY_gcs_rpc_server_reconnect_timeout_s", "86400"
@@ -47,7 +48,7 @@ def _gcs_address() -> str:
 
 
 def _connect(address: str, is_local: bool) -> str | None:
-    own = {LOOPBACK: "0"} if is_local else {ALONE: ALONE_SECONDS}
+    own = {LOOPBACK: "0", NICENESS: "0"} if is_local else {ALONE: ALONE_SECONDS}
     if is_local and address != "local":  # that process 0 has started, with a token
         own["RAY_AUTH_MODE"] = "token"
     for name, value in own.items():

@@ -118,21 +118,23 @@ def test_a_worker_that_is_killed_or_hangs_twice_costs_time_alone(tmp_path, numbe
         assert not ray_nodes.descendants(learner.pid)
 
 
-def test_a_lost_node_costs_time_alone_and_another_takes_its_place(tmp_path):
+def test_lost_nodes_cost_time_alone_and_another_takes_their_place(tmp_path):
     node = functools.partial(ray_nodes.Node, tmp_path, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER="1")
     with (
         node("--num-cpus=0") as head,
-        node("--num-cpus=1", head=head.address), node("--num-cpus=1", head=head.address) as lost,
+        node("--num-cpus=1", head=head.address) as first,
+        node("--num-cpus=1", head=head.address) as second,
         Learner(tmp_path, "--config.rollout.cpus_per_worker=1", address=head.address) as learner,
     ):
         ray_nodes.wait_for(lambda: learner.text().count("joined on node") == 2, forked.SECONDS)
         learner.until_step(2)
-        lost.kill()
+        first.kill()
         learner.until_step(4)
+        second.kill()
         with node("--num-cpus=1", head=head.address):
             learner.assert_done()
-        assert of_steps(learner.workdir, "async/left") == 1
-        assert learner.text().count("joined on node") == 3
+        assert of_steps(learner.workdir, "async/left") == 2
+        assert learner.text().count("joined on node") >= 3
 
 
 def test_a_killed_learner_leaves_no_process_of_its_local_ray_and_continues(tmp_path):

@@ -35,10 +35,11 @@ def refusal(**values) -> str:
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch):
-    for name in (ray_cluster.LOOPBACK, ray_cluster.ALONE, "RAY_ADDRESS"):
+    for name in (ray_cluster.LOOPBACK, ray_cluster.NICENESS, ray_cluster.ALONE, "RAY_ADDRESS"):
         monkeypatch.setenv(name, "")  # as it was, at the end
         monkeypatch.delenv(name)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: mock.Mock(gcs_address="127.0.0.1:9"))
 
 
 @pytest.fixture
@@ -99,7 +100,8 @@ def test_what_ray_raises_is_one_sentence_with_the_versions(monkeypatch, error):
 def test_a_local_ray_is_on_loopback_alone_and_has_no_dashboard(monkeypatch):
     monkeypatch.setattr(ray, "init", mock.Mock())
     assert ray_cluster.connect(rollout()) == "local"
-    assert os.environ[ray_cluster.LOOPBACK] == "0" and ray_cluster.ALONE not in os.environ
+    assert os.environ[ray_cluster.LOOPBACK] == os.environ[ray_cluster.NICENESS] == "0"
+    assert ray_cluster.ALONE not in os.environ
     assert ray.init.call_args.kwargs["include_dashboard"] is False
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = "127.0.0.1:%d" % server.getsockname()[1]
@@ -136,10 +138,8 @@ def test_an_object_store_that_is_too_small(nodes):
     assert "has 0 MiB" in ray_cluster.small_store("0" * 20, 1)
 
 
-def test_where_ray_listens(nodes, monkeypatch):
+def test_where_ray_listens(nodes):
     nodes({"CPU": 1})
-    context = mock.Mock(gcs_address="127.0.0.1:9")
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     named = ray_cluster.services("0" * 20)
     assert sorted(named.values()) == ["127.0.0.1:7", "127.0.0.1:9"]
     assert ray_cluster.unreachable({}) == ""
@@ -189,7 +189,7 @@ def test_commands_with_a_head_that_cannot_be_used(tmp_path):
         changed = hosts.changed(tmp_path, "import ray\nray.__version__ = '2.54.0'")
         text = why("version", main=changed)
         assert unusable in text and f"Ray: {ray.__version__}" in text and "Ray: 2.54.0" in text
-        text = why("store", "--config.model.embed_dim=512", "--config.model.mlp_dim=2048")
+        text = why("store", "--config.model.embed_dim=512", "--config.model.mlp_dim=4096")
         assert "has 78 MiB, and two versions of the weights and records need" in text
         for pid in ray_nodes.named(head.pid, "/raylet/raylet "):
             os.kill(pid, signal.SIGKILL)

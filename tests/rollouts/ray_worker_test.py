@@ -111,8 +111,11 @@ def worker(monkeypatch):
         def step(self):
             return []
 
+        extra = 0  # tokens of each sequence
+
         def records(self):
-            return [dataclasses.replace(self._trajectory(r), stop_reason="abort") for r in self.waiting]
+            extra = self.extra
+            return [longer(self._trajectory(r), extra) for r in self.waiting]
 
     def scheduler(engine, params, version):
         made.append(Reporting(params, version))
@@ -200,20 +203,20 @@ def test_reports_of_unfinished_sequences_do_not_pile_up(worker, monkeypatch):
     load(worker, session, 0)
     worker.tell(session, Sync(), 0)
     worker.tell(session, NewRequests(requests("1", "2")))
-    steps = []
     assert reported(worker, session, 2, ["partial"]) == [("partial", "1"), ("partial", "2")]
     assert reported(worker, session, 0, ["partial"]) == []  # they have not grown
-    made[0]._trajectory, short = lambda r: longer(short(r), len(steps)), made[0]._trajectory
-    steps += [1] * 3
+    made[0].extra = 3
     while not worker._events:
-        pass
-    steps += [1] * 3  # not reported before the others are
+        time.sleep(0.01)
+    made[0].extra = 6  # not reported before the others are
+    time.sleep(0.1)
     assert [len(e.value.tokens) for e in worker.report(session)[0]] == [4, 4]
     assert [len(e.value.tokens) for e in worker.report(session)[0]] == [7, 7]
 
 
 def longer(record, count):
-    return dataclasses.replace(record, tokens=np.resize(record.tokens, len(record.tokens) + count))
+    tokens = np.resize(record.tokens, len(record.tokens) + count)
+    return dataclasses.replace(record, tokens=tokens, stop_reason="abort")
 
 
 def test_what_ends_the_thread_is_reported(worker):
