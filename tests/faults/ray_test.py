@@ -176,7 +176,7 @@ def test_where_the_head_is_lost_the_run_saves_and_continues_with_another_head(tm
                      ray_nodes.descendants(head.pid)[p]][:1]
             os.kill(pid, signal.SIGKILL)
         assert learner.end() == 42, learner.text()[-3000:]
-        what = "Ray on this machine" if lost == "raylet/raylet" else "the head of the Ray cluster"
+        what = "Ray on this machine" if lost == "raylet/raylet" else "the head of Ray"
         assert f"{what} at 127.0.0.1:" in learner.text() and "does not answer" in learner.text()
         assert "the same command continues" in learner.text() and "Traceback" not in learner.text()
         head.kill()

@@ -150,9 +150,11 @@ class Actor:
 
 
 @pytest.fixture
-def entered(learner):
+def entered(learner, monkeypatch):
     """A source, its parameters, and the session of a worker that is none."""
-    source, params = learner(cpus=1000.0, rollout__start_timeout=0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_cluster, "lacking", lambda rollout, count: "")
+        source, params = learner(cpus=1000.0, rollout__start_timeout=0.3)  # Ray lets it wait
     driver = source.driver
     actors, driver._actors = driver._actors, {}
     driver._actors["0"] = Actor(actors["0"].join.remote)
@@ -255,6 +257,13 @@ def test_a_run_whose_workers_do_not_start_ends(entered):
     time.sleep(0.4)
     with pytest.raises(ValueError, match="no rollout worker has started within rollout.start_timeout"):
         next_batch(source, 1)
+
+
+def test_a_cluster_without_room_for_one_worker_is_refused_before_anything_is_sampled(learner, capsys):
+    why = "rollout.workers = 1 need CPU 1000 each, and Ray has CPU .*; no node came within "
+    with pytest.raises(ValueError, match=f"{why}rollout.start_timeout = 0.3 s"):
+        learner(cpus=1000.0, rollout__start_timeout=0.3)
+    assert "the run begins with one worker, and takes others as nodes come" in capsys.readouterr().out
 
 
 def test_a_worker_with_other_facts_is_refused_by_their_name(entered):
