@@ -1,4 +1,4 @@
-"""Measures the gain and the cost of samplers in threads, compared with a synchronous run.
+"""Measures the gain and the cost of samplers in threads or in an actor, against a synchronous run.
 
     python -m benchmarks.asynchrony                    # all schedules in rounds, each in a process
     python -m benchmarks.asynchrony --schedule='areal(staleness=2)'
@@ -9,11 +9,12 @@
 
 Learner and sampler each have a simulated device with one thread. Response lengths are log-normal
 and do not depend on the sampled tokens. In "sync" the two wait for each other. "sync, both" is the
-same on one device with two threads. Rates count the tokens of all batches after the first, which
-compiles.
+same on one device with two threads. In "areal(staleness=2), ray" the sampler is a Ray actor, which
+needs the extra `ray`. Rates count the tokens of all batches after the first, which compiles.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
@@ -23,13 +24,13 @@ import sys
 import time
 
 ARMS = ("sync", "one_step", "areal(staleness=2)", "in_flight(staleness=2)")
-BOTH = "sync, both"
+BOTH, RAY = "sync, both", "areal(staleness=2), ray"
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=2"
 WARM, MOST = 5, 384
 SMOLLM2 = "configs/shapes/SmolLM2-135M-Instruct.Q4_1.gguf.json"
 
 
-def config(schedule: str):
+def config(schedule: str, driver: str = "threads"):
     from configs import default
 
     c = default.get_config()
@@ -40,11 +41,22 @@ def config(schedule: str):
     c.rollout.schedule = schedule
     c.correction.objective, c.correction.weight = "ppo", "none"
     if schedule != "sync":
-        c.rollout.driver, c.rollout.old_logp_source = "threads", "none"
+        c.rollout.driver, c.rollout.old_logp_source = driver, "none"
         c.correction.objective = "a3po"
     c.engine.slots, c.engine.steps_per_call, c.engine.prefill_batch = 32, 8, 8
     c.train.microbatch_rows, c.train.fuse_old_logp, c.train.pack_length = 2, "never", 416
     return c
+
+
+class LengthRewards:
+    """Rewards by the length of the text, without a process that computes them."""
+
+    counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0}
+
+    def results(self, texts, records, tokens):
+        from jaxrl_tis.data.rewards import Scored
+
+        return [Scored(float(len(text) % 7), {}) for text in texts]
 
 
 def long_tailed(setup):
@@ -54,7 +66,6 @@ def long_tailed(setup):
 
     import numpy as np
 
-    from jaxrl_tis.data.rewards import Scored
     from jaxrl_tis.rollouts.groups import Groups
     from jaxrl_tis.rollouts.prompts import Prompter
 
@@ -68,64 +79,107 @@ def long_tailed(setup):
             sampling = dataclasses.replace(request.sampling, stop_ids=(), max_tokens=length)
             return dataclasses.replace(request, sampling=sampling)
 
-    class Nothing:
-        counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0}
-
-        def results(self, texts, records, tokens):
-            return [Scored(float(len(text) % 7), {}) for text in texts]
-
     prompter = Prompter(setup.tokenizer, setup.config.task)
-    return LongTailed(setup.config, prompter, Nothing(), with_greedy=False)
+    return LongTailed(setup.config, prompter, LengthRewards(), with_greedy=False)
+
+
+def parts_of(setup, timer):
+    from jaxrl_tis.data.pipeline import Batches
+    from jaxrl_tis.rollouts.source import SourceParts
+
+    c = setup.config
+    batches = Batches(c.task.name, c.task.params, batch_size=c.rollout.prompts, seed=c.seed)
+    has_threads = c.rollout.driver == "threads"
+    serving_params = setup.served_params if has_threads else setup.serving_params
+    return SourceParts(c, setup.schedule, None, long_tailed(setup), batches, timer, serving_params)
 
 
 def source_of(setup, timer):
     import functools
 
-    from jaxrl_tis.data.pipeline import Batches
-    from jaxrl_tis.rollouts.source import SourceParts
+    from jaxrl_tis import build
+    from jaxrl_tis.rollouts import ray_cluster
     from jaxrl_tis.rollouts.synchronous import SyncSource
     from jaxrl_tis.rollouts.threads import thread_source
 
-    c = setup.config
-    batches = Batches(c.task.name, c.task.params, batch_size=c.rollout.prompts, seed=c.seed)
+    parts, rollout = parts_of(setup, timer), setup.config.rollout
+    if rollout.driver == "ray":
+        address = ray_cluster.connect(rollout)
+        from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray
+
+        return ray_source(parts, setup.engine, setup.identity, build.build_sampling, address)
     starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
-    serving_params = setup.serving_params if setup.schedule.is_sync else setup.served_params
-    parts = SourceParts(c, setup.schedule, None, long_tailed(setup), batches, timer, serving_params)
     if setup.schedule.is_sync:
         return SyncSource(parts, starts[0])
     return thread_source(parts, starts, setup.engine.slots)
 
 
-def train(schedule: str, steps: int) -> dict[str, float]:
-    """Trains one arm and returns its tokens per second and the waiting times."""
+CALLS = ("stage", "publish", "decide", "check", "stats", "metrics")  # by the learner's thread
+
+
+class Timed:
+    """A driver whose calls by the learner's thread are timed."""
+
+    def __init__(self, driver):
+        self._driver, self.seconds = driver, 0.0
+
+    def __getattr__(self, name):
+        call = getattr(self._driver, name)
+
+        def timed(*args):
+            start = time.monotonic()
+            result = call(*args)
+            self.seconds += time.monotonic() - start
+            return result
+
+        return timed if name in CALLS else call
+
+
+def thread_seconds() -> dict[str, float]:
+    """Returns the CPU seconds of each thread of this process that is not of XLA's pools."""
+    found = {}
+    for task in pathlib.Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            if not (task / "comm").read_text().startswith(("tf_", "llvm")):
+                found[task.name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+    return found
+
+
+def train(schedule: str, steps: int, driver: str) -> dict[str, float]:
+    """Trains one arm and returns its tokens per second, the waiting times, and the driver's share
+    of the learner's time."""
     from jaxrl_tis import build
     from jaxrl_tis.learner.state import initial_params, initial_state
     from jaxrl_tis.learner.trainer import Trainer
     from jaxrl_tis.record.metrics import Timer
     from jaxrl_tis.rollouts.source import next_batch
 
-    setup = build.build(config(schedule))
+    setup = build.build(config(schedule, driver))
     training = setup.training
     state, trainer = initial_state(training, initial_params(training)), Trainer(training)
-    timer = Timer()
+    timer, known = Timer(), set(thread_seconds())
     source, old = source_of(setup, timer), trainer.weight_snapshots()
+    if not setup.schedule.is_sync:
+        source.driver = timed = Timed(source.driver)
     tokens, waited, drew, metrics = 0, 0.0, 0.0, []
     for step in range(1, WARM + steps + 1):
         if step == WARM + 1:
             start, tokens, waited = time.monotonic(), 0, 0.0
             timer.collect()
+            if not setup.schedule.is_sync:
+                before, timed.seconds = thread_seconds(), 0.0
         policy = state["policy"].params
         source.publish(policy, step - 1)
         old.publish(policy, step - 1)
-        before = time.monotonic()
+        begun = time.monotonic()
         samples, values = next_batch(source, step)
-        waited += time.monotonic() - before
-        known = old.pop_logps([s.trajectory for s in samples])
-        rows = trainer.score(state, samples, old, known)
+        waited += time.monotonic() - begun
+        logps = old.pop_logps([s.trajectory for s in samples])
+        rows = trainer.score(state, samples, old, logps)
         state, rows, _ = trainer.update(state, rows, step, step - 1)
         tokens += int(rows["mask"].sum())
         metrics.append(values)
-    seconds = time.monotonic() - start
+    seconds, after = time.monotonic() - start, thread_seconds()
     source.close(is_over=True)
     metrics = metrics[WARM:]
     found = {
@@ -135,23 +189,31 @@ def train(schedule: str, steps: int) -> dict[str, float]:
     if setup.schedule.is_sync:
         return found | {"sampler_idle": 1 - timer.collect()["time/rollout_s"] / seconds}
     names = "async/sampler_idle", "sync/seconds", "sync/pause_s", "sync/bytes"
-    return found | {n.split("/")[1]: statistics.mean(m[n] for m in metrics) for n in names}
+    named = [name for name in names if name in metrics[0]]
+    found |= {n.split("/")[1]: statistics.mean(m[n] for m in metrics) for n in named}
+    found["driver_learner_thread_share"] = timed.seconds / seconds
+    if driver == "ray":  # the new threads are the driver's and Ray's
+        spent = sum(s - before.get(t, 0.0) for t, s in after.items() if t not in known)
+        found["driver_threads_cpu_share"] = spent / seconds
+    return found
 
 
 def in_process(arm: str, steps: int) -> dict[str, float]:
     """Trains one arm in a process of its own with a limited number of threads."""
     flags, threads = ("", "2") if arm == BOTH else (ONE_THREAD, "1")
     environment = os.environ | {"XLA_FLAGS": flags, "NPROC": threads, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "benchmarks.asynchrony", f"--schedule={arm.partition(',')[0]}"]
+    driver = "ray" if arm == RAY else "threads"
     done = subprocess.run(
-        [*command, f"--steps={steps}"], env=environment, capture_output=True, text=True, check=True
+        [sys.executable, "-m", "benchmarks.asynchrony", f"--schedule={arm.partition(', ')[0]}",
+         f"--steps={steps}", f"--driver={driver}"],
+        env=environment, capture_output=True, text=True, check=True,
     )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def compare(rounds: int, steps: int) -> None:
     """Runs all arms in turns and prints their medians and the load of the machine."""
-    arms = (BOTH, *ARMS)
+    arms = (BOTH, *ARMS, RAY)
     found = {arm: [] for arm in arms}
     for _ in range(rounds):
         for arm in arms:
@@ -284,12 +346,13 @@ def control(rounds: int, groups: int = 128, size: int = 8) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--schedule", default="")
+    parser.add_argument("--driver", choices=("threads", "ray"), default="threads")
     parser.add_argument("--measure", choices=("machine", "sync", "pause", "control"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     given = parser.parse_args()
     if given.schedule:
-        print(json.dumps(train(given.schedule, given.steps)))
+        print(json.dumps(train(given.schedule, given.steps, given.driver)))
     elif given.measure == "control":
         control(given.rounds)
     elif given.measure:

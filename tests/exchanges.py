@@ -25,6 +25,10 @@ def refuse():
     return cli.check_folder("json", "/none/x")
 
 
+def interrupt():
+    raise cli.Interrupted("the head is lost")
+
+
 def met():
     """When this process went to meet the other, which is late, and when it came from there."""
     if processes.index() == 0:
@@ -53,6 +57,7 @@ def calls():
         "any": [processes.any_of(False), processes.any_of(me == 1)],
         "told": processes.first(lambda: {"by": me}),
         "refused": refused(refuse),
+        "interrupted": refused(interrupt),
         "same": processes.difference({"a": np.arange(3), "b": {"x": [1, None]}}),
         "other dtype": processes.difference({"a": np.zeros(2, np.int32 if me else np.float32)}),
         "other value": processes.difference({"a": 1, "config.seed": me, "c": me}),

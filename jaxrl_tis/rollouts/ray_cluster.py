@@ -91,7 +91,7 @@ def services(node: str) -> dict[str, str]:
 
     [found] = [n for n in ray.nodes() if n["NodeID"] == node]
     return {
-        "the head of the Ray cluster": ray.get_runtime_context().gcs_address,
+        "the head of Ray": ray.get_runtime_context().gcs_address,
         "Ray on this machine": f"{found['NodeManagerAddress']}:{found['NodeManagerPort']}",
     }
 

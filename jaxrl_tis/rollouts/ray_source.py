@@ -145,10 +145,19 @@ class RayDriver:
         self._services = ray_cluster.services(node)
         if why := ray_cluster.small_store(node, self._bytes):
             raise ValueError(why)
-        if why := ray_cluster.lacking(self._rollout, self._rollout.workers):
-            if self._address == "local":  # no node will come
-                raise ValueError(why)
-            processes.report(f"waiting for nodes: {why}")
+        if not (why := ray_cluster.lacking(self._rollout, self._rollout.workers)):
+            return
+        if self._address == "local":  # no node will come
+            raise ValueError(why)
+        processes.report(f"{why}; the run begins with one worker, and takes others as nodes come")
+        while why := ray_cluster.lacking(self._rollout, 1):
+            if time.monotonic() - self._since > self._rollout.start_timeout:
+                raise ValueError(
+                    f"{why}; no node came within rollout.start_timeout = "
+                    f"{self._rollout.start_timeout:g} s"
+                )
+            self._heartbeat()
+            time.sleep(RETRY_SECONDS)
 
     def _disconnect(self) -> None:
         if self._address is not None:
@@ -211,8 +220,8 @@ class RayDriver:
         if not self._has_joined and now - self._since > self._rollout.start_timeout:
             raise ValueError(
                 f"no rollout worker has started within rollout.start_timeout = "
-                f"{self._rollout.start_timeout:g} s: "
-                f"{ray_cluster.lacking(self._rollout, 1) or 'raise it, or read the logs of Ray'}"
+                f"{self._rollout.start_timeout:g} s; raise it, or read the logs of Ray: other jobs may "
+                "hold the resources"
             )
         if now - self._said_at > TELL_SECONDS:
             processes.report(f"no rollout worker is there; {count - len(self._ended)} are starting")
@@ -362,7 +371,7 @@ class RayDriver:
         except ray.exceptions.GetTimeoutError:
             return f"silent for {self._rollout.worker_timeout:g} s", True
         except ray.exceptions.RayActorError as error:
-            return f"lost: {' '.join(str(error).split())[:200]}", False
+            return f"its process is gone ({type(error).__name__})", False
         except ray.exceptions.RayError as error:  # an error within the worker
             return f"failed: {str(getattr(error, 'cause', error))[:400]}", True
         return "the run has ended", False
@@ -421,6 +430,6 @@ class RayDriver:
                 self.decide()
         if not self._is_closed:
             processes.report(
-                f"rollout worker {session.name} left, {why}; {len(session.given)} sequences continue "
-                f"elsewhere, {known} of them from reported tokens"
+                f"rollout worker {session.name} is lost; {len(session.given)} sequences continue "
+                f"elsewhere, {known} of them from reported tokens. The reason: {why}"
             )

@@ -256,6 +256,8 @@ def first(f: Callable[[], Any]) -> Any:
         raise failed
     if code == 2:
         raise ValueError(message)
+    if code == cli.RESTART:
+        raise cli.Interrupted(message)
     if code is not None:
         raise RuntimeError(message)
     return value

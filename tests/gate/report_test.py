@@ -266,8 +266,7 @@ def bounded_k3(setup, bound):
     config = setup.config.copy_and_resolve_references()
     for name in report.MEASURES:
         config.gate[f"max_{name}"] = bound if name == "k3" else np.inf
-    training = dataclasses.replace(setup.training, config=config)
-    return dataclasses.replace(setup, training=training)
+    return dataclasses.replace(setup, config=config)
 
 
 def no_number(literal):

@@ -150,9 +150,11 @@ class Actor:
 
 
 @pytest.fixture
-def entered(learner):
+def entered(learner, monkeypatch):
     """A source, its parameters, and the session of a worker that is none."""
-    source, params = learner(cpus=1000.0, rollout__start_timeout=0.3)
+    with monkeypatch.context() as patch:
+        patch.setattr(ray_cluster, "lacking", lambda rollout, count: "")
+        source, params = learner(cpus=1000.0, rollout__start_timeout=0.3)  # Ray lets it wait
     driver = source.driver
     actors, driver._actors = driver._actors, {}
     driver._actors["0"] = Actor(actors["0"].join.remote)
@@ -249,12 +251,26 @@ def test_weights_of_another_version_than_a_worker_has_are_refused(entered):
         take(source, session, [Event("done", record)], Stats())
 
 
+def test_a_run_without_room_for_a_worker_ends_before_anything_is_sampled(learner):
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="need CPU 1000 each.*no node came within rollout.start_timeout"):
+        learner(cpus=1000.0, rollout__start_timeout=0.3)
+    assert time.monotonic() - start < 5
+
+
 def test_a_run_whose_workers_do_not_start_ends(entered):
     source, params, _ = entered
     source.publish(params, 0)
     time.sleep(0.4)
     with pytest.raises(ValueError, match="no rollout worker has started within rollout.start_timeout"):
         next_batch(source, 1)
+
+
+def test_a_cluster_without_room_for_one_worker_is_refused_before_anything_is_sampled(learner, capsys):
+    why = "rollout.workers = 1 need CPU 1000 each, and Ray has CPU .*; no node came within "
+    with pytest.raises(ValueError, match=f"{why}rollout.start_timeout = 0.3 s"):
+        learner(cpus=1000.0, rollout__start_timeout=0.3)
+    assert "the run begins with one worker, and takes others as nodes come" in capsys.readouterr().out
 
 
 def test_a_worker_with_other_facts_is_refused_by_their_name(entered):

@@ -81,6 +81,7 @@ def test_what_the_first_did_or_refused_holds_for_all(found):
     message = "--json=/none/x: its folder does not exist; create it, or give another path"
     assert [of["refused"] for of in found] == [["FileNotFoundError", message],
                                                ["ValueError", message]]
+    assert [of["interrupted"] for of in found] == [["Interrupted", "the head is lost"]] * 2
 
 
 def test_the_first_difference_is_named_with_both_values(found):
