@@ -65,7 +65,7 @@ class ProcessesSource:
         return name
 
     def publish(self, params: Any, version: int) -> bool:
-        is_synced, staged = processes.first(lambda: self._source.is_sync_due(version)), None
+        is_synced, staged = processes.first(lambda: self._is_sync_due(version)), None
         if is_synced and self._source is not None:
             staged = self._source.stage(params, version)
         elif is_synced:
@@ -74,6 +74,10 @@ class ProcessesSource:
             self._put(served)
         processes.first(lambda: self._source.staged(staged, version))
         return is_synced
+
+    def _is_sync_due(self, version: int) -> bool:
+        self._source.driver.look()  # here, where an error of process 0 reaches all
+        return self._source.is_sync_due(version)
 
     def _put(self, served: Any) -> tuple[ray.ObjectRef, ...]:
         """Puts the pieces of this process. Returns references to those of all, on process 0."""

@@ -168,7 +168,7 @@ class RayDriver:
     def stage(self, served: Any, version: int) -> Weights:
         sent = fingerprint.hex(fingerprint.digest(served))
         self._await_room()
-        self._look()  # without the node's Ray, `put` would end this process
+        self.look()  # without the node's Ray, `put` would end this process
         try:
             return Weights(version, self._put(served), sent)
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
@@ -189,7 +189,7 @@ class RayDriver:
                 self._changed.wait(PULSE_SECONDS)
             self._heartbeat()
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Raises Interrupted where Ray does not answer: on the head, or on this machine."""
         self._looked_at = time.monotonic()
         if why := ray_cluster.unreachable(self._services):
@@ -211,7 +211,7 @@ class RayDriver:
         """
         now, count = time.monotonic(), len(self._actors)
         if now - self._looked_at > LOOK_SECONDS:
-            self._look()
+            self.look()
         if self._sessions:
             return
         if len(self._ended) == count:
@@ -305,9 +305,15 @@ class RayDriver:
         actor = self._actors[name]
         while not self._is_closed:
             try:
-                session = self._join(name, ray.get(actor.join.remote()))
+                ray.get(actor.__ray_ready__.remote())  # a node has room for it
+                joined = ray.get(actor.join.remote(), timeout=self._rollout.start_timeout)
+                session = self._join(name, joined)
             except ray.exceptions.ActorUnavailableError:
                 time.sleep(RETRY_SECONDS)  # it is starting again
+                continue
+            except ray.exceptions.GetTimeoutError:
+                processes.report(f"rollout worker {name} builds no engine in time, and starts again")
+                ray.kill(actor, no_restart=False)
                 continue
             except (ray.exceptions.RayError, ValueError) as error:
                 self._end(name, actor, error)

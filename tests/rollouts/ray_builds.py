@@ -72,6 +72,14 @@ def waiting(flag, go, config):
     return Changed(build_sampling(config), lambda scheduler: Stepping(scheduler, step))
 
 
+def unbuilt(flag, config):
+    """In the first process, no engine is ever there."""
+    if not pathlib.Path(flag).exists():
+        pathlib.Path(flag).touch()
+        time.sleep(600)
+    return build_sampling(config)
+
+
 def with_facts(facts, config):
     sampling = Changed(build_sampling(config), lambda scheduler: scheduler)
     sampling.identity = sampling._sampling.identity | facts

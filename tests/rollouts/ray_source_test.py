@@ -96,6 +96,18 @@ def test_a_bad_worker_costs_time_alone(fault, learner, tmp_path):
 
 
 @pytest.mark.all
+def test_a_worker_that_builds_no_engine_starts_again(learner, tmp_path, capsys):
+    build = functools.partial(ray_builds.unbuilt, str(tmp_path / "flag"))
+    source, params = learner(build=build, rollout__start_timeout=15.0)
+    source.driver._since += 60  # the first worker may take longer here
+    source.publish(params, 0)
+    samples, values = next_batch(source, 1)
+    assert_same({s.trajectory.id: s for s in samples}, in_order())
+    assert values["async/left"] == 0
+    assert "rollout worker 0 builds no engine in time, and starts again" in capsys.readouterr().out
+
+
+@pytest.mark.all
 def test_the_learner_does_not_wait_for_a_slow_worker_before_its_sequences_are_due(learner, tmp_path):
     """Of three batches that may begin with the first weights, it holds two groups."""
     build = functools.partial(ray_builds.waiting, str(tmp_path / "flag"), str(tmp_path / "go"))
