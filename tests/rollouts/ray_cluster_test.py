@@ -94,7 +94,8 @@ def test_what_ray_raises_is_one_sentence_with_the_versions(monkeypatch, error):
     why = refusal()
     assert why.startswith("cannot use Ray at local: ") and ray.__version__ in why
     assert (" ".join(str(error).split()) or type(error).__name__) in why
-    assert "same token" in why and signal.getsignal(signal.SIGTERM) is before
+    assert "the same token" in why and "a node on this machine" in why
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_a_local_ray_is_on_loopback_alone_and_has_no_dashboard(monkeypatch):
@@ -188,7 +189,3 @@ def test_commands_with_a_head_that_cannot_be_used(tmp_path):
         assert unusable in text and f"Ray: {ray.__version__}" in text and "Ray: 2.54.0" in text
         text = why("store", "--config.model.embed_dim=512", "--config.model.mlp_dim=16384")
         assert "has 78 MiB, and two versions of the weights and records need" in text
-        for pid in ray_nodes.named(head.pid, "/raylet/raylet "):
-            os.kill(pid, signal.SIGKILL)
-        text = why("no node")  # after the minute that Ray waits for one
-        assert unusable in text and "a node on this machine" in text
