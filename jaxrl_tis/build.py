@@ -24,6 +24,7 @@ from jaxrl_tis.estimators import centering
 from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
 from jaxrl_tis.models import placement, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts import replay
 from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.runtime import fingerprint, processes
@@ -58,10 +59,11 @@ class Sampling:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """Returns by name the values that a learner and its rollout workers must share: model,
-        engine and tokenizer."""
+        """Returns by name the values that a learner and its rollout workers must share: code,
+        packages, model, engine and tokenizer."""
         model, engine = vars(self.model), vars(self.engine.config)
-        fields = {f"model.{name}": str(value) for name, value in model.items()}
+        fields = provenance.identity({})
+        fields |= {f"model.{name}": str(value) for name, value in model.items()}
         fields |= {f"engine.{name}": str(value) for name, value in engine.items()}
         size = self.tokenizer.vocab_size
         texts = [self.tokenizer.decode([i]) for i in range(0, size, 1 + size // PROBED)]

@@ -266,14 +266,24 @@ def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
 
 
+def common(a: Box, b: Box) -> Box | None:
+    """Returns what two boxes share, None if they share nothing."""
+    both = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b))
+    return both if all(first < end for first, end in both) else None
+
+
+def within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Returns the index of a box in an array that holds `outer`."""
+    return tuple(slice(i - first, j - first) for (i, j), (first, _) in zip(box, outer))
+
+
 def _part(shards: dict[Box, jax.Array], wanted: Box, device: jax.Device) -> jax.Array:
     """Returns what is in a box, on one device; `shards` by their boxes are a grid that covers it."""
     pieces = {}
     for own, shard in shards.items():
-        common = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, wanted)]
-        if all(a < b for a, b in common):
-            low, high = zip(*((a - start, b - start) for (a, b), (start, _) in zip(common, own)))
-            pieces[tuple(a for a, _ in common)] = jax.device_put(_slice(shard, low, high), device)
+        if (shared := common(own, wanted)) is not None:
+            low, high = zip(*((part.start, part.stop) for part in within(shared, own)))
+            pieces[tuple(a for a, _ in shared)] = jax.device_put(_slice(shard, low, high), device)
     for axis, (first, _) in enumerate(wanted):
         rows = collections.defaultdict(list)
         for start, piece in sorted(pieces.items(), key=lambda found: found[0]):

@@ -121,7 +121,6 @@ class Run:
         parts = SourceParts(
             config, setup.schedule, setup.replay, groups, batches, self._timer,
             setup.served_params if has_threads else setup.serving_params, self.heartbeat,
-            processes.gather if is_shared else list,
         )
         if setup.schedule.is_sync and parts.replay is None:
             return SyncSource(parts, starts[0])

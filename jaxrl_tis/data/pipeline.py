@@ -13,6 +13,7 @@ import grain
 
 from jaxrl_tis.data.records import listed
 from jaxrl_tis.data.tasks import Source, make
+from jaxrl_tis.runtime import processes
 
 EPOCHS = 2**31  # Grain's own endless repeat overflows in batch(1).
 # The field of the configuration that each part of a fingerprint belongs to.
@@ -58,6 +59,7 @@ class Batches:
             )
         if not 0 <= shard_index < shard_count:
             raise ValueError(f"shard_index {shard_index} is not below shard_count {shard_count}")
+        self._is_shared = shard_count > 1
         self.source = check(make(task, params))
         if len(self.source) == 0:
             raise ValueError(f"task {task!r} with {dict(params)} has 0 examples; give at least 1")
@@ -79,6 +81,11 @@ class Batches:
 
     def __next__(self) -> list[dict[str, Any]]:
         return next(self._iterator)
+
+    def next_whole(self) -> list[dict[str, Any]]:
+        """Returns the next batch with the parts of all hosts, which call this together."""
+        part = next(self)
+        return processes.gather(part) if self._is_shared else part
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position as JSON values, with the fingerprint of its sequence of batches."""

@@ -60,7 +60,7 @@ def warm_up(
     length = -(-setup.row_length // context) * context
     with Progress(config.warmup.steps, "warm-up", is_shown=processes.is_first()) as progress:
         for index in range(1, config.warmup.steps + 1):
-            records = processes.gather(next(batches))
+            records = batches.next_whole()
             pairs = [(prompter.ids(r), _target(prompter, r)) for r in records]
             rows = supervised_rows(pairs, length)
             minibatch = {name: value[None] for name, value in rows.items()}

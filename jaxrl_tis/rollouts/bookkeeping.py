@@ -91,7 +91,6 @@ class AsyncBookkeeping:
         self._config, self._schedule, self._groups = parts.config, schedule, parts.groups
         self._batches, self._timer, self._on_records = parts.batches, parts.timer, on_records
         self._records: list[dict[str, str]] = []
-        self._gather = parts.gather
         self._age = replay.max_age(schedule, way, rollout.max_age)
         self._replay = None if way is None else replay.Replay(way, self._age, parts.config.seed)
         self._replay_before: replay.Replay | None = None  # the batch that is being trained on
@@ -179,7 +178,7 @@ class AsyncBookkeeping:
         synchronous source, which gives them the same sampling noise."""
         if not self._records:
             with self._timer("data"):
-                self._records = self._gather(next(self._batches))
+                self._records = self._batches.next_whole()
         entry = self.queue.entries[group]
         entry.prompt = self._records.pop(0)
         self._make_requests(entry)

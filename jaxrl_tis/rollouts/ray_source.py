@@ -21,7 +21,6 @@ import ray
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts import ray_cluster, record_check
 from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping
 from jaxrl_tis.rollouts.concurrent import PULSE_SECONDS, ConcurrentSource, Shared
@@ -108,7 +107,7 @@ class RayDriver:
         config = parts.config
         self._rollout, self._shared, self._engine = config.rollout, shared, engine
         self._books, self._changed, self._heartbeat = shared.books, shared.changed, parts.heartbeat
-        self._facts = provenance.identity({}) | dict(facts)
+        self._facts = facts
         leaves = jax.tree.leaves(engine.abstract_params())
         self._bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
         self._sessions: dict[str, Session] = {}
@@ -404,11 +403,10 @@ class RayDriver:
         self._books.synced(session.name, version)
 
     def _took(self, session: Session, record: Trajectory, is_partial: bool) -> None:
-        if why := record_check.malformed(record):
+        id = getattr(record, "id", None)
+        if not (isinstance(id, str) and id in session.given):
+            why = record_check.malformed(record) or f"it has sampled {id!r}, which it was not given"
             raise Invalid(why)
-        id = record.id
-        if id not in session.given:
-            raise Invalid(f"it has sampled {id!r}, which it was not given")
         request, oldest = session.given[id]
         newest = self._books.controller.workers[session.name].version
         if why := record_check.problem(record, request, self._engine, oldest, newest):

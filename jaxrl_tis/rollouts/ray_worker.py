@@ -23,14 +23,14 @@ import ray
 
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts.sampler import Command, Sampler, SetParams
 from jaxrl_tis.runtime import fingerprint
+from jaxrl_tis.sharding import Box, box_of, common, within
 
 POLL_SECONDS = 1.0  # longest wait of a report for events
 PARTIAL_SECONDS = 1.0  # between two reports of the unfinished sequences
-# Bytes of parts of a tree, uint8 [n], by name of the leaf, first index and shape of the part.
-Pieces = Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], np.ndarray]
+# Bytes of parts of a tree, uint8 [n], by name of the leaf and place of the part in it.
+Pieces = Mapping[tuple[str, Box], np.ndarray]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +70,8 @@ def pieces(tree: Any) -> Pieces:
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
                 data = np.ascontiguousarray(shard.data)
-                start = tuple(part.start or 0 for part in shard.index)
-                parts[jax.tree_util.keystr(path), start, shard.data.shape] = (
-                    data.reshape(-1).view(np.uint8)
-                )
+                box = box_of(shard.index, leaf.shape)
+                parts[jax.tree_util.keystr(path), box] = data.reshape(-1).view(np.uint8)
     return parts
 
 
@@ -85,20 +83,18 @@ def assemble(like: Any, parts: Sequence[Pieces]) -> Any:
       ValueError: a number is missing.
     """
     named = collections.defaultdict(list)
-    for (name, start, shape), data in (item for part in parts for item in part.items()):
-        named[name].append((start, shape, data))
+    for (name, box), data in (item for part in parts for item in part.items()):
+        named[name].append((box, data))
 
     def read(name: str, leaf: jax.ShapeDtypeStruct, index: tuple[slice, ...]) -> np.ndarray:
-        bounds = [part.indices(size)[:2] for part, size in zip(index, leaf.shape)]
-        out = np.empty([high - low for low, high in bounds], leaf.dtype)
+        wanted = box_of(index, leaf.shape)
+        size = lambda box: [end - first for first, end in box]
+        out = np.empty(size(wanted), leaf.dtype)
         missing = out.size
-        for start, shape, data in named[name]:
-            low = [max(a, s) for (a, _), s in zip(bounds, start)]
-            high = [min(b, s + n) for (_, b), s, n in zip(bounds, start, shape)]
-            if all(a < b for a, b in zip(low, high)):
-                within = lambda first: tuple(slice(a - f, b - f) for a, b, f in zip(low, high, first))
-                part = data.view(leaf.dtype).reshape(shape)[within(start)]
-                out[within([first for first, _ in bounds])] = part
+        for box, data in named[name]:
+            if (shared := common(box, wanted)) is not None:
+                part = data.view(leaf.dtype).reshape(size(box))[within(shared, box)]
+                out[within(shared, wanted)] = part
                 missing -= part.size
         if missing:
             raise ValueError(f"weight {name} came without {missing} of {out.size} numbers")
@@ -150,8 +146,7 @@ class RolloutWorker:
         self._sampler = Sampler(functools.partial(setup.scheduler, setup.engine))
         self._like, self._session = setup.engine.abstract_params(), uuid.uuid4().hex
         threading.Thread(target=self._guarded, daemon=True).start()
-        facts = provenance.identity({}) | setup.identity
-        return Joined(self._session, ray.get_runtime_context().get_node_id(), facts)
+        return Joined(self._session, ray.get_runtime_context().get_node_id(), setup.identity)
 
     @ray.method(concurrency_group="load")
     def load(
@@ -229,8 +224,8 @@ class RolloutWorker:
             if isinstance(command, SetParams):
                 self._say([Event("synced", command.version)])
         if not commands:
-            self._say([Event("done", t) for t in self._sampler.step()])
-            self._say(self._partials())
+            finished = self._sampler.step()
+            self._say([*(Event("done", t) for t in finished), *self._partials()])
 
     def _say(self, events: list[Event]) -> None:
         with self._changed:

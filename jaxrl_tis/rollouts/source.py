@@ -18,7 +18,6 @@ from jaxrl_tis.record.metrics import Timer
 from jaxrl_tis.rollouts.groups import Groups, Sample
 from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.rollouts.replay import Way
-from jaxrl_tis.runtime import processes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +33,6 @@ class SourceParts:
       serving_params: (policy parameters, version) -> serving parameters, of one sampler, or a list
         for all samplers with the driver "threads".
       heartbeat: called between engine calls and while the learner waits.
-      gather: joins the records that the processes read.
     """
 
     config: ml_collections.ConfigDict
@@ -45,7 +43,6 @@ class SourceParts:
     timer: Timer
     serving_params: Callable[[Any, int], Any]
     heartbeat: Callable[[], None] = lambda: None
-    gather: Callable[[list], list] = processes.gather
 
 
 class RolloutSource(Protocol):

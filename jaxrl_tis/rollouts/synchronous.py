@@ -9,7 +9,6 @@ import jax
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.rollouts.groups import Sample, is_equal
 from jaxrl_tis.rollouts.source import SourceParts, engine_metrics, generate
-from jaxrl_tis.runtime import processes
 
 
 class SyncSource:
@@ -93,7 +92,7 @@ class SyncSource:
 
     def _sample_groups(self, tag: tuple[int, int]) -> list[list[Sample]]:
         with self._timer("data"):
-            records = processes.gather(next(self._batches))
+            records = self._batches.next_whole()
         requests = [
             request for i, record in enumerate(records)
             for request in self._groups.requests(record, f"{tag[0]}/{tag[1]}/{i}")

@@ -68,13 +68,7 @@ spec:
               terminationGracePeriodSeconds: {grace}
               hostNetwork: true
               dnsPolicy: ClusterFirstWithHostNet
-              nodeSelector:
-                cloud.google.com/gke-tpu-accelerator: {label}
-                cloud.google.com/gke-tpu-topology: {shape}
-{capacity}\
-              tolerations:
-                - key: google.com/tpu
-                  operator: Exists
+{placement}\
               containers:
                 - name: run
                   image: {image}
@@ -82,28 +76,47 @@ spec:
                   command: [{command}]
                   args:
 {args}
-                  env:
-                    - name: LIBTPU_INIT_ARGS
-                      value: {flags}
-                    - name: PYTHONUNBUFFERED
-                      value: "1"
+{environment}\
+{device}\
+{volumes}\
+"""
+# Of every Pod with chips.
+PLACEMENT = """\
+nodeSelector:
+  cloud.google.com/gke-tpu-accelerator: {label}
+  cloud.google.com/gke-tpu-topology: {shape}
+{capacity}\
+tolerations:
+  - key: google.com/tpu
+    operator: Exists
+"""
+ENVIRONMENT = """\
+env:
+  - name: LIBTPU_INIT_ARGS
+    value: {flags}
+  - name: PYTHONUNBUFFERED
+    value: "1"
 {variables}\
-                  envFrom:
-                    - secretRef:
-                        name: {name}
-                        optional: true
-                  securityContext:
-                    privileged: true
-                  resources:
-                    limits:
-                      google.com/tpu: {chips}
-                  volumeMounts:
-                    - name: shared-memory
-                      mountPath: /dev/shm
-              volumes:
-                - name: shared-memory
-                  emptyDir:
-                    medium: Memory
+envFrom:
+  - secretRef:
+      name: {name}
+      optional: true
+"""
+DEVICE = """\
+securityContext:
+  privileged: true
+resources:
+  limits:
+    google.com/tpu: {chips}
+volumeMounts:
+  - name: shared-memory
+    mountPath: /dev/shm
+"""
+VOLUMES = """\
+volumes:
+  - name: shared-memory
+    emptyDir:
+      medium: Memory
 """
 SPOT = 'cloud.google.com/gke-spot: "true"\n'
 RESERVATION = "cloud.google.com/reservation-name: {}\n"
@@ -120,12 +133,32 @@ def grace(plan: plans.Plan) -> int:
         ) from None
 
 
-def capacity(given: argparse.Namespace, depth: int) -> str:
-    """Returns the lines of a nodeSelector for spot or reserved nodes."""
-    line = SPOT if given.spot else ""
+def pod(
+    name: str, topology: plans.Topology, given: argparse.Namespace, depth: int, variables: str = ""
+) -> dict[str, str]:
+    """Returns the parts of a Pod of one host of a slice, by their names in a manifest.
+
+    Args:
+      name: of the Secret that it reads.
+      depth: spaces before the fields of its spec; those of its container are 4 deeper.
+      variables: further entries of the environment.
+    """
+    quoted, capacity = json.dumps, SPOT if given.spot else ""
     if given.reservation is not None:
-        line = RESERVATION.format(json.dumps(given.reservation))
-    return textwrap.indent(line, " " * depth)
+        capacity = RESERVATION.format(quoted(given.reservation))
+    inner = lambda text: textwrap.indent(text, "  ")
+    parts = {
+        "placement": PLACEMENT.format(
+            label=topology.offer.label, shape=topology.shape, capacity=inner(capacity)
+        ),
+        "environment": ENVIRONMENT.format(
+            name=name, flags=quoted(init_args(topology.kind)), variables=inner(variables)
+        ),
+        "device": DEVICE.format(chips=topology.chips_per_host),
+        "volumes": VOLUMES,
+    }
+    depths = {"environment": depth + 4, "device": depth + 4}
+    return {n: textwrap.indent(text, " " * depths.get(n, depth)) for n, text in parts.items()}
 
 
 def manifest(
@@ -137,12 +170,9 @@ def manifest(
     return MANIFEST.format(
         name=plan.name, max_restarts=given.max_restarts, slices=topology.num_slices,
         hosts=topology.hosts_per_slice, final=FINAL_CODES, grace=grace(plan),
-        label=topology.offer.label, shape=topology.shape, capacity=capacity(given, 16),
-        command=", ".join([*wrapper, "python", "-m", "jaxrl_tis.main"]),
-        variables=textwrap.indent(variables, " " * 20),
-        image=quoted(given.image), flags=quoted(init_args(topology.kind)),
+        command=", ".join([*wrapper, "python", "-m", "jaxrl_tis.main"]), image=quoted(given.image),
         args="\n".join(f"                    - {quoted(word)}" for word in plan.arguments),
-        chips=topology.chips_per_host,
+        **pod(plan.name, topology, given, 14, variables),
     )
 
 

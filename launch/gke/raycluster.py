@@ -24,8 +24,6 @@ sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import jobset  # noqa: E402
 import plan as plans  # noqa: E402
 
-from jaxrl_tis.aot.flags import init_args  # noqa: E402
-
 RAY_PORT, NODE_PORT = 6379, 6380
 
 TOKEN = """\
@@ -87,40 +85,15 @@ spec:
         node-manager-port: "{node_port}"
       template:
         spec:
-          nodeSelector:
-            cloud.google.com/gke-tpu-accelerator: {label}
-            cloud.google.com/gke-tpu-topology: {shape}
-{capacity}\
-          tolerations:
-            - key: google.com/tpu
-              operator: Exists
+{placement}\
           containers:
             - name: ray-worker
               image: {image}
               workingDir: /jaxrl_tis
-              env:
-                - name: LIBTPU_INIT_ARGS
-                  value: {flags}
-                - name: PYTHONUNBUFFERED
-                  value: "1"
-{worker_token}\
-              envFrom:
-                - secretRef:
-                    name: {name}
-                    optional: true
+{environment}\
 {worker_probes}\
-              securityContext:
-                privileged: true
-              resources:
-                limits:
-                  google.com/tpu: {chips}
-              volumeMounts:
-                - name: shared-memory
-                  mountPath: /dev/shm
-          volumes:
-            - name: shared-memory
-              emptyDir:
-                medium: Memory
+{device}\
+{volumes}\
 ---
 """
 
@@ -133,10 +106,8 @@ def manifest(plan: plans.Plan, given: argparse.Namespace) -> str:
     cluster = MANIFEST.format(
         name=plan.name, image=quoted(given.image), ray_port=RAY_PORT, node_port=NODE_PORT,
         head_token=textwrap.indent(token, " " * 14), head_probes=probes(RAY_PORT, 12),
-        workers=workers.num_slices, label=workers.offer.label,
-        shape=workers.shape, capacity=jobset.capacity(given, 12),
-        flags=quoted(init_args(workers.kind)), worker_token=textwrap.indent(token, " " * 16),
-        worker_probes=probes(NODE_PORT, 14), chips=workers.chips_per_host,
+        workers=workers.num_slices, worker_probes=probes(NODE_PORT, 14),
+        **jobset.pod(plan.name, workers, given, 10, token),
     )
     joins = token + ADDRESS.format(name=plan.name, port=RAY_PORT)
     return cluster + jobset.manifest(plan, given, ["bash", "launch/on_ray.sh", "learner"], joins)

@@ -5,6 +5,7 @@ import pytest
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.records import Examples
 from jaxrl_tis.data.tasks import TASKS
+from jaxrl_tis.runtime import processes
 
 pytestmark = pytest.mark.by_jax("grain")
 
@@ -150,3 +151,12 @@ def test_records_that_could_not_be_read_are_refused_unless_they_are_checked(tmp_
         Batches("jsonl", {"path": path}, batch_size=1, seed=0)
     batches = Batches("jsonl", {"path": path}, batch_size=3, seed=0, check=lambda source: source)
     assert sorted(flat(batches, 1)) == ["0", "1", "2"]
+
+
+def test_a_whole_batch_has_the_parts_of_all_hosts(path, monkeypatch):
+    make = lambda **shard: Batches("jsonl", {"path": path}, batch_size=4, seed=0, **shard)
+    monkeypatch.setattr(processes, "gather", lambda part: [*part, "of the others"])
+    whole = make().next_whole()  # one host that reads all of it asks nobody
+    assert [record["id"] for record in whole] == ids(make(), 1)[0]
+    half = make(shard_index=1, shard_count=2).next_whole()
+    assert len(half) == 3 and half[2] == "of the others"

@@ -22,6 +22,7 @@ from jaxrl_tis.rollouts.source import SourceParts, next_batch
 from jaxrl_tis.runtime import cli
 from jaxrl_tis.runtime.cli import Interrupted, Unwritable
 from tests import hosts, tiny
+from tests.ray_nodes import wait_for
 from tests.rollouts import ray_builds
 from tests.rollouts.virtual_test import assert_same, drawn, in_order, made
 from tests.rollouts.synchronous_test import FakeRewards, Timer
@@ -176,24 +177,22 @@ def entered(learner, monkeypatch):
     driver._actors = actors
 
 
-def wait_for(is_so, seconds=10.0):
-    end = time.monotonic() + seconds
-    while not is_so():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def take(source, session, *report):
     with source.driver._changed:
         source.driver._take(session, *report)
 
 
-def test_a_third_version_waits_until_no_worker_reads_the_first(entered):
-    source, params, joined = entered
+def with_two_versions(source, params, joined):
+    """The driver, serving parameters, and the session of a worker that reads versions 0 and 1."""
     driver, served = source.driver, made()[0].serving_params(params, 0)
     session = driver._join("0", joined)
     for version in range(2):
         driver.publish(driver.stage(served, version), version)
+    return driver, served, session
+
+
+def test_a_third_version_waits_until_no_worker_reads_the_first(entered):
+    driver, served, session = with_two_versions(*entered)
     staged = []
     thread = threading.Thread(target=lambda: staged.append(driver.stage(served, 2)))
     thread.start()
@@ -206,11 +205,7 @@ def test_a_third_version_waits_until_no_worker_reads_the_first(entered):
 
 
 def test_a_worker_that_leaves_reads_no_weights_any_more(entered):
-    source, params, joined = entered
-    driver, served = source.driver, made()[0].serving_params(params, 0)
-    session = driver._join("0", joined)
-    for version in range(2):
-        driver.publish(driver.stage(served, version), version)
+    driver, served, session = with_two_versions(*entered)
     driver._leave(session, "lost")
     assert driver.stage(served, 2).version == 2
 

@@ -92,7 +92,7 @@ class Batches:
     def __init__(self, examples):
         self._examples, self.count = examples, 0
 
-    def __next__(self):
+    def next_whole(self):
         self.count += 1
         return next(self._examples)
 
