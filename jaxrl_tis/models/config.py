@@ -45,7 +45,7 @@ ROPE_REQUIRED = {
 }
 
 # A forged size ends here, and not in a full memory.
-LARGEST, MOST_LAYERS = 10**9, 10**4
+LARGEST, MOST_LAYERS, MOST_EXPERTS = 10**9, 10**4, 2**16
 
 # Read by from_hf, so neither harmless nor unknown.
 IMPLEMENTED = frozenset({
@@ -128,6 +128,7 @@ class RopeConfig:
       attention_factor: scale of cos and sin under "yarn"; None derives it from `factor`,
         `mscale` and `mscale_all_dim`.
       truncate: whether "yarn" rounds its band limits outwards to whole dimensions.
+      fraction: share of a head's dimensions that are rotated, the first ones.
     """
 
     kind: str
@@ -142,6 +143,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    fraction: float = 1.0
 
     def __post_init__(self):
         if self.kind not in ROPE_FIELDS:
@@ -159,11 +161,88 @@ class RopeConfig:
             raise ValueError(
                 f"rope low_freq_factor={self.low_freq_factor} must be positive and below "
                 f"high_freq_factor={self.high_freq_factor}.")
+        if not 0 < self.fraction <= 1:
+            raise ValueError(f"partial_rotary_factor={self.fraction} must be in (0, 1].")
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Returns how many dimensions of a head are rotated."""
+        return int(head_dim * self.fraction)
+
+
+SCORES = ("softmax", "sigmoid")
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """The routed experts of a model, each a SwiGLU MLP; a router chooses `top_k` for every token.
+
+    Attributes:
+      num_experts: experts of a layer.
+      top_k: experts of a token.
+      expert_dim: width of one expert's MLP.
+      score: "softmax" over the experts, or "sigmoid" of each (with a bias that the choice alone
+        sees).
+      normalizes_top_k: the gates of the chosen experts are divided by their sum.
+      dense_layers: indices of the layers with a dense MLP of `ModelConfig.mlp_dim`, ascending.
+      shared_dim: width of the experts that every token passes through, as one MLP; 0: none.
+      num_groups, top_groups: the experts are cut into `num_groups` equal groups, and a token chooses
+        among those of `top_groups` groups. A group's score is the sum of its two highest.
+      scale: what the gates are multiplied by.
+    """
+
+    num_experts: int
+    top_k: int
+    expert_dim: int
+    score: str = "softmax"
+    normalizes_top_k: bool = True
+    dense_layers: tuple[int, ...] = ()
+    shared_dim: int = 0
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+    def __post_init__(self):
+        for name in ("num_experts", "top_k", "expert_dim", "num_groups", "top_groups"):
+            if not 1 <= getattr(self, name) <= LARGEST:
+                raise ValueError(f"{name}={getattr(self, name)} must be from 1 to {LARGEST}.")
+        if not 0 <= self.shared_dim <= LARGEST:
+            raise ValueError(f"shared_dim={self.shared_dim} must be from 0 to {LARGEST}.")
+        if self.num_experts > MOST_EXPERTS:
+            raise ValueError(f"num_experts={self.num_experts} must be at most {MOST_EXPERTS}.")
+        if self.score not in SCORES:
+            raise ValueError(f"score={self.score!r} is none of {', '.join(SCORES)}.")
+        if self.num_experts % self.num_groups:
+            raise ValueError(
+                f"num_experts={self.num_experts} cannot be cut into num_groups={self.num_groups} "
+                "equal groups.")
+        if self.top_groups > self.num_groups:
+            raise ValueError(
+                f"top_groups={self.top_groups} is above num_groups={self.num_groups}.")
+        choice = self.num_experts // self.num_groups * self.top_groups
+        if self.top_k > choice:
+            raise ValueError(
+                f"top_k={self.top_k} is above the {choice} experts that a token can choose from.")
+        if self.num_groups > 1 and self.num_experts < 2 * self.num_groups:
+            raise ValueError(
+                f"num_groups={self.num_groups} of num_experts={self.num_experts} have fewer than two "
+                "experts each, and a group's score is that of two.")
+        if not self.scale > 0:
+            raise ValueError(f"scale={self.scale} must be positive.")
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the router has a bias that only the choice sees."""
+        return self.score == "sigmoid"
+
+    @property
+    def route_dtype(self) -> str:
+        """The smallest dtype of numpy that holds the ids of the experts."""
+        return "uint8" if self.num_experts <= 256 else "uint16"
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A dense pre-norm decoder with grouped-query attention, RoPE and a SwiGLU MLP.
+    """A pre-norm decoder with grouped-query attention, RoPE and a SwiGLU MLP, or experts.
 
     Attributes:
       family: "llama", "qwen2" or "qwen3"; names the checkpoint format, not the computation.
@@ -172,6 +251,7 @@ class ModelConfig:
       qkv_bias: biases on the query, key and value projections (qwen2).
       qk_norm: RMSNorm over head_dim of queries and keys, before RoPE (qwen3).
       tie_embeddings: the output head is the transposed embedding.
+      moe: the experts; None for a dense model.
     """
 
     family: str
@@ -188,6 +268,7 @@ class ModelConfig:
     qkv_bias: bool
     qk_norm: bool
     tie_embeddings: bool
+    moe: MoeConfig | None = None
 
     def __post_init__(self):
         if self.family not in ARCHITECTURES:
@@ -204,6 +285,32 @@ class ModelConfig:
                 f"num_key_value_heads={self.num_kv_heads}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates it in halves.")
+        rotary = self.rope.rotary_dim(self.head_dim)
+        if rotary < 2 or rotary % 2:
+            raise ValueError(
+                f"partial_rotary_factor={self.rope.fraction} rotates {rotary} of head_dim="
+                f"{self.head_dim} dimensions; they must be an even number.")
+        if self.moe is not None:
+            self._check_dense_layers(self.moe.dense_layers)
+
+    def _check_dense_layers(self, dense: tuple[int, ...]) -> None:
+        is_there = all(0 <= i < self.num_layers for i in dense)
+        if list(dense) != sorted(set(dense)) or not is_there or len(dense) == self.num_layers:
+            raise ValueError(
+                f"dense_layers={dense} must be ascending indices of some, and not all, of the "
+                f"{self.num_layers} layers.")
+
+    @property
+    def stacks(self) -> dict[str, tuple[int, ...]]:
+        """Returns the indices of the layers in each stack of the parameters: {"layers": those with
+        experts, "dense_layers": the others, if there are any}; a dense model has "layers" alone."""
+        dense = self.moe.dense_layers if self.moe else ()
+        others = tuple(i for i in range(self.num_layers) if i not in dense)
+        return {"layers": others} | ({"dense_layers": dense} if dense else {})
+
+    @property
+    def num_moe_layers(self) -> int:
+        return len(self.stacks["layers"]) if self.moe else 0
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> "ModelConfig":

@@ -1,15 +1,16 @@
-"""The decoder for Llama, SmolLM2, Qwen2/2.5 and Qwen3 (dense).
+"""The decoder for Llama, SmolLM2, Qwen2/2.5, Qwen3, and for Qwen3-MoE and GLM-4.5 with experts.
 
 Flax NNX declares the parameters with their logical axis names. Elsewhere they are a plain nested
-dict, and pure functions merge them into the module while tracing. Layers are stacked on a leading
-axis and scanned. A tuple of per-layer dicts (see `unstack`) is unrolled instead.
+dict, and pure functions merge them into the module while tracing. Layers of one kind are stacked on
+a leading axis (`ModelConfig.stacks`) and scanned. A tuple of per-layer dicts (see `unstack`) is
+unrolled instead.
 """
 
 import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.kernels.head import Head
-from jaxrl_tis.models import attention, fsdp, invariant, quant
+from jaxrl_tis.models import attention, fsdp, invariant, moe, quant
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.rope import rope_frequencies
 from jaxrl_tis.sharding import Layout
@@ -128,6 +129,19 @@ class Program:
             )
         return invariant.row_attention(q, k, v, segment_ids_bt, self.layout)
 
+    def router_logits(self, x_btd: jax.Array, router_de: jax.Array) -> jax.Array:
+        """Returns the logits [B,T,E] of a router, always in float32."""
+        return jnp.einsum(
+            "btd,de->bte", x_btd.astype(jnp.float32), router_de.astype(jnp.float32),
+            precision=jax.lax.Precision.HIGHEST,
+        )
+
+    def experts(self, x_btd, ids_btk, gates_btk, weights: tuple, num_experts: int) -> jax.Array:
+        """Returns the weighted sum [B,T,D] of each token's experts, see `moe.experts`."""
+        flat = lambda x: x.reshape(-1, x.shape[-1])
+        y_md = moe.experts(*map(flat, (x_btd, ids_btk, gates_btk)), *weights, num_experts)
+        return y_md.reshape(x_btd.shape)
+
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
         """Returns an activation constrained to the mesh by its logical axes."""
         return x if self.layout is None else self.layout.constrain(x, axes)
@@ -148,7 +162,7 @@ class Block(nnx.Module):
     """One layer: attention and gated MLP, both pre-normed and residual."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        d, f = config.embed_dim, config.mlp_dim
+        d = config.embed_dim
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self.attn_norm = nnx.Param(jnp.ones((d,)), axes=("norm",))
         self.q = _normal(rngs, (d, q), d, ("embed", "heads"))
@@ -163,13 +177,23 @@ class Block(nnx.Module):
             self.q_norm = nnx.Param(jnp.ones((config.head_dim,)), axes=("norm",))
             self.k_norm = nnx.Param(jnp.ones((config.head_dim,)), axes=("norm",))
         self.mlp_norm = nnx.Param(jnp.ones((d,)), axes=("norm",))
-        self.gate = _normal(rngs, (d, f), d, ("embed", "mlp"))
-        self.up = _normal(rngs, (d, f), d, ("embed", "mlp"))
-        self.down = _normal(rngs, (f, d), f * 2 * config.num_layers, ("mlp", "embed"))
+        self._add_mlp(config, rngs)
 
-    def __call__(self, x_btd, config: ModelConfig, program: Program, rotation, attend):
-        """Returns the new residual stream and the carried output of `attend` (keys/values or a
-        cache)."""
+    def _add_mlp(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        self._add_gated(config, rngs, config.mlp_dim)
+
+    def _add_gated(self, config: ModelConfig, rngs: nnx.Rngs, width: int) -> None:
+        d = config.embed_dim
+        self.gate = _normal(rngs, (d, width), d, ("embed", "mlp"))
+        self.up = _normal(rngs, (d, width), d, ("embed", "mlp"))
+        self.down = _normal(rngs, (width, d), width * 2 * config.num_layers, ("mlp", "embed"))
+
+    def __call__(
+        self, x_btd, config: ModelConfig, program: Program, rotation, attend,
+        replay: moe.Replay | None = None, asked: moe.Asked = moe.Asked(), is_token_bt=None,
+    ):
+        """Returns the new residual stream, the carried output of `attend` (keys/values or a cache)
+        and what the router did, see `moe.Routed`."""
         h_btd = program.rms_norm(x_btd, self.attn_norm[...], config.norm_eps)
         q, k, v = self._qkv(h_btd, config, program, rotation)
         out_bthk, carried = attend(q, k, v)
@@ -177,11 +201,17 @@ class Block(nnx.Module):
         x_btd = x_btd + program.dot(out_btq, self.o.get_value(), is_split_in=True)
         x_btd = program.constrain(x_btd, ("batch", "length", None))
         h_btd = program.rms_norm(x_btd, self.mlp_norm[...], config.norm_eps)
+        y_btd, routed = self._mlp(h_btd, config, program, replay, asked, is_token_bt)
+        return program.constrain(x_btd + y_btd, ("batch", "length", None)), carried, routed
+
+    def _mlp(self, h_btd, config, program, replay, asked, is_token_bt):
+        return self._gated(h_btd, program), None
+
+    def _gated(self, h_btd, program: Program) -> jax.Array:
         gate = program.dot(h_btd, self.gate.get_value())
         up = program.dot(h_btd, self.up.get_value())
         gated = jax.nn.silu(gate) * up
-        x_btd = x_btd + program.dot(gated, self.down.get_value(), is_split_in=True)
-        return program.constrain(x_btd, ("batch", "length", None)), carried
+        return program.dot(gated, self.down.get_value(), is_split_in=True)
 
     def _qkv(self, h_btd, config: ModelConfig, program: Program, rotation):
         def project(w, bias, heads):
@@ -199,6 +229,38 @@ class Block(nnx.Module):
         return program.rotate(q, *rotation), program.rotate(k, *rotation), v
 
 
+class MoeBlock(Block):
+    """A layer whose MLP is the experts that its router chooses, and the shared ones if any."""
+
+    def _add_mlp(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        d, e, f = config.embed_dim, config.moe.num_experts, config.moe.expert_dim
+        self.router = _normal(rngs, (d, e), d, ("router", "router"))
+        if config.moe.has_bias:
+            self.router_bias = nnx.Param(jnp.zeros((e,)), axes=("router",))
+        into = ("expert", "expert_embed", "mlp")
+        self.expert_gate = _normal(rngs, (e, d, f), d, into)
+        self.expert_up = _normal(rngs, (e, d, f), d, into)
+        self.expert_down = _normal(
+            rngs, (e, f, d), f * 2 * config.num_layers, ("expert", "mlp", "expert_embed")
+        )
+        if config.moe.shared_dim:
+            self._add_gated(config, rngs, config.moe.shared_dim)
+
+    def _mlp(self, h_btd, config, program, replay, asked, is_token_bt):
+        logits_bte = program.router_logits(h_btd, self.router[...])
+        bias_e = self.router_bias[...] if config.moe.has_bias else None
+        ids_btk, gates_btk, routed = moe.route(
+            logits_bte, bias_e, config.moe, replay, asked, is_token_bt
+        )
+        weights = tuple(
+            w.get_value() for w in (self.expert_gate, self.expert_up, self.expert_down)
+        )
+        y_btd = program.experts(h_btd, ids_btk, gates_btk, weights, config.moe.num_experts)
+        if config.moe.shared_dim:
+            y_btd = y_btd + self._gated(h_btd, program)
+        return y_btd, routed
+
+
 def _normal(rngs: nnx.Rngs, shape: tuple, fan_in: int, axes: tuple) -> nnx.Param:
     return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5, axes=axes)
 
@@ -211,8 +273,9 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 
 def _rotation(config: ModelConfig, positions_bt: jax.Array):
-    """Returns cos and sin [B,T,1,K/2] in float32, scaled by the attention factor of yarn."""
-    inv_freq, scale = rope_frequencies(config.rope, config.head_dim)
+    """Returns cos and sin [B,T,1,R/2] of the R rotated dimensions in float32, scaled by the
+    attention factor of yarn."""
+    inv_freq, scale = rope_frequencies(config.rope, config.rope.rotary_dim(config.head_dim))
     angles = positions_bt[..., None, None].astype(jnp.float32) * jnp.asarray(
         inv_freq, jnp.float32
     ).reshape(1, 1, 1, -1)
@@ -222,11 +285,22 @@ def _rotation(config: ModelConfig, positions_bt: jax.Array):
 
 
 def _rotate(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    halves = x_bthk.astype(jnp.float32).reshape(*x_bthk.shape[:-1], 2, -1)
+    size = 2 * cos.shape[-1]
+    rotated, rest = x_bthk[..., :size], x_bthk[..., size:]
+    halves = rotated.astype(jnp.float32).reshape(*rotated.shape[:-1], 2, -1)
     a, b = halves[..., 0, :], halves[..., 1, :]
     # Stacked, not concatenated: XLA on CPU reads and writes whole halves.
-    rotated = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-2)
-    return rotated.reshape(x_bthk.shape).astype(x_bthk.dtype)
+    turned = jnp.stack([a * cos - b * sin, b * cos + a * sin], axis=-2)
+    turned = turned.reshape(rotated.shape).astype(x_bthk.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+
+
+BLOCKS = {True: MoeBlock, False: Block}
+
+
+def _blocks(config: ModelConfig) -> dict[str, type[Block]]:
+    """Returns the kind of layer in each stack of the parameters."""
+    return {name: BLOCKS[config.moe is not None and name == "layers"] for name in config.stacks}
 
 
 @functools.cache
@@ -246,39 +320,89 @@ def _values(module: nnx.Module) -> Params:
 def init(config: ModelConfig, key: jax.Array) -> Params:
     """Returns random float32 parameters; residual outputs are scaled down by sqrt(2 * layers)."""
     outer_key, layers_key = jax.random.split(key)
-    layers = jax.vmap(lambda k: _values(Block(config, nnx.Rngs(k))))(
-        jax.random.split(layers_key, config.num_layers)
-    )
-    return {**_values(Embedding(config, nnx.Rngs(outer_key))), "layers": layers}
+    keys = jax.random.split(layers_key, config.num_layers)
+    params, blocks = _values(Embedding(config, nnx.Rngs(outer_key))), _blocks(config)
+    for name, indices in config.stacks.items():
+        layer = lambda k, block=blocks[name]: _values(block(config, nnx.Rngs(k)))
+        params[name] = jax.vmap(layer)(keys[jnp.array(indices)])
+    return params
 
 
 def abstract_params(config: ModelConfig, dtype: str = "float32") -> Params:
     """Returns the parameters of `init` as a tree of jax.ShapeDtypeStruct."""
-    stack = lambda s: jax.ShapeDtypeStruct((config.num_layers, *s.shape), jnp.dtype(dtype))
-    outer = jax.tree.map(
-        lambda s: jax.ShapeDtypeStruct(s.shape, jnp.dtype(dtype)), _graph(Embedding, config)[1]
-    )
-    return {**outer, "layers": jax.tree.map(stack, _graph(Block, config)[1])}
+    struct = lambda s, *lead: jax.ShapeDtypeStruct((*lead, *s.shape), jnp.dtype(dtype))
+    params, blocks = jax.tree.map(struct, _graph(Embedding, config)[1]), _blocks(config)
+    for name, indices in config.stacks.items():
+        layer = _graph(blocks[name], config)[1]
+        params[name] = jax.tree.map(lambda s, n=len(indices): struct(s, n), layer)
+    return params
 
 
 def logical_axes(config: ModelConfig) -> Params:
     """Returns the tree of parameters with a tuple of logical axis names for each."""
-    layers = {name: ("layers", *axes) for name, axes in _graph(Block, config)[2].items()}
-    return {**_graph(Embedding, config)[2], "layers": layers}
+    tree, blocks = dict(_graph(Embedding, config)[2]), _blocks(config)
+    for name in config.stacks:
+        axes = _graph(blocks[name], config)[2]
+        tree[name] = {leaf: ("layers", *of_leaf) for leaf, of_leaf in axes.items()}
+    return tree
 
 
-def unstack(params: Params) -> Params:
-    """Returns the layers as a tuple of per-layer dicts, for programs that unroll them."""
-    layers = params["layers"]
-    count = jax.tree.leaves(layers)[0].shape[0]
-    return {**params, "layers": tuple(jax.tree.map(lambda x: x[i], layers) for i in range(count))}
+def unstack(params: Params, config: ModelConfig) -> Params:
+    """Returns the layers as a tuple of per-layer dicts in order, for programs that unroll them."""
+    layers = {}
+    for name, indices in config.stacks.items():
+        for i, index in enumerate(indices):
+            layers[index] = jax.tree.map(lambda x: x[i], params[name])
+    outer = {name: x for name, x in params.items() if name not in config.stacks}
+    return {**outer, "layers": tuple(layers[i] for i in range(config.num_layers))}
+
+
+class Run(NamedTuple):
+    """Consecutive layers of one kind: their stack, where it begins and ends there, and the index of
+    the first layer in the model."""
+
+    stack: str
+    start: int
+    stop: int
+    first: int
+
+
+@functools.cache
+def runs(config: ModelConfig) -> tuple[Run, ...]:
+    """Returns the longest runs of layers of one kind, in order."""
+    home = {i: (name, n) for name, indices in config.stacks.items() for n, i in enumerate(indices)}
+    found = []
+    for index in range(config.num_layers):
+        name, place = home[index]
+        if found and found[-1].stack == name:
+            found[-1] = found[-1]._replace(stop=place + 1)
+        else:
+            found.append(Run(name, place, place + 1, index))
+    return tuple(found)
+
+
+class Hidden(NamedTuple):
+    """The result of `hidden`.
+
+    Attributes:
+      x: [B,T,D] after the last norm, in the compute dtype.
+      carried: the carried output of every layer, as a tuple or stacked like the layers; the last
+        cache where scanned layers pass one on.
+      routed: what the routers did, see `moe.Routed`; None unless asked for.
+    """
+
+    x: jax.Array
+    carried: Any
+    routed: moe.Routed | None
 
 
 def hidden(
     params: Params, config: ModelConfig, program: Program, tokens_bt: jax.Array,
     positions_bt: jax.Array, attend: Callable, cache: Any = None, seed_b: jax.Array | None = None,
-):
-    """Returns the hidden states [B,T,D] after the last norm, and the carried caches.
+    replay: moe.Replay | None = None, asked: moe.Asked = moe.Asked(),
+    is_token_bt: jax.Array | None = None,
+) -> Hidden:
+    """Computes the hidden states after the last norm.
 
     Args:
       tokens_bt, positions_bt: [B,T] int32; positions are absolute.
@@ -287,48 +411,93 @@ def hidden(
         layer to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
       seed_b: [B] uint32 of the noise on the input of the layers, where the parameters have
         "perturbation" [L], the log of its deviations; layers are then scanned without a cache.
-
-    Returns: ([B,T,D] after the last norm in the compute dtype, `carried` of every layer, as a tuple
-    or stacked like the layers; the last cache where scanned layers pass one on).
+      replay: routes [L,B,T,k] of the layers with experts, in place of the routers' own.
+      asked: what is returned of the routers; statistics count the tokens of `is_token_bt`.
     """
     with program.products():
-        return _hidden(params, config, program, tokens_bt, positions_bt, attend, cache, seed_b)
+        return _hidden(
+            params, config, program, tokens_bt, positions_bt, attend, cache, seed_b,
+            replay, asked if config.moe else moe.Asked(), is_token_bt,
+        )
 
 
-def _hidden(params, config, program, tokens_bt, positions_bt, attend, cache, seed_b):
-    graphdef = _graph(Block, config)[0]
+def _hidden(
+    params, config, program, tokens_bt, positions_bt, attend, cache, seed_b, replay, asked,
+    is_token_bt,
+):
     rotation = program.rotation(config, positions_bt)
 
-    def layer(x_btd, layer_params, layer_cache, noise=None):
+    def layer(x_btd, layer_params, layer_cache, noise=None, ids_btk=None):
         x_btd = checkpoint_name(x_btd, LAYER_INPUT)
         if noise is not None:
             x_btd = _perturbed(x_btd, *noise, seed_b)
+        graphdef = _graph(BLOCKS["router" in layer_params], config)[0]
         block = nnx.merge(graphdef, quant.masters(layer_params, program.quantization))
-        return block(x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache))
+        replayed = None if ids_btk is None else moe.Replay(ids_btk, replay.is_given)
+        return block(
+            x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache),
+            replayed, asked, is_token_bt,
+        )
 
     if program.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[program.remat])
     x_btd = program.embedded(params["embed"], tokens_bt)
     x_btd = program.constrain(x_btd, ("batch", "length", None))
-    layers = params["layers"]
-    if isinstance(layers, tuple):
-        carried = []
-        for inputs in zip(layers, cache if cache is not None else (None,) * len(layers)):
-            x_btd, out = layer(x_btd, *inputs)
-            carried.append(out)
-        carried = tuple(carried)
-    elif cache is None:
-        noise = None
+    ids_lbtk = None if replay is None else replay.ids
+    run_layers = _unrolled if isinstance(params["layers"], tuple) else _scanned
+    x_btd, carried, routed = run_layers(layer, params, config, x_btd, cache, ids_lbtk)
+    x_btd = program.rms_norm(x_btd, params["final_norm"], config.norm_eps)
+    return Hidden(x_btd, carried, routed)
+
+
+def _unrolled(layer, params, config, x_btd, cache, ids_lbtk):
+    """Returns the residual stream, the carried outputs and what the routers did."""
+    carried, routed, places = [], [], {i: n for n, i in enumerate(config.stacks["layers"])}
+    for i, of_layer in enumerate(params["layers"]):
+        ids_btk = ids_lbtk[places[i]] if ids_lbtk is not None and "router" in of_layer else None
+        of_cache = None if cache is None else cache[i]
+        x_btd, out, own = layer(x_btd, of_layer, of_cache, None, ids_btk)
+        carried.append(out)
+        routed += [jax.tree.map(lambda x: x[None], own)] if own is not None else []
+    return x_btd, tuple(carried), _joined(routed)
+
+
+def _joined(trees: list) -> Any:
+    """Returns trees of arrays of layers, joined; None for none."""
+    if len(trees) < 2:
+        return trees[0] if trees else None
+    return jax.tree.map(lambda *xs: jnp.concatenate(xs), *trees)
+
+
+def _scanned(layer, params, config, x_btd, cache, ids_lbtk):
+    """Returns what `_unrolled` does, after scans of the runs of equal layers."""
+    carried, routed = [], []
+    for run in runs(config):
+        whole = run.stop - run.start == len(config.stacks[run.stack])
+        part = (lambda x: x) if whole else (lambda x, run=run: x[run.start : run.stop])
+        layers = jax.tree.map(part, params[run.stack])
+        index_l = run.first + jnp.arange(run.stop - run.start)
+        noise = ids = None
         if "perturbation" in params:
-            noise = params["perturbation"], jnp.arange(config.num_layers)
-        x_btd, carried = jax.lax.scan(
-            lambda x, inputs: layer(x, inputs[0], None, inputs[1]), x_btd, (layers, noise)
-        )
-    else:
-        step = lambda carry, inputs: (layer(carry[0], inputs[0], (carry[1], inputs[1])), None)
-        index_l = jnp.arange(config.num_layers)
-        (x_btd, carried), _ = jax.lax.scan(step, (x_btd, cache), (layers, index_l))
-    return program.rms_norm(x_btd, params["final_norm"], config.norm_eps), carried
+            noise = params["perturbation"][run.first : run.first + len(index_l)], index_l
+        if ids_lbtk is not None and "router" in layers:
+            ids = part(ids_lbtk)
+        if cache is None:
+            def step(x_btd, inputs):
+                x_btd, out, own = layer(x_btd, inputs[0], None, *inputs[1:])
+                return x_btd, (out, own)
+
+            x_btd, (out, own) = jax.lax.scan(step, x_btd, (layers, noise, ids))
+            carried.append(out)
+        else:
+            def step(carry, inputs):
+                of_layer, ids, index = inputs
+                x_btd, kv, own = layer(carry[0], of_layer, (carry[1], index), None, ids)
+                return (x_btd, kv), own
+
+            (x_btd, cache), own = jax.lax.scan(step, (x_btd, cache), (layers, ids, index_l))
+        routed += [own] if own is not None else []
+    return x_btd, _joined(carried) if cache is None else cache, _joined(routed)
 
 
 def _perturbed(x_btd, log_std, layer, seed_b):
@@ -370,11 +539,23 @@ _taken_bits.defvjp(_taken_bits_fwd, _taken_bits_bwd)
 
 
 def rows_hidden(
-    params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt=None, seed_b=None
+    params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt=None,
+    seed_b=None, replay=None,
 ) -> jax.Array:
     """Returns the hidden states [B,T,D] of whole rows. Tokens attend within their segment. With
     `evict_step_bt` they attend only to tokens with a step above their own position. `hidden`
-    explains `seed_b`."""
+    explains `seed_b` and `replay`."""
+    return rows_routed(
+        params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt, seed_b,
+        replay,
+    ).x
+
+
+def rows_routed(
+    params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt=None,
+    seed_b=None, replay=None, asked=moe.Asked(),
+) -> Hidden:
+    """Returns `rows_hidden` and what the routers did. Statistics count the tokens of a segment."""
     unseen_bt = None
     if evict_step_bt is not None:
         unseen_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt + evict_step_bt
@@ -384,7 +565,10 @@ def rows_hidden(
             k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
         return program.row_attention(q, k, v, segment_ids_bt, unseen_bt), None
 
-    return hidden(params, config, program, tokens_bt, positions_bt, attend, seed_b=seed_b)[0]
+    return hidden(
+        params, config, program, tokens_bt, positions_bt, attend, seed_b=seed_b, replay=replay,
+        asked=asked, is_token_bt=segment_ids_bt > 0,
+    )
 
 
 def output_head(params: Params, program: Program) -> Head:

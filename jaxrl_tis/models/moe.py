@@ -1,0 +1,173 @@
+"""Mixture of experts: the router, its choice of experts, and the products of the chosen ones.
+
+Shapes: b row, t token, m = b * t, k expert of a token, e expert, d embed, l layer with experts.
+
+A route is the ids of a token's experts in one layer, in the order of falling score. A route can be
+replayed (R3, arXiv:2510.11370): the choice is then an argument, and the gates are those of the live
+scores, so the gradient reaches the router. No token is ever dropped.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.kernels.grouped_matmul import grouped_matmul
+from jaxrl_tis.models.config import MoeConfig
+
+EPSILON = 1e-20  # of the sum of sigmoid gates, as in the published models
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Replay:
+    """Routes for the routers of a forward pass.
+
+    Attributes:
+      ids: [L,B,T,k] integer; of one layer [B,T,k].
+      is_given: [B,T] bool, tokens with a route; the router chooses for the others.
+    """
+
+    ids: jax.Array
+    is_given: jax.Array
+
+
+class Asked(NamedTuple):
+    """What a forward pass returns of its routers, see `Routed`."""
+
+    routes: bool = False
+    statistics: bool = False
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """What the routers of a forward pass did on their own, replayed or not; None if not asked for.
+
+    Attributes:
+      ids: [L,B,T,k] int32, their own choices.
+      load: [L,B,E] float32, choices of each expert among the tokens of a row that count.
+      probs: [L,B,E] float32, the sum of these tokens' probabilities of each expert: scores over
+        their sum.
+      entropy: [L,B] float32, the sum of their entropies in nats.
+      z: [L,B] float32, the sum of logsumexp(logits)^2.
+    """
+
+    ids: jax.Array | None = None
+    load: jax.Array | None = None
+    probs: jax.Array | None = None
+    entropy: jax.Array | None = None
+    z: jax.Array | None = None
+
+
+def scores(logits_me: jax.Array, moe: MoeConfig) -> jax.Array:
+    """Returns the scores of the experts, float32: a softmax or sigmoids."""
+    if moe.score == "softmax":
+        return jax.nn.softmax(logits_me, axis=-1)
+    return jax.nn.sigmoid(logits_me)
+
+
+def choose(scores_me: jax.Array, bias_e: jax.Array | None, moe: MoeConfig) -> jax.Array:
+    """Returns the ids [...,k] of the experts with the highest scores (with the bias), int32. Among
+    equal scores the lower id comes first."""
+    choice_me = scores_me if bias_e is None else scores_me + bias_e
+    if moe.num_groups > 1:
+        groups_mgn = choice_me.reshape(*choice_me.shape[:-1], moe.num_groups, -1)
+        best_mg = jnp.sum(jax.lax.top_k(groups_mgn, 2)[0], axis=-1)
+        _, top_mg = jax.lax.top_k(best_mg, moe.top_groups)
+        is_in_mg = jnp.any(top_mg[..., None] == jnp.arange(moe.num_groups), axis=-2)
+        # 0 and not -inf, as the published models have it.
+        choice_me = jnp.where(is_in_mg[..., None], groups_mgn, 0.0).reshape(choice_me.shape)
+    return jax.lax.top_k(choice_me, moe.top_k)[1]
+
+
+def gates(scores_me: jax.Array, ids_mk: jax.Array, moe: MoeConfig) -> jax.Array:
+    """Returns the gates [...,k] of the chosen experts, float32, from the scores of all of them."""
+    gates_mk = jnp.take_along_axis(scores_me, ids_mk, axis=-1)
+    if moe.normalizes_top_k:
+        total_m1 = jnp.sum(gates_mk, axis=-1, keepdims=True)
+        gates_mk = gates_mk / (total_m1 if moe.score == "softmax" else total_m1 + EPSILON)
+    return gates_mk * moe.scale
+
+
+def route(
+    logits_bte: jax.Array, bias_e: jax.Array | None, moe: MoeConfig, replay: Replay | None,
+    asked: Asked, is_token_bt: jax.Array | None,
+) -> tuple[jax.Array, jax.Array, Routed | None]:
+    """Returns (ids [B,T,k] of the experts in use, their gates [B,T,k], what was asked for)."""
+    scores_bte = scores(logits_bte, moe)
+    own_btk = choose(jax.lax.stop_gradient(scores_bte), bias_e, moe)
+    ids_btk, routed = own_btk, None
+    if replay is not None:
+        is_given_bt1 = replay.is_given[..., None]
+        ids_btk = jnp.where(is_given_bt1, replay.ids.astype(jnp.int32), own_btk)
+    if any(asked):
+        routed = Routed()
+        if asked.statistics:
+            routed = statistics(logits_bte, scores_bte, own_btk, is_token_bt)
+        if asked.routes:
+            routed = dataclasses.replace(routed, ids=own_btk)
+    return ids_btk, gates(scores_bte, ids_btk, moe), routed
+
+
+def statistics(
+    logits_bte: jax.Array, scores_bte: jax.Array, ids_btk: jax.Array, is_token_bt: jax.Array
+) -> Routed:
+    """Returns the fields of `Routed` but the ids, summed over the tokens of each row that count."""
+    weight_bt1 = is_token_bt[..., None].astype(jnp.float32)
+    probs_bte = scores_bte / jnp.sum(scores_bte, axis=-1, keepdims=True)
+    chosen_bte = jnp.sum(jax.nn.one_hot(ids_btk, logits_bte.shape[-1]), axis=-2)
+    entropy_bte = -jax.scipy.special.xlogy(probs_bte, probs_bte)
+    z_bt = jax.nn.logsumexp(logits_bte, axis=-1) ** 2
+    return Routed(
+        load=jnp.sum(chosen_bte * weight_bt1, axis=1),
+        probs=jnp.sum(probs_bte * weight_bt1, axis=1),
+        entropy=jnp.sum(entropy_bte * weight_bt1, axis=(1, 2)),
+        z=jnp.sum(z_bt * weight_bt1[..., 0], axis=1),
+    )
+
+
+def experts(
+    x_md: jax.Array, ids_mk: jax.Array, gates_mk: jax.Array, gate, up, down,
+    num_experts: int, product: Callable = grouped_matmul,
+) -> jax.Array:
+    """Returns the sum [M,D] of each token's experts, weighted by its gates, in x's dtype.
+
+    Args:
+      gate, up: any kind of weight [E,D,F]; down: [E,F,D].
+      product: see `grouped_matmul`.
+    """
+    m, k = ids_mk.shape
+    expert_n = ids_mk.reshape(-1)
+    order_n = jnp.argsort(expert_n, stable=True)
+    place_n = jnp.argsort(order_n)
+    sizes_e = jnp.zeros(num_experts, jnp.int32).at[expert_n].add(1)
+    rows_nd = permuted(jnp.repeat(x_md, k, axis=0), order_n, place_n)
+    gated_nf = jax.nn.silu(product(rows_nd, gate, sizes_e)) * product(rows_nd, up, sizes_e)
+    out_nd = permuted(product(gated_nf, down, sizes_e), place_n, order_n)
+    return combined(out_nd.reshape(m, k, -1), gates_mk)
+
+
+def combined(out_mkd: jax.Array, gates_mk: jax.Array) -> jax.Array:
+    """Returns the weighted sum of the experts' outputs, in float32, in their dtype."""
+    return jnp.sum(out_mkd * gates_mk[..., None], axis=-2, dtype=jnp.float32).astype(out_mkd.dtype)
+
+
+@jax.custom_vjp
+def permuted(x_nd: jax.Array, order_n: jax.Array, place_n: jax.Array) -> jax.Array:
+    """Returns x[order]. `place` is the inverse permutation, by which gradients are gathered and not
+    scattered."""
+    return jnp.take(x_nd, order_n, axis=0, unique_indices=True)
+
+
+def _permuted_fwd(x_nd, order_n, place_n):
+    return permuted(x_nd, order_n, place_n), place_n
+
+
+def _permuted_bwd(place_n, gradient):
+    return jnp.take(gradient, place_n, axis=0, unique_indices=True), None, None
+
+
+permuted.defvjp(_permuted_fwd, _permuted_bwd)
