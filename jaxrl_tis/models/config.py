@@ -6,7 +6,8 @@ Reading is strict. A setting that changes the computation and is not implemented
 """
 
 import dataclasses
-from typing import Any, Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -393,6 +394,14 @@ class ModelConfig:
         if self.family == "qwen2":
             return hf | {"use_sliding_window": False}
         return hf | {"attention_bias": False}
+
+
+STACKS = ("layers", "dense_layers")
+
+
+def by_stack(f: Callable[[dict, str], dict], params: dict[str, Any]) -> dict[str, Any]:
+    """Returns parameters with f(stack of layers, its name) in place of each stack."""
+    return params | {name: f(params[name], name) for name in STACKS if name in params}
 
 
 def _required(hf: Mapping[str, Any], key: str) -> Any:
