@@ -17,7 +17,7 @@ from jaxrl_tis.learner.batch_layout import (
     Rows, minibatches, num_sequences, packed_minibatches, update_fields,
 )
 from jaxrl_tis.learner.scoring import (
-    make_collisions, make_logits, make_score, make_score_norms, make_values,
+    make_collisions, make_logits, make_routing, make_score, make_score_norms, make_values,
 )
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
@@ -42,6 +42,9 @@ class Trainer:
         self.weights: np.ndarray | None = None
         self.score_metrics: dict[str, float] = {}
         self._score = make_score(learner)
+        is_replayed_later = setup.correction.routing == "r2"
+        self._first_score = make_score(learner, with_routes=True) if is_replayed_later else self._score
+        self._routing = make_routing(learner)
         self.prepare = correction.make_prepare(setup.correction)
         self._begin = jax.jit(functools.partial(control.begin, setup.correction))
         self._end = jax.jit(functools.partial(control.end, setup.correction))
@@ -90,9 +93,10 @@ class Trainer:
             rows["values"] = run(self._values, state["critic"].params)
         if "reference" in state:
             reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
-            rows["logp_ref"] = run(lambda *a: self._score(*a)["logp"], reference)
+            own = self._passes({n: x for n, x in rows.items() if n not in ("routes", "routed")})
+            rows["logp_ref"] = own(lambda *a: self._score(*a)["logp"], reference)
             if "logits_ref" in needs:
-                rows["logits_ref"] = run(self._logits, reference)
+                rows["logits_ref"] = own(self._logits, reference)
         rows |= reward_fields(samples, needs)
         by_learner = {
             "sum_pi_squared": self._collisions, "logits": self._logits,
@@ -129,8 +133,10 @@ class Trainer:
 
         if self.setup.recompute_reason:
             centre = state["ewma"].params(like=policy) if "ewma" in state else policy
-            scores = run(self._score, centre)
+            scores = run(self._first_score, centre)
             fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
+            if "routes" in scores:
+                fields |= {"routes": scores["routes"], "routed": rows["segment_ids"] > 0}
             fields["logp_old"] = (
                 fields["logp_prox"] if self.setup.approximates_old_logp
                 else at_versions(rows | fields, policy, sampled_by, log_probs, known)
@@ -146,6 +152,9 @@ class Trainer:
             "old_logp/versions": len(np.unique(rows["version"][rows["mask"]])),
             "old_logp/recomputed_sequences": num_recomputed,
         }
+        if self.setup.correction.replays_routes:
+            missing = rows["sampled"].any(axis=1) & ~rows["mask"].any(axis=1)
+            self.score_metrics["moe/samples_without_routes"] = missing.sum()
         return fields
 
     def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
