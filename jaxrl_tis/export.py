@@ -25,7 +25,7 @@ from jaxrl_tis.build import small_model
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.models import transformer
-from jaxrl_tis.models.config import GENERATION
+from jaxrl_tis.models.hf_config import GENERATION
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import saved_config
 from jaxrl_tis.runtime import cli, hub

@@ -8,7 +8,8 @@ import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
-from jaxrl_tis.models.config import ARCHITECTURES, ModelConfig, RopeConfig
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.models.hf_config import ARCHITECTURES
 from jaxrl_tis.models.stacking import Tensor, assemble, check_names, slots
 
 NAMES = {
