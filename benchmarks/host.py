@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from jaxrl_tis.engine.policies import POLICIES
-from jaxrl_tis.engine.protocol import ResultTokens
+from jaxrl_tis.engine.protocol import Prefilled, ResultTokens
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.sequences import Drawn, Sequence
@@ -33,6 +33,7 @@ class Engine:
     num_pages = SLOTS * LENGTH // page_size + 2
     prefill_batch, prefill_chunk, quant_id, vocab_size = 64, 512, "none", VOCAB
     max_stop_ids, num_penalised, num_logits, top_n, num_kept = 8, 0, 0, 0, 0
+    route_shape, num_experts = (0, 0), 0
 
     def __init__(self):
         self.random, self.remaining = np.random.default_rng(0), np.zeros(SLOTS, np.int32)
@@ -44,7 +45,7 @@ class Engine:
         return 0
 
     def prefill(self, params, state, chunks):
-        return 0
+        return 0, Prefilled()
 
     def insert(self, state, rows):
         for slot, row in rows.items():

@@ -74,7 +74,7 @@ class Parts:
         plan = zip(self.prompts, self.table)
         chunks = [Chunk(0, prompt, 0, list(pages)) for prompt, pages in plan]
         start = time.perf_counter()
-        self.slots = jax.block_until_ready(
+        self.slots, _ = jax.block_until_ready(
             self.engine.prefill(self.params, self.slots, chunks)
         )
         return time.perf_counter() - start

@@ -335,7 +335,7 @@ def prefill(args: argparse.Namespace) -> dict:
                 for i in range(count)
             ]
             start = time.perf_counter()
-            state = jax.block_until_ready(engine.prefill(params, state, chunks))
+            state, _ = jax.block_until_ready(engine.prefill(params, state, chunks))
             times[count].append(1e3 * (time.perf_counter() - start))
     found = {f"{count} prompts": statistics.median(ms[1:]) for count, ms in times.items()}
     shown = ", ".join(f"{name} {ms:.0f} ms" for name, ms in found.items())

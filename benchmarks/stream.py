@@ -133,7 +133,7 @@ class Replay:
         pages = self.table[0].tolist()
         for start in range(0, len(history), size):
             chunk = Chunk(0, history[start : start + size], start, pages)
-            self.state = engine.prefill(weights, self.state, [chunk])
+            self.state, _ = engine.prefill(weights, self.state, [chunk])
         insertion = Insertion(request, history, remaining, len(history))
         self.state = engine.insert(self.state, {0: insertion})
 

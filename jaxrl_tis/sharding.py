@@ -18,39 +18,45 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_tis.fields import logical_axes
 
-MESH_AXES = ("data", "fsdp", "tensor", "context")
+MESH_AXES = ("data", "fsdp", "tensor", "context", "expert")
 # libtpu makes an all-reduce of a reduce-scatter, and on v5p of a gather, among more devices of a
 # mesh axis. In stages among at most so many it does not, and a device sends as many bytes.
 STAGE = 8
 
 TRAIN_RULES = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": "context",
     "layers": None,
     "norm": None,
+    "router": None,
     "vocab": "tensor",
-    "embed": "fsdp",
+    "embed": ("fsdp", "expert"),
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "expert": "expert",
+    "expert_embed": "fsdp",
 }
 SERVE_RULES = {
-    "batch": ("data", "fsdp"),
+    "batch": ("data", "fsdp", "expert"),
     "length": None,
     "layers": None,
     "norm": None,
+    "router": None,
     "vocab": "tensor",
     "embed": None,
     "heads": "tensor",
     "kv_heads": "tensor",
     "mlp": "tensor",
+    "expert": "expert",
+    "expert_embed": None,
 }
 
 
 def make_mesh(shape: tuple[int, ...], devices: list | None = None) -> Mesh:
-    """Makes the mesh (data, fsdp, tensor, context) over the first devices. Context may be left out
-    and is 1 then; one entry may be -1 and takes all that are left."""
-    shape = (*shape, 1) if len(shape) == 3 else shape
+    """Makes the mesh (data, fsdp, tensor, context, expert) over the first devices. The last two may
+    be left out and are 1 then. One entry may be -1 and takes all that are left."""
+    shape = (*shape, *(1,) * (len(MESH_AXES) - len(shape)))
     devices = jax.devices() if devices is None else devices
     known = math.prod(n for n in shape if n != -1)
     free = list(shape).count(-1)
@@ -101,7 +107,7 @@ class Layout:
     @property
     def shards(self) -> int:
         """How many parts the rows of a batch are cut into."""
-        return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
+        return math.prod(self.mesh.shape[a] for a in TRAIN_RULES["batch"])
 
     @property
     def is_shared(self) -> bool:
@@ -171,7 +177,7 @@ class Layout:
         it."""
         if self.mesh.shape["tensor"] * self.mesh.shape["context"] == 1:
             return None
-        rules = self.rules | {"batch": None, "embed": None}
+        rules = self.rules | dict.fromkeys(("batch", "embed", "expert", "expert_embed"))
         return dataclasses.replace(self, rules_items=tuple(rules.items()))
 
     def by_parts(self, f: Callable[[Any, Any], Any], params: Any, rows: Any) -> Any:
@@ -328,12 +334,21 @@ def layout(
     mesh = make_mesh(shape, devices)
     if vocab_size % mesh.shape["tensor"]:
         rules = rules | {"vocab": None}
+    if mesh.shape["expert"] == 1:
+        rules = {name: _without_experts(entry) for name, entry in rules.items()}
     if mesh.shape["context"] > 1 and rules["length"] != "context":
         raise ValueError(
             f"mesh {dict(mesh.shape)} has {mesh.shape['context']} context shards, which serving "
             "does not support; set the context entry of mesh.serve to 1"
         )
     return Layout(mesh, tuple(rules.items()), grad_reduce_dtype)
+
+
+def _without_experts(entry: Any) -> Any:
+    """Returns the mesh axes of a rule without "expert"; of one axis its name, as a rule has it."""
+    names = (entry,) if isinstance(entry, str) else entry or ()
+    left = tuple(name for name in names if name != "expert")
+    return left if len(left) > 1 else (left[0] if left else None)
 
 
 def single_device() -> Layout:

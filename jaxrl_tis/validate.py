@@ -303,10 +303,10 @@ def _read(config, field: str):
 def _batches(config):
     train, rollout = config.train, config.rollout
     for field in ("mesh.train", "mesh.serve"):
-        if len(_read(config, field)) not in (3, 4):
+        if len(_read(config, field)) not in (3, 4, 5):
             yield (
-                f"{field} is {_read(config, field)}; it needs the entries (data, fsdp, tensor) or "
-                "(data, fsdp, tensor, context)"
+                f"{field} is {_read(config, field)}; it needs the entries (data, fsdp, tensor), and "
+                "may have (..., context) and (..., context, expert)"
             )
     rows = rollout.prompts * rollout.group_size
     if min(rows, train.minibatches, train.microbatch_rows) < 1:
@@ -331,13 +331,13 @@ def _batches(config):
             f"train.microbatch_rows = {train.microbatch_rows}; make {rows} a multiple of their "
             "product"
         )
-    context = math.prod(config.mesh.train[3:])
+    context = math.prod(config.mesh.train[3:4])
     if not train.pack_length and length % context:
         yield (
             f"rows of {length} tokens cannot be cut into the {context} context shards of "
             f"mesh.train; set train.pack_length to a multiple of {context}"
         )
-    shards = math.prod(config.mesh.train[:2])
+    shards = math.prod((*config.mesh.train[:2], *config.mesh.train[4:]))
     if shards > 0 and train.microbatch_rows % shards:
         yield (
             f"train.microbatch_rows = {train.microbatch_rows} is not divisible by the {shards} "

@@ -9,7 +9,7 @@ import dataclasses
 
 import numpy as np
 
-from jaxrl_tis.engine.protocol import ResultTokens
+from jaxrl_tis.engine.protocol import Prefilled, ResultTokens
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 
@@ -98,7 +98,8 @@ class Engine:
 
     max_stop_ids = 2
     vocab_size = 1000
-    num_penalised = top_n = num_kept = 0
+    num_penalised = top_n = num_kept = num_experts = 0
+    route_shape = (0, 0)
     num_logits = 2
     quant_id = "arithmetic"
 
@@ -136,11 +137,9 @@ class Engine:
                 state, chunk.shard, chunk.pages,
                 chunk.start + np.arange(len(chunk.tokens)), chunk.tokens, params,
             )
-        return state
-
-    def prefill_scored(self, params, state, chunks):
-        state = self.prefill(params, state, chunks)
-        return state, [self._scores(params, state, chunk) for chunk in chunks]
+        if chunks[0].targets is None:
+            return state, Prefilled()
+        return state, Prefilled([self._scores(params, state, chunk) for chunk in chunks])
 
     def _scores(self, weights, state, chunk):
         """Minus the sum of all keys up to each token, less its target."""

@@ -316,7 +316,7 @@ def test_one_full_step_of_the_sampler(large):
     chunk = prompt[: engine.prefill_chunk]
     pages = list(range(1, 1 + -(-len(chunk) // engine.page_size)))
     chunks = [Chunk(0, chunk, 0, pages), Chunk(engine.shards - 1, prompt[:9], 0, pages[:1])]
-    state = jax.eval_shape(lambda p, s: engine.prefill(p, s, chunks), params, state)
+    state, _ = jax.eval_shape(lambda p, s: engine.prefill(p, s, chunks), params, state)
     request = Request("a", prompt, 0, SamplingParams(max_tokens=config.rollout.max_new_tokens,
                                                      stop_ids=tuple(setup.tokenizer.eos_ids)))
     row = Insertion(request, prompt, request.sampling.max_tokens, len(prompt), (1, 2))

@@ -77,10 +77,13 @@ def test_arrays_go_to_other_devices_and_never_through_the_host(before, spec, dty
 
 
 def test_partition_spec():
-    assert sharding.partition_spec(("embed", "heads"), sharding.TRAIN_RULES) == P("fsdp", "tensor")
+    weight = sharding.partition_spec(("embed", "heads"), sharding.TRAIN_RULES)
+    assert weight == P(("fsdp", "expert"), "tensor")
     assert sharding.partition_spec(("embed", "heads"), sharding.SERVE_RULES) == P(None, "tensor")
     rows = sharding.partition_spec((None, "batch"), sharding.TRAIN_RULES)
-    assert rows == P(None, ("data", "fsdp"))
+    assert rows == P(None, ("data", "fsdp", "expert"))
+    experts = sharding.partition_spec(("expert", "expert_embed", "mlp"), sharding.TRAIN_RULES)
+    assert experts == P("expert", "fsdp", "tensor")
     with pytest.raises(ValueError, match=r"\['experts'\] have no rule; known are .*'mlp'"):
         sharding.partition_spec(("embed", "experts"), sharding.TRAIN_RULES)
     with pytest.raises(ValueError, match="use a mesh axis twice"):

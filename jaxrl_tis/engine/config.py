@@ -29,6 +29,7 @@ class EngineConfig:
         tokens per vocabulary entry in every slot.
       top_n: number of likeliest tokens recorded per sampled token.
       num_kept: record the tokens that the filters kept, if they are at most this many.
+      record_routes: record the experts of every token, for a model that has some.
       numerics: "fast", or "invariant": the log-probs of a token do not depend on the other slots,
         the chunks of its prompt or the mesh, and equal those of a learner with these numerics.
       injected: an artificial gap, see injection.py.
@@ -52,6 +53,7 @@ class EngineConfig:
     penalties: bool = False
     top_n: int = 0
     num_kept: int = 0
+    record_routes: bool = False
     numerics: str = "fast"
     injected: Injection = Injection()
 

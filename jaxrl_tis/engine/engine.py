@@ -15,7 +15,7 @@ import numpy as np
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.programs import Programs
-from jaxrl_tis.engine.protocol import Chunk, Insertion, ResultTokens
+from jaxrl_tis.engine.protocol import Chunk, Insertion, Prefilled, ResultTokens
 from jaxrl_tis.engine.records import MAX_STOP_IDS, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.spec import Spec
@@ -55,7 +55,8 @@ class Engine:
         self.top_n, self.num_kept = config.top_n, config.num_kept
         self.shards, self.vocab_size = self.layout.shards, model.vocab_size
         self.num_pages, self.num_logits = self._spec.num_pages, self._spec.num_logits
-        self.num_penalised = self._spec.num_penalised
+        self.num_penalised, self.route_shape = self._spec.num_penalised, self._spec.route_shape
+        self.num_experts = model.moe.num_experts if model.moe else 0
         self.quant_id = config.recipe.id if config.quantization != "none" else config.dtype
         self._weights = Weights(
             model, config.recipe, self.program, config.unroll, config.injected.weights
@@ -100,26 +101,28 @@ class Engine:
             pages = pages * 3 // 2 if pages & (pages - 1) == 0 and pages > 1 else -(-pages * 4 // 3)
         return min(pages * self.page_size, self.prefill_chunk)
 
-    def prefill(self, params, state: DecodeState, chunks: list[Chunk]) -> DecodeState:
-        """Writes the keys of the chunks, at most prefill_batch / shards of each shard."""
-        _, arrays = self._chunk_rows(chunks)
-        most = max(np.bincount([c.shard for c in chunks]))
-        blocks = -(-most // self._spec.block_rows(arrays[0].shape[1]))
-        return self._programs.prefill(params, state, *arrays, np.int32(blocks))
-
-    def prefill_scored(
+    def prefill(
         self, params, state: DecodeState, chunks: list[Chunk]
-    ) -> tuple[DecodeState, list[np.ndarray]]:
-        """Prefills, and returns the log-probs of the targets of each chunk, under the model's own
-        logits at temperature 1."""
-        rows, (tokens, *arrays) = self._chunk_rows(chunks)
-        targets = np.zeros(tokens.shape, np.int32)
+    ) -> tuple[DecodeState, Prefilled]:
+        """Writes the keys of the chunks, at most prefill_batch / shards of each shard.
+
+        Chunks have targets or have none, all alike. The log-probs of targets are those of the
+        model's own logits at temperature 1.
+        """
+        rows, arrays = self._chunk_rows(chunks)
+        if chunks[0].targets is None:
+            most = max(np.bincount([c.shard for c in chunks]))
+            blocks = -(-most // self._spec.block_rows(arrays[0].shape[1]))
+            state, routes = self._programs.prefill(params, state, *arrays, np.int32(blocks))
+            return state, Prefilled(None, routes, rows)
+        targets = np.zeros(arrays[0].shape, np.int32)
         for row, chunk in zip(rows, chunks):
             targets[row, : len(chunk.targets)] = chunk.targets
         targets = self.layout.put(targets, ("batch", None))
-        state, logps = self._programs.prefill_scored(params, state, tokens, *arrays, targets)
+        state, logps, routes = self._programs.prefill_scored(params, state, *arrays, targets)
         logps = np.asarray(logps)
-        return state, [logps[row, : len(chunk.tokens)] for row, chunk in zip(rows, chunks)]
+        of_chunks = [logps[row, : len(chunk.tokens)] for row, chunk in zip(rows, chunks)]
+        return state, Prefilled(of_chunks, routes, rows)
 
     def _chunk_rows(self, chunks: list[Chunk]) -> tuple[list[int], tuple]:
         """Lays chunks into the rows of a prefill call.

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxrl_tis import choices
 from jaxrl_tis.models import quant
+from jaxrl_tis.models.config import STACKS, by_stack
 from jaxrl_tis.models.transformer import Params
 
 
@@ -62,22 +63,42 @@ def weights(*, scale, seed=0) -> Injection:
     """Multiplies each weight of the layers' projections by 1 + scale z, z a standard normal sample
     per weight."""
 
-    def change(params):
-        layers = dict(params["layers"])
-        for i, name in enumerate(quant.QUANTIZED):
-            w = layers[name]
-            z = jax.random.normal(jax.random.fold_in(jax.random.key(seed), i), w.shape, jnp.float32)
-            layers[name] = (w.astype(jnp.float32) * (1 + scale * z)).astype(w.dtype)
-        return {**params, "layers": layers}
+    def changed(layers, stack):
+        for i, name in enumerate(quant.QUANTIZED, STACKS.index(stack) * len(quant.QUANTIZED)):
+            if name in layers:
+                w, z = layers[name], _normal(layers[name], seed, i)
+                layers = layers | {name: (w.astype(jnp.float32) * (1 + scale * z)).astype(w.dtype)}
+        return layers
 
-    return Injection(weights=change) if scale else Injection()
+    return Injection(weights=lambda params: by_stack(changed, params)) if scale else Injection()
+
+
+def router(*, scale, seed=0) -> Injection:
+    """Adds scale z / sqrt(D) to each of the D x E weights of a router, z a standard normal sample
+    per weight. A token's normed input has D numbers of mean square 1, so the noise of each router
+    logit has a standard deviation of about `scale`. A dense model has no router to change."""
+
+    def changed(layers, _):
+        if "router" not in layers:
+            return layers
+        w = layers["router"]
+        z = _normal(w, seed, 0) * w.shape[-2] ** -0.5
+        return layers | {"router": (w.astype(jnp.float32) + scale * z).astype(w.dtype)}
+
+    return Injection(weights=lambda params: by_stack(changed, params)) if scale else Injection()
+
+
+def _normal(like: jax.Array, seed: int, index: int) -> jax.Array:
+    return jax.random.normal(
+        jax.random.fold_in(jax.random.key(seed), index), like.shape, jnp.float32
+    )
 
 
 def _strength(scale, growth, position_m):
     return scale * (1.0 + growth * position_m.astype(jnp.float32))
 
 
-INJECTIONS = {"logits": logits, "sharpness": sharpness, "weights": weights}
+INJECTIONS = {"logits": logits, "sharpness": sharpness, "weights": weights, "router": router}
 
 
 @functools.cache

@@ -103,7 +103,7 @@ class Engine(engine_api.Engine):
         state = ours.DecodeState(self._empty(), None)
         for start in range(0, len(tokens), self._engine.prefill_chunk):
             part = tokens[start : start + self._engine.prefill_chunk]
-            state = self._engine.prefill(params, state, [Chunk(0, part, start, pages)])
+            state, _ = self._engine.prefill(params, state, [Chunk(0, part, start, pages)])
         return Prefilled(jnp.asarray(tokens), state.cache)
 
     def insert(self, prefix: Prefilled, decode_state: DecodeState, slot: int) -> DecodeState:

@@ -3,6 +3,7 @@
 from jaxrl_tis.engine.pages import NULL
 from jaxrl_tis.engine.prefixes import Prefix, Prefixes
 from jaxrl_tis.engine.protocol import Chunk, EngineProtocol, Insertion
+from jaxrl_tis.engine.routes import PageRoutes
 from jaxrl_tis.engine.runner import Runner
 from jaxrl_tis.engine.sequences import Sequence
 from jaxrl_tis.engine.stats import Stats
@@ -16,11 +17,15 @@ class Prefiller:
       runner: makes the calls.
       prefixes: tokens whose pages are to be filled.
       stats: where computed and cached prompt tokens are counted.
+      routes: of the tokens in the pages.
     """
 
-    def __init__(self, engine: EngineProtocol, runner: Runner, prefixes: Prefixes, stats: Stats):
+    def __init__(
+        self, engine: EngineProtocol, runner: Runner, prefixes: Prefixes, stats: Stats,
+        routes: PageRoutes,
+    ):
         self._engine, self._runner = engine, runner
-        self._prefixes, self._stats = prefixes, stats
+        self._prefixes, self._stats, self._routes = prefixes, stats, routes
 
     def run(self) -> bool:
         """Prefills the next chunk of the first prefixes, as many as fit into one call. Returns
@@ -29,10 +34,11 @@ class Prefiller:
         if not unfilled:
             return False
         chunks, prefixes = self._next_chunks(unfilled)
-        if prefixes and prefixes[0].logps is None:
-            self._runner.prefill(chunks)
-        elif prefixes:
-            for prefix, logps in zip(prefixes, self._runner.prefill_scored(chunks), strict=True):
+        if chunks:
+            result = self._runner.prefill(chunks)
+            if result.routes is not None:
+                self._routes.write(chunks, result.rows, result.routes)
+            for prefix, logps in zip(prefixes, result.logps or ()):
                 prefix.logps.append(logps)
         return True
 
@@ -73,6 +79,9 @@ class Prefiller:
             for sequence in prefix.waiters:
                 copy = (prefix.pages[-1], sequence.pages[-1]) if is_partial else (NULL, NULL)
                 rows[sequence] = sequence.insertion(sequence.length, copy)
+                if any(self._engine.route_shape):
+                    blocks = self._routes.of(sequence.shard, prefix.pages)
+                    sequence.routes.add(0, blocks, len(prefix.tokens))
                 sequence.filled(self._runner.version)
                 if sequence.needs_scores:
                     sequence.prompt_logps = prefix.prompt_logps()

@@ -20,7 +20,7 @@ from jaxrl_tis.engine.spec import Spec
 from jaxrl_tis.engine.state import DecodeState, Slots
 from jaxrl_tis.fields import DRAWN
 from jaxrl_tis.kernels.logprob import token_logprob
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import moe, transformer
 from jaxrl_tis.sharding import Layout
 
 LOGPROB_CHUNK = 256  # prompt positions with logits in memory at a time
@@ -32,9 +32,10 @@ class Programs:
     Attributes:
       shardings: where the arrays of a DecodeState are, in its tree.
       init: () -> state of free slots.
-      prefill: (params, state, tokens_rt, starts_r, lengths_r, table_rp, number of blocks) -> state.
+      prefill: (params, state, tokens_rt, starts_r, lengths_r, table_rp, number of blocks) ->
+        (state, routes_rtlk or None).
       prefill_scored: (params, state, tokens_rt, starts_r, lengths_r, table_rp, targets_rt) ->
-        (state, logp_rt).
+        (state, logp_rt, routes_rtlk or None).
       insert: (state, arrays of `Engine.insert`) -> state.
       generate: (params, state, table_bp, shift_b) -> (state, ResultTokens).
       verify: (params, state, drafts_bg, counts_b, table_bp, shift_b) -> (state, ResultTokens).
@@ -98,44 +99,73 @@ def _shardings(spec: Spec) -> DecodeState:
 # Prefill
 
 
-def _prefill_rows(spec: Spec, params, state, *arrays_and_blocks) -> DecodeState:
+def _prefill_rows(spec: Spec, params, state, *arrays_and_blocks) -> tuple:
     """Prefills the first blocks of the rows of each shard."""
     *arrays, blocks = arrays_and_blocks
     size = spec.block_rows(arrays[0].shape[1])
     if size == spec.config.prefill_batch // spec.shards:
-        return _forward_rows(spec, params, state, *arrays)[0]
+        state, _, routes = _forward_rows(spec, params, state, *arrays)
+        return state, _replicated(spec.layout, routes)
+    by_shard = lambda x: x.reshape(spec.shards, -1, *x.shape[1:])
 
     def block(i, x):
-        rows = x.reshape(spec.shards, -1, *x.shape[1:])
-        rows = jax.lax.dynamic_slice_in_dim(rows, i * size, size, axis=1)
+        rows = jax.lax.dynamic_slice_in_dim(by_shard(x), i * size, size, axis=1)
         return rows.reshape(-1, *x.shape[1:])
 
-    def fill(i, state):
-        return _forward_rows(spec, params, state, *[block(i, x) for x in arrays])[0]
+    def fill(i, carry):
+        state, routes = carry
+        state, _, new = _forward_rows(spec, params, state, *[block(i, x) for x in arrays])
+        put = lambda x, new: jax.lax.dynamic_update_slice_in_dim(
+            by_shard(x), by_shard(new), i * size, axis=1
+        ).reshape(x.shape)
+        return state, jax.tree.map(put, routes, new)
 
-    return jax.lax.fori_loop(0, blocks, fill, state)
+    carry = state, _empty_routes(spec, *arrays[0].shape)
+    state, routes = jax.lax.fori_loop(0, blocks, fill, carry)
+    return state, _replicated(spec.layout, routes)
 
 
 def _prefill_scored_rows(spec: Spec, params, state, *rows_and_targets):
-    """Prefills all rows and returns (state, log-probs of the targets [R,T])."""
+    """Prefills all rows and returns (state, log-probs of the targets [R,T], routes)."""
     *rows, targets_rt = rows_and_targets
-    state, x_rtd = _forward_rows(spec, params, state, *rows)
+    state, x_rtd, routes = _forward_rows(spec, params, state, *rows)
     logp_rt = token_logprob(
         transformer.output_head(params, spec.program), x_rtd, targets_rt,
         jnp.ones(targets_rt.shape), LOGPROB_CHUNK, layout=spec.layout,
         numerics=spec.program.numerics,
     ).logp
-    return state, _replicated(spec.layout, logp_rt)
+    return state, *_replicated(spec.layout, (logp_rt, routes))
 
 
 def _forward_rows(spec: Spec, params, state, tokens_rt, starts_r, lengths_r, table_rp):
-    """Returns (state with the keys of the rows written, their hidden states [R,T,D])."""
+    """Returns (state with the keys of the rows written, their hidden states [R,T,D], routes)."""
     positions_rt = starts_r[:, None] + jnp.arange(tokens_rt.shape[1])[None]
     attend = cache.fill(starts_r, lengths_r, table_rp, spec.layout, spec.program.numerics)
-    x_rtd, kv = transformer.hidden(
-        params, spec.model, spec.program, tokens_rt, positions_rt, attend, state.cache
+    x_rtd, kv, routed = transformer.hidden(
+        params, spec.model, spec.program, tokens_rt, positions_rt, attend, state.cache,
+        asked=_asked(spec),
     )
-    return DecodeState(kv, state.slots), x_rtd
+    return DecodeState(kv, state.slots), x_rtd, _routes(spec, routed)
+
+
+# Routes
+
+
+def _asked(spec: Spec) -> moe.Asked:
+    return moe.Asked(routes=spec.config.record_routes)
+
+
+def _routes(spec: Spec, routed: moe.Routed | None) -> jax.Array | None:
+    """Returns the routes [B,T,L,k] of a forward pass as they are recorded; None if none are."""
+    if routed is None:
+        return None
+    return jnp.moveaxis(routed.ids, 0, 2).astype(spec.model.moe.route_dtype)
+
+
+def _empty_routes(spec: Spec, *lead: int) -> jax.Array | None:
+    if not spec.config.record_routes:
+        return None
+    return jnp.zeros((*lead, *spec.route_shape), spec.model.moe.route_dtype)
 
 
 # Insert
@@ -200,8 +230,8 @@ def _decode_drafts(spec: Spec, params, state, drafts_bg, counts_b, table_bp, shi
     return state, _result(spec.layout, state, *rows)
 
 
-def _result(layout: Layout, state: DecodeState, drawn: Draw, valid) -> ResultTokens:
-    fields = {name: getattr(drawn, name) for name in DRAWN}
+def _result(layout: Layout, state: DecodeState, drawn: Draw, valid, routes) -> ResultTokens:
+    fields = {name: getattr(drawn, name) for name in DRAWN} | {"routes": routes}
     return _replicated(
         layout, ResultTokens(valid=valid, remaining=state.slots.remaining, **fields)
     )
@@ -214,16 +244,17 @@ def _replicated(layout: Layout, result: Any) -> Any:
     return jax.lax.with_sharding_constraint(result, layout.replicated())
 
 
-def _empty_draws(spec: Spec) -> tuple[Draw, jax.Array]:
+def _empty_draws(spec: Spec) -> tuple[Draw, jax.Array, jax.Array | None]:
     """Returns zeros in the shape of the results of a whole call: (sampled tokens with their
-    fields, which of them are valid)."""
+    fields, which of them are valid, routes)."""
     shape, widths = (spec.config.steps, spec.config.slots), spec.widths
 
     def zeros(field):
         width = (widths[field.width],) if field.width else ()
         return None if 0 in width else jnp.zeros((*shape, *width), field.dtype)
 
-    return Draw(**{name: zeros(f) for name, f in DRAWN.items()}), jnp.zeros(shape, bool)
+    drawn = Draw(**{name: zeros(f) for name, f in DRAWN.items()})
+    return drawn, jnp.zeros(shape, bool), _empty_routes(spec, *shape)
 
 
 def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp, shift_b):
@@ -231,7 +262,7 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
 
     A sampled token is valid as long as the draft before it equals the sampled tokens.
 
-    Returns: (state, (sampled tokens [B,T] as a Draw, is_valid [B,T])).
+    Returns: (state, (sampled tokens [B,T] as a Draw, is_valid [B,T], routes of the inputs)).
     """
     slots, config, numerics = state.slots, spec.config, spec.program.numerics
     width = drafts_bg.shape[1] + 1
@@ -243,8 +274,9 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
     index_bt = jnp.where(is_live_bt, position_bt - shift_b[:, None], 0)
     is_written_bt = is_live_bt & (position_bt >= slots.cached[:, None])
     attend = cache.append(index_bt, is_written_bt, table_bp, spec.layout, numerics)
-    x_btd, kv = transformer.hidden(
-        params, spec.model, spec.program, tokens_bt, position_bt, attend, state.cache
+    x_btd, kv, routed = transformer.hidden(
+        params, spec.model, spec.program, tokens_bt, position_bt, attend, state.cache,
+        asked=_asked(spec),
     )
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     each = lambda x: jnp.repeat(x, width, axis=0)
@@ -261,7 +293,7 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
         drawn_m = dataclasses.replace(drawn_m, logits=logits_mv)
     drawn = jax.tree.map(lambda x: x.reshape(config.slots, width, *x.shape[1:]), drawn_m)
     slots, is_valid_bt = _advance(spec.layout, slots, drawn.tokens, drafts_bg, is_live_bt)
-    return DecodeState(kv, slots), (drawn, is_valid_bt)
+    return DecodeState(kv, slots), (drawn, is_valid_bt, _routes(spec, routed))
 
 
 def _penalties_along(layout: Layout, penalties: Penalties | None, drafts_bg, is_live_bt):

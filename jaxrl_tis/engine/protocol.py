@@ -43,6 +43,22 @@ class Insertion:
     copy: tuple[int, int] = (0, 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class Prefilled:
+    """What a prefill call returns beside the state, of its chunks in order.
+
+    Attributes:
+      logps: [n] log-probs of the targets of each chunk; None where it has none.
+      routes: [R,T,L,k] the experts of each token in each layer that has some, on the device; None
+        unless recorded.
+      rows: the row of each chunk in `routes`.
+    """
+
+    logps: list[np.ndarray] | None = None
+    routes: Any = None
+    rows: list[int] = dataclasses.field(default_factory=list)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Draw:
@@ -79,10 +95,13 @@ class ResultTokens(Draw):
     Attributes:
       valid: [K,B] bool; where it is False, the other fields have no meaning.
       remaining: [B] tokens left after the call; 0 in a slot that sampled tokens: it has finished.
+      routes: [K,B,L,k] the experts of the token before each sampled one, the input of its pass;
+        None unless recorded.
     """
 
     valid: jax.Array
     remaining: jax.Array
+    routes: jax.Array | None = None
 
 
 class EngineProtocol(Protocol):
@@ -92,7 +111,8 @@ class EngineProtocol(Protocol):
     in one of them. `table` [slots, n] holds the pages of each slot in order, `shift` [slots] the
     number of its evicted positions. Requests may change the logits of the first `num_penalised`
     tokens of the vocabulary, which are all or none. Results have `num_logits`, `top_n` and
-    `num_kept` entries per sampled token.
+    `num_kept` entries per sampled token, and routes of `route_shape` (layers, experts) with ids
+    below `num_experts`; (0, 0) records none.
     """
 
     slots: int
@@ -104,6 +124,8 @@ class EngineProtocol(Protocol):
     num_logits: int
     top_n: int
     num_kept: int
+    route_shape: tuple[int, int]
+    num_experts: int
     steps: int
     page_size: int
     num_pages: int
@@ -113,10 +135,9 @@ class EngineProtocol(Protocol):
 
     def bucket(self, length: int) -> int: ...
     def init_state(self) -> Any: ...
-    def prefill(self, params: Any, state: Any, chunks: list[Chunk]) -> Any: ...
-    def prefill_scored(
+    def prefill(
         self, params: Any, state: Any, chunks: list[Chunk]
-    ) -> tuple[Any, list[np.ndarray]]: ...
+    ) -> tuple[Any, Prefilled]: ...
     def insert(self, state: Any, rows: dict[int, Insertion]) -> Any: ...
     def release(self, state: Any, slots: list[int]) -> Any: ...
     def generate(

@@ -147,6 +147,13 @@ class Trajectory:
       prompt_logps: [prompt] float32, if requested: the log-prob of each prompt token under the
         model's own logits at temperature 1 and the weights that first filled the cache; NaN for
         the first token. Empty if the sequence ended before its prompt was read.
+      routes: [m,L,k] uint8, or uint16 above 256 experts: the experts of input token t of prompt and
+        response, in each of the L layers with experts, in the order of falling score. It is the
+        choice of the first pass over the token, after which the next token was sampled. The last
+        sampled token has a row only if something read it: m is prompt + n - 1 or prompt + n. 0 rows
+        unless recorded.
+      rerouted: [2] int32: how often later passes over tokens chose experts for them again in some
+        layer, and how often they chose another set. Empty unless routes are recorded.
     """
 
     id: str
@@ -171,6 +178,8 @@ class Trajectory:
     top_logps: np.ndarray = _no(np.float32, 2)
     kept: np.ndarray = _no(np.int32, 2)
     prompt_logps: np.ndarray = _no(np.float32)
+    routes: np.ndarray = _no(np.uint8, 3)
+    rerouted: np.ndarray = _no(np.int32)
 
     def __post_init__(self):
         count = len(self.tokens)

@@ -81,6 +81,8 @@ def _record_problems(request: Request, engine: EngineProtocol) -> dict[str, bool
         f"{temperature}": partial.temperature != temperature,
         f"the partial trajectory was drawn by {partial.quant_id}, not {engine.quant_id}":
             partial.quant_id != engine.quant_id,
+        f"the partial trajectory has routes of {partial.routes.shape[1:]} (layers, experts), this "
+        f"engine {engine.route_shape}": partial.routes.shape[1:] != engine.route_shape,
         f"the partial trajectory records {partial_widths} numbers of a draw, this engine {widths}":
             partial_widths != widths,
     }

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_tis.engine.protocol import Chunk, EngineProtocol, Insertion, ResultTokens
+from jaxrl_tis.engine.protocol import (
+    Chunk, EngineProtocol, Insertion, Prefilled, ResultTokens,
+)
 from jaxrl_tis.engine.stats import Stats
 
 
@@ -38,15 +40,9 @@ class Runner:
         """Frees the memory of slots and pages."""
         self.state = None
 
-    def prefill(self, chunks: list[Chunk]) -> None:
-        self.state = self._timed(self._engine.prefill, self.params, self.state, chunks)
-
-    def prefill_scored(self, chunks: list[Chunk]) -> list[np.ndarray]:
-        """Prefills, and returns the log-probs of the targets of each chunk."""
-        self.state, logps = self._timed(
-            self._engine.prefill_scored, self.params, self.state, chunks
-        )
-        return logps
+    def prefill(self, chunks: list[Chunk]) -> Prefilled:
+        self.state, result = self._timed(self._engine.prefill, self.params, self.state, chunks)
+        return result
 
     def insert(self, rows: dict[int, Insertion]) -> None:
         self.state = self._timed(self._engine.insert, self.state, rows)

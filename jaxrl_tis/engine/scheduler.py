@@ -42,6 +42,7 @@ from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefiller import Prefiller
 from jaxrl_tis.engine.protocol import EngineProtocol, Insertion, ResultTokens
 from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.routes import PageRoutes, SequenceRoutes
 from jaxrl_tis.engine.runner import Runner
 from jaxrl_tis.engine.sequences import Drawn, Sequence
 from jaxrl_tis.engine.stats import Stats
@@ -115,7 +116,10 @@ class Scheduler:
             engine, self._waiting, self.stats, preempt_after, retention, keeps_pages
         )
         self._runner = Runner(engine, params, version, self.stats)
-        self._prefiller = Prefiller(engine, self._runner, self._blocks.prefixes, self.stats)
+        self._routes = PageRoutes(engine.shards, engine.page_size)
+        self._prefiller = Prefiller(
+            engine, self._runner, self._blocks.prefixes, self.stats, self._routes
+        )
         self._call: Call | None = None
         self._live: dict[str, Sequence] = {}
         self._ended: list[Trajectory] = []
@@ -142,7 +146,8 @@ class Scheduler:
                 f"{self.pending} requests are pending, and at most {self._max_pending} may be; "
                 "retry later"
             )
-        sequence = Sequence.of(request, self._arrivals, self._waiting.admissions)
+        routes = SequenceRoutes.of(request.partial, self._engine)
+        sequence = Sequence.of(request, self._arrivals, self._waiting.admissions, routes)
         self._live[request.id] = sequence
         self._waiting.add(sequence)
         self._arrivals += 1
@@ -308,6 +313,7 @@ class Scheduler:
         if not call:
             return
         result, drafts = self._runner.read(call.result), call.drafts
+        self._routes.read()  # of prefills before the call, which have ended
         counts = result.valid.sum(axis=0)
         self.stats.add_call(result.valid[:1] if drafts else result.valid)
         for sequence, (slot, most) in call.rows.items():

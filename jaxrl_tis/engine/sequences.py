@@ -8,6 +8,7 @@ import numpy as np
 from jaxrl_tis.engine.pages import NULL, content_keys
 from jaxrl_tis.engine.protocol import Insertion, ResultTokens
 from jaxrl_tis.engine.records import NEVER, Request, SamplingParams, Trajectory
+from jaxrl_tis.engine.routes import SequenceRoutes
 from jaxrl_tis.engine.text import StopSearch
 from jaxrl_tis.fields import DRAWN
 
@@ -58,6 +59,7 @@ class Sequence:
       in_flight: the most tokens that it samples in calls that have not been read.
       has_ended: its record is written.
       prompt_logps: see Trajectory; None before its prompt is prefilled.
+      routes: the experts of its tokens; None unless recorded.
       search: search for its stop strings in the tokens so far.
       stop: the result of the last search.
     """
@@ -84,17 +86,21 @@ class Sequence:
     in_flight: int = 0
     has_ended: bool = False
     prompt_logps: np.ndarray | None = None
+    routes: SequenceRoutes | None = None
     search: StopSearch | None = None
     stop: Future | None = None
 
     @classmethod
-    def of(cls, request: Request, order: int, admitted_after: int) -> "Sequence":
+    def of(
+        cls, request: Request, order: int, admitted_after: int,
+        routes: SequenceRoutes | None = None,
+    ) -> "Sequence":
         partial = request.partial
         if partial is None or not len(partial.tokens):
-            return cls(request, order, admitted_after, [], 0)
+            return cls(request, order, admitted_after, [], 0, routes=routes)
         return cls(
             request, order, admitted_after, [partial], len(partial.tokens),
-            segment=int(partial.segment[-1]), prompt_logps=partial.prompt_logps,
+            segment=int(partial.segment[-1]), prompt_logps=partial.prompt_logps, routes=routes,
         )
 
     @property
@@ -121,6 +127,9 @@ class Sequence:
     def append(self, drawn: Drawn, in_flight: int) -> None:
         """Appends the tokens of a call, which had at most `in_flight` tokens for this sequence."""
         self.pieces.append(drawn)
+        if self.routes is not None and drawn.count:
+            rows = drawn.result.routes[: drawn.count, drawn.slot]
+            self.routes.add(self.length - 1, rows, drawn.count)
         self.in_flight -= in_flight
         self.count += drawn.count
         self.since_admission += drawn.count
@@ -152,6 +161,8 @@ class Sequence:
         A prefill cannot rebuild those, so the sequence starts again."""
         if self.shift:
             new = Sequence.of(self.request, self.order, self.admitted_after)
+            if self.routes is not None:
+                self.routes.restart()
             self.pieces, self.count, self.segment = new.pieces, new.count, new.segment
             self.read = {}
             self.shift, self.evict_step, self.search, self.stop = 0, None, None, None
@@ -185,6 +196,9 @@ class Sequence:
             evict_step = self.evict_step[: len(request.prompt) + count]
         if request.sampling.prompt_logprobs and self.prompt_logps is not None:
             fields["prompt_logps"] = self.prompt_logps
+        if self.routes is not None:
+            rows = self.routes.joined(len(request.prompt) + count)
+            fields["routes"], fields["rerouted"] = rows
         return Trajectory(
             id=request.id, prompt=request.prompt, stop_reason=stop_reason, seed=request.seed,
             request=request.hash, quant_id=quant_id, evict_step=evict_step,

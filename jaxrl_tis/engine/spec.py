@@ -59,6 +59,13 @@ class Spec:
         return self.model.vocab_size if self.config.records_logits else 0
 
     @property
+    def route_shape(self) -> tuple[int, int]:
+        """(layers with experts, experts of a token) of recorded routes; (0, 0) without any."""
+        if not self.config.record_routes:
+            return 0, 0
+        return self.model.num_moe_layers, self.model.moe.top_k
+
+    @property
     def widths(self) -> dict[str, int]:
         """The number of entries per sampled token by attribute name, see fields.DrawnField."""
         config = self.config
@@ -80,6 +87,10 @@ class Spec:
     def check(self) -> None:
         """Raises ValueError where the sizes do not fit the mesh or each other."""
         config, mesh = self.config, dict(self.layout.mesh.shape)
+        if config.record_routes and self.model.moe is None:
+            raise ValueError(
+                "engine.record_routes is set, and the model has no experts; set it to False"
+            )
         for name in ("slots", "prefill_batch"):
             count = getattr(config, name)
             if count % self.shards:

@@ -29,8 +29,8 @@ def warm_up(engine: Engine, params: Any) -> None:
     nothing = np.zeros(engine.slots, np.int32)
     for length in prefill_lengths(engine):
         tokens = np.zeros(length, np.int32)
-        state = engine.prefill(params, state, [Chunk(0, tokens, 0, [])])
-        state, _ = engine.prefill_scored(params, state, [Chunk(0, tokens, 0, [], tokens)])
+        for targets in (None, tokens):
+            state, _ = engine.prefill(params, state, [Chunk(0, tokens, 0, [], targets)])
     state = engine.insert(state, {})
     state = engine.release(state, [])
     state, _ = engine.generate(params, state, table, nothing)

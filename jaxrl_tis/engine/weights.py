@@ -10,9 +10,12 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_tis import sharding
 from jaxrl_tis.models import placement, quant, transformer, transforms
-from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.models.config import STACKS, ModelConfig, by_stack
 from jaxrl_tis.runtime import fingerprint
 from jaxrl_tis.sharding import Layout
+
+
+FLOAT32 = ("router", "router_bias")  # in every engine
 
 
 class Weights:
@@ -98,9 +101,10 @@ class Weights:
         scale = lambda axes: layout.sharding((*axes[:-2], None, axes[-1]))
 
         def place(path, axes):
-            name, is_layer = path[-1].key, path[0].key == "layers"
+            name, is_layer = path[-1].key, path[0].key in STACKS
             is_transposed = is_layer and name in quant.QUANTIZED and self._is_transposed
-            sharding = layout.sharding(axes[::-1] if is_transposed else axes)
+            swapped = (*axes[:-2], axes[-1], axes[-2]) if is_transposed else axes
+            sharding = layout.sharding(swapped)
             if is_layer and self._recipe.covers(name):
                 sharding = quant.QuantArray(sharding, scale(axes), scheme=self._recipe.scheme)
             return quant.Transposed(sharding) if is_transposed else sharding
@@ -108,8 +112,12 @@ class Weights:
         is_axes = lambda x: isinstance(x, tuple)
         axes = self._axes
         if self._unroll:
-            layer = {name: axes[1:] for name, axes in axes["layers"].items()}
-            axes = axes | {"layers": [layer] * self._config.num_layers}
+            of_layer = {
+                index: {name: axes[1:] for name, axes in axes[stack].items()}
+                for stack, indices in self._config.stacks.items() for index in indices
+            }
+            outer = {name: x for name, x in axes.items() if name not in STACKS}
+            axes = outer | {"layers": [of_layer[i] for i in range(self._config.num_layers)]}
         placed = jax.tree_util.tree_map_with_path(place, axes, is_leaf=is_axes)
         return placed | {"layers": tuple(placed["layers"])} if self._unroll else placed
 
@@ -118,16 +126,18 @@ class Weights:
         if noise is not None:
             params = transforms.add_noise(params, noise)
         params = self._inject(params)
-        outer = {n: self._outer(n, w, homes[n]) for n, w in params.items() if n != "layers"}
+        served = {n: self._outer(n, w, homes[n]) for n, w in params.items() if n not in STACKS}
         if self._unroll:
-            stacked = self._layers(params["layers"], homes["layers"])
-            layers = transformer.unstack({"layers": stacked})["layers"]
+            stacks = by_stack(lambda layers, stack: self._layers(layers, homes[stack]), params)
+            layers = transformer.unstack(stacks, self._config)["layers"]
             if self._is_transposed:
                 layers = tuple(map(self._transposed, layers))
-            return outer | {"layers": layers}
+            return served | {"layers": layers}
         of_layer = lambda s: NamedSharding(s.mesh, PartitionSpec(*s.spec[1:]))
-        serve = functools.partial(self._layers, homes=jax.tree.map(of_layer, homes["layers"]))
-        return outer | {"layers": jax.lax.map(serve, params["layers"])}
+        for stack in self._config.stacks:
+            serve = functools.partial(self._layers, homes=jax.tree.map(of_layer, homes[stack]))
+            served[stack] = jax.lax.map(serve, params[stack])
+        return served
 
     def _outer(self, name, w, home):
         """Returns a parameter outside the layers. A float32 head has float32 weights, and with float16
@@ -153,9 +163,14 @@ class Weights:
         def stay(w, home):
             if isinstance(w, quant.QuantArray):
                 return dataclasses.replace(w, q=jax.lax.with_sharding_constraint(w.q, home))
-            return jax.lax.with_sharding_constraint(w.astype(self._program.dtype), home)
+            return jax.lax.with_sharding_constraint(w, home)
 
-        return {name: stay(w, homes[name]) for name, w in quantized.items()}
+        cast = lambda name, w: w if name in FLOAT32 else w.astype(self._program.dtype)
+        is_float = lambda w: not isinstance(w, quant.QuantArray)
+        return {
+            name: stay(cast(name, w) if is_float(w) else w, homes[name])
+            for name, w in quantized.items()
+        }
 
     @staticmethod
     def _transposed(layer):

@@ -1,7 +1,7 @@
 """Model configuration: one frozen dataclass for all families."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_tis.models import hf_config
@@ -241,3 +241,11 @@ class ModelConfig:
         if self.rope.kind == "default":
             raise ValueError(f"{problem} of the model, and its rope type does not extend positions")
         return f"{problem} of the model; its rope type {self.rope.kind!r} extends the positions"
+
+
+STACKS = ("layers", "dense_layers")
+
+
+def by_stack(f: Callable[[dict, str], dict], params: dict[str, Any]) -> dict[str, Any]:
+    """Returns parameters with f(stack of layers, its name) in place of each stack."""
+    return params | {name: f(params[name], name) for name in STACKS if name in params}

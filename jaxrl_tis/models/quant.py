@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_tis.models.config import by_stack
+
 
 class Scheme(NamedTuple):
     """The 8-bit format of the weights, and whether activations are quantized to it too."""
@@ -34,7 +36,9 @@ SCHEMES = {
     "fp8_w8a16": Scheme(jnp.float8_e4m3fn, False),
     "fp8_w8a8": Scheme(jnp.float8_e4m3fn, True),
 }
-QUANTIZED = ("q", "k", "v", "o", "gate", "up", "down")
+QUANTIZED = (
+    "q", "k", "v", "o", "gate", "up", "down", "expert_gate", "expert_up", "expert_down",
+)
 # What the largest of a channel is scaled to.
 BOUND = {jnp.dtype(jnp.int8): 127, jnp.dtype(jnp.float8_e4m3fn): 448}
 # Channels with a smaller scale count as zeros: products of two scales then never underflow.
@@ -79,7 +83,8 @@ class Recipe:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantArray:
-    """An 8-bit matrix with one float32 scale per output channel, in place of a float weight.
+    """An 8-bit matrix with one float32 scale per output channel, in place of a float weight. Experts
+    have a leading axis, and each expert has scales of its own.
 
     Attributes:
       q: [..., in, out] in the scheme's dtype.
@@ -104,17 +109,17 @@ class Master:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """A weight, or its QuantArray, stored as [out, in]. XLA on CPU rearranges a matrix for every
+    """A weight, or its QuantArray, stored as [..., out, in]. XLA on CPU rearranges a matrix for every
     product, and this layout takes less time."""
 
     w: jax.Array | QuantArray
 
 
 def transposed(w: jax.Array | QuantArray) -> Transposed:
-    """Returns the same weight [in, out] stored as [out, in]; scales do not change."""
+    """Returns the same weight [..., in, out] stored as [..., out, in]; scales do not change."""
     if isinstance(w, QuantArray):
-        return Transposed(dataclasses.replace(w, q=w.q.T))
-    return Transposed(w.T)
+        return Transposed(dataclasses.replace(w, q=jnp.swapaxes(w.q, -1, -2)))
+    return Transposed(jnp.swapaxes(w, -1, -2))
 
 
 def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array, jax.Array]:
@@ -197,7 +202,7 @@ def quantize_params(params: dict, recipe: Recipe) -> dict:
     """Returns parameters with the recipe's projections as QuantArrays. Embedding, norms, biases and
     output head keep their dtype. Call it once per weight sync, inside jit."""
     quantized = lambda name, w: quantize_weight(w, recipe.scheme) if recipe.covers(name) else w
-    return {**params, "layers": {name: quantized(name, w) for name, w in params["layers"].items()}}
+    return by_stack(lambda layers, _: {n: quantized(n, w) for n, w in layers.items()}, params)
 
 
 def masters(layer: dict, recipe: Recipe) -> dict:

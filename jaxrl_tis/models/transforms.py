@@ -9,10 +9,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxrl_tis.models.config import STACKS, by_stack
 from jaxrl_tis.models.transformer import Params
 
 # Projections that read the output of a norm.
-NORM_FED = {"attn_norm": ("q", "k", "v"), "mlp_norm": ("gate", "up")}
+NORM_FED = {
+    "attn_norm": ("q", "k", "v"),
+    "mlp_norm": ("gate", "up", "router", "expert_gate", "expert_up"),
+}
 
 
 def fold(params: Params, scale: float) -> Params:
@@ -26,11 +30,12 @@ def fold(params: Params, scale: float) -> Params:
     fold of the sampler's copy alone would have no effect. The paper uses 1.5 with a learning rate
     of 1e-6, and no fold with 1e-5.
     """
-    layers = dict(params["layers"])
-    for norm, fed in NORM_FED.items():
-        layers[norm] = layers[norm] * scale
-        layers |= {name: layers[name] / scale for name in fed}
-    return {**params, "layers": layers}
+    def folded(layers, _):
+        norms = {norm: layers[norm] * scale for norm in NORM_FED}
+        fed = [name for names in NORM_FED.values() for name in names if name in layers]
+        return layers | norms | {name: layers[name] / scale for name in fed}
+
+    return by_stack(folded, params)
 
 
 class Noise(NamedTuple):
@@ -72,10 +77,12 @@ def add_noise(params: Params, noise: Noise) -> Params:
     arXiv:2510.11696).
 
     Each channel gets one sample. It acts as noise on the rows of the projections after the norm: q,
-    k and v share one noise, gate and up another. Sigma 0 changes no bit."""
-    layers = dict(params["layers"])
-    for index, name in enumerate(NORM_FED):
-        w = layers[name]
-        draw = jax.random.normal(jax.random.fold_in(noise.key, index), w.shape, jnp.float32)
-        layers[name] = (w.astype(jnp.float32) + noise.sigma * draw).astype(w.dtype)
-    return {**params, "layers": layers}
+    k and v share one noise, the projections of the MLP and its router another. Sigma 0 changes no bit."""
+    def noisy(layers, stack):
+        for index, name in enumerate(NORM_FED, STACKS.index(stack) * len(NORM_FED)):
+            w = layers[name]
+            draw = jax.random.normal(jax.random.fold_in(noise.key, index), w.shape, jnp.float32)
+            layers = layers | {name: (w.astype(jnp.float32) + noise.sigma * draw).astype(w.dtype)}
+        return layers
+
+    return by_stack(noisy, params)

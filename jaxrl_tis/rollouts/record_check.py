@@ -30,10 +30,17 @@ def malformed(record: Any) -> str | None:
     lengths = {"prompt": prompt, "evict_step": prompt + count, "prompt_logps": prompt}
     for field in dataclasses.fields(Trajectory):
         if isinstance(value := getattr(record, field.name), np.ndarray):
+            if field.name in ("routes", "rerouted"):
+                continue
             is_optional = field.default_factory is not dataclasses.MISSING
             length = lengths.get(field.name, count)
             if len(value) != length and not (is_optional and len(value) == 0):
                 return f"{field.name} has {len(value)} entries and needs {length}"
+    routes, again = record.routes, record.rerouted
+    if len(routes) and len(routes) not in (prompt + count - 1, prompt + count):
+        return f"routes has {len(routes)} rows for {prompt + count} tokens"
+    if len(again) != (2 if routes.shape[1] else 0):
+        return f"rerouted has {len(again)} entries"
     return None
 
 
@@ -44,7 +51,8 @@ def _mistyped(value: Any, like: Any) -> str | None:
         return f"is {type(value).__name__}, not {type(like).__name__}"
     if not isinstance(like, np.ndarray):
         return None
-    if (value.dtype, value.ndim) != (like.dtype, like.ndim):
+    is_route = like.dtype == np.uint8 and value.dtype == np.uint16
+    if value.ndim != like.ndim or value.dtype != like.dtype and not is_route:
         return f"is {value.dtype} of {value.ndim} dimensions, not {like.dtype} of {like.ndim}"
     if value.dtype == bool and value.view(np.uint8).max(initial=0) > 1:
         return "is bool and holds bytes other than 0 and 1"
@@ -84,7 +92,12 @@ def problem(
         "kv_version": len(record.kv_version) != count or np.any(record.kv_version > record.version),
         "segment": len(record.segment) != count or np.any(np.diff(record.segment) < 0),
     }
+    wrong["routes"] = (
+        record.routes.shape[1:] != engine.route_shape
+        or record.routes.size > 0 and record.routes.max() >= engine.num_experts
+    )
     if count:
+        wrong["routes"] |= any(engine.route_shape) and not len(record.routes)
         wrong |= {
             name: getattr(record, name).shape != (count, getattr(engine, field.width))
             for name, field in DRAWN.items() if field.width

@@ -144,7 +144,7 @@ def forward(params, program, tokens=TOKENS):
 def test_the_model_computes_what_the_quantised_model_does(recipe):
     program = transformer.Program(quantization=recipe)
     served = jax.jit(lambda p: quant.quantize_params(p, recipe))(PARAMS)
-    stack = transformer.unstack if recipe.unquantized else lambda p: p
+    stack = (lambda p: transformer.unstack(p, CONFIG)) if recipe.unquantized else lambda p: p
     learned = forward(stack(PARAMS), program)
     np.testing.assert_allclose(learned, forward(stack(served), transformer.Program()), atol=1e-5)
     assert np.abs(learned - forward(PARAMS, transformer.Program())).max() > 1e-3

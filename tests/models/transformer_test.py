@@ -138,7 +138,7 @@ def test_a_packed_row_equals_separate_rows():
 @pytest.mark.parametrize("name", CONFIGS)
 def test_unrolled_layers_equal_scanned_ones(name):
     params = params_of(name)
-    unstacked = transformer.unstack(params)
+    unstacked = transformer.unstack(params, CONFIGS[name])
     assert len(unstacked["layers"]) == 2
     for i in range(2):
         np.testing.assert_array_equal(unstacked["layers"][i]["up"], params["layers"]["up"][i])
@@ -148,7 +148,7 @@ def test_unrolled_layers_equal_scanned_ones(name):
 
 def test_layers_share_the_cosines_of_a_rotation():
     forward = jax.jit(transformer.logits, static_argnames="config")
-    params = transformer.unstack(params_of("llama"))
+    params = transformer.unstack(params_of("llama"), CONFIG)
     text = forward.lower(params, CONFIG, TOKENS).compile().as_text()
     assert len(re.findall(r" = f32\S* cosine\(", text)) == 1
 

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.rollouts.record_check import EMPTY, malformed, problem
 
-ENGINE = types.SimpleNamespace(vocab_size=10, quant_id="int8", num_logits=0, top_n=2, num_kept=0)
+ENGINE = types.SimpleNamespace(
+    vocab_size=10, quant_id="int8", num_logits=0, top_n=2, num_kept=0, route_shape=(0, 0),
+    num_experts=0,
+)
 OLDEST, NEWEST = 3, 5  # versions that may have sampled the tokens
 REQUEST = Request("7/0", [5, 6], 11, SamplingParams(stop_ids=(1,), max_tokens=4, temperature=0.5))
 ints = lambda *values: np.array(values, np.int32)
