@@ -25,7 +25,7 @@ from jaxrl_tis.build import small_model
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.models import transformer
-from jaxrl_tis.models.config import GENERATION
+from jaxrl_tis.models.hf_config import GENERATION
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import saved_config
 from jaxrl_tis.runtime import cli, hub
@@ -43,7 +43,7 @@ def export(workdir: str, out: str, step: int | None = None, dtype: str = "bfloat
     Args:
       workdir: folder of the run, also on a bucket.
       step: of the checkpoint; None takes the newest.
-      dtype: of the weights in the folder.
+      dtype: of the weights in the folder; the bias of a router stays in float32.
 
     Raises:
       FileNotFoundError: there is no such run or step.
@@ -66,7 +66,7 @@ def export(workdir: str, out: str, step: int | None = None, dtype: str = "bfloat
     )
     with Checkpoints(workdir, keep=1) as checkpoints:
         state, meta = checkpoints.restore({"policy": {"params": abstract}}, step, is_part=True)
-    params = jax.tree.map(lambda x: x.astype(dtype), state["policy"]["params"])
+    params = transformer.cast(state["policy"]["params"], dtype)
     with tempfile.TemporaryDirectory() as folder:
         source = hub.local(config.task.tokenizer or config.model.path, weights=False)
         if not source.is_dir():  # a .gguf file, or "char"

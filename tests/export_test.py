@@ -84,6 +84,33 @@ def test_tokenizer_and_chat_template_come_along(tmp_path):
     assert tokenizer.chat([{"role": "user", "content": "2+3"}]) == "2+3!"
 
 
+GLM = HF | {
+    "model_type": "glm4_moe", "num_hidden_layers": 2, "moe_intermediate_size": 12,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "n_group": 2,
+    "topk_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1, "partial_rotary_factor": 0.5, "attention_bias": True,
+}
+
+
+def test_experts_are_exported_with_the_bias_of_their_router_in_float32(tmp_path):
+    source = tmp_path / "model"
+    configs_test.write_checkpoint(source, GLM)
+    config = models.read_config(source)
+    params = transformer.init(config, jax.random.key(0))
+    bias = 0.1 + np.arange(4, dtype=np.float32)[None] * 2.0**-12  # all one in bfloat16
+    params["layers"]["router_bias"] = bias
+    models.save(tmp_path / "weights", config, params)
+    (tmp_path / "weights" / "model.safetensors").rename(source / "model.safetensors")
+    workdir_of(tmp_path / "run", source)
+    export.export(str(tmp_path / "run"), str(tmp_path / "out"), dtype="bfloat16")
+    assert models.read_config(tmp_path / "out") == config
+    _, read = models.load(tmp_path / "out", dtype="bfloat16")
+    np.testing.assert_array_equal(read["layers"]["router_bias"], bias)
+    np.testing.assert_array_equal(
+        read["layers"]["expert_up"], params["layers"]["expert_up"].astype("bfloat16")
+    )
+
+
 def by_transformers(folder):
     """The special ids that AutoTokenizer has, and those of GenerationConfig.from_pretrained, or
     where it finds no file of its own, of GenerationConfig.from_model_config."""

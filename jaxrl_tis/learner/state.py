@@ -66,9 +66,7 @@ def initial_params(setup: LearnerSetup) -> Any:
     config, shardings = setup.config.model, placement.shardings(setup.layout, setup.model)
     if config.path:
         return models.load(config.path, shardings, config.param_dtype)[1]
-    init = lambda key: jax.tree.map(
-        lambda x: x.astype(config.param_dtype), transformer.init(setup.model, key)
-    )
+    init = lambda key: transformer.cast(transformer.init(setup.model, key), config.param_dtype)
     return jax.jit(init, out_shardings=shardings)(jax.random.key(setup.config.seed))
 
 

@@ -8,8 +8,11 @@ import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
-from jaxrl_tis.models.config import ARCHITECTURES, ModelConfig, RopeConfig
-from jaxrl_tis.models.stacking import Tensor, assemble, check_names, slots
+from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
+from jaxrl_tis.models.stacking import Tensor, assemble, check_names, experts_of, slots
+
+# general.architecture -> family
+FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 
 NAMES = {
     "embed": "token_embd.weight",
@@ -29,6 +32,11 @@ NAMES = {
     "gate": "blk.{layer}.ffn_gate.weight",
     "up": "blk.{layer}.ffn_up.weight",
     "down": "blk.{layer}.ffn_down.weight",
+    "router": "blk.{layer}.ffn_gate_inp.weight",
+    # A file has one tensor for the experts of a layer; [expert] names its part here.
+    "expert_gate": "blk.{layer}.ffn_gate_exps.weight[{expert}]",
+    "expert_up": "blk.{layer}.ffn_up_exps.weight[{expert}]",
+    "expert_down": "blk.{layer}.ffn_down_exps.weight[{expert}]",
 }
 
 # Metadata under "<architecture>." that decides the computation; any other key there is refused.
@@ -36,11 +44,15 @@ REQUIRED = (
     "block_count", "context_length", "embedding_length", "feed_forward_length",
     "attention.head_count", "attention.layer_norm_rms_epsilon",
 )
+OF_EXPERTS = ("expert_count", "expert_used_count", "expert_feed_forward_length")
 OPTIONAL = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
     "vocab_size",
 )
+
+# Metadata with the only value that is read, as Qwen3-Coder's files have it.
+ONLY_VALUE = {"expert_shared_feed_forward_length": 0}
 
 # Architectures whose rows of Q and K are stored in llama.cpp's rotary order.
 PERMUTED = ("llama",)
@@ -59,7 +71,7 @@ def load(
     Args:
       path: the file.
       sharding: see `stacking.assemble`.
-      dtype: of every parameter.
+      dtype: of the parameters, see `transformer.abstract_params`.
 
     Returns: (config, parameters as `models.transformer.init` lays them out).
 
@@ -105,20 +117,24 @@ def _config(reader: GGUFReader, source: str) -> ModelConfig:
               if not key.startswith("tokenizer.")}
     if "general.architecture" not in fields:
         raise ValueError(f"{source} has no general.architecture.")
-    family = fields["general.architecture"]
-    if family not in ARCHITECTURES:
+    name = fields["general.architecture"]
+    if name not in FAMILIES:
         raise ValueError(
-            f"general.architecture={family!r} in {source} is not implemented; known: "
-            f"{sorted(ARCHITECTURES)}.")
-    settings = {key.removeprefix(f"{family}."): value for key, value in fields.items()
-                if key.startswith(f"{family}.")}
+            f"general.architecture={name!r} in {source} is not implemented; known: "
+            f"{sorted(FAMILIES)}.")
+    settings = {key.removeprefix(f"{name}."): value for key, value in fields.items()
+                if key.startswith(f"{name}.")}
+    has_experts = FAMILIES[name] == "qwen3_moe"
+    required = REQUIRED + OF_EXPERTS if has_experts else REQUIRED
     for key, value in settings.items():
-        if key not in REQUIRED and key not in OPTIONAL:
-            raise ValueError(f"{family}.{key}={value!r} in {source} is not implemented.")
-    for key in REQUIRED:
+        is_only = has_experts and key in ONLY_VALUE and value == ONLY_VALUE[key]
+        if key not in required and key not in OPTIONAL and not is_only:
+            raise ValueError(f"{name}.{key}={value!r} in {source} is not implemented.")
+    for key in required:
         if key not in settings:
-            raise ValueError(f"{source} has no {family}.{key}.")
-    return _config_from_settings(family, settings, {t.name: _shape(t) for t in reader.tensors})
+            raise ValueError(f"{source} has no {name}.{key}.")
+    shapes = {t.name: _shape(t) for t in reader.tensors}
+    return _config_from_settings(FAMILIES[name], settings, shapes)
 
 
 def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[str, tuple]):
@@ -149,9 +165,20 @@ def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[st
         max_position=settings["context_length"],
         norm_eps=settings["attention.layer_norm_rms_epsilon"],
         qkv_bias=family == "qwen2",
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "qwen3_moe"),
         tie_embeddings=NAMES["head"] not in shapes,
+        moe=_moe(settings) if family == "qwen3_moe" else None,
     )
+
+
+def _moe(settings: dict[str, Any]) -> MoeConfig:
+    """Returns the experts: in all layers, and with gates that sum to one, as llama.cpp computes
+    every file of the architecture."""
+    for key in OF_EXPERTS:
+        if not isinstance(settings[key], int):
+            raise ValueError(f"{key}={settings[key]!r} must be one number for all layers.")
+    num_experts, top_k, expert_dim = (settings[key] for key in OF_EXPERTS)
+    return MoeConfig(num_experts, top_k, expert_dim)
 
 
 def _stated(settings: dict[str, Any], key: str, otherwise: Any) -> Any:
@@ -187,19 +214,29 @@ def _tensors(reader: GGUFReader, config: ModelConfig) -> dict[str, Tensor]:
 
     def reader_of(tensor):
         def read(index):
-            values = _dequantize(tensor)
-            if tensor.name in heads:
-                values = unpermute(values, heads[tensor.name])
-            return values[index]
+            if tensor.name not in heads:
+                return _dequantize(tensor, index)
+            everything = (slice(None),) * len(index)
+            return unpermute(_dequantize(tensor, everything), heads[tensor.name])[index]
 
         return read
 
-    return {t.name: Tensor(_shape(t), reader_of(t)) for t in reader.tensors}
+    tensors = {t.name: Tensor(_shape(t), reader_of(t)) for t in reader.tensors}
+    for layer in config.stacks["layers"] if config.moe is not None else ():
+        for key in ("expert_gate", "expert_up", "expert_down"):
+            name = NAMES[key].removesuffix("[{expert}]").format(layer=layer)
+            if name in tensors and len(tensors[name].shape) == 3:
+                [of_experts] = experts_of(tensors.pop(name))
+                for expert, tensor in enumerate(of_experts):
+                    tensors[NAMES[key].format(layer=layer, expert=expert)] = tensor
+    return tensors
 
 
-def _dequantize(tensor) -> np.ndarray:
+def _dequantize(tensor, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns a slice of a tensor. Of all axes but the last, which the types of numbers pack, the
+    rest is not read."""
     try:
-        return dequantize(tensor.data, tensor.tensor_type).reshape(_shape(tensor))
+        return dequantize(tensor.data[index[:-1]], tensor.tensor_type)[..., index[-1]]
     except NotImplementedError as error:
         raise ValueError(
             f"{tensor.name} has type {tensor.tensor_type.name}, which cannot be read; use a file "

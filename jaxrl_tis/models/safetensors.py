@@ -14,8 +14,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from jaxrl_tis.models import hf_config
 from jaxrl_tis.models.config import ModelConfig
-from jaxrl_tis.models.stacking import Slot, Tensor, assemble, check_names, slots
+from jaxrl_tis.models.stacking import Slot, Tensor, assemble, check_names, experts_of, slots
 from jaxrl_tis.models.transformer import abstract_params
 
 NAMES = {
@@ -36,6 +37,19 @@ NAMES = {
     "gate": "model.layers.{layer}.mlp.gate_proj.weight",
     "up": "model.layers.{layer}.mlp.up_proj.weight",
     "down": "model.layers.{layer}.mlp.down_proj.weight",
+    "router": "model.layers.{layer}.mlp.gate.weight",
+    "router_bias": "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+    "expert_gate": "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+    "expert_up": "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+    "expert_down": "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight",
+    "shared_gate": "model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
+    "shared_up": "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
+    "shared_down": "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
+}
+# The experts of a layer in two tensors, as transformers 5 holds them: name -> the parameters in it.
+FUSED = {
+    "model.layers.{layer}.mlp.experts.gate_up_proj": ("expert_gate", "expert_up"),
+    "model.layers.{layer}.mlp.experts.down_proj": ("expert_down",),
 }
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -52,7 +66,7 @@ def read_config(folder: str | os.PathLike) -> ModelConfig:
       FileNotFoundError: the folder or its config.json does not exist.
       ValueError: config.json is not a JSON object or describes a model that is not implemented.
     """
-    return ModelConfig.from_hf(_read_json(_existing(pathlib.Path(folder)) / "config.json"))
+    return ModelConfig.from_hf(_read_hf(_existing(pathlib.Path(folder))))
 
 
 def load(
@@ -63,7 +77,7 @@ def load(
     Args:
       folder: holds config.json and model.safetensors, or an index with its shards.
       sharding: see `stacking.assemble`.
-      dtype: of every parameter, whatever the dtype in the file.
+      dtype: of the parameters, see `transformer.abstract_params`, whatever the dtype in the file.
 
     Returns: (config, parameters as `models.transformer.init` lays them out).
 
@@ -72,9 +86,14 @@ def load(
       ValueError: a file is damaged, or its tensors are not exactly those of the config.
     """
     folder = _existing(pathlib.Path(folder))
-    config = read_config(folder)
+    hf = _read_hf(folder)
+    config = ModelConfig.from_hf(hf)
     with contextlib.ExitStack() as files:
         tensors = _open_tensors(folder, files)
+        for layer in range(hf_config.extra_layers(hf)):
+            _drop_layer(tensors, config.num_layers + layer)
+        if config.moe is not None:
+            _split_fused(config, tensors, folder)
         if config.tie_embeddings and NAMES["head"] in tensors:
             _check_tied(tensors, folder)
         tree = slots(config, NAMES)
@@ -127,6 +146,10 @@ def _existing(folder: pathlib.Path) -> pathlib.Path:
             f"No model folder {folder}: put config.json, tokenizer.json and {SINGLE} (or {INDEX} with "
             "its shards) there.")
     return folder
+
+
+def _read_hf(folder: pathlib.Path) -> dict[str, Any]:
+    return _read_json(folder / "config.json")
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
@@ -195,6 +218,36 @@ def _open_file(path: pathlib.Path, files: contextlib.ExitStack) -> dict[str, Ten
     return tensors
 
 
+def _drop_layer(tensors: dict[str, Tensor], layer: int) -> None:
+    prefix = f"model.layers.{layer}."
+    for name in [name for name in tensors if name.startswith(prefix)]:
+        del tensors[name]
+
+
+def _split_fused(config: ModelConfig, tensors: dict[str, Tensor], folder: pathlib.Path) -> None:
+    """Replaces tensors of all experts of a layer by one for each expert, under the names of `NAMES`.
+
+    Raises:
+      ValueError: such a tensor has another shape. The shapes of both tell the layout, as one alone
+        may be square.
+    """
+    e, d, f = config.moe.num_experts, config.embed_dim, config.moe.expert_dim
+    shapes = dict(zip(FUSED, ([e, 2 * f, d], [e, d, f])))
+    for layer in config.stacks["layers"]:
+        for template, parts in FUSED.items():
+            name = template.format(layer=layer)
+            if name not in tensors:
+                continue
+            fused = tensors.pop(name)
+            if list(fused.shape) != shapes[template]:
+                raise ValueError(
+                    f"{name} in {folder} has shape {list(fused.shape)}, an unknown layout of fused "
+                    f"experts; only {shapes[template]} is read, as transformers 5 has it.")
+            for part, of_experts in zip(parts, experts_of(fused, len(parts))):
+                for expert, tensor in enumerate(of_experts):
+                    tensors[NAMES[part].format(layer=layer, expert=expert)] = tensor
+
+
 def _check_tied(tensors: dict[str, Tensor], folder: pathlib.Path) -> None:
     """Drops a stored head of a tied model after checking that it is the embedding."""
     head = tensors.pop(NAMES["head"])
@@ -224,25 +277,27 @@ def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Store
     for slot, leaf, param in zip(*map(jax.tree.leaves, (slots(config, NAMES), abstract, params))):
         if param.shape != leaf.shape:
             raise ValueError(
-                f"The parameter of {slot.names[0]} has shape {list(param.shape)}, expected "
+                f"The parameter of {slot.names.flat[0]} has shape {list(param.shape)}, expected "
                 f"{list(leaf.shape)}.")
-        nbytes = param.nbytes // len(slot.names)
-        stored += [_Stored(name, slot, param, i, nbytes) for i, name in enumerate(slot.names)]
+        nbytes = param.nbytes // slot.names.size
+        stored += [
+            _Stored(name, slot, param, place, nbytes) for place, name in np.ndenumerate(slot.names)
+        ]
     return stored
 
 
 @dataclasses.dataclass(frozen=True)
 class _Stored:
-    """One tensor of the file: a layer of a stacked parameter, or a parameter outside the layers."""
+    """One tensor of the file: of a layer, or of an expert of it, or outside the layers."""
 
     name: str
     slot: Slot
     param: Any
-    layer: int
+    place: tuple[int, ...]
     nbytes: int
 
     def to_numpy(self) -> np.ndarray:
-        value = np.asarray(self.param[self.layer] if self.slot.is_stacked else self.param)
+        value = np.asarray(self.param[self.place])
         return np.ascontiguousarray(value.T if self.slot.is_transposed else value)
 
 

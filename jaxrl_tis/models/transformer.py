@@ -329,13 +329,24 @@ def init(config: ModelConfig, key: jax.Array) -> Params:
 
 
 def abstract_params(config: ModelConfig, dtype: str = "float32") -> Params:
-    """Returns the parameters of `init` as a tree of jax.ShapeDtypeStruct."""
-    struct = lambda s, *lead: jax.ShapeDtypeStruct((*lead, *s.shape), jnp.dtype(dtype))
+    """Returns the parameters of `init`, in a dtype as of `cast`, as a tree of
+    jax.ShapeDtypeStruct."""
+    struct = lambda s, *lead: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype)
     params, blocks = jax.tree.map(struct, _graph(Embedding, config)[1]), _blocks(config)
     for name, indices in config.stacks.items():
         layer = _graph(blocks[name], config)[1]
         params[name] = jax.tree.map(lambda s, n=len(indices): struct(s, n), layer)
-    return params
+    return jax.eval_shape(lambda params: cast(params, dtype), params)
+
+
+def cast(params: Params, dtype: str) -> Params:
+    """Returns the parameters in a dtype, but for the router's bias: it keeps float32, as in
+    published checkpoints, since a rounded bias chooses other experts."""
+
+    def leaf(path, x):
+        return x.astype("float32" if path[-1].key == "router_bias" else dtype)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def logical_axes(config: ModelConfig) -> Params:

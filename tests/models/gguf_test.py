@@ -12,6 +12,7 @@ from jaxrl_tis import models
 from jaxrl_tis.models import gguf as loader
 from jaxrl_tis.models import safetensors as checkpoint
 from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
@@ -29,8 +30,13 @@ def rows_in_llama_cpp_order(w, num_heads):
 
 
 def metadata(config):
-    prefix = config.family + "."
-    return {
+    prefix = config.family.replace("_", "") + "."
+    experts = {} if config.moe is None else {
+        prefix + "expert_count": config.moe.num_experts,
+        prefix + "expert_used_count": config.moe.top_k,
+        prefix + "expert_feed_forward_length": config.moe.expert_dim,
+    }
+    return experts | {
         prefix + "block_count": config.num_layers,
         prefix + "context_length": config.max_position,
         prefix + "embedding_length": config.embed_dim,
@@ -55,12 +61,13 @@ def stored_tensors(config, params):
             continue
         for layer, array in enumerate(np.asarray(value) if key in params["layers"] else [value]):
             array = np.asarray(array)
-            if array.ndim == 2 and key != "embed":
-                array = array.T
+            if array.ndim > 1 and key != "embed":
+                array = array.swapaxes(-1, -2)  # of experts [E, in, out], too
             if config.family == "llama" and key in ("q", "k"):
                 heads = config.num_heads if key == "q" else config.num_kv_heads
                 array = rows_in_llama_cpp_order(array, heads)
-            tensors[loader.NAMES[key].format(layer=layer)] = np.ascontiguousarray(array)
+            name = loader.NAMES[key].removesuffix("[{expert}]").format(layer=layer)
+            tensors[name] = np.ascontiguousarray(array)
     return tensors
 
 
@@ -95,7 +102,7 @@ def written(path, model, types=(), drop=(), **changes):
     tensors = stored_tensors(config, params)
     for name in drop:
         (fields if name in fields else tensors).pop(name)
-    return write(path, config.family, fields, tensors, types)
+    return write(path, config.family.replace("_", ""), fields, tensors, types)
 
 
 def dtypes(params):
@@ -156,6 +163,91 @@ def test_stored_types_are_dequantised(tmp_path, llama):
     stored = {t.name: t.tensor_type for t in gguf.GGUFReader(path).tensors}
     assert stored["blk.0.attn_q.weight"] == Q4_1
     assert_same_parameters(models.load(path)[1], exact[1])
+
+
+MOE = ModelConfig(
+    family="qwen3_moe", vocab_size=11, embed_dim=32, num_layers=2, num_heads=2, num_kv_heads=1,
+    head_dim=16, mlp_dim=24, rope=RopeConfig(kind="default", theta=1e6), max_position=64,
+    norm_eps=2.0**-16, qkv_bias=False, qk_norm=True, tie_embeddings=False,
+    moe=MoeConfig(num_experts=4, top_k=2, expert_dim=64))
+
+
+@pytest.fixture(scope="module")
+def moe():
+    """Experts and a router of values that Q4_1 stores exactly, in blocks of 32 along the input: step
+    0.5, minimum -2."""
+    rng = np.random.default_rng(1)
+    grid = np.tile(np.arange(16, dtype=np.float32) / 2 - 2, 2)
+
+    def fill(path, leaf):
+        if "expert" not in path[-1].key:
+            return jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
+        *lead, size_in, size_out = leaf.shape
+        blocks = np.tile(grid, (*lead, size_out, size_in // 32, 1))
+        return jnp.asarray(rng.permuted(blocks, axis=-1).reshape(*lead, size_out, size_in)
+                           .swapaxes(-1, -2))
+
+    params = jax.tree_util.tree_map_with_path(fill, transformer.abstract_params(MOE))
+    return MOE, params
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_1"])
+def test_experts(tmp_path, moe, kind):
+    names = [f"blk.{i}.ffn_{x}_exps.weight" for i in range(2) for x in ("gate", "up", "down")]
+    types = {} if kind == "F32" else dict.fromkeys(names, gguf.GGMLQuantizationType[kind])
+    path = written(tmp_path / "m.gguf", moe, types)
+    stored = {t.name: t for t in gguf.GGUFReader(path).tensors}
+    # llama.cpp's order is the reverse: {in, out, experts}.
+    assert stored["blk.0.ffn_down_exps.weight"].shape.tolist() == [64, 32, 4]
+    assert stored["blk.1.ffn_gate_inp.weight"].shape.tolist() == [32, 4]
+    assert {stored[name].tensor_type.name for name in names} == {kind}
+    config, params = models.load(path)
+    assert config == MOE == models.read_config(path)
+    assert_same_parameters(params, moe[1])
+
+
+def test_a_device_dequantises_its_own_experts_alone(tmp_path, moe, monkeypatch):
+    names = [f"blk.{i}.ffn_up_exps.weight" for i in range(2)]
+    path = written(tmp_path / "m.gguf", moe, dict.fromkeys(names, Q4_1))
+    mesh = jax.make_mesh((4,), ("expert",), axis_types=(jax.sharding.AxisType.Auto,),
+                         devices=jax.devices()[:4])
+    spec = jax.sharding.PartitionSpec
+    shardings = jax.tree.map(
+        lambda x: jax.sharding.NamedSharding(mesh, spec(None, "expert") if x.ndim == 4 else spec()),
+        moe[1])
+    sizes, whole = [], loader.dequantize
+
+    def dequantize(data, kind):
+        values = whole(data, kind)
+        if kind == Q4_1:
+            sizes.append(values.shape)
+        return values
+
+    monkeypatch.setattr(loader, "dequantize", dequantize)
+    _, params = models.load(path, sharding=shardings)
+    assert_same_parameters(params, moe[1])
+    assert params["layers"]["expert_up"].addressable_shards[0].data.shape == (2, 1, 32, 64)
+    assert sizes == [(1, 64, 32)] * 8  # [1, F, D], each of the 2 x 4 experts once
+
+
+@pytest.mark.parametrize("key, value, message", [
+    ("expert_used_count", 5, "top_k=5 is above the 4 experts"),
+    ("expert_count", 3, r"unknown \(6\): blk.0.ffn_down_exps.weight\[3\]"),
+    ("expert_feed_forward_length", 60, r"wrong shape .*_exps.weight\[0\] \[32, 64\], .*\[32, 60\]"),
+    ("expert_feed_forward_length", [64, 64], r"expert_feed_forward_length=\[64, 64\] must be one"),
+    ("expert_shared_feed_forward_length", 64, "expert_shared_feed_forward_length=64"),
+    ("expert_weights_scale", 2.5, "qwen3moe.expert_weights_scale=2.5"),
+])
+def test_experts_that_are_refused(tmp_path, moe, key, value, message):
+    with pytest.raises(ValueError, match=message):
+        models.load(written(tmp_path / "m.gguf", moe, **{f"qwen3moe.{key}": value}))
+
+
+def test_experts_as_the_files_of_qwen3_coder_have_them(tmp_path, moe):
+    shared = {"qwen3moe.expert_shared_feed_forward_length": 0}
+    assert models.read_config(written(tmp_path / "m.gguf", moe, **shared)) == MOE
+    with pytest.raises(ValueError, match="no qwen3moe.expert_used_count"):
+        models.load(written(tmp_path / "n.gguf", moe, drop=["qwen3moe.expert_used_count"]))
 
 
 def test_sharded_load(tmp_path, llama):

@@ -12,14 +12,24 @@ from safetensors import safe_open
 
 from jaxrl_tis import models
 from jaxrl_tis.models import safetensors as checkpoint
-from jaxrl_tis.models import transformer
-from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.models import stacking, transformer
+from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
+from jaxrl_tis.models.stacking import Tensor
 
 UNTIED = ModelConfig(
     family="qwen2", vocab_size=11, embed_dim=8, num_layers=2, num_heads=4, num_kv_heads=2,
     head_dim=4, mlp_dim=12, rope=RopeConfig(kind="default", theta=10000.0), max_position=32,
     norm_eps=1e-6, qkv_bias=True, qk_norm=False, tie_embeddings=False)
 TIED = ModelConfig(**{**vars(UNTIED), "family": "llama", "qkv_bias": False, "tie_embeddings": True})
+
+QWEN_MOE = ModelConfig(**{
+    **vars(UNTIED), "family": "qwen3_moe", "num_layers": 3, "qkv_bias": False, "qk_norm": True,
+    "moe": MoeConfig(num_experts=4, top_k=2, expert_dim=6, dense_layers=(1,))})
+GLM = ModelConfig(**{
+    **vars(UNTIED), "family": "glm4_moe", "num_layers": 3,
+    "rope": RopeConfig(kind="default", theta=10000.0, fraction=0.5),
+    "moe": MoeConfig(num_experts=4, top_k=2, expert_dim=6, score="sigmoid", dense_layers=(0,),
+                     shared_dim=12, num_groups=2, top_groups=1, scale=2.5)})
 
 
 def random_params(config, seed=0, dtype=jnp.float32):
@@ -63,6 +73,164 @@ def test_matrices_are_transposed_and_layers_stacked(tmp_path):
     np.testing.assert_array_equal(stored["lm_head.weight"], params["head"].T)
     # Embedding, last norm and head; per layer 2 norms, 4 + 3 matrices and 3 biases.
     assert len(stored) == 3 + 2 * 12
+
+
+def test_experts_have_tensors_of_their_own(tmp_path):
+    folder, params = saved(tmp_path / "m", GLM)
+    stored = safetensors.numpy.load_file(folder / "model.safetensors")
+    sparse, of_layer_2 = params["layers"], "model.layers.2.mlp."
+    for name, expected in {
+        "experts.3.gate_proj.weight": sparse["expert_gate"][1, 3].T,  # [F 6, D 8]
+        "experts.0.up_proj.weight": sparse["expert_up"][1, 0].T,
+        "experts.2.down_proj.weight": sparse["expert_down"][1, 2].T,  # [D 8, F 6]
+        "gate.weight": sparse["router"][1].T,  # [E 4, D 8]
+        "gate.e_score_correction_bias": sparse["router_bias"][1],
+        "shared_experts.gate_proj.weight": sparse["gate"][1].T,  # [2 F 12, D 8]
+        "shared_experts.down_proj.weight": sparse["down"][1].T,
+    }.items():
+        np.testing.assert_array_equal(stored[of_layer_2 + name], expected)
+    np.testing.assert_array_equal(
+        stored["model.layers.0.mlp.gate_proj.weight"], params["dense_layers"]["gate"][0].T)
+    # Embedding, last norm and head; a layer has 2 norms, 4 matrices, 3 biases, and 3 matrices of an
+    # MLP, or router, bias, 3 shared matrices and 4 x 3 of experts.
+    assert len(stored) == 3 + (9 + 3) + 2 * (9 + 2 + 3 + 12)
+
+
+@pytest.mark.parametrize("config", [QWEN_MOE, GLM], ids=["qwen3_moe", "glm4_moe"])
+def test_experts_load_back_equal(tmp_path, config, monkeypatch):
+    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 3000)
+    folder, params = saved(tmp_path / "m", config)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    loaded_config, loaded = models.load(folder)
+    assert loaded_config == config
+    assert_equal(loaded, params)
+
+
+def fuse(config, tensors):
+    """Joins the experts of each layer as transformers 5 holds them."""
+    for layer in config.stacks["layers"]:
+        prefix = f"model.layers.{layer}.mlp.experts."
+        of = lambda e, name: tensors.pop(f"{prefix}{e}.{name}_proj.weight")
+        gate_up, down = [], []
+        for e in range(config.moe.num_experts):
+            gate_up.append(np.concatenate([of(e, "gate"), of(e, "up")]))
+            down.append(of(e, "down"))
+        tensors[prefix + "gate_up_proj"] = np.stack(gate_up)
+        tensors[prefix + "down_proj"] = np.stack(down)
+
+
+@pytest.mark.parametrize("config", [QWEN_MOE, GLM], ids=["qwen3_moe", "glm4_moe"])
+def test_fused_experts_are_the_same(tmp_path, config):
+    folder, params = saved(tmp_path / "m", config)
+    rewrite(folder, lambda tensors: fuse(config, tensors))
+    assert_equal(models.load(folder)[1], params)
+
+
+# A fused tensor as other families have it, [in, out], or with one matrix too few.
+@pytest.mark.parametrize("name, change, message", [
+    ("gate_up_proj", lambda x: x.swapaxes(1, 2), r"shape \[4, 8, 12\].*only \[4, 12, 8\]"),
+    ("down_proj", lambda x: x.swapaxes(1, 2), r"shape \[4, 6, 8\].*only \[4, 8, 6\]"),
+    ("gate_up_proj", lambda x: x[:, :6], r"shape \[4, 6, 8\].*only \[4, 12, 8\]"),
+    ("gate_up_proj", lambda x: x[:3], r"shape \[3, 12, 8\].*only \[4, 12, 8\]"),
+])
+def test_an_unknown_layout_of_fused_experts(tmp_path, name, change, message):
+    folder, _ = saved(tmp_path / "m", QWEN_MOE)
+    name = f"model.layers.2.mlp.experts.{name}"
+
+    def rewritten(tensors):
+        fuse(QWEN_MOE, tensors)
+        tensors[name] = np.ascontiguousarray(change(tensors[name]))
+
+    rewrite(folder, rewritten)
+    with pytest.raises(ValueError, match=f"{name} in .*m has {message}"):
+        models.load(folder)
+
+
+def test_a_layout_in_which_one_of_the_tensors_is_square(tmp_path):
+    # 2F = D = 12: gate_up_proj [4, 12, 12] says nothing, and down_proj does.
+    config = ModelConfig(**{**vars(QWEN_MOE), "embed_dim": 12})
+    folder, _ = saved(tmp_path / "m", config)
+
+    def transposed(tensors):
+        fuse(config, tensors)
+        for name, x in tensors.items():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                tensors[name] = np.ascontiguousarray(x.swapaxes(1, 2))
+
+    rewrite(folder, transposed)
+    with pytest.raises(ValueError, match=r"down_proj .*\[4, 6, 12\], an unknown layout"):
+        models.load(folder)
+
+
+def test_a_missing_expert_is_named(tmp_path):
+    folder, _ = saved(tmp_path / "m", QWEN_MOE)
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    rewrite(folder, lambda tensors: tensors.pop(name))
+    with pytest.raises(ValueError, match=rf"missing \(1\): {name}"):
+        models.load(folder)
+
+
+def test_layers_that_predict_further_tokens_are_left(tmp_path):
+    folder, params = saved(tmp_path / "m", GLM)
+    config = json.loads((folder / "config.json").read_text())
+    rewrite(folder, lambda tensors: tensors.update({
+        "model.layers.3.eh_proj.weight": np.ones((8, 16), np.float32),
+        "model.layers.3.mlp.experts.0.up_proj.weight": np.ones((6, 8), np.float32)}))
+    with pytest.raises(ValueError, match=r"unknown \(2\): model.layers.3.eh_proj.weight"):
+        models.load(folder)
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    assert_equal(models.load(folder)[1], params)
+
+
+def test_the_bias_of_a_router_keeps_float32(tmp_path):
+    params = transformer.cast(random_params(GLM), "bfloat16")
+    assert params["layers"]["router_bias"].dtype == jnp.float32
+    assert params["layers"]["router"].dtype == params["embed"].dtype == jnp.bfloat16
+    models.save(tmp_path / "m", GLM, params)
+    with safe_open(tmp_path / "m" / "model.safetensors", framework="numpy") as file:
+        stored = {name: file.get_slice(name).get_dtype() for name in file.keys()}
+    biases = {name for name in stored if name.endswith("e_score_correction_bias")}
+    assert len(biases) == 2 and {name for name, x in stored.items() if x == "F32"} == biases
+    assert_equal(models.load(tmp_path / "m", dtype="bfloat16")[1], params)
+
+
+@pytest.mark.parametrize("is_fused", [False, True], ids=["separate", "fused"])
+def test_a_device_reads_its_own_experts_alone(tmp_path, is_fused, monkeypatch):
+    folder, params = saved(tmp_path / "m", QWEN_MOE)
+    if is_fused:
+        rewrite(folder, lambda tensors: fuse(QWEN_MOE, tensors))
+    mesh = jax.make_mesh((2, 4), ("other", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    spec = jax.sharding.PartitionSpec
+    of = lambda path, x: spec(None, "expert") if path[-1].key.startswith("expert_") else spec()
+    shardings = jax.tree_util.tree_map_with_path(
+        lambda path, x: jax.sharding.NamedSharding(mesh, of(path, x)), params)
+    blocks, reads, whole = [], [], stacking._read_block
+
+    def read_block(slot, tensors, box, dtype):
+        def tracked(name):
+            def read(index):
+                part = tensors[name].read(index)
+                reads.append((name, part.shape))
+                return part
+            return Tensor(tensors[name].shape, read)
+
+        block = whole(slot, {name: tracked(name) for name in slot.names.flat}, box, dtype)
+        blocks.append((slot.names.flat[0], box))
+        return block
+
+    monkeypatch.setattr(stacking, "_read_block", read_block)
+    _, loaded = models.load(folder, sharding=shardings)
+    assert_equal(loaded, params)
+    shards = loaded["layers"]["expert_up"].addressable_shards
+    assert {shard.data.shape for shard in shards} == {(2, 1, 8, 6)}
+    # Each of the 4 x 2 tensors of up_proj is read once, whole, for two devices; a block holds one
+    # expert of the two layers.
+    name = "model.layers.{}.mlp.experts.{}.up_proj.weight"
+    expected = {(name.format(layer, e), (6, 8)) for layer in (0, 2) for e in range(4)}
+    found = [read for read in reads if read[0].endswith("up_proj.weight") and ".experts." in read[0]]
+    assert set(found) == expected and len(found) == 8
+    boxes = [box for first, box in blocks if first == name.format(0, 0)]
+    assert boxes == [((0, 2), (e, e + 1), (0, 8), (0, 6)) for e in range(4)]
 
 
 @pytest.mark.parametrize("config", [UNTIED, TIED], ids=["untied", "tied"])

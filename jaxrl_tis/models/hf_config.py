@@ -1,0 +1,502 @@
+"""Reads the `config.json` of a Hugging Face folder, and writes it.
+
+Reading is strict. A setting that changes the computation and is not implemented in
+`models.transformer` is a `ValueError` with the field and its value. An unknown field is a
+`ValueError` too. A model that loads is therefore computed as its authors intended.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+}
+
+# Fields inside rope_scaling / rope_parameters, by rope type: HF name -> RopeConfig name.
+ROPE_FIELDS = {
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_max_position_embeddings": "original_max_position",
+    },
+    "yarn": {
+        "factor": "factor",
+        "original_max_position_embeddings": "original_max_position",
+        "beta_fast": "beta_fast",
+        "beta_slow": "beta_slow",
+        "attention_factor": "attention_factor",
+        "mscale": "mscale",
+        "mscale_all_dim": "mscale_all_dim",
+        "truncate": "truncate",
+    },
+}
+
+# Fields without which the rope type has no meaning (the others have published defaults).
+ROPE_REQUIRED = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor",),
+}
+
+MOST_LAYERS = 10**4  # a forged size ends here, and not in a full memory
+
+# Read by from_hf, so neither harmless nor unknown.
+IMPLEMENTED = frozenset({
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers",
+    "num_attention_heads", "num_key_value_heads", "head_dim", "max_position_embeddings",
+    "rms_norm_eps", "tie_word_embeddings", "rope_theta", "rope_scaling", "rope_parameters",
+    "layer_types", "sliding_window", "use_sliding_window", "max_window_layers",
+})
+
+# Read by from_hf for one family alone.
+OF_FAMILY = {
+    "qwen3_moe": frozenset({
+        "num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "norm_topk_prob", "mlp_only_layers", "decoder_sparse_step",
+    }),
+    "glm4_moe": frozenset({
+        "n_routed_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size",
+        "norm_topk_prob", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor",
+        "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers", "attention_bias",
+        "use_qk_norm", "partial_rotary_factor",
+    }),
+}
+
+# Known fields with the only value that this model computes.
+ONLY_VALUE = {
+    "hidden_act": "silu",
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "partial_rotary_factor": 1.0,
+    "rope_interleaved": False,
+    "use_mrope": False,
+    "is_causal": True,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "quantization_config": None,
+    "attn_logit_softcapping": None,
+    "final_logit_softcapping": None,
+    "num_experts": None,
+    "num_local_experts": None,
+    "num_experts_per_tok": None,
+}
+
+# The same for one family. HF's llama, qwen3 and qwen3_moe put the bias of the attention projections
+# on o_proj too, which is not implemented; HF's qwen2 always has it on q, k and v and never on o.
+ONLY_VALUE_OF = {
+    "llama": {"attention_bias": False},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"attention_bias": False},
+    "qwen3_moe": {
+        "attention_bias": False, "qkv_bias": False, "use_qk_norm": True,
+        "shared_expert_intermediate_size": 0,
+    },
+    "glm4_moe": {},
+}
+
+# Whether a family has biases on q, k and v, and norms of q and k; config.json says so for the others.
+QKV_BIAS = {"llama": False, "qwen2": True, "qwen3": False, "qwen3_moe": False}
+QK_NORM = {"llama": False, "qwen2": False, "qwen3": True, "qwen3_moe": True}
+
+# What all experts of a family have: MoeConfig name -> value.
+EXPERTS_OF = {
+    "qwen3_moe": {
+        "score": "softmax", "shared_dim": 0, "num_groups": 1, "top_groups": 1, "scale": 1.0,
+    },
+    "glm4_moe": {"score": "sigmoid"},
+}
+GLM_ROTARY = 0.5  # the share of a head that GLM rotates where config.json does not say
+
+# What config.json says of the tokenizer and of generation, which an export takes along.
+GENERATION = frozenset({
+    "tokenizer_class", "bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id",
+    "decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id",
+    "max_length", "min_length", "do_sample", "early_stopping",
+    "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p", "min_p",
+    "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences", "output_scores",
+    "return_dict_in_generate", "remove_invalid_values", "exponential_decay_length_penalty",
+    "suppress_tokens", "begin_suppress_tokens", "max_new_tokens",
+})
+
+# Fields that do not change the logits: names, token ids, training and generation defaults, and what
+# the configuration classes of transformers 4 and 5 add of their own.
+# attention_dropout is among them: neither sampling nor this trainer drops anything.
+HARMLESS = GENERATION | {
+    "attention_dropout",
+    "_name_or_path", "name_or_path", "architectures", "transformers_version", "torch_dtype",
+    "dtype", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version",
+    "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
+    "_experts_implementation", "_experts_implementation_internal", "attn_implementation",
+    "use_cache", "initializer_range",
+    "auto_map", "_commit_hash", "_from_auto", "_output_attentions", "_original_object_hash",
+    "_from_model_config", "use_return_dict", "return_dict", "output_hidden_states",
+    "output_attentions", "torchscript", "use_bfloat16",
+    "tf_legacy_loss", "pruned_heads", "chunk_size_feed_forward", "tie_encoder_decoder",
+    "cross_attention_hidden_size", "finetuning_task", "id2label", "label2id", "num_labels",
+    "problem_type", "prefix", "task_specific_params", "gradient_checkpointing",
+    "max_sequence_length", "model_max_length", "router_aux_loss_coef", "output_router_logits",
+}
+
+
+def read(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a `ModelConfig`, with those of its `rope` and `moe` as dicts (`moe` None
+    for a dense model).
+
+    Raises:
+      ValueError: a field is missing, unknown, or set to a value that is not implemented.
+    """
+    family = _required(hf, "model_type")
+    if not isinstance(family, str) or family not in ARCHITECTURES:
+        raise ValueError(
+            f"model_type={family!r} is not implemented; known: {sorted(ARCHITECTURES)}.")
+    _refuse_unimplemented(hf, family)
+    num_layers = _integer(hf, "num_hidden_layers")
+    _refuse_sliding_window(hf, family, num_layers)
+    embed_dim, num_heads = _integer(hf, "hidden_size"), _integer(hf, "num_attention_heads")
+    max_position = _integer(hf, "max_position_embeddings")
+    return {
+        "family": family,
+        "vocab_size": _integer(hf, "vocab_size"),
+        "embed_dim": embed_dim,
+        "num_layers": num_layers,
+        "num_heads": num_heads,
+        "num_kv_heads": _num_kv_heads(hf, family, num_heads),
+        "head_dim": _head_dim(hf, family, embed_dim, num_heads),
+        "mlp_dim": _integer(hf, "intermediate_size"),
+        "rope": _rope(hf, family, max_position),
+        "max_position": max_position,
+        "norm_eps": _number(hf, "rms_norm_eps"),
+        "qkv_bias": QKV_BIAS[family] if family in QKV_BIAS else _flag(hf, "attention_bias"),
+        "qk_norm": QK_NORM[family] if family in QK_NORM else _flag(hf, "use_qk_norm"),
+        "tie_embeddings": _flag(hf, "tie_word_embeddings"),
+        "moe": _moe(hf, family, num_layers),
+    }
+
+
+def write(config: Any) -> dict[str, Any]:
+    """Returns the `config.json` dict of a `ModelConfig`, which transformers 4 and 5 can read.
+
+    Raises:
+      ValueError: the family has no field for a setting of the model.
+    """
+    family = config.family
+    for name, by_family in (("qkv_bias", QKV_BIAS), ("qk_norm", QK_NORM)):
+        if family in by_family:
+            _refuse_other(family, name, getattr(config, name), by_family[family])
+    if family != "glm4_moe":
+        _refuse_other(family, "rope.fraction", config.rope.fraction, 1)
+    hf = {
+        "architectures": [ARCHITECTURES[family]],
+        "model_type": family,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.embed_dim,
+        "intermediate_size": config.mlp_dim,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_position,
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tie_embeddings,
+        "rope_theta": config.rope.theta,
+        "rope_scaling": _rope_scaling_to_hf(config.rope),
+    }
+    if family == "qwen2":
+        hf |= {"use_sliding_window": False}
+    elif family == "glm4_moe":
+        hf |= {
+            "attention_bias": config.qkv_bias, "use_qk_norm": config.qk_norm,
+            "partial_rotary_factor": config.rope.fraction, "num_nextn_predict_layers": 0,
+        }
+    else:
+        hf |= {"attention_bias": False}
+    return hf | _moe_to_hf(config)
+
+
+def extra_layers(hf: Mapping[str, Any]) -> int:
+    """Returns how many layers that predict further tokens are stored behind those of the model."""
+    if hf["model_type"] != "glm4_moe":
+        return 0
+    return _either(hf, "num_nextn_predict_layers", "num_mtp_layers", 0)
+
+
+def _refuse_other(family: str, name: str, value: Any, only: Any) -> None:
+    if value != only:
+        raise ValueError(
+            f"{name}={value!r} cannot be written for family {family!r}, which has {only!r}.")
+
+
+def _required(hf: Mapping[str, Any], key: str) -> Any:
+    if key not in hf or hf[key] is None:
+        raise ValueError(f"config.json has no {key!r}; the model cannot be built without it.")
+    return hf[key]
+
+
+def _integer(hf: Mapping[str, Any], key: str) -> int:
+    value = _required(hf, key)
+    if type(value) is not int:
+        raise ValueError(f"{key}={value!r} in config.json must be an integer.")
+    return value
+
+
+def _number(hf: Mapping[str, Any], key: str) -> float:
+    value = _required(hf, key)
+    if type(value) not in (int, float):
+        raise ValueError(f"{key}={value!r} in config.json must be a number.")
+    return float(value)
+
+
+def _boolean(hf: Mapping[str, Any], key: str) -> bool:
+    value = _required(hf, key)
+    if type(value) is not bool:
+        raise ValueError(f"{key}={value!r} in config.json must be true or false.")
+    return value
+
+
+def _flag(hf: Mapping[str, Any], key: str) -> bool:
+    """Returns a setting that is false where it is absent, as in the families' config classes."""
+    return _is_set(hf, key) and _boolean(hf, key)
+
+
+def _either(hf: Mapping[str, Any], key: str, other: str, otherwise: int | None = None) -> int:
+    """Returns an integer with two names. ValueError if they differ, or if it is absent and there is
+    no default."""
+    found = [_integer(hf, name) for name in (key, other) if _is_set(hf, name)]
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"config.json gives two values: {key}={found[0]} and {other}={found[1]}; remove one.")
+    if found or otherwise is not None:
+        return found[0] if found else otherwise
+    return _integer(hf, key)
+
+
+def _is_set(hf: Mapping[str, Any], key: str) -> bool:
+    """Whether a field is set; null counts as absent everywhere in this format."""
+    return key in hf and hf[key] is not None
+
+
+def _refuse_unimplemented(hf: Mapping[str, Any], family: str) -> None:
+    implemented = IMPLEMENTED | OF_FAMILY.get(family, frozenset())
+    only = ONLY_VALUE | ONLY_VALUE_OF[family]
+    for key, value in hf.items():
+        if key in implemented or key in HARMLESS or value is None:
+            continue
+        if key not in only:
+            raise ValueError(
+                f"{key}={value!r} in config.json is an unknown field and may change the "
+                "computation; remove it only if it does not."
+            )
+        if value != only[key]:
+            raise ValueError(
+                f"{key}={value!r} in config.json is not implemented for {family}; "
+                f"only {only[key]!r} is.")
+
+
+def _refuse_sliding_window(hf: Mapping[str, Any], family: str, num_layers: int) -> None:
+    """Raises ValueError for a sliding window that a layer uses; unused windows are accepted.
+
+    `layer_types` decides if present. Otherwise a window applies to every layer; of qwen2 and qwen3 to
+    layers from `max_window_layers`, and of all qwen families only if `use_sliding_window` is true.
+    """
+    if _is_set(hf, "layer_types"):
+        types = hf["layer_types"]
+        is_full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
+        if not is_full or len(types) != num_layers:
+            raise ValueError(
+                f"layer_types={types!r} is not implemented; only 'full_attention' in each of the "
+                f"num_hidden_layers={num_layers} layers is.")
+        return
+    if not _is_set(hf, "sliding_window"):
+        return
+    if family.startswith("qwen"):
+        if not (_is_set(hf, "use_sliding_window") and hf["use_sliding_window"]):
+            return
+        of_some = family != "qwen3_moe" and _is_set(hf, "max_window_layers")
+        if of_some and hf["max_window_layers"] >= num_layers:
+            return
+    raise ValueError(
+        f"sliding_window={hf['sliding_window']!r} is in use and not implemented; "
+        "only full attention is.")
+
+
+def _num_kv_heads(hf: Mapping[str, Any], family: str, num_heads: int) -> int:
+    """Returns the number of key/value heads; checkpoints before grouped-query attention omit it."""
+    if family == "llama" and not _is_set(hf, "num_key_value_heads"):
+        return num_heads
+    return _integer(hf, "num_key_value_heads")
+
+
+def _head_dim(hf: Mapping[str, Any], family: str, embed_dim: int, num_heads: int) -> int:
+    """Returns the head size: required for qwen3, else hidden_size / heads by default."""
+    if family == "qwen3" or _is_set(hf, "head_dim"):
+        return _integer(hf, "head_dim")
+    if num_heads < 1 or embed_dim % num_heads:
+        raise ValueError(
+            f"hidden_size={embed_dim} must be a multiple of num_attention_heads={num_heads} "
+            "when head_dim is not given.")
+    return embed_dim // num_heads
+
+
+def _moe(hf: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any] | None:
+    if family not in EXPERTS_OF:
+        return None
+    expert_dim = _integer(hf, "moe_intermediate_size")
+    moe = EXPERTS_OF[family] | {
+        "top_k": _integer(hf, "num_experts_per_tok"),
+        "expert_dim": expert_dim,
+        "normalizes_top_k": _boolean(hf, "norm_topk_prob"),
+    }
+    if family == "qwen3_moe":
+        return moe | {
+            "num_experts": _either(hf, "num_experts", "num_local_experts"),
+            "dense_layers": _dense_layers(hf, num_layers),
+        }
+    first = _integer(hf, "first_k_dense_replace")
+    if first < 0:
+        raise ValueError(f"first_k_dense_replace={first} in config.json must be at least 0.")
+    return moe | {
+        "num_experts": _either(hf, "n_routed_experts", "num_local_experts"),
+        "dense_layers": tuple(range(min(first, num_layers, MOST_LAYERS))),
+        "shared_dim": _integer(hf, "n_shared_experts") * expert_dim,
+        "num_groups": _integer(hf, "n_group"),
+        "top_groups": _integer(hf, "topk_group"),
+        "scale": _number(hf, "routed_scaling_factor"),
+    }
+
+
+def _dense_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Returns the indices of the layers without experts by `mlp_only_layers` and, if a layer has
+    experts at every `decoder_sparse_step`-th place only, by that."""
+    step = _integer(hf, "decoder_sparse_step") if _is_set(hf, "decoder_sparse_step") else 1
+    if step < 1:
+        raise ValueError(f"decoder_sparse_step={step} in config.json must be at least 1.")
+    only = hf["mlp_only_layers"] if _is_set(hf, "mlp_only_layers") else []
+    if not isinstance(only, list) or not all(type(i) is int and 0 <= i < num_layers for i in only):
+        raise ValueError(
+            f"mlp_only_layers={only!r} in config.json must be indices of the "
+            f"num_hidden_layers={num_layers} layers.")
+    layers = range(min(num_layers, MOST_LAYERS))
+    return tuple(i for i in layers if i in only or (i + 1) % step)
+
+
+def _moe_to_hf(config: Any) -> dict[str, Any]:
+    family, moe = config.family, config.moe
+    if (moe is None) == (family in EXPERTS_OF):
+        raise ValueError(
+            f"family {family!r} cannot be written with moe={moe}: it has "
+            f"{'experts' if moe is None else 'none'}.")
+    if moe is None:
+        return {}
+    for name, only in EXPERTS_OF[family].items():
+        _refuse_other(family, f"moe.{name}", getattr(moe, name), only)
+    hf = {
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.expert_dim,
+        "norm_topk_prob": moe.normalizes_top_k,
+    }
+    if family == "qwen3_moe":
+        return hf | {
+            "num_experts": moe.num_experts,
+            "mlp_only_layers": list(moe.dense_layers),
+            "decoder_sparse_step": 1,
+        }
+    first = len(moe.dense_layers)
+    _refuse_other(family, "moe.dense_layers", moe.dense_layers, tuple(range(first)))
+    if moe.shared_dim % moe.expert_dim:
+        raise ValueError(
+            f"moe.shared_dim={moe.shared_dim} cannot be written for family {family!r}: it is no "
+            f"multiple of expert_dim={moe.expert_dim}.")
+    return hf | {
+        "n_routed_experts": moe.num_experts,
+        "n_shared_experts": moe.shared_dim // moe.expert_dim,
+        "n_group": moe.num_groups,
+        "topk_group": moe.top_groups,
+        "routed_scaling_factor": moe.scale,
+        "first_k_dense_replace": first,
+    }
+
+
+def _merge_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns all RoPE fields merged: those at the top level, rope_scaling, rope_parameters."""
+    sources = [{k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if _is_set(hf, k)}]
+    for key in ("rope_scaling", "rope_parameters"):
+        if _is_set(hf, key):
+            if not isinstance(hf[key], Mapping):
+                raise ValueError(f"{key}={hf[key]!r} in config.json must be an object.")
+            fields = {k: v for k, v in hf[key].items() if v is not None}
+            if "type" in fields:
+                sources.append({"rope_type": fields.pop("type")})
+            sources.append(fields)
+    merged = {}
+    for source in sources:
+        for key, value in source.items():
+            if key in merged and merged[key] != value:
+                raise ValueError(
+                    f"config.json gives two values for {key}: {merged[key]!r} and {value!r}; "
+                    "remove one."
+                )
+            merged[key] = value
+    return merged
+
+
+def _rope(hf: Mapping[str, Any], family: str, max_position: int) -> dict[str, Any]:
+    """Returns the fields of the RopeConfig; rope_theta is 10000 by default, as in old checkpoints.
+
+    A given `factor` is used unchanged, even if it differs from `max_position_embeddings` /
+    `original_max_position_embeddings` (as transformers 5; some releases of 4 used the quotient).
+    """
+    fields = _merge_rope(hf)
+    kind = fields.pop("rope_type") if "rope_type" in fields else "default"
+    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
+        raise ValueError(f"rope_type={kind!r} is not implemented; known: {sorted(ROPE_FIELDS)}.")
+    theta = 10000.0
+    if "rope_theta" in fields:
+        theta = _number(fields, "rope_theta")
+        del fields["rope_theta"]
+    fraction = GLM_ROTARY if family == "glm4_moe" else 1.0
+    if "partial_rotary_factor" in fields:
+        fraction = _number(fields, "partial_rotary_factor")
+        del fields["partial_rotary_factor"]
+    if family != "glm4_moe" and fraction != 1:
+        raise ValueError(f"partial_rotary_factor={fraction} is not implemented for {family}.")
+    if kind == "default":  # transformers computes nothing with the fields of the other types
+        fields = {k: v for k, v in fields.items() if all(k not in known for known in ROPE_FIELDS.values())}
+    for key, value in fields.items():
+        if key not in ROPE_FIELDS[kind]:
+            raise ValueError(
+                f"{key}={value!r} is not a field of rope_type={kind!r}; remove it, or correct the "
+                "rope type."
+            )
+    for key in ROPE_REQUIRED[kind]:
+        if key not in fields:
+            raise ValueError(f"rope_type={kind!r} needs the field {key!r}.")
+    rope = {ROPE_FIELDS[kind][key]: _rope_value(fields, key) for key in fields}
+    if kind == "yarn" and "original_max_position" not in rope:
+        rope["original_max_position"] = max_position
+    return {"kind": kind, "theta": theta, "fraction": fraction} | rope
+
+
+def _rope_value(fields: Mapping[str, Any], key: str) -> float | int | bool:
+    if key == "original_max_position_embeddings":
+        return _integer(fields, key)
+    if key == "truncate":
+        return _boolean(fields, key)
+    return _number(fields, key)
+
+
+def _rope_scaling_to_hf(rope: Any) -> dict[str, Any] | None:
+    if rope.kind == "default":
+        return None
+    fields = {key: getattr(rope, name) for key, name in ROPE_FIELDS[rope.kind].items()}
+    return {"rope_type": rope.kind} | {k: v for k, v in fields.items() if v is not None}
