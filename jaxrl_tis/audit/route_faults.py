@@ -2,8 +2,8 @@
 
 A fault is {"name", "title", "advice"}. No fault is reported that chance may produce: each test has
 a bound on the probability that it holds without a fault, CHANCE for the whole dump. Where rows are
-compared, the bound is Hoeffding's: the sum of m differences in [-1, 1] that are at most 0 in
-expectation passes sqrt(2 m log(1 / p)) with a probability of at most p.
+compared, the bound is Hoeffding's: the sum of m differences that are at most 0 in expectation, each
+in an interval of width w, passes w sqrt(m log(1 / p) / 2) with a probability of at most p.
 """
 
 import dataclasses
@@ -342,9 +342,8 @@ def compare(sampler: Any, learner: Any, layout: Any) -> Comparison:
     shift = 0
     for d in SHIFTS:
         both = agree[0][1] & agree[d][1]
-        gain = (agree[d][0] - agree[0][0])[both]
-        better = _beyond_chance(gain.sum(), len(gain), len(SHIFTS))
-        if better and shifts[d] > shifts[shift]:
+        gain = (agree[d][0] - agree[0][0])[both].sum()
+        if _beyond_chance(gain, both.sum(), len(SHIFTS)) and shifts[d] > shifts[shift]:
             shift = d
     agreement, known = agree[shift]
     level = float(np.median(agreement[known])) if known.any() else 0.0
@@ -369,39 +368,35 @@ def _at_shift(sampler, learner, layout, d):
 
 def _unrelated(sampler, learner):
     """Returns the agreement of rows that have nothing to do with each other: of the learner's rows and
-    the sampler's in half a dump's distance."""
+    the sampler's in another order."""
     a, b = sampler.ids[sampler.is_route], learner.ids[learner.is_route]
     m = min(len(a), len(b))
     if not m:
         return 1.0
-    return float(shared(np.roll(a[:m], m // 2, axis=0), b[:m]).mean() / a.shape[2])
+    order = np.random.default_rng(0).permutation(m)
+    return float(shared(a[order], b[:m]).mean() / a.shape[2])
 
 
-def _beyond_chance(total, m, tests):
-    """Whether a sum of m differences in [-1, 1] is above 0 beyond chance in any of the tests."""
-    return m > 0 and total > math.sqrt(2 * m * math.log(tests / CHANCE))
+def _beyond_chance(total, m, tests, width=2.0):
+    """Whether a sum of m differences in an interval of `width` is above 0 beyond chance, in any of the
+    tests."""
+    return m > 0 and total > width * math.sqrt(m * math.log(tests / CHANCE) / 2)
 
 
-def of_pair(
-    sampler: Any, learner: Any, comparison: Comparison, layout: Any
-) -> tuple[list[Fault], bool]:
-    """Returns (faults that the comparison shows, whether they explain all others)."""
-    transposed = _transposed(sampler, learner, comparison, layout)
-    if transposed:
-        return [transposed], True
-    known = comparison.is_compared
+def of_pair(comparison: Comparison, layout: Any) -> tuple[list[Fault], bool]:
+    """Returns (faults that the comparison shows, whether the rows are of their own tokens)."""
     if comparison.shift:
-        return [_shifted(comparison)], False
-    if known.sum() >= FEWEST_ROWS and comparison.unrelated < 1 - CLEAR:
-        if comparison.level - comparison.unrelated < CLEAR / 2:
-            return [_fault(
-                "unrelated", f"sampler and learner share {comparison.level:.1%} of the chosen experts, and "
-                f"unrelated rows {comparison.unrelated:.1%}",
-                "The rows are of other tokens, layers or weights. Look at the order of the layers, "
-                "the order of the batch, and whether replay is bound to the routers in use.",
-            )], False
+        return [_shifted(comparison)], True
+    is_many = comparison.is_compared.sum() >= FEWEST_ROWS and comparison.unrelated < 1 - CLEAR
+    if is_many and comparison.level - comparison.unrelated < CLEAR / 2:
+        return [_fault(
+            "unrelated", f"sampler and learner share {comparison.shifts[0]:.1%} of the chosen experts, and "
+            f"unrelated rows {comparison.unrelated:.1%}",
+            "The rows are of other tokens, layers or weights. Look at the order of the layers, the "
+            "order of the batch, and whether replay is bound to the routers in use.",
+        )], False
     partly, is_explained = _shifted_from(comparison, layout)
-    return [*partly, *_foreign(comparison, layout, is_explained)], False
+    return [*partly, *_foreign(comparison, layout, is_explained)], True
 
 
 def dense(sampler: Any, learner: Any) -> list[Fault]:
@@ -440,39 +435,48 @@ def _shifted(comparison):
 
 
 def _shifted_from(comparison, layout):
-    """Sequences whose rows are shifted from some row on; and [M] whether a row is one of these."""
-    found, is_explained = [], np.zeros(len(layout.row), bool)
-    base, base_known = comparison.by_shift[0]
+    """Rows that are shifted from a turn or from some row on; and [M] whether a row is one of these."""
+    turns = np.concatenate([[0], np.cumsum(layout.is_boundary)])
+    is_later = layout.is_policy & (turns[:-1] > turns[layout.first_row][layout.sequence])
+    d = next((d for d in SHIFTS if _beyond_chance(*_gain(comparison, d, is_later), len(SHIFTS))), 0)
+    if d:
+        return [_fault(
+            "shifted_turns", f"after the first turn the sampler's rows stand {_by(d)}",
+            "Look for the boundary of the turn, whose last row is there twice or not at all, for a slice "
+            "by the length of an older turn, and for text that was tokenised again.",
+        )], is_later
+    is_explained, shifts = np.zeros(len(layout.row), bool), []
     for first, count in zip(layout.first_row, layout.num_tokens - 1):
-        best = None
-        for d in SHIFTS:
-            x, known = (a[first : first + max(count, 0)] for a in comparison.by_shift[d])
-            here = slice(first, first + max(count, 0))
-            gain = np.where(known & base_known[here], x - base[here], 0.0)
-            tail = np.cumsum(gain[::-1])[::-1]
-            if not len(tail):
-                continue
-            start = int(tail.argmax())
-            m = len(tail) - start
-            tests = len(SHIFTS) * max(len(layout.row), 1)
-            if _beyond_chance(tail[start], m, tests) and (best is None or tail[start] > best[0]):
-                best = tail[start], d, start
-        if best:
-            is_explained[first + best[2] : first + count] = True
-            at_turn = layout.is_boundary[max(first + best[2] - 2, first) : first + best[2] + 3].any()
-            found.append((best[1], at_turn))
-    if not found:
+        place = slice(first, first + max(count, 0))
+        total, d, start = max(_best_tail(comparison, d, place) for d in SHIFTS)
+        if _beyond_chance(total, count - start, len(SHIFTS) * len(layout.row)):
+            is_explained[first + start : first + count] = True
+            shifts.append(d)
+    if not shifts:
         return [], is_explained
-    shifts = [d for d, _ in found]
     d = max(set(shifts), key=shifts.count)
-    turns = sum(at_turn for _, at_turn in found)
-    where = f", {turns:,} of them at a turn" if turns else ""
     return [_fault(
-        "shifted_from", f"in {_share(len(found), int((layout.num_tokens > 1).sum()), 'sequences')} the "
-        f"sampler's rows stand {_by(d)} from some row on{where}",
-        "Look for a row that is there twice or not at all: a prompt that was tokenised again, the "
-        "boundary of a turn, a slice by an old length.",
+        "shifted_from", f"in {_share(len(shifts), int((layout.num_tokens > 1).sum()), 'sequences')} the "
+        f"sampler's rows stand {_by(d)} from some row on",
+        "Look for a row that is there twice or not at all: a prompt that was tokenised again, a chunk "
+        "boundary, a merge of partial rollouts.",
     )], is_explained
+
+
+def _gain(comparison, d, is_row):
+    """Returns (sum over rows of how much better a shift agrees than none, number of these rows)."""
+    (x, known), (base, base_known) = comparison.by_shift[d], comparison.by_shift[0]
+    is_row = is_row & known & base_known
+    return (x - base)[is_row].sum(), int(is_row.sum())
+
+
+def _best_tail(comparison, d, place):
+    """Returns (gain of the best last part of a sequence, the shift, where the part begins)."""
+    (x, known), (base, base_known) = comparison.by_shift[d], comparison.by_shift[0]
+    gain = np.where(known & base_known, x - base, 0.0)[place]
+    tail = np.cumsum(gain[::-1])[::-1]
+    start = int(tail.argmax()) if len(tail) else 0
+    return (float(tail[start]) if len(tail) else 0.0), d, start
 
 
 def _foreign(comparison, layout, is_explained):
@@ -484,7 +488,7 @@ def _foreign(comparison, layout, is_explained):
     rows, sequences = 0, 0
     for first, count in zip(layout.first_row, layout.num_tokens - 1):
         total, start, end = _best_stretch(low[first : first + max(count, 0)])
-        if _beyond_chance(total, end - start, max(len(low), 1) ** 2):
+        if _beyond_chance(total, end - start, len(low) ** 2, width=1.0):
             rows, sequences = rows + end - start, sequences + 1
     if not rows:
         return []
@@ -507,8 +511,8 @@ def _best_stretch(x):
     return float(total[end] - total[start]), start, end
 
 
-def _transposed(sampler, learner, comparison, layout):
-    """One side is written sequence by sequence and read token by token."""
+def transposed(sampler: Any, learner: Any, layout: Any) -> Fault | None:
+    """Returns the fault of one side that is written sequence by sequence and read token by token."""
     width = {len(r.ids) for s in (sampler, learner) for r in s.records}
     num = len(sampler.records)
     if len(width) != 1 or num < 2 or max(width) < 2 or any(r.start for r in sampler.records):
@@ -526,10 +530,10 @@ def _transposed(sampler, learner, comparison, layout):
     for view in views:
         gain = ((shared(view.reshape(flat)[place], y).mean(axis=1) - plain) / x.shape[3])[kept]
         if _beyond_chance(gain.sum(), len(gain), len(views)):
-            better = (plain[kept].mean() / x.shape[3], plain[kept].mean() / x.shape[3] + gain.mean())
+            before = plain[kept].mean() / x.shape[3]
             return _fault(
                 "transposed", f"one side reads [tokens, batch] as [batch, tokens]: transposed they share "
-                f"{better[1]:.1%} of the chosen experts, as recorded {better[0]:.1%}",
+                f"{before + gain.mean():.1%} of the chosen experts, as recorded {before:.1%}",
                 "Flatten routes in the order in which the router flattens its tokens.",
             )
     return None

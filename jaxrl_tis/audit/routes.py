@@ -27,7 +27,8 @@ class Layout:
     Attributes:
       sequence, row: [M] the sequence of each row, and its input token in the context.
       is_boundary: [M] whether the token is the last of a turn, with another turn after it.
-      logp: [M] the sampler's log-prob of the token that the row predicts, 0 where it sampled none.
+      is_policy: [M] whether the row predicts a token of the policy.
+      logp: [M] the sampler's log-prob of that token, 0 where it sampled none.
       num_tokens: [B] context tokens up to the last of the policy; 0 for a sequence without any.
       num_stored: [B] context tokens, with the text after it.
       prompt: [B] context tokens before the first of the policy.
@@ -38,6 +39,7 @@ class Layout:
     sequence: np.ndarray
     row: np.ndarray
     is_boundary: np.ndarray
+    is_policy: np.ndarray
     logp: np.ndarray
     num_tokens: np.ndarray
     num_stored: np.ndarray
@@ -71,7 +73,7 @@ class Side:
 
 def lay(dump: Dump) -> Layout:
     """Returns the rows that the routes of a dump should have."""
-    parts = {name: [] for name in ("sequence", "row", "is_boundary", "logp")}
+    parts = {name: [] for name in ("sequence", "row", "is_boundary", "is_policy", "logp")}
     counts = {name: [] for name in ("num_tokens", "num_stored", "first_row")}
     of_token, num_rows = [], 0
     ends = np.cumsum(dump.lengths)
@@ -84,11 +86,12 @@ def lay(dump: Dump) -> Layout:
         row, place = np.arange(count), np.arange(length) + begin - 1
         has_row = (place >= 0) & (place < count)
         of_token.append(np.where(has_row, num_rows + place, -1))
-        logp, boundary = np.zeros(count), np.zeros(count, bool)
+        logp, boundary, policy = np.zeros(count), np.zeros(count, bool), np.zeros(count, bool)
         logp[place[has_row]] = (tokens["logp_behav"] * tokens["mask"])[has_row]
+        policy[place[has_row]] = tokens["mask"][has_row]
         ends_turn = np.flatnonzero(_ends_turn(tokens)) + begin
         boundary[ends_turn[(ends_turn >= 0) & (ends_turn < count)]] = True
-        for name, x in zip(parts, (np.full(count, i), row, boundary, logp)):
+        for name, x in zip(parts, (np.full(count, i), row, boundary, policy, logp)):
             parts[name].append(x)
         for name, x in zip(counts, (count + 1 if valid.size else 0, begin + length, num_rows)):
             counts[name].append(x)
@@ -164,17 +167,20 @@ def measure(dump: Dump, rows: packing.Rows, batch: dict[str, Any], num_experts: 
 def compare(sides: list[Side], layout: Layout, num_experts: int | None):
     """Returns (both sides with the routers that are compared, faults, comparison); the first and the
     last are None where the sides cannot be compared."""
-    pair, comparison = route_faults.compared(sides), None
+    pair, comparison, is_of_tokens = route_faults.compared(sides), None, True
     faults = [fault for s in sides for fault in route_faults.of_side(s, layout, num_experts)]
     if pair is not None:
         comparison = route_faults.compare(*pair, layout)
-        more, is_all = route_faults.of_pair(*pair, comparison, layout)
-        if is_all:
-            return pair, more, comparison
+        transposed = route_faults.transposed(*pair, layout)
+        if transposed:
+            return pair, [transposed], comparison
+        more, is_of_tokens = route_faults.of_pair(comparison, layout)
         faults += route_faults.dense(*sides) + more
     elif len(sides) == 2:
         faults.append(route_faults.other_shape(*sides))
-    return pair, faults + route_faults.repeated(sides, layout, comparison), comparison
+    if is_of_tokens:
+        faults += route_faults.repeated(sides, layout, comparison)
+    return pair, faults, comparison
 
 
 def _described(side, layout):

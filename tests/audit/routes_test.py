@@ -12,7 +12,7 @@ from jaxrl_tis.audit.__main__ import main
 from jaxrl_tis.diagnostics import routes as metrics_of
 from tests.audit import dumps
 
-NUM_EXPERTS, NUM_CHOSEN, NUM_LAYERS = 16, 2, 4
+NUM_EXPERTS, NUM_CHOSEN, NUM_LAYERS = 16, 3, 4
 PROMPT, LENGTH, TURN = 20, 130, 70  # context tokens: of the prompt, in all, of the first turn
 COUNT = 6
 LOOP = slice(40, 110)  # of sequence 0: one token again and again, with a probability near 1
@@ -133,7 +133,7 @@ def test_a_clean_record_of_each_format_has_no_fault(batch, tmp_path, name):
     start = PROMPT if "from the answer" in name else 0
     for side, rows in zip(sides, (batch.sampler, batch.learner)):
         assert side.constant == [0] * is_dense
-        np.testing.assert_array_equal(side.ids[layout.row >= start], rows[:, start:].reshape(-1, 4, 2))
+        np.testing.assert_array_equal(side.ids[layout.row >= start], rows[:, start:].reshape(-1, NUM_LAYERS, NUM_CHOSEN))
     both = metrics_of.overlap(batch.sampler, batch.learner)[:, start:].reshape(-1, NUM_LAYERS)
     np.testing.assert_array_equal(comparison.shared[layout.row >= start], both)
     assert comparison.is_compared.sum() == len(both)
@@ -154,7 +154,7 @@ def test_a_padded_npz_is_the_jsonl(batch, tmp_path):
              routes_behav=fill(batch.sampler, 9), routes_old=fill(batch.learner, 1))
     layout, sides, told, _ = found(tmp_path / "d.npz")
     assert told == [] and layout.num_tokens.tolist() == [LENGTH] * COUNT
-    np.testing.assert_array_equal(sides[0].ids, batch.sampler.reshape(-1, 4, 2))
+    np.testing.assert_array_equal(sides[0].ids, batch.sampler.reshape(-1, NUM_LAYERS, NUM_CHOSEN))
 
 
 def test_rows_stand_at_the_tokens_that_they_predict(tmp_path):
@@ -291,7 +291,7 @@ def test_zeros_of_routers_with_one_expert_are_found_unless_chance_may_make_them(
 def test_padding_that_is_in_the_way(batch, tmp_path):
     """Bug 3: rows of padding among the rows of a sequence."""
     def shift(rows):
-        rows[3, 50:60] = np.arange(10 * 8).reshape(10, NUM_LAYERS, NUM_CHOSEN) % NUM_EXPERTS
+        rows[3, 50:60] = np.arange(10 * NUM_LAYERS * NUM_CHOSEN).reshape(10, NUM_LAYERS, NUM_CHOSEN) % NUM_EXPERTS
 
     told = planted(batch, tmp_path, shift)
     assert set(told) == {"padding_rows"} and told["padding_rows"].startswith("10 of 774 rows")
@@ -330,7 +330,7 @@ def with_dense_layers(rows):
 def test_a_router_that_is_not_captured(batch, tmp_path):
     """Both count four layers; the others are compared."""
     def freeze(rows):
-        rows[:, :, 2] = [3, 5]
+        rows[:, :, 2] = [3, 5, 9]
 
     told = planted(batch, tmp_path, freeze)
     assert set(told) == {"layers"} and "4 layers of the sampler, of which 2 with one route" in told["layers"]
@@ -338,7 +338,7 @@ def test_a_router_that_is_not_captured(batch, tmp_path):
 
 def test_records_of_other_models(batch, tmp_path):
     told = planted(batch, tmp_path, lambda rows: rows[:, :, :3])
-    assert set(told) == {"layers"} and "3 routers of 2 experts and the learner 4 routers" in told["layers"]
+    assert set(told) == {"layers"} and "3 routers of 3 experts and the learner 4 routers" in told["layers"]
 
 
 @pytest.mark.parametrize("shift, words", [(1, "1 row too late: shifted by -1"), (-2, "2 rows too early: shifted by 2")])
@@ -349,16 +349,29 @@ def test_rows_that_are_shifted(batch, tmp_path, shift, words):
     assert comparison.shift == shift and comparison.shifts[shift] > 0.9 > 0.4 > comparison.shifts[0]
 
 
-@pytest.mark.parametrize("start, where", [(45, ""), (TURN, ", 2 of them at a turn")])
-def test_rows_that_are_shifted_from_some_row_on(batch, tmp_path, start, where):
-    """Bugs 12, 5 and 14: a row is there twice, in two sequences."""
+def test_rows_that_are_shifted_from_some_row_on(batch, tmp_path):
+    """Bug 12: a row is there twice, in two sequences."""
     def again(rows):
-        rows[1:3, start:] = rows[1:3, start - 1 : -1].copy()
+        rows[1:3, 45:] = rows[1:3, 44:-1].copy()
 
     told = planted(batch, tmp_path, again)
     assert set(told) == {"shifted_from"}
-    assert f"in 2 of 6 sequences the sampler's rows stand 1 row too late from some row on{where}. " in (
-        told["shifted_from"])
+    assert "in 2 of 6 sequences the sampler's rows stand 1 row too late from some row on. " in told["shifted_from"]
+
+
+def test_rows_that_are_shifted_after_a_turn(tmp_path):
+    """Bugs 5 and 14: each answer is too short to tell, all together are not."""
+    batch = Batch()
+    batch.sampler[:, TURN + 40 : -1] = batch.learner[:, TURN + 40 : -1]
+    batch.mask[:, TURN:] = 0
+    batch.mask[:, TURN + 40 :] = 1  # twenty tokens are the second turn
+    def late(rows):
+        rows[:, TURN + 40 : -1] = rows[:, TURN + 41 :].copy()
+
+    assert faults(batch.lines(), tmp_path) == {}
+    told = planted(batch, tmp_path, late)
+    assert set(told) == {"shifted_turns"}
+    assert told["shifted_turns"].startswith("after the first turn the sampler's rows stand 1 row too early")
 
 
 def test_rows_of_other_tokens(batch, tmp_path):
@@ -372,7 +385,7 @@ def test_rows_of_other_tokens(batch, tmp_path):
 
 def test_rows_that_have_nothing_to_do_with_each_other(batch, tmp_path):
     told = planted(batch, tmp_path, lambda rows: rows[::-1])
-    assert set(told) == {"unrelated"} and "and unrelated rows 1" in told["unrelated"]
+    assert set(told) == {"unrelated"} and "and unrelated rows 2" in told["unrelated"]
 
 
 @pytest.mark.parametrize("is_sampler", [True, False])
@@ -469,7 +482,7 @@ def test_the_metrics_are_those_of_the_policys_tokens(told, batch):
 def test_the_report_says_it(told):
     text = " ".join(table.text(told).split())
     for words in (
-        "sampler 774 of 774 rows in 6 sequences; 4 layers, 2 of 16 experts",
+        "sampler 774 of 774 rows in 6 sequences; 4 layers, 3 of 16 experts",
         f"tokens that flip {told['metrics']['mismatch/route_flip_token']:.2%}", "flips by layer 0: ",
         "gap, unflipped 0 nats", "shared experts by shift of the sampler's rows -2: ",
         "2 faults of the records", "routes.repeated: the sampler repeats one route",
