@@ -83,6 +83,8 @@ COVERED = {
     "audit/columns": "audit/dump_test",
     "audit/gap": "audit/measure_test",
     "audit/page": "audit/measure_test",
+    "audit/route_columns": "audit/routes_test",
+    "audit/route_faults": "audit/routes_test",
     "audit/table": "audit/measure_test",
     "audit/verdict": "audit/measure_test",
     "build": "configs_test",

@@ -255,6 +255,21 @@ def draw_phases(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_xlabel("minutes")
 
 
+def flip_grid(
+    axes: Axes, rates: np.ndarray, layers: Sequence[str], positions: Sequence[str]
+) -> None:
+    """Draws flip rates [layers, positions] as a picture; `positions` are the first of each bucket."""
+    shown = axes.pcolormesh(rates, cmap="viridis", vmin=0.0, vmax=max(float(rates.max()), 1e-6))
+    axes.figure.colorbar(shown, ax=axes, label="share of the tokens")
+    axes.set_xticks(np.arange(len(positions)) + 0.5, positions)
+    every = max(1, len(layers) // 12)
+    axes.set_yticks(np.arange(0, len(layers), every) + 0.5, layers[::every])
+    axes.grid(False)
+    axes.set_title("Tokens sent to other experts")
+    axes.set_xlabel("from this position of the response on")
+    axes.set_ylabel("MoE layer")
+
+
 def svg(picture: figure.Figure) -> str:
     """Returns a figure as an <svg> element to put into a page."""
     buffer = io.StringIO()

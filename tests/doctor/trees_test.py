@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_tis import validate as validation
-from jaxrl_tis.diagnostics import agreement, attribution, batch_metrics, mismatch
+from jaxrl_tis.diagnostics import attribution, batch_metrics, mismatch, routes
 from jaxrl_tis.doctor import asynchrony, case, effects
 from jaxrl_tis.doctor.asynchrony import STALENESS_GAP
 from jaxrl_tis.doctor.case import (
@@ -495,7 +495,8 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
             | batch_metrics.length_metrics(
                 lengths, lengths, max_prompt_length=3, max_response_length=3, num_turns=lengths
             )
-            | agreement.route_metrics(ids, ids, mask, num_experts=2)
+            | routes.flip_metrics(ids[..., 0], mask, num_chosen=1, num_experts=2)
+            | routes.gap_metrics(ids[..., 0], x, x, mask, num_chosen=1)
             | attribution.factor_metrics(x, x, x, x, mask)
             | objectives.OBJECTIVES["ppo"](x, x, x, mask)[1]
             | centering.centered(ids[..., 0], head, x, lambda log_ratio, _: log_ratio)[1]
