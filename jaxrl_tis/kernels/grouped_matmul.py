@@ -4,7 +4,10 @@ Rows [M, i] are sorted by group, and sizes [E] counts the consecutive rows of ea
 the last group have the result 0 and no gradient. No row is dropped and no group has a capacity: the
 work grows with the number of rows, not with rows times groups.
 
-`by_tiles` and `outer_by_tiles` are loops over tiles of rows for any platform.
+`by_tiles` and `outer_by_tiles` are loops over tiles of rows for any platform. `product_kernel` and
+`outer_kernel` are TPU kernels. Their grids visit pairs (group, tile of rows) in order. A tile that
+holds rows of several groups is visited once for each group. The kernels read no matrix of an empty
+group, and they convert 8-bit matrices in VMEM.
 """
 
 import functools
@@ -13,10 +16,19 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jaxrl_tis.kernels import narrow
 
 SMALLEST_TILE, LARGEST_TILE = 8, 256  # rows of `by_tiles`
 TILES_PER_GROUP = 4  # of average size
 OUTER_TILE = 512  # rows of `outer_by_tiles`, at most
+TPU_SMALLEST_TILE, TPU_LARGEST_TILE = 32, 512  # int8 has 32 rows in a register
+BLOCK_BYTES = 4 * 2**20  # of a matrix in VMEM, at most
+OUTER_BLOCK = 512  # rows and columns of a block of `outer_kernel`
+LANES = 128
+VMEM_BYTES = 56 * 2**20  # v5p has 64 MiB, v5e and v6e have 128
 
 
 def group_of_rows(sizes_e: jax.Array, num_rows: int) -> jax.Array:
@@ -153,3 +165,200 @@ def outer_by_tiles(x_mi: jax.Array, y_mo: jax.Array, sizes_e: jax.Array) -> jax.
         return _loop(step, sizes_e, num_rows, tile, is_bound, initial)
 
     return _batched(run, _bits(x_mi), _bits(y_mo), sizes_e)
+
+
+# TPU kernels
+
+
+class _Visits(NamedTuple):
+    """Pairs of a group and a tile of rows, int32 [V] each, in the order of a kernel's grid.
+
+    Visits in excess repeat the last tile, and have an empty range of rows.
+
+    Attributes:
+      group: the group, whose matrix is read.
+      tile: the tile of rows.
+      begin: the first row of the group in the array.
+      end: the row after the group's last one.
+    """
+
+    group: jax.Array
+    tile: jax.Array
+    begin: jax.Array
+    end: jax.Array
+
+
+def _visits(sizes_e: jax.Array, num_rows: int, tile: int, visits_empty: bool) -> _Visits:
+    """Returns the visits of a product of rows, or with `visits_empty` of a product over rows.
+
+    The former visit every tile, also those after the last group. The latter visit every group.
+    """
+    num_groups, num_tiles = sizes_e.shape[0], pl.cdiv(num_rows, tile)
+    end_e = jnp.cumsum(sizes_e)
+    last_read = num_groups - 1
+    if not visits_empty:  # the rest of the rows is a group without a matrix
+        last_read = jnp.max(jnp.where(sizes_e > 0, jnp.arange(num_groups, dtype=jnp.int32), 0))
+        sizes_e = jnp.append(sizes_e, num_rows - end_e[-1])
+        end_e = jnp.append(end_e, num_rows)
+    begin_e = end_e - sizes_e
+    first_e = jnp.minimum(begin_e // tile, num_tiles - 1)
+    count_e = jnp.where(sizes_e > 0, (end_e + tile - 1) // tile - first_e, int(visits_empty))
+    last_e = jnp.cumsum(count_e)
+    visit = jnp.arange(num_tiles + num_groups, dtype=jnp.int32)
+    group = _number_below(last_e, visit)
+    at = jnp.minimum(group, sizes_e.shape[0] - 1)
+    is_excess = (group > at) | (at == num_groups)
+    tile_v = jnp.minimum(first_e[at] + visit - last_e[at] + count_e[at], num_tiles - 1)
+    end_v = jnp.where(is_excess, begin_e[at], end_e[at])
+    return _Visits(jnp.minimum(at, last_read), tile_v, begin_e[at], end_v)
+
+
+def _is_new(x_v, visit) -> jax.Array:
+    """Returns whether a visit is the first one of its group or tile."""
+    return (visit == 0) | (x_v[visit] != x_v[jnp.maximum(visit - 1, 0)])
+
+
+def _is_own(v: _Visits, visit, tile: int) -> jax.Array:
+    """Returns bool [R,1], whether a row of the tile is one of the group."""
+    row_r1 = v.tile[visit] * tile + jax.lax.broadcasted_iota(jnp.int32, (tile, 1), 0)
+    return (row_r1 >= v.begin[visit]) & (row_r1 < v.end[visit])
+
+
+def _tpu_tile(num_rows: int, num_groups: int, row_bytes: int) -> int:
+    largest = TPU_LARGEST_TILE
+    while largest > TPU_SMALLEST_TILE and largest * row_bytes > BLOCK_BYTES:
+        largest //= 2
+    return _tile(num_rows, num_groups, TPU_SMALLEST_TILE, largest)
+
+
+def _without_float16(x: jax.Array) -> jax.Array:
+    """Returns float16 as float32: TPU kernels cannot load or store float16."""
+    return x.astype(jnp.float32) if x.dtype == jnp.float16 else x
+
+
+def _call(kernel, visits: _Visits, grid, in_specs, out_specs, out_shape, arrays, flops, scratch=()):
+    bytes_accessed = sum(x.size * x.dtype.itemsize for x in (*arrays, out_shape))
+    return narrow.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(visits), grid=grid, in_specs=in_specs, out_specs=out_specs,
+            scratch_shapes=scratch,
+        ),
+        out_shape=out_shape, name="grouped_matmul",
+        cost_estimate=pl.CostEstimate(
+            flops=flops, transcendentals=0, bytes_accessed=bytes_accessed
+        ),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",) * (len(grid) - 1) + ("arbitrary",),
+            vmem_limit_bytes=VMEM_BYTES,
+        ),
+    )(*visits, *arrays)
+
+
+def product_kernel(
+    x_mi: jax.Array, w: jax.Array, sizes_e: jax.Array, in_axis: int, dtype: jnp.dtype,
+    x_scale_m1: jax.Array | None = None, scale_e1o: jax.Array | None = None,
+) -> jax.Array:
+    """Returns each row's product with the matrix of its group times the scales, [M,o] in `dtype`.
+
+    Args:
+      x_mi: [M,i] float rows, or 8-bit rows of the dtype of w.
+      w: [E,i,o], or [E,o,i] with in_axis = 1; converted to the dtype of x in VMEM.
+      x_scale_m1: [M,1] float32 scales of rows; scale_e1o: [E,1,o] float32 scales of columns.
+    """
+    x_mi, w = _without_float16(x_mi), _without_float16(w)
+    (num_rows, width), num_groups, columns = x_mi.shape, w.shape[0], w.shape[2 - in_axis]
+    tile = _tpu_tile(num_rows, num_groups, width * x_mi.dtype.itemsize)
+    column_bytes = width * max(x_mi.dtype.itemsize, w.dtype.itemsize)
+    block = min(columns, max(BLOCK_BYTES // column_bytes // LANES, 1) * LANES)
+    accumulator = jnp.int32 if x_mi.dtype == jnp.int8 else jnp.float32
+    stored = jnp.float32 if dtype == jnp.float16 else dtype
+
+    def kernel(*refs):
+        v, (x_ref, w_ref, *scale_refs, out_ref) = _Visits(*refs[:4]), refs[4:]
+        visit = pl.program_id(1)
+
+        @pl.when(_is_new(v.tile, visit))
+        def _():
+            out_ref[...] = jnp.zeros_like(out_ref)
+
+        @pl.when(v.begin[visit] < v.end[visit])
+        def _():
+            x = x_ref[...]
+            y = jax.lax.dot_general(
+                x, w_ref[0].astype(x.dtype), (((1,), (in_axis,)), ((), ())),
+                preferred_element_type=accumulator,
+            )
+            y = y.astype(jnp.float32)
+            for ref in scale_refs:
+                y = y * ref[...].reshape(-1, ref.shape[-1])
+            other = out_ref[...].astype(jnp.float32)
+            out_ref[...] = jnp.where(_is_own(v, visit, tile), y, other).astype(stored)
+
+    rows = lambda width: pl.BlockSpec((tile, width), lambda c, i, group, at, *_: (at[i], 0))
+    matrix = pl.BlockSpec(
+        (1, width, block) if in_axis == 0 else (1, block, width),
+        lambda c, i, group, *_: (group[i], 0, c) if in_axis == 0 else (group[i], c, 0),
+    )
+    column = pl.BlockSpec((1, 1, block), lambda c, i, group, *_: (group[i], 0, c))
+    optional = [(x_scale_m1, rows(1)), (scale_e1o, column)]
+    optional = [(scale, spec) for scale, spec in optional if scale is not None]
+    visits = _visits(sizes_e, num_rows, tile, visits_empty=False)
+    out = _call(
+        kernel, visits, (pl.cdiv(columns, block), visits.tile.shape[0]),
+        [rows(width), matrix, *(spec for _, spec in optional)],
+        pl.BlockSpec((tile, block), lambda c, i, group, at, *_: (at[i], c)),
+        jax.ShapeDtypeStruct((num_rows, columns), stored),
+        (x_mi, w, *(scale for scale, _ in optional)),
+        flops=2 * num_rows * width * columns,
+    )
+    return out.astype(dtype)
+
+
+def outer_kernel(
+    x_mi: jax.Array, y_mo: jax.Array, sizes_e: jax.Array, dtype: jnp.dtype
+) -> jax.Array:
+    """Returns `outer_by_tiles` in `dtype`."""
+    x_mi, y_mo = _without_float16(x_mi), _without_float16(y_mo)
+    (num_rows, width), columns, num_groups = x_mi.shape, y_mo.shape[1], sizes_e.shape[0]
+    tile = _tile(num_rows, num_groups, TPU_SMALLEST_TILE, TPU_LARGEST_TILE)
+    height = min(width, OUTER_BLOCK)
+    block = min(columns, OUTER_BLOCK)
+    stored = jnp.float32 if dtype == jnp.float16 else dtype
+
+    def kernel(*refs):
+        v, (x_ref, y_ref, out_ref, sum_ref) = _Visits(*refs[:4]), refs[4:]
+        visit = pl.program_id(2)
+
+        @pl.when(_is_new(v.group, visit))
+        def _():
+            sum_ref[...] = jnp.zeros_like(sum_ref)
+
+        @pl.when(v.begin[visit] < v.end[visit])
+        def _():
+            is_own = _is_own(v, visit, tile)
+            own = lambda ref: jnp.where(is_own, ref[...], jnp.zeros_like(ref))
+            sum_ref[...] += jax.lax.dot_general(
+                own(x_ref), own(y_ref), (((0,), (0,)), ((), ())),
+                preferred_element_type=jnp.float32,
+            )
+
+        following = jnp.minimum(visit + 1, pl.num_programs(2) - 1)
+
+        @pl.when((following == visit) | (v.group[following] != v.group[visit]))
+        def _():
+            out_ref[0] = sum_ref[...].astype(stored)
+
+    visits = _visits(sizes_e, num_rows, tile, visits_empty=True)
+    out = _call(
+        kernel, visits,
+        (pl.cdiv(width, height), pl.cdiv(columns, block), visits.tile.shape[0]),
+        [
+            pl.BlockSpec((tile, height), lambda r, c, i, group, at, *_: (at[i], r)),
+            pl.BlockSpec((tile, block), lambda r, c, i, group, at, *_: (at[i], c)),
+        ],
+        pl.BlockSpec((1, height, block), lambda r, c, i, group, *_: (group[i], r, c)),
+        jax.ShapeDtypeStruct((num_groups, width, columns), stored), (x_mi, y_mo),
+        flops=2 * num_rows * width * columns, scratch=[pltpu.VMEM((height, block), jnp.float32)],
+    )
+    return out.astype(dtype)

@@ -11,7 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_tis.kernels import tiles
-from jaxrl_tis.kernels.grouped_matmul import by_tiles, group_of_rows, outer_by_tiles
+from jaxrl_tis.kernels.grouped_matmul import (
+    by_tiles, group_of_rows, outer_by_tiles, outer_kernel, product_kernel,
+)
 from jaxrl_tis.models import invariant, quant
 
 INVARIANT_ROWS = 8 * tiles.ROWS
@@ -78,7 +80,27 @@ def _grouped(x_mi, w, sizes_e, is_invariant: bool):
 
 
 def _product(x_mi, w, sizes_e):
-    return by_tiles(quant.dot, x_mi, w, sizes_e)
+    """Returns the product by the TPU kernel or by tiles of `quant.dot`. w is no master."""
+    loop = functools.partial(by_tiles, quant.dot)
+    return jax.lax.platform_dependent(x_mi, w, sizes_e, tpu=_on_tpu, default=loop)
+
+
+def _on_tpu(x_mi, w, sizes_e):
+    in_axis, dtype = int(_is_transposed(w)), x_mi.dtype
+    w = w.w if _is_transposed(w) else w
+    if not isinstance(w, quant.QuantArray):
+        return product_kernel(x_mi, w, sizes_e, in_axis, dtype)
+    scheme, x_scale_m1 = quant.SCHEMES[w.scheme], None
+    if scheme.has_activations:
+        x_mi, x_scale_m1 = quant.quantize(x_mi, -1, scheme.dtype)
+    return product_kernel(x_mi, w.q, sizes_e, in_axis, dtype, x_scale_m1, w.scale)
+
+
+def _outer(x_mi, y_mo, sizes_e, dtype):
+    """Returns x^T y [E,i,o] over the rows of each expert, summed in float32."""
+    loop = lambda *arrays: outer_by_tiles(*arrays).astype(dtype)
+    kernel = functools.partial(outer_kernel, dtype=dtype)
+    return jax.lax.platform_dependent(x_mi, y_mo, sizes_e, tpu=kernel, default=loop)
 
 
 def _grouped_fwd(x_mi, w, sizes_e, is_invariant):
@@ -98,7 +120,7 @@ def _grouped_bwd(is_invariant, operands, y_mo):
     if isinstance(inner, quant.QuantArray):
         return x_bar, None, None
     pair = (y_mo, x_mi) if is_transposed else (x_mi, y_mo)
-    w_bar = outer_by_tiles(*pair, sizes_e).astype(values.dtype)
+    w_bar = _outer(*pair, sizes_e, values.dtype)
     return x_bar, jax.tree.unflatten(jax.tree.structure(w), [w_bar]), None
 
 

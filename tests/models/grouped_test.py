@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -164,6 +165,41 @@ def test_rows_after_the_last_expert_may_be_nan():
         jax.tree.leaves(value(x.at[19:].set(jnp.nan))), jax.tree.leaves(value(x))
     ):
         np.testing.assert_array_equal(ours, theirs)
+
+
+# The TPU kernels
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *x, tpu, **_: tpu(*x))
+    with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(uninitialized_memory="nan")):
+        yield
+
+
+@pytest.mark.parametrize("scheme", quant.SCHEMES)
+def test_a_tpu_computes_the_same_product(scheme, interpreted):
+    x, w, sizes = normal(0, M, I, dtype="bfloat16"), normal(1, E, I, O), sizes_of(3, 0, 20, 9)
+    w = w.astype("bfloat16") if scheme == "none" else quant.quantize_weight(w, scheme)
+    want = expected(x, w, sizes).astype("float32")
+    for kind in (w, transposed(w)):
+        found = jax.block_until_ready(grouped_matmul(x, kind, sizes))
+        assert found.dtype == x.dtype
+        np.testing.assert_allclose(found.astype("float32"), want, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("scheme", ["none", "w8a8"])
+def test_a_tpu_computes_the_same_gradients(scheme, dtype, interpreted):
+    x, w, y_bar = normal(0, M, I, dtype=dtype), normal(1, E, I, O), normal(2, M, O, dtype=dtype)
+    sizes = sizes_of(3, 0, 20, 9)
+    kind = w.astype(dtype) if scheme == "none" else quant.Master(w, scheme)
+    found = jax.block_until_ready(pulled(grouped_matmul, x, kind, sizes, y_bar))
+    wide = [a.astype("float32") for a in (x, w, y_bar)]
+    want = pulled(reference, *wide[:2], sizes, wide[2])
+    limit = 1e-5 if dtype == "float32" else 1e-2
+    for ours, theirs in zip(jax.tree.leaves(found), want):
+        np.testing.assert_allclose(ours.astype("float32"), theirs, rtol=limit, atol=limit)
 
 
 # Transformations
