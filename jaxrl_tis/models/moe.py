@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.kernels.grouped_matmul import grouped_matmul
+from jaxrl_tis.models.grouped import grouped_matmul
 from jaxrl_tis.models.config import MoeConfig
 
 EPSILON = 1e-20  # of the sum of sigmoid gates, as in the published models
