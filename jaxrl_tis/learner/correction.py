@@ -324,6 +324,7 @@ def check(c: Correction) -> None:
     batch."""
     given, (b, t) = c.advantage[1].get("gdpo_weights"), (2, 3)
     widths = {"vocabulary": 2, "kept": 1, "top": 1, "components": len(given) if given else 1}
+    widths |= {"routers": 1, "experts": 1}
     rows = {
         name: jax.ShapeDtypeStruct(shape(name, b, t, widths), field.dtype)
         for name, field in FIELDS.items() if field.source in SCORED
