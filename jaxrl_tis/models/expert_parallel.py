@@ -3,7 +3,7 @@
 A device holds E / N experts, N the size of the mesh axis "expert", and its own tokens. It sorts the
 copies of its tokens by expert, sends each device those of its experts, multiplies what it receives,
 and sends the results back. The exchange is ragged and nothing is dropped: the buffer of a device has
-room for all tokens of the N devices.
+room for all tokens of the N devices. CHUNK tokens of a device travel at a time, which bounds it.
 
 Shapes: b row, t token, k expert of a token, e expert, d embed, s source, n copy of a token.
 """
@@ -22,6 +22,7 @@ AXES = (
     ("expert", "mlp", "expert_embed"),
 )
 WIDTH = (1, 1, 2)  # axis of the embedding width
+CHUNK = 2048  # tokens
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
@@ -38,8 +39,10 @@ def experts(x_btd, ids_btk, gates_btk, weights: tuple, num_experts: int, layout:
 
     def local(x_btd, ids_btk, gates_btk, weights):
         gathered = _gathered(weights, layout, x_btd.dtype)
-        y_btd = _partial_sum(x_btd, ids_btk, gates_btk, gathered, num_experts, layout)
-        return _over_tensor(y_btd, layout).astype(x_btd.dtype)
+        run = lambda rows: _partial_sum(*rows, gathered, num_experts, layout)
+        y_cmd = jax.lax.map(run, _chunks(x_btd, ids_btk, gates_btk))
+        y_btd = _over_tensor(y_cmd.reshape(x_btd.shape), layout)
+        return y_btd.astype(x_btd.dtype)
 
     specs = x_spec, x_spec, x_spec, w_specs
     return layout.shard(local, specs, x_spec)(x_btd, ids_btk, gates_btk, weights)
@@ -54,12 +57,18 @@ def _experts_bwd(num_experts, layout, operands, y_bar):
 
     def local(x, ids, gates, weights, y_bar):
         gathered = _gathered(weights, layout, x.dtype)
-        run = lambda x, gates, w: _partial_sum(x, ids, gates, w, num_experts, layout)
-        x_bar, gates_bar, bars = jax.vjp(run, x, gates, gathered)[1](y_bar.astype(jnp.float32))
-        return (
-            _over_tensor(x_bar.astype(jnp.float32), layout).astype(x.dtype),
-            _over_tensor(gates_bar, layout), _scattered(bars, weights, layout),
-        )
+
+        def chunk(sums, rows):
+            x_md, ids_mk, gates_mk, y_md = rows
+            run = lambda x, gates, w: _partial_sum(x, ids_mk, gates, w, num_experts, layout)
+            *bars, w_bars = jax.vjp(run, x_md, gates_mk, gathered)[1](y_md.astype(jnp.float32))
+            return jax.tree.map(jnp.add, sums, w_bars), bars
+
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), gathered)
+        bars, (x_bar, gates_bar) = jax.lax.scan(chunk, zeros, _chunks(x, ids, gates, y_bar))
+        x_bar = _over_tensor(x_bar.reshape(x.shape).astype(jnp.float32), layout)
+        gates_bar = _over_tensor(gates_bar.reshape(gates.shape), layout)
+        return x_bar.astype(x.dtype), gates_bar, _scattered(bars, weights, layout)
 
     specs = x_spec, x_spec, x_spec, w_specs, x_spec
     run = layout.shard(local, specs, (x_spec, x_spec, w_specs))
@@ -115,15 +124,19 @@ def _over_tensor(x: jax.Array, layout: Layout) -> jax.Array:
     return jax.lax.psum(x, axes) if layout.count(axes) > 1 else x
 
 
-def _partial_sum(x_btd, ids_btk, gates_btk, weights, num_experts, layout) -> jax.Array:
-    """Returns the float32 sum over this device's part of the experts' width."""
-    flat = lambda x: x.reshape(-1, x.shape[-1])
-    axes = layout.axes("expert")
-    product = moe.multiplied
+def _chunks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns arrays [B,T,...] of tokens as equal chunks [C,M,...] of at most CHUNK tokens."""
+    tokens = arrays[0].shape[0] * arrays[0].shape[1]
+    count = next(n for n in range(-(-tokens // CHUNK), tokens + 1) if tokens % n == 0)
+    return tuple(x.reshape(count, tokens // count, *x.shape[2:]) for x in arrays)
+
+
+def _partial_sum(x_md, ids_mk, gates_mk, weights, num_experts, layout) -> jax.Array:
+    """Returns the float32 sum [M,D] over this device's part of the experts' width."""
+    axes, product = layout.axes("expert"), moe.multiplied
     if layout.count(axes) > 1:
         product = functools.partial(_elsewhere, axis=axes[0], count=layout.count(axes))
-    args = *map(flat, (x_btd, ids_btk, gates_btk)), weights, num_experts
-    return moe.experts(*args, product).reshape(x_btd.shape)
+    return moe.experts(x_md, ids_mk, gates_mk, weights, num_experts, product)
 
 
 def _elsewhere(rows_nd, sizes_e, weights, axis: str, count: int) -> jax.Array:
