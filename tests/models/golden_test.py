@@ -158,8 +158,8 @@ def run(name, replay=None):
 def test_the_cases_with_experts():
     configs = {name: golden(name)[0] for name in EXPERTS}
     dense = {name: config.moe.dense_layers for name, config in configs.items()}
-    assert dense == {"glm4_moe": (0,), "glm4_moe_norm": (0,), "qwen3_moe": (), "qwen3_moe_raw": (1,),
-                     "qwen3_moe_step": (0, 2), "qwen3_moe_ties": ()}
+    assert dense == {"glm4_moe": (0,), "glm4_moe_norm": (0,), "qwen3_moe": (),
+                     "qwen3_moe_raw": (1,), "qwen3_moe_step": (0, 2), "qwen3_moe_ties": ()}
     assert [name for name in EXPERTS if not configs[name].moe.normalizes_top_k] == [
         "glm4_moe_norm", "qwen3_moe_raw"]
     glm = configs["glm4_moe"]

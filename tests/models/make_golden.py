@@ -9,11 +9,14 @@ standard deviation above 1 and attention is peaked, and the norms' epsilon is la
 rotation, norm or bias then shows.
 `rope.json` holds the frequencies alone, for more settings than there are models.
 
-Models with experts have peaked routers, of which every expert is chosen, and three more files.
-`routes.npy` [layers with experts, B, T, k] has the chosen ids. `replayed.npy` has the logits where each
-token takes the route of the token before it (the first takes the last's). `error.npy` is the logits of a second
-run in float64 minus `logits.npy`: the error of transformers in float32. Its modules convert to
-float32 in places (norms, softmax, router, rotary angles); in the second run these are float64 too.
+Models with experts have peaked routers, of which every expert is chosen, and three more files:
+
+- `routes.npy` [layers with experts, B, T, k]: the chosen ids.
+- `replayed.npy`: the logits where each token takes the route of the token before it, and the first
+  that of the last.
+- `error.npy`: the logits of a second run in float64 minus `logits.npy`. This is the error of
+  transformers in float32. Its modules convert to float32 in places (norms, softmax, router, rotary
+  angles). In the second run these are float64 too.
 
 `torch.topk` leaves the order of equal scores open. On a CPU it chose the experts 6 and 5 of eight
 equal ones, and 10 and 11 of sixteen. In the case with ties the lower id comes first, as it does in
@@ -125,7 +128,7 @@ CASES = {
     ),
 }
 
-# (rope_scaling, rope_theta, head_dim)
+# (rope_scaling, rope_theta, head_dim[, partial_rotary_factor])
 ROPES = [
     ({"rope_type": "linear", "factor": 2.5}, 10000.0, 8),
     ({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -138,6 +141,9 @@ ROPES = [
     ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096,
       "truncate": False, "attention_factor": 1.25}, 150000.0, 64),
     ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}, 10000.0, 8),
+    ({"rope_type": "linear", "factor": 2.5}, 10000.0, 64, 0.25),
+    ({"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+     1000000.0, 128, 0.5),
 ]
 
 
@@ -270,8 +276,9 @@ def write_routes(folder, case, tokens, seed, logits, routes) -> None:
 
 def write_ropes() -> None:
     records = []
-    for scaling, theta, head_dim in ROPES:
-        hf = LLAMA | {"rope_scaling": scaling, "rope_theta": theta, "head_dim": head_dim,
+    for scaling, theta, head_dim, *partial in ROPES:
+        model = GLM | {"partial_rotary_factor": partial[0]} if partial else LLAMA
+        hf = model | {"rope_scaling": scaling, "rope_theta": theta, "head_dim": head_dim,
                       "max_position_embeddings": 131072}
         config = transformers.AutoConfig.for_model(**hf)
         inv_freq, scale = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
