@@ -174,8 +174,8 @@ MOE = ModelConfig(
 
 @pytest.fixture(scope="module")
 def moe():
-    """Experts and a router of values that Q4_1 stores exactly, in blocks of 32 along the input: step
-    0.5, minimum -2."""
+    """Experts of values that Q4_1 stores exactly, in blocks of 32 along the input: step 0.5, minimum
+    -2."""
     rng = np.random.default_rng(1)
     grid = np.tile(np.arange(16, dtype=np.float32) / 2 - 2, 2)
 

@@ -14,12 +14,13 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import models
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import moe, transformer
 
 pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
+EXPERTS = [name for name in CASES if "moe" in name]
 
 
 @functools.cache
@@ -57,9 +58,11 @@ def interleave(params, head_dim):
 
 
 def test_the_cases_are_the_published_families_and_rope_types():
-    assert CASES == ["llama_default", "llama_linear", "llama_llama3", "llama_yarn", "qwen2_tied",
-                     "qwen2_untied", "qwen3"]
-    kinds = [golden(name)[0].rope.kind for name in CASES]
+    dense = ["llama_default", "llama_linear", "llama_llama3", "llama_yarn", "qwen2_tied",
+             "qwen2_untied", "qwen3"]
+    assert CASES == ["glm4_moe", "glm4_moe_norm", *dense, "qwen3_moe", "qwen3_moe_raw",
+                     "qwen3_moe_step", "qwen3_moe_ties"]
+    kinds = [golden(name)[0].rope.kind for name in dense]
     assert kinds == ["default", "linear", "llama3", "yarn", "default", "default", "default"]
     qwen3 = golden("qwen3")[0]
     assert qwen3.head_dim * qwen3.num_heads != qwen3.embed_dim
@@ -128,6 +131,173 @@ def test_control_tied_head():
     config, params, _, _ = golden("qwen2_untied")
     tied = {**params, "head": params["embed"].T}
     assert miss("qwen2_untied", config, tied) > 1e-2
+
+
+def of_experts(name, **changes):
+    """A golden model with experts, and its config with some changes of these."""
+    config, params, _, _ = golden(name)
+    return dataclasses.replace(config, moe=dataclasses.replace(config.moe, **changes)), params
+
+
+def stored(name, file):
+    return np.load(GOLDEN / name / f"{file}.npy")
+
+
+def run(name, replay=None):
+    """Logits in float64 and what the routers chose."""
+    config, params, tokens, _ = golden(name)
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1])[None], tokens.shape)
+    program = transformer.Program()
+    out = transformer.rows_routed(
+        params, config, program, jnp.asarray(tokens), positions, jnp.ones_like(positions),
+        replay=replay, asked=moe.Asked(routes=True),
+    )
+    return np.asarray(transformer.head_logits(params, program, out.x), np.float64), out.routed.ids
+
+
+def test_the_cases_with_experts():
+    configs = {name: golden(name)[0] for name in EXPERTS}
+    dense = {name: config.moe.dense_layers for name, config in configs.items()}
+    assert dense == {"glm4_moe": (0,), "glm4_moe_norm": (0,), "qwen3_moe": (),
+                     "qwen3_moe_raw": (1,), "qwen3_moe_step": (0, 2), "qwen3_moe_ties": ()}
+    assert [name for name in EXPERTS if not configs[name].moe.normalizes_top_k] == [
+        "glm4_moe_norm", "qwen3_moe_raw"]
+    glm = configs["glm4_moe"]
+    assert (glm.moe.num_groups, glm.moe.top_groups, glm.moe.shared_dim) == (4, 2, 32)
+    assert (glm.rope.fraction, glm.moe.scale, glm.qkv_bias, glm.qk_norm) == (0.5, 2.5, True, False)
+    for name, config in configs.items():
+        load = np.bincount(stored(name, "routes").ravel(), minlength=config.moe.num_experts)
+        assert load.min() > 0  # every expert is chosen
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_routes_and_errors_are_those_of_transformers(name):
+    """Against a run of transformers in float64, in float32 our error is at most twice its own."""
+    logits, ids = run(name)
+    expected = stored(name, "routes")
+    if name.startswith("glm"):  # transformers leaves the order of a route open
+        ids, expected = np.sort(ids), np.sort(expected)
+    np.testing.assert_array_equal(ids, expected)
+    theirs = stored(name, "error").astype(np.float64)
+    ours = stored(name, "logits") + theirs - logits
+    assert np.abs(ours).max() <= 2 * np.abs(theirs).max() < 2e-5
+    assert np.square(ours).mean() <= 4 * np.square(theirs).mean()
+
+
+def replay_miss(name):
+    """As `miss`, where each token takes the route of the token before it."""
+    ids = jnp.asarray(np.roll(stored(name, "routes"), 1, axis=2))
+    logits, _ = run(name, moe.Replay(ids, jnp.ones(ids.shape[1:3], bool)))
+    expected = stored(name, "replayed")
+    return np.abs(logits - expected).max() / expected.std()
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_replayed_routes_agree_with_transformers(name):
+    assert replay_miss(name) <= 2e-4
+    assert np.abs(stored(name, "replayed") - stored(name, "logits")).max() > 0.1
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_control_gates_of_zeroed_scores(name, monkeypatch):
+    """Gates of the scores that the choice has set to 0 outside of it: a route from elsewhere reads
+    zeros."""
+    gates, chosen = moe.gates, []
+
+    def zeroed(scores_me, ids_mk, of):
+        is_chosen = jax.nn.one_hot(chosen[-1], of.num_experts).sum(axis=-2)
+        return gates(scores_me * is_chosen, ids_mk, of)
+
+    def choose(*args, own=moe.choose):
+        chosen.append(own(*args))
+        return chosen[-1]
+
+    monkeypatch.setattr(moe, "choose", choose)
+    monkeypatch.setattr(moe, "gates", zeroed)
+    assert not replay_miss(name) < 1e-2  # where all of a route read zeros, NaN
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_control_renormalisation(name):
+    other = not golden(name)[0].moe.normalizes_top_k
+    assert miss(name, *of_experts(name, normalizes_top_k=other)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_norm"])
+def test_control_no_scale(name):
+    assert miss(name, *of_experts(name, scale=1.0)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_norm"])
+def test_control_whole_rotation(name):
+    config, params, _, _ = golden(name)
+    assert miss(name, with_rope(config, fraction=1.0), params) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_norm"])
+def test_control_no_shared_experts(name):
+    config, params = of_experts(name, shared_dim=0)
+    left = {k: x for k, x in params["layers"].items() if k not in ("gate", "up", "down")}
+    assert miss(name, config, {**params, "layers": left}) > 1e-2
+
+
+def test_control_no_bound_of_groups():
+    assert miss("glm4_moe", *of_experts("glm4_moe", num_groups=1, top_groups=1)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_norm"])
+def test_control_no_bias_in_the_choice(name):
+    config, params, _, _ = golden(name)
+    bias = jnp.zeros_like(params["layers"]["router_bias"])
+    assert miss(name, config, with_layers(params, router_bias=bias)) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_norm"])
+def test_control_bias_in_the_gates(name, monkeypatch):
+    choose, gates, biases = moe.choose, moe.gates, []
+    monkeypatch.setattr(
+        moe, "choose", lambda scores, bias, of: biases.append(bias) or choose(scores, bias, of))
+    monkeypatch.setattr(
+        moe, "gates", lambda scores, ids, of: gates(scores + biases[-1].reshape(1, 1, -1), ids, of))
+    config, params, _, _ = golden(name)
+    assert miss(name, config, params) > 1e-2
+
+
+def test_control_other_groups_have_the_score_0(monkeypatch):
+    """As in transformers 4: an expert of them comes before one with a negative score."""
+    def choose(scores_bte, bias_e, of):
+        choice = scores_bte + bias_e.reshape(1, 1, -1)
+        groups = choice.reshape(*choice.shape[:2], of.num_groups, -1)
+        best = jax.lax.top_k(groups, 2)[0].sum(axis=-1)
+        top = jax.nn.one_hot(jax.lax.top_k(best, of.top_groups)[1], of.num_groups).sum(axis=-2)
+        zeroed = jnp.where(top[..., None] > 0, groups, 0.0).reshape(choice.shape)
+        return jax.lax.top_k(zeroed, of.top_k)[1]
+
+    monkeypatch.setattr(moe, "choose", choose)
+    config, params, _, _ = golden("glm4_moe")
+    assert miss("glm4_moe", config, params) > 1e-2
+
+
+def test_control_other_order_of_equal_scores(monkeypatch):
+    def higher_first(scores_bte, bias_e, of):
+        return of.num_experts - 1 - jax.lax.top_k(scores_bte[..., ::-1], of.top_k)[1]
+
+    monkeypatch.setattr(moe, "choose", higher_first)
+    for name, is_missed in (("qwen3_moe", False), ("qwen3_moe_ties", True)):
+        config, params, _, _ = golden(name)
+        assert (miss(name, config, params) > 1e-2) == is_missed
+
+
+def test_control_other_dense_layers():
+    assert miss("qwen3_moe_raw", *of_experts("qwen3_moe_raw", dense_layers=(0,))) > 1e-2
+    assert miss("qwen3_moe_step", *of_experts("qwen3_moe_step", dense_layers=(1, 3))) > 1e-2
+
+
+@pytest.mark.parametrize("name", ["glm4_moe_norm", "qwen3_moe", "qwen3_moe_step"])
+def test_control_gate_and_up_exchanged(name):
+    config, params, _, _ = golden(name)
+    gate, up = (params["layers"][f"expert_{x}"] for x in ("gate", "up"))
+    assert miss(name, config, with_layers(params, expert_gate=up, expert_up=gate)) > 1e-2
 
 
 def test_sharded_load_gives_the_same_logits():

@@ -2,17 +2,33 @@
 
     pip install torch==2.13.0
     pip install transformers==5.23.0
-    python tests/models/make_golden.py
+    python tests/models/make_golden.py [CASE ...]
 
 Weights are bfloat16 on disk and float32 in the computation. They are scaled so that logits have a
 standard deviation above 1 and attention is peaked, and the norms' epsilon is large: a wrong
 rotation, norm or bias then shows.
 `rope.json` holds the frequencies alone, for more settings than there are models.
+
+Models with experts have peaked routers, of which every expert is chosen, and three more files:
+
+- `routes.npy` [layers with experts, B, T, k]: the chosen ids.
+- `replayed.npy`: the logits where each token takes the route of the token before it, and the first
+  that of the last.
+- `error.npy`: the logits of a second run in float64 minus `logits.npy`. This is the error of
+  transformers in float32. Its modules convert to float32 in places (norms, softmax, router, rotary
+  angles). In the second run these are float64 too.
+
+`torch.topk` leaves the order of equal scores open. On a CPU it chose the experts 6 and 5 of eight
+equal ones, and 10 and 11 of sixteen. In the case with ties the lower id comes first, as it does in
+`jax.lax.top_k`: its two runs replace `torch.topk` by a stable sort.
 """
 
+import contextlib
 import json
 import pathlib
 import shutil
+import sys
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -39,26 +55,80 @@ QWEN2 = SMALL | {
 }
 YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 
-# name -> (config.json as published checkpoints write it, tokens per row, config.json rewritten in
-# the style of transformers 5, bytes per shard)
+QWEN3 = {"head_dim": 16, "attention_bias": False, "rope_theta": 1000000.0}
+QWEN3_MOE = SMALL | QWEN3 | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 8,
+    "num_experts_per_tok": 3, "moe_intermediate_size": 16, "norm_topk_prob": True,
+    "mlp_only_layers": [], "decoder_sparse_step": 1, "tie_word_embeddings": False,
+    "router_aux_loss_coef": 0.001, "output_router_logits": False, "sliding_window": None,
+    "use_sliding_window": False, "max_window_layers": 2, "rope_scaling": None,
+}
+GLM = SMALL | {
+    "architectures": ["Glm4MoeForCausalLM"], "model_type": "glm4_moe", "num_hidden_layers": 3,
+    "head_dim": 16, "attention_bias": True, "use_qk_norm": False, "partial_rotary_factor": 0.5,
+    "rope_theta": 1000000, "rope_scaling": None, "moe_intermediate_size": 16,
+    "n_routed_experts": 12, "num_experts_per_tok": 4, "n_shared_experts": 2, "n_group": 4,
+    "topk_group": 2, "norm_topk_prob": True, "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 0, "tie_word_embeddings": False,
+}
+
+
+class Case(NamedTuple):
+    """A model to write.
+
+    Attributes:
+      hf: config.json as published checkpoints write it.
+      length: tokens per row.
+      is_rewritten: config.json is rewritten in the style of transformers 5.
+      shard_size: bytes per shard.
+      is_fused: the experts of a layer are stored as transformers 5 holds them in memory.
+      has_ties: the experts 2i and 2i + 1 have the same score.
+      seed: of weights and tokens; None for the place in the table.
+    """
+
+    hf: dict
+    length: int = 40
+    is_rewritten: bool = False
+    shard_size: str = "1GB"
+    is_fused: bool = False
+    has_ties: bool = False
+    seed: int | None = None
+
+    @property
+    def num_experts(self) -> int:
+        return self.hf.get("num_experts", 0) or self.hf.get("n_routed_experts", 0)
+
+
 CASES = {
-    "llama_default": (
-        LLAMA | {"tie_word_embeddings": True, "rope_scaling": None}, 40, False, "1GB"),
-    "llama_linear": (LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}, 40, False, "1GB"),
-    "llama_llama3": (LLAMA | {"rope_scaling": LLAMA3}, 64, True, "1GB"),
-    "llama_yarn": (LLAMA | {"rope_scaling": YARN}, 96, False, "1GB"),
-    "qwen2_tied": (QWEN2 | {"tie_word_embeddings": True}, 40, False, "1GB"),
-    "qwen2_untied": (QWEN2 | {"rope_theta": 10000.0}, 40, True, "1GB"),
-    "qwen3": (
-        SMALL | {
-            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 16,
-            "attention_bias": False, "rope_theta": 1000000.0, "tie_word_embeddings": True,
+    "llama_default": Case(LLAMA | {"tie_word_embeddings": True, "rope_scaling": None}),
+    "llama_linear": Case(LLAMA | {"rope_scaling": {"type": "linear", "factor": 4.0}}),
+    "llama_llama3": Case(LLAMA | {"rope_scaling": LLAMA3}, 64, True),
+    "llama_yarn": Case(LLAMA | {"rope_scaling": YARN}, 96),
+    "qwen2_tied": Case(QWEN2 | {"tie_word_embeddings": True}),
+    "qwen2_untied": Case(QWEN2 | {"rope_theta": 10000.0}, is_rewritten=True),
+    "qwen3": Case(
+        SMALL | QWEN3 | {
+            "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3",
+            "tie_word_embeddings": True,
         },
-        40, True, "20KB",
+        is_rewritten=True, shard_size="20KB",
+    ),
+    "qwen3_moe": Case(QWEN3_MOE, shard_size="40KB"),
+    "qwen3_moe_raw": Case(QWEN3_MOE | {"num_hidden_layers": 3, "norm_topk_prob": False,
+                                       "mlp_only_layers": [1]}),
+    "qwen3_moe_step": Case(QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2},
+                           is_rewritten=True, is_fused=True),
+    "qwen3_moe_ties": Case(QWEN3_MOE, has_ties=True),
+    "glm4_moe": Case(GLM, 48, seed=5),
+    "glm4_moe_norm": Case(
+        GLM | {"attention_bias": False, "use_qk_norm": True, "n_routed_experts": 8, "n_group": 1,
+               "topk_group": 1, "n_shared_experts": 1, "norm_topk_prob": False,
+               "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.25, "num_hidden_layers": 2},
+        is_rewritten=True, is_fused=True,
     ),
 }
 
-# (rope_scaling, rope_theta, head_dim)
+# (rope_scaling, rope_theta, head_dim[, partial_rotary_factor])
 ROPES = [
     ({"rope_type": "linear", "factor": 2.5}, 10000.0, 8),
     ({"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -71,11 +141,14 @@ ROPES = [
     ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 4096,
       "truncate": False, "attention_factor": 1.25}, 150000.0, 64),
     ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 4}, 10000.0, 8),
+    ({"rope_type": "linear", "factor": 2.5}, 10000.0, 64, 0.25),
+    ({"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096},
+     1000000.0, 128, 0.5),
 ]
 
 
-def fill(model: torch.nn.Module, seed: int) -> None:
-    """Random weights, representable in bfloat16."""
+def fill(model: torch.nn.Module, case: Case, seed: int) -> None:
+    """Random weights, representable in bfloat16, and biases of routers, which are float32."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
@@ -85,34 +158,127 @@ def fill(model: torch.nn.Module, seed: int) -> None:
         else:
             gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
             gain = 4.0 if "embed_tokens" in name else gain
-            fan_in = parameter.shape[1]
+            gain = 2.0 if name.endswith("mlp.gate.weight") else gain
+            gain = 1.5 if name == "lm_head.weight" and case.num_experts else gain
+            fan_in = parameter.shape[-1]
             values = torch.randn(parameter.shape, generator=generator) * gain * fan_in**-0.5
+            if case.has_ties and name.endswith("mlp.gate.weight"):
+                values[1::2] = values[::2]
         parameter.data.copy_(values.to(torch.bfloat16))
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            # Some sums of score and bias are negative.
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.15 - 0.25)
+
+
+@contextlib.contextmanager
+def patched(owner, **values):
+    before = {name: getattr(owner, name) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
+
+
+def lower_first(x: torch.Tensor, k: int, dim: int = -1, sorted: bool = True):
+    """torch.topk with the lower index first among equal values."""
+    values, ids = torch.sort(x, dim=dim, descending=True, stable=True)
+    return values[..., :k], ids[..., :k]
+
+
+def replaying(routes: np.ndarray, case: Case):
+    """torch.topk with the next of the routes [L, B, T, k] in place of its choice of experts."""
+    topk, of_layers = torch.topk, iter(routes)
+
+    def replay(x, k, dim=-1, sorted=True):
+        if x.shape[-1] != case.num_experts:
+            return topk(x, k, dim=dim, sorted=sorted)
+        ids = torch.from_numpy(next(of_layers)).reshape(-1, k)
+        return x.gather(-1, ids), ids
+
+    return replay
+
+
+def run(case: Case, tokens: np.ndarray, seed: int, dtype: torch.dtype, replayed=None):
+    """Returns the model, the logits, and the routes of its layers with experts."""
+    config = transformers.AutoConfig.for_model(**case.hf)
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    fill(model, case, seed)
+    routes = []
+    for layer in model.model.layers:
+        if hasattr(layer.mlp, "gate"):
+            layer.mlp.gate.register_forward_hook(lambda _, __, out: routes.append(out[2].numpy()))
+    topk = {"topk": lower_first} if case.has_ties else {}
+    topk = topk if replayed is None else {"topk": replaying(replayed, case)}
+    with torch.no_grad(), patched(torch, **topk):
+        logits = model(torch.from_numpy(tokens).long(), use_cache=False).logits
+    assert logits.dtype == dtype
+    return model, logits.numpy(), [ids.reshape(*tokens.shape, -1) for ids in routes]
+
+
+def run_in_float64(case: Case, tokens: np.ndarray, seed: int):
+    """Returns what `run` does in float64, also where the modules convert to float32."""
+    def check(_, __, out):
+        outputs = out if isinstance(out, tuple) else (out,)
+        assert all(x.dtype != single for x in outputs if isinstance(x, torch.Tensor))
+
+    single, double = torch.float32, torch.float64
+    hook = torch.nn.modules.module.register_module_forward_hook(check)
+    with (
+        patched(torch, float32=double, float=double),
+        patched(torch.Tensor, float=torch.Tensor.double),
+    ):
+        result = run(case, tokens, seed, double)
+    hook.remove()
+    return result
 
 
 def write_case(name: str, seed: int) -> None:
-    hf, length, is_rewritten, shard_size = CASES[name]
-    config = transformers.AutoConfig.for_model(**hf)
-    config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    fill(model, seed)
-    tokens = np.random.default_rng(seed).integers(0, hf["vocab_size"], (2, length), np.int32)
-    with torch.no_grad():
-        logits = model(torch.from_numpy(tokens).long(), use_cache=False).logits.numpy()
+    case = CASES[name]
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, case.hf["vocab_size"], (2, case.length), np.int32)
+    model, logits, routes = run(case, tokens, seed, torch.float32)
     folder = GOLDEN / name
-    model.to(torch.bfloat16).save_pretrained(folder, max_shard_size=shard_size)
+    biases = {n: x.clone() for n, x in model.named_buffers() if n.endswith("correction_bias")}
+    model.to(torch.bfloat16)
+    for buffer, values in biases.items():
+        model.get_submodule(buffer.rpartition(".")[0]).e_score_correction_bias = values
+    model.save_pretrained(
+        folder, max_shard_size=case.shard_size, save_original_format=not case.is_fused)
     (folder / "generation_config.json").unlink()
-    if not is_rewritten:
-        (folder / "config.json").write_text(json.dumps(hf, indent=1) + "\n")
+    if not case.is_rewritten:
+        (folder / "config.json").write_text(json.dumps(case.hf, indent=1) + "\n")
     np.save(folder / "tokens.npy", tokens)
     np.save(folder / "logits.npy", logits.astype(np.float32))
     print(f"{name}: logits std {logits.std():.2f}")
+    if routes:
+        write_routes(folder, case, tokens, seed, logits, routes)
+
+
+def write_routes(folder, case, tokens, seed, logits, routes) -> None:
+    _, exact, exact_routes = run_in_float64(case, tokens, seed)
+    np.testing.assert_array_equal(np.sort(routes), np.sort(exact_routes))
+    for ids in routes:
+        load = np.bincount(ids.flat, minlength=case.num_experts)
+        assert load.all(), f"an expert is never chosen: {load}"
+    error = exact - logits
+    np.save(folder / "routes.npy", np.asarray(routes, np.uint8))
+    np.save(folder / "error.npy", error.astype(np.float32))
+    _, replayed, _ = run(case, tokens, seed, torch.float32, np.roll(routes, 1, axis=2))
+    np.save(folder / "replayed.npy", replayed)
+    load = np.bincount(np.ravel(routes)) / np.size(routes)
+    print(f"  loads {load.min():.3f} to {load.max():.3f}, error {np.abs(error).max():.1e}")
 
 
 def write_ropes() -> None:
     records = []
-    for scaling, theta, head_dim in ROPES:
-        hf = LLAMA | {"rope_scaling": scaling, "rope_theta": theta, "head_dim": head_dim,
+    for scaling, theta, head_dim, *partial in ROPES:
+        model = GLM | {"partial_rotary_factor": partial[0]} if partial else LLAMA
+        hf = model | {"rope_scaling": scaling, "rope_theta": theta, "head_dim": head_dim,
                       "max_position_embeddings": 131072}
         config = transformers.AutoConfig.for_model(**hf)
         inv_freq, scale = ROPE_INIT_FUNCTIONS[scaling["rope_type"]](config, "cpu")
@@ -121,10 +287,11 @@ def write_ropes() -> None:
 
 
 def main() -> None:
-    shutil.rmtree(GOLDEN, ignore_errors=True)
-    GOLDEN.mkdir()
+    GOLDEN.mkdir(exist_ok=True)
     for seed, name in enumerate(CASES):
-        write_case(name, seed)
+        if name in (sys.argv[1:] or CASES):
+            shutil.rmtree(GOLDEN / name, ignore_errors=True)
+            write_case(name, CASES[name].seed or seed)
     write_ropes()
 
 

@@ -44,6 +44,6 @@ def test_yarn_attention_scale():
 @pytest.mark.parametrize("record", RECORDS, ids=lambda r: r["config"]["rope_scaling"]["rope_type"])
 def test_frequencies_agree_with_transformers(record):
     config = ModelConfig.from_hf(record["config"])
-    inv_freq, scale = rope_frequencies(config.rope, config.head_dim)
+    inv_freq, scale = rope_frequencies(config.rope, config.rope.rotary_dim(config.head_dim))
     np.testing.assert_allclose(inv_freq, record["inv_freq"], rtol=2e-6)
     assert scale == pytest.approx(record["attention_scale"], rel=1e-12)

@@ -214,9 +214,8 @@ def test_a_device_reads_its_own_experts_alone(tmp_path, is_fused, monkeypatch):
                 return part
             return Tensor(tensors[name].shape, read)
 
-        block = whole(slot, {name: tracked(name) for name in slot.names.flat}, box, dtype)
         blocks.append((slot.names.flat[0], box))
-        return block
+        return whole(slot, {name: tracked(name) for name in slot.names.flat}, box, dtype)
 
     monkeypatch.setattr(stacking, "_read_block", read_block)
     _, loaded = models.load(folder, sharding=shardings)
@@ -227,7 +226,7 @@ def test_a_device_reads_its_own_experts_alone(tmp_path, is_fused, monkeypatch):
     # expert of the two layers.
     name = "model.layers.{}.mlp.experts.{}.up_proj.weight"
     expected = {(name.format(layer, e), (6, 8)) for layer in (0, 2) for e in range(4)}
-    found = [read for read in reads if read[0].endswith("up_proj.weight") and ".experts." in read[0]]
+    found = [x for x in reads if x[0].endswith("up_proj.weight") and ".experts." in x[0]]
     assert set(found) == expected and len(found) == 8
     boxes = [box for first, box in blocks if first == name.format(0, 0)]
     assert boxes == [((0, 2), (e, e + 1), (0, 8), (0, 6)) for e in range(4)]
@@ -442,12 +441,14 @@ def test_save_refuses_other_parameters(tmp_path):
         models.save(tmp_path / "m", UNTIED, {**params, "final_norm": jnp.ones(9)})
 
 
-def test_saving_what_transformers_wrote_gives_its_tensors_back(tmp_path):
-    source = pathlib.Path(__file__).parent / "golden" / "llama_linear"
+@pytest.mark.parametrize("name", ["llama_linear", "glm4_moe"])
+def test_saving_what_transformers_wrote_gives_its_tensors_back(tmp_path, name):
+    source = pathlib.Path(__file__).parent / "golden" / name
     config, params = models.load(source, dtype="bfloat16")
     models.save(tmp_path / "m", config, params)
     ours = safetensors.numpy.load_file(tmp_path / "m" / "model.safetensors")
     theirs = safetensors.numpy.load_file(source / "model.safetensors")
     assert ours.keys() == theirs.keys()
     for name in theirs:
+        assert ours[name].dtype == theirs[name].dtype
         np.testing.assert_array_equal(ours[name], theirs[name])
