@@ -43,19 +43,32 @@ def test_the_group_of_each_row():
     np.testing.assert_array_equal(found, [0, 0, 2, 2, 2, 3, 3])
 
 
+@pytest.mark.parametrize("num_rows, num_groups, sizes", [
+    (64, 8, (8,)), (512, 8, (64, 32, 16, 8)), (4096, 8, (512, 256, 128, 64)),
+    (65536, 8, (512, 256, 128, 64)), (5, 8, (8,)),
+])
+def test_the_sizes_of_tiles(num_rows, num_groups, sizes):
+    assert grouped_matmul.tile_sizes(num_rows, num_groups) == sizes
+
+
+TILED = pytest.mark.parametrize("tiles", [(7,), (512, 16), (32, 16, 4)])
+
+
 @SIZED
-@pytest.mark.parametrize("tile", [None, 7, 64, 512])
-def test_tiles_of_any_size(sizes, tile):
+@TILED
+def test_products_by_tiles(sizes, tiles):
     x, w = normal(0, M, I), normal(1, E, I, O)
-    run = jax.jit(lambda *a: grouped_matmul.by_tiles(jnp.dot, *a, tile))
+    run = jax.jit(lambda *a: grouped_matmul.by_tiles(jnp.dot, *a, tiles))
     found = run(x, w, jnp.asarray(sizes, jnp.int32))
     np.testing.assert_allclose(found, by_rows(x, w, sizes), rtol=1e-4, atol=1e-4)
 
 
 @SIZED
-def test_outer_products(sizes):
+@TILED
+def test_outer_products_by_tiles(sizes, tiles):
     x, y = normal(0, M, I), normal(1, M, O)
-    found = jax.jit(grouped_matmul.outer_by_tiles)(x, y, jnp.asarray(sizes, jnp.int32))
+    run = jax.jit(lambda *a: grouped_matmul.outer_by_tiles(*a, tiles))
+    found = run(x, y, jnp.asarray(sizes, jnp.int32))
     np.testing.assert_allclose(found, outer_by_rows(x, y, sizes), rtol=1e-4, atol=1e-4)
 
 
