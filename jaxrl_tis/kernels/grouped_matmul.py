@@ -21,9 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_tis.kernels import narrow
 
-SMALLEST_TILE, LARGEST_TILE = 8, 256  # rows of `by_tiles`
-TILES_PER_GROUP = 4  # of average size
-OUTER_TILE = 512  # rows of `outer_by_tiles`, at most
+SMALLEST_TILE, LARGEST_TILE = (8, 64), 512  # rows of `tile_sizes`; bounds of the smallest
 TPU_SMALLEST_TILE, TPU_LARGEST_TILE = 32, 512  # int8 has 32 rows in a register
 BLOCK_BYTES = 4 * 2**20  # of a matrix in VMEM, at most
 OUTER_BLOCK = 512  # rows and columns of a block of `outer_kernel`
@@ -41,61 +39,100 @@ def _number_below(ends_e: jax.Array, at_n: jax.Array) -> jax.Array:
     return jnp.sum(ends_e[None] <= at_n[:, None], axis=1, dtype=jnp.int32)
 
 
-def _tile(num_rows: int, num_groups: int, smallest: int, largest: int) -> int:
-    """Returns a power of two: a group of average size has TILES_PER_GROUP tiles within bounds."""
-    part = max(num_rows // (num_groups * TILES_PER_GROUP), 1)
-    return min(max(1 << (part.bit_length() - 1), smallest), largest)
-
-
 # Loops over tiles of rows
 
 
 class _Tile(NamedTuple):
-    """A tile of R rows of one group, at rows that the array has.
+    """R rows of an array, of which a group owns some.
 
     Attributes:
       group: the number of the group.
-      first: the first of R rows; the last tile of an array begins before its own rows.
-      is_own_r1: bool [R,1], whether a row is one of this tile's group, and of no earlier tile.
+      first: the first row.
+      is_own_r1: bool [R,1], whether the group owns a row and no earlier tile has it.
     """
 
     group: jax.Array
     first: jax.Array
     is_own_r1: jax.Array
 
+    @classmethod
+    def at(cls, group: jax.Array, begin: jax.Array, end: jax.Array, size: int, num_rows: int):
+        """Returns the tile of the rows from begin to end. It starts earlier at the array's end."""
+        first = jnp.minimum(begin, num_rows - size)
+        row_r1 = first + jnp.arange(size)[:, None]
+        return cls(group, first, (row_r1 >= begin) & (row_r1 < end))
 
-def _loop(step: Callable, sizes_e: jax.Array, num_rows: int, tile: int, is_bound: bool, initial):
-    """Returns the last of y = step(tile, y) over all tiles of all groups, in the order of the rows.
+    def take(self, x: jax.Array) -> jax.Array:
+        """Returns the rows [R,...] of an array."""
+        return jax.lax.dynamic_slice_in_dim(x, self.first, self.is_own_r1.shape[0])
 
-    The number of tiles depends on the sizes. With `is_bound` the loop runs as often as for any
-    sizes, and the tiles in excess own no rows.
+
+def tile_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
+    """Returns falling powers of two, from a group of average size on, within bounds."""
+    part = lambda n, low, high: min(max(1 << (max(n, 1).bit_length() - 1), low), high)
+    mean = num_rows // num_groups
+    smallest = part(mean // 8, *SMALLEST_TILE)
+    sizes = [part(mean, smallest, LARGEST_TILE)]
+    while sizes[-1] > smallest:
+        sizes.append(sizes[-1] // 2)
+    return tuple(sizes)
+
+
+def _each_tile(
+    enter: Callable, step: Callable, sizes_e: jax.Array, num_rows: int, tiles: tuple, initial
+):
+    """Returns the last of y = step(tile, enter(group), y) over the tiles of all groups in order.
+
+    A group has few products, because each of them costs a rearranged matrix: as many tiles of the
+    largest size as fit, then of the next one.
     """
-    num_groups = sizes_e.shape[0]
     end_e = jnp.cumsum(sizes_e)
-    count_e = (sizes_e + tile - 1) // tile
+
+    def of_group(group, y):
+        entered, end = enter(group), end_e[group]
+        begin = end - sizes_e[group]
+        for size in tiles:
+            is_last = size == tiles[-1]
+            count = (end - begin + (size - 1 if is_last else size // 8)) // size
+
+            def body(t, y, begin=begin, size=size):
+                return step(_Tile.at(group, begin + t * size, end, size, num_rows), entered, y)
+
+            y = jax.lax.fori_loop(0, count, body, y)
+            begin = jnp.minimum(begin + count * size, end)
+        return y
+
+    return jax.lax.fori_loop(0, sizes_e.shape[0], of_group, initial)
+
+
+def _each_tile_of_any_sizes(enter, step, sizes_e, num_rows, tiles, initial):
+    """Returns `_each_tile` by a loop of a length for any sizes, in tiles of one size."""
+    num_groups, size = sizes_e.shape[0], tiles[len(tiles) // 2]
+    end_e = jnp.cumsum(sizes_e)
+    count_e = (sizes_e + size - 1) // size
     last_e = jnp.cumsum(count_e)
 
     def body(t, y):
         group = jnp.minimum(jnp.sum(last_e <= t), num_groups - 1)
-        begin = end_e[group] - sizes_e[group] + (t - last_e[group] + count_e[group]) * tile
-        first = jnp.minimum(begin, num_rows - tile)
-        row_r1 = first + jnp.arange(tile)[:, None]
-        return step(_Tile(group, first, (row_r1 >= begin) & (row_r1 < end_e[group])), y)
+        begin = end_e[group] - sizes_e[group] + (t - last_e[group] + count_e[group]) * size
+        tile = _Tile.at(group, begin, end_e[group], size, num_rows)
+        return step(tile, enter(group), y)
 
-    bound = -(-num_rows // tile) + num_groups - 1
-    return jax.lax.fori_loop(0, bound if is_bound else last_e[-1], body, initial)
+    bound = -(-num_rows // size) + num_groups - 1
+    return jax.lax.fori_loop(0, bound, body, initial)
 
 
 def _batched(run: Callable, *arrays: Any) -> jax.Array:
-    """Returns run(is_bound, *arrays). Under `vmap` is_bound is True: batched loops of different
-    lengths would copy their results in every step."""
-    call = jax.custom_batching.custom_vmap(functools.partial(run, False))
+    """Returns run(loop, *arrays). A batch of loops that differ in length would copy all results in
+    every step: under `vmap` the loop has one length."""
+    call = jax.custom_batching.custom_vmap(functools.partial(run, _each_tile))
 
     @call.def_vmap
     def rule(size, is_batched, *arrays):
         del size
         axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, is_batched)
-        return jax.vmap(functools.partial(run, True), tuple(axes))(*arrays), True
+        run_any = functools.partial(run, _each_tile_of_any_sizes)
+        return jax.vmap(run_any, tuple(axes))(*arrays), True
 
     return call(*arrays)
 
@@ -109,60 +146,59 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def by_tiles(
-    f: Callable, x_mi: jax.Array, w: Any, sizes_e: jax.Array, tile: int | None = None
+    f: Callable, x_mi: jax.Array, w: Any, sizes_e: jax.Array, tiles: tuple[int, ...]
 ) -> jax.Array:
     """Returns f(x [R,i], w of a group) -> [R,o] for the rows of every group, joined to [M,o].
 
     Args:
       f: a function of each row by itself.
       w: array [E,...] or tree of such arrays; f gets it without the first axis.
-      tile: number of rows of f; None chooses one.
+      tiles: falling numbers of rows R, such as `tile_sizes`.
     """
-    num_rows, num_groups = x_mi.shape[0], sizes_e.shape[0]
-    tile = tile or _tile(num_rows, num_groups, SMALLEST_TILE, LARGEST_TILE)
-    tile = min(tile, num_rows)
+    num_rows = x_mi.shape[0]
+    tiles = tuple(min(size, num_rows) for size in tiles)
     types = jax.tree.map(lambda x: x.dtype, (x_mi, w))
-    floats = lambda parts: jax.tree.map(jax.lax.bitcast_convert_type, parts, types)
-    take = jax.lax.dynamic_slice_in_dim
+    part = lambda *arrays: f(*jax.tree.map(jax.lax.bitcast_convert_type, arrays, types))
 
-    def part(x_mi, w, first, group):
-        of_group = lambda x: jax.lax.dynamic_index_in_dim(x, group, keepdims=False)
-        return f(*floats((take(x_mi, first, tile), jax.tree.map(of_group, w))))
+    def run(loop, x_mi, w, sizes_e):
+        def enter(group):
+            at = lambda x: jax.lax.dynamic_index_in_dim(x, group, keepdims=False)
+            return jax.tree.map(at, w)
 
-    def run(is_bound, x_mi, w, sizes_e):
-        def step(t, y_mo):
-            y_ro = _bits(part(x_mi, w, t.first, t.group))
-            y_ro = jnp.where(t.is_own_r1, y_ro, take(y_mo, t.first, tile))
-            return jax.lax.dynamic_update_slice_in_dim(y_mo, y_ro, t.first, axis=0)
+        def step(tile, w, y_mo):
+            y_ro = _bits(part(tile.take(x_mi), w))
+            y_ro = jnp.where(tile.is_own_r1, y_ro, tile.take(y_mo))
+            return jax.lax.dynamic_update_slice_in_dim(y_mo, y_ro, tile.first, axis=0)
 
-        initial = jnp.zeros((num_rows, out.shape[1]), bits.dtype)
-        return _loop(step, sizes_e, num_rows, tile, is_bound, initial)
+        initial = jnp.zeros((num_rows, *out.shape[1:]), jax.eval_shape(_bits, out).dtype)
+        return loop(enter, step, sizes_e, num_rows, tiles, initial)
 
     arrays = jax.tree.map(_bits, (x_mi, w))
-    out = jax.eval_shape(part, *arrays, 0, 0)
-    bits = jax.eval_shape(_bits, out)
+    row = lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    out = jax.eval_shape(part, arrays[0], jax.tree.map(row, arrays[1]))
     return jax.lax.bitcast_convert_type(_batched(run, *arrays, sizes_e), out.dtype)
 
 
-def outer_by_tiles(x_mi: jax.Array, y_mo: jax.Array, sizes_e: jax.Array) -> jax.Array:
+def outer_by_tiles(
+    x_mi: jax.Array, y_mo: jax.Array, sizes_e: jax.Array, tiles: tuple[int, ...]
+) -> jax.Array:
     """Returns x^T y [E,i,o] over the rows of each group, in float32."""
-    num_rows, num_groups = x_mi.shape[0], sizes_e.shape[0]
-    tile = min(_tile(num_rows, num_groups, SMALLEST_TILE, OUTER_TILE), num_rows)
+    num_rows = x_mi.shape[0]
+    tiles = tuple(min(size, num_rows) for size in tiles)
     types = x_mi.dtype, y_mo.dtype
 
-    def run(is_bound, x_mi, y_mo, sizes_e):
-        def step(t, sum_eio):
-            take = lambda x, dtype: jnp.where(t.is_own_r1, jax.lax.bitcast_convert_type(
-                jax.lax.dynamic_slice_in_dim(x, t.first, tile), dtype), 0)
+    def run(loop, x_mi, y_mo, sizes_e):
+        def step(tile, _, sum_eio):
+            pair = map(jax.lax.bitcast_convert_type, map(tile.take, (x_mi, y_mo)), types)
             sum_io = jax.lax.dot_general(
-                *map(take, (x_mi, y_mo), types), (((0,), (0,)), ((), ())),
+                *(jnp.where(tile.is_own_r1, rows, 0) for rows in pair), (((0,), (0,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
-            sum_io += jax.lax.dynamic_index_in_dim(sum_eio, t.group, keepdims=False)
-            return jax.lax.dynamic_update_index_in_dim(sum_eio, sum_io, t.group, axis=0)
+            sum_io += jax.lax.dynamic_index_in_dim(sum_eio, tile.group, keepdims=False)
+            return jax.lax.dynamic_update_index_in_dim(sum_eio, sum_io, tile.group, axis=0)
 
-        initial = jnp.zeros((num_groups, x_mi.shape[1], y_mo.shape[1]), jnp.float32)
-        return _loop(step, sizes_e, num_rows, tile, is_bound, initial)
+        initial = jnp.zeros((sizes_e.shape[0], x_mi.shape[1], y_mo.shape[1]), jnp.float32)
+        return loop(lambda group: None, step, sizes_e, num_rows, tiles, initial)
 
     return _batched(run, _bits(x_mi), _bits(y_mo), sizes_e)
 
@@ -224,11 +260,13 @@ def _is_own(v: _Visits, visit, tile: int) -> jax.Array:
     return (row_r1 >= v.begin[visit]) & (row_r1 < v.end[visit])
 
 
-def _tpu_tile(num_rows: int, num_groups: int, row_bytes: int) -> int:
-    largest = TPU_LARGEST_TILE
-    while largest > TPU_SMALLEST_TILE and largest * row_bytes > BLOCK_BYTES:
-        largest //= 2
-    return _tile(num_rows, num_groups, TPU_SMALLEST_TILE, largest)
+def _rows(num_rows: int, num_groups: int, row_bytes: int) -> int:
+    """Returns the number of rows of a tile, a power of two: about a group of average size."""
+    mean = max(num_rows // num_groups, 1)
+    rows = min(1 << (mean.bit_length() - 1), TPU_LARGEST_TILE)
+    while rows * row_bytes > BLOCK_BYTES:
+        rows //= 2
+    return max(rows, TPU_SMALLEST_TILE)
 
 
 def _without_float16(x: jax.Array) -> jax.Array:
@@ -268,7 +306,7 @@ def product_kernel(
     """
     x_mi, w = _without_float16(x_mi), _without_float16(w)
     (num_rows, width), num_groups, columns = x_mi.shape, w.shape[0], w.shape[2 - in_axis]
-    tile = _tpu_tile(num_rows, num_groups, width * x_mi.dtype.itemsize)
+    tile = _rows(num_rows, num_groups, width * x_mi.dtype.itemsize)
     column_bytes = width * max(x_mi.dtype.itemsize, w.dtype.itemsize)
     block = min(columns, max(BLOCK_BYTES // column_bytes // LANES, 1) * LANES)
     accumulator = jnp.int32 if x_mi.dtype == jnp.int8 else jnp.float32
@@ -321,7 +359,7 @@ def outer_kernel(
     """Returns `outer_by_tiles` in `dtype`."""
     x_mi, y_mo = _without_float16(x_mi), _without_float16(y_mo)
     (num_rows, width), columns, num_groups = x_mi.shape, y_mo.shape[1], sizes_e.shape[0]
-    tile = _tile(num_rows, num_groups, TPU_SMALLEST_TILE, TPU_LARGEST_TILE)
+    tile = _rows(num_rows, num_groups, OUTER_BLOCK * x_mi.dtype.itemsize)
     height = min(width, OUTER_BLOCK)
     block = min(columns, OUTER_BLOCK)
     stored = jnp.float32 if dtype == jnp.float16 else dtype

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.kernels.grouped_matmul import (
-    by_tiles, group_of_rows, outer_by_tiles, outer_kernel, product_kernel,
+    by_tiles, group_of_rows, outer_by_tiles, outer_kernel, product_kernel, tile_sizes,
 )
 from jaxrl_tis.models import invariant, quant
 
-INVARIANT_ROWS = 8 * tiles.ROWS
+INVARIANT_TILES = 16 * tiles.ROWS, 2 * tiles.ROWS  # a product of fewer rows is padded to two tiles
 
 
 def grouped_matmul(x_mi: jax.Array, w: Any, sizes_e: jax.Array) -> jax.Array:
@@ -75,13 +75,15 @@ def _grouped(x_mi, w, sizes_e, is_invariant: bool):
         w = quant.quantize_weight(w.w, w.scheme)
     if is_invariant:
         dot = lambda x_ri, w: invariant.dot(x_ri[None], w, None, False)[0]
-        return by_tiles(dot, x_mi, w, sizes_e, INVARIANT_ROWS)
+        return by_tiles(dot, x_mi, w, sizes_e, INVARIANT_TILES)
     return _product(x_mi, w, sizes_e)
 
 
 def _product(x_mi, w, sizes_e):
     """Returns the product by the TPU kernel or by tiles of `quant.dot`. w is no master."""
-    loop = functools.partial(by_tiles, quant.dot)
+    loop = functools.partial(
+        by_tiles, quant.dot, tiles=tile_sizes(len(x_mi), len(sizes_e))
+    )
     return jax.lax.platform_dependent(x_mi, w, sizes_e, tpu=_on_tpu, default=loop)
 
 
@@ -98,7 +100,8 @@ def _on_tpu(x_mi, w, sizes_e):
 
 def _outer(x_mi, y_mo, sizes_e, dtype):
     """Returns x^T y [E,i,o] over the rows of each expert, summed in float32."""
-    loop = lambda *arrays: outer_by_tiles(*arrays).astype(dtype)
+    sizes = tile_sizes(len(x_mi), len(sizes_e))
+    loop = lambda *arrays: outer_by_tiles(*arrays, sizes).astype(dtype)
     kernel = functools.partial(outer_kernel, dtype=dtype)
     return jax.lax.platform_dependent(x_mi, y_mo, sizes_e, tpu=kernel, default=loop)
 

@@ -12,9 +12,9 @@ from tests import races, tpu
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
 
-M, E, I, O = 300, 5, 24, 12
+M, E, I, O = 100, 5, 24, 12
 SIZES = {
-    "even": (60,) * 5, "ragged": (0, 131, 1, 0, 168), "one": (0, 0, 300, 0, 0),
+    "even": (20,) * 5, "ragged": (0, 43, 1, 0, 56), "one": (0, 0, 100, 0, 0),
     "not full": (3, 0, 40, 5, 30), "none": (0,) * 5,
 }
 SIZED = pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
@@ -43,19 +43,32 @@ def test_the_group_of_each_row():
     np.testing.assert_array_equal(found, [0, 0, 2, 2, 2, 3, 3])
 
 
+@pytest.mark.parametrize("num_rows, num_groups, sizes", [
+    (64, 8, (8,)), (512, 8, (64, 32, 16, 8)), (4096, 8, (512, 256, 128, 64)),
+    (65536, 8, (512, 256, 128, 64)), (5, 8, (8,)),
+])
+def test_the_sizes_of_tiles(num_rows, num_groups, sizes):
+    assert grouped_matmul.tile_sizes(num_rows, num_groups) == sizes
+
+
+TILED = pytest.mark.parametrize("tiles", [(7,), (512, 16), (32, 16, 4)])
+
+
 @SIZED
-@pytest.mark.parametrize("tile", [None, 1, 7, 64, 512])
-def test_tiles_of_any_size(sizes, tile):
+@TILED
+def test_products_by_tiles(sizes, tiles):
     x, w = normal(0, M, I), normal(1, E, I, O)
-    run = jax.jit(lambda *a: grouped_matmul.by_tiles(jnp.dot, *a, tile))
+    run = jax.jit(lambda *a: grouped_matmul.by_tiles(jnp.dot, *a, tiles))
     found = run(x, w, jnp.asarray(sizes, jnp.int32))
     np.testing.assert_allclose(found, by_rows(x, w, sizes), rtol=1e-4, atol=1e-4)
 
 
 @SIZED
-def test_outer_products(sizes):
+@TILED
+def test_outer_products_by_tiles(sizes, tiles):
     x, y = normal(0, M, I), normal(1, M, O)
-    found = jax.jit(grouped_matmul.outer_by_tiles)(x, y, jnp.asarray(sizes, jnp.int32))
+    run = jax.jit(lambda *a: grouped_matmul.outer_by_tiles(*a, tiles))
+    found = run(x, y, jnp.asarray(sizes, jnp.int32))
     np.testing.assert_allclose(found, outer_by_rows(x, y, sizes), rtol=1e-4, atol=1e-4)
 
 
@@ -69,12 +82,11 @@ def interpreted(run, *arrays, **params):
         return jax.block_until_ready(run(*arrays))
 
 
-@pytest.fixture(params=["one block", "blocks"])
-def blocks(request, monkeypatch):
-    """Matrices in one block, or in blocks that do not divide their 200 columns."""
-    if request.param == "blocks":
-        monkeypatch.setattr(grouped_matmul, "BLOCK_BYTES", 1)
-        monkeypatch.setattr(grouped_matmul, "OUTER_BLOCK", 128)
+@pytest.fixture
+def blocks(monkeypatch):
+    """Blocks that do not divide the matrices."""
+    monkeypatch.setattr(grouped_matmul, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(grouped_matmul, "OUTER_BLOCK", 128)
 
 
 @SIZED
@@ -98,16 +110,15 @@ def test_outer_products_of_the_kernel(sizes):
 
 
 def test_no_matrix_of_an_empty_group_is_read():
-    sizes = jnp.asarray([0, 70, 0, 20, 0], jnp.int32)
+    sizes = jnp.asarray([0, 50, 0, 20, 0], jnp.int32)
     visits = grouped_matmul._visits(sizes, M, 32, visits_empty=False)
     assert set(np.asarray(visits.group).tolist()) == {1, 3}
-    assert set(np.asarray(visits.tile).tolist()) == set(range(10))
+    assert set(np.asarray(visits.tile).tolist()) == set(range(4))
 
 
 @pytest.mark.all
-def test_two_cores_do_not_race(monkeypatch):
-    monkeypatch.setattr(grouped_matmul, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(grouped_matmul, "OUTER_BLOCK", 128)
+@pytest.mark.usefixtures("blocks")
+def test_two_cores_do_not_race():
     sizes = jnp.asarray(SIZES["ragged"], jnp.int32)
     x, w, y = map(jnp.asarray, (normal(0, M, I), normal(1, E, I, 200), normal(2, M, 200)))
     cores = dict(num_cores_or_threads=2, **races.DETECTED)
@@ -122,13 +133,13 @@ FLOAT8 = "float8_e4m3fn"
 @pytest.mark.parametrize("x_dtype, w_dtype", [
     ("bfloat16", "int8"), ("int8", "int8"), (FLOAT8, FLOAT8), ("float16", "bfloat16"),
 ])
-@pytest.mark.parametrize("topology", [
-    "v5e:2x2", pytest.param("v5p:2x2x1", marks=pytest.mark.all),
-    pytest.param("tpu7x:2x2x1", marks=pytest.mark.all),
+@pytest.mark.parametrize("topology, width, columns", [
+    ("v5e:2x2", 1000, 700), pytest.param("v5p:2x2x1", 1024, 768, marks=pytest.mark.all),
+    pytest.param("tpu7x:2x2x1", 1024, 768, marks=pytest.mark.all),
 ])
-def test_a_product_copies_no_matrix(topology, x_dtype, w_dtype):
-    """In a program with 64-bit types too, with sizes that no tile divides."""
-    num_groups, width, columns, rows = 16, 1000, 700, 500
+def test_a_product_copies_no_matrix(topology, width, columns, x_dtype, w_dtype):
+    """In a program with 64-bit types too."""
+    num_groups, rows = 16, 500
     mesh = jax.sharding.Mesh(np.array(tpu.devices(topology)[:1]), ("x",))
     where = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     array = lambda dtype, *shape: jax.ShapeDtypeStruct(shape, dtype, sharding=where)

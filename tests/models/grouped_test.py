@@ -76,6 +76,10 @@ def test_values_of_any_sizes(sizes):
     )
 
 
+@pytest.mark.cases(*(f"{scheme}-{dtype}" for scheme, dtype in [
+    ("none", "float16"), ("none", "bfloat16"), ("w8a16", "float32"), ("w8a8", "bfloat16"),
+    ("fp8_w8a16", "bfloat16"), ("fp8_w8a8", "float16"),
+]))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("scheme", quant.SCHEMES)
 def test_every_kind_of_weight(scheme, dtype):
@@ -177,6 +181,7 @@ def interpreted(monkeypatch):
         yield
 
 
+@pytest.mark.cases("w8a8", "fp8_w8a16")
 @pytest.mark.parametrize("scheme", quant.SCHEMES)
 def test_a_tpu_computes_the_same_product(scheme, interpreted):
     x, w, sizes = normal(0, M, I, dtype="bfloat16"), normal(1, E, I, O), sizes_of(3, 0, 20, 9)
@@ -188,6 +193,7 @@ def test_a_tpu_computes_the_same_product(scheme, interpreted):
         np.testing.assert_allclose(found.astype("float32"), want, rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.cases("none-float16", "w8a8-float32")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("scheme", ["none", "w8a8"])
 def test_a_tpu_computes_the_same_gradients(scheme, dtype, interpreted):
@@ -290,6 +296,7 @@ def in_a_run(f):
     return jax.jit(f, compiler_options=tiles.COMPILER_OPTIONS)
 
 
+@pytest.mark.cases("none-bfloat16", "w8a8-float32")
 @OPTIMIZED
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scheme", ["none", *INTEGER])
