@@ -14,7 +14,8 @@ import numpy as np
 
 CHANCE = 1e-3
 SHIFTS = (-2, -1, 1, 2)
-CLEAR = 0.2  # least distance of agreement to that of unrelated rows, to tell one from the other (ours)
+CLEAR = 0.2  # least distance of an agreement from that of unrelated rows, to tell them apart (ours)
+NEAR = 0.1  # part of the way from unrelated rows to equal ones that still counts as unrelated (ours)
 FEWEST_ROWS = 64  # to say that sampler and learner are unrelated (ours)
 
 Fault = dict[str, str]
@@ -46,8 +47,9 @@ def is_zero(ids: np.ndarray, is_there: np.ndarray) -> np.ndarray:
 def is_arange(ids: np.ndarray, num_experts: int) -> np.ndarray:
     """Whether a row has the ids 0, 1, 2, ... modulo E of padding that is spread over the experts. All
     False where routers may choose them by chance."""
-    free = ids.shape[1] * (ids.shape[2] - 1)
-    if len(ids) * float(max(num_experts, 1)) ** -free > CHANCE:
+    num_layers, num_chosen = ids.shape[1:]
+    ordered = math.perm(num_experts, num_chosen)  # ways to choose, of which E are in this order
+    if not ordered or len(ids) * (num_experts / ordered) ** num_layers > CHANCE:
         return np.zeros(len(ids), bool)
     return ((ids[..., 1:] - ids[..., :-1]) % num_experts == 1).all(axis=(1, 2))
 
@@ -216,8 +218,8 @@ def repeated(sides: list[Any], layout: Any, comparison: Any | None) -> list[Faul
     the run's probabilities. Over N starts some loop has at most the probability p with N p. A run
     counts if that is below CHANCE; or, with the learner's routes, if the learner chose other experts.
 
-    Chance: the run's route has a share f of the other rows, and a share q of the pairs of adjacent
-    rows outside of such runs is equal. The probability of a run of r rows is at most
+    Chance: the run's route has a share f of all rows, and a share q of the pairs of adjacent rows
+    outside of such runs is equal. The probability of a run of r rows is at most
     N max(f, q)^(r-1), and has to be below CHANCE.
     """
     return [fault for side in sides for fault in _repeated(side, layout, comparison)]
@@ -225,7 +227,7 @@ def repeated(sides: list[Any], layout: Any, comparison: Any | None) -> list[Faul
 
 def _repeated(side, layout, comparison):
     n = len(layout.row)
-    ids = np.sort(side.ids, axis=-1).reshape(n, -1)
+    ids = np.sort(side.ids, axis=-1).reshape(n, side.ids.shape[1] * side.ids.shape[2])
     is_pair = np.zeros(n, bool)  # row t is that of row t + 1
     is_pair[:-1] = (ids[1:] == ids[:-1]).all(axis=1) & (layout.sequence[1:] == layout.sequence[:-1])
     is_pair[:-1] &= side.is_route[1:] & side.is_route[:-1]
@@ -243,8 +245,7 @@ def _repeated(side, layout, comparison):
     adjacent = (num_left + 1) / (n - pairs[is_run].sum() + 2)
     found = []
     for start, end in zip(starts[is_run], ends[is_run]):
-        route = (ids == ids[start]).all(axis=1).sum() - (end - start + 1)
-        likely = max(adjacent, (route + 1) / (n + 2))
+        likely = max(adjacent, (ids == ids[start]).all(axis=1).mean())
         if math.log(n / CHANCE) + (end - start) * math.log(likely) < 0:
             found.append((end - start + 1, start))
     if not found:
@@ -318,6 +319,11 @@ def compared(sides: list[Any]) -> tuple[Any, Any] | None:
     return (one, two) if same else None
 
 
+def are_given(sides: list[Any]) -> bool:
+    """Whether both sides have routes."""
+    return len(sides) == 2 and all(side.is_route.any() for side in sides)
+
+
 def _of_layers(side, layers):
     place = [side.layers.index(layer) for layer in layers]
     return dataclasses.replace(side, ids=side.ids[:, place], layers=layers)
@@ -387,11 +393,12 @@ def of_pair(comparison: Comparison, layout: Any) -> tuple[list[Fault], bool]:
     """Returns (faults that the comparison shows, whether the rows are of their own tokens)."""
     if comparison.shift:
         return [_shifted(comparison)], True
-    is_many = comparison.is_compared.sum() >= FEWEST_ROWS and comparison.unrelated < 1 - CLEAR
-    if is_many and comparison.level - comparison.unrelated < CLEAR / 2:
+    unrelated, mean = comparison.unrelated, comparison.shifts[0]
+    is_many = comparison.is_compared.sum() >= FEWEST_ROWS and unrelated < 1 - CLEAR
+    if is_many and mean - unrelated < NEAR * (1 - unrelated):
         return [_fault(
-            "unrelated", f"sampler and learner share {comparison.shifts[0]:.1%} of the chosen experts, and "
-            f"unrelated rows {comparison.unrelated:.1%}",
+            "unrelated", f"sampler and learner share {mean:.1%} of the chosen experts, and unrelated rows "
+            f"{unrelated:.1%}",
             "The rows are of other tokens, layers or weights. Look at the order of the layers, the "
             "order of the batch, and whether replay is bound to the routers in use.",
         )], False
@@ -402,8 +409,11 @@ def of_pair(comparison: Comparison, layout: Any) -> tuple[list[Fault], bool]:
 def dense(sampler: Any, learner: Any) -> list[Fault]:
     """Returns the fault of layers that one side counts and the other does not."""
     counts = [len(s.layers) + len(s.constant) for s in (sampler, learner)]
-    if counts[0] == counts[1] and sampler.constant == learner.constant:
-        return []
+    if counts[0] == counts[1]:
+        alone = [(one, two, layer) for one, two in ((sampler, learner), (learner, sampler))
+                 for layer in one.constant if layer in two.layers]
+        if not any(_is_alone(*x) for x in alone):
+            return []
     text = " and ".join(
         f"{n} layers of the {s.name}" + (f", of which {_list(s.constant)} with one route in every row"
                                          if s.constant else "")
@@ -413,6 +423,16 @@ def dense(sampler: Any, learner: Any) -> list[Fault]:
         "A layer with one route is a dense layer that is counted, or a router that is not captured. "
         "Map routes by the number of the layer, or by that of the router, on both sides.",
     )]
+
+
+def _is_alone(one, two, layer):
+    """Whether a layer has one route in every row of one side alone, beyond chance: each row has the
+    other side's favourite with its share there."""
+    rows = np.sort(two.ids[two.is_route, two.layers.index(layer)], axis=-1)
+    if not len(rows):
+        return False
+    favourite = np.unique(rows, axis=0, return_counts=True)[1].max() / len(rows)
+    return len(one.layers) * favourite ** one.is_route.sum() < CHANCE
 
 
 def _list(numbers):

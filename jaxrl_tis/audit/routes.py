@@ -30,7 +30,7 @@ class Layout:
       is_policy: [M] whether the row predicts a token of the policy.
       logp: [M] the sampler's log-prob of that token, 0 where it sampled none.
       num_tokens: [B] context tokens up to the last of the policy; 0 for a sequence without any.
-      num_stored: [B] context tokens, with the text after it.
+      num_stored: [B] context tokens, with the text after the policy's last.
       prompt: [B] context tokens before the first of the policy.
       first_row: [B] place of a sequence's first row in [M].
       of_token: [N] place in [M] of the row that predicts each token of the dump, -1 without one.
@@ -93,7 +93,8 @@ def lay(dump: Dump) -> Layout:
         boundary[ends_turn[(ends_turn >= 0) & (ends_turn < count)]] = True
         for name, x in zip(parts, (np.full(count, i), row, boundary, policy, logp)):
             parts[name].append(x)
-        for name, x in zip(counts, (count + 1 if valid.size else 0, begin + length, num_rows)):
+        sizes = (count + 1, begin + length) if valid.size else (0, 0)
+        for name, x in zip(counts, (*sizes, num_rows)):
             counts[name].append(x)
         num_rows += count
     arrays = {name: np.concatenate(x) for name, x in parts.items()}
@@ -176,7 +177,7 @@ def compare(sides: list[Side], layout: Layout, num_experts: int | None):
             return pair, [transposed], comparison
         more, is_of_tokens = route_faults.of_pair(comparison, layout)
         faults += route_faults.dense(*sides) + more
-    elif len(sides) == 2:
+    elif route_faults.are_given(sides):
         faults.append(route_faults.other_shape(*sides))
     if is_of_tokens:
         faults += route_faults.repeated(sides, layout, comparison)
