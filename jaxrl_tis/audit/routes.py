@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_tis.audit import packing, route_faults
+from jaxrl_tis.audit import packing, route_faults, route_pairs
 from jaxrl_tis.audit.dump import Dump
 from jaxrl_tis.audit.route_columns import Routes
 from jaxrl_tis.diagnostics import routes
@@ -168,17 +168,17 @@ def measure(dump: Dump, rows: packing.Rows, batch: dict[str, Any], num_experts: 
 def compare(sides: list[Side], layout: Layout, num_experts: int | None):
     """Returns (both sides with the routers that are compared, faults, comparison); the first and the
     last are None where the sides cannot be compared."""
-    pair, comparison, is_of_tokens = route_faults.compared(sides), None, True
+    pair, comparison, is_of_tokens = route_pairs.compared(sides), None, True
     faults = [fault for s in sides for fault in route_faults.of_side(s, layout, num_experts)]
     if pair is not None:
-        comparison = route_faults.compare(*pair, layout)
-        transposed = route_faults.transposed(*pair, layout)
+        comparison = route_pairs.compare(*pair, layout)
+        transposed = route_pairs.transposed(*pair, layout)
         if transposed:
             return pair, [transposed], comparison
-        more, is_of_tokens = route_faults.of_pair(comparison, layout)
-        faults += route_faults.dense(*sides) + more
-    elif route_faults.are_given(sides):
-        faults.append(route_faults.other_shape(*sides))
+        more, is_of_tokens = route_pairs.of_pair(comparison, layout)
+        faults += route_pairs.dense(*sides) + more
+    elif route_pairs.are_given(sides):
+        faults.append(route_pairs.other_shape(*sides))
     if is_of_tokens:
         faults += route_faults.repeated(sides, layout, comparison)
     return pair, faults, comparison
