@@ -85,6 +85,7 @@ COVERED = {
     "audit/page": "audit/measure_test",
     "audit/route_columns": "audit/routes_test",
     "audit/route_faults": "audit/routes_test",
+    "audit/route_pairs": "audit/routes_test",
     "audit/table": "audit/measure_test",
     "audit/verdict": "audit/measure_test",
     "build": "configs_test",

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from jaxrl_tis.audit import table
 from jaxrl_tis.report.page import CSS
-from jaxrl_tis.report.plots import COLORS, STYLE, flip_grid, svg
+from jaxrl_tis.report.plots import COLORS, STYLE, draw_flips, svg
 
 
 def page(report: dict[str, Any]) -> str:
@@ -105,7 +105,7 @@ def _draw_flips(axes: Axes, report) -> None:
     layers, positions = (list(table.flips_by(report, kind)) for kind in ("layer", "position"))
     grid = [[report["metrics"][f"{table.FLIPS}layer_{layer}_position_{position}"]
              for position in positions] for layer in layers]
-    flip_grid(axes, np.array(grid), layers, positions)
+    draw_flips(axes, np.array(grid), layers, positions)
 
 
 def _known(report, kind: str) -> Sequence[dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_tis.audit import packing, route_faults
+from jaxrl_tis.audit import packing, route_faults, route_pairs
 from jaxrl_tis.audit.dump import Dump
 from jaxrl_tis.audit.route_columns import Routes
 from jaxrl_tis.diagnostics import routes
@@ -30,7 +30,7 @@ class Layout:
       is_policy: [M] whether the row predicts a token of the policy.
       logp: [M] the sampler's log-prob of that token, 0 where it sampled none.
       num_tokens: [B] context tokens up to the last of the policy; 0 for a sequence without any.
-      num_stored: [B] context tokens, with the text after it.
+      num_stored: [B] context tokens, with the text after the policy's last.
       prompt: [B] context tokens before the first of the policy.
       first_row: [B] place of a sequence's first row in [M].
       of_token: [N] place in [M] of the row that predicts each token of the dump, -1 without one.
@@ -93,7 +93,8 @@ def lay(dump: Dump) -> Layout:
         boundary[ends_turn[(ends_turn >= 0) & (ends_turn < count)]] = True
         for name, x in zip(parts, (np.full(count, i), row, boundary, policy, logp)):
             parts[name].append(x)
-        for name, x in zip(counts, (count + 1 if valid.size else 0, begin + length, num_rows)):
+        sizes = (count + 1, begin + length) if valid.size else (0, 0)
+        for name, x in zip(counts, (*sizes, num_rows)):
             counts[name].append(x)
         num_rows += count
     arrays = {name: np.concatenate(x) for name, x in parts.items()}
@@ -167,17 +168,17 @@ def measure(dump: Dump, rows: packing.Rows, batch: dict[str, Any], num_experts: 
 def compare(sides: list[Side], layout: Layout, num_experts: int | None):
     """Returns (both sides with the routers that are compared, faults, comparison); the first and the
     last are None where the sides cannot be compared."""
-    pair, comparison, is_of_tokens = route_faults.compared(sides), None, True
+    pair, comparison, is_of_tokens = route_pairs.compared(sides), None, True
     faults = [fault for s in sides for fault in route_faults.of_side(s, layout, num_experts)]
     if pair is not None:
-        comparison = route_faults.compare(*pair, layout)
-        transposed = route_faults.transposed(*pair, layout)
+        comparison = route_pairs.compare(*pair, layout)
+        transposed = route_pairs.transposed(*pair, layout)
         if transposed:
             return pair, [transposed], comparison
-        more, is_of_tokens = route_faults.of_pair(comparison, layout)
-        faults += route_faults.dense(*sides) + more
-    elif len(sides) == 2:
-        faults.append(route_faults.other_shape(*sides))
+        more, is_of_tokens = route_pairs.of_pair(comparison, layout)
+        faults += route_pairs.dense(*sides) + more
+    elif route_pairs.are_given(sides):
+        faults.append(route_pairs.other_shape(*sides))
     if is_of_tokens:
         faults += route_faults.repeated(sides, layout, comparison)
     return pair, faults, comparison

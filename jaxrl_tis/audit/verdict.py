@@ -43,7 +43,7 @@ def verdict(report: dict[str, Any]) -> dict[str, Any]:
     faults = report["routes"]["faults"] if report["routes"] else []
     if not faults:
         return found
-    names = [fault["name"] for fault in faults]
+    names = list(dict.fromkeys(fault["name"] for fault in faults))
     rest = {"parent": None, "mistake": "", "evidence": []}
     return found | {
         "verdict": names + [name for name in found["verdict"] if name != "healthy"],

@@ -495,7 +495,7 @@ def test_the_report_says_it(told):
 
 def test_the_page_has_a_picture_of_the_flips(told):
     text = page.page(told)
-    assert "Tokens sent to other experts" in text and "routes.repeated" in text
+    assert "Flips by layer and position" in text and "routes.repeated" in text
 
 
 def test_one_side_has_no_comparison(batch, tmp_path):
