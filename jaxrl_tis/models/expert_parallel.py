@@ -9,12 +9,14 @@ Shapes: b row, t token, k expert of a token, e expert, d embed, s source, n copy
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl_tis.models import moe, quant
+from jaxrl_tis.models.grouped import grouped_matmul_invariant
 from jaxrl_tis.sharding import Layout
 
 AXES = (
@@ -25,8 +27,11 @@ WIDTH = (1, 1, 2)  # axis of the embedding width
 CHUNK = 2048  # tokens
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def experts(x_btd, ids_btk, gates_btk, weights: tuple, num_experts: int, layout: Layout):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def experts(
+    x_btd, ids_btk, gates_btk, weights: tuple, num_experts: int, layout: Layout,
+    is_invariant: bool = False,
+):
     """Returns `moe.experts` of rows [B,T,D] on a mesh, in x's dtype.
 
     Args:
@@ -39,20 +44,22 @@ def experts(x_btd, ids_btk, gates_btk, weights: tuple, num_experts: int, layout:
 
     def local(x_btd, ids_btk, gates_btk, weights):
         gathered = _gathered(weights, layout, x_btd.dtype)
-        run = lambda rows: _partial_sum(*rows, gathered, num_experts, layout)
+        run = lambda rows: _summed(*rows, gathered, num_experts, layout, is_invariant)
         y_cmd = jax.lax.map(run, _chunks(x_btd, ids_btk, gates_btk))
-        y_btd = _over_tensor(y_cmd.reshape(x_btd.shape), layout)
+        y_btd = y_cmd.reshape(x_btd.shape)
+        if not is_invariant:
+            y_btd = _over_tensor(y_btd, layout)
         return y_btd.astype(x_btd.dtype)
 
     specs = x_spec, x_spec, x_spec, w_specs
     return layout.shard(local, specs, x_spec)(x_btd, ids_btk, gates_btk, weights)
 
 
-def _experts_fwd(x, ids, gates, weights, num_experts, layout):
-    return experts(x, ids, gates, weights, num_experts, layout), (x, ids, gates, weights)
+def _experts_fwd(x, ids, gates, weights, *plan):
+    return experts(x, ids, gates, weights, *plan), (x, ids, gates, weights)
 
 
-def _experts_bwd(num_experts, layout, operands, y_bar):
+def _experts_bwd(num_experts, layout, is_invariant, operands, y_bar):
     x_spec, w_specs = _specs(layout, operands[3])
 
     def local(x, ids, gates, weights, y_bar):
@@ -60,7 +67,9 @@ def _experts_bwd(num_experts, layout, operands, y_bar):
 
         def chunk(sums, rows):
             x_md, ids_mk, gates_mk, y_md = rows
-            run = lambda x, gates, w: _partial_sum(x, ids_mk, gates, w, num_experts, layout)
+            run = lambda x, gates, w: _summed(
+                x, ids_mk, gates, w, num_experts, layout, is_invariant
+            )
             *bars, w_bars = jax.vjp(run, x_md, gates_mk, gathered)[1](y_md.astype(jnp.float32))
             return jax.tree.map(jnp.add, sums, w_bars), bars
 
@@ -131,16 +140,28 @@ def _chunks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     return tuple(x.reshape(count, tokens // count, *x.shape[2:]) for x in arrays)
 
 
-def _partial_sum(x_md, ids_mk, gates_mk, weights, num_experts, layout) -> jax.Array:
-    """Returns the float32 sum [M,D] over this device's part of the experts' width."""
-    axes, product = layout.axes("expert"), moe.multiplied
-    if layout.count(axes) > 1:
-        product = functools.partial(_elsewhere, axis=axes[0], count=layout.count(axes))
-    return moe.experts(x_md, ids_mk, gates_mk, weights, num_experts, product)
+def _summed(
+    x_md, ids_mk, gates_mk, weights, num_experts, layout: Layout, is_invariant: bool
+) -> jax.Array:
+    """Returns `moe.experts` [M,D] of this device's tokens: the sum over its part of the experts'
+    width, or over all of the width with invariant numerics."""
+    multiply, combine = moe.FAST
+    if is_invariant:
+        multiply, combine = moe.INVARIANT
+        tensor = layout.axes("mlp")
+        if (parts := layout.count(tensor)) > 1:
+            down = functools.partial(grouped_matmul_invariant, split=(tensor[0], parts))
+            multiply = functools.partial(multiply, matmul_down=down)
+    axes = layout.axes("expert")
+    if (count := layout.count(axes)) > 1:
+        multiply = functools.partial(_elsewhere, multiply=multiply, axis=axes[0], count=count)
+    return moe.experts(x_md, ids_mk, gates_mk, weights, num_experts, multiply, combine)
 
 
-def _elsewhere(rows_nd, sizes_e, weights, axis: str, count: int) -> jax.Array:
-    """Returns `moe.multiplied` of rows sorted by expert, computed on the devices of the experts."""
+def _elsewhere(
+    rows_nd, sizes_e, weights, multiply: Callable, axis: str, count: int
+) -> jax.Array:
+    """Returns `multiply` of rows sorted by expert, computed on the devices of the experts."""
     counts_se = jax.lax.all_gather(sizes_e, axis)
     here = len(sizes_e) // count
     sizes_sd = jnp.sum(counts_se.reshape(count, count, here), axis=-1)
@@ -154,7 +175,7 @@ def _elsewhere(rows_nd, sizes_e, weights, axis: str, count: int) -> jax.Array:
     order_n = jnp.argsort(expert_n, stable=True)
     back_n = jnp.argsort(order_n)
     sorted_nd = moe.permuted(received_nd, order_n, back_n)
-    out_nd = moe.multiplied(sorted_nd, jnp.sum(mine_se, axis=0), weights)
+    out_nd = multiply(sorted_nd, jnp.sum(mine_se, axis=0), weights)
     out_nd = moe.permuted(out_nd, back_n, order_n)
     return exchanged(out_nd, sizes_sd.T, len(rows_nd), axis)
 

@@ -17,6 +17,7 @@ from jaxrl_tis.kernels.grouped_matmul import (
 from jaxrl_tis.models import invariant, quant
 
 INVARIANT_TILES = 16 * tiles.ROWS, 2 * tiles.ROWS  # a product of fewer rows is padded to two tiles
+Split = tuple[str | None, int]
 
 
 def grouped_matmul(x_mi: jax.Array, w: Any, sizes_e: jax.Array) -> jax.Array:
@@ -32,16 +33,25 @@ def grouped_matmul(x_mi: jax.Array, w: Any, sizes_e: jax.Array) -> jax.Array:
     float32. A QuantArray has none, and x's gradient is that of the dequantized weight.
     """
     _check(x_mi, w, sizes_e)
-    return _grouped(x_mi, w, sizes_e, False)
+    return _grouped(x_mi, w, sizes_e, None)
 
 
-def grouped_matmul_invariant(x_mi: jax.Array, w: Any, sizes_e: jax.Array) -> jax.Array:
+def grouped_matmul_invariant(
+    x_mi: jax.Array, w: Any, sizes_e: jax.Array, split: Split = (None, 1)
+) -> jax.Array:
     """Returns `grouped_matmul` by the products of kernels/tiles.py. Other rows, their number and the
-    sizes change no bit of a row. The gradient is that of `grouped_matmul`. w is not transposed."""
+    sizes change no bit of a row. The gradient is that of `grouped_matmul`. w is not transposed.
+
+    Args:
+      split: the mesh axis that cuts i, and its size; the products of all parts are summed by
+        `tiles.butterfly`. 8-bit weights cannot be cut: their activations have one scale.
+    """
     _check(x_mi, w, sizes_e)
     if isinstance(w, quant.Transposed):
         raise ValueError("An invariant product has no transposed weights.")
-    return _grouped(x_mi, w, sizes_e, True)
+    if split[1] > 1 and isinstance(w, (quant.QuantArray, quant.Master)):
+        raise ValueError("An invariant product of 8 bits is not cut along its inputs.")
+    return _grouped(x_mi, w, sizes_e, split)
 
 
 def _check(x_mi, w, sizes_e):
@@ -70,13 +80,17 @@ def _values(w) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped(x_mi, w, sizes_e, is_invariant: bool):
+def _grouped(x_mi, w, sizes_e, split: Split | None):
     if isinstance(w, quant.Master):
         w = quant.quantize_weight(w.w, w.scheme)
-    if is_invariant:
+    if split is None:
+        return _product(x_mi, w, sizes_e)
+    if split[1] == 1:
         dot = lambda x_ri, w: invariant.dot(x_ri[None], w, None, False)[0]
         return by_tiles(dot, x_mi, w, sizes_e, INVARIANT_TILES)
-    return _product(x_mi, w, sizes_e)
+    part = lambda x_ri, w: tiles.product(x_ri, w.astype(x_ri.dtype))
+    y_mo = by_tiles(part, x_mi, w, sizes_e, INVARIANT_TILES)
+    return tiles.butterfly(y_mo, *split).astype(x_mi.dtype)
 
 
 def _product(x_mi, w, sizes_e):
@@ -106,12 +120,12 @@ def _outer(x_mi, y_mo, sizes_e, dtype):
     return jax.lax.platform_dependent(x_mi, y_mo, sizes_e, tpu=kernel, default=loop)
 
 
-def _grouped_fwd(x_mi, w, sizes_e, is_invariant):
-    return _grouped(x_mi, w, sizes_e, is_invariant), (x_mi, w, sizes_e)
+def _grouped_fwd(x_mi, w, sizes_e, split):
+    return _grouped(x_mi, w, sizes_e, split), (x_mi, w, sizes_e)
 
 
-def _grouped_bwd(is_invariant, operands, y_mo):
-    del is_invariant
+def _grouped_bwd(split, operands, y_mo):
+    del split
     x_mi, w, sizes_e = operands
     values, is_transposed = _values(w), _is_transposed(w)
     inner = w.w if is_transposed else w

@@ -22,6 +22,7 @@ from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout
 
 SCHEMES = ("none", "w8a16", "w8a8")
+HIGHEST = jax.lax.Precision.HIGHEST
 
 
 # Products
@@ -176,6 +177,66 @@ def _rotate_bwd(layout, plain, operands, gradient):
 rotate.defvjp(_rotate_fwd, _rotate_bwd)
 
 
+def by_row(
+    plain: Callable, layout: Layout | None, *arrays: jax.Array, lead: int = 2,
+    tile: Callable | None = None,
+) -> jax.Array:
+    """Returns plain(*arrays), a function of each row of arrays [B,T,...], or [M,...] with lead 1,
+    applied to tiles of rows.
+
+    Args:
+      tile: computes the values of a tile in place of `plain`, which then gives the gradient alone.
+    """
+    axes = lambda x: (*("batch", "length")[:lead], *(None,) * (x.ndim - lead))
+
+    def local(*arrays):
+        rows = [x.reshape(-1, *x.shape[lead:]) for x in arrays]
+        y = tiles.by_rows(tile or plain, *rows)
+        return y.reshape(*arrays[0].shape[:lead], *y.shape[1:])
+
+    @jax.custom_vjp
+    def run(*arrays):
+        return _on(layout, local, tuple(map(axes, arrays)), axes(arrays[-1]))(*arrays)
+
+    def pull(arrays, bar):
+        is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
+        floats = [x for x, is_so in zip(arrays, is_float) if is_so]
+
+        def of_floats(*floats):
+            left = iter(floats)
+            return plain(*(next(left) if is_so else x for x, is_so in zip(arrays, is_float)))
+
+        bars = iter(jax.vjp(of_floats, *floats)[1](bar))
+        return tuple(next(bars) if is_so else None for is_so in is_float)
+
+    run.defvjp(lambda *arrays: (run(*arrays), arrays), pull)
+    return run(*arrays)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def router_logits(x_btd, router_de, layout: Layout | None, plain: Callable) -> jax.Array:
+    """Returns `plain(x, router)`, the logits [B,T,E] of a router, in float32."""
+
+    def local(x_btd, router_de):
+        x_rd = x_btd.reshape(-1, x_btd.shape[-1]).astype(jnp.float32)
+        y_re = tiles.product(x_rd, router_de.astype(jnp.float32), precision=HIGHEST)
+        return y_re.reshape(*x_btd.shape[:2], -1)
+
+    token = ("batch", "length", None)
+    return _on(layout, local, (token, (None, None)), token)(x_btd, router_de)
+
+
+def _router_logits_fwd(x_btd, router_de, layout, plain):
+    return router_logits(x_btd, router_de, layout, plain), (x_btd, router_de)
+
+
+def _router_logits_bwd(layout, plain, operands, gradient):
+    return jax.vjp(plain, *operands)[1](gradient)
+
+
+router_logits.defvjp(_router_logits_fwd, _router_logits_bwd)
+
+
 # Attention
 
 
@@ -308,6 +369,12 @@ def check(config: ModelConfig, mesh_shape: dict, scheme: str) -> None:
         "columns of gate and up": (config.mlp_dim, tiles.COLUMNS), "rows of o": (q, tiles.K_TILE),
         "rows of down": (config.mlp_dim, tiles.K_TILE),
     }
+    if config.moe is not None:
+        if not config.moe.dense_layers:
+            del sizes["columns of gate and up"], sizes["rows of down"]
+        sizes["width of an expert"] = config.moe.expert_dim, tiles.K_TILE
+        if config.moe.shared_dim:
+            sizes["width of the shared experts"] = config.moe.shared_dim, tiles.K_TILE
     problems = [
         f"{name}, {size}, cannot be cut into {parts} parts of whole tiles of {tile}"
         for name, (size, tile) in sizes.items() if parts > 1 and size % (parts * tile)
@@ -316,6 +383,11 @@ def check(config: ModelConfig, mesh_shape: dict, scheme: str) -> None:
         problems.append(f"{parts} tensor shards are no power of two up to {tiles.VOCAB_PARTS}")
     if mesh_shape["context"] > 1:
         problems.append(f"rows are cut into {mesh_shape['context']} context shards; use 1")
+    if config.moe is not None and parts > 1 and scheme != "none":
+        problems.append(
+            f"quantization {scheme!r} scales the inputs of an expert's last product, which {parts} "
+            "tensor shards cut; use none, or one shard"
+        )
     if scheme not in SCHEMES:
         problems.append(f"quantization {scheme!r} sums floats of 8 bits; use {', '.join(SCHEMES)}")
     if problems:

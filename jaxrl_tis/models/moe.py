@@ -8,14 +8,17 @@ scores, so the gradient reaches the router. No token is ever dropped.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.models.grouped import grouped_matmul
+from jaxrl_tis.kernels import tiles
+from jaxrl_tis.models import invariant
 from jaxrl_tis.models.config import MoeConfig
+from jaxrl_tis.models.grouped import grouped_matmul, grouped_matmul_invariant
 
 EPSILON = 1e-20  # of the sum of sigmoid gates, as in the published models
 
@@ -62,6 +65,14 @@ class Routed:
     z: jax.Array | None = None
 
 
+def router_logits(x_btd: jax.Array, router_de: jax.Array) -> jax.Array:
+    """Returns the logits [B,T,E] in float32, at full precision."""
+    return jnp.einsum(
+        "btd,de->bte", x_btd.astype(jnp.float32), router_de.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
+
+
 def scores(logits_me: jax.Array, moe: MoeConfig) -> jax.Array:
     """Returns the scores of the experts, float32: a softmax or sigmoids."""
     if moe.score == "softmax":
@@ -98,10 +109,13 @@ def gates(scores_me: jax.Array, ids_mk: jax.Array, moe: MoeConfig) -> jax.Array:
 
 def route(
     logits_bte: jax.Array, bias_e: jax.Array | None, moe: MoeConfig, replay: Replay | None,
-    asked: Asked, is_token_bt: jax.Array | None,
+    asked: Asked, is_token_bt: jax.Array | None, by_row: Callable = lambda f, *xs: f(*xs),
 ) -> tuple[jax.Array, jax.Array, Routed | None]:
-    """Returns (ids [B,T,k] of the experts in use, their gates [B,T,k], what was asked for)."""
-    scores_bte = scores(logits_bte, moe)
+    """Returns (ids [B,T,k] of the experts in use, their gates [B,T,k], what was asked for).
+
+    `by_row` applies a function of tokens to arrays [B,T,...], see `invariant.by_row`.
+    """
+    scores_bte = by_row(functools.partial(scores, moe=moe), logits_bte)
     own_btk = choose(jax.lax.stop_gradient(scores_bte), bias_e, moe)
     ids_btk, routed = own_btk, None
     if replay is not None:
@@ -113,7 +127,7 @@ def route(
             routed = statistics(logits_bte, scores_bte, own_btk, is_token_bt)
         if asked.routes:
             routed = dataclasses.replace(routed, ids=own_btk)
-    return ids_btk, gates(scores_bte, ids_btk, moe), routed
+    return ids_btk, by_row(functools.partial(gates, moe=moe), scores_bte, ids_btk), routed
 
 
 def statistics(
@@ -135,13 +149,14 @@ def statistics(
 
 def experts(
     x_md: jax.Array, ids_mk: jax.Array, gates_mk: jax.Array, weights: tuple, num_experts: int,
-    product: Callable | None = None,
+    multiply: Callable, combine: Callable,
 ) -> jax.Array:
     """Returns the sum [M,D] of each token's experts, weighted by its gates, in float32.
 
     Args:
       weights: gate and up [E,D,F], and down [E,F,D], each any kind of weight.
-      product: `multiplied`, or one with the same arguments.
+      multiply: `multiplied`, or a function of the same arguments.
+      combine: `combined` or `combined_by_row`.
     """
     m, k = ids_mk.shape
     expert_n = ids_mk.reshape(-1)
@@ -149,17 +164,35 @@ def experts(
     place_n = jnp.argsort(order_n)
     sizes_e = jnp.zeros(num_experts, jnp.int32).at[expert_n].add(1)
     rows_nd = permuted(jnp.repeat(x_md, k, axis=0), order_n, place_n)
-    out_nd = (product or multiplied)(rows_nd, sizes_e, weights)
+    out_nd = multiply(rows_nd, sizes_e, weights)
     out_mkd = permuted(out_nd, place_n, order_n).reshape(m, k, -1)
+    return combine(out_mkd, gates_mk)
+
+
+def multiplied(
+    rows_nd: jax.Array, sizes_e: jax.Array, weights: tuple, matmul: Callable = grouped_matmul,
+    matmul_down: Callable | None = None,
+) -> jax.Array:
+    """Returns the MLP [N,D] of each row with the weights of its expert; rows are sorted by expert,
+    and sizes_e counts them. The products are `matmul`, and `matmul_down` for the last one."""
+    gate, up, down = weights
+    gated_nf = jax.nn.silu(matmul(rows_nd, gate, sizes_e)) * matmul(rows_nd, up, sizes_e)
+    return (matmul_down or matmul)(gated_nf, down, sizes_e)
+
+
+def combined(out_mkd: jax.Array, gates_mk: jax.Array) -> jax.Array:
+    """Returns the weighted sum [M,D] of the experts' outputs, in float32."""
     return jnp.sum(out_mkd * gates_mk[..., None], axis=-2, dtype=jnp.float32)
 
 
-def multiplied(rows_nd: jax.Array, sizes_e: jax.Array, weights: tuple) -> jax.Array:
-    """Returns the MLP [N,D] of each row with the weights of its expert; rows are sorted by expert,
-    and sizes_e counts them."""
-    gate, up, down = weights
-    gated_nf = jax.nn.silu(grouped_matmul(rows_nd, gate, sizes_e))
-    return grouped_matmul(gated_nf * grouped_matmul(rows_nd, up, sizes_e), down, sizes_e)
+def combined_by_row(out_mkd: jax.Array, gates_mk: jax.Array) -> jax.Array:
+    """Returns `combined` with a fixed order of its sums, for `numerics="invariant"`."""
+
+    def in_order(out_rkd, gates_rk):
+        terms = [tiles.apart(out_rkd[:, j] * gates_rk[:, j, None]) for j in range(gates_rk.shape[1])]
+        return functools.reduce(jnp.add, terms)
+
+    return invariant.by_row(combined, None, out_mkd, gates_mk, lead=1, tile=in_order)
 
 
 @jax.custom_vjp
@@ -178,3 +211,8 @@ def _permuted_bwd(place_n, gradient):
 
 
 permuted.defvjp(_permuted_fwd, _permuted_bwd)
+
+
+# (multiply, combine) of `experts` on one device.
+FAST = multiplied, combined
+INVARIANT = functools.partial(multiplied, matmul=grouped_matmul_invariant), combined_by_row

@@ -131,19 +131,25 @@ class Program:
 
     def router_logits(self, x_btd: jax.Array, router_de: jax.Array) -> jax.Array:
         """Returns the logits [B,T,E] of a router, always in float32."""
-        return jnp.einsum(
-            "btd,de->bte", x_btd.astype(jnp.float32), router_de.astype(jnp.float32),
-            precision=jax.lax.Precision.HIGHEST,
-        )
+        if self.is_invariant:
+            return invariant.router_logits(x_btd, router_de, self.layout, moe.router_logits)
+        return moe.router_logits(x_btd, router_de)
+
+    def by_row(self, f: Callable, *arrays: jax.Array) -> jax.Array:
+        """Returns f of arrays [B,T,...], a function of each token."""
+        return invariant.by_row(f, self.layout, *arrays) if self.is_invariant else f(*arrays)
 
     def experts(self, x_btd, ids_btk, gates_btk, weights: tuple, num_experts: int) -> jax.Array:
         """Returns the weighted sum [B,T,D] of each token's experts, see `moe.experts`."""
         if self.layout is not None and self.layout.mesh.size > 1:
             return expert_parallel.experts(
-                x_btd, ids_btk, gates_btk, weights, num_experts, self.layout
+                x_btd, ids_btk, gates_btk, weights, num_experts, self.layout, self.is_invariant
             )
         flat = lambda x: x.reshape(-1, x.shape[-1])
-        y_md = moe.experts(*map(flat, (x_btd, ids_btk, gates_btk)), weights, num_experts)
+        arithmetic = moe.INVARIANT if self.is_invariant else moe.FAST
+        y_md = moe.experts(
+            *map(flat, (x_btd, ids_btk, gates_btk)), weights, num_experts, *arithmetic
+        )
         return y_md.reshape(x_btd.shape).astype(x_btd.dtype)
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
@@ -254,7 +260,7 @@ class MoeBlock(Block):
         logits_bte = program.router_logits(h_btd, self.router[...])
         bias_e = self.router_bias[...] if config.moe.has_bias else None
         ids_btk, gates_btk, routed = moe.route(
-            logits_bte, bias_e, config.moe, replay, asked, is_token_bt
+            logits_bte, bias_e, config.moe, replay, asked, is_token_bt, program.by_row
         )
         weights = tuple(
             w.get_value() for w in (self.expert_gate, self.expert_up, self.expert_down)
