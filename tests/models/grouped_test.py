@@ -305,7 +305,7 @@ def in_a_run(f):
     return jax.jit(f, compiler_options=tiles.COMPILER_OPTIONS)
 
 
-@pytest.mark.cases("none-bfloat16", "w8a8-float32")
+@pytest.mark.cases("none-float32", "w8a8-bfloat16")
 @OPTIMIZED
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scheme", ["none", *INTEGER])
