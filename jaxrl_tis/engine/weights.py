@@ -15,6 +15,8 @@ from jaxrl_tis.runtime import fingerprint
 from jaxrl_tis.sharding import Layout
 
 
+# Weights of one matrix: those of experts gain nothing.
+TRANSPOSED = tuple(name for name in quant.QUANTIZED if not name.startswith("expert_"))
 FLOAT32 = ("router", "router_bias")  # in every engine
 
 
@@ -102,9 +104,8 @@ class Weights:
 
         def place(path, axes):
             name, is_layer = path[-1].key, path[0].key in STACKS
-            is_transposed = is_layer and name in quant.QUANTIZED and self._is_transposed
-            swapped = (*axes[:-2], axes[-1], axes[-2]) if is_transposed else axes
-            sharding = layout.sharding(swapped)
+            is_transposed = is_layer and name in TRANSPOSED and self._is_transposed
+            sharding = layout.sharding(axes[::-1] if is_transposed else axes)
             if is_layer and self._recipe.covers(name):
                 sharding = quant.QuantArray(sharding, scale(axes), scheme=self._recipe.scheme)
             return quant.Transposed(sharding) if is_transposed else sharding
@@ -174,8 +175,7 @@ class Weights:
 
     @staticmethod
     def _transposed(layer):
-        is_projection = lambda name: name in quant.QUANTIZED
-        return {n: quant.transposed(w) if is_projection(n) else w for n, w in layer.items()}
+        return {n: quant.transposed(w) if n in TRANSPOSED else w for n, w in layer.items()}
 
 
 def _homes(params: transformer.Params) -> tuple[NamedSharding, ...]:

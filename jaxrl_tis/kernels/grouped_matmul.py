@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_tis.kernels import narrow
 
-SMALLEST_TILE, LARGEST_TILE = (8, 64), 512  # rows of `tile_sizes`; bounds of the smallest
+SMALLEST_TILE, LARGEST_TILE = (8, 64), 512  # rows of a tile on CPU; the smallest has two bounds
 TPU_SMALLEST_TILE, TPU_LARGEST_TILE = 32, 512  # int8 has 32 rows in a register
 BLOCK_BYTES = 4 * 2**20  # of a matrix in VMEM, at most
 OUTER_BLOCK = 512  # rows and columns of a block of `outer_kernel`
@@ -37,6 +37,11 @@ def group_of_rows(sizes_e: jax.Array, num_rows: int) -> jax.Array:
 def _number_below(ends_e: jax.Array, at_n: jax.Array) -> jax.Array:
     """Returns the number of groups [n] that end at or before each position."""
     return jnp.sum(ends_e[None] <= at_n[:, None], axis=1, dtype=jnp.int32)
+
+
+def _power_of_two(n: int) -> int:
+    """Returns the largest power of two up to n, at least 1."""
+    return 1 << (max(n, 1).bit_length() - 1)
 
 
 # Loops over tiles of rows
@@ -68,11 +73,12 @@ class _Tile(NamedTuple):
 
 
 def tile_sizes(num_rows: int, num_groups: int) -> tuple[int, ...]:
-    """Returns falling powers of two, from a group of average size on, within bounds."""
-    part = lambda n, low, high: min(max(1 << (max(n, 1).bit_length() - 1), low), high)
-    mean = num_rows // num_groups
-    smallest = part(mean // 8, *SMALLEST_TILE)
-    sizes = [part(mean, smallest, LARGEST_TILE)]
+    """Returns numbers of rows for the tiles of one product, falling powers of two.
+
+    The largest is about the average size of a group, the smallest about an eighth of it."""
+    mean, (low, high) = num_rows // num_groups, SMALLEST_TILE
+    smallest = min(max(_power_of_two(mean // 8), low), high)
+    sizes = [min(max(_power_of_two(mean), smallest), LARGEST_TILE)]
     while sizes[-1] > smallest:
         sizes.append(sizes[-1] // 2)
     return tuple(sizes)
@@ -83,8 +89,8 @@ def _each_tile(
 ):
     """Returns the last of y = step(tile, enter(group), y) over the tiles of all groups in order.
 
-    A group has few products, because each of them costs a rearranged matrix: as many tiles of the
-    largest size as fit, then of the next one.
+    A group is cut into tiles of the largest size as long as they fit, then of the next size. XLA on
+    CPU rearranges the matrix for every tile, and large tiles need fewer products.
     """
     end_e = jnp.cumsum(sizes_e)
 
@@ -92,8 +98,9 @@ def _each_tile(
         entered, end = enter(group), end_e[group]
         begin = end - sizes_e[group]
         for size in tiles:
-            is_last = size == tiles[-1]
-            count = (end - begin + (size - 1 if is_last else size // 8)) // size
+            # A tile is also used if it is full but for an eighth. The last size takes all the rest.
+            missing = size - 1 if size == tiles[-1] else size // 8
+            count = (end - begin + missing) // size
 
             def body(t, y, begin=begin, size=size):
                 return step(_Tile.at(group, begin + t * size, end, size, num_rows), entered, y)
@@ -106,7 +113,8 @@ def _each_tile(
 
 
 def _each_tile_of_any_sizes(enter, step, sizes_e, num_rows, tiles, initial):
-    """Returns `_each_tile` by a loop of a length for any sizes, in tiles of one size."""
+    """Returns `_each_tile` by a loop whose length does not depend on the sizes of the groups. All
+    tiles have one size, and some tiles at the end own no row."""
     num_groups, size = sizes_e.shape[0], tiles[len(tiles) // 2]
     end_e = jnp.cumsum(sizes_e)
     count_e = (sizes_e + size - 1) // size
@@ -123,8 +131,8 @@ def _each_tile_of_any_sizes(enter, step, sizes_e, num_rows, tiles, initial):
 
 
 def _batched(run: Callable, *arrays: Any) -> jax.Array:
-    """Returns run(loop, *arrays). A batch of loops that differ in length would copy all results in
-    every step: under `vmap` the loop has one length."""
+    """Returns run(loop, *arrays). Under `vmap` all loops have the same length: `vmap` of loops of
+    different lengths copies the whole result in every step."""
     call = jax.custom_batching.custom_vmap(functools.partial(run, _each_tile))
 
     @call.def_vmap
@@ -138,8 +146,8 @@ def _batched(run: Callable, *arrays: Any) -> jax.Array:
 
 
 def _bits(x: jax.Array) -> jax.Array:
-    """Returns x as unsigned integers if it has fewer than 32 bits: XLA on CPU would convert all of
-    such an array to float32 before it takes a part."""
+    """Returns x as unsigned integers if it has fewer than 32 bits. XLA on CPU would convert a whole
+    array of such floats to float32 before it takes a slice."""
     if x.dtype.itemsize >= 4:
         return x
     return jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
@@ -209,7 +217,8 @@ def outer_by_tiles(
 class _Visits(NamedTuple):
     """Pairs of a group and a tile of rows, int32 [V] each, in the order of a kernel's grid.
 
-    Visits in excess repeat the last tile, and have an empty range of rows.
+    The number of visits is the same for all sizes. Visits in excess have an empty range of rows and
+    stay at the last group and tile, so that nothing is fetched.
 
     Attributes:
       group: the group, whose matrix is read.
@@ -225,10 +234,9 @@ class _Visits(NamedTuple):
 
 
 def _visits(sizes_e: jax.Array, num_rows: int, tile: int, visits_empty: bool) -> _Visits:
-    """Returns the visits of a product of rows, or with `visits_empty` of a product over rows.
+    """Returns visits of all tiles, also of tiles after the last group.
 
-    The former visit every tile, also those after the last group. The latter visit every group.
-    """
+    With `visits_empty` it returns visits of all groups, also of empty groups."""
     num_groups, num_tiles = sizes_e.shape[0], pl.cdiv(num_rows, tile)
     end_e = jnp.cumsum(sizes_e)
     last_read = num_groups - 1
@@ -261,9 +269,8 @@ def _is_own(v: _Visits, visit, tile: int) -> jax.Array:
 
 
 def _rows(num_rows: int, num_groups: int, row_bytes: int) -> int:
-    """Returns the number of rows of a tile, a power of two: about a group of average size."""
-    mean = max(num_rows // num_groups, 1)
-    rows = min(1 << (mean.bit_length() - 1), TPU_LARGEST_TILE)
+    """Returns the number of rows of a tile, a power of two: about the average size of a group."""
+    rows = min(_power_of_two(num_rows // num_groups), TPU_LARGEST_TILE)
     while rows * row_bytes > BLOCK_BYTES:
         rows //= 2
     return max(rows, TPU_SMALLEST_TILE)
@@ -275,6 +282,7 @@ def _without_float16(x: jax.Array) -> jax.Array:
 
 
 def _call(kernel, visits: _Visits, grid, in_specs, out_specs, out_shape, arrays, flops, scratch=()):
+    """Calls a kernel whose last axis of the grid has the visits."""
     bytes_accessed = sum(x.size * x.dtype.itemsize for x in (*arrays, out_shape))
     return narrow.pallas_call(
         kernel,

@@ -1,7 +1,7 @@
 """Products of sorted rows with the weight of their expert, for every kind of weight.
 
-`grouped_matmul` is `quant.dot` for a stack of weights. `grouped_matmul_invariant` has the numerics
-of models/invariant.py: a row's result depends on the row and on its expert's weight, bit by bit.
+`grouped_matmul` is `quant.dot` for the weights of all experts. `grouped_matmul_invariant` has the
+numerics of models/invariant.py. In a program over several devices, call both inside a shard_map.
 """
 
 import functools
@@ -25,12 +25,12 @@ def grouped_matmul(x_mi: jax.Array, w: Any, sizes_e: jax.Array) -> jax.Array:
 
     Args:
       x_mi: [M,i] rows sorted by expert.
-      w: weight of `quant.dot` with a leading axis E, such as float [E,i,o].
+      w: any weight of `quant.dot` with a leading axis E, for example float [E,i,o].
       sizes_e: [E] int32 number of consecutive rows of each expert. Rows after the last expert have
         the result 0.
 
-    Gradient: of x and of w (float weights and masters) as of the float product, with sums in
-    float32. A QuantArray has none, and x's gradient is that of the dequantized weight.
+    Gradient: that of the float product, for x and for float weights and masters. Sums are float32.
+    A QuantArray gets no gradient, and x gets that of the product with the dequantized weight.
     """
     _check(x_mi, w, sizes_e)
     return _grouped(x_mi, w, sizes_e, None)
@@ -95,9 +95,7 @@ def _grouped(x_mi, w, sizes_e, split: Split | None):
 
 def _product(x_mi, w, sizes_e):
     """Returns the product by the TPU kernel or by tiles of `quant.dot`. w is no master."""
-    loop = functools.partial(
-        by_tiles, quant.dot, tiles=tile_sizes(len(x_mi), len(sizes_e))
-    )
+    loop = functools.partial(by_tiles, quant.dot, tiles=tile_sizes(len(x_mi), len(sizes_e)))
     return jax.lax.platform_dependent(x_mi, w, sizes_e, tpu=_on_tpu, default=loop)
 
 
