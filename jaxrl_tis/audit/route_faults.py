@@ -250,7 +250,7 @@ def _repeated(side, layout, comparison):
     place = f"sequence {layout.sequence[start]} from row {layout.row[start]:,}"
     return [fault(
         "repeated", f"the {side.name} repeats one route over up to {longest:,} consecutive tokens "
-        f"({len(found):,} such runs; the longest is in {place})",
+        f"(such runs: {len(found):,}; the longest is in {place})",
         "Look for stale rows past the valid count after a chunk boundary, for a prompt that was "
         "tokenised again, and for a copied last row.",
     )]

@@ -16,6 +16,7 @@ from jaxrl_tis.audit.route_faults import CHANCE, Fault, fault, share
 SHIFTS = (-2, -1, 1, 2)
 CLEAR = 0.2  # least distance of an agreement from that of unrelated rows, to tell them apart (ours)
 NEAR = 0.1  # part of the way from unrelated rows to equal ones that still counts as unrelated (ours)
+FAVOURITES = 0.5  # agreement of unrelated rows above which routers hardly tell tokens apart (ours)
 FEWEST_ROWS = 64  # to say that sampler and learner are unrelated (ours)
 
 
@@ -69,9 +70,10 @@ def compared(sides: list[Any]) -> tuple[Any, Any] | None:
     return (one, two) if same else None
 
 
-def are_given(sides: list[Any]) -> bool:
-    """Whether both sides have routes."""
-    return len(sides) == 2 and all(side.is_route.any() for side in sides)
+def are_unlike(sides: list[Any]) -> bool:
+    """Whether both sides have routes, of another number of layers or chosen experts."""
+    shapes = {(len(s.layers) + len(s.constant), s.ids.shape[2]) for s in sides if s.is_route.any()}
+    return len(shapes) == 2
 
 
 def _of_layers(side, layers):
@@ -144,7 +146,7 @@ def of_pair(comparison: Comparison, layout: Any) -> tuple[list[Fault], bool]:
     if comparison.shift:
         return [_shifted(comparison)], True
     unrelated, mean = comparison.unrelated, comparison.shifts[0]
-    is_many = comparison.is_compared.sum() >= FEWEST_ROWS and unrelated < 1 - CLEAR
+    is_many = comparison.is_compared.sum() >= FEWEST_ROWS and unrelated < FAVOURITES
     if is_many and mean - unrelated < NEAR * (1 - unrelated):
         return [fault(
             "unrelated", f"sampler and learner share {mean:.1%} of the chosen experts, and unrelated rows "

@@ -177,7 +177,7 @@ def compare(sides: list[Side], layout: Layout, num_experts: int | None):
             return pair, [transposed], comparison
         more, is_of_tokens = route_pairs.of_pair(comparison, layout)
         faults += route_pairs.dense(*sides) + more
-    elif route_pairs.are_given(sides):
+    elif route_pairs.are_unlike(sides):
         faults.append(route_pairs.other_shape(*sides))
     if is_of_tokens:
         faults += route_faults.repeated(sides, layout, comparison)
