@@ -27,7 +27,8 @@ class Comparison:
     Attributes:
       shared: [M,L] number of experts that both chose.
       is_compared: [M] rows with a route on both sides.
-      agreement: [M] share of the chosen experts that both chose, at the best shift of all rows.
+      agreement: [M] share of the chosen experts that both chose, at the best shift of all rows; the
+        usual one where a side has no route.
       shifts: shift of the sampler's rows -> mean agreement.
       shift: the best, 0 unless another is better beyond chance.
       half: halfway between the usual agreement and that of unrelated rows.
@@ -107,7 +108,7 @@ def compare(sampler: Any, learner: Any, layout: Any) -> Comparison:
     level = float(np.median(agreement[known])) if known.any() else 0.0
     unrelated = _unrelated(sampler, learner)
     return Comparison(
-        shared=experts, is_compared=is_compared, agreement=agreement, shifts=shifts, shift=shift,
+        shared=experts, is_compared=is_compared, agreement=np.where(known, agreement, level), shifts=shifts, shift=shift,
         half=(level + unrelated) / 2, is_clear=level - unrelated > CLEAR, level=level,
         unrelated=unrelated, by_shift=agree,
     )

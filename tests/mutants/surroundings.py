@@ -392,7 +392,7 @@ MUTANTS = [
         ("the learner's experts do not count",
          "is_run |= total[ends + 1] - total[starts + 1] < 0", "pass"),
         ("routers that repeat themselves are stale",
-         "likely = max(adjacent, (ids == ids[start]).all(axis=1).mean())", "likely = 1 / n"),
+         "likely = max(adjacent, counts[place[start]] / n)", "likely = 1 / n"),
         tests="audit/routes_test.py",
     ),
     *of(
