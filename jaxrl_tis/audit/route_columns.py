@@ -18,7 +18,7 @@ DTYPES = ("uint8", "uint16", "int8", "int16", "int32", "int64")
 
 
 class Routes(NamedTuple):
-    """The routes of a sequence: ids [rows,L,k] int32; row i is of input token `start` + i."""
+    """The routes of a sequence: ids [rows,L,k], int16 or int32; row i is of input token `start` + i."""
 
     ids: np.ndarray
     start: int
@@ -35,7 +35,7 @@ def decode(value: Any, start: int, shape: tuple[int, int] | None) -> Routes:
     Raises ValueError, which says what is wrong with it.
     """
     if value is None:
-        return Routes(np.zeros((0, 0, 0), np.int32), start)
+        return Routes(np.zeros((0, 0, 0), np.int16), start)
     if isinstance(value, str):
         return Routes(_of_bytes(value, "int32", (-1, *_given(shape))), start)
     if isinstance(value, dict):
@@ -45,10 +45,17 @@ def decode(value: Any, start: int, shape: tuple[int, int] | None) -> Routes:
     except ValueError:  # lists of several lengths
         raise ValueError("not rows of [L,k] expert ids, L and k the same in all rows") from None
     if ids.size == 0 and ids.ndim < 3:
-        return Routes(np.zeros((0, 0, 0), np.int32), start)
+        return Routes(np.zeros((0, 0, 0), np.int16), start)
     if ids.dtype.kind not in "iu" or ids.ndim != 3:
         raise ValueError("not rows of [L,k] expert ids, L and k the same in all rows")
-    return Routes(ids.astype(np.int32), start)
+    return Routes(_small(ids), start)
+
+
+def _small(ids):
+    """Returns ids in int16 where they fit, else in int32."""
+    limits = np.iinfo(np.int16)
+    is_small = not ids.size or (ids.min() >= limits.min and ids.max() <= limits.max)
+    return ids.astype(np.int16 if is_small else np.int32)
 
 
 def _given(shape):
@@ -82,4 +89,4 @@ def _of_bytes(data, dtype, shape):
     if not row or len(raw) % row or shape[0] not in (-1, len(raw) // row):
         raise ValueError(f"{len(raw)} bytes are not rows of {list(shape[1:])} ids of {dtype}, "
                          f"{'any number' if shape[0] < 0 else shape[0]} of them")
-    return np.frombuffer(raw, np.dtype(dtype).newbyteorder("<")).reshape(shape).astype(np.int32)
+    return _small(np.frombuffer(raw, np.dtype(dtype).newbyteorder("<")).reshape(shape))

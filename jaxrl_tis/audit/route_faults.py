@@ -239,21 +239,30 @@ def _repeated(side, layout, comparison):
     pairs = ends - starts
     num_left = is_pair.sum() - pairs[is_run].sum()
     adjacent = (num_left + 1) / (n - pairs[is_run].sum() + 2)
+    _, place, counts = np.unique(_digests(ids), return_inverse=True, return_counts=True)
     found = []
     for start, end in zip(starts[is_run], ends[is_run]):
-        likely = max(adjacent, (ids == ids[start]).all(axis=1).mean())
+        likely = max(adjacent, counts[place[start]] / n)
         if math.log(n / CHANCE) + (end - start) * math.log(likely) < 0:
             found.append((end - start + 1, start))
     if not found:
         return []
     longest, start = max(found)
-    place = f"sequence {layout.sequence[start]} from row {layout.row[start]:,}"
+    where = f"sequence {layout.sequence[start]} from row {layout.row[start]:,}"
     return [fault(
         "repeated", f"the {side.name} repeats one route over up to {longest:,} consecutive tokens "
-        f"({len(found):,} such runs; the longest is in {place})",
+        f"(such runs: {len(found):,}; the longest is in {where})",
         "Look for stale rows past the valid count after a chunk boundary, for a prompt that was "
         "tokenised again, and for a copied last row.",
     )]
+
+
+def _digests(ids):
+    """Returns a number for each row [M,N], equal for equal rows alone (but for chances of 2^-64)."""
+    digest = np.zeros(len(ids), np.int64)
+    for column in ids.T:
+        digest = digest * 1_000_003 + column
+    return digest
 
 
 def _runs(is_true):

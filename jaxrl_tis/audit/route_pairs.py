@@ -16,6 +16,7 @@ from jaxrl_tis.audit.route_faults import CHANCE, Fault, fault, share
 SHIFTS = (-2, -1, 1, 2)
 CLEAR = 0.2  # least distance of an agreement from that of unrelated rows, to tell them apart (ours)
 NEAR = 0.1  # part of the way from unrelated rows to equal ones that still counts as unrelated (ours)
+FAVOURITES = 0.5  # agreement of unrelated rows above which routers hardly tell tokens apart (ours)
 FEWEST_ROWS = 64  # to say that sampler and learner are unrelated (ours)
 
 
@@ -26,7 +27,8 @@ class Comparison:
     Attributes:
       shared: [M,L] number of experts that both chose.
       is_compared: [M] rows with a route on both sides.
-      agreement: [M] share of the chosen experts that both chose, at the best shift of all rows.
+      agreement: [M] share of the chosen experts that both chose, at the best shift of all rows; the
+        usual one where a side has no route.
       shifts: shift of the sampler's rows -> mean agreement.
       shift: the best, 0 unless another is better beyond chance.
       half: halfway between the usual agreement and that of unrelated rows.
@@ -69,9 +71,10 @@ def compared(sides: list[Any]) -> tuple[Any, Any] | None:
     return (one, two) if same else None
 
 
-def are_given(sides: list[Any]) -> bool:
-    """Whether both sides have routes."""
-    return len(sides) == 2 and all(side.is_route.any() for side in sides)
+def are_unlike(sides: list[Any]) -> bool:
+    """Whether both sides have routes, of another number of layers or chosen experts."""
+    shapes = {(len(s.layers) + len(s.constant), s.ids.shape[2]) for s in sides if s.is_route.any()}
+    return len(shapes) == 2
 
 
 def _of_layers(side, layers):
@@ -105,7 +108,7 @@ def compare(sampler: Any, learner: Any, layout: Any) -> Comparison:
     level = float(np.median(agreement[known])) if known.any() else 0.0
     unrelated = _unrelated(sampler, learner)
     return Comparison(
-        shared=experts, is_compared=is_compared, agreement=agreement, shifts=shifts, shift=shift,
+        shared=experts, is_compared=is_compared, agreement=np.where(known, agreement, level), shifts=shifts, shift=shift,
         half=(level + unrelated) / 2, is_clear=level - unrelated > CLEAR, level=level,
         unrelated=unrelated, by_shift=agree,
     )
@@ -144,7 +147,7 @@ def of_pair(comparison: Comparison, layout: Any) -> tuple[list[Fault], bool]:
     if comparison.shift:
         return [_shifted(comparison)], True
     unrelated, mean = comparison.unrelated, comparison.shifts[0]
-    is_many = comparison.is_compared.sum() >= FEWEST_ROWS and unrelated < 1 - CLEAR
+    is_many = comparison.is_compared.sum() >= FEWEST_ROWS and unrelated < FAVOURITES
     if is_many and mean - unrelated < NEAR * (1 - unrelated):
         return [fault(
             "unrelated", f"sampler and learner share {mean:.1%} of the chosen experts, and unrelated rows "

@@ -54,7 +54,7 @@ class Side:
 
     Attributes:
       name: "sampler" or "learner".
-      ids: [M,L,k] int32 of its L routers, -1 where there is no row.
+      ids: [M,L,k] int of its L routers, -1 where there is no row.
       is_recorded: [M] whether the record has the row, if only as -1.
       is_route: [M] whether the row is a route: neither missing nor padding.
       records: the routes of each sequence as in the dump.
@@ -115,7 +115,7 @@ def _ends_turn(tokens):
 def side(name: str, records: list[Routes], layout: Layout) -> Side:
     """Lays out the routes of one side."""
     shape = next((r.ids.shape[1:] for r in records if len(r.ids)), (0, 0))
-    ids = np.full((len(layout.row), *shape), -1, np.int32)
+    ids = np.full((len(layout.row), *shape), -1, np.result_type(*{r.ids.dtype for r in records}))
     is_recorded = np.zeros(len(ids), bool)
     for record, first, count in zip(records, layout.first_row, layout.num_tokens - 1):
         if len(record.ids):
@@ -141,7 +141,9 @@ def _routers(ids, is_there):
     return np.flatnonzero(~is_constant).tolist(), np.flatnonzero(is_constant).tolist()
 
 
-def measure(dump: Dump, rows: packing.Rows, batch: dict[str, Any], num_experts: int | None):
+def measure(
+    dump: Dump, rows: packing.Rows, batch: dict[str, Any], num_experts: int | None
+) -> tuple[dict[str, float], dict[str, Any]]:
     """Returns (metrics of routes under the names of docs/metrics.md, what `table` writes of them).
 
     Args:
@@ -165,7 +167,9 @@ def measure(dump: Dump, rows: packing.Rows, batch: dict[str, Any], num_experts: 
     return _metrics(dump, rows, batch, layout, pair, found["num_experts"], comparison), found
 
 
-def compare(sides: list[Side], layout: Layout, num_experts: int | None):
+def compare(
+    sides: list[Side], layout: Layout, num_experts: int | None
+) -> tuple[tuple[Side, Side] | None, list[route_faults.Fault], route_pairs.Comparison | None]:
     """Returns (both sides with the routers that are compared, faults, comparison); the first and the
     last are None where the sides cannot be compared."""
     pair, comparison, is_of_tokens = route_pairs.compared(sides), None, True
@@ -177,7 +181,7 @@ def compare(sides: list[Side], layout: Layout, num_experts: int | None):
             return pair, [transposed], comparison
         more, is_of_tokens = route_pairs.of_pair(comparison, layout)
         faults += route_pairs.dense(*sides) + more
-    elif route_pairs.are_given(sides):
+    elif route_pairs.are_unlike(sides):
         faults.append(route_pairs.other_shape(*sides))
     if is_of_tokens:
         faults += route_faults.repeated(sides, layout, comparison)

@@ -150,18 +150,18 @@ def _routes(report) -> Iterator[str]:
         for part in ("flipped", "unflipped"):
             gap, k3, dropped = (values[f"{FLIPS}{part}/{name}"] for name in (
                 "log_ratio_abs_mean", "k3_kl", "icepop_dropped"))
-            yield (f"  {'gap, ' + part:<26}{gap:>9.4g} nats  mean |log ratio|; KL k3 {k3:.3g}, IcePop drops "
-                   f"{dropped:.2%}")
+            yield (f"  {'gap, ' + part:<26}{gap:>9.4g} nats  mean |log ratio| of such tokens; KL k3 {k3:.3g} nats, "
+                   f"IcePop drops {dropped:.2%}")
         for kind in ("layer", "position"):
             rates = flips_by(report, kind)
             cells = "  ".join(f"{label}: {rate:.2%}" for label, rate in rates.items())
             yield from _wrapped(f"flips by {kind}  {cells}")
-        cells = "  ".join(f"{d:+d}: {share:.1%}" for d, share in sorted(found["shifts"].items()))
-        yield from _wrapped(f"shared experts by shift of the sampler's rows  {cells}")
+        cells = "  ".join(f"{d}: {share:.1%}" for d, share in sorted(found["shifts"].items()))
+        yield from _wrapped(f"same experts by shift of the sampler's rows  {cells}")
     else:
         yield "  Nothing is compared: flips need routes_behav and routes_old with the same routers."
     count = len(found["faults"])
-    yield f"  {count} faults of the records, see the verdict" if count else "  no fault of the records"
+    yield f"  faults of the records: {f'{count}, see the verdict' if count else 'none'}"
     yield ""
 
 
@@ -171,7 +171,8 @@ def flips_by(report: dict[str, Any], kind: str) -> dict[str, float]:
     rates = {name.removeprefix(start): x for name, x in report["metrics"].items()
              if name.startswith(start)}
     has_tokens = lambda label: kind != "position" or f"position_{label}" in report["profiles"]
-    return {label: x for label, x in rates.items() if label.isdecimal() and has_tokens(label)}
+    labels = [label for label in rates if label.isdecimal() and has_tokens(label)]
+    return {label: rates[label] for label in sorted(labels, key=int)}
 
 
 def _profiles(report) -> Iterator[str]:

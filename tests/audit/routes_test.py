@@ -2,7 +2,9 @@
 fault is found, alone, in records that are without fault before."""
 
 import base64
+import gzip
 import json
+import pathlib
 
 import numpy as np
 import pytest
@@ -10,51 +12,12 @@ import pytest
 from jaxrl_tis.audit import dump, measure, page, route_faults, routes, table, verdict
 from jaxrl_tis.audit.__main__ import main
 from jaxrl_tis.diagnostics import routes as metrics_of
-from tests.audit import dumps
+from tests.audit import dumps, routed
+from tests.audit.routed import (
+    COUNT, LENGTH, NUM_CHOSEN, NUM_EXPERTS, NUM_LAYERS, PROMPT, TURN, Batch,
+)
 
-NUM_EXPERTS, NUM_CHOSEN, NUM_LAYERS = 16, 3, 4
-PROMPT, LENGTH, TURN = 20, 130, 70  # context tokens: of the prompt, in all, of the first turn
-COUNT = 6
-LOOP = slice(40, 110)  # of sequence 0: one token again and again, with a probability near 1
-
-
-def random_routes(rng, num):
-    """[num, L, k] of different experts."""
-    order = np.argsort(rng.random((num, NUM_LAYERS, NUM_EXPERTS)), axis=-1)
-    return order[..., :NUM_CHOSEN]
-
-
-class Batch:
-    """Routes without fault: those of a token by a table, which the learner changes in one of twelve
-    routers; text of 50 tokens, and a loop."""
-
-    def __init__(self, seed=0):
-        rng = np.random.default_rng(seed)
-        tokens = rng.integers(0, 50, (COUNT, LENGTH))
-        tokens[0, LOOP] = 7
-        self.sampler = random_routes(rng, 50)[tokens[:, :-1]]
-        other = random_routes(rng, COUNT * (LENGTH - 1)).reshape(self.sampler.shape)
-        is_other = rng.random(self.sampler.shape[:3]) < 1 / 12
-        self.learner = np.where(is_other[..., None], other, self.sampler)
-        self.logp = -rng.exponential(1.0, (COUNT, LENGTH))
-        self.logp[0, LOOP] = -0.001
-        self.mask = np.ones((COUNT, LENGTH), int)
-        self.mask[:, TURN : TURN + 5] = 0  # a tool's text
-
-    def lines(self, sampler=None, learner=None, **more):
-        """The dump; records are lists of rows."""
-        sampler = list(self.sampler) if sampler is None else sampler
-        learner = list(self.learner) if learner is None else learner
-        return [
-            {"logp_behav": self.logp[i, PROMPT:].tolist(), "logp_old": self.logp[i, PROMPT:].tolist(),
-             "mask": self.mask[i, PROMPT:].tolist(), "prompt_tokens": PROMPT,
-             "routes_behav": plain(sampler[i]), "routes_old": plain(learner[i]), **more}
-            for i in range(COUNT)
-        ]
-
-
-def plain(x):
-    return x.tolist() if isinstance(x, np.ndarray) else x
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "audit.md"
 
 
 @pytest.fixture(scope="module")
@@ -408,7 +371,7 @@ def test_one_route_over_many_tokens(batch, tmp_path):
     """Bug 7: 68 rows in each of three sequences, beside a loop of 70 equal tokens."""
     told = planted(batch, tmp_path, stale)
     assert set(told) == {"repeated", "foreign"}  # the learner has other experts there
-    assert "the sampler repeats one route over up to 68 consecutive tokens (3 such runs" in told["repeated"]
+    assert "the sampler repeats one route over up to 68 consecutive tokens (such runs: 3;" in told["repeated"]
     assert "learner repeats" not in told["repeated"]
     lines = [{k: x for k, x in line.items() if k != "routes_old"} for line in stale_lines(batch)]
     assert set(faults(lines, tmp_path)) == {"repeated"}
@@ -452,6 +415,16 @@ def test_other_batches_have_no_fault(tmp_path, seed):
     assert faults(Batch(seed).lines(), tmp_path) == {}
 
 
+@pytest.mark.parametrize("count", [20, pytest.param(600, marks=pytest.mark.all)])
+def test_random_dumps_have_no_fault(tmp_path, count):
+    """Each alarms in at most one of a thousand."""
+    alarms = []
+    for seed in range(count):
+        lines = routed.random_dump(np.random.default_rng(seed))
+        alarms += [(seed, fault["name"]) for fault in found(dumps.write(tmp_path / "d.jsonl", lines))[2]]
+    assert alarms == []
+
+
 # The report
 
 
@@ -484,8 +457,8 @@ def test_the_report_says_it(told):
     for words in (
         "sampler 774 of 774 rows in 6 sequences; 4 layers, 3 of 16 experts",
         f"tokens that flip {told['metrics']['mismatch/route_flip_token']:.2%}", "flips by layer 0: ",
-        "gap, unflipped 0 nats", "shared experts by shift of the sampler's rows -2: ",
-        "2 faults of the records", "routes.repeated: the sampler repeats one route",
+        "gap, unflipped 0 nats", "same experts by shift of the sampler's rows -2: ",
+        "faults of the records: 2, see the verdict", "routes.repeated: the sampler repeats one route",
     ):
         assert words in text, words
     assert told["doctor"]["verdict"][:2] == ["routes.foreign", "routes.repeated"]
@@ -504,5 +477,21 @@ def test_one_side_has_no_comparison(batch, tmp_path):
     report["doctor"] = verdict.verdict(report)
     text = table.text(report)
     assert "Nothing is compared: flips need routes_behav and routes_old" in text
-    assert "no fault of the records" in text and "mismatch/route_flip_token" not in report["metrics"]
+    assert "faults of the records: none" in text and "mismatch/route_flip_token" not in report["metrics"]
     assert report["doctor"]["verdict"] == ["healthy"]
+
+
+def test_the_dump_of_the_page_is_that_of_its_writer():
+    text = gzip.decompress(routed.EXAMPLE.read_bytes()).decode()
+    assert [json.loads(line) for line in text.splitlines()] == routed.example()
+
+
+def test_the_page_has_what_the_command_prints(monkeypatch, capsys):
+    """Of the section of routes: its lines, in order, between the dots."""
+    monkeypatch.chdir(PAGE.parents[1])
+    section = PAGE.read_text().split("## Routes of experts\n")[1].split("\n## ")[0]
+    command, printed = (block.splitlines() for block in section.split("```")[1:4:2])
+    main(command[1].split()[3:])
+    lines = iter(capsys.readouterr().out.splitlines())
+    missing = [line for line in printed[1:] if line not in ("...", "") and line not in lines]
+    assert len(printed) > 20 and missing == []
