@@ -23,6 +23,12 @@ def get_config() -> ConfigDict:
     c.model.num_kv_heads = 2  # key and value heads of a random model
     c.model.head_dim = 32  # width of a head of a random model
     c.model.mlp_dim = 384  # hidden width of the MLP of a random model
+    c.model.num_experts = 0  # experts of a layer of a random model; 0: a dense model
+    c.model.experts_per_token = 2  # experts that its router chooses for a token
+    c.model.expert_dim = 192  # hidden width of one expert of a random model
+    c.model.shared_expert_dim = 0  # hidden width of the experts that every token uses; 0: none
+    # Scores of its experts: "softmax", or "sigmoid" with a bias that only the choice sees.
+    c.model.router = "softmax"
     c.model.max_position = 1024  # longest sequence of a random model, in tokens
     c.model.rope_theta = 10_000.0  # base of the rotary frequencies of a random model
     c.model.tie_embeddings = True  # use the embedding as the output head, in a random model
@@ -166,6 +172,8 @@ def get_config() -> ConfigDict:
     c.engine.noise_start = 0.0  # first standard deviation of noise on the norms (QeRL); 0: off
     c.engine.noise_end = 5e-4  # last standard deviation of this noise
     c.engine.noise_stages = 10  # steps of the decay, after a first part of the run without noise
+    # Record the experts of every token, for correction.routing and the measures of routing.
+    c.engine.record_routes = False
     # Artificial mismatch for experiments, as "logits(scale=0.5)". "": none.
     c.engine.injected = ""
     c.engine.steps_per_call = 4  # decode steps per call; the scheduler runs between calls
@@ -202,6 +210,12 @@ def get_config() -> ConfigDict:
     c.correction.kl_coeff = 0.0  # coefficient of the KL; 0: no reference model in memory
     c.correction.kl_placement = "loss"  # add the KL to the loss, or subtract it from token rewards
     c.correction.entropy_coeff = 0.0  # coefficient of the entropy bonus
+    # Routes that the learner replays in models with experts (docs/moe.md). none: its own. r2: those
+    # of its pass before the update. r3: the sampler's. keep: r3, and no token without a route.
+    c.correction.routing = "none"
+    c.correction.routing_missing = "stop"  # samples without routes in r3: stop, or mask their loss
+    c.correction.load_balance_coeff = 0.0  # coefficient of the load-balancing loss of the router
+    c.correction.router_z_coeff = 0.0  # coefficient of the z-loss of the router's logits
     # Controllers, joined by &, as "ess_scale & adaptive_kl(kl_target=0.05)". "": none.
     c.correction.controllers = ""
     # For experts
@@ -223,6 +237,9 @@ def get_config() -> ConfigDict:
 
     # AdamW of the policy.
     c.optimizer = _optimizer(1e-4)
+    # Keep the bias of routers with sigmoid scores. False: move it against the load of each expert.
+    c.optimizer.freeze_router_bias = True
+    c.optimizer.router_bias_rate = 1e-3  # step of the bias per update, if it moves
     # AdamW of the critic, with advantage "gae".
     c.critic = _optimizer(1e-4)
     c.critic.value_clip = 0.5  # clip of the value loss around the old values

@@ -23,13 +23,14 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.estimators import centering
 from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
 from jaxrl_tis.models import placement, transforms
-from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts import replay
 from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.runtime import fingerprint, processes
 from jaxrl_tis.validate import Choices, validate
 
+MOE_FAMILIES = {"softmax": "qwen3_moe", "sigmoid": "glm4_moe"}  # of random models, by their router
 PROBED = 4096  # tokens whose texts tell a tokenizer from others
 
 
@@ -224,6 +225,7 @@ def _engine_configs(
         unquantized=tuple(e.unquantized),
         records_logits="logits_behav" in choices.correction.needs,
         num_kept=config.rollout.sampling_mask_size, injected=choices.injected,
+        record_routes=e.record_routes,
         **{"top_n": top_n, **sampler},
     )
     evaluating = sizes(
@@ -282,11 +284,17 @@ def _check_positions(config, model: ModelConfig) -> None:
 
 def small_model(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:
     """Returns the model whose shape the config spells out, for a run without a checkpoint."""
-    m = config.model
+    m, moe = config.model, None
+    if m.num_experts:
+        moe = MoeConfig(
+            m.num_experts, m.experts_per_token, m.expert_dim, m.router,
+            shared_dim=m.shared_expert_dim,
+        )
+    family = "llama" if moe is None else MOE_FAMILIES[m.router]
     return ModelConfig(
-        family="llama", vocab_size=vocab_size, embed_dim=m.embed_dim,
+        family=family, vocab_size=vocab_size, embed_dim=m.embed_dim,
         num_layers=m.num_layers, num_heads=m.num_heads, num_kv_heads=m.num_kv_heads,
         head_dim=m.head_dim, mlp_dim=m.mlp_dim, rope=RopeConfig("default", m.rope_theta),
-        max_position=m.max_position, norm_eps=1e-6, qkv_bias=False, qk_norm=False,
-        tie_embeddings=m.tie_embeddings,
+        max_position=m.max_position, norm_eps=1e-6, qkv_bias=False,
+        qk_norm=family == "qwen3_moe", tie_embeddings=m.tie_embeddings, moe=moe,
     )

@@ -88,6 +88,11 @@ FIELDS = {
         "token", "int32", "record", "forward", padding=-1, axes=("kept",), record="kept"
     ),
     "evict_step": Field("token", "int32", "record", "forward"),
+    # Experts to replay, and the tokens that have some; the router chooses for the others.
+    "routes": Field(
+        "token", "uint8", "learner", "forward", axes=("routers", "experts"), is_optional=True
+    ),
+    "routed": Field("token", "bool", "learner", "forward", is_optional=True),
     # What else the sampler records.
     "logp_behav": Field("token", "float32", "record", "update", record="logp_behav"),
     "logits_behav": Field(
@@ -101,6 +106,8 @@ FIELDS = {
     "top_logps": Field(
         "token", "float32", "record", "method", axes=("top",), is_optional=True, record="top_logps"
     ),
+    "routes_behav": Field("token", "uint8", "record", "batch", axes=("routers", "experts")),
+    "routed_behav": Field("token", "bool", "record", "batch"),
     "version": Field("token", "int32", "record", "method", padding=-1, record="version"),
     "turn": Field("token", "int32", "record", "method", record="turn"),
     # Rewards.

@@ -133,28 +133,29 @@ class Layout:
 
     # Inside a shard_map over all of the mesh
 
-    def gather(self, x: jax.Array, axis: int) -> jax.Array:
-        """Joins, along an axis of x, the parts of the devices that the width is cut over."""
-        for name in reversed(self.axes("embed")):
+    def gather(self, x: jax.Array, axis: int, logical: str = "embed") -> jax.Array:
+        """Joins, along an axis of x, the parts of the devices that a logical axis is cut over."""
+        for name in reversed(self.axes(logical)):
             for groups in reversed(stages(self.mesh.shape[name])):
                 x = jax.lax.all_gather(x, name, axis=axis, tiled=True, axis_index_groups=groups)
         return x
 
-    def scatter(self, x: jax.Array, axis: int) -> jax.Array:
+    def scatter(self, x: jax.Array, axis: int, logical: str = "embed") -> jax.Array:
         """Sums x over those devices in `grad_reduce_dtype`; of an axis each keeps its own part."""
         summed = x.astype(self.grad_reduce_dtype)
-        for name in self.axes("embed"):
+        for name in self.axes(logical):
             for groups in stages(self.mesh.shape[name]):
                 summed = jax.lax.psum_scatter(
                     summed, name, scatter_dimension=axis, tiled=True, axis_index_groups=groups
                 )
         return summed.astype(x.dtype)
 
-    def sum_rows(self, x: jax.Array) -> jax.Array:
+    def sum_rows(self, x: jax.Array, cut: tuple[str, ...] = ("embed",)) -> jax.Array:
         """Sums a weight's gradient in `grad_reduce_dtype` over the devices with other tokens that
-        the width is not cut over."""
+        its logical axes `cut` are not cut over."""
         tokens = self.axes("batch") + self.axes("length")
-        rest = tuple(a for a in tokens if a not in self.axes("embed") and self.mesh.shape[a] > 1)
+        own = {a for name in cut for a in self.axes(name)}
+        rest = tuple(a for a in tokens if a not in own and self.mesh.shape[a] > 1)
         return jax.lax.psum(x.astype(self.grad_reduce_dtype), rest).astype(x.dtype) if rest else x
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:

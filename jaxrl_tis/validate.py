@@ -123,7 +123,9 @@ def _parsed(config) -> tuple[dict[str, Any], list[str]]:
             refused.append(f"{prefix}{error}")
 
     if c.preset in presets.PRESETS and c.mode in (None, *loss.MODES):
-        parse("correction", correction.parse, c, "correction: ")
+        optimizer = config.optimizer
+        rate = 0.0 if optimizer.freeze_router_bias else optimizer.router_bias_rate
+        parse("correction", lambda c: correction.parse(c, rate), c, "correction: ")
     parse("schedule", schedules.parse, rollout.schedule, "rollout.")
     parse("replay", replay.parse, rollout.replay, "rollout.")
     parse("injected", injection.parse, config.engine.injected, "engine.injected: ")

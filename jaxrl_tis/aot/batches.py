@@ -40,8 +40,11 @@ def _rollout_batch(setup: Setup) -> Structs:
         "kept": setup.engine.num_kept, "top": setup.engine.top_n,
         "vocabulary": setup.model.vocab_size,
         "components": len(components) if components else 1,
+        "routers": setup.model.num_moe_layers,
+        "experts": setup.model.moe.top_k if setup.model.moe else 0,
     }
     asked = set(c.needs) | ({"logp_ref"} if c.kl is not None else set())
+    asked |= {"routes", "routed"} if c.routing != "none" else set()
 
     def is_there(name, field):
         is_asked = not field.is_optional or name in asked

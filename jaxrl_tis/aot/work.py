@@ -47,29 +47,46 @@ def _shard_bytes(x) -> int:
     return math.prod(shape) * x.dtype.itemsize
 
 
-def layer_weights(c: ModelConfig) -> int:
-    """Returns the number of elements in one layer's matrices."""
+def layers_weights(c: ModelConfig, experts: int | None = None) -> int:
+    """Returns the number of elements in the matrices of all layers, with all experts or so many of
+    each layer."""
     attention = c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
-    return attention + 3 * c.embed_dim * c.mlp_dim
+    mlp = 3 * c.embed_dim * c.mlp_dim * (c.num_layers - c.num_moe_layers)
+    if c.moe is not None:
+        width = (c.moe.num_experts if experts is None else experts) * c.moe.expert_dim
+        router = c.embed_dim * c.moe.num_experts
+        mlp += c.num_moe_layers * (3 * c.embed_dim * (width + c.moe.shared_dim) + router)
+    return attention * c.num_layers + mlp
+
+
+def active_weights(c: ModelConfig) -> int:
+    """Returns how many of these elements one token meets."""
+    return layers_weights(c, c.moe.top_k if c.moe else None)
 
 
 def forward_flops(c: ModelConfig, rows: int, length: int, targets: int) -> int:
     """Returns the FLOPs of `rows` causal rows of `length` tokens, each with logits at `targets`
     positions."""
-    products = 2 * layer_weights(c) * c.num_layers * rows * length
+    products = 2 * active_weights(c) * rows * length
     attention = 2 * length**2 * c.num_heads * c.head_dim * c.num_layers * rows
     return products + attention + 2 * c.embed_dim * c.vocab_size * targets * rows
 
 
 def decode_flops(c: ModelConfig, tokens: int, length: int) -> int:
     """Returns the FLOPs of `tokens` single tokens that each attend to `length` keys."""
-    products = 2 * (layer_weights(c) * c.num_layers + c.embed_dim * c.vocab_size) * tokens
+    products = 2 * (active_weights(c) + c.embed_dim * c.vocab_size) * tokens
     return products + 4 * length * c.num_heads * c.head_dim * c.num_layers * tokens
 
 
 def kernel_flops(call: CustomCall, setup: Setup) -> int:
     """Returns the FLOPs of one run of a Pallas kernel on a device, by the kernel's own estimate.
-    Splash attention has none and counts half of its squares. Other kernels without one count 0."""
+
+    Splash attention has none and counts half of its squares. A product with experts estimates a full
+    buffer, of which an even load fills one part in as many as devices share the experts. Other
+    kernels without an estimate count 0.
+    """
+    if call.name.startswith("grouped_"):
+        return (call.flops or 0) // setup.training.layout.mesh.shape["expert"]
     splash = re.match(r"splash_mha_(fwd|dkv|dq)", call.name)
     if splash is None:
         return call.flops or 0
@@ -118,7 +135,7 @@ def _sampling(name: str, c: ModelConfig, engine: Engine, args: tuple) -> Work:
         rows, length = args[2].shape
         tokens = rows // engine.shards * length
         inputs = tokens * c.embed_dim * c.num_layers * jax.numpy.dtype(engine.config.dtype).itemsize
-        layers = device_bytes(args[0]["layers"])
+        layers = device_bytes([args[0][stack] for stack in c.stacks])
         return Work(forward_flops(c, rows, length, 0), layers, tokens * position, inputs)
     steps, tokens = (1, args[2].shape[1] + 1) if name == "verify" else (engine.steps, 1)
     flops = steps * decode_flops(c, engine.slots * tokens, engine.max_length)
@@ -143,7 +160,7 @@ def _learning(name: str, setup: Setup, args: tuple) -> Work:
     passes = 1 + is_update * (1 + (program.remat != "none"))
     per_device = rows * length // (training.layout.shards * mesh["context"])
     head = c.vocab_size * c.embed_dim if targets else 0
-    weights = (layer_weights(c) * c.num_layers + head) // mesh["tensor"] * width
+    weights = (layers_weights(c) + head) // (mesh["tensor"] * mesh["expert"]) * width
     state = 2 * device_bytes(args[0]) if is_update else 0
     return Work(
         flops, micro * passes * weights + state, 0,

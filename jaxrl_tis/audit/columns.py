@@ -6,11 +6,15 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_tis.audit import route_columns
+
 LOG_PROBS = ("logp_behav", "logp_old", "logp")
 WHOLE_NUMBERS = ("version", "turn", "position")
 TOKEN = (*LOG_PROBS, "mask", *WHOLE_NUMBERS, "top")
-SEQUENCE = ("reward", "group")
-COLUMNS = (*TOKEN, *SEQUENCE)
+ROUTES = ("routes_behav", "routes_old")  # of all input tokens, see `route_columns`
+COUNTS = ("prompt_tokens", "routes_start")
+SEQUENCE = ("reward", "group", *COUNTS)
+COLUMNS = (*TOKEN, *SEQUENCE, *ROUTES)
 REQUIRED = ("logp_behav", "logp_old")
 
 ROUNDING = 1e-4  # a log-softmax in float32 may end this much above 0
@@ -26,14 +30,17 @@ def nearest(name: str) -> str:
     return f"did you mean {near[0]!r}?" if near else f"the columns are {', '.join(COLUMNS)}"
 
 
-def check(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def check(
+    record: Mapping[str, Any], routes_shape: tuple[int, int] | None = None
+) -> tuple[dict[str, Any], list[str]]:
     """Checks the values of one sequence and converts them to arrays.
 
     Args:
       record: column -> its values: lists or arrays, and a number or a text for `SEQUENCE`.
+      routes_shape: (L, k) of routes that do not state their shape.
 
-    Returns ({column: array [T], or a number}, ["column: what is wrong with it", ...]); with
-    anything wrong the first is not complete.
+    Returns ({column: array [T], a number, or `route_columns.Routes`},
+    ["column: what is wrong with it", ...]); with anything wrong the first is not complete.
     """
     values, problems = {}, []
     for name in record:
@@ -42,6 +49,8 @@ def check(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for name in REQUIRED:
         if name not in record:
             problems.append(f"column {name!r} is missing")
+    if "prompt_tokens" not in record and any(name in record for name in ROUTES):
+        problems.append("column 'prompt_tokens' is missing; routes count the tokens of the prompt")
     if problems:
         return values, problems
     try:
@@ -50,11 +59,14 @@ def check(record: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     except Bad as error:
         return values, [str(error)]
     for name, value in record.items():
-        if name != "mask":
-            try:
+        try:
+            if name in ROUTES:
+                start = record["routes_start"] if "routes_start" in record else 0
+                values[name] = _routes(value, start, routes_shape)
+            elif name != "mask":
                 values[name] = _read(name, value, values["mask"])
-            except Bad as error:
-                problems.append(f"{name}: {error}")
+        except Bad as error:
+            problems.append(f"{name}: {error}")
     return values, problems
 
 
@@ -83,6 +95,8 @@ def _read(name, value, mask):
         return _group(value)
     if name == "reward":
         return _reward(value)
+    if name in COUNTS:
+        return _whole_number(value)
     if name == "top":
         return _top(value, mask)
     if name == "version" and np.ndim(value) == 0:
@@ -148,6 +162,19 @@ def _top(value, mask):
             "log-prob"
         )
     return x
+
+
+def _routes(value, start, shape):
+    try:
+        return route_columns.decode(value, _whole_number(start), shape)
+    except ValueError as error:
+        raise Bad(str(error)) from None
+
+
+def _whole_number(value):
+    if not isinstance(value, (int, np.integer)) or isinstance(value, bool) or value < 0:
+        raise Bad(f"{value!r} is not a whole number from 0")
+    return int(value)
 
 
 def _reward(value):

@@ -5,6 +5,8 @@ JSONL has an object per line and sequence. NPZ has the same columns, in one of t
   padded  columns of tokens [B,T] beside `mask` [B,T], columns of sequences [B]
   flat    columns of tokens [N], one sequence after the other, beside `lengths` [B]
 
+Routes are [B,R,L,k] in both, with rows of -1 after the last row of a sequence.
+
 The columns are in `columns`; docs/audit.md explains them. A dump with anything malformed is refused
 as a whole, with the number of bad lines and the first few of them.
 """
@@ -21,6 +23,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.audit import columns
+from jaxrl_tis.audit.route_columns import Routes
 
 MOST_TOKENS = 2**24  # up to here float32 counts exactly
 SHOWN = 5  # bad lines that the message has
@@ -37,6 +40,7 @@ class Dump:
         logp_behav, logp_old and mask.
       sequences: column -> [B]; groups are numbered.
       columns: names of the columns in the file.
+      routes: column -> the routes of each sequence.
     """
 
     path: str
@@ -44,10 +48,14 @@ class Dump:
     tokens: dict[str, np.ndarray]
     sequences: dict[str, np.ndarray]
     columns: tuple[str, ...]
+    routes: dict[str, list[Routes]]
 
 
-def read(path: str, renamed: Mapping[str, str] | None = None) -> Dump:
-    """Reads a dump; `renamed` maps columns to the names that they have in the file.
+def read(
+    path: str, renamed: Mapping[str, str] | None = None, routes_shape: tuple[int, int] | None = None
+) -> Dump:
+    """Reads a dump; `renamed` maps columns to the names that they have in the file. `routes_shape` is
+    (L, k) of routes in base64 without a shape.
 
     Raises:
       ValueError: the file is of another kind, or something in it is malformed.
@@ -61,9 +69,9 @@ def read(path: str, renamed: Mapping[str, str] | None = None) -> Dump:
         raise FileNotFoundError(f"{path}: there is no such file; give the path of a dump")
     ours = {theirs: column for column, theirs in renamed.items()}
     if path.endswith((".jsonl", ".jsonl.gz")):
-        return _collect(path, "line", _lines(path, ours))
+        return _collect(path, "line", _lines(path, ours), routes_shape)
     if path.endswith(".npz"):
-        return _collect(path, "row", enumerate(_rows(path, ours)))
+        return _collect(path, "row", enumerate(_rows(path, ours)), routes_shape)
     raise ValueError(f"{path}: the ending is unknown; give a .jsonl, .jsonl.gz or .npz file")
 
 
@@ -134,6 +142,8 @@ def _is_of_tokens(path, name, x, shape, num_sequences):
         return True
     if name in (*columns.SEQUENCE, "version") and x.shape == (num_sequences,):
         return False
+    if name in columns.ROUTES and x.ndim == 4 and len(x) == num_sequences:
+        return False
     raise ValueError(
         f"{path}, column {name}: shape {list(x.shape)} does not match {list(shape)} of logp_behav "
         f"and {num_sequences} sequences"
@@ -170,9 +180,11 @@ def _flat(path, arrays, lengths):
 # Both
 
 
-def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
+def _collect(
+    path: str, unit: str, records: Iterable[tuple[int, Any]], routes_shape: tuple[int, int] | None
+) -> Dump:
     """Puts checked sequences together; `unit` is what the numbers of the records count."""
-    good, problems, count, first = [], [], 0, None
+    good, problems, count, first, shapes = [], [], 0, None, {}
     for number, record in records:
         count += 1
         if isinstance(record, str):
@@ -180,10 +192,11 @@ def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
             continue
         if first is None:
             first = number, tuple(record)
-        record_values, wrong = columns.check(record)
+        record_values, wrong = columns.check(record, routes_shape)
         wrong += _unlike(unit, first, record)
         if good and "top" in record_values and "top" in good[0]:
             wrong += _unlike_head(record_values["top"].shape[1], good[0]["top"].shape[1])
+        wrong += _unlike_routes(record_values, shapes)
         if wrong:
             problems.append((number, wrong))
         else:
@@ -198,11 +211,15 @@ def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
             f"{path}: {lengths.sum()} tokens are too many, because float32 counts up to "
             f"{MOST_TOKENS}; audit a part"
         )
-    tokens, sequences = {}, {}
+    tokens, sequences, routes = {}, {}, {}
     for name in good[0]:
         values = [record_values[name] for record_values in good]
         if name in columns.TOKEN:
             tokens[name] = np.concatenate(values)
+        elif name in columns.ROUTES:
+            routes[name] = values
+        elif name in columns.COUNTS:
+            sequences[name] = np.array(values, np.int64)
         elif name == "group":
             numbers = {group: i for i, group in enumerate(dict.fromkeys(values))}
             sequences[name] = np.array([numbers[group] for group in values], np.int32)
@@ -212,7 +229,7 @@ def _collect(path: str, unit: str, records: Iterable[tuple[int, Any]]) -> Dump:
         raise ValueError(
             f"{path}, column mask: no token is valid; set it to 1 for the tokens of the answers"
         )
-    return Dump(path, lengths, tokens, sequences, first[1])
+    return Dump(path, lengths, tokens, sequences, first[1], routes)
 
 
 def _unlike(unit, first, record):
@@ -227,6 +244,18 @@ def _unlike(unit, first, record):
 
 def _unlike_head(here, there):
     return [] if here == there else [f"top: {here} pairs per token, but {there} before"]
+
+
+def _unlike_routes(values, shapes):
+    """Lists routes of another L or k than those before, which `shapes` keeps."""
+    wrong = []
+    for name in columns.ROUTES:
+        if name in values and len(values[name].ids):
+            here = values[name].ids.shape[1:]
+            there = shapes.setdefault(name, here)
+            if here != there:
+                wrong.append(f"{name}: rows of {list(here)} experts, but {list(there)} before")
+    return wrong
 
 
 def _refusal(path, unit, problems, count):

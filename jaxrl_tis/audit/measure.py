@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxrl_tis.audit import gap, packing, whatif
+from jaxrl_tis.audit import gap, packing, routes, whatif
 from jaxrl_tis.audit.dump import Dump
 from jaxrl_tis.estimators import advantages
 
@@ -17,12 +17,15 @@ PERCENTILES = (50, 95, 99, 99.9)
 NUM_BINS = 40
 
 
-def measure(dump: Dump, current_version: int | None = None) -> dict[str, Any]:
+def measure(
+    dump: Dump, current_version: int | None = None, num_experts: int | None = None
+) -> dict[str, Any]:
     """Returns all measurements that the columns allow.
 
     Args:
       dump: see `dump.read`.
       current_version: of the learner's weights; None takes the newest that drew a token.
+      num_experts: experts of a router; None takes the largest id of the routes.
 
     Raises ValueError for a version that is newer than the current one.
     """
@@ -35,6 +38,10 @@ def measure(dump: Dump, current_version: int | None = None) -> dict[str, Any]:
     )
     with concurrent.futures.ThreadPoolExecutor() as pool:  # XLA compiles them side by side
         metrics, profiles, rows = pool.map(lambda task: task(), tasks)
+    of_routes = None
+    if dump.routes:
+        of_pairs, of_routes = routes.measure(dump, packing.pack(dump.lengths), batch, num_experts)
+        metrics |= of_pairs
     mask = dump.tokens["mask"]
     is_answered = np.logical_or.reduceat(mask, np.cumsum(dump.lengths) - dump.lengths)
     return {
@@ -48,6 +55,7 @@ def measure(dump: Dump, current_version: int | None = None) -> dict[str, Any]:
         "metrics": {name: float(x) for name, x in metrics.items()},
         "percentiles": _percentiles(dump),
         "profiles": profiles,
+        "routes": of_routes,
         "rules": rows,
         "histogram": _histogram(dump),
     }

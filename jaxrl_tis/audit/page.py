@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from jaxrl_tis.audit import table
 from jaxrl_tis.report.page import CSS
-from jaxrl_tis.report.plots import COLORS, STYLE, svg
+from jaxrl_tis.report.plots import COLORS, STYLE, draw_flips, svg
 
 
 def page(report: dict[str, Any]) -> str:
@@ -44,6 +44,9 @@ def _pictures(report) -> list[tuple[str, str]]:
                 if name.rpartition("_")[0] == kind}
         if len(rows) > 1:
             drawn.append((_profile(kind, rows), f"By {kind}: {meaning}. Bars: share of the tokens."))
+    if report["routes"] and report["routes"]["shifts"]:
+        drawn.append((_draw_flips, "Share of the tokens whose router chooses other experts in the sampler "
+                                   "than in the learner, by layer and by position in the response."))
     drawn += [
         (_draw_trade, "Each correction by its bias and its noise. Lower left is better. Points of "
                       "presets with equal numbers cover each other."),
@@ -96,6 +99,13 @@ def _profile(kind, rows):
         axes.set_xlabel(kind)
         axes.set_ylabel("mean |log-ratio|, nats")
     return draw
+
+
+def _draw_flips(axes: Axes, report) -> None:
+    layers, positions = (list(table.flips_by(report, kind)) for kind in ("layer", "position"))
+    grid = [[report["metrics"][f"{table.FLIPS}layer_{layer}_position_{position}"]
+             for position in positions] for layer in layers]
+    draw_flips(axes, np.array(grid), layers, positions)
 
 
 def _known(report, kind: str) -> Sequence[dict[str, Any]]:

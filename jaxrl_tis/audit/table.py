@@ -43,6 +43,12 @@ CAUSES = (
     ("engine", "same weights; other program, precision or filter"),
     ("staleness", "the weights changed after the tokens were sampled"),
 )
+FLIPS = "mismatch/route_flip_"
+FLIP_ROWS = (
+    ("token", "tokens that flip", "share of the tokens with another set of experts in some layer"),
+    ("router", "routers that flip", "share of the tokens' routers with another set"),
+    ("expert", "experts of one side", "share of the chosen experts that the other side did not choose"),
+)
 PROFILES = {
     "position": "tokens from this position of the response on",
     "context": "tokens from this position of the context on",
@@ -72,7 +78,7 @@ KINDS = {
 
 def text(report: dict[str, Any]) -> str:
     """Returns the report of `measure` as text, with the `doctor` of `verdict`."""
-    parts = _head, _gap, _verdict, _causes, _profiles, _what_if
+    parts = _head, _gap, _verdict, _causes, _routes, _profiles, _what_if
     return "\n".join(line for part in parts for line in part(report))
 
 
@@ -124,6 +130,48 @@ def _causes(report) -> Iterator[str]:
             mean = values[f"mismatch/{factor}/log_ratio_abs_mean"]
             yield f"  {factor:<12}{share:>7.1%} of the squared log ratio, {mean:.4g} nats: {meaning}"
     yield ""
+
+
+def _routes(report) -> Iterator[str]:
+    found, values = report["routes"], report["metrics"]
+    if not found:
+        return
+    yield "Do sampler and learner send tokens to the same experts?"
+    for side in found["sides"]:
+        layers, constant = side["layers"], side["constant_layers"]
+        yield (f"  {side['name']:<9}{side['routes']:,} of {side['expected_rows']:,} rows in {side['sequences']:,} "
+               f"sequences; {layers} layers, {side['num_chosen']} of {found['num_experts']} experts")
+        if constant:
+            yield from _wrapped(f"layers with one route in every row, not compared: "
+                                f"{', '.join(map(str, constant))}", 11)
+    if found["shifts"]:
+        for name, label, meaning in FLIP_ROWS:
+            yield f"  {label:<26}{values[FLIPS + name]:>14.2%}  {meaning}"
+        for part in ("flipped", "unflipped"):
+            gap, k3, dropped = (values[f"{FLIPS}{part}/{name}"] for name in (
+                "log_ratio_abs_mean", "k3_kl", "icepop_dropped"))
+            yield (f"  {'gap, ' + part:<26}{gap:>9.4g} nats  mean |log ratio|; KL k3 {k3:.3g}, IcePop drops "
+                   f"{dropped:.2%}")
+        for kind in ("layer", "position"):
+            rates = flips_by(report, kind)
+            cells = "  ".join(f"{label}: {rate:.2%}" for label, rate in rates.items())
+            yield from _wrapped(f"flips by {kind}  {cells}")
+        cells = "  ".join(f"{d:+d}: {share:.1%}" for d, share in sorted(found["shifts"].items()))
+        yield from _wrapped(f"shared experts by shift of the sampler's rows  {cells}")
+    else:
+        yield "  Nothing is compared: flips need routes_behav and routes_old with the same routers."
+    count = len(found["faults"])
+    yield f"  {count} faults of the records, see the verdict" if count else "  no fault of the records"
+    yield ""
+
+
+def flips_by(report: dict[str, Any], kind: str) -> dict[str, float]:
+    """Returns label -> flip rate by "layer" or "position" of the buckets with tokens."""
+    start = f"{FLIPS}{kind}_"
+    rates = {name.removeprefix(start): x for name, x in report["metrics"].items()
+             if name.startswith(start)}
+    has_tokens = lambda label: kind != "position" or f"position_{label}" in report["profiles"]
+    return {label: x for label, x in rates.items() if label.isdecimal() and has_tokens(label)}
 
 
 def _profiles(report) -> Iterator[str]:

@@ -37,7 +37,23 @@ def _too_little(report):
 
 def verdict(report: dict[str, Any]) -> dict[str, Any]:
     """Returns {verdict, findings, undecided} of the doctor, see `doctor.__main__`. Findings have no
-    changes, because there is no config. There are none where a dump is too small for a verdict."""
+    changes, because there is no config. The doctor has none where a dump is too small for a verdict.
+    Faults of recorded routes come first; with any of them no dump is healthy."""
+    found = _of_gap(report)
+    faults = report["routes"]["faults"] if report["routes"] else []
+    if not faults:
+        return found
+    names = list(dict.fromkeys(fault["name"] for fault in faults))
+    rest = {"parent": None, "mistake": "", "evidence": []}
+    return found | {
+        "verdict": names + [name for name in found["verdict"] if name != "healthy"],
+        "findings": [fault | rest for fault in faults]
+        + [f for f in found["findings"] if f["name"] != "healthy"],
+    }
+
+
+def _of_gap(report):
+    """Returns the doctor's verdict."""
     reason = _too_little(report)
     if reason:
         undecided = [{"name": TOO_LITTLE, "title": TOO_LITTLE, "reason": reason}]

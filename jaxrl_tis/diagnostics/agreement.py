@@ -1,7 +1,7 @@
-"""Measures whether sampler and learner make the same discrete choices: experts, kept tokens.
+"""Measures whether the sampling filters of sampler and learner keep the same tokens.
 
-For runs that record them. Every function is pure, works under jit and has no gradient. Metrics are
-scalars named mismatch/<metric>, 0 for an empty mask.
+For runs that record the kept tokens. Every function is pure, works under jit and has no gradient.
+Metrics are scalars named mismatch/<metric>, 0 for an empty mask. `routes` compares experts.
 """
 
 import chex
@@ -9,48 +9,6 @@ import jax.numpy as jnp
 
 from jaxrl_tis.diagnostics import mismatch
 from jaxrl_tis.estimators import ratios
-
-
-def route_metrics(
-    routes_old: chex.Array, routes_behav: chex.Array, mask: chex.Array, *, num_experts: int
-) -> dict[str, chex.Array]:
-    """Measures how often sampler and learner route a token to different experts.
-
-    The order of the chosen experts does not count. For runs of such models, once rollouts record
-    their routes.
-
-    Args:
-      routes_old: [B, T, L, k] int, the k different experts of each of L routers, learner.
-      routes_behav: [B, T, L, k] int, the sampler's.
-      mask: [B, T] tokens whose routes both sides recorded (a last sampled token has none: it was
-        never fed back).
-      num_experts: experts of a router.
-
-    Returns mismatch/route_flip_expert, the share of chosen experts that the other side did not
-    choose; mismatch/route_flip_delta, the share of all experts whose choice differs (averaged over
-    experts, the probability that one side chooses the expert and the other does not);
-    mismatch/route_flip_router, of routers with another set; mismatch/route_flip_token, of tokens
-    with such a router; mismatch/route_flip_layer_<l>, of tokens for which router l has another set.
-    """
-    chex.assert_rank(routes_old, 4)
-    chex.assert_equal_shape([routes_old, routes_behav])
-    chex.assert_equal_shape_prefix([routes_old, mask], 2)
-    num_layers, num_chosen = routes_old.shape[2:]
-    common_btl = sum(
-        jnp.sum(routes_old == routes_behav[..., j : j + 1], axis=-1) for j in range(num_chosen)
-    )
-    is_flipped_btl = common_btl < num_chosen
-    mask_btl = jnp.broadcast_to(ratios.as_bool(mask)[..., None], common_btl.shape)
-    expert = ratios.masked_mean(1.0 - common_btl / num_chosen, mask_btl)
-    metrics = {
-        "expert": expert,
-        "delta": expert * (2.0 * num_chosen / num_experts),
-        "router": ratios.masked_mean(is_flipped_btl, mask_btl),
-        "token": ratios.masked_mean(jnp.any(is_flipped_btl, axis=-1), mask),
-    }
-    for layer in range(num_layers):
-        metrics[f"layer_{layer}"] = ratios.masked_mean(is_flipped_btl[..., layer], mask)
-    return mismatch.detached(metrics, "mismatch/route_flip_")
 
 
 def _sizes_of_ids(a_btk, b_btk):

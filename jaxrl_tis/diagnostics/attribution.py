@@ -172,7 +172,7 @@ def power_of_two_bucket(x: chex.Array) -> chex.Array:
     return 32 - jax.lax.clz(x.astype(jnp.int32))
 
 
-def _starts(num_buckets):
+def bucket_starts(num_buckets: int) -> tuple[int, ...]:
     """Returns the smallest member of each power-of-two bucket."""
     return (0, *(2**k for k in range(num_buckets - 1)))
 
@@ -226,7 +226,7 @@ def position_metrics(
     Returns mismatch/position_<first position>/<statistic>, see `bucket_statistics`.
     """
     bucket = power_of_two_bucket(response_positions(mask, seg))
-    labels = _starts(num_buckets)
+    labels = bucket_starts(num_buckets)
     return bucket_metrics(logp_old, logp_behav, bucket, mask, kind="position", labels=labels)
 
 
@@ -245,7 +245,7 @@ def after_tool_metrics(
     before any tool token are in mismatch/after_tool_none/<statistic>.
     """
     bucket = power_of_two_bucket(tool_distances(mask, seg))
-    labels = ("none", *_starts(num_buckets)[1:])
+    labels = ("none", *bucket_starts(num_buckets)[1:])
     return bucket_metrics(logp_old, logp_behav, bucket, mask, kind="after_tool", labels=labels)
 
 

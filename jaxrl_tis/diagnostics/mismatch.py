@@ -1,8 +1,8 @@
 """Measures the gap of learner and sampler: verl's metrics of ratios, weights and rejection.
 
 Every function is pure, works under jit, carries no gradient and, unless it says otherwise, returns
-a dict of scalars under verl's names. `divergences`, `attribution` and `agreement` hold what verl
-does not measure, `batch_metrics` verl's metrics of rewards, lengths and versions.
+a dict of scalars under verl's names. `divergences`, `attribution`, `agreement` and `routes` hold what
+verl does not measure, `batch_metrics` verl's metrics of rewards, lengths and versions.
 
 No metric divides by zero: an empty mask gives 0 everywhere. verl lets a row without valid tokens
 enter its row means with weight 1, 0 or perplexity 1; here only sequences with a valid token are

@@ -31,6 +31,8 @@ THRESHOLDS = {
     "engine_share": 0.5,  # of the squared log-ratio of a stale batch (ours)
     "reuse_share": 0.5,  # of the squared log-ratio since a stale batch was drawn (ours)
     "stale_gap": 0.16,  # nats; E|x| of a normal log-ratio x whose KL is kl_fine, s^2 / 2 (ours)
+    "route_share": 0.2,  # of the gap, by which tokens with other experts are above the rest (ours)
+    "route_dropped": 2.0,  # times as often outside IcePop's band as the rest (ours)
     "chi2_moderate": 0.3,
     "chi2_high": 1.0,
     "chi2_toxic": 2.0,
@@ -89,6 +91,8 @@ CLIPPED, PPO_KL = "actor/pg_clipfrac", "actor/ppo_kl"
 LENGTH, TURNS = "response_length/mean", "num_turns/mean"
 LAG = "training/off_policy/trajectory_staleness_worst/mean"
 ENGINE_SHARE, FLIPS = "mismatch/engine/share", "mismatch/route_flip_token"
+ROUTE_GAPS = tuple(f"mismatch/route_flip_{x}/log_ratio_abs_mean" for x in ("flipped", "unflipped"))
+ROUTE_DROPS = tuple(f"mismatch/route_flip_{x}/icepop_dropped" for x in ("flipped", "unflipped"))
 
 FALLBACKS = {ESS: WEIGHTS_ESS}  # read where a record has too few values of the metric itself
 
@@ -265,6 +269,26 @@ def _reuse_share(case):
     return reuse / (reuse + before) if reuse + before > 0 else 1.0
 
 
+def _route_gap_share(case):
+    """Returns the share of the gap by which tokens with other experts are above the rest; 1 where a
+    record of flips does not split the gap. A lower bound: attention carries flips to other tokens."""
+    if ROUTE_GAPS[0] not in case.series:
+        return 1.0
+    flipped, rest = map(case.mean, ROUTE_GAPS)
+    share = case.mean(FLIPS)
+    gap = share * flipped + (1.0 - share) * rest
+    return share * (flipped - rest) / gap if gap > 0 else 0.0
+
+
+def _route_dropped_ratio(case):
+    """Returns how much more often tokens with other experts leave IcePop's band than the rest; 0 where
+    that is not recorded."""
+    if ROUTE_DROPS[0] not in case.series:
+        return 0.0
+    flipped, rest = map(case.mean, ROUTE_DROPS)
+    return flipped / rest if rest > 0 else math.inf if flipped > 0 else 0.0
+
+
 def _is_filtered(case):
     """Returns whether filters drop mass that the learner counts."""
     read = case.setting
@@ -342,6 +366,8 @@ Fact = Callable[[Case], float | tuple[float, str]]
 TREE_FACTS: dict[str, Fact] = {
     "run/engine_share": _engine_share,
     "run/reuse_share": _reuse_share,
+    "run/route_gap_share": _route_gap_share,
+    "run/route_dropped_ratio": _route_dropped_ratio,
     "config/updates": lambda c: c.setting("train.epochs") * c.setting("train.minibatches"),
     "config/is_bypass": lambda c: c.setting("correction.mode") == "bypass",
     "config/is_weighted": lambda c: c.method("weight")[0] != "none",

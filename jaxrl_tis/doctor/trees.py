@@ -175,7 +175,7 @@ CAUSES = (
         "A.routing", "the routers of sampler and learner choose different experts",
         "Replay the sampler's routes in the learner (arXiv:2510.11370). As a cheap first step, "
         "mask tokens whose ratio leaves a band (IcePop, arXiv:2510.18855).",
-        all_of=(ROUTED,), parent="A", changes=ICEPOP,
+        all_of=(ROUTED, Clause("run/route_gap_share", ">=", "route_share")), parent="A", changes=ICEPOP,
     ),
     Finding(
         "A.quantized", "sampler and learner are quantized differently",
@@ -291,6 +291,14 @@ CAUSES = (
         "arXiv:2603.19470).",
         all_of=(is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
         parent="D", changes=ICEPOP,
+    ),
+    Finding(
+        "D.routing", "tokens that the learner sends to other experts have the extreme ratios",
+        "Replay the sampler's routes in the learner (R3, arXiv:2510.11370). A band drops such tokens "
+        "and leaves the cause.",
+        all_of=(Clause("run/route_dropped_ratio", ">=", "route_dropped"),), any_of=HEAVY_TOKENS,
+        parent="D",
+        mistake="take a low share of tokens outside IcePop's band for a small gap",
     ),
     Finding(
         "D.length", "the token ratios are fine, but their product over a response is not",

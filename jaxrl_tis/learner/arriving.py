@@ -24,6 +24,8 @@ def accumulation_blocker(setup: LearnerSetup) -> str | None:
         return f"the mask {ranking[0]} ranks the tokens of the batch"
     if "key" in chosen.needs:
         return f"{chosen.needs['key']} samples at random from the whole batch"
+    if chosen.counts_experts:
+        return "the losses of the routers and the steps of their biases are of a whole update"
     if setup.has_critic:
         return "the critic is updated after the policy"
     if setup.learner.program.dtype == "float16":

@@ -28,7 +28,8 @@ def trajectory_rows(
       the sequence, 0 on padding), `temperature`, and every field of `FIELDS` that is copied from a
       record; response fields are on the response's tokens. Fields with several numbers per token
       are included if the sampler recorded them. With has_evictions also `evict_step`, the first
-      position whose query did not see the token; T if every query did.
+      position whose query did not see the token; T if every query did. With recorded routes also
+      `routes_behav` [N,T,L,k], and `routed_behav`, the tokens that have one.
     """
     out = _empty_rows(len(trajectories), length)
     recorded = {name: f.record for name, f in FIELDS.items() if f.record}
@@ -38,6 +39,10 @@ def trajectory_rows(
             out[name] = _padded(name, (len(trajectories), length, *widths))
     if has_evictions:
         out["evict_step"] = np.full((len(trajectories), length), length, np.int32)
+    if routed := [t.routes for t in trajectories if len(t.routes)]:
+        shape = (len(trajectories), length, *routed[0].shape[1:])
+        out["routes_behav"] = np.zeros(shape, routed[0].dtype)
+        out["routed_behav"] = np.zeros(shape[:2], bool)
     for row, trajectory in enumerate(trajectories):
         p, n = len(trajectory.prompt), len(trajectory.tokens)
         if p + n > length:
@@ -51,6 +56,9 @@ def trajectory_rows(
         out["temperature"][row] = trajectory.temperature
         for name in recorded.keys() & out.keys() if n else ():
             out[name][row, response] = getattr(trajectory, recorded[name])
+        if len(trajectory.routes):
+            out["routes_behav"][row, : len(trajectory.routes)] = trajectory.routes
+            out["routed_behav"][row, : len(trajectory.routes)] = True
         if len(trajectory.evict_step):
             out["evict_step"][row, : p + n] = np.minimum(trajectory.evict_step, length)
     return out

@@ -21,8 +21,6 @@ COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a wh
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 UNWEIGHTED = ("topr",)  # objectives that weigh some advantages and leave the others alone
-EXPERTS = "is for mixtures of experts, which no model here is"
-PRESETS_REFUSED = {"async_moe": EXPERTS, "moe": EXPERTS}
 WITHOUT_OLD = (*UNRATIOED, "a3po", "decoupled")  # objectives that do not look at logp_old
 # Where all tokens are of the version that is updated, the proximal policy is the one that sampled:
 # what tells versions apart would do something else than its name says.
@@ -31,9 +29,8 @@ OF_VERSIONS = ("a3po", "decoupled", "staleness")  # objectives and masks
 
 def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterator[str]:
     """Yields a sentence for each problem of the methods `c` of config.correction."""
-    if (preset := config.correction.preset) in PRESETS_REFUSED:
-        yield f"preset {preset!r} {PRESETS_REFUSED[preset]}"
     yield from _batch(c, config)
+    yield from _routing(c, config)
     yield from _weight(c)
     yield from _kl(c)
     yield from _fields(c, config)
@@ -75,6 +72,34 @@ def _batch(c: Correction, config):
             "bypass mode computes the weights of each micro-batch separately, and "
             "correction.batch_normalize divides by the mean of the whole batch; set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
+        )
+
+
+def _routing(c: Correction, config):
+    """Finds a replay of routes that this run cannot do."""
+    if c.routing == "r2" and c.mode == "bypass":
+        yield (
+            "correction.routing = 'r2' replays the routes of the learner's pass before the update, "
+            "and bypass mode has no such pass; set correction.routing to 'r3', or correction.mode "
+            "to decoupled"
+        )
+    if c.replays_routes and not config.engine.record_routes:
+        yield (
+            f"correction.routing = {c.routing!r} replays the routes of the sampler, which records "
+            "none; set engine.record_routes to True"
+        )
+    if c.routing == "keep" and c.routing_missing == "mask":
+        yield (
+            "correction.routing = 'keep' allows no token without a route; set "
+            "correction.routing_missing to 'stop', or correction.routing to 'r3'"
+        )
+    if config.model.path or config.model.num_experts:
+        return
+    if c.routing != "none" or config.engine.record_routes:
+        yield (
+            f"correction.routing = {c.routing!r} and engine.record_routes = "
+            f"{config.engine.record_routes} are for models with experts; set model.num_experts, or "
+            "set them to 'none' and False"
         )
 
 

@@ -15,6 +15,8 @@ from jaxrl_tis.estimators.kl import penalized_rewards, sequence_kl
 from jaxrl_tis.estimators.methods import Method
 from jaxrl_tis.fields import FIELDS, SCORED, shape
 
+ROUTINGS, RECORDED_ROUTES = ("none", "r2", "r3", "keep"), ("r3", "keep")
+WITHOUT_ROUTES = ("stop", "mask")
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
@@ -38,6 +40,21 @@ class Correction:
     kl_placement: str
     entropy_coeff: float
     controllers: tuple[Method, ...]
+    routing: str
+    routing_missing: str
+    load_balance_coeff: float
+    router_z_coeff: float
+    router_bias_rate: float
+
+    @property
+    def replays_routes(self) -> bool:
+        """Whether the learner replays the routes that the sampler recorded."""
+        return self.routing in RECORDED_ROUTES
+
+    @property
+    def counts_experts(self) -> bool:
+        """Whether an update needs the statistics of its routers."""
+        return bool(self.load_balance_coeff or self.router_z_coeff or self.router_bias_rate)
 
     @property
     def masks_at_update(self) -> tuple[Method, ...]:
@@ -86,6 +103,8 @@ class Correction:
             return "the divisor of the loss is the number of tokens that the masks keep"
         if self.kl is not None and self.kl_placement != "loss":
             return "the KL to the reference is a part of the reward"
+        if self.routing == "r2":
+            return "routing r2 replays the routes of the pass before the update"
         if "ess_scale" in dict(self.controllers):
             return "ess_scale looks at the batch before its update"
         if "layerwise_perturbation" in dict(self.controllers):
@@ -125,7 +144,7 @@ def resolve(fields: ml_collections.ConfigDict) -> dict[str, str]:
     return {part: text if fields[part] is None else fields[part] for part, text in bundle.items()}
 
 
-def parse(fields: ml_collections.ConfigDict) -> Correction:
+def parse(fields: ml_collections.ConfigDict, router_bias_rate: float = 0.0) -> Correction:
     """Parses the methods of `config.correction`. ValueError for an unknown name or parameter."""
     parts = resolve(fields)
     return Correction(
@@ -144,7 +163,17 @@ def parse(fields: ml_collections.ConfigDict) -> Correction:
         kl_placement=fields.kl_placement,
         entropy_coeff=fields.entropy_coeff,
         controllers=methods.parse_all("controller", fields.controllers),
+        routing=_one_of("routing", fields.routing, ROUTINGS),
+        routing_missing=_one_of("routing_missing", fields.routing_missing, WITHOUT_ROUTES),
+        load_balance_coeff=fields.load_balance_coeff, router_z_coeff=fields.router_z_coeff,
+        router_bias_rate=router_bias_rate,
     )
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        raise ValueError(f"{name} is {value!r}; choose one of {', '.join(known)}")
+    return value
 
 
 def with_key(c: Correction, batch: Batch) -> Batch:
@@ -295,6 +324,7 @@ def check(c: Correction) -> None:
     batch."""
     given, (b, t) = c.advantage[1].get("gdpo_weights"), (2, 3)
     widths = {"vocabulary": 2, "kept": 1, "top": 1, "components": len(given) if given else 1}
+    widths |= {"routers": 1, "experts": 1}
     rows = {
         name: jax.ShapeDtypeStruct(shape(name, b, t, widths), field.dtype)
         for name, field in FIELDS.items() if field.source in SCORED

@@ -15,7 +15,7 @@ import optax
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.kernels.logprob import Scores, token_logprob
 from jaxrl_tis.kernels.logprob_chunked import Kept
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import moe, transformer
 from jaxrl_tis.models.config import ModelConfig
 
 Batch = dict[str, jax.Array]
@@ -71,19 +71,38 @@ class Learner:
         return self.program.layout.everywhere(loss_fn) if self.sums_in_order else loss_fn
 
 
-def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Scores:
+def _forward(
+    params: Any, learner: Learner, batch: Batch, asked: moe.Asked = moe.Asked()
+) -> transformer.Hidden:
+    """Runs the policy over the rows of a batch. Routes of the batch are replayed."""
+    replay = None
+    if "routes" in batch:
+        replay = moe.Replay(jnp.moveaxis(batch["routes"], 2, 0), batch["routed"])
+    return transformer.rows_routed(
+        params, learner.config, learner.program,
+        batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
+        batch.get("noise_seed"), replay, asked,
+    )
+
+
+def _of_rows(routed: moe.Routed) -> moe.Routed:
+    """Returns what routers did with rows first: ids [B,T,L,k], statistics [B,L,...]."""
+    ids = None if routed.ids is None else jnp.moveaxis(routed.ids, 0, 2)
+    rest = dataclasses.replace(routed, ids=None)
+    return dataclasses.replace(jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rest), ids=ids)
+
+
+def _score_targets(
+    params: Any, learner: Learner, batch: Batch, asked: moe.Asked = moe.Asked(), **options
+) -> tuple[Scores, moe.Routed | None]:
     """Computes `token_logprob` of the masked tokens at their temperatures, and of `top_ids` where the
-    batch has them, [B,T] and [B,T,K]; 0 elsewhere.
+    batch has them, [B,T] and [B,T,K]; 0 elsewhere. Also returns what was asked of the routers.
 
     With recorded supports all distributions are restricted to the supports, as in the sampler. This
     includes the entropy, the collisions and both sides of the KL to the reference. Its estimators are
     means over the sampler's tokens.
     """
-    x_btd = transformer.rows_hidden(
-        params, learner.config, learner.program,
-        batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
-        batch.get("noise_seed"),
-    )
+    x_btd, _, routed = _forward(params, learner, batch, asked)
     gather_hidden, gather, scatter = _targets(batch["mask"], learner.max_targets)
     kept = _kept(gather(batch["kept"])) if "kept" in batch else None
     scores = token_logprob(
@@ -101,7 +120,8 @@ def _score_targets(params: Any, learner: Learner, batch: Batch, **options) -> Sc
     mask = batch["mask"]
     *single, others = map(scatter, scores)
     single = (ratios.zero_padding(x, mask) for x in single)
-    return Scores(*single, ratios.zero_padding(others, mask[..., None]))
+    scores = Scores(*single, ratios.zero_padding(others, mask[..., None]))
+    return scores, None if routed is None else _of_rows(routed)
 
 
 def _kept(ids_bnk: jax.Array) -> Kept:
@@ -130,16 +150,18 @@ def _targets(mask_bt: jax.Array, max_targets: int):
 
 
 def response_scores(
-    params: Any, learner: Learner, batch: Batch, with_entropy: bool, pulls_entropy: bool = True
+    params: Any, learner: Learner, batch: Batch, with_entropy: bool, pulls_entropy: bool = True,
+    asked: moe.Asked = moe.Asked(),
 ) -> Batch:
     """Computes `logp` and `entropy` [B,T] of the masked tokens at their temperatures and, where the
     batch has `top_ids`, `logp_top` [B,T,K] of these; 0 elsewhere. Without `pulls_entropy` the
-    entropies have no gradient."""
-    scores = _score_targets(
-        params, learner, batch, with_entropy=with_entropy, pulls_entropy=pulls_entropy
+    entropies have no gradient. What was asked of the routers is under `routed`, a row first."""
+    scores, routed = _score_targets(
+        params, learner, batch, asked, with_entropy=with_entropy, pulls_entropy=pulls_entropy
     )
     fields = {"logp": scores.logp, "entropy": scores.entropy}
-    return fields | ({"logp_top": scores.others} if "top_ids" in batch else {})
+    fields |= {"logp_top": scores.others} if "top_ids" in batch else {}
+    return fields | ({} if routed is None else {"routed": routed})
 
 
 def response_logprobs(params: Any, learner: Learner, batch: Batch) -> jax.Array:
@@ -149,11 +171,7 @@ def response_logprobs(params: Any, learner: Learner, batch: Batch) -> jax.Array:
 
 def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
     """Computes the logits [B,T,V] divided by the temperature, for each masked token; 0 elsewhere."""
-    x_btd = transformer.rows_hidden(
-        params, learner.config, learner.program,
-        batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
-        batch.get("noise_seed"),
-    )
+    x_btd = _forward(params, learner, batch).x
     logits_btv = transformer.head_logits(params, learner.program, x_btd)
     before_btv = jnp.pad(logits_btv, ((0, 0), (1, 0), (0, 0)))[:, :-1]
     mask_bt1 = batch["mask"][..., None]
@@ -162,7 +180,8 @@ def response_logits(params: Any, learner: Learner, batch: Batch) -> jax.Array:
 
 
 def prefix_values(params: Any, learner: Learner, batch: Batch) -> jax.Array:
-    """Computes the critic's value [B,T] of the prefix before each token, float32."""
+    """Computes the critic's value [B,T] of the prefix before each token, float32. The critic's
+    routers choose by themselves."""
     x_btd = transformer.rows_hidden(
         params["decoder"], learner.config, learner.program,
         batch["tokens"], batch["positions"], batch["segment_ids"], batch.get("evict_step"),
@@ -171,12 +190,18 @@ def prefix_values(params: Any, learner: Learner, batch: Batch) -> jax.Array:
     return jnp.pad(values_bt, ((0, 0), (1, 0)))[:, :-1]
 
 
-def make_score(learner: Learner, with_entropy: bool = True) -> Callable[[Any, Batch], Batch]:
+def make_score(
+    learner: Learner, with_entropy: bool = True, with_routes: bool = False
+) -> Callable[[Any, Batch], Batch]:
     """Makes (params, batch [M, rows, ...]) -> {"logp", "entropy"} [M, rows, T], one micro-batch at
-    a time."""
+    a time. With `with_routes` also the routers' own choices: `routes` [M, rows, T, L, k]."""
 
     def score(params, micro):
-        return response_scores(params, learner, micro, with_entropy)
+        asked = moe.Asked(routes=with_routes)
+        fields = response_scores(params, learner, micro, with_entropy, asked=asked)
+        if with_routes:
+            fields["routes"] = fields.pop("routed").ids.astype(learner.config.moe.route_dtype)
+        return fields
 
     return _by_micro_batch(learner, score)
 
@@ -204,9 +229,22 @@ def make_collisions(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
     [M, rows, T], 0 elsewhere."""
 
     def collisions(params, micro):
-        return _score_targets(params, learner, micro, with_collision=True).collision
+        return _score_targets(params, learner, micro, with_collision=True)[0].collision
 
     return _by_micro_batch(learner, collisions)
+
+
+def make_routing(learner: Learner) -> Callable[[Any, Batch], moe.Routed]:
+    """Makes (params, batch [M, rows, ...]) -> what the routers do by themselves: their own choices
+    `ids` [M, rows, T, L, k] and statistics [M, rows, L, ...]."""
+
+    def routing(params, micro):
+        fields = {name: x for name, x in micro.items() if name not in ("routes", "routed")}
+        asked = moe.Asked(routes=True, statistics=True)
+        routed = _of_rows(_forward(params, learner, fields, asked).routed)
+        return dataclasses.replace(routed, ids=routed.ids.astype(learner.config.moe.route_dtype))
+
+    return _by_micro_batch(learner, routing)
 
 
 def make_logits(learner: Learner) -> Callable[[Any, Batch], jax.Array]:

@@ -100,8 +100,32 @@ class LearnerSetup:
         )
 
     def rows(self, trajectories: list[Trajectory]) -> Rows:
-        """Lays sampled sequences into rows, see `batch_layout.trajectory_rows`."""
-        return trajectory_rows(trajectories, self.row_length, self.has_evictions)
+        """Lays sampled sequences into rows, see `batch_layout.trajectory_rows`. Where the sampler's
+        routes are replayed these are `routes` and `routed`, and samples without routes have an empty
+        mask.
+
+        Raises:
+          ValueError: a sample has no route for a token, and none may be missing.
+        """
+        rows = trajectory_rows(trajectories, self.row_length, self.has_evictions)
+        if not self.correction.replays_routes:
+            return rows
+        missing = without_routes(trajectories)
+        if missing.any() and self.correction.routing_missing == "stop":
+            ids = [t.id for t, is_missing in zip(trajectories, missing) if is_missing]
+            raise ValueError(
+                f"correction.routing = {self.correction.routing!r} replays the sampler's routes, and "
+                f"{len(ids)} samples lack some: {', '.join(ids[:3])}. Mend the sampler, or set "
+                "correction.routing_missing to 'mask' to train without these samples"
+            )
+        if missing.all():
+            length, moe = rows["tokens"].shape, self.model.moe
+            shape = (*length, self.model.num_moe_layers, moe.top_k)
+            rows |= {"routes_behav": np.zeros(shape, moe.route_dtype), "routed_behav": np.zeros(length, bool)}
+        return rows | {
+            "mask": rows["mask"] & ~missing[:, None],
+            "routes": rows["routes_behav"], "routed": rows["routed_behav"],
+        }
 
     def micro_batches(self, rows: Rows, is_wanted: np.ndarray | None = None):
         """Cuts rows into micro-batches of the learner's layout.
@@ -132,6 +156,13 @@ class LearnerSetup:
         return self.layout.put_batch(micro), flat
 
 
+def without_routes(trajectories: list[Trajectory]) -> np.ndarray:
+    """Returns which samples [N] lack a route of a token that another token follows."""
+    return np.array([
+        len(t.routes) < len(t.prompt) + len(t.tokens) - 1 for t in trajectories
+    ], bool)
+
+
 def max_length(config: ml_collections.ConfigDict) -> int:
     """Returns the largest number of tokens in a sequence, prompt and response."""
     return config.task.max_prompt_tokens + config.rollout.max_new_tokens
@@ -158,6 +189,11 @@ def make_learner_setup(
         grad_reduce_dtype=config.train.grad_reduce_dtype,
     )
     _check_mesh(layout, correction, model)
+    if correction.routing != "none" and model.moe is None:
+        raise ValueError(
+            f"correction.routing = {correction.routing!r} replays routes, and the model has no "
+            "experts; set it to 'none'"
+        )
     program = transformer.Program(
         config.model.dtype, config.model.remat, config.model.fp32_head, layout,
         quant.Recipe(config.model.quantization, tuple(config.model.unquantized)),

@@ -26,6 +26,10 @@ from jaxrl_tis.learner.scoring import (
     Batch, Learner, Metrics, prefix_values, response_logits, response_logprobs, response_scores,
     zeros_like,
 )
+from jaxrl_tis.models import moe
+
+
+EXPERT_COUNTS = "moe/expert_counts"  # [L,E] choices of a minibatch, which no record gets
 
 
 @jax.tree_util.register_dataclass
@@ -74,7 +78,9 @@ def accumulate_gradients(
             scores, (micro, num_tokens, num_seqs)
         )
         share = jnp.sum(micro["mask"]) / num_tokens
-        adds_up = lambda name: name.endswith("_loss") or counts.is_count(name)
+        adds_up = lambda name: (
+            name.endswith("_loss") or counts.is_count(name) or name == EXPERT_COUNTS
+        )
         metrics = {name: x if adds_up(name) else x * share for name, x in metrics.items()}
         return value if scale is None else value * scale, (metrics, fields)
 
@@ -121,6 +127,7 @@ def _count_sequences(minibatch: Batch) -> jax.Array:
 def _make_step(
     learner: Learner, micro_loss: MicroLoss, optimizer: optax.GradientTransformation, prefix: str,
     measure: Callable[[Any, Batch], Batch] = lambda params, minibatch: {},
+    router_bias_rate: float = 0.0,
 ):
     """Makes a jitted update that donates its state and returns (state, metrics), and the fields of
     `micro_loss`, if any. `measure` computes further fields from the parameters."""
@@ -137,11 +144,25 @@ def _make_step(
         is_slowed = prefix == "actor" and "lr_scale" in minibatch
         factor = minibatch["lr_scale"][0, 0] if is_slowed else None
         state, measured = _apply(learner, optimizer, prefix, state, grads, factor)
+        if EXPERT_COUNTS in metrics:
+            params = moved_bias(state.params, metrics.pop(EXPERT_COUNTS), router_bias_rate)
+            state = dataclasses.replace(state, params=params)
         metrics |= measured
         return (state, metrics, fields) if fields else (state, metrics)
 
     options = learner.program.compiler_options
     return jax.jit(train_step, donate_argnums=(0,), compiler_options=options)
+
+
+def moved_bias(params: Any, load_le: jax.Array, rate: float) -> Any:
+    """Returns parameters whose router biases moved by +-rate, up where an expert was chosen less
+    often than the mean of its layer [L,E], down where more often (arXiv:2408.15664)."""
+    layers = params["layers"]
+    if "router_bias" not in layers:
+        return params
+    below_le = jnp.sign(jnp.mean(load_le, axis=-1, keepdims=True) - load_le)
+    bias_le = layers["router_bias"] + (rate * below_le).astype(layers["router_bias"].dtype)
+    return params | {"layers": layers | {"router_bias": bias_le}}
 
 
 def _laid_out(learner: Learner, minibatch: Batch) -> Batch:
@@ -182,9 +203,10 @@ def make_train_step(
     returns (state, metrics, {"logp_old", "entropy"} [accumulation, rows, T]).
     """
     micro_loss = _policy_loss(learner, c, is_scored)
-    if "st_ppo_norm" not in c.needs:
-        return _make_step(learner, micro_loss, optimizer, "actor")
-    return _make_step(learner, micro_loss, optimizer, "actor", _clipping_bias_norm(learner, c))
+    make = functools.partial(
+        _make_step, learner, micro_loss, optimizer, "actor", router_bias_rate=c.router_bias_rate
+    )
+    return make() if "st_ppo_norm" not in c.needs else make(_clipping_bias_norm(learner, c))
 
 
 def make_arriving_step(
@@ -225,7 +247,7 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
     pulls_entropy = c.entropy_coeff != 0
     scores_of = functools.partial(
         response_scores, with_entropy=pulls_entropy or c.is_centered or not is_scored,
-        pulls_entropy=pulls_entropy,
+        pulls_entropy=pulls_entropy, asked=moe.Asked(statistics=c.counts_experts),
     )
 
     def forward(params, batch):
@@ -248,9 +270,41 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
             logp_top=scores.get("logp_top"), num_tokens=num_tokens, num_seqs=num_seqs,
         )
         metrics |= drift_metrics(spec, scores["logp"], batch)
+        if "routed" in scores:
+            share = jnp.sum(batch["mask"]) / num_tokens
+            added, measured = router_loss(c, scores["routed"], share)
+            value, metrics = value + added, metrics | measured
         return value, (metrics, returned)
 
     return MicroLoss(forward, micro_batch_loss)
+
+
+def router_loss(
+    c: Correction, routed: moe.Routed, share: jax.Array
+) -> tuple[jax.Array, Metrics]:
+    """Returns (the auxiliary losses of the routers, their metrics), from the routers' own choices
+    and the scores of all experts.
+
+    Both are means over the layers, times the micro-batch's share of the minibatch. The
+    load-balancing loss is E sum_e f_e p_e (arXiv:2101.03961), f the share of choices and p the mean
+    probability: 1 at an even load. The gradient passes through p. The z-loss is the mean of
+    logsumexp(logits)^2 (arXiv:2202.08906).
+
+    Args:
+      routed: statistics of B rows, [B,L,E] and [B,L].
+      share: scalar.
+    """
+    load_le = jnp.sum(routed.load, axis=0)
+    probs_le = jnp.sum(routed.probs, axis=0)
+    choices_l1 = jnp.maximum(jnp.sum(load_le, axis=-1, keepdims=True), 1.0)
+    tokens_l1 = jnp.maximum(jnp.sum(probs_le, axis=-1, keepdims=True), 1.0)
+    even_l = jnp.sum(load_le / choices_l1 * probs_le / tokens_l1, axis=-1) * load_le.shape[-1]
+    balance = jnp.mean(even_l) * share
+    z = jnp.mean(jnp.sum(routed.z, axis=0) / tokens_l1[:, 0]) * share
+    metrics = {"moe/load_balance_loss": balance, "moe/router_z_loss": z}
+    if c.router_bias_rate:
+        metrics[EXPERT_COUNTS] = load_le
+    return c.load_balance_coeff * balance + c.router_z_coeff * z, metrics
 
 
 def _clipping_bias_norm(learner: Learner, c: Correction):

@@ -6,10 +6,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from jaxrl_tis.diagnostics import attribution, batch_metrics, correction_metrics
+from jaxrl_tis.diagnostics import attribution, batch_metrics, correction_metrics, routes
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators import counts
 from jaxrl_tis.learner import control, correction, snapshots
@@ -17,11 +18,12 @@ from jaxrl_tis.learner.batch_layout import (
     Rows, minibatches, num_sequences, packed_minibatches, update_fields,
 )
 from jaxrl_tis.learner.scoring import (
-    make_collisions, make_logits, make_score, make_score_norms, make_values,
+    make_collisions, make_logits, make_routing, make_score, make_score_norms, make_values,
 )
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
 from jaxrl_tis.models import placement, transformer
+from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics
 
 
@@ -42,6 +44,10 @@ class Trainer:
         self.weights: np.ndarray | None = None
         self.score_metrics: dict[str, float] = {}
         self._score = make_score(learner)
+        is_replayed_later = setup.correction.routing == "r2"
+        self._first_score = make_score(learner, with_routes=True) if is_replayed_later else self._score
+        self._routing = make_routing(learner)
+        self._route_metrics = jax.jit(functools.partial(route_metrics, setup.model.moe))
         self.prepare = correction.make_prepare(setup.correction)
         self._begin = jax.jit(functools.partial(control.begin, setup.correction))
         self._end = jax.jit(functools.partial(control.end, setup.correction))
@@ -90,9 +96,10 @@ class Trainer:
             rows["values"] = run(self._values, state["critic"].params)
         if "reference" in state:
             reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
-            rows["logp_ref"] = run(lambda *a: self._score(*a)["logp"], reference)
+            own = self._passes({n: x for n, x in rows.items() if n not in ("routes", "routed")})
+            rows["logp_ref"] = own(lambda *a: self._score(*a)["logp"], reference)
             if "logits_ref" in needs:
-                rows["logits_ref"] = run(self._logits, reference)
+                rows["logits_ref"] = own(self._logits, reference)
         rows |= reward_fields(samples, needs)
         by_learner = {
             "sum_pi_squared": self._collisions, "logits": self._logits,
@@ -129,8 +136,10 @@ class Trainer:
 
         if self.setup.recompute_reason:
             centre = state["ewma"].params(like=policy) if "ewma" in state else policy
-            scores = run(self._score, centre)
+            scores = run(self._first_score, centre)
             fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
+            if "routes" in scores:
+                fields |= {"routes": scores["routes"], "routed": rows["segment_ids"] > 0}
             fields["logp_old"] = (
                 fields["logp_prox"] if self.setup.approximates_old_logp
                 else at_versions(rows | fields, policy, sampled_by, log_probs, known)
@@ -146,6 +155,9 @@ class Trainer:
             "old_logp/versions": len(np.unique(rows["version"][rows["mask"]])),
             "old_logp/recomputed_sequences": num_recomputed,
         }
+        if self.setup.correction.replays_routes:
+            missing = rows["sampled"].any(axis=1) & ~rows["mask"].any(axis=1)
+            self.score_metrics["moe/samples_without_routes"] = missing.sum()
         return fields
 
     def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
@@ -226,6 +238,8 @@ class Trainer:
         collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
         if is_profiled and collisions is None:
             collisions = self._passes(rows)(self._collisions, state["policy"].params)
+        is_routed = is_profiled and self.setup.model.moe is not None
+        routing = self._routes_of(state["policy"].params, rows) if is_routed else None
         updated, collected, num_seqs = self.update_fields(rows, prepared), [], []
         fused = dict.fromkeys(("logp_old", "entropy"), np.zeros_like(rows["logp_behav"]))
         for epoch in range(config.train.epochs):
@@ -250,6 +264,8 @@ class Trainer:
             prepared, measured = self.prepare(rows)
         if is_profiled:
             measured |= self._profile(rows, bool(rows["turn"].any()))
+        if routing is not None:
+            measured |= self._route_metrics(rows, *routing)
         measured |= self.score_metrics | {f"control/{name}": x for name, x in settings.items()}
         rows = self.with_prepared(rows, prepared)
         measured, collected = jax.device_get((measured, collected))
@@ -268,6 +284,36 @@ class Trainer:
         if controllers:
             state = state | {"controllers": self._end(controllers, measured, count)}
         return state, rows, measured
+
+
+    def _routes_of(self, params: Any, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns what the policy's routers choose by themselves: routes [N,T,L,k], the load of the
+        experts [L,E], the sum of the entropies of their distributions [L]."""
+        micro, flat = self.setup.micro_batches(rows)
+        routed = self._routing(params, micro)
+        total = lambda x: self.setup.layout.fetch(x).sum(axis=(0, 1))
+        return flat(routed.ids), total(routed.load), total(routed.entropy)
+
+
+def route_metrics(
+    moe: MoeConfig, rows: Rows, own: jax.Array, load_le: jax.Array, entropy_l: jax.Array
+) -> dict[str, jax.Array]:
+    """Measures the load of the experts and, where the sampler recorded its routes, how they differ
+    from the policy's `own` [N,T,L,k], see diagnostics/routes.py."""
+    tokens = jnp.sum(load_le, axis=1) / moe.top_k
+    metrics = routes.load_metrics(load_le, entropy_l / jnp.maximum(tokens, 1.0))
+    if "routes_behav" not in rows:
+        return metrics
+    # The route of an input token belongs to the token that is sampled after it.
+    after = lambda x: jnp.pad(x, ((0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 2))[:, :-1]
+    overlap = after(routes.overlap(own, rows["routes_behav"]))
+    mask = rows["sampled"] & after(rows["routed_behav"])
+    k = moe.top_k
+    metrics |= routes.flip_metrics(overlap, mask, num_chosen=k, num_experts=moe.num_experts)
+    metrics |= routes.flip_grid(overlap, mask, num_chosen=k)
+    return metrics | routes.gap_metrics(
+        overlap, rows["logp_old"], rows["logp_behav"], mask, num_chosen=k
+    )
 
 
 def _of_step(name: str, values: list) -> np.floating:

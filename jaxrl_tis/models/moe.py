@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.kernels.grouped_matmul import grouped_matmul
+from jaxrl_tis.models.grouped import grouped_matmul
 from jaxrl_tis.models.config import MoeConfig
 
 EPSILON = 1e-20  # of the sum of sigmoid gates, as in the published models
@@ -134,14 +134,14 @@ def statistics(
 
 
 def experts(
-    x_md: jax.Array, ids_mk: jax.Array, gates_mk: jax.Array, gate, up, down,
-    num_experts: int, product: Callable = grouped_matmul,
+    x_md: jax.Array, ids_mk: jax.Array, gates_mk: jax.Array, weights: tuple, num_experts: int,
+    product: Callable | None = None,
 ) -> jax.Array:
-    """Returns the sum [M,D] of each token's experts, weighted by its gates, in x's dtype.
+    """Returns the sum [M,D] of each token's experts, weighted by its gates, in float32.
 
     Args:
-      gate, up: any kind of weight [E,D,F]; down: [E,F,D].
-      product: see `grouped_matmul`.
+      weights: gate and up [E,D,F], and down [E,F,D], each any kind of weight.
+      product: `multiplied`, or one with the same arguments.
     """
     m, k = ids_mk.shape
     expert_n = ids_mk.reshape(-1)
@@ -149,14 +149,17 @@ def experts(
     place_n = jnp.argsort(order_n)
     sizes_e = jnp.zeros(num_experts, jnp.int32).at[expert_n].add(1)
     rows_nd = permuted(jnp.repeat(x_md, k, axis=0), order_n, place_n)
-    gated_nf = jax.nn.silu(product(rows_nd, gate, sizes_e)) * product(rows_nd, up, sizes_e)
-    out_nd = permuted(product(gated_nf, down, sizes_e), place_n, order_n)
-    return combined(out_nd.reshape(m, k, -1), gates_mk)
+    out_nd = (product or multiplied)(rows_nd, sizes_e, weights)
+    out_mkd = permuted(out_nd, place_n, order_n).reshape(m, k, -1)
+    return jnp.sum(out_mkd * gates_mk[..., None], axis=-2, dtype=jnp.float32)
 
 
-def combined(out_mkd: jax.Array, gates_mk: jax.Array) -> jax.Array:
-    """Returns the weighted sum of the experts' outputs, in float32, in their dtype."""
-    return jnp.sum(out_mkd * gates_mk[..., None], axis=-2, dtype=jnp.float32).astype(out_mkd.dtype)
+def multiplied(rows_nd: jax.Array, sizes_e: jax.Array, weights: tuple) -> jax.Array:
+    """Returns the MLP [N,D] of each row with the weights of its expert; rows are sorted by expert,
+    and sizes_e counts them."""
+    gate, up, down = weights
+    gated_nf = jax.nn.silu(grouped_matmul(rows_nd, gate, sizes_e))
+    return grouped_matmul(gated_nf * grouped_matmul(rows_nd, up, sizes_e), down, sizes_e)
 
 
 @jax.custom_vjp

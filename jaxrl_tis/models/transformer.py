@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.kernels.head import Head
-from jaxrl_tis.models import attention, fsdp, invariant, moe, quant
+from jaxrl_tis.models import attention, expert_parallel, fsdp, invariant, moe, quant
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.rope import rope_frequencies
 from jaxrl_tis.sharding import Layout
@@ -138,9 +138,13 @@ class Program:
 
     def experts(self, x_btd, ids_btk, gates_btk, weights: tuple, num_experts: int) -> jax.Array:
         """Returns the weighted sum [B,T,D] of each token's experts, see `moe.experts`."""
+        if self.layout is not None and self.layout.mesh.size > 1:
+            return expert_parallel.experts(
+                x_btd, ids_btk, gates_btk, weights, num_experts, self.layout
+            )
         flat = lambda x: x.reshape(-1, x.shape[-1])
-        y_md = moe.experts(*map(flat, (x_btd, ids_btk, gates_btk)), *weights, num_experts)
-        return y_md.reshape(x_btd.shape)
+        y_md = moe.experts(*map(flat, (x_btd, ids_btk, gates_btk)), weights, num_experts)
+        return y_md.reshape(x_btd.shape).astype(x_btd.dtype)
 
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
         """Returns an activation constrained to the mesh by its logical axes."""

@@ -203,6 +203,26 @@ MISMATCH = (
            "Part of the mean squared log-ratio that a factor explains."),
     Metric("mismatch/{engine,staleness,trust_region,product}/fraction_capped", "share",
            "Tokens above the cap of the factor, with the weight capped_ratio."),
+    Metric("mismatch/route_flip_expert", "share",
+           "Chosen experts that the other side did not choose; 1 less this is the overlap.",
+           "2510.11370"),
+    Metric("mismatch/route_flip_delta", "share",
+           "Experts whose choice differs, of all experts of a router.", "2510.11370"),
+    Metric("mismatch/route_flip_router", "share",
+           "Routers that flip: learner and sampler choose different sets of experts."),
+    compact("mismatch/route_flip_token", "share", "Tokens with at least one flipped router."),
+    Metric("mismatch/route_flip_layer_<n>", "share", "Tokens whose router of MoE layer n flips."),
+    Metric("mismatch/route_flip_position_<n>", "share",
+           "Routers that flip, of tokens from position n of the response to twice that."),
+    Metric("mismatch/route_flip_layer_<n>_position_<n>", "share",
+           "The same of one MoE layer, every diagnostics_every steps: up to 16 values a layer."),
+    compact("mismatch/route_flip_{flipped,unflipped}/log_ratio_abs_mean", "nats",
+            "Mean |log ρ| of the tokens with a flipped router, and of the others."),
+    Metric("mismatch/route_flip_{flipped,unflipped}/k3_kl", "nats per token",
+           "KL of learner from sampler by k3, of the tokens with a flipped router and of the others."),
+    Metric("mismatch/route_flip_{flipped,unflipped}/icepop_dropped", "share",
+           "Tokens outside IcePop's band 0.5 to 5, of those with a flipped router and of the others.",
+           "2510.18855"),
     Metric("training/off_policy/trajectory_spans/{mean,max,min}", "versions",
            "Number of versions from the oldest to the newest token of a sequence.", VERL),
     Metric("training/off_policy/{trajectory_staleness,trajectory_staleness_worst}/{mean,max,min}",
@@ -211,6 +231,18 @@ MISMATCH = (
     Metric("old_logp/versions", "versions", "Weight versions that sampled tokens of the batch."),
     Metric("old_logp/recomputed_sequences", "sequences",
            "Sequences scored again under older weights than the policy's, once for each version."),
+)
+
+EXPERTS = (
+    Metric("moe/load_max_over_mean/{mean,worst}", "ratio",
+           "Tokens of the busiest expert over the mean of its layer's experts."),
+    Metric("moe/load_cv/{mean,worst}", "ratio",
+           "Standard deviation of the load of a layer's experts over its mean."),
+    Metric("moe/load_entropy/{mean,worst}", "share",
+           "Entropy of the load of a layer's experts, over its largest value; 1 is even."),
+    Metric("moe/router_entropy/{mean,worst}", "share",
+           "Entropy of a router's distribution for a token, over its largest value."),
+    compact("moe/dead_experts", "experts", "Experts of all layers without a token in the batch."),
 )
 
 WEIGHTS = (
@@ -345,7 +377,7 @@ MACHINE = (
 
 SECTIONS = {
     "Learning": LEARNING, "The update": UPDATE, "Sampler against learner": MISMATCH,
-    "Importance weights and rejection": WEIGHTS, "Rollouts": ROLLOUTS,
+    "Experts": EXPERTS, "Importance weights and rejection": WEIGHTS, "Rollouts": ROLLOUTS,
     "Samplers that run ahead": ASYNC, "The machine": MACHINE,
 }
 METRICS = tuple(itertools.chain.from_iterable(SECTIONS.values()))

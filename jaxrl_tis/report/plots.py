@@ -87,6 +87,8 @@ class Plot:
         return " ".join([*texts, "Band: 95 % Wilson interval."] if has_interval else texts)
 
 
+FLIP_RATE = "mismatch/route_flip_layer_<n>_position_<n>"
+MOST_GRIDS = 4  # runs with a picture of their flips
 LEARNING, GAP, WEIGHTS = "Learning", "Sampler against learner", "Importance weights"
 OPTIMISATION, TIME = "Optimisation", "Time"
 PLOTS = (
@@ -114,6 +116,11 @@ PLOTS = (
     Plot(GAP, "χ² divergence",
          {"rollout_corr/chi2_token": "per token", "rollout_corr/chi2_seq": "per sequence"}, log=True),
     Plot(GAP, "Perplexity ratio, learner / sampler", {"rollout_corr/ppl_ratio": "ratio"}),
+    Plot(GAP, "Flips of routes",
+         {"mismatch/route_flip_token": "tokens", "mismatch/route_flip_router": "routers"}),
+    Plot(GAP, "Gap of tokens with and without a flip",
+         {"mismatch/route_flip_flipped/log_ratio_abs_mean": "flipped",
+          "mismatch/route_flip_unflipped/log_ratio_abs_mean": "unflipped"}, log=True),
 
     Plot(WEIGHTS, "Mean importance weight", {"rollout_corr/rollout_is_mean": "mean"}),
     Plot(WEIGHTS, "Largest importance weight", {"rollout_corr/rollout_is_max": "max"}, log=True),
@@ -255,6 +262,39 @@ def draw_phases(axes: Axes, runs: Sequence[Run]) -> None:
     axes.set_xlabel("minutes")
 
 
+def flip_rates(run: Run) -> tuple[np.ndarray, list[int], list[int]] | None:
+    """Returns (flip rates [layers, positions], mean of the steps that record them; the layers; the first
+    position of each bucket); None without any. Last buckets without a flip are left out: responses
+    may not be as long."""
+    values, pattern = {}, re.compile(names.regex(FLIP_RATE))
+    for record in run.records:
+        for name, x in record.items():
+            found = pattern.fullmatch(name)
+            if found:
+                values.setdefault((int(found[1]), int(found[2])), []).append(x)
+    if not values:
+        return None
+    layers, positions = (sorted(set(place)) for place in zip(*values))
+    rates = np.array([[np.mean(values[layer, at]) for at in positions] for layer in layers])
+    end = np.flatnonzero(rates.any(axis=0)).max(initial=0) + 1
+    return rates[:, :end], layers, positions[:end]
+
+
+def draw_flips(
+    axes: Axes, rates: np.ndarray, layers: Sequence[int], positions: Sequence[int]
+) -> None:
+    """Draws flip rates [layers, positions] as a picture; `positions` are the first of each bucket."""
+    shown = axes.pcolormesh(rates, cmap="viridis", vmin=0.0, vmax=max(float(rates.max()), 1e-6))
+    axes.figure.colorbar(shown, ax=axes, label=names.find(FLIP_RATE).unit + " of the tokens")
+    axes.set_xticks(np.arange(len(positions)) + 0.5, positions)
+    every = max(1, len(layers) // 12)
+    axes.set_yticks(np.arange(0, len(layers), every) + 0.5, layers[::every])
+    axes.grid(False)
+    axes.set_title("Flips by layer and position")
+    axes.set_xlabel("from this position of the response on")
+    axes.set_ylabel("MoE layer")
+
+
 def svg(picture: figure.Figure) -> str:
     """Returns a figure as an <svg> element to put into a page."""
     buffer = io.StringIO()
@@ -276,6 +316,11 @@ def figures(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:
                 if entries:
                     picture.legend(handles=entries, loc="outside lower center", ncols=4)
                 sections.setdefault(plot.section, []).append((svg(picture), plot.caption))
+        for run in [run for run in runs if flip_rates(run)][:MOST_GRIDS]:
+            picture = figure.Figure(figsize=(6.0, 3.5))
+            draw_flips(picture.add_subplot(), *flip_rates(run))
+            note = f"{run.label}: share of the tokens whose router chooses other experts in the sampler."
+            sections.setdefault(GAP, []).append((svg(picture), note))
         timed = [run for run in runs if sum(phase_seconds(run).values()) > 0]
         if timed:
             picture = figure.Figure(figsize=(6.0, 1.7 + 0.4 * len(timed)))

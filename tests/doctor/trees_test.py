@@ -11,12 +11,12 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_tis import validate as validation
-from jaxrl_tis.diagnostics import agreement, attribution, batch_metrics, mismatch
+from jaxrl_tis.diagnostics import attribution, batch_metrics, mismatch, routes
 from jaxrl_tis.doctor import asynchrony, case, effects
 from jaxrl_tis.doctor.asynchrony import STALENESS_GAP
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, IS_VALID, K3, KL, LAG, LENGTH,
-    MEAN_GAP, NOISE, OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, TURNS,
+    MEAN_GAP, NOISE, OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, ROUTE_DROPS, ROUTE_GAPS, TURNS,
 )
 from jaxrl_tis.doctor.diagnose import FACTS, diagnose
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
@@ -41,6 +41,11 @@ W8A8_BOTH = {"engine.quantization": "w8a8", "model.quantization": "w8a8"}
 
 
 RISING = {CLIPPED: late(0.25, 0.3)}
+
+
+def split(flipped, rest, dropped=(0.0, 0.0)):
+    """The gap of tokens with and without a flip, and their shares outside IcePop's band."""
+    return dict(zip((*ROUTE_GAPS, *ROUTE_DROPS), (flipped, rest, *dropped)))
 
 
 def clip(width):
@@ -105,6 +110,11 @@ CAUSE_CASES = {
     ),
     "A.routing": ({KL: 0.12, FLIPS: 0.1}, {}, {"A", "A.routing"}),
     "A.routing-ppl": ({PPL: 1.12, FLIPS: 0.1}, {}, {"A", "A.routing"}),
+    # The gap is 0.1 * 0.5 + 0.9 * 0.1 = 0.14, and 0.1 * (0.5 - 0.1) of it comes with the flips.
+    "A.routing-gap": ({KL: 0.12, FLIPS: 0.1} | split(0.5, 0.1), {}, {"A", "A.routing"}),
+    # Of 0.11 a share of 0.1 * (0.2 - 0.1) / 0.11 = 0.09 does.
+    "A.routing-little": ({KL: 0.12, FLIPS: 0.1} | split(0.2, 0.1), {}, {"A", "A.kernels"}),
+    "A.routing-replayed": ({KL: 0.12, FLIPS: 0.0} | split(0.0, 0.1), {}, {"A", "A.kernels"}),
     "A.quantized": (
         {PEARSON: 0.9}, {"engine.quantization": "w8a8"} | BFLOAT16 | MESH, {"A", "A.quantized"}
     ),
@@ -152,6 +162,16 @@ CAUSE_CASES = {
     "D.product": ({ESS: 0.45, CHI2_SEQ: 20.0}, PRODUCT, {"D", "D.product"}),
     "D.product-mask": (
         {ESS: 0.45}, {"correction.masks": "seq_sum_k1(upper=2.0)"}, {"D", "D.product"}
+    ),
+    "D.routing": (
+        {CHI2: 1.5, FLIPS: 0.5} | split(0.1, 0.1, (0.02, 0.01)), {}, {"D", "D.tokens", "D.routing"}
+    ),
+    "D.routing-alone": (
+        {CHI2: 1.5, FLIPS: 0.5} | split(0.1, 0.1, (0.02, 0.0)), {}, {"D", "D.tokens", "D.routing"}
+    ),
+    "D.routing-alike": ({CHI2: 1.5, FLIPS: 0.5} | split(0.5, 0.1, (0.019, 0.01)), {}, {"D", "D.tokens"}),
+    "D.routing-length": (
+        {CHI2_SEQ: 1e6, FLIPS: 0.5} | split(0.5, 0.1, (0.02, 0.01)), {}, {"D", "D.length"}
     ),
     "D.length": ({CHI2_SEQ: 20.0, NOISE: late(1.0, 1.3)}, PRODUCT, {"D", "D.length"}),
     "D.length-tokens": ({CHI2_SEQ: 1e6}, {}, {"D", "D.length"}),
@@ -495,7 +515,8 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
             | batch_metrics.length_metrics(
                 lengths, lengths, max_prompt_length=3, max_response_length=3, num_turns=lengths
             )
-            | agreement.route_metrics(ids, ids, mask, num_experts=2)
+            | routes.flip_metrics(ids[..., 0], mask, num_chosen=1, num_experts=2)
+            | routes.gap_metrics(ids[..., 0], x, x, mask, num_chosen=1)
             | attribution.factor_metrics(x, x, x, x, mask)
             | objectives.OBJECTIVES["ppo"](x, x, x, mask)[1]
             | centering.centered(ids[..., 0], head, x, lambda log_ratio, _: log_ratio)[1]
@@ -504,7 +525,7 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
     read = {
         clause.metric for finding in (*CAUSES, *SETUP)
         for clause in (*finding.all_of, *finding.any_of) if clause.metric not in FACTS
-    } | {ENGINE_SHARE, MEAN_GAP, IS_VALID, *case.FALLBACKS.values()}
+    } | {ENGINE_SHARE, MEAN_GAP, IS_VALID, *ROUTE_GAPS, *ROUTE_DROPS, *case.FALLBACKS.values()}
     read |= {asynchrony.ENGINE_GAP, asynchrony.STALENESS_GAP, asynchrony.MEAN_LAG}
     read = {name for name in read if not name.startswith("async/")}  # see asynchrony_test
     found = jax.eval_shape(measured)

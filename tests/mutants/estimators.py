@@ -225,9 +225,18 @@ MUTANTS = [
          "w_squared_bs = ratios.sequence_mean(w, mask, seg)"),
     ),
     *of(
-        "diagnostics/agreement.py",
+        "diagnostics/routes.py",
         ("experts of one side count",
          "(2.0 * num_chosen / num_experts)", "(num_chosen / num_experts)"),
+        ("flips of padding count by position",
+         "flipped_btl * one_bt[..., None], one_bt", "flipped_btl, one_bt"),
+        ("the gap of all tokens counts as flipped", "ratios.as_bool(mask) & is_part_bt",
+         "ratios.as_bool(mask)"),
+        ("the worst layer has the smallest load", "((jnp.max, high), (jnp.min, low))",
+         "((jnp.min, high), (jnp.min, low))"),
+    ),
+    *of(
+        "diagnostics/agreement.py",
         ("a filter that kept nothing drops the token", " & (old_bt > 0), mask)", ", mask)"),
     ),
 ]

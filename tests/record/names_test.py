@@ -15,7 +15,7 @@ from jaxrl_tis.report import plots
 PACKAGE = pathlib.Path(names.__file__).parents[1]
 GROUPS = "|".join(sorted({name.split("/")[0] for m in names.METRICS for name in m.names}))
 # Beginnings of names that the gate alone writes, and a column of experiments/records.py.
-OTHERS = "mismatch/kept_", "mismatch/route_flip_", "eval/steps"
+OTHERS = "mismatch/kept_", "eval/steps"
 FOREIGN = "frameworks.py", "console.py"  # hold the names of other frameworks
 
 

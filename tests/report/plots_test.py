@@ -71,6 +71,38 @@ def test_time_by_phase():
         "rollout": 8.0, "update": 4.0, "rest of the step": 4.0, "eval": 30.0}
 
 
+def grid_run(*rates):
+    """A run whose steps record flip rates of two layers at positions 0, 1 and 2."""
+    records = [
+        {"step": step, "phase": "train", **{
+            f"mismatch/route_flip_layer_{layer}_position_{at}": x
+            for layer, row in enumerate(step_rates) for at, x in enumerate(row)}}
+        for step, step_rates in enumerate(rates, start=1)
+    ]
+    return plots.Run("experts", "black", records, {})
+
+
+def test_flips_by_layer_and_position():
+    run = grid_run([[0.1, 0.2, 0.0], [0.3, 0.0, 0.0]], [[0.3, 0.4, 0.0], [0.5, 0.0, 0.0]])
+    rates, layers, positions = plots.flip_rates(run)
+    np.testing.assert_allclose(rates, [[0.2, 0.3], [0.4, 0.0]])  # no response has position 2
+    assert layers == [0, 1] and positions == [0, 1]
+    axes = figure.Figure().add_subplot()
+    plots.draw_flips(axes, rates, layers, positions)
+    np.testing.assert_allclose(axes.collections[0].get_array(), rates)
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
+
+
+def test_the_picture_of_flips_is_drawn_where_they_are_recorded():
+    notes = lambda *runs: [note for drawn in plots.figures(runs).values() for _, note in drawn]
+    of_flips = [note for note in notes(grid_run([[0.1] * 3] * 2)) if note.startswith("experts: ")]
+    assert of_flips == ["experts: share of the tokens whose router chooses other experts in the sampler."]
+    assert not [note for note in notes(INT8) if "experts" in note]
+    assert plots.flip_rates(INT8) is None
+    none, _, positions = plots.flip_rates(grid_run([[0.0] * 3] * 2))  # with replay
+    assert none.shape == (2, 1) and positions == [0]
+
+
 def test_smooth():
     values = np.arange(75.0)  # window 75 // 25 = 3
     values[10] = np.nan

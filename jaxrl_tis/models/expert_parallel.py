@@ -1,0 +1,208 @@
+"""Experts on several devices: each token travels to the devices of its experts and back.
+
+A device holds E / N experts, N the size of the mesh axis "expert", and its own tokens. It sorts the
+copies of its tokens by expert, sends each device those of its experts, multiplies what it receives,
+and sends the results back. The exchange is ragged and nothing is dropped: the buffer of a device has
+room for all tokens of the N devices. CHUNK tokens of a device travel at a time, which bounds it.
+
+Shapes: b row, t token, k expert of a token, e expert, d embed, s source, n copy of a token.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_tis.models import moe, quant
+from jaxrl_tis.sharding import Layout
+
+AXES = (
+    ("expert", "expert_embed", "mlp"), ("expert", "expert_embed", "mlp"),
+    ("expert", "mlp", "expert_embed"),
+)
+WIDTH = (1, 1, 2)  # axis of the embedding width
+CHUNK = 2048  # tokens
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def experts(x_btd, ids_btk, gates_btk, weights: tuple, num_experts: int, layout: Layout):
+    """Returns `moe.experts` of rows [B,T,D] on a mesh, in x's dtype.
+
+    Args:
+      weights: gate, up and down, sharded as `AXES` in the layout.
+
+    Gradient: as of one device. Those of the weights are summed over devices in
+    `Layout.grad_reduce_dtype`.
+    """
+    x_spec, w_specs = _specs(layout, weights)
+
+    def local(x_btd, ids_btk, gates_btk, weights):
+        gathered = _gathered(weights, layout, x_btd.dtype)
+        run = lambda rows: _partial_sum(*rows, gathered, num_experts, layout)
+        y_cmd = jax.lax.map(run, _chunks(x_btd, ids_btk, gates_btk))
+        y_btd = _over_tensor(y_cmd.reshape(x_btd.shape), layout)
+        return y_btd.astype(x_btd.dtype)
+
+    specs = x_spec, x_spec, x_spec, w_specs
+    return layout.shard(local, specs, x_spec)(x_btd, ids_btk, gates_btk, weights)
+
+
+def _experts_fwd(x, ids, gates, weights, num_experts, layout):
+    return experts(x, ids, gates, weights, num_experts, layout), (x, ids, gates, weights)
+
+
+def _experts_bwd(num_experts, layout, operands, y_bar):
+    x_spec, w_specs = _specs(layout, operands[3])
+
+    def local(x, ids, gates, weights, y_bar):
+        gathered = _gathered(weights, layout, x.dtype)
+
+        def chunk(sums, rows):
+            x_md, ids_mk, gates_mk, y_md = rows
+            run = lambda x, gates, w: _partial_sum(x, ids_mk, gates, w, num_experts, layout)
+            *bars, w_bars = jax.vjp(run, x_md, gates_mk, gathered)[1](y_md.astype(jnp.float32))
+            return jax.tree.map(jnp.add, sums, w_bars), bars
+
+        zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), gathered)
+        bars, (x_bar, gates_bar) = jax.lax.scan(chunk, zeros, _chunks(x, ids, gates, y_bar))
+        x_bar = _over_tensor(x_bar.reshape(x.shape).astype(jnp.float32), layout)
+        gates_bar = _over_tensor(gates_bar.reshape(gates.shape), layout)
+        return x_bar.astype(x.dtype), gates_bar, _scattered(bars, weights, layout)
+
+    specs = x_spec, x_spec, x_spec, w_specs, x_spec
+    run = layout.shard(local, specs, (x_spec, x_spec, w_specs))
+    x_bar, gates_bar, w_bars = run(*operands, y_bar)
+    return x_bar, None, gates_bar, w_bars
+
+
+experts.defvjp(_experts_fwd, _experts_bwd)
+
+
+def _specs(layout: Layout, weights: tuple) -> tuple[Any, tuple]:
+    """Returns the PartitionSpecs of the tokens, and those of the weights in their trees."""
+    spec = lambda *axes: layout.sharding(axes).spec
+
+    def of(w, axes):
+        if isinstance(w, quant.Transposed):
+            return quant.Transposed(of(w.w, (axes[0], axes[2], axes[1])))
+        if isinstance(w, quant.QuantArray):
+            out = axes[1] if w.q.shape[1] == w.scale.shape[2] != w.q.shape[2] else axes[2]
+            return quant.QuantArray(spec(*axes), spec(axes[0], None, out), scheme=w.scheme)
+        if isinstance(w, quant.Master):
+            return quant.Master(spec(*axes), scheme=w.scheme)
+        return spec(*axes)
+
+    return spec("batch", "length", None), tuple(map(of, weights, AXES))
+
+
+def _gathered(weights: tuple, layout: Layout, dtype: Any) -> tuple:
+    """Returns the weights with their whole width, in the compute dtype where they are floats."""
+    if not layout.count(layout.axes("expert_embed")) > 1:
+        return weights
+    whole = lambda w, axis: layout.gather(w.astype(dtype), axis, "expert_embed")
+    return tuple(jax.tree.map(lambda w: whole(w, axis), w) for w, axis in zip(weights, WIDTH))
+
+
+def _scattered(bars: tuple, weights: tuple, layout: Layout) -> tuple:
+    """Returns the gradients of the weights, summed over the devices with other tokens; a device
+    keeps its own part of the width."""
+
+    def summed(bar, w, axis):
+        if layout.count(layout.axes("expert_embed")) > 1:
+            bar = layout.scatter(bar, axis, "expert_embed")
+        return layout.sum_rows(bar, ("expert_embed", "expert")).astype(w.dtype)
+
+    return tuple(
+        jax.tree.map(functools.partial(summed, axis=axis), bar, w)
+        for bar, w, axis in zip(bars, weights, WIDTH)
+    )
+
+
+def _over_tensor(x: jax.Array, layout: Layout) -> jax.Array:
+    axes = layout.axes("mlp")
+    return jax.lax.psum(x, axes) if layout.count(axes) > 1 else x
+
+
+def _chunks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """Returns arrays [B,T,...] of tokens as equal chunks [C,M,...] of at most CHUNK tokens."""
+    tokens = arrays[0].shape[0] * arrays[0].shape[1]
+    count = next(n for n in range(-(-tokens // CHUNK), tokens + 1) if tokens % n == 0)
+    return tuple(x.reshape(count, tokens // count, *x.shape[2:]) for x in arrays)
+
+
+def _partial_sum(x_md, ids_mk, gates_mk, weights, num_experts, layout) -> jax.Array:
+    """Returns the float32 sum [M,D] over this device's part of the experts' width."""
+    axes, product = layout.axes("expert"), moe.multiplied
+    if layout.count(axes) > 1:
+        product = functools.partial(_elsewhere, axis=axes[0], count=layout.count(axes))
+    return moe.experts(x_md, ids_mk, gates_mk, weights, num_experts, product)
+
+
+def _elsewhere(rows_nd, sizes_e, weights, axis: str, count: int) -> jax.Array:
+    """Returns `moe.multiplied` of rows sorted by expert, computed on the devices of the experts."""
+    counts_se = jax.lax.all_gather(sizes_e, axis)
+    here = len(sizes_e) // count
+    sizes_sd = jnp.sum(counts_se.reshape(count, count, here), axis=-1)
+    mine_se = jax.lax.dynamic_slice_in_dim(
+        counts_se, jax.lax.axis_index(axis) * here, here, axis=1
+    )
+    room = count * len(rows_nd)
+    received_nd = exchanged(rows_nd, sizes_sd, room, axis)
+    place_n = _number_below(jnp.cumsum(mine_se.reshape(-1)), room)
+    expert_n = jnp.where(place_n < mine_se.size, place_n % here, here)
+    order_n = jnp.argsort(expert_n, stable=True)
+    back_n = jnp.argsort(order_n)
+    sorted_nd = moe.permuted(received_nd, order_n, back_n)
+    out_nd = moe.multiplied(sorted_nd, jnp.sum(mine_se, axis=0), weights)
+    out_nd = moe.permuted(out_nd, back_n, order_n)
+    return exchanged(out_nd, sizes_sd.T, len(rows_nd), axis)
+
+
+def _number_below(ends: jax.Array, count: int) -> jax.Array:
+    """Returns for each of `count` rows how many groups end at or before it."""
+    return jnp.searchsorted(ends, jnp.arange(count), side="right").astype(jnp.int32)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def exchanged(x_nd: jax.Array, sizes_sd: jax.Array, room: int, axis: str) -> jax.Array:
+    """Returns the rows [room, D] that the devices of a mesh axis send this one, in their order, and
+    zeros after them.
+
+    Args:
+      x_nd: this device's rows, in the order of their destinations.
+      sizes_sd: int32, how many rows device s sends device d.
+    """
+    me = jax.lax.axis_index(axis)
+    before = lambda x, axis: jnp.cumsum(x, axis=axis) - x
+    first_sd = before(sizes_sd, 1)  # in the rows of the source
+    place_sd = before(sizes_sd, 0)  # in the rows of the destination
+
+    def ragged(x_nd, sizes_sd):
+        empty = jnp.zeros((room, x_nd.shape[1]), x_nd.dtype)
+        return jax.lax.ragged_all_to_all(
+            x_nd, empty, first_sd[me], sizes_sd[me], place_sd[me], sizes_sd[:, me], axis_name=axis
+        )
+
+    def gathered(x_nd, sizes_sd):
+        all_snd = jax.lax.all_gather(x_nd, axis)
+        source_n = _number_below(jnp.cumsum(sizes_sd[:, me]), room)
+        is_sent_n = source_n < len(sizes_sd)
+        source_n = jnp.minimum(source_n, len(sizes_sd) - 1)
+        row_n = first_sd[source_n, me] + jnp.arange(room) - place_sd[source_n, me]
+        rows_nd = all_snd[source_n, jnp.clip(row_n, 0, len(x_nd) - 1)]
+        return jnp.where(is_sent_n[:, None], rows_nd, 0)
+
+    return jax.lax.platform_dependent(x_nd, sizes_sd, tpu=ragged, default=gathered)
+
+
+def _exchanged_fwd(x_nd, sizes_sd, room, axis):
+    return exchanged(x_nd, sizes_sd, room, axis), (sizes_sd, len(x_nd))
+
+
+def _exchanged_bwd(room, axis, saved, y_bar):
+    sizes_sd, count = saved
+    return exchanged(y_bar, sizes_sd.T, count, axis), None
+
+
+exchanged.defvjp(_exchanged_fwd, _exchanged_bwd)
