@@ -7,8 +7,8 @@ from typing import Any
 from jaxrl_tis.models import hf_config
 from jaxrl_tis.models.hf_config import ARCHITECTURES, MOST_LAYERS, ROPE_FIELDS
 
-# A forged size ends here, and not in a full memory.
-LARGEST, MOST_EXPERTS = 10**9, 2**16
+# A forged size ends here, and not in a full memory. The last is of all layers together.
+LARGEST, MOST_EXPERTS, MOST_EXPERTS_OF_ALL = 10**9, 2**16, 2**18
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,13 +200,18 @@ class ModelConfig:
             raise ValueError(
                 f"dense_layers={dense} must be ascending indices of some, and not all, of the "
                 f"{self.num_layers} layers.")
+        count = (self.num_layers - len(dense)) * self.moe.num_experts
+        if count > MOST_EXPERTS_OF_ALL:
+            raise ValueError(
+                f"num_experts={self.moe.num_experts} in {self.num_layers - len(dense)} layers are "
+                f"{count} experts, and {MOST_EXPERTS_OF_ALL} are the most.")
 
     @property
     def stacks(self) -> dict[str, tuple[int, ...]]:
         """Returns the indices of the layers in each stack of the parameters: {"layers": those with
         experts, "dense_layers": the others, if there are any}; a dense model has "layers" alone."""
         dense = self.moe.dense_layers if self.moe else ()
-        others = tuple(i for i in range(self.num_layers) if i not in dense)
+        others = tuple(sorted(set(range(self.num_layers)) - set(dense)))
         return {"layers": others} | ({"dense_layers": dense} if dense else {})
 
     @property

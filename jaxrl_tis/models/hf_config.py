@@ -386,8 +386,8 @@ def _dense_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
         raise ValueError(
             f"mlp_only_layers={only!r} in config.json must be indices of the "
             f"num_hidden_layers={num_layers} layers.")
-    layers = range(min(num_layers, MOST_LAYERS))
-    return tuple(i for i in layers if i in only or (i + 1) % step)
+    dense, layers = set(only), range(min(num_layers, MOST_LAYERS))
+    return tuple(i for i in layers if i in dense or (i + 1) % step)
 
 
 def _moe_to_hf(config: Any) -> dict[str, Any]:

@@ -46,6 +46,13 @@ def test_experts_that_are_refused(changes, message):
         dataclasses.replace(MOE, **changes)
 
 
+def test_more_experts_than_a_checkpoint_has():
+    many = dataclasses.replace(MOE, num_experts=2**15)
+    dataclasses.replace(DENSE, num_layers=8, moe=many)
+    with pytest.raises(ValueError, match="num_experts=32768 in 9 layers are 294912 experts"):
+        dataclasses.replace(DENSE, num_layers=10, moe=dataclasses.replace(many, dense_layers=(4,)))
+
+
 @pytest.mark.parametrize("count, dtype", [(256, "uint8"), (257, "uint16"), (2**16, "uint16")])
 def test_the_smallest_dtype_of_routes(count, dtype):
     assert dataclasses.replace(MOE, num_experts=count).route_dtype == dtype

@@ -174,7 +174,7 @@ MOE = ModelConfig(
 
 @pytest.fixture(scope="module")
 def moe():
-    """Experts of values that Q4_1 stores exactly, in blocks of 32 along the input: step 0.5, minimum
+    """Experts of values that Q4_1 stores exactly in blocks of 32 along the input: step 0.5, lowest
     -2."""
     rng = np.random.default_rng(1)
     grid = np.tile(np.arange(16, dtype=np.float32) / 2 - 2, 2)

@@ -146,7 +146,7 @@ MUTANTS = [
         ("positions are extended by nothing", 'if self.rope.kind == "default":\n            raise',
          "if False:\n            raise"),
         ("the dense layers of a model with experts are the first ones",
-         "others = tuple(i for i in range(self.num_layers) if i not in dense)",
+         "others = tuple(sorted(set(range(self.num_layers)) - set(dense)))",
          "others = tuple(range(len(dense), self.num_layers))"),
         ("groups are no bound of the choice",
          "choice = self.num_experts // self.num_groups * self.top_groups",
