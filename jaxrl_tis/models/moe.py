@@ -72,15 +72,19 @@ def scores(logits_me: jax.Array, moe: MoeConfig) -> jax.Array:
 def choose(scores_me: jax.Array, bias_e: jax.Array | None, moe: MoeConfig) -> jax.Array:
     """Returns the ids [...,k] of the experts with the highest scores (with the bias), int32. Among
     equal scores the lower id comes first."""
-    choice_me = scores_me if bias_e is None else scores_me + bias_e
+    choice_me = scores_me if bias_e is None else scores_me + _as_last(bias_e, scores_me.ndim)
     if moe.num_groups > 1:
         groups_mgn = choice_me.reshape(*choice_me.shape[:-1], moe.num_groups, -1)
         best_mg = jnp.sum(jax.lax.top_k(groups_mgn, 2)[0], axis=-1)
         _, top_mg = jax.lax.top_k(best_mg, moe.top_groups)
-        is_in_mg = jnp.any(top_mg[..., None] == jnp.arange(moe.num_groups), axis=-2)
-        # 0 and not -inf, as the published models have it.
-        choice_me = jnp.where(is_in_mg[..., None], groups_mgn, 0.0).reshape(choice_me.shape)
+        groups_g = _as_last(jnp.arange(moe.num_groups), top_mg.ndim + 1)
+        is_in_mg = jnp.any(top_mg[..., None] == groups_g, axis=-2)
+        choice_me = jnp.where(is_in_mg[..., None], groups_mgn, -jnp.inf).reshape(choice_me.shape)
     return jax.lax.top_k(choice_me, moe.top_k)[1]
+
+
+def _as_last(x: jax.Array, ndim: int) -> jax.Array:
+    return x.reshape((1,) * (ndim - 1) + (-1,))
 
 
 def gates(scores_me: jax.Array, ids_mk: jax.Array, moe: MoeConfig) -> jax.Array:
