@@ -105,6 +105,9 @@ def problem(
         or has_equal(record.routes)
         or count > 0 and any(engine.route_shape) and not len(record.routes)
     )
+    wrong["rerouted"] = any(engine.route_shape) and not (
+        0 <= record.rerouted[1] <= record.rerouted[0]
+    )
     if count:
         wrong |= {
             name: getattr(record, name).shape != (count, getattr(engine, field.width))
