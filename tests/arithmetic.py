@@ -16,6 +16,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 VOCAB = 23
 PRECISION = 2**20  # sums are recorded in float32 modulo this
 GARBAGE = 123_457  # what an unwritten position holds
+EXPERTS = 251  # a prime, so that a step of any size goes round them all
 
 
 def key(token, position, weights):
@@ -27,6 +28,16 @@ def drawn(total, request, position, weights):
     """(token, logp) at a position, from the sum of the keys before it."""
     total = int(total) + 5 * request.seed + 3 * position + 11 * weights
     return total % VOCAB, float(-(total % PRECISION))
+
+
+def routed(totals, positions, weights, shape, num_experts=EXPERTS):
+    """The experts [n,L,k] of tokens, from the sums of all keys up to each token's own."""
+    layers, chosen = shape
+    mixed = np.asarray(totals, np.int64) * 7919 + np.asarray(positions) * 131 + weights * 17
+    mixed = np.abs(mixed[:, None, None] + 1009 * np.arange(layers)[:, None])
+    steps = 1 + mixed // num_experts % (num_experts - 1)
+    ids = (mixed + steps * np.arange(chosen)) % num_experts
+    return ids.astype("uint8" if num_experts <= 256 else "uint16")
 
 
 def request(id, prompt=(1, 2, 3), seed=0, partial=None, **sampling):
@@ -57,22 +68,65 @@ def assert_replays(trajectory, request):
 
     When a segment begins all positions so far are written by the weights of kv_version; the key
     of a token drawn in it is written when the next one is drawn, by the weights that draw that.
+    So have its routes: a prefill decides those of a new segment's tokens that had none, and the
+    pass that draws a token that of the token before.
     """
     t, start = trajectory, len(trajectory.prompt)
     history = np.concatenate([t.prompt, t.tokens])
     evict_step = t.evict_step if len(t.evict_step) else np.full(len(history), 2**31 - 1)
-    writers, out = np.zeros(len(history), np.int64), []
+    writers, out, routes = np.zeros(len(history), np.int64), [], []
     for i in range(len(t.tokens)):
         position = start + i
-        if i == 0 or t.segment[i] != t.segment[i - 1]:
+        if is_filled := i == 0 or t.segment[i] != t.segment[i - 1]:
             writers[:position] = t.kv_version[i]
         else:
             writers[position - 1] = t.version[i]
         s = np.flatnonzero(position - 1 < evict_step[:position])
-        total = key(history[s].astype(np.int64), s, writers[s]).sum()
-        out.append(drawn(total, request, position, int(t.version[i])))
+        keys = key(history[s].astype(np.int64), s, writers[s])
+        out.append(drawn(keys.sum(), request, position, int(t.version[i])))
+        if t.routes.shape[1]:
+            new = slice(0 if i == 0 else -1, None)
+            by = t.kv_version[i] if is_filled else t.version[i]
+            totals = np.cumsum(keys)[new]
+            routes.append(routed(totals, s[new], int(by), t.routes.shape[1:], experts_of(t)))
     assert t.tokens.tolist() == [token for token, _ in out], t.id
     np.testing.assert_array_equal(t.logp_behav, [logp for _, logp in out])
+    if routes:
+        routes = np.concatenate(routes)
+        assert len(t.routes) - len(routes) in (0, int(t.stop_reason == "stop")), t.id
+        np.testing.assert_array_equal(t.routes[: len(routes)], routes, t.id)
+
+
+def experts_of(trajectory):
+    return EXPERTS if trajectory.routes.dtype == np.uint8 else 257
+
+
+def assert_first_routes(trajectory, passes, partial=None):
+    """The record has the routes of the first pass over each token, of these of its request since it
+    was added, and counts what later ones chose."""
+    begun = lambda: ([], np.zeros(2, int)) if partial is None else (
+        list(partial.routes), np.array(partial.rerouted)
+    )
+    most = len(trajectory.prompt) + len(trajectory.tokens)
+    rows, again = begun()
+    for id, is_prefill, start, routes in passes:
+        if id != trajectory.id:
+            continue
+        if is_prefill and len(routes) <= len(rows):
+            rows, again = begun()  # it started again
+        for position, route in enumerate(routes, start):
+            if position >= len(rows):
+                rows.append(route)
+                assert len(rows) == position + 1
+            elif position < most:
+                is_other = [set(old) != set(new) for old, new in zip(rows[position], route)]
+                again += len(is_other), sum(is_other)
+    if trajectory.stop_reason == "abort" and len(rows) >= most:
+        rows, again = begun()  # it would have started again
+    np.testing.assert_array_equal(trajectory.routes, np.reshape(
+        rows[:most], (-1, *trajectory.routes.shape[1:])
+    ), trajectory.id)
+    assert trajectory.rerouted.tolist() == again.tolist(), trajectory.id
 
 
 @dataclasses.dataclass
@@ -82,31 +136,40 @@ class Slot:
     position: int
     remaining: int
     cached: int
+    is_filled: bool = False  # and no token was drawn since
 
 
 @dataclasses.dataclass
 class State:
     keys: np.ndarray
     positions: np.ndarray
+    routes: np.ndarray  # of the pass that wrote the key
     slots: list
     ended: set  # slots that finished in the last call: who has not read it may not know
     is_consumed: bool = False
 
 
 class Engine:
-    """Parameters are an integer. A state is dead once it is passed on, as a donated one is."""
+    """Parameters are an integer. A state is dead once it is passed on, as a donated one is.
+
+    `passes` has what routers did in the order of the calls, (id, whether a prefill, position of the
+    first token, routes [n,L,k]): of a filled sequence as its own pages have it once it decodes, and
+    of every pass that draws a token.
+    """
 
     max_stop_ids = 2
     vocab_size = 1000
-    num_penalised = top_n = num_kept = num_experts = 0
-    route_shape = (0, 0)
+    num_penalised = top_n = num_kept = 0
     num_logits = 2
     quant_id = "arithmetic"
 
     def __init__(
         self, slots=3, steps=2, shards=1, max_length=40, page_size=4, num_pages=None,
-        prefill_batch=2, prefill_chunk=8, is_read_late=False,
+        prefill_batch=2, prefill_chunk=8, is_read_late=False, route_shape=(0, 0),
+        num_experts=EXPERTS,
     ):
+        self.route_shape, self.num_experts = route_shape, num_experts if any(route_shape) else 0
+        self.passes = []
         self.slots, self.steps, self.shards, self.max_length = slots, steps, shards, max_length
         self.page_size, self.prefill_batch = page_size, prefill_batch
         self.prefill_chunk, self.is_read_late = prefill_chunk, is_read_late
@@ -122,7 +185,15 @@ class Engine:
 
     def init_state(self):
         shape = (self.shards, self.num_pages, self.page_size)
-        return State(np.full(shape, GARBAGE), np.full(shape, -1), [None] * self.slots, set())
+        keys, positions = np.full(shape, GARBAGE), np.full(shape, -1)
+        return State(keys, positions, self._no_routes(*shape), [None] * self.slots, set())
+
+    def _no_routes(self, *lead):
+        """Rows that nobody wrote: one expert for all."""
+        return np.zeros((*lead, *self.route_shape), "uint8" if self.num_experts <= 256 else "uint16")
+
+    def _routed(self, totals, positions, weights):
+        return routed(totals, positions, weights, self.route_shape, self.num_experts)
 
     def prefill(self, params, state, chunks):
         state = self._use(state)
@@ -137,9 +208,31 @@ class Engine:
                 state, chunk.shard, chunk.pages,
                 chunk.start + np.arange(len(chunk.tokens)), chunk.tokens, params,
             )
+        routes = {}
+        if any(self.route_shape):
+            # The chunks of a shard from its last row to its first.
+            taken = [rows[i + 1 :].count(shard) for i, shard in enumerate(rows)]
+            per_shard = self.prefill_batch // self.shards
+            rows = [(shard + 1) * per_shard - 1 - n for shard, n in zip(rows, taken)]
+            routes = dict(rows=rows, routes=self._route_chunks(params, state, chunks, rows))
         if chunks[0].targets is None:
-            return state, Prefilled()
-        return state, Prefilled([self._scores(params, state, chunk) for chunk in chunks])
+            return state, Prefilled(**routes)
+        scores = [self._scores(params, state, chunk) for chunk in chunks]
+        return state, Prefilled(scores, **routes)
+
+    def _route_chunks(self, weights, state, chunks, rows):
+        """The routes [R,T,L,k] of a call, which also stay in the pages."""
+        length = self.bucket(max(len(chunk.tokens) for chunk in chunks))
+        out = self._no_routes(self.prefill_batch, length)
+        for row, chunk in zip(rows, chunks, strict=True):
+            end = chunk.start + len(chunk.tokens)
+            positions = np.arange(chunk.start, end)
+            read = state.keys[chunk.shard, np.array(chunk.pages)].reshape(-1)[:end]
+            new = self._routed(np.cumsum(read)[chunk.start :], positions, weights)
+            pages = np.array(chunk.pages)[positions // self.page_size]
+            state.routes[chunk.shard, pages, positions % self.page_size] = new
+            out[row, : len(new)] = new
+        return out
 
     def _scores(self, weights, state, chunk):
         """Minus the sum of all keys up to each token, less its target."""
@@ -161,10 +254,11 @@ class Engine:
         for slot, row in rows.items():
             source, target = row.copy
             shard = slot * self.shards // self.slots
-            for pool in (state.keys, state.positions):
+            for pool in (state.keys, state.positions, state.routes):
                 pool[shard, target] = pool[shard, source]
             state.slots[slot] = Slot(
-                row.request, int(row.tokens[-1]), len(row.tokens) - 1, row.remaining, row.cached
+                row.request, int(row.tokens[-1]), len(row.tokens) - 1, row.remaining, row.cached,
+                is_filled=row.cached == len(row.tokens),
             )
         return state
 
@@ -179,6 +273,7 @@ class Engine:
         shape = (self.steps, self.slots)
         tokens, logp = np.full(shape, -9), np.full(shape, np.nan)
         valid, remaining = np.zeros(shape, bool), np.zeros(self.slots, int)
+        routes = self._no_routes(*shape)
         late, state.ended = state.ended, set()
         for b in range(self.slots):
             if state.slots[b] is None:
@@ -189,14 +284,16 @@ class Engine:
             for k in range(self.steps):
                 if state.slots[b].remaining:
                     drawn_bk = self._draw(params, state, b, table[b], int(shift[b]))
-                    (tokens[k, b], logp[k, b]), valid[k, b] = drawn_bk, True
+                    tokens[k, b], logp[k, b], routes[k, b] = drawn_bk
+                    valid[k, b] = True
             remaining[b] = state.slots[b].remaining
             if not remaining[b]:
                 state.slots[b] = None
                 state.ended.add(b)
         logits = np.stack([logp, logp - 0.5], axis=-1)  # a vocabulary of two
         return state, ResultTokens(
-            tokens, logp, logp - 0.5, -logp, logits, valid=valid, remaining=remaining
+            tokens, logp, logp - 0.5, -logp, logits, valid=valid, remaining=remaining,
+            routes=routes if any(self.route_shape) else None,
         )
 
     def verify(self, params, state, drafts, counts, table, shift):
@@ -204,6 +301,7 @@ class Engine:
         width = drafts.shape[1] + 1
         out = np.full((width, self.slots), -9), np.full((width, self.slots), np.nan)
         valid, remaining = np.zeros((width, self.slots), bool), np.zeros(self.slots, int)
+        routes = self._no_routes(width, self.slots)
         self.verified.append(counts.tolist())
         for b, slot in enumerate(state.slots):
             if slot is None:
@@ -215,7 +313,8 @@ class Engine:
                 self._write_one(params, state, b, table[b], token, slot.position + t, int(shift[b]))
             for t in range(counts[b] + 1):
                 drawn_tb = self._draw(params, state, b, table[b], int(shift[b]))
-                (out[0][t, b], out[1][t, b]), valid[t, b] = drawn_tb, True
+                out[0][t, b], out[1][t, b], routes[t, b] = drawn_tb
+                valid[t, b] = True
                 if not slot.remaining or t < counts[b] and slot.token != guessed[t]:
                     break
             remaining[b] = slot.remaining
@@ -224,7 +323,8 @@ class Engine:
         tokens, logp = out
         logits = np.stack([logp, logp - 0.5], axis=-1)
         return state, ResultTokens(
-            tokens, logp, logp - 0.5, -logp, logits, valid=valid, remaining=remaining
+            tokens, logp, logp - 0.5, -logp, logits, valid=valid, remaining=remaining,
+            routes=routes if any(self.route_shape) else None,
         )
 
     def _write_one(self, weights, state, b, pages, token, position, shift):
@@ -241,12 +341,19 @@ class Engine:
         read = pages[: index // self.page_size + 1]
         seen = lambda pool: pool[shard, read].reshape(-1)[: index + 1]
         self.reads[slot.request.id, slot.position] = seen(state.positions).tolist()
-        token, logp = drawn(
-            seen(state.keys).sum(), slot.request, slot.position + 1, weights
-        )
+        total = seen(state.keys).sum()
+        route = self._no_routes(1)
+        if any(self.route_shape):
+            route = self._routed([total], [slot.position], weights)
+            if slot.is_filled:
+                rows = state.routes[shard, read].reshape(-1, *self.route_shape)[: index + 1]
+                self.passes.append((slot.request.id, True, 0, rows))
+                slot.is_filled = False
+            self.passes.append((slot.request.id, False, slot.position, route))
+        token, logp = drawn(total, slot.request, slot.position + 1, weights)
         slot.token, slot.position = token, slot.position + 1
         slot.remaining = 0 if token in slot.request.sampling.stop_ids else slot.remaining - 1
-        return token, logp
+        return token, logp, route[0]
 
     def _use(self, state):
         assert not state.is_consumed, "a donated state was used again"

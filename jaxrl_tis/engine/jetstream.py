@@ -66,6 +66,8 @@ class Engine(engine_api.Engine):
             "no counts of tokens for the penalties of `sampling`":
                 sampling.is_penalised and not engine.num_penalised,
             "stop strings, which only our scheduler searches": bool(sampling.stop_strings),
+            "record_routes, and JetStream's results have no place for routes":
+                any(engine.route_shape),
         }
         if any(problems.values()):
             named = "; ".join(problem for problem, is_so in problems.items() if is_so)

@@ -81,7 +81,7 @@ class Prefiller:
                 rows[sequence] = sequence.insertion(sequence.length, copy)
                 if any(self._engine.route_shape):
                     blocks = self._routes.of(sequence.shard, prefix.pages)
-                    sequence.routes.add(0, blocks, len(prefix.tokens))
+                    sequence.routes.filled(blocks, len(prefix.tokens))
                 sequence.filled(self._runner.version)
                 if sequence.needs_scores:
                     sequence.prompt_logps = prefix.prompt_logps()

@@ -22,6 +22,11 @@ def _is_int(x, least: int = 0) -> bool:
     return isinstance(x, numbers.Integral) and least <= x <= MAX_INT
 
 
+def route_dtype(num_experts: int) -> str:
+    """Returns the dtype of recorded routes."""
+    return "uint8" if num_experts <= 256 else "uint16"
+
+
 @dataclasses.dataclass(frozen=True)
 class SamplingParams:
     """Sampling parameters of one request.
@@ -149,9 +154,10 @@ class Trajectory:
         the first token. Empty if the sequence ended before its prompt was read.
       routes: [m,L,k] uint8, or uint16 above 256 experts: the experts of input token t of prompt and
         response, in each of the L layers with experts, in the order of falling score. It is the
-        choice of the first pass over the token, after which the next token was sampled. The last
-        sampled token has a row only if something read it: m is prompt + n - 1 or prompt + n. 0 rows
-        unless recorded.
+        choice of the first pass over the token after which the next token was sampled. The last
+        sampled token has no row, so m is prompt + n - 1. If a stop string cut the record, the
+        sampler may have read its last token, and m is prompt + n. 0 rows unless recorded, and 0
+        before a token was sampled.
       rerouted: [2] int32: how often later passes over tokens chose experts for them again in some
         layer, and how often they chose another set. Empty unless routes are recorded.
     """

@@ -75,6 +75,7 @@ def _record_problems(request: Request, engine: EngineProtocol) -> dict[str, bool
     quant_id and one width of each field."""
     partial, temperature = request.partial, request.sampling.temperature
     widths = {n: getattr(engine, f.width) for n, f in DRAWN.items() if f.width}
+    read = len(partial.prompt) + len(partial.tokens) - 1
     partial_widths = {name: getattr(partial, name).shape[1] for name in widths}
     return {
         f"the partial trajectory was drawn at temperature {partial.temperature}, not "
@@ -83,6 +84,8 @@ def _record_problems(request: Request, engine: EngineProtocol) -> dict[str, bool
             partial.quant_id != engine.quant_id,
         f"the partial trajectory has routes of {partial.routes.shape[1:]} (layers, experts), this "
         f"engine {engine.route_shape}": partial.routes.shape[1:] != engine.route_shape,
+        f"the partial trajectory has routes of {len(partial.routes)} tokens and needs {read}; start "
+        "it again": any(engine.route_shape) and len(partial.routes) < read,
         f"the partial trajectory records {partial_widths} numbers of a draw, this engine {widths}":
             partial_widths != widths,
     }

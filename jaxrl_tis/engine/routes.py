@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.protocol import Chunk, EngineProtocol
-from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.records import Trajectory, route_dtype
 
 
 class Block:
@@ -56,11 +56,20 @@ class PageRoutes:
         """Returns the routes in these pages, as the last prefill of each wrote them."""
         return [self._pages[shard][page] for page in pages]
 
-    def read(self) -> None:
-        """Reads what the finished calls returned, so that none of it stays on the devices."""
-        for block in self._unread:
+    def pop_unread(self) -> list[Block]:
+        """Returns what was written since the last time."""
+        unread, self._unread = self._unread, []
+        return unread
+
+    def read(self, blocks: list[Block]) -> None:
+        """Waits for the calls of these blocks, so that none of their results stays on the
+        devices."""
+        for block in blocks:
             block.read(self._size)
-        self._unread = []
+
+    def forget(self) -> None:
+        """Frees all memory. No page may be in use."""
+        self._pages, self._unread = [{} for _ in self._pages], []
 
 
 @dataclasses.dataclass
@@ -79,15 +88,15 @@ class Read:
 
     def values(self, size: int) -> np.ndarray:
         if isinstance(self.rows, np.ndarray):
-            return self.rows[: self.count]
+            return self.rows
         return np.concatenate([block.read(size) for block in self.rows])[: self.count]
 
 
 class SequenceRoutes:
     """The routes of the tokens of one sequence.
 
-    The first pass over a token decides its route: the next token was sampled after it. A later pass
-    over the token, which rebuilds its keys, may choose other experts. Such choices are counted.
+    The first pass over a token after which the next token was sampled decides its route. A later
+    pass over the token, which rebuilds its keys, may choose other experts. Such choices are counted.
 
     Args:
       size: positions of a page.
@@ -98,36 +107,56 @@ class SequenceRoutes:
     def __init__(self, size: int, begun: np.ndarray, again: np.ndarray):
         self._size, self._begun, self._again = size, begun, again
         self._reads: list[Read] = []
+        self._filled: Read | None = None
 
     @classmethod
     def of(cls, partial: Trajectory | None, engine: EngineProtocol) -> "SequenceRoutes | None":
         """Makes those of a request, which may continue a record; None if none are recorded."""
         if not any(engine.route_shape):
             return None
-        if partial is not None and len(partial.routes):
+        if partial is not None and len(partial.tokens):
             return cls(engine.page_size, partial.routes, partial.rerouted)
-        dtype = "uint8" if engine.num_experts <= 256 else "uint16"
-        none = np.zeros((0, *engine.route_shape), dtype)
+        none = np.zeros((0, *engine.route_shape), route_dtype(engine.num_experts))
         return cls(engine.page_size, none, np.zeros(2, np.int32))
 
     def restart(self) -> None:
         """Called when the sequence starts again from the tokens of its request."""
         self._reads = []
 
-    def add(self, start: int, rows: np.ndarray | list[Block], count: int) -> None:
-        """Notes a pass over `count` tokens from position `start` on."""
-        self._reads.append(Read(start, rows, count))
+    def filled(self, blocks: list[Block], count: int) -> None:
+        """Notes a prefill of its first `count` tokens. It has no effect if the sequence loses its
+        pages before a token is sampled."""
+        self._filled = Read(0, blocks, count)
+
+    def sampled(self, start: int, rows: np.ndarray) -> None:
+        """Notes the routes [n,l,k] of the tokens from position `start` on, each of which is followed
+        by a sampled token."""
+        if self._filled:
+            self._reads.append(self._filled)
+            self._filled = None
+        self._reads.append(Read(start, rows.copy(), len(rows)))
 
     def joined(self, most: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (routes [n,l,k] of at most the first `most` tokens, [2] int32: the choices of
-        experts that were made again for a token, and how many of them chose another set)."""
-        found, again = self._begun, self._again
+        experts that were made again for these tokens, and how many of them chose another set)."""
+        end = max([len(self._begun), *(read.start + read.count for read in self._reads)])
+        found = np.empty((min(end, most), *self._begun.shape[1:]), self._begun.dtype)
+        known, again = min(len(self._begun), most), self._again
+        found[:known] = self._begun[:known]
         for read in self._reads:
-            values = read.values(self._size)
-            both = min(len(found) - read.start, len(values))
+            values = read.values(self._size)[: max(0, most - read.start)]
+            if not len(values):
+                continue
+            assert read.start <= known, f"no pass over token {known}"
+            both = min(known - read.start, len(values))
             if both:
-                old = np.sort(found[read.start : read.start + both], axis=-1)
-                changed = np.any(old != np.sort(values[:both], axis=-1), axis=-1)
-                again = again + np.array((changed.size, changed.sum()), np.int32)
-            found = np.concatenate([found, values[both:]])
-        return found[:most], again
+                again = again + _changes(found[read.start : read.start + both], values[:both])
+            found[read.start + both : read.start + len(values)] = values[both:]
+            known = max(known, read.start + len(values))
+        return found, again
+
+
+def _changes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """Returns (the number of choices of experts, how many of them differ as sets), [2] int32."""
+    is_other = np.any(np.sort(old, axis=-1) != np.sort(new, axis=-1), axis=-1)
+    return np.array((is_other.size, is_other.sum()), np.int32)

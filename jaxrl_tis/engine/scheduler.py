@@ -42,7 +42,7 @@ from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefiller import Prefiller
 from jaxrl_tis.engine.protocol import EngineProtocol, Insertion, ResultTokens
 from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.engine.routes import PageRoutes, SequenceRoutes
+from jaxrl_tis.engine.routes import Block, PageRoutes, SequenceRoutes
 from jaxrl_tis.engine.runner import Runner
 from jaxrl_tis.engine.sequences import Drawn, Sequence
 from jaxrl_tis.engine.stats import Stats
@@ -65,12 +65,14 @@ class Call:
       rows: {sequence: (its slot, the most tokens that it samples)}.
       version: version of the weights.
       drafts: the drafts that the call verifies.
+      prefilled: the routes that prefill calls wrote between the call before and this one.
     """
 
     result: ResultTokens
     rows: dict[Sequence, tuple[int, int]]
     version: int
     drafts: dict[Sequence, list[int]]
+    prefilled: list[Block]
 
 
 class Scheduler:
@@ -219,6 +221,7 @@ class Scheduler:
             raise ValueError(f"{self.pending} requests are pending; step until there are none")
         self._blocks.prefixes.forget()
         self._blocks.to_release = set()
+        self._routes.forget()
         self._runner.release_cache()
 
     def close(self) -> None:
@@ -304,7 +307,7 @@ class Scheduler:
         rows = {s: (s.slot, min(width, s.remaining - s.in_flight)) for s in active}
         for sequence, (_, most) in rows.items():
             sequence.in_flight += most
-        return Call(result, rows, self._runner.version, drafts)
+        return Call(result, rows, self._runner.version, drafts, self._routes.pop_unread())
 
     def _collect(self) -> None:
         """Waits for the call that has not been read, if there is one, and appends its tokens to
@@ -313,7 +316,9 @@ class Scheduler:
         if not call:
             return
         result, drafts = self._runner.read(call.result), call.drafts
-        self._routes.read()  # of prefills before the call, which have ended
+        # Pieces of sequences keep the result, and so the tokens of all slots.
+        routes, result = result.routes, dataclasses.replace(result, routes=None)
+        self._routes.read(call.prefilled)
         counts = result.valid.sum(axis=0)
         self.stats.add_call(result.valid[:1] if drafts else result.valid)
         for sequence, (slot, most) in call.rows.items():
@@ -323,6 +328,8 @@ class Scheduler:
             sequence.append(Drawn(
                 result, slot, count, call.version, sequence.kv_version, sequence.segment
             ), most)
+            if routes is not None and count:
+                sequence.routes.sampled(sequence.length - count - 1, routes[:count, slot])
             self.stats.tokens += count
             tokens, is_last = result.tokens[:count, slot], result.remaining[slot] == 0
             self._drafts.extend(sequence, tokens)

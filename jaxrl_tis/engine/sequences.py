@@ -127,9 +127,6 @@ class Sequence:
     def append(self, drawn: Drawn, in_flight: int) -> None:
         """Appends the tokens of a call, which had at most `in_flight` tokens for this sequence."""
         self.pieces.append(drawn)
-        if self.routes is not None and drawn.count:
-            rows = drawn.result.routes[: drawn.count, drawn.slot]
-            self.routes.add(self.length - 1, rows, drawn.count)
         self.in_flight -= in_flight
         self.count += drawn.count
         self.since_admission += drawn.count

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.protocol import EngineProtocol
-from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.records import Request, Trajectory, route_dtype
 from jaxrl_tis.fields import DRAWN
 
 ROUNDING = 1e-3  # by which a log-prob may be above 0
@@ -59,6 +59,12 @@ def _mistyped(value: Any, like: Any) -> str | None:
     return None
 
 
+def has_equal(routes: np.ndarray) -> bool:
+    """Whether some token has an expert of a layer twice, as rows that nobody wrote do."""
+    ordered = np.sort(routes, axis=-1)
+    return bool(np.any(ordered[..., 1:] == ordered[..., :-1]))
+
+
 def problem(
     record: Trajectory, request: Request, engine: EngineProtocol, oldest: int, newest: int
 ) -> str | None:
@@ -94,10 +100,15 @@ def problem(
     }
     wrong["routes"] = (
         record.routes.shape[1:] != engine.route_shape
-        or record.routes.size > 0 and record.routes.max() >= engine.num_experts
+        or record.routes.dtype != route_dtype(engine.num_experts)
+        or record.routes.max(initial=0) >= max(engine.num_experts, 1)
+        or has_equal(record.routes)
+        or count > 0 and any(engine.route_shape) and not len(record.routes)
+    )
+    wrong["rerouted"] = any(engine.route_shape) and not (
+        0 <= record.rerouted[1] <= record.rerouted[0]
     )
     if count:
-        wrong["routes"] |= any(engine.route_shape) and not len(record.routes)
         wrong |= {
             name: getattr(record, name).shape != (count, getattr(engine, field.width))
             for name, field in DRAWN.items() if field.width
@@ -106,6 +117,8 @@ def problem(
         wrong["beginning"] = not all(
             np.array_equal(getattr(record, name)[:begun], getattr(request.partial, name))
             for name in (*DRAWN, "version", "kv_version", "segment")
+        ) or not np.array_equal(
+            record.routes[: len(request.partial.routes)], request.partial.routes
         )
     named = [name for name, is_so in wrong.items() if is_so]
     return f"{request.id}: wrong {', '.join(named)}" if named else None

@@ -4,6 +4,7 @@ What is drawn must be what our scheduler draws with the same engine.
 """
 
 import asyncio
+import dataclasses
 import functools
 import logging
 
@@ -20,7 +21,7 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import transformer
-from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.rollouts.source import generate
 
 TOKENIZER = CharTokenizer("".join(map(chr, range(ord("A"), ord("A") + 40))))
@@ -183,6 +184,10 @@ def test_what_cannot_be_driven():
     searched = SamplingParams(presence_penalty=1.0, stop_strings=("A",))
     with pytest.raises(ValueError, match="JetStream: no counts of tokens.*; stop strings"):
         adapter(sampling=searched)
+    experts = dataclasses.replace(CONFIG, moe=MoeConfig(num_experts=4, top_k=2, expert_dim=16))
+    recording = EngineConfig(slots=1, max_length=48, steps=1, record_routes=True)
+    with pytest.raises(ValueError, match="JetStream: record_routes, and .* no place for routes$"):
+        jetstream.Engine(Engine(experts, recording), TOKENIZER, GREEDY)
     jet = adapter()
     assert jet.max_prefill_length == 32
     for length in (0, 33):

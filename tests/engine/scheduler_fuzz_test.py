@@ -10,6 +10,7 @@ from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.scheduler import Full, Scheduler
+from jaxrl_tis.rollouts import serialize
 from tests import arithmetic
 
 RUNS, EVENTS = 10, 900
@@ -25,7 +26,8 @@ def engine_of(rng):
         slots=shards * rng.randint(2, 5), steps=rng.randint(1, 6), shards=shards,
         max_length=max_length, page_size=page_size, num_pages=least + rng.randint(0, 6),
         prefill_batch=shards * rng.randint(1, 3), prefill_chunk=page_size * rng.randint(1, 4),
-        is_read_late=rng.random() < 0.6,
+        is_read_late=rng.random() < 0.6, route_shape=rng.choice([(1, 1), (2, 2), (2, 4)]),
+        num_experts=rng.choice([arithmetic.EXPERTS, 257]),
     )
 
 
@@ -46,7 +48,8 @@ class Run:
         )
         self.version = self.added = self.idle = 0
         self.requests, self.alive, self.done = {}, set(), {}
-        self.events = collections.Counter()
+        self.added_at = {}  # id -> passes of the engine before it was added
+        self.events, self.rerouted = collections.Counter(), np.zeros(2, int)
 
     def add(self):
         rng, id = self.rng, f"r{self.added}"
@@ -66,6 +69,7 @@ class Run:
             assert self.scheduler.pending >= 12
             return self.take(self.scheduler.step())
         self.requests[request.id] = request
+        self.added_at[request.id] = len(self.engine.passes)
         self.alive.add(request.id)
 
     def abort(self):
@@ -92,7 +96,7 @@ class Run:
             self.check(t)
             is_partial = t.stop_reason == "abort" and not len(t.evict_step)
             if is_partial and self.rng.random() < 0.7:
-                resumed.append(t)
+                resumed.append(serialize.read_trajectory(serialize.trajectory_text(t)))
             else:
                 self.done[t.id] = t
             self.alive.discard(t.id)
@@ -105,6 +109,9 @@ class Run:
     def check(self, t):
         request = self.requests[t.id]
         arithmetic.assert_replays(t, request)
+        passes = self.engine.passes[self.added_at[t.id] :]
+        arithmetic.assert_first_routes(t, passes, request.partial)
+        self.rerouted += t.rerouted
         np.testing.assert_array_equal(t.logp_raw, t.logp_behav - 0.5)
         tokens = t.tokens.tolist()
         assert len(t.logits) == len(t.mask) == len(t.version) == len(tokens)
@@ -154,6 +161,7 @@ def test_random_events_lose_no_token_no_page_and_no_request():
         run.assert_empty()
         events += run.events
         stats.update(dataclasses.asdict(run.scheduler.stats))
+        stats.update(rerouted=int(run.rerouted[1]))
     assert events.total() > 7_000 and min(events.values()) > 50, events
-    for name in ("preempted", "evicted", "shared", "cached", "drafted", "accepted"):
+    for name in ("preempted", "evicted", "shared", "cached", "drafted", "accepted", "rerouted"):
         assert stats[name] > 50, (name, stats[name])

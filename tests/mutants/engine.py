@@ -265,7 +265,7 @@ MUTANTS = [
     *of(
         "engine/injection.py",
         ("an injected gap does not grow", "growth * position_m", "0.0 * position_m"),
-        ("all projections get the same factors", "jax.random.fold_in(jax.random.key(seed), i)",
+        ("all projections get the same factors", "jax.random.fold_in(jax.random.key(seed), index)",
          "jax.random.key(seed)"),
         ("the sampler is less sure", "jnp.exp(_strength", "jnp.exp(-_strength"),
     ),

@@ -126,6 +126,84 @@ def test_versions_bound_the_new_tokens_alone_and_so_does_the_stop_token():
     assert why(unended, dataclasses.replace(REQUEST, partial=unended)) is None
 
 
+# Routes
+
+
+def routed(experts=8, **fields):
+    """The record with routes [4,2,2] of an engine with this number of experts, and that engine."""
+    dtype = np.uint8 if experts <= 256 else np.uint16
+    # In each layer two experts that differ, the last expert among them.
+    ids = (np.arange(8).reshape(4, 2, 1) * [1, 3] + [experts - 1, experts - 2]) % experts
+    record = changed(**{"routes": ids.astype(dtype), "rerouted": ints(6, 2)} | fields)
+    return record, types.SimpleNamespace(**vars(ENGINE) | dict(route_shape=(2, 2), num_experts=experts))
+
+
+def why_routed(experts=8, request=REQUEST, **fields):
+    record, engine = routed(experts, **fields)
+    return problem(record, request, engine, OLDEST, NEWEST)
+
+
+@pytest.mark.parametrize("experts", [8, 256, 257, 2**16])
+def test_routes_of_every_number_of_experts_are_no_problem(experts):
+    record, engine = routed(experts)
+    assert record.routes.max() == experts - 1 or experts == 8
+    assert why_routed(experts) is None
+    # A stop string cut the record: its last token was read.
+    more = np.concatenate([record.routes, record.routes[:1]])
+    assert why_routed(experts, routes=more) is None
+    # Nothing was sampled.
+    none = dict(tokens=ints(), routes=record.routes[:0], rerouted=ints(0, 0))
+    empty = first(0, **none)
+    assert problem(empty, REQUEST, engine, OLDEST, NEWEST) is None
+
+
+ROUTES = routed()[0].routes
+WRONG_ROUTES = {
+    "fewer experts of a token": ROUTES[..., :1],
+    "more layers": ROUTES.repeat(2, axis=1),
+    "no rows": ROUTES[:0],
+    "a wider dtype than it needs": ROUTES.astype(np.uint16),
+    "an expert beyond the last": np.where(ROUTES == 7, np.uint8(8), ROUTES),
+    "padding": ROUTES * (np.arange(4) < 3).astype(np.uint8)[:, None, None],
+    "one route with an expert twice": np.concatenate([ROUTES[:3], ROUTES[3:, :, :1].repeat(2, 2)]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ROUTES)
+def test_routes_that_this_engine_cannot_record(case):
+    assert why_routed(routes=WRONG_ROUTES[case]) == "7/0: wrong routes"
+
+
+@pytest.mark.parametrize("fields, sentence", [
+    (dict(routes=ROUTES[:3]), "routes has 3 rows for 5 tokens"),
+    (dict(routes=ROUTES.repeat(2, 0)), "routes has 8 rows for 5 tokens"),
+    (dict(routes=ROUTES[:, 0]), "routes is uint8 of 2 dimensions, not uint8 of 3"),
+    (dict(routes=ROUTES.astype(np.int16)), "routes is int16 of 3 dimensions, not uint8 of 3"),
+    (dict(routes=ROUTES[:, :0]), "rerouted has 2 entries"),
+    (dict(rerouted=ints(6)), "rerouted has 1 entries"),
+    (dict(rerouted=ints()), "rerouted has 0 entries"),
+    (dict(rerouted=np.zeros(2)), "rerouted is float64 of 1 dimensions, not int32 of 1"),
+    (dict(rerouted=ints(2, 6)), "wrong rerouted"),
+    (dict(rerouted=ints(2, -1)), "wrong rerouted"),
+])
+def test_malformed_routes(fields, sentence):
+    assert why_routed(**fields) == f"7/0: {sentence}"
+
+
+def test_routes_of_an_engine_that_records_none():
+    record, _ = routed()
+    assert why(record) == "7/0: wrong routes"
+    assert why(changed(rerouted=ints(0, 0))) == "7/0: rerouted has 2 entries"
+
+
+def test_a_record_has_to_continue_the_routes_of_its_partial():
+    partial = first(2, routes=ROUTES[:3], rerouted=ints(4, 0))
+    request = dataclasses.replace(REQUEST, partial=partial)
+    assert why_routed(request=request) is None
+    other = dataclasses.replace(partial, routes=ROUTES[1:4])
+    assert why_routed(request=dataclasses.replace(REQUEST, partial=other)) == "7/0: wrong beginning"
+
+
 # Damaged and foreign objects
 
 

@@ -64,6 +64,18 @@ settings = hypothesis.settings(max_examples=60, deadline=None, derandomize=True)
 
 
 @st.composite
+def routes(draw, tokens):
+    dtype, layers, chosen = draw(st.tuples(
+        st.sampled_from(("uint8", "uint16")), st.integers(0, 2), st.integers(0, 2)
+    ))
+    rows = draw(st.sampled_from((0, max(0, tokens - 1), tokens)))
+    return dict(
+        routes=draw(hnp.arrays(dtype, (rows, layers, chosen))),
+        rerouted=draw(hnp.arrays(np.int32, 2 if layers else 0)),
+    )
+
+
+@st.composite
 def trajectories(draw):
     """Records of any bits: NaNs of every payload, infinities, -0.0; no tokens, and no width."""
     prompt, n = draw(st.integers(0, 3)), draw(st.integers(0, 3))
@@ -82,6 +94,7 @@ def trajectories(draw):
         top_ids=bits("int32", rows(), width()), top_logps=bits("float32", rows(), width()),
         kept=bits("int32", rows(), width()),
         prompt_logps=bits("float32", draw(st.sampled_from((0, prompt)))),
+        **draw(routes(prompt + n)),
     )
 
 
