@@ -27,13 +27,13 @@ from hypothesis import strategies as st
 
 from jaxrl_tis.build import build
 from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.learner import trainer as trainer_module
 from jaxrl_tis.learner.arriving import accumulation_blocker, update_arriving
 from jaxrl_tis.learner.batch_layout import Packer, minibatches, packed_minibatches, trajectory_rows
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.step import moved_bias, router_loss
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import moe
+from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.rollouts.groups import Sample, sampling_params
 from jaxrl_tis.rollouts.source import generate
 from tests import tiny
@@ -137,15 +137,26 @@ def test_a_record_with_a_row_of_its_last_token_is_laid_out_too():
 
 
 def test_a_continued_record_has_the_routes_of_all_its_tokens():
-    """The routes of both parts of a resumed sequence are in one record, from the prompt on."""
-    prompt, tokens, _ = answered(EXPERTS)[0]
-    made, (_, engine, params) = run_of(EXPERTS), engine_of(EXPERTS)
-    sampling = sampling_of(made)
-    whole = generated(made, engine, params, [Request("0", prompt, 0, sampling)])[0]
-    half = dataclasses.replace(sampling, max_new_tokens=2) if hasattr(
-        sampling, "max_new_tokens") else None
-    assert len(whole.routes) == len(prompt) + len(whole.tokens) - 1
-    assert half is None or len(tokens) >= 1
+    """A sequence that is cut after two of its tokens has the routes of one that never was."""
+    made, engine, params = engine_of(EXPERTS)
+    request = Request("0", drawn(EXPERTS)[0].trajectory.prompt, 5, sampling_of(made))
+    whole = generated(made, engine, params, [request])[0]
+    cut = 2  # it needs no route of its last token
+    keep = {name: getattr(whole, name)[:cut] for name in CUT}
+    partial = dataclasses.replace(
+        whole, **keep, stop_reason="abort", routes=whole.routes[: len(whole.prompt) + cut - 1]
+    )
+    [again] = generated(
+        made, engine, params, [dataclasses.replace(request, partial=partial)]
+    )
+    np.testing.assert_array_equal(again.tokens, whole.tokens)
+    np.testing.assert_array_equal(again.routes, whole.routes)
+    assert len(whole.tokens) > cut and len(again.routes) == len(whole.prompt) + len(whole.tokens) - 1
+
+
+CUT = (
+    "tokens", "logp_behav", "logp_raw", "entropy", "version", "mask", "turn", "kv_version", "segment",
+)
 
 
 # Score and update
@@ -473,10 +484,6 @@ def drawn(settings):
     return drawn_key(tuple(sorted(settings.items())))
 
 
-def answered(settings):
-    return [(s.trajectory.prompt, s.trajectory.tokens, s.trajectory.routes) for s in drawn(settings)]
-
-
 def gap(settings, samples):
     """(k3 of the sampler's gap, log-probs, metrics) of an update."""
     state = start_of(settings)
@@ -552,7 +559,7 @@ def test_an_even_load_is_one_whatever_the_number_of_choices():
 
 def test_the_gradient_of_the_losses_by_differences():
     """In float64 from the logits; the choices are fixed."""
-    kind, rng = moe_config(), np.random.default_rng(0)
+    kind, rng = MoeConfig(E, K, 4), np.random.default_rng(0)
     logits = rng.normal(0, 2, (2, 5, E)).astype(np.float32)
     c, is_token = Coefficients(0.7, 0.3), np.ones((2, 5), bool)
 
@@ -577,12 +584,6 @@ def test_the_gradient_of_the_losses_by_differences():
     assert float(loss(jnp.asarray(logits))) == pytest.approx(by_hand(flat), rel=1e-5)
     found = np.asarray(jax.grad(loss)(jnp.asarray(logits))).ravel()
     np.testing.assert_allclose(found, expected, rtol=1e-3, atol=1e-5)
-
-
-def moe_config():
-    from jaxrl_tis.models.config import MoeConfig
-
-    return MoeConfig(E, K, 4)
 
 
 LOSSES = dict(correction__load_balance_coeff=0.5, correction__router_z_coeff=0.01)
