@@ -276,7 +276,14 @@ def test_reference_and_critic_never_replay():
         correction__kl_coeff=0.1, correction__advantage="gae", rollout__group_size=1,
         rollout__prompts=16,
     )
-    replayed, native = score(R3 | settings, samples), score(EXPERTS | settings, samples)
+    state = start_of(R3 | settings)
+    value = jnp.ones_like(state["critic"].params["value"])  # it starts at 0
+    critic = dataclasses.replace(
+        state["critic"], params=state["critic"].params | {"value": value}
+    )
+    replayed, native = (
+        score(routing | settings, samples, state | {"critic": critic}) for routing in (R3, EXPERTS)
+    )
     assert np.abs(replayed["logp_prox"] - native["logp_prox"]).max() > 1e-2
     for name in ("logp_ref", "values"):
         assert np.abs(native[name]).max() > 0
@@ -461,7 +468,9 @@ def engine_of(settings):
 
 
 def sampling_of(made):
-    return sampling_params(made.config, made.tokenizer, made.config.rollout.temperature)
+    return sampling_params(
+        made.config, made.tokenizer, made.config.rollout.temperature, is_filtered=False
+    )
 
 
 def generated(made, engine, params, requests):

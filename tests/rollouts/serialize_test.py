@@ -70,6 +70,11 @@ def trajectories(draw):
     bits = lambda dtype, *shape: draw(hnp.arrays(np.uint32, shape)).view(dtype).reshape(shape)
     rows = lambda: draw(st.sampled_from((0, n)))
     width = lambda: draw(st.integers(0, 3))
+    routers = draw(st.integers(0, 2))
+    num_routes = draw(st.sampled_from((0, prompt + n - 1, prompt + n) if prompt + n else (0,)))
+    ids = hnp.arrays(
+        draw(st.sampled_from(("uint8", "uint16"))), (num_routes, routers, 2 if routers else 0)
+    )
     return Trajectory(
         id=draw(st.text(max_size=5)), stop_reason=draw(st.text(max_size=5)),
         seed=draw(st.integers()), request=draw(st.integers()), quant_id=draw(st.text(max_size=5)),
@@ -82,6 +87,7 @@ def trajectories(draw):
         top_ids=bits("int32", rows(), width()), top_logps=bits("float32", rows(), width()),
         kept=bits("int32", rows(), width()),
         prompt_logps=bits("float32", draw(st.sampled_from((0, prompt)))),
+        routes=draw(ids), rerouted=bits("int32", 2 if routers else 0),
     )
 
 
