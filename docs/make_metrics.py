@@ -66,13 +66,14 @@ With `none`, π_old is π_prox. With `ewma`, both are log-probs of a moving aver
 staleness counts as the engine's.
 
 `mismatch/route_flip_*` compares the experts that sampler and learner choose for a token, in any order. It needs the
-routes of both sides. With replay of the sampler's routes every rate is 0.
+recorded routes of the sampler (`engine.record_routes`). The learner's routes are those that its routers choose
+without replay, so the rates also say what replay corrects.
 
 No source of this project samples several turns or calls tools. Rows by turn and tool are for dumps of other trainers
 ([audit.md](audit.md)).""",
     "Experts": """\
-For models with a mixture of experts. Computed in `diagnostics/routes.py` from the learner's own routes. Mean
-and worst are over the MoE layers. The worst layer has the largest load, or the smallest entropy.""",
+For models with a mixture of experts. Computed in `diagnostics/routes.py` from the learner's own routes, without
+replay. Mean and worst are over the MoE layers. The worst layer has the largest load, or the smallest entropy.""",
     "Importance weights and rejection": """\
 Computed in `diagnostics/`.
 

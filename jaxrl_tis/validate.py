@@ -25,6 +25,7 @@ from jaxrl_tis.learner.correction import Correction
 from jaxrl_tis.learner.optimizer import SCHEDULES
 from jaxrl_tis.learner.setup import max_length
 from jaxrl_tis.models import quant, transformer
+from jaxrl_tis.models.config import MOST_EXPERTS, SCORES
 from jaxrl_tis.record.sinks import SINKS
 from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.rollouts.check import rollout_problems
@@ -39,6 +40,8 @@ ALLOWED = {
     "correction.mode": (None, *loss.MODES),
     "correction.aggregation": reduce.MODES,
     "correction.kl_placement": ("loss", "reward"),
+    "correction.routing": correction.ROUTINGS,
+    "correction.routing_missing": correction.WITHOUT_ROUTES,
     "engine.quantization": quant.SCHEMES,
     "model.quantization": quant.SCHEMES,
     "engine.dtype": COMPUTE_DTYPES,
@@ -48,6 +51,7 @@ ALLOWED = {
     "model.numerics": transformer.NUMERICS,
     "model.param_dtype": DTYPES,
     "model.remat": transformer.REMAT,
+    "model.router": SCORES,
     "optimizer.schedule": SCHEDULES,
     "critic.schedule": SCHEDULES,
     "metrics.record": ("full", "compact"),
@@ -67,6 +71,7 @@ POSITIVE = (
     "metrics.diagnostics_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
     "task.max_prompt_tokens", "reward.timeout", "reward.workers", "rollout.temperature",
     "rollout.snapshot_gib", "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
+    "model.experts_per_token", "model.expert_dim", "optimizer.router_bias_rate",
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
@@ -75,6 +80,8 @@ NOT_NEGATIVE = (
     "rollout.ewma_centre", "correction.kl_coeff", "correction.scale", "optimizer.lr", "critic.lr",
     "optimizer.warmup", "optimizer.weight_decay", "critic.warmup", "critic.weight_decay",
     "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max", "gate.max_dp_max", "gate.max_k3",
+    "model.num_experts", "model.shared_expert_dim", "correction.load_balance_coeff",
+    "correction.router_z_coeff",
 )
 
 
@@ -287,6 +294,14 @@ def _counts(config):
     for field in POSITIVE:
         if _read(config, field) <= 0:
             yield f"{field} is {_read(config, field)}; it must be above 0"
+    model = config.model
+    if 0 < model.num_experts < model.experts_per_token:
+        yield (
+            f"model.experts_per_token is {model.experts_per_token} and model.num_experts is "
+            f"{model.num_experts}; a token cannot have more experts than there are"
+        )
+    if model.num_experts > MOST_EXPERTS:
+        yield f"model.num_experts is {model.num_experts}; it must be at most {MOST_EXPERTS}"
     if 0 < config.watchdog.timeout <= config.reward.timeout:
         yield (
             f"reward.timeout is {config.reward.timeout} and watchdog.timeout is "

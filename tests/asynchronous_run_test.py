@@ -13,12 +13,28 @@ pytestmark = [
     pytest.mark.compiles,
     pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
 ]
+EXPERTS = dict(
+    model__num_experts=4, model__expert_dim=16, model__router="sigmoid",
+    engine__record_routes=True,
+)
 RUNS = {
     "ring": dict(rollout__schedule="areal(staleness=2)"),
     "replica": dict(rollout__schedule="in_flight(staleness=2)", rollout__old_logp_source="replica"),
     "average": dict(rollout__schedule="one_step", rollout__old_logp_source="ewma"),
     "workers": dict(rollout__schedule="laminar(staleness=2, repack=0.9)", rollout__workers=2),
     "verl": dict(rollout__schedule="fully_async(trigger=2, threshold=0.5, partial=True)"),
+    # The queue, partial rollouts and replayed groups keep the routes of their tokens.
+    "experts, r3": EXPERTS | dict(
+        rollout__schedule="areal(staleness=2)", correction__routing="r3",
+        rollout__replay="uniform(uses=2)",
+    ),
+    "experts, r2": EXPERTS | dict(
+        rollout__schedule="in_flight(staleness=2)", correction__routing="r2",
+    ),
+    "experts, replica": EXPERTS | dict(
+        rollout__schedule="in_flight(staleness=2)", rollout__old_logp_source="replica",
+        correction__routing="keep",
+    ),
 }
 
 
@@ -29,7 +45,8 @@ def params(folder, setup):
 
 
 @pytest.mark.parametrize("name", [
-    "ring", *(pytest.param(name, marks=pytest.mark.all) for name in RUNS if name != "ring"),
+    name if name in ("ring", "experts, r3") else pytest.param(name, marks=pytest.mark.all)
+    for name in RUNS
 ])
 def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):
     settings = RUNS[name] | dict(

@@ -71,8 +71,8 @@ def test_axes_on_a_mesh():
 
 
 def test_a_field_without_a_line_is_told_where_it_belongs():
-    with pytest.raises(KeyError, match="'routes': give it a line of fields.FIELDS"):
-        fields.field("routes")
+    with pytest.raises(KeyError, match="'prices': give it a line of fields.FIELDS"):
+        fields.field("prices")
 
 
 @pytest.mark.parametrize("changes, taken, dropped", [

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis.diagnostics import correction_metrics, routes
+from jaxrl_tis.diagnostics import correction_metrics
 from jaxrl_tis.estimators import masks, rank_masks
 from jaxrl_tis.record import goodput, metrics, names
 from tests import tiny
@@ -44,6 +44,11 @@ RUNS = {
         "correction__weight": "capped_ratio",
     },
     "centred": {"correction__preset": "centered_tis_2"},
+    "experts": {
+        "model__num_experts": 4, "model__expert_dim": 16, "engine__record_routes": True,
+        "correction__routing": "r3", "correction__routing_missing": "mask",
+        "correction__load_balance_coeff": 0.01, "metrics__diagnostics_every": 1,
+    },
     "kept": {
         "rollout__top_k": 9, "rollout__sampling_mask_size": 9, "engine__retention": (1, 1),
         "engine__page_size": 2, "engine__quantization": "none",
@@ -82,24 +87,13 @@ def continued(folder):
 
 def further():
     """Names of runs that cannot be made here: of several turns, whose records are a source's own,
-    of models with experts, and on devices that tell how much memory was in use."""
+    and on devices that tell how much memory was in use."""
     logp, turn = np.zeros((2, 4), np.float32), np.array([[0, 0, 1, 1]] * 2)
     batch = {"logp_old": logp, "logp_behav": logp, "mask": logp == 0, "turn": turn}
     device = mock.Mock()
     device.memory_stats.return_value = {"peak_bytes_in_use": 2**30}
     with mock.patch.object(jax, "local_devices", lambda: [device]):
-        return {*correction_metrics.profile_metrics(batch, has_turns=True), *goodput.memory(), *routed()}
-
-
-def routed():
-    """Names of the routes of two layers with one of two experts."""
-    shared, logp, mask = np.ones((2, 4, 2), np.uint8), np.zeros((2, 4)), np.ones((2, 4), bool)
-    return (
-        routes.flip_metrics(shared, mask, num_chosen=1, num_experts=2)
-        | routes.flip_grid(shared, mask, num_chosen=1)
-        | routes.gap_metrics(shared, logp, logp, mask, num_chosen=1)
-        | routes.load_metrics(np.ones((2, 2)), np.zeros(2))
-    )
+        return {*correction_metrics.profile_metrics(batch, has_turns=True), *goodput.memory()}
 
 
 def test_every_value_has_a_row(written):

@@ -17,6 +17,9 @@ from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.validate import doubts, validate
 from tests import tiny
 
+EXPERTS = dict(model__num_experts=4, model__router="sigmoid")
+DENSE = "is for models with experts; set model.num_experts, or "
+
 
 def problems(**changes):
     with pytest.raises(ValueError) as error:
@@ -40,9 +43,10 @@ def test_the_tiny_config_is_sound():
     "model.quantization",
     "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
     "reward.name", "reward.signature", "train.grad_reduce_dtype", "task.on_bad_record",
+    "correction.routing", "correction.routing_missing", "model.router",
 ])
 def test_an_unknown_name_is_refused_with_the_choices(name):
-    changes = {name.replace(".", "__"): "sequence"}
+    changes = EXPERTS | {name.replace(".", "__"): "sequence"}
     [problem] = problems(**changes)
     assert problem.startswith(f"- {name} is 'sequence'; choose one of ")
     assert len(problem.split("choose one of ")[1].split(", ")) >= 2
@@ -98,6 +102,7 @@ def test_weights_of_components_are_numbers(weight):
     "train.microbatch_rows", "train.logprob_chunk", "eval.every", "eval.prompts",
     "checkpoint.every", "checkpoint.keep", "warmup.rows", "task.max_prompt_tokens",
     "rollout.max_rounds", "metrics.diagnostics_every", "engine.noise_stages", "reward.workers",
+    "model.experts_per_token", "model.expert_dim",
 ])
 @pytest.mark.parametrize("value", [0, -3])
 def test_counts_are_positive(name, value):
@@ -107,6 +112,7 @@ def test_counts_are_positive(name, value):
 
 @pytest.mark.parametrize("name", [
     "reward.timeout", "rollout.temperature", "engine.noise_end", "model.uaq_scale", "warmup.lr",
+    "optimizer.router_bias_rate",
 ])
 def test_measures_are_positive(name):
     assert problems(**{name.replace(".", "__"): 0.0}) == [f"- {name} is 0.0; it must be above 0"]
@@ -141,9 +147,7 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__objective="dual_clip(dual_clip=1.0)"), ["dual_clip is 1.0"]),
     (dict(correction__objective="qurl_acr"), ["'qurl_acr'", "'token_tis'", "twice", "'none'"]),
     (dict(correction__preset="async"), ["'decoupled'", "distinguishes weight versions", "'sync'"]),
-    (dict(correction__preset="async_moe", correction__objective="ppo"),
-     ["preset 'async_moe'", "mixtures of experts"]),
-    (dict(correction__preset="moe"), ["preset 'moe'", "mixtures of experts"]),
+    (dict(correction__preset="async_moe"), ["'decoupled'", "distinguishes weight versions"]),
     (dict(correction__objective="a3po", correction__weight="none"),
      ["'a3po'", "distinguishes weight versions"]),
     (dict(correction__objective="decoupled", correction__weight="none"),
@@ -232,6 +236,24 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__centering="top(8)", train__minibatches=1, train__epochs=1,
           correction__masks="token_dp(upper=0.2)"), ["correction.rejected_in_denominator", "True"]),
     (dict(task__tokenizer=""), ["task.tokenizer and model.path are empty", "model.path"]),
+    (dict(correction__routing="r2"),
+     ["correction.routing = 'r2'", DENSE + "correction.routing to 'none'"]),
+    (dict(engine__record_routes=True), ["engine.record_routes = True", DENSE]),
+    (dict(correction__load_balance_coeff=0.1), ["correction.load_balance_coeff = 0.1", DENSE]),
+    (dict(correction__router_z_coeff=0.1), ["correction.router_z_coeff = 0.1", DENSE]),
+    (dict(optimizer__freeze_router_bias=False), ["optimizer.freeze_router_bias = False", DENSE]),
+    (EXPERTS | dict(correction__routing="r2", correction__preset="bypass_ppo_clip"),
+     ["'r2'", "bypass mode has no such pass", "'r3'"]),
+    (EXPERTS | dict(correction__routing="r3"),
+     ["'r3' replays the routes of the sampler, which records none", "engine.record_routes to True"]),
+    (EXPERTS | dict(correction__routing="keep"), ["'keep'", "engine.record_routes to True"]),
+    (EXPERTS | dict(correction__routing="keep", correction__routing_missing="mask",
+                    engine__record_routes=True),
+     ["correction.routing_missing = 'mask'", "correction.routing is 'keep'", "'stop'"]),
+    (EXPERTS | dict(correction__routing="r2", correction__routing_missing="mask"),
+     ["correction.routing_missing = 'mask'", "correction.routing is 'r2'"]),
+    (EXPERTS | dict(model__router="softmax", optimizer__freeze_router_bias=False),
+     ["optimizer.freeze_router_bias = False", "model.router is 'softmax'"]),
 ])
 def test_each_contradiction(changes, words):
     [problem] = problems(**changes)
@@ -265,6 +287,14 @@ def test_each_contradiction(changes, words):
     dict(correction__kl="k1", correction__kl_coeff=0.1, correction__kl_placement="reward"),
     dict(correction__kl="k1", correction__kl_coeff=0.0),
     dict(rollout__replay="uniform(uses=1)", correction__objective="reinforce"),  # none is replayed
+    EXPERTS | dict(correction__routing="r2"),  # needs no record of the sampler
+    EXPERTS | dict(correction__routing="r3", engine__record_routes=True,
+                   correction__routing_missing="mask", correction__preset="bypass_ppo_clip"),
+    EXPERTS | dict(correction__routing="keep", engine__record_routes=True),
+    EXPERTS | dict(optimizer__freeze_router_bias=False, correction__load_balance_coeff=0.01),
+    EXPERTS | dict(correction__preset="moe"),
+    EXPERTS | dict(correction__preset="async_moe", rollout__schedule="areal"),
+    dict(model__path="some/folder", correction__routing="r3", engine__record_routes=True),
 ])
 def test_what_is_no_contradiction(changes):
     validate(tiny.config(**changes))
@@ -305,6 +335,13 @@ def test_a_system_that_cannot_cut_the_network_off_says_so():
     (dict(mesh__train=(1, 1)), "mesh.train"),
     (dict(rollout__top_p=0.0, rollout__allow_filter_bias=True), "rollout.top_p"),
     (dict(warmup__steps=-1), "warmup.steps"),
+    (dict(model__num_experts=-1), "model.num_experts is -1; it must not be below 0"),
+    (EXPERTS | dict(model__shared_expert_dim=-4), "model.shared_expert_dim is -4"),
+    (EXPERTS | dict(correction__load_balance_coeff=-0.1), "correction.load_balance_coeff is -0.1"),
+    (EXPERTS | dict(correction__router_z_coeff=-0.1), "correction.router_z_coeff is -0.1"),
+    (dict(model__num_experts=4, model__experts_per_token=5),
+     "model.experts_per_token is 5 and model.num_experts is 4"),
+    (dict(model__num_experts=2**16 + 1), "model.num_experts is 65537; it must be at most 65536"),
     (dict(engine__noise_start=-0.1), "engine.noise_start"),
     (dict(engine__unquantized=("q", "head")), "engine.unquantized names 'head'"),
     (dict(model__unquantized=("norm",)), "model.unquantized names 'norm'"),
@@ -317,7 +354,7 @@ def test_values_that_no_run_can_mean(changes, word):
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("name", [
     "rollout.temperature", "model.uaq_scale", "engine.noise_start", "optimizer.lr",
-    "correction.entropy_coeff", "warmup.params.scale",
+    "correction.entropy_coeff", "warmup.params.scale", "optimizer.router_bias_rate",
 ])
 def test_numbers_are_finite(name, value):
     changes = {name.replace(".", "__"): value, "warmup__steps": 0}
@@ -354,7 +391,7 @@ def test_every_field_is_explained_or_plain():
 @pytest.mark.parametrize("module", [correction, schedules, replay, injection])
 def test_a_config_is_parsed_once(module):
     parse, seen = module.parse, []
-    with mock.patch.object(module, "parse", lambda text: seen.append(text) or parse(text)):
+    with mock.patch.object(module, "parse", lambda *a: seen.append(a) or parse(*a)):
         setup = build.build(tiny.config())
         doubts(setup.config, setup.training.correction)
         Trainer(setup.training)

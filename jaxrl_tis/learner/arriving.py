@@ -10,7 +10,7 @@ from jaxrl_tis.diagnostics import attribution
 from jaxrl_tis.estimators import rank_masks
 from jaxrl_tis.learner.batch_layout import Rows, num_sequences, update_fields
 from jaxrl_tis.learner.setup import LearnerSetup
-from jaxrl_tis.learner.trainer import Trainer
+from jaxrl_tis.learner.trainer import WITHOUT_ROUTES, Trainer
 from jaxrl_tis.rollouts.groups import Sample
 
 
@@ -51,6 +51,7 @@ def update_arriving(
     Returns (new state, samples in the order of their groups, their rows, metrics).
     """
     setup, waiting, sums, samples, scored = trainer.setup, [], None, [], []
+    without_routes = 0
     add, finish = trainer.arriving_step
     for part in parts:
         waiting += part
@@ -60,6 +61,7 @@ def update_arriving(
         if not ready:
             continue
         rows = trainer.score(state, ready, sampled_by)
+        without_routes += trainer.score_metrics.get(WITHOUT_ROUTES, 0)
         rows |= update_fields(len(ready), version, step, setup.config.seed)
         updated = trainer.update_fields(rows, trainer.unscored(rows))
         [(minibatch, _, flat)] = trainer.minibatches(updated, (setup.config.seed, step, 0))
@@ -81,4 +83,6 @@ def update_arriving(
     rows, values = trainer.with_prepared(rows, prepared), jax.device_get(values)
     shares = attribution.shares(values) if values else {}
     measured = jax.device_get(measured) | trainer.score_metrics | values | shares
+    if WITHOUT_ROUTES in measured:
+        measured[WITHOUT_ROUTES] = without_routes
     return state | {"policy": policy}, [samples[i] for i in order], rows, measured

@@ -76,7 +76,23 @@ def _batch(c: Correction, config):
 
 
 def _routing(c: Correction, config):
-    """Finds a replay of routes that this run cannot do."""
+    """Finds a replay of routes that this run cannot do, and settings of routers that it lacks."""
+    is_dense = not config.model.path and not config.model.num_experts
+    asked = {
+        "correction.routing": (c.routing, "none"),
+        "engine.record_routes": (config.engine.record_routes, False),
+        "correction.load_balance_coeff": (c.load_balance_coeff, 0.0),
+        "correction.router_z_coeff": (c.router_z_coeff, 0.0),
+        "optimizer.freeze_router_bias": (not c.router_bias_rate, True),
+    }
+    for name, (value, default) in asked.items() if is_dense else ():
+        if value != default:
+            yield (
+                f"{name} = {value!r} is for models with experts; set model.num_experts, or {name} "
+                f"to {default!r}"
+            )
+    if is_dense:
+        return
     if c.routing == "r2" and c.mode == "bypass":
         yield (
             "correction.routing = 'r2' replays the routes of the learner's pass before the update, "
@@ -88,18 +104,16 @@ def _routing(c: Correction, config):
             f"correction.routing = {c.routing!r} replays the routes of the sampler, which records "
             "none; set engine.record_routes to True"
         )
-    if c.routing == "keep" and c.routing_missing == "mask":
+    if c.routing_missing == "mask" and c.routing != "r3":
         yield (
-            "correction.routing = 'keep' allows no token without a route; set "
-            "correction.routing_missing to 'stop', or correction.routing to 'r3'"
+            "correction.routing_missing = 'mask' trains without the samples that routing r3 cannot "
+            f"replay, and correction.routing is {c.routing!r}; set correction.routing_missing to "
+            "'stop', or correction.routing to 'r3'"
         )
-    if config.model.path or config.model.num_experts:
-        return
-    if c.routing != "none" or config.engine.record_routes:
+    if c.router_bias_rate and not config.model.path and config.model.router == "softmax":
         yield (
-            f"correction.routing = {c.routing!r} and engine.record_routes = "
-            f"{config.engine.record_routes} are for models with experts; set model.num_experts, or "
-            "set them to 'none' and False"
+            "optimizer.freeze_router_bias = False moves the bias of routers with sigmoid scores, "
+            "and model.router is 'softmax'; set it to True"
         )
 
 

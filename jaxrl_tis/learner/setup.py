@@ -121,7 +121,8 @@ class LearnerSetup:
         if missing.all():
             length, moe = rows["tokens"].shape, self.model.moe
             shape = (*length, self.model.num_moe_layers, moe.top_k)
-            rows |= {"routes_behav": np.zeros(shape, moe.route_dtype), "routed_behav": np.zeros(length, bool)}
+            rows["routes_behav"] = np.zeros(shape, moe.route_dtype)
+            rows["routed_behav"] = np.zeros(length, bool)
         return rows | {
             "mask": rows["mask"] & ~missing[:, None],
             "routes": rows["routes_behav"], "routed": rows["routed_behav"],
@@ -189,11 +190,7 @@ def make_learner_setup(
         grad_reduce_dtype=config.train.grad_reduce_dtype,
     )
     _check_mesh(layout, correction, model)
-    if correction.routing != "none" and model.moe is None:
-        raise ValueError(
-            f"correction.routing = {correction.routing!r} replays routes, and the model has no "
-            "experts; set it to 'none'"
-        )
+    _check_routers(correction, model)
     program = transformer.Program(
         config.model.dtype, config.model.remat, config.model.fp32_head, layout,
         quant.Recipe(config.model.quantization, tuple(config.model.unquantized)),
@@ -243,6 +240,26 @@ def _check_mesh(layout: Layout, correction: Correction, model: ModelConfig) -> N
             f"on {layout.shards} devices do not provide; set mesh.train to (1, 1, ...)"
         )
     placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
+
+
+def _check_routers(correction: Correction, model: ModelConfig) -> None:
+    """Raises ValueError for settings of routers that the model does not have."""
+    if correction.routing != "none" and model.moe is None:
+        raise ValueError(
+            f"correction.routing = {correction.routing!r} replays routes, and the model has no "
+            "experts; set it to 'none'"
+        )
+    if (correction.load_balance_coeff or correction.router_z_coeff) and model.moe is None:
+        raise ValueError(
+            f"correction.load_balance_coeff = {correction.load_balance_coeff} and "
+            f"correction.router_z_coeff = {correction.router_z_coeff} are losses of routers, and "
+            "the model has no experts; set them to 0"
+        )
+    if correction.router_bias_rate and not (model.moe and model.moe.has_bias):
+        raise ValueError(
+            "optimizer.freeze_router_bias = False moves the bias of routers with sigmoid scores, "
+            "and the model has none; set it to True"
+        )
 
 
 def _check_logits(

@@ -26,6 +26,8 @@ from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics
 
+WITHOUT_ROUTES = "moe/samples_without_routes"
+
 
 class Trainer:
     """One step of reinforcement learning: `score` a rollout batch, then `update` the state. The
@@ -45,7 +47,9 @@ class Trainer:
         self.score_metrics: dict[str, float] = {}
         self._score = make_score(learner)
         is_replayed_later = setup.correction.routing == "r2"
-        self._first_score = make_score(learner, with_routes=True) if is_replayed_later else self._score
+        self._first_score = (
+            make_score(learner, with_routes=True) if is_replayed_later else self._score
+        )
         self._routing = make_routing(learner)
         self._route_metrics = jax.jit(functools.partial(route_metrics, setup.model.moe))
         self.prepare = correction.make_prepare(setup.correction)
@@ -139,7 +143,10 @@ class Trainer:
             scores = run(self._first_score, centre)
             fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
             if "routes" in scores:
-                fields |= {"routes": scores["routes"], "routed": rows["segment_ids"] > 0}
+                # A micro-batch without a token in the mask was skipped, and has no routes.
+                is_scored = rows["mask"].any(axis=1)
+                fields["routes"] = scores["routes"]
+                fields["routed"] = (rows["segment_ids"] > 0) & is_scored[:, None]
             fields["logp_old"] = (
                 fields["logp_prox"] if self.setup.approximates_old_logp
                 else at_versions(rows | fields, policy, sampled_by, log_probs, known)
@@ -157,7 +164,7 @@ class Trainer:
         }
         if self.setup.correction.replays_routes:
             missing = rows["sampled"].any(axis=1) & ~rows["mask"].any(axis=1)
-            self.score_metrics["moe/samples_without_routes"] = missing.sum()
+            self.score_metrics[WITHOUT_ROUTES] = missing.sum()
         return fields
 
     def log_probs(self, params: Any, trajectories: list[Trajectory]) -> list[np.ndarray]:
@@ -285,11 +292,11 @@ class Trainer:
             state = state | {"controllers": self._end(controllers, measured, count)}
         return state, rows, measured
 
-
     def _routes_of(self, params: Any, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns what the policy's routers choose by themselves: routes [N,T,L,k], the load of the
-        experts [L,E], the sum of the entropies of their distributions [L]."""
-        micro, flat = self.setup.micro_batches(rows)
+        experts [L,E], the sum of the entropies of their distributions [L]. Also of the rows that
+        are left out of the loss."""
+        micro, flat = self.setup.micro_batches(rows | {"mask": rows["sampled"]})
         routed = self._routing(params, micro)
         total = lambda x: self.setup.layout.fetch(x).sum(axis=(0, 1))
         return flat(routed.ids), total(routed.load), total(routed.entropy)
@@ -299,7 +306,8 @@ def route_metrics(
     moe: MoeConfig, rows: Rows, own: jax.Array, load_le: jax.Array, entropy_l: jax.Array
 ) -> dict[str, jax.Array]:
     """Measures the load of the experts and, where the sampler recorded its routes, how they differ
-    from the policy's `own` [N,T,L,k], see diagnostics/routes.py."""
+    from the policy's `own` [N,T,L,k], see diagnostics/routes.py. The gap is of the tokens that are
+    trained on: the others may have no logp_old."""
     tokens = jnp.sum(load_le, axis=1) / moe.top_k
     metrics = routes.load_metrics(load_le, entropy_l / jnp.maximum(tokens, 1.0))
     if "routes_behav" not in rows:
@@ -312,7 +320,7 @@ def route_metrics(
     metrics |= routes.flip_metrics(overlap, mask, num_chosen=k, num_experts=moe.num_experts)
     metrics |= routes.flip_grid(overlap, mask, num_chosen=k)
     return metrics | routes.gap_metrics(
-        overlap, rows["logp_old"], rows["logp_behav"], mask, num_chosen=k
+        overlap, rows["logp_old"], rows["logp_behav"], mask & rows["mask"], num_chosen=k
     )
 
 

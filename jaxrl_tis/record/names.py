@@ -243,6 +243,13 @@ EXPERTS = (
     Metric("moe/router_entropy/{mean,worst}", "share",
            "Entropy of a router's distribution for a token, over its largest value."),
     compact("moe/dead_experts", "experts", "Experts of all layers without a token in the batch."),
+    Metric("moe/load_balance_loss", "loss",
+           "E sum_e f_e p_e of the routers' own choices, mean over the layers; 1 at an even load.",
+           "2101.03961"),
+    Metric("moe/router_z_loss", "nats²", "Mean square of the logsumexp of a router's logits.",
+           "2202.08906"),
+    compact("moe/samples_without_routes", "samples",
+            "Samples that routing r3 leaves out of the loss, as they lack a route of a token."),
 )
 
 WEIGHTS = (

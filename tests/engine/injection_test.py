@@ -3,6 +3,7 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -36,6 +37,7 @@ def assert_same(actual, expected):
 @pytest.mark.cases("sharpness(scale=0)")
 @pytest.mark.parametrize("injected", [
     "logits(scale=0.0, growth=3.0)", "sharpness(scale=0)", "weights(scale=0.0)",
+    "router(scale=0.3)",  # of a dense model
 ])
 def test_a_scale_of_zero_changes_no_bit(injected):
     assert_same(drawn(injected), drawn(""))
@@ -87,7 +89,27 @@ def test_changed_weights_are_served():
     assert np.abs(logp(actual) - logp(drawn(""))).max() > 0.01
 
 
+def test_noise_of_a_router_is_that_of_its_logits():
+    """An input of mean square 1 gets logits whose noise has the deviation `scale`, at any width."""
+    for width in (64, 1024):
+        rng = np.random.default_rng(0)
+        layers = {"router": jnp.zeros((2, width, 40)), "router_bias": jnp.zeros((2, 40)),
+                  "up": jnp.ones((2, width, 3))}
+        change = injection.parse("router(scale=0.3, seed=7)").weights
+        found = change({"layers": layers, "embed": jnp.ones(3)})
+        x = rng.normal(size=(50, width)).astype(np.float32)
+        x /= np.sqrt((x**2).mean(axis=1, keepdims=True))
+        noise = x @ np.asarray(found["layers"]["router"])
+        assert noise.std() == pytest.approx(0.3, rel=0.05)
+        assert not np.allclose(noise[0], noise[1])
+        for name in ("router_bias", "up"):
+            np.testing.assert_array_equal(found["layers"][name], layers[name])
+        again = change({"layers": layers, "embed": jnp.ones(3)})
+        np.testing.assert_array_equal(again["layers"]["router"], found["layers"]["router"])
+
+
 @pytest.mark.parametrize("text, why", [
+    ("router(scale=0.1, growth=1.0)", "growth"),
     ("logit(scale=1.0)", "did you mean 'logits'"),
     ("logits", "scale"),
     ("logits(scale=1.0, sign=1)", "sign"),

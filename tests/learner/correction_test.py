@@ -423,8 +423,8 @@ def test_the_configs_above_hold_every_entry():
 
 
 def test_a_method_that_needs_what_no_run_records_is_refused():
-    with mock.patch.dict(methods.TABLES["weight"][1], {"token_tis": ("routes",)}):
-        with pytest.raises(ValueError, match="'token_tis' needs routes, which a run does not record"):
+    with mock.patch.dict(methods.TABLES["weight"][1], {"token_tis": ("prices",)}):
+        with pytest.raises(ValueError, match="'token_tis' needs prices, which a run does not record"):
             validate(tiny.config())
 
 

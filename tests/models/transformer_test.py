@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.models import transformer
-from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.models import moe, transformer
+from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -43,6 +43,16 @@ def params_of(name):
     return jax.tree_util.tree_map_with_path(leaf, transformer.abstract_params(CONFIGS[name]))
 
 
+def places(config):
+    """(stack, index in it) of every layer, in order."""
+    dense = config.moe.dense_layers if config.moe else ()
+    count = {"layers": 0, "dense_layers": 0}
+    for i in range(config.num_layers):
+        stack = "dense_layers" if i in dense else "layers"
+        yield stack, count[stack]
+        count[stack] += 1
+
+
 def reference(params, config, tokens, positions, segment_ids):
     """[B,T,V] in float64, one row, head and token at a time where that is clearer."""
     params = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
@@ -63,9 +73,24 @@ def reference(params, config, tokens, positions, segment_ids):
         turned = (x[..., :half] + 1j * x[..., half:]) * turn
         return np.concatenate([turned.real, turned.imag], -1)
 
+    def gated(x, layer, names=("gate", "up", "down")):
+        gate, up, down = (layer[name] for name in names)
+        hidden = x @ gate
+        return (hidden / (1 + np.exp(-hidden)) * (x @ up)) @ down
+
+    def experts(h, layer):
+        out = gated(h, layer)
+        for b, t in np.ndindex(h.shape[:2]):
+            score = 1 / (1 + np.exp(-h[b, t] @ layer["router"]))
+            chosen = np.argsort(-score - layer["router_bias"])[: config.moe.top_k]
+            for e in chosen:
+                of_expert = {name: layer[f"expert_{name}"][e] for name in ("gate", "up", "down")}
+                out[b, t] += score[e] / score[chosen].sum() * gated(h[b, t], of_expert)
+        return out
+
     x = params["embed"][tokens]
-    for i in range(config.num_layers):
-        layer = {name: w[i] for name, w in params["layers"].items()}
+    for stack, i in places(config):
+        layer = {name: w[i] for name, w in params[stack].items()}
         h = norm(x, layer["attn_norm"])
         q = rotate(heads(h, layer, "q", config.num_heads), "q", layer)
         k = rotate(heads(h, layer, "k", config.num_kv_heads), "k", layer)
@@ -78,8 +103,7 @@ def reference(params, config, tokens, positions, segment_ids):
             out[b, t, head] = weight / weight.sum() @ v[b, seen, kv]
         x = x + out.reshape(*x.shape[:2], -1) @ layer["o"]
         h = norm(x, layer["mlp_norm"])
-        gate = h @ layer["gate"]
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ layer["up"])) @ layer["down"]
+        x = x + (experts(h, layer) if "router" in layer else gated(h, layer))
     head = params["embed"].T if config.tie_embeddings else params["head"]
     return norm(x, params["final_norm"]) @ head
 
@@ -262,3 +286,83 @@ def test_init_depends_on_the_key_and_differs_between_layers():
     np.testing.assert_allclose(np.std(first["layers"]["gate"]), 32**-0.5, rtol=0.1)
     np.testing.assert_allclose(np.std(first["layers"]["down"]), 48**-0.5 / 2, rtol=0.1)
     assert not np.array_equal(first["embed"], other["embed"])
+
+
+# Layers with experts among dense ones
+
+MOE = MoeConfig(6, 2, 16, "sigmoid", shared_dim=16)
+MIXED = {
+    "all": (), "first dense": (0,), "alternating": (1, 3), "last dense": (4,), "ends": (0, 1, 4),
+}
+
+
+def mixed(dense_layers):
+    return dataclasses.replace(
+        CONFIG, family="glm4_moe", num_layers=5,
+        moe=dataclasses.replace(MOE, dense_layers=dense_layers),
+    )
+
+
+@functools.cache
+def marked_params(config):
+    """Parameters whose n-th router sends every token to experts n and n + 1: their bias decides."""
+    params = jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(0))
+    count = config.num_layers - len(config.moe.dense_layers)
+    bias = np.zeros((count, 6), np.float32)
+    for n in range(count):
+        bias[n, n % 6], bias[n, (n + 1) % 6] = 20, 10
+    return params | {"layers": params["layers"] | {"router_bias": bias}}
+
+
+@functools.cache
+def routed_of(config, unrolled):
+    def run(params, replay):
+        params = transformer.unstack(params, config) if unrolled else params
+        return transformer.rows_routed(
+            params, config, transformer.Program(), TOKENS, default_positions(TOKENS),
+            np.ones_like(TOKENS), replay=replay, asked=moe.Asked(routes=True, statistics=True),
+        )
+
+    return jax.jit(run)
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_routes_are_in_the_order_of_the_layers_with_experts(name):
+    config = mixed(MIXED[name])
+    count, params = 5 - len(MIXED[name]), marked_params(config)
+    scanned, unrolled = (routed_of(config, is_unrolled)(params, None) for is_unrolled in (0, 1))
+    expected = (np.arange(count)[:, None] + np.arange(2)) % 6
+    for found in (scanned, unrolled):
+        shape = (count, *TOKENS.shape, 2)
+        np.testing.assert_array_equal(
+            found.routed.ids, np.broadcast_to(expected[:, None, None], shape)
+        )
+        np.testing.assert_array_equal(
+            found.routed.load, 9.0 * (np.arange(6) == expected[..., None]).any(1)[:, None].repeat(2, 1)
+        )
+    np.testing.assert_allclose(unrolled.x, scanned.x, rtol=1e-4, atol=1e-5)
+    # Replay reaches the layer that it is of: a change in the last one leaves the earlier ones alone.
+    ids = np.array(scanned.routed.ids)
+    np.testing.assert_array_equal(
+        routed_of(config, 0)(params, moe.Replay(ids, np.ones_like(TOKENS, bool))).x, scanned.x
+    )
+    ids[-1] = (ids[-1] + 2) % 6
+    replay = moe.Replay(ids, np.ones_like(TOKENS, bool))
+    changed = [routed_of(config, is_unrolled)(params, replay) for is_unrolled in (0, 1)]
+    np.testing.assert_allclose(changed[1].x, changed[0].x, rtol=1e-4, atol=1e-5)
+    assert np.abs(changed[0].x - scanned.x).max() > 1e-2
+    for found in changed:
+        np.testing.assert_allclose(found.routed.probs[:-1], scanned.routed.probs[:-1], rtol=1e-4)
+
+
+def test_layers_with_experts_equal_a_loop_over_tokens():
+    """Float64, one expert of one token at a time, by the router's own choice."""
+    config = mixed((0, 2))
+    params = jax.jit(transformer.init, static_argnums=0)(config, jax.random.key(1))
+    params["layers"]["router_bias"] = np.random.default_rng(0).normal(0, 0.2, (3, 6)).astype("f4")
+    positions, ones = default_positions(TOKENS), np.ones_like(TOKENS)
+    found = transformer.head_logits(
+        params, transformer.Program(), routed_of(config, 0)(params, None).x
+    )
+    expected = reference(params, config, TOKENS, positions, ones)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=2e-5)

@@ -267,6 +267,8 @@ MUTANTS = [
         ("an injected gap does not grow", "growth * position_m", "0.0 * position_m"),
         ("all projections get the same factors", "jax.random.fold_in(jax.random.key(seed), index)",
          "jax.random.key(seed)"),
+        ("the noise of a router grows with its width", "_normal(w, seed, 0) * w.shape[-2] ** -0.5",
+         "_normal(w, seed, 0)", "test_noise_of_a_router_is_that_of_its_logits"),
         ("the sampler is less sure", "jnp.exp(_strength", "jnp.exp(-_strength"),
     ),
     *of(
