@@ -24,7 +24,7 @@ from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import MoeConfig
-from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics
+from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics, reroute_metrics
 
 WITHOUT_ROUTES = "moe/samples_without_routes"
 
@@ -443,8 +443,9 @@ def sample_metrics(
         means["reward/std"] = known.std()
     if rows["mask"].any():
         means["actor/entropy"] = rows["entropy"][rows["mask"]].mean()
-    kept = kept_metrics([s.trajectory for s in samples])
-    return means | kept | _length_metrics(
+    trajectories = [s.trajectory for s in samples]
+    recorded = kept_metrics(trajectories) | reroute_metrics(trajectories)
+    return means | recorded | _length_metrics(
         prompts, lengths, max_prompt_length=config.task.max_prompt_tokens,
         max_response_length=config.rollout.max_new_tokens, num_turns=turns,
     ) | {

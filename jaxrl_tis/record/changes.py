@@ -105,6 +105,11 @@ def find(
             f"{workdir} holds a run of another version of this code, whose fields {', '.join(gone)} "
             "no longer exist. Resume it with that version, or use a new workdir"
         )
+    if "correction.routing" in changed and old["correction.routing"] == "keep":
+        raise ValueError(
+            f"the run in {workdir} keeps the sampler's routes in all its passes: "
+            f"{shown(['correction.routing'])} cannot change. Use a new workdir"
+        )
     if fixed:
         raise ValueError(
             f"the run in {workdir} has a queue of samples that does not fit this change: "

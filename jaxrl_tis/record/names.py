@@ -250,6 +250,8 @@ EXPERTS = (
            "2202.08906"),
     compact("moe/samples_without_routes", "samples",
             "Samples that routing r3 leaves out of the loss, as they lack a route of a token."),
+    Metric("moe/reroute_rate", "share",
+           "Choices of experts by a later pass over a token, of another set than the recorded one."),
 )
 
 WEIGHTS = (

@@ -77,6 +77,14 @@ def kept_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     }
 
 
+def reroute_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Returns the share of the choices of experts, among those that a later pass over a token made
+    again, that chose another set; {} where none was made again."""
+    counts = [t.rerouted for t in trajectories if len(t.rerouted)]
+    again, changed = np.sum(counts, axis=0) if counts else (0, 0)
+    return {"moe/reroute_rate": changed / again} if again else {}
+
+
 def unknown_ids(trajectories: list[Trajectory], tokenizer: Tokenizer) -> dict[str, float]:
     """Counts sampled ids that the tokenizer does not have, from the padding of an embedding. They
     count as tokens of the response and add no text."""

@@ -60,6 +60,13 @@ def test_all_else_is_free_by_its_name_or_that_of_its_group_alone(found, field, v
         assert list(found({field: value}, ["metrics", named])) == [field]
 
 
+def test_a_run_that_keeps_routes_keeps_them(found):
+    keeps = {"correction__routing": "keep", "engine__record_routes": True}
+    with pytest.raises(ValueError, match="keeps the sampler's routes .* keep -> r3 cannot change"):
+        found({"correction.routing": "r3"}, ["correction.routing"], **keeps)
+    assert found({"correction.routing": "keep"}, ["correction.routing"])
+
+
 def test_each_field_that_is_not_named_is_listed(found):
     with pytest.raises(ValueError) as refusal:
         found({"optimizer.lr": 2e-4, "seed": 1, "critic.lr": 1.0, "steps": 9}, ["critic.lr"])

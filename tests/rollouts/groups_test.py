@@ -8,7 +8,9 @@ import pytest
 
 from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.engine.records import Request, SamplingParams
-from jaxrl_tis.rollouts.groups import components, kept_metrics, sampling_params, unknown_ids
+from jaxrl_tis.rollouts.groups import (
+    components, kept_metrics, reroute_metrics, sampling_params, unknown_ids,
+)
 from jaxrl_tis.rollouts.source import next_batch
 from tests.rollouts.synchronous_test import TOKENIZER, FakeScheduler, fields, sync_source
 
@@ -55,6 +57,16 @@ def test_the_mass_that_sets_too_wide_to_record_have_dropped():
     found = kept_metrics([drawn])
     assert found == {"rollout/kept_overflow": 0.5,
                      "rollout/kept_overflow_mass": pytest.approx(0.4 / 2)}
+
+
+def test_the_rate_of_choices_that_a_later_pass_changed():
+    """Of 8 + 4 choices made again, 1 + 2 chose another set; a sample without routes adds none."""
+    plain = FakeScheduler()._trajectory(Request("3", np.array([3]), 0, SamplingParams()))
+    routed = [
+        dataclasses.replace(plain, rerouted=np.array(counts, np.int32)) for counts in ((8, 1), (4, 2))
+    ]
+    assert reroute_metrics([*routed, plain]) == {"moe/reroute_rate": 0.25}
+    assert reroute_metrics([plain]) == {}
 
 
 def test_overlong_penalty_counts_tokens_and_leaves_the_score():
