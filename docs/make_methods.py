@@ -155,7 +155,8 @@ ABOUT_PRESETS = """\
 | the others | named after systems: `same_engine` equals `normal`; `colocated` and `disaggregated` equal `tis_2` |
 
 `async` and `async_moe` have no weight of their own, because the objective `decoupled` has one. `moe` and `async_moe`
-are for models with experts: a router that chooses other experts gives extreme ratios, which they reject."""
+are for models with experts. Where sampler and learner choose other experts, ratios are extreme; both reject such
+tokens."""
 
 
 def labelled(doc: str, name: str, labels: list[str]) -> list[str]:

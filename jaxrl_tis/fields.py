@@ -88,11 +88,12 @@ FIELDS = {
         "token", "int32", "record", "forward", padding=-1, axes=("kept",), record="kept"
     ),
     "evict_step": Field("token", "int32", "record", "forward"),
-    # Experts to replay, and the tokens that have some; the router chooses for the others.
+    # Experts to replay, and the tokens that have some; the router chooses for the others. Routing r2
+    # takes them from the learner's pass. Above 256 experts they are uint16.
     "routes": Field(
-        "token", "uint8", "learner", "forward", axes=("routers", "experts"), is_optional=True
+        "token", "uint8", "record", "forward", axes=("routers", "experts"), is_optional=True
     ),
-    "routed": Field("token", "bool", "learner", "forward", is_optional=True),
+    "routed": Field("token", "bool", "record", "forward", is_optional=True),
     # What else the sampler records.
     "logp_behav": Field("token", "float32", "record", "update", record="logp_behav"),
     "logits_behav": Field(

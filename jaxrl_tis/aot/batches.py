@@ -51,10 +51,11 @@ def _rollout_batch(setup: Setup) -> Structs:
         is_evicting = name != "evict_step" or training.has_evictions
         return field.source in fields.SCORED and is_asked and is_evicting
 
-    count = config.rollout.prompts * config.rollout.group_size
+    moe, count = setup.model.moe, config.rollout.prompts * config.rollout.group_size
+    dtypes = dict.fromkeys(("routes", "routes_behav"), moe.route_dtype) if moe else {}
     return {
         name: jax.ShapeDtypeStruct(
-            fields.shape(name, count, training.row_length, widths), field.dtype
+            fields.shape(name, count, training.row_length, widths), dtypes.get(name, field.dtype)
         )
         for name, field in fields.FIELDS.items()
         if is_there(name, field) and fields.is_recorded(name, widths)

@@ -29,7 +29,7 @@ from jaxrl_tis.learner.scoring import (
 from jaxrl_tis.models import moe
 
 
-EXPERT_COUNTS = "moe/expert_counts"  # [L,E] choices of a minibatch, which no record gets
+EXPERT_COUNTS = "expert_counts"  # [L,E] choices of a minibatch, which no record gets
 
 
 @jax.tree_util.register_dataclass

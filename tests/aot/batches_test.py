@@ -1,5 +1,6 @@
 """The batches that programs are compiled for are those of a run."""
 
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -8,6 +9,7 @@ from jaxrl_tis.aot.batches import abstract_minibatch
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from tests import tiny
+from tests.learner.routing_test import R3, samples_with_routes
 from tests.learner.trainer_test import fake_samples
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
@@ -17,11 +19,21 @@ class Reached(Exception):
     """An update was called, with this minibatch."""
 
 
+def with_ids_of(sample, dtype):
+    trajectory = sample.trajectory
+    trajectory = dataclasses.replace(trajectory, routes=trajectory.routes.astype(dtype))
+    return dataclasses.replace(sample, trajectory=trajectory)
+
+
 @pytest.mark.parametrize("overrides", [
     {"correction__advantage": "gae", "rollout__group_size": 1, "rollout__prompts": 16},
     {"correction__kl_coeff": 0.1, "train__minibatches": 1},
     {"train__pack_length": 100, "engine__retention": (1, 1)},
-])
+    R3 | {"correction__kl_coeff": 0.1},
+    R3 | {"train__minibatches": 1, "train__epochs": 1},  # scored by its update
+    R3 | {"model__num_experts": 300, "train__pack_length": 100},
+    R3 | {"correction__routing": "r2"},
+], ids=["critic", "reference", "packed", "r3", "r3, fused", "300 experts", "r2"])
 def test_the_minibatch_is_that_of_a_run(overrides):
     """Names, shapes and dtypes of what a step hands to its first update, where it is stopped."""
     def stopping(state, minibatch):
@@ -31,7 +43,10 @@ def test_the_minibatch_is_that_of_a_run(overrides):
     with tiny.one_device():
         trainer = Trainer(setup.training)
     state = initial_state(setup.training, initial_params(setup.training))
-    rows = trainer.score(state, fake_samples(), {0: state["policy"].params})
+    samples = samples_with_routes() if setup.model.moe else fake_samples()
+    if setup.model.moe:
+        samples = [with_ids_of(s, setup.model.moe.route_dtype) for s in samples]
+    rows = trainer.score(state, samples, {0: state["policy"].params})
     with mock.patch.object(trainer, "_train_step", stopping), pytest.raises(Reached) as reached:
         trainer.update(state, rows, 1, 0)
     expected = abstract_minibatch(setup)

@@ -191,9 +191,9 @@ def start_of(settings):
 
 
 def samples_with_routes(seed=0, without=()):
-    rng, out = np.random.default_rng(seed), []
+    out = []
     for i, sample in enumerate(fake_samples()):
-        t = sample.trajectory
+        rng, t = np.random.default_rng((seed, i)), sample.trajectory
         count = len(t.prompt) + len(t.tokens) - 1 - (0 if i not in without else without[i])
         ids = rng.permuted(np.broadcast_to(np.arange(E), (max(count, 0), L, E)), axis=-1)
         routes = ids[..., :K].astype(np.uint8)
@@ -377,12 +377,13 @@ def test_masked_samples_are_counted_and_left_out_of_the_loss(settings):
         assert rows["mask"].any(axis=1).sum() == 14
         state, rows, metrics = trainer_of(settings).update(state, rows, 1, 0)
         assert metrics["moe/samples_without_routes"] == 2
-        found.append((jax.device_get(state["policy"].params), rows["adv"]))
+        found.append((metrics["actor/grad_norm"], metrics["actor/pg_loss"], rows["adv"]))
         # Flips are of the tokens with a route, the gap of those that are trained on.
         assert all(np.isfinite(x).all() for x in metrics.values())
         assert metrics["mismatch/route_flip_flipped/log_ratio_abs_mean"] < 5
-    for a, b in zip(*map(jax.tree.leaves, found), strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert found[0][0] > 1e-3
+    for a, b in zip(*found, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
 def test_a_batch_without_any_route_trains_nothing():
@@ -558,7 +559,7 @@ def test_losses_of_the_router_by_hand():
     assert float(router_loss(Coefficients(0.5, 0.25), two_rows, jnp.float32(1))[0]) == pytest.approx(
         float(value))
     _, counted = router_loss(Coefficients(0, 0, 0.1), routed, jnp.float32(1))
-    np.testing.assert_array_equal(counted["moe/expert_counts"], [[3, 1], [2, 2]])
+    np.testing.assert_array_equal(counted["expert_counts"], [[3, 1], [2, 2]])
 
 
 def test_an_even_load_is_one_whatever_the_number_of_choices():
@@ -679,4 +680,4 @@ def test_a_bias_that_is_not_frozen_moves_by_its_rate_alone():
     moved = np.asarray(state["policy"].params["layers"]["router_bias"]) - before
     expected = 0.01 * np.sign(load.mean(axis=1, keepdims=True) - load)
     np.testing.assert_allclose(moved, expected, atol=1e-7)
-    assert "moe/expert_counts" not in metrics and np.abs(expected).max() > 0
+    assert "expert_counts" not in metrics and np.abs(expected).max() > 0
