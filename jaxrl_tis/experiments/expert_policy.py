@@ -1,24 +1,26 @@
 """Exact gradients of a small policy with experts whose sampler routes tokens differently.
 
-The policy is a causal decoder with `models.moe` routers. Every response is enumerated in float64, so
-expectations are sums and nothing is sampled. A sampler has the policy's weights and noise z on its
-routers. m_z(p) are its routes at prefix p, mu_z is its distribution, and pi_m is the policy with routes
-m: the experts are those of m and the gates are those of the live scores.
+The policy is a causal decoder with the routers of `models.moe`. Every response is enumerated in
+float64, so expectations are sums and nothing is sampled. A sampler has the policy's weights and
+noise z on its routers. Its routes are m_z and its distribution is mu_z. pi_m is the policy with
+routes m: the experts are those of m, and the gates are those of the live scores.
 
-What replay converges to. The step with a sequence weight has the expectation
+With a sequence weight the expectation of the step is
 
     E_z sum_y mu_z(y) [pi_m(y) / mu_z(y)] (R(y) - b_z) grad log pi_m(y) = grad E_z sum_y pi_m(y) R(y)
 
-as sum_y grad pi_m(y) = 0, with the gradient at fixed routes m.
+because sum_y grad pi_m(y) = 0. The gradient on the right is at fixed routes m. The routing says
+which:
 
-* none: m are the policy's own routes, so this is the gradient of the policy itself.
+* none: m are the policy's own routes. The result is the gradient of the policy itself.
 * r2: m are the routes of the weights that sampled, without noise.
-* r3: m = m_z. This is the gradient of the mixture over the sampler's routes, in which z is drawn once
-  for a response. If z changes the choice alone and not the gates ("exact gates") and the weights have
-  not moved, then mu_z = pi_m, every ratio of a token is 1, and no weight is needed. As routes are
-  piecewise constant in the weights, this is the gradient of the sampler's own expected reward.
+* r3: m = m_z. The result is the gradient of the mixture over the sampler's routes, with one z for a
+  whole response.
 
-`routing_bias` is what the arms leave against the gradient of the policy itself.
+Without a weight, r3 has the same result if z changes the choice alone ("exact gates") and the
+weights have not moved: then mu_z = pi_m, and the ratio of every token is 1. Routes are piecewise
+constant in the weights, so this is also the gradient of the sampler's own expected reward.
+`routing_bias` computes what each routing leaves as bias against the gradient of the policy itself.
 
 Shapes: p prefix (the rows of `exact.Problem`), v vocab, n response, t token, l layer, k expert of a
 token, e expert, d embed, f width of an expert.
@@ -59,8 +61,8 @@ class Size:
 
     @functools.cached_property
     def tree(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns the last token [P] (`vocab` for the empty prefix) and length [P] of each prefix, and
-        the attention [P,P]: a prefix attends to its beginnings and itself alike."""
+        """Returns the last token [P] of each prefix (`vocab` for the empty one), its length [P], and
+        the attention [P,P]: a prefix attends to itself and its beginnings alike."""
         prefixes = exact.num_prefixes(self.vocab, self.horizon)
         last_p, depth_p = np.full(prefixes, self.vocab), np.zeros(prefixes, int)
         sees_pp = np.eye(prefixes)
@@ -72,8 +74,8 @@ class Size:
 
     @functools.cached_property
     def responses(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns prefixes [N,T] and tokens [N,T] of all responses, and their rewards [N]: the share
-        of tokens that repeat the previous one."""
+        """Returns prefixes [N,T] and tokens [N,T] of all responses, and rewards [N]: the share of
+        tokens that repeat the previous one."""
         table = np.zeros((len(self.tree[0]), self.vocab))
         data = exact.Problem(table, table, repeats, self.horizon).responses
         return data["row"], data["tokens"], data["rewards"]
@@ -169,7 +171,7 @@ class Scored(NamedTuple):
     Attributes:
       logp_nt: [N,T].
       ids_lpk: the routes in use.
-      weighted: function from coefficients c [N,T] to sum_nt c grad log pi, one vector of all weights.
+      weighted: function from coefficients c [N,T] to sum_nt c grad log pi, a vector.
     """
 
     logp_nt: jax.Array
@@ -239,7 +241,7 @@ def routing_bias(
     old: Params, params: Params, size: Size, changes_zlde: jax.Array, share: chex.Numeric,
     weights: tuple[str, ...],
 ) -> tuple[jax.Array, dict[str, dict[str, jax.Array]]]:
-    """Returns the true gradient and, by routing and weight, the bias of the expected step, as vectors.
+    """Returns the true gradient and, by routing and weight, the bias of the expected step: vectors.
 
     Args:
       old: the weights that sampled. params: those that are trained.

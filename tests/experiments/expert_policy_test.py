@@ -1,4 +1,4 @@
-"""Expected steps of a policy with experts, against a float64 decoder with complex-step derivatives."""
+"""Expected steps of a policy with experts, against a float64 decoder with complex steps."""
 
 import dataclasses
 import functools
@@ -61,7 +61,7 @@ def alone(params):
 
 
 def decode(params_q, size, routes=None, selector=None):
-    """{prefix: log-probs [Q,V]} and {prefix: ids [L][k]}; routes, a dict like the second, replays."""
+    """{prefix: log-probs [Q,V]} and {prefix: ids [L][k]}. `routes`, as the second, are replayed."""
     seen, logp, found = {}, {}, {}
     for depth in range(size.horizon):
         for prefix in np.ndindex(*[size.vocab] * depth):
@@ -79,7 +79,9 @@ def decode(params_q, size, routes=None, selector=None):
                 found[prefix].append(ids)
                 total, y = sum(np.exp(logits[:, e]) for e in ids), 0.0
                 for e in ids:
-                    gate, up, down = (params_q[f"expert_{n}"][:, l, e] for n in ("gate", "up", "down"))
+                    gate, up, down = (
+                        params_q[f"expert_{name}"][:, l, e] for name in ("gate", "up", "down")
+                    )
                     inner = silu(np.einsum("qd,qdf->qf", h, gate)) * np.einsum("qd,qdf->qf", h, up)
                     share = np.exp(logits[:, e]) / total
                     y = y + share[:, None] * np.einsum("qf,qfd->qd", inner, down)
