@@ -1,0 +1,225 @@
+"""Tests whether the gradient bias of routing noise grows as K x delta, by exact enumeration.
+
+K of 16 experts are active in each layer of `expert_policy`. The sampler has normal noise of
+standard deviation delta on its router logits, fixed for a seed as in `engine.injected =
+"router(scale=...)"`. The bias is the distance of the expected step from the true gradient of the
+policy without noise, in units of this gradient's norm. log bias = c + a log K + b log delta is
+fitted to the means over seeds, for delta up to LARGEST. The answer is yes if the 95 % intervals of
+a and b, from a bootstrap over seeds, contain 1 in the arm JUDGED.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.router_noise
+    python -m jaxrl_tis.experiments.router_noise docs/experiments
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from matplotlib.figure import Figure
+
+from jaxrl_tis.experiments import expert_policy, figures
+from jaxrl_tis.experiments.expert_policy import NOISES, Size
+from jaxrl_tis.models.config import MoeConfig
+from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.runtime import cli
+
+SEEDS = range(100, 300)
+ACTIVE = (1, 2, 4, 8)  # K
+DELTAS = (0.01, 0.03, 0.1, 0.3, 1.0)
+LARGEST = 0.3  # of the fits; above it the bias may saturate
+SCALES = ("1", "sqrt K")  # factor of the experts' outputs; the gates sum to 1
+ROUTINGS = ("none", "r3")  # r2 is none for weights that have not moved
+WEIGHTS = ("none", "token_tis", "seq_vanilla")
+ARMS = [f"{routing}, {weight}" for routing in ROUTINGS for weight in WEIGHTS]
+JUDGED = ("router", "1", "none, token_tis")
+EXACT_ARM = "none, seq_vanilla"  # without bias: nothing to fit
+RESAMPLES = 2000
+
+# (noise, scale of the experts) -> measure -> [seed, K, delta]
+Found = Mapping[tuple[str, str], Mapping[str, np.ndarray]]
+
+
+def size_of(active: int) -> Size:
+    """Returns the policy's shape with K active experts."""
+    return Size(MoeConfig(num_experts=16, top_k=active, expert_dim=8))
+
+
+@functools.partial(jax.jit, static_argnames="size")
+def measured(params, pattern_lde, share, size: Size) -> dict[str, jax.Array]:
+    """Returns the measures of one policy and noise pattern, each [delta].
+
+    Args:
+      params, share: of the policy, and of the noise in its gates, see `expert_policy`.
+
+    "<arm>: bias" and "<arm>: cosine" compare the expected step with the true gradient.
+    "<routing>: gap" is E |log ratio| and "<routing>: kl" the KL of the learner from the sampler, in
+    nats per token. "flips" is the expected number of experts that a layer drops or adds for a token.
+    """
+    native = expert_policy.scored(params, size)
+    truth = expert_policy.true_gradient(native, size)
+    norm = jnp.linalg.norm(truth)
+
+    def of_delta(delta):
+        behav_nt, ids_lpk = expert_policy.sampler(params, size, delta * pattern_lde, share)
+        mean = lambda x_nt: jnp.exp(behav_nt.sum(axis=1)) @ x_nt.mean(axis=1)
+        found = {}
+        for routing, policy in {
+            "none": native, "r3": expert_policy.scored(params, size, ids_lpk)
+        }.items():
+            log_ratio_nt = policy.logp_nt - behav_nt
+            found[f"{routing}: gap"] = mean(jnp.abs(log_ratio_nt))
+            found[f"{routing}: kl"] = mean(jnp.expm1(log_ratio_nt) - log_ratio_nt)
+            steps = expert_policy.expected_steps(policy, size, behav_nt, WEIGHTS)
+            for weight, step in steps.items():
+                arm = f"{routing}, {weight}"
+                found[f"{arm}: bias"] = jnp.linalg.norm(step - truth) / norm
+                found[f"{arm}: cosine"] = step @ truth / (jnp.linalg.norm(step) * norm)
+        is_same = ids_lpk[..., None] == jnp.expand_dims(native.ids_lpk, axis=2)
+        changed_p = 2.0 * jnp.mean(size.moe.top_k - jnp.sum(is_same, axis=(2, 3)), axis=0)
+        return found | {"flips": mean(changed_p[size.responses[0]])}
+
+    return jax.lax.map(of_delta, jnp.asarray(DELTAS))
+
+
+def enumerated(seeds: Sequence[int], noise: str, scale: str) -> dict[str, np.ndarray]:
+    """Returns {measure: [seed, K, delta]}."""
+
+    def of_seed(size, seed):
+        params = expert_policy.random_params(size, seed)
+        params["expert_down"] *= 1.0 if scale == "1" else size.moe.top_k**0.5
+        return measured(params, expert_policy.noise_pattern(size, seed), NOISES[noise], size)
+
+    with jax.enable_x64(True):
+        by_active = [
+            jax.tree.map(lambda *x: np.stack(x), *(of_seed(size_of(active), s) for s in seeds))
+            for active in ACTIVE
+        ]
+    return jax.tree.map(lambda *x: np.stack(x, axis=1), *by_active)
+
+
+def exponents(values: np.ndarray, *factors: np.ndarray) -> np.ndarray:
+    """Fits log mean(values) = c + sum_i a_i log mean(factor_i) over K and the deltas up to LARGEST.
+
+    Args:
+      values, factors: [seed, K, delta], or what is broadcast to it; means are over seeds.
+
+    Returns a_i [1 + RESAMPLES, number of factors]: of all seeds, and of bootstrap samples of them.
+    """
+    seeds = len(values)
+    drawn = np.random.default_rng(0).integers(seeds, size=(RESAMPLES, seeds))
+    counts = np.stack([np.bincount(d, minlength=seeds) for d in (np.arange(seeds), *drawn)])
+    is_used = np.array(DELTAS) <= LARGEST
+
+    def logs(x):
+        mean = np.tensordot(counts / seeds, np.broadcast_to(x, values.shape), axes=1)
+        return np.log(mean[..., is_used]).reshape(len(counts), -1)
+
+    design = np.stack([np.ones_like(logs(values)), *map(logs, factors)], axis=-1)
+    return (np.linalg.pinv(design) @ logs(values)[..., None])[:, 1:, 0]
+
+
+def interval_of(estimates: np.ndarray) -> figures.Interval:
+    """Returns the first estimate and the 95 % interval of the others."""
+    return float(estimates[0]), *map(float, np.quantile(estimates[1:], (0.025, 0.975)))
+
+
+def axes_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns K and delta in the shape of the values."""
+    k, delta = np.meshgrid(ACTIVE, DELTAS, indexing="ij")
+    return np.broadcast_to(k[None], values.shape), np.broadcast_to(delta[None], values.shape)
+
+
+def laws(found: Found) -> dict[tuple[str, str, str], tuple[figures.Interval, ...]]:
+    """Returns the exponents (a of K, b of delta) of every arm that has a bias.
+
+    Keys are (noise, scale of the experts, arm).
+    """
+    by_arm = {}
+    for (noise, scale), measures in found.items():
+        for arm in ARMS:
+            bias = measures[f"{arm}: bias"]
+            if arm != EXACT_ARM:
+                a_b = exponents(bias, *axes_of(bias))
+                by_arm[noise, scale, arm] = tuple(map(interval_of, a_b.T))
+    return by_arm
+
+
+def verdict(law: tuple[figures.Interval, ...]) -> str:
+    """Returns the answer for the exponents of an arm, by their intervals to two digits."""
+    is_one = all(round(low, 2) <= 1.0 <= round(high, 2) for _, low, high in law)
+    answer = "yes" if is_one else "no"
+    a, b = (figures.interval(interval, ".2f") for interval in law)
+    return f"{answer}: K^a delta^b with a = {a} and b = {b}"
+
+
+def table(found: Found) -> str:
+    """Returns Markdown: the verdict, the exponents of all arms, and the measures of all cells."""
+    by_arm = laws(found)
+    parts = [f"Does the bias grow as K x delta? {verdict(by_arm[JUDGED])} ({', '.join(JUDGED)})."]
+    lines = [[*arm, *(figures.interval(x, ".2f") for x in law)] for arm, law in by_arm.items()]
+    parts.append(figures.rows(["noise", "experts x", "arm", "a (of K)", "b (of delta)"], lines))
+    parts.append(_predictors(found[JUDGED[:2]]))
+    for (noise, scale), measures in found.items():
+        lines = [
+            [name, str(active), *(f"{x:.3g}" for x in values.mean(axis=0)[i])]
+            for name, values in measures.items() if not name.startswith(EXACT_ARM)
+            for i, active in enumerate(ACTIVE)
+        ]
+        header = [f"noise: {noise}, experts x {scale}", "K", *(f"delta {d:g}" for d in DELTAS)]
+        parts.append(figures.rows(header, lines))
+    return "\n\n".join(parts)
+
+
+def _predictors(measures: Mapping[str, np.ndarray]) -> str:
+    """Returns a Markdown table: exponents of the judged bias in measures of the gap."""
+    bias, lines = measures[f"{JUDGED[2]}: bias"], []
+    for name in ("flips", "none: kl"):
+        with_k = exponents(bias, axes_of(bias)[0], measures[name])
+        fits = (*with_k.T, *exponents(bias, measures[name]).T)
+        lines.append([name, *(figures.interval(interval_of(fit), ".2f") for fit in fits)])
+    header = [f"{JUDGED[2]}: x", "of K at equal x", "of x at equal K", "of x alone"]
+    return figures.rows(header, lines)
+
+
+def draw(page: Figure, found: Found) -> None:
+    """Draws the mean bias against delta by K, with each routing's arms side by side."""
+    measures = found[JUDGED[:2]]
+    shown = [arm for arm in ARMS if arm != EXACT_ARM]
+    for axes, arm in zip(page.subplots(1, len(shown), sharey=True), shown, strict=True):
+        for active, color, i in zip(ACTIVE, COLORS, range(len(ACTIVE))):
+            bias = measures[f"{arm}: bias"].mean(axis=0)[i]
+            axes.plot(DELTAS, bias, "o-", color=color, label=f"K = {active}")
+        line = np.array([DELTAS[0], LARGEST])
+        axes.plot(line, line, color="black", linewidth=0.7, label="slope 1")
+        axes.set(title=arm, xlabel="delta", xscale="log", yscale="log")
+        axes.legend()
+    page.axes[0].set_ylabel("|bias| / |true gradient|")
+
+
+def summary(found: Found) -> list[dict]:
+    """Returns a record of the means over seeds of each cell, for a file."""
+    return [
+        {"noise": noise, "scale": scale, "K": active, "delta": delta}
+        | {name: float(f"{x.mean(axis=0)[i, j]:.6g}") for name, x in measures.items()}
+        for (noise, scale), measures in found.items()
+        for i, active in enumerate(ACTIVE)
+        for j, delta in enumerate(DELTAS)
+    ]
+
+
+def main() -> None:
+    """Command line: see the top of the file."""
+    folder = figures.folder_of("router_noise")
+    found = {(n, s): enumerated(SEEDS, n, s) for n in NOISES for s in SCALES}
+    lines = [json.dumps(line) for line in summary(found)]
+    (folder / "router_noise.jsonl").write_text("\n".join(lines) + "\n")
+    figures.write(folder, "router_noise", table(found), {"router_noise": (draw, (16, 4))}, found)
+
+
+if __name__ == "__main__":
+    cli.run(main)
