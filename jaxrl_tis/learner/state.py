@@ -19,7 +19,7 @@ from jaxrl_tis.learner.optimizer import optimizer_shardings
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.snapshots import Average
 from jaxrl_tis.learner.step import TrainState
-from jaxrl_tis.models import placement, transformer, transforms
+from jaxrl_tis.models import placement, quant, transformer, transforms
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import date
 from jaxrl_tis.runtime import hub, storage
@@ -75,15 +75,15 @@ def _frozen(setup: LearnerSetup, params: Any) -> Any:
     two then starts at exactly 0.
 
     Products in bfloat16 round a matrix to it, so a reference for them holds half the bytes. All
-    other numbers keep the dtype of the policy: norms, an output head at full precision, matrices
-    that are quantised.
+    other numbers keep the dtype of the policy: norms, routers, an output head at full precision,
+    matrices that are quantised.
     """
     program, heads = setup.learner.program, ("embed", "head")
     is_quantized = program.quantization.scheme != "none"
 
     def frozen(path, x):
         name = path[-1].key
-        is_matrix = name in heads or x.ndim == 3
+        is_matrix = name in heads or name in quant.QUANTIZED
         is_rounded = not (program.fp32_head if name in heads else is_quantized)
         is_rounded &= is_matrix and program.dtype == "bfloat16"
         # A copy in any case, as the updates donate the policy's buffers.
