@@ -9,7 +9,7 @@ import pathlib
 import numpy as np
 import pytest
 
-from jaxrl_tis.audit import dump, measure, page, route_faults, routes, table, verdict
+from jaxrl_tis.audit import dump, measure, page, route_faults, route_pairs, routes, table, verdict
 from jaxrl_tis.audit.__main__ import main
 from jaxrl_tis.diagnostics import routes as metrics_of
 from tests.audit import dumps, routed
@@ -100,6 +100,14 @@ def test_a_clean_record_of_each_format_has_no_fault(batch, tmp_path, name):
     both = metrics_of.overlap(batch.sampler, batch.learner)[:, start:].reshape(-1, NUM_LAYERS)
     np.testing.assert_array_equal(comparison.shared[layout.row >= start], both)
     assert comparison.is_compared.sum() == len(both)
+
+
+def test_shared_experts():
+    """In any order; an unset id is that of no expert."""
+    a, b = np.array([[[3, 1, 2], [4, -1, 5]]]), np.array([[[1, 9, 3], [-1, 5, 7]]])
+    assert route_pairs.shared(a, b).tolist() == [[2, 1]]
+    np.testing.assert_array_equal(route_pairs.shared(a[:, :1], b[:, :1]),
+                                  metrics_of.overlap(a[None, :, :1], b[None, :, :1])[0])
 
 
 @pytest.mark.parametrize("side", ["sampler", "learner"])

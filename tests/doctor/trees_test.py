@@ -114,6 +114,7 @@ CAUSE_CASES = {
     "A.routing-gap": ({KL: 0.12, FLIPS: 0.1} | split(0.5, 0.1), {}, {"A", "A.routing"}),
     # Of 0.11 a share of 0.1 * (0.2 - 0.1) / 0.11 = 0.09 does.
     "A.routing-little": ({KL: 0.12, FLIPS: 0.1} | split(0.2, 0.1), {}, {"A", "A.kernels"}),
+    "A.routing-alike": ({KL: 0.12, FLIPS: 0.5} | split(0.1, 0.1), {}, {"A", "A.kernels"}),
     "A.routing-replayed": ({KL: 0.12, FLIPS: 0.0} | split(0.0, 0.1), {}, {"A", "A.kernels"}),
     "A.quantized": (
         {PEARSON: 0.9}, {"engine.quantization": "w8a8"} | BFLOAT16 | MESH, {"A", "A.quantized"}
