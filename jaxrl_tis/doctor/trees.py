@@ -110,6 +110,7 @@ WEIGHABLE = {
 }
 WEIGHED = WEIGHABLE | {"correction.weight": _weight}
 TOKENS_WEIGHED = WEIGHABLE | {"correction.weight": _token_weight}
+REPLAYED = {"correction.routing": "r3", "engine.record_routes": True}
 ICEPOP = WEIGHABLE | {"correction.weight": _icepop}
 SAME_DTYPE = {"engine.dtype": _of("model.dtype"), "engine.cache_dtype": _of("model.dtype")}
 SAME_QUANTIZATION = {f"engine.{f}": _of(f"model.{f}") for f in ("quantization", "unquantized")}
@@ -175,7 +176,8 @@ CAUSES = (
         "A.routing", "the routers of sampler and learner choose different experts",
         "Replay the sampler's routes in the learner (arXiv:2510.11370). As a cheap first step, "
         "mask tokens whose ratio leaves a band (IcePop, arXiv:2510.18855).",
-        all_of=(ROUTED, Clause("run/route_gap_share", ">=", "route_share")), parent="A", changes=ICEPOP,
+        all_of=(ROUTED, Clause("run/route_gap_share", ">=", "route_share")), parent="A",
+        changes=REPLAYED,
     ),
     Finding(
         "A.quantized", "sampler and learner are quantized differently",
@@ -297,7 +299,7 @@ CAUSES = (
         "Replay the sampler's routes in the learner (R3, arXiv:2510.11370). A band drops such tokens "
         "and leaves the cause.",
         all_of=(Clause("run/route_dropped_ratio", ">=", "route_dropped"),), any_of=HEAVY_TOKENS,
-        parent="D",
+        parent="D", changes=REPLAYED,
         mistake="take a low share of tokens outside IcePop's band for a small gap",
     ),
     Finding(

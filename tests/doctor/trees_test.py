@@ -373,9 +373,15 @@ def together(diagnosis):
     return advised
 
 
+def of_model(values, changes):
+    """Only a model with experts has flips."""
+    return changes | ({"model.num_experts": 8} if FLIPS in values else {})
+
+
 @pytest.mark.parametrize("case", [*CAUSE_CASES, *SETUP_CASES])
 def test_the_config_accepts_the_advised_lines(case, tmp_path):
     values, changes, _ = (CAUSE_CASES | SETUP_CASES)[case]
+    changes = of_model(values, changes)
     diagnosis = diagnose(write_run(tmp_path, values, changes))
     config = config_of(changes)
     together(diagnosis)
@@ -406,6 +412,7 @@ MIXTURES = {
 @pytest.mark.parametrize("case", MIXTURES)
 def test_the_advice_of_several_causes_is_one(case, tmp_path):
     values, changes = MIXTURES[case]
+    changes = of_model(values, changes)
     diagnosis = diagnose(write_run(tmp_path, values, changes))
     assert len(diagnosis["findings"]) > 1
     advised = together(diagnosis)
