@@ -105,8 +105,10 @@ class LearnerSetup:
         mask.
 
         Raises:
-          ValueError: a sample has no route for a token, and none may be missing.
+          ValueError: a sample has no route for a token, and none may be missing; or its routes are
+            of another model.
         """
+        _check_routes(trajectories, self.model)
         rows = trajectory_rows(trajectories, self.row_length, self.has_evictions)
         if not self.correction.replays_routes:
             return rows
@@ -162,6 +164,19 @@ def without_routes(trajectories: list[Trajectory]) -> np.ndarray:
     return np.array([
         len(t.routes) < len(t.prompt) + len(t.tokens) - 1 for t in trajectories
     ], bool)
+
+
+def _check_routes(trajectories: list[Trajectory], model: ModelConfig) -> None:
+    """Raises ValueError for recorded routes that cannot be of this model."""
+    shape = (model.num_moe_layers, model.moe.top_k) if model.moe else (0, 0)
+    experts = model.moe.num_experts if model.moe else 0
+    for t in trajectories:
+        if len(t.routes) and (t.routes.shape[1:] != shape or t.routes.max() >= experts):
+            raise ValueError(
+                f"sample {t.id} has routes of {t.routes.shape[1:]} (layers, experts of a token) with "
+                f"ids up to {t.routes.max()}, and this model has {shape} and {experts} experts; the "
+                "routes are of another model"
+            )
 
 
 def max_length(config: ml_collections.ConfigDict) -> int:

@@ -351,6 +351,20 @@ def test_stale_tokens_are_scored_by_the_routers_that_sampled_them_with_r2():
 # Samples without routes
 
 
+@pytest.mark.parametrize("change", [
+    lambda routes: routes[:, :1], lambda routes: routes[..., :1], lambda routes: routes + np.uint8(E),
+], ids=["fewer layers", "fewer experts of a token", "ids out of the range"])
+@pytest.mark.parametrize("fields", [R3, EXPERTS], ids=["replayed", "measured"])
+def test_routes_of_another_model_stop_the_step(fields, change):
+    samples = samples_with_routes()
+    drawn = samples[5].trajectory
+    samples[5] = dataclasses.replace(
+        samples[5], trajectory=dataclasses.replace(drawn, routes=change(drawn.routes))
+    )
+    with pytest.raises(ValueError, match="sample 5 has routes of .* of another model"):
+        score(fields | NEVER | ONE, samples)
+
+
 @pytest.mark.parametrize("missing", [1, 99], ids=["one row", "all rows"])
 def test_a_sample_without_routes_stops_the_step(missing):
     samples = samples_with_routes(without={3: missing, 7: missing})
