@@ -4,6 +4,7 @@ A device holds E / N experts, N the size of the mesh axis "expert", and its own 
 copies of its tokens by expert, sends each device those of its experts, multiplies what it receives,
 and sends the results back. The exchange is ragged and nothing is dropped: the buffer of a device has
 room for all tokens of the N devices. CHUNK tokens of a device travel at a time, which bounds it.
+On chips of flat slices all tokens go to all N devices, and each of these adds its experts' share.
 
 Shapes: b row, t token, k expert of a token, e expert, d embed, s source, n copy of a token.
 """
@@ -154,8 +155,32 @@ def _summed(
             multiply = functools.partial(multiply, matmul_down=down)
     axes = layout.axes("expert")
     if (count := layout.count(axes)) > 1:
+        if not is_invariant and is_flat(layout):
+            rows = x_md, ids_mk, gates_mk
+            return _by_all(*rows, weights, num_experts // count, multiply, combine, axes[0])
         multiply = functools.partial(_elsewhere, multiply=multiply, axis=axes[0], count=count)
     return moe.experts(x_md, ids_mk, gates_mk, weights, num_experts, multiply, combine)
+
+
+def is_flat(layout: Layout) -> bool:
+    """Whether the chips are of a kind whose slices are flat: v5e and v6e. libtpu compiles no ragged
+    exchange for a flat slice without wrap-around links."""
+    return "lite" in layout.mesh.devices.flat[0].device_kind
+
+
+def _by_all(
+    x_md, ids_mk, gates_mk, weights, here: int, multiply: Callable, combine: Callable, axis: str
+) -> jax.Array:
+    """Returns `moe.experts` where every device has all tokens of a mesh axis and `here` experts:
+    tokens are gathered, and the sums over each device's experts are scattered back."""
+    whole = lambda x: jax.lax.all_gather(x, axis, tiled=True)
+    x_nd, ids_nk, gates_nk = map(whole, (x_md, ids_mk, gates_mk))
+    ids_nk = ids_nk - jax.lax.axis_index(axis) * here
+    is_here_nk = (ids_nk >= 0) & (ids_nk < here)
+    # Rows of the id `here` come after those of all experts, which none of them counts.
+    ids_nk, gates_nk = jnp.where(is_here_nk, ids_nk, here), jnp.where(is_here_nk, gates_nk, 0.0)
+    y_nd = moe.experts(x_nd, ids_nk, gates_nk, weights, here, multiply, combine)
+    return jax.lax.psum_scatter(y_nd, axis, tiled=True)
 
 
 def _elsewhere(

@@ -162,7 +162,7 @@ def experts(
     expert_n = ids_mk.reshape(-1)
     order_n = jnp.argsort(expert_n, stable=True)
     place_n = jnp.argsort(order_n)
-    sizes_e = jnp.zeros(num_experts, jnp.int32).at[expert_n].add(1)
+    sizes_e = jnp.zeros(num_experts, jnp.int32).at[expert_n].add(1, mode="drop")
     rows_nd = permuted(jnp.repeat(x_md, k, axis=0), order_n, place_n)
     out_nd = multiply(rows_nd, sizes_e, weights)
     out_mkd = permuted(out_nd, place_n, order_n).reshape(m, k, -1)
