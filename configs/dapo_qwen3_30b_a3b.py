@@ -5,8 +5,8 @@
 32 chips (4x4x2). As configs/dapo_qwen25_32b.py, with int8 rollouts and answers of at most 8,192 tokens.
 Each device holds 16 of the 128 experts of a layer, to train and to serve. The sampler records the
 experts of every token, 384 bytes a token, and the learner replays them (R3). IcePop masks what is
-left of the gap. `:v5e` is the same run on a v5e-64, 64 chips of 16 GB (8x8). Never run here, so there is
-no expected result.
+left of the gap. configs/dapo_qwen3_30b_a3b_v5e.py is the same run on a v5e-64. Never run here, so there
+is no expected result.
 
 Put the model's Hugging Face folder at models/Qwen3-30B-A3B and the problems at data/dapo/train.jsonl
 and data/dapo/aime2024.jsonl, lines of {"prompt", "answer", "id"} whose prompt asks for a last line
@@ -16,9 +16,7 @@ and data/dapo/aime2024.jsonl, lines of {"prompt", "answer", "id"} whose prompt a
 from configs import dapo_qwen25_32b
 
 
-def get_config(variant: str = "v5p"):
-    if variant not in ("v5p", "v5e"):
-        raise ValueError(f"variant {variant!r} is none of v5p, v5e")
+def get_config():
     c = dapo_qwen25_32b.get_config()
     c.name = "dapo_qwen3_30b_a3b"
     c.model.path = "models/Qwen3-30B-A3B"
@@ -40,11 +38,4 @@ def get_config(variant: str = "v5p"):
     c.train.microbatch_rows = 32
     c.train.pack_length = 9216  # the longest sequence, 72 blocks of 128
     c.train.logprob_chunk = 8192
-    if variant == "v5e":
-        c.name = "dapo_qwen3_30b_a3b-v5e"
-        c.model.remat = "host"
-        c.engine.cache_dtype = "int8"
-        c.engine.slots = 256
-        c.engine.prefill_batch = 64
-        c.train.microbatch_rows = 64
     return c

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles the TPU configs at full size, without a TPU: ./launch/aot.sh [folder for logs and JSON]
-# Writes their tables to docs/tpu_programs.md. About 25 minutes on two cores.
+# Writes their tables to docs/tpu_programs.md. About 50 minutes on two cores.
 #
 # Examples:
 #   ./launch/aot.sh
@@ -28,7 +28,7 @@ with jax $(version jax) and libtpu $(version libtpu), without a TPU. All numbers
 outputs of a model. Nothing was timed on a TPU. [tpu.md](tpu.md#what-the-result-means) explains the columns.
 PAGE
 for config in gsm8k_qwen25_0p5b:grpo gsm8k_qwen25_0p5b:ppo dapo_qwen25_32b dapo_qwen25_32b:async \
-  dapo_qwen3_8b; do
+  dapo_qwen3_8b dapo_qwen3_30b_a3b dapo_qwen3_30b_a3b_v5e; do
   file=configs/${config%%:*}.py
   [[ $config == *:* ]] && file+=:${config#*:}
   compile "$config" --config="$file"
