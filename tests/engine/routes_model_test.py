@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import sharding
+from jaxrl_tis.engine import spec
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
@@ -43,7 +44,7 @@ MODELS = {
 ENGINES = {
     "unrolled": {},
     "scanned": dict(unroll=False, prefill_chunk=8),
-    "blocks": dict(prefill_batch=8),  # of which a call on a CPU computes those with a prompt
+    "blocks": dict(prefill_batch=8),  # cut into blocks, of which those without a prompt are left out
     "crowded": dict(num_pages=9, unroll=False, prefill_chunk=8),
     "w8a8": dict(quantization="w8a8"),
 }
@@ -114,10 +115,13 @@ def assert_learned(model, found):
         assert t.rerouted[0] >= config.num_moe_layers and t.rerouted[1] == 0
 
 
-@pytest.mark.cases("softmax-unrolled", "sigmoid-scanned")
+@pytest.mark.cases("softmax-blocks", "sigmoid-scanned")
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "w8a8"])
 @pytest.mark.parametrize("model", ["softmax", "sigmoid", "many"])
-def test_recorded_routes_are_those_of_the_learner(model, name):
+def test_recorded_routes_are_those_of_the_learner(model, name, monkeypatch):
+    if name == "blocks":
+        monkeypatch.setattr(spec, "BLOCK_TOKENS", 24)
+        assert engine_of(model, name)._spec.block_rows(24) == 1
     found, stats = sampled(engine_of(model, name), model, requests())
     assert_learned(model, found)
     assert stats.shared and stats.cached and (stats.preempted > 0) == (name == "crowded")
