@@ -37,14 +37,15 @@ MODELS = {
     # The layer in the middle has no experts.
     "softmax": with_experts(num_experts=8, top_k=2, dense_layers=(1,)),
     "sigmoid": with_experts(
-        num_experts=8, top_k=3, score="sigmoid", num_groups=4, top_groups=2, shared_dim=16, scale=1.5
+        num_experts=8, top_k=3, score="sigmoid", num_groups=4, top_groups=2, shared_dim=16,
+        scale=1.5,
     ),
     "many": with_experts(num_experts=300, top_k=2, dense_layers=(0,)),
 }
 ENGINES = {
     "unrolled": {},
     "scanned": dict(unroll=False, prefill_chunk=8),
-    "blocks": dict(prefill_batch=8),  # cut into blocks, of which those without a prompt are left out
+    "blocks": dict(prefill_batch=8),  # cut into blocks; those without a prompt are left out
     "crowded": dict(num_pages=9, unroll=False, prefill_chunk=8),
     "w8a8": dict(quantization="w8a8"),
 }
@@ -67,7 +68,8 @@ def requests():
     scored."""
     rng = np.random.default_rng(0)
     long = rng.integers(0, 40, 23)
-    prompts = [rng.integers(0, 40, 5), long, np.concatenate([long[:16], rng.integers(0, 40, 3)]), long[:8]]
+    alike = np.concatenate([long[:16], rng.integers(0, 40, 3)])
+    prompts = [rng.integers(0, 40, 5), long, alike, long[:8]]
     for i in range(11):
         sampling = SamplingParams(max_tokens=2 + i, prompt_logprobs=i % 4 == 3)
         yield Request(f"r{i}", prompts[i % 4], 7 + i // 8, sampling)
@@ -201,5 +203,5 @@ def test_a_call_returns_l_k_bytes_for_each_token_that_it_may_read():
 
 
 def test_a_dense_model_has_no_routes_to_record():
-    with pytest.raises(ValueError, match="engine.record_routes is set, and the model has no experts"):
+    with pytest.raises(ValueError, match="record_routes is set, and the model has no experts"):
         engine_of("dense", "unrolled")

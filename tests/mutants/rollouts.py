@@ -114,7 +114,7 @@ MUTANTS = [
          "or record.routes.max(initial=0) >= max(engine.num_experts, 1)", "",
          "test_routes_that_this_engine_cannot_record"),
         ("routes may have another dtype",
-         "or record.routes.dtype != route_dtype(engine.num_experts)", "",
+         "record.routes.dtype != route_dtype(engine.num_experts)", "False",
          "test_routes_that_this_engine_cannot_record"),
         ("a record may lack its routes", "and not len(record.routes)\n", "and False\n",
          "test_routes_that_this_engine_cannot_record"),
