@@ -64,15 +64,15 @@ def engine_of(model, name, layout=None, **options):
 
 
 def requests():
-    """Groups of three prompts, of which the second begins as the third does, and one that is
-    scored."""
+    """Groups of five prompts. Two are filled in one call, the fourth begins as the third does, and
+    the fifth is scored."""
     rng = np.random.default_rng(0)
     long = rng.integers(0, 40, 23)
     alike = np.concatenate([long[:16], rng.integers(0, 40, 3)])
-    prompts = [rng.integers(0, 40, 5), long, alike, long[:8]]
+    prompts = [rng.integers(0, 40, 5), rng.integers(0, 40, 6), long, alike, long[:8]]
     for i in range(11):
-        sampling = SamplingParams(max_tokens=2 + i, prompt_logprobs=i % 4 == 3)
-        yield Request(f"r{i}", prompts[i % 4], 7 + i // 8, sampling)
+        sampling = SamplingParams(max_tokens=2 + i, prompt_logprobs=i % 5 == 4)
+        yield Request(f"r{i}", prompts[i % 5], 7 + i // 8, sampling)
 
 
 def sampled(engine, model, asked, **options):
@@ -122,11 +122,12 @@ def assert_learned(model, found):
 @pytest.mark.parametrize("model", ["softmax", "sigmoid", "many"])
 def test_recorded_routes_are_those_of_the_learner(model, name, monkeypatch):
     if name == "blocks":
-        monkeypatch.setattr(spec, "BLOCK_TOKENS", 24)
-        assert engine_of(model, name)._spec.block_rows(24) == 1
+        monkeypatch.setattr(spec, "BLOCK_TOKENS", 8)
+        assert engine_of(model, name)._spec.block_rows(8) == 1
     found, stats = sampled(engine_of(model, name), model, requests())
     assert_learned(model, found)
-    assert stats.shared and stats.cached and (stats.preempted > 0) == (name == "crowded")
+    assert stats.shared + stats.cached > 0 and (stats.preempted > 0) == (name == "crowded")
+    assert (stats.shared and stats.cached) or name != "blocks"
     used = {id for t in found.values() for id in t.routes.ravel().tolist()}
     assert len(used) > 0.3 * MODELS[model].moe.num_experts
     assert (max(used) > 255) == (model == "many")
