@@ -190,7 +190,8 @@ class Engine:
 
     def _no_routes(self, *lead):
         """Rows that nobody wrote: one expert for all."""
-        return np.zeros((*lead, *self.route_shape), "uint8" if self.num_experts <= 256 else "uint16")
+        dtype = "uint8" if self.num_experts <= 256 else "uint16"
+        return np.zeros((*lead, *self.route_shape), dtype)
 
     def _routed(self, totals, positions, weights):
         return routed(totals, positions, weights, self.route_shape, self.num_experts)

@@ -84,8 +84,8 @@ def _record_problems(request: Request, engine: EngineProtocol) -> dict[str, bool
             partial.quant_id != engine.quant_id,
         f"the partial trajectory has routes of {partial.routes.shape[1:]} (layers, experts), this "
         f"engine {engine.route_shape}": partial.routes.shape[1:] != engine.route_shape,
-        f"the partial trajectory has routes of {len(partial.routes)} tokens and needs {read}; start "
-        "it again": any(engine.route_shape) and len(partial.routes) < read,
+        f"the partial trajectory has routes of {len(partial.routes)} tokens and needs {read}; start it "
+        "again": any(engine.route_shape) and len(partial.routes) < read,
         f"the partial trajectory records {partial_widths} numbers of a draw, this engine {widths}":
             partial_widths != widths,
     }

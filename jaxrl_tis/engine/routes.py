@@ -96,7 +96,7 @@ class SequenceRoutes:
     """The routes of the tokens of one sequence.
 
     The first pass over a token after which the next token was sampled decides its route. A later
-    pass over the token, which rebuilds its keys, may choose other experts. Such choices are counted.
+    pass over the token rebuilds its keys and may choose other experts. Such choices are counted.
 
     Args:
       size: positions of a page.
@@ -129,8 +129,8 @@ class SequenceRoutes:
         self._filled = Read(0, blocks, count)
 
     def sampled(self, start: int, rows: np.ndarray) -> None:
-        """Notes the routes [n,l,k] of the tokens from position `start` on, each of which is followed
-        by a sampled token."""
+        """Notes the routes [n,l,k] of the tokens from position `start` on. After each of them a
+        token was sampled."""
         if self._filled:
             self._reads.append(self._filled)
             self._filled = None

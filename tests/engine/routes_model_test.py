@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import sharding
+from jaxrl_tis.engine import spec
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
@@ -36,14 +37,15 @@ MODELS = {
     # The layer in the middle has no experts.
     "softmax": with_experts(num_experts=8, top_k=2, dense_layers=(1,)),
     "sigmoid": with_experts(
-        num_experts=8, top_k=3, score="sigmoid", num_groups=4, top_groups=2, shared_dim=16, scale=1.5
+        num_experts=8, top_k=3, score="sigmoid", num_groups=4, top_groups=2, shared_dim=16,
+        scale=1.5,
     ),
     "many": with_experts(num_experts=300, top_k=2, dense_layers=(0,)),
 }
 ENGINES = {
     "unrolled": {},
     "scanned": dict(unroll=False, prefill_chunk=8),
-    "blocks": dict(prefill_batch=8),  # of which a call on a CPU computes those with a prompt
+    "blocks": dict(prefill_batch=8),  # cut into blocks; those without a prompt are left out
     "crowded": dict(num_pages=9, unroll=False, prefill_chunk=8),
     "w8a8": dict(quantization="w8a8"),
 }
@@ -62,14 +64,15 @@ def engine_of(model, name, layout=None, **options):
 
 
 def requests():
-    """Groups of three prompts, of which the second begins as the third does, and one that is
-    scored."""
+    """Groups of five prompts. Two are filled in one call, the fourth begins as the third does, and
+    the fifth is scored."""
     rng = np.random.default_rng(0)
     long = rng.integers(0, 40, 23)
-    prompts = [rng.integers(0, 40, 5), long, np.concatenate([long[:16], rng.integers(0, 40, 3)]), long[:8]]
+    alike = np.concatenate([long[:16], rng.integers(0, 40, 3)])
+    prompts = [rng.integers(0, 40, 5), rng.integers(0, 40, 6), long, alike, long[:8]]
     for i in range(11):
-        sampling = SamplingParams(max_tokens=2 + i, prompt_logprobs=i % 4 == 3)
-        yield Request(f"r{i}", prompts[i % 4], 7 + i // 8, sampling)
+        sampling = SamplingParams(max_tokens=2 + i, prompt_logprobs=i % 5 == 4)
+        yield Request(f"r{i}", prompts[i % 5], 7 + i // 8, sampling)
 
 
 def sampled(engine, model, asked, **options):
@@ -114,13 +117,17 @@ def assert_learned(model, found):
         assert t.rerouted[0] >= config.num_moe_layers and t.rerouted[1] == 0
 
 
-@pytest.mark.cases("softmax-unrolled", "sigmoid-scanned")
+@pytest.mark.cases("softmax-blocks", "sigmoid-scanned")
 @pytest.mark.parametrize("name", [name for name in ENGINES if name != "w8a8"])
 @pytest.mark.parametrize("model", ["softmax", "sigmoid", "many"])
-def test_recorded_routes_are_those_of_the_learner(model, name):
+def test_recorded_routes_are_those_of_the_learner(model, name, monkeypatch):
+    if name == "blocks":
+        monkeypatch.setattr(spec, "BLOCK_TOKENS", 8)
+        assert engine_of(model, name)._spec.block_rows(8) == 1
     found, stats = sampled(engine_of(model, name), model, requests())
     assert_learned(model, found)
-    assert stats.shared and stats.cached and (stats.preempted > 0) == (name == "crowded")
+    assert stats.shared + stats.cached > 0 and (stats.preempted > 0) == (name == "crowded")
+    assert (stats.shared and stats.cached) or name != "blocks"
     used = {id for t in found.values() for id in t.routes.ravel().tolist()}
     assert len(used) > 0.3 * MODELS[model].moe.num_experts
     assert (max(used) > 255) == (model == "many")
@@ -197,5 +204,5 @@ def test_a_call_returns_l_k_bytes_for_each_token_that_it_may_read():
 
 
 def test_a_dense_model_has_no_routes_to_record():
-    with pytest.raises(ValueError, match="engine.record_routes is set, and the model has no experts"):
+    with pytest.raises(ValueError, match="record_routes is set, and the model has no experts"):
         engine_of("dense", "unrolled")

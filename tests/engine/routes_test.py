@@ -49,7 +49,7 @@ def numbers(routes):
 def test_a_page_remembers_its_part_of_a_call():
     result = np.arange(24, dtype=np.uint8).reshape(3, 8, 1, 1)  # [R,T,l,k]
     pages = PageRoutes(shards=2, size=4)
-    # Positions 4 to 10 of a sequence in row 2, and a page of a sequence of the other shard in row 0.
+    # Positions 4 to 10 of a sequence in row 2, and a page of the other shard in row 0.
     chunks = [Chunk(0, np.zeros(7), 4, [9, 7, 5]), Chunk(1, np.zeros(4), 0, [7])]
     pages.write(chunks, [2, 0], result)
     first, second = pages.of(0, [7, 5])
@@ -325,7 +325,7 @@ def test_a_sequence_that_loses_its_pages_keeps_its_rows():
     assert run.scheduler.stats.preempted == 3
     for id, t in enough.drain().items():
         np.testing.assert_array_equal(run.found[id].routes, t.routes)
-    # Once more all tokens that it had, the last one twice: the prefill that rebuilt its keys decides.
+    # Once more all tokens that it had, the last one twice: the prefill that read it first decides.
     again = {id: t.rerouted.tolist() for id, t in run.found.items()}
     assert again["a"] == [2, 0] and again["c"][0] > again["b"][0] > 20
     assert again["b"][1] == again["c"][1] == 0
@@ -494,7 +494,7 @@ def test_prompts_that_wait_are_filled_and_routed_anew_under_new_weights():
 
 
 def test_a_prompt_that_loses_its_pages_before_its_first_token_has_the_rows_of_its_second_prefill():
-    # Every call of 8 tokens needs two more pages of `a` and of `b`, and admission leaves one to each.
+    # A call of 8 tokens needs two more pages of `a` and of `b`, and admission leaves one to each.
     requests = [request(id, (1, 2, i), max_tokens=28) for i, id in enumerate("ab")]
     run = Run(requests, slots=3, steps=8, max_length=32, num_pages=11)
     run.step()

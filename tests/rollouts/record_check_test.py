@@ -191,6 +191,9 @@ def test_malformed_routes(fields, sentence):
 
 
 def test_routes_of_an_engine_that_records_none():
+    for experts in (8, 300):
+        engine = types.SimpleNamespace(**vars(ENGINE) | dict(num_experts=experts))
+        assert problem(RECORD, REQUEST, engine, OLDEST, NEWEST) is None
     record, _ = routed()
     assert why(record) == "7/0: wrong routes"
     assert why(changed(rerouted=ints(0, 0))) == "7/0: rerouted has 2 entries"
