@@ -3,8 +3,8 @@
 A minibatch has leading axes [accumulation, rows]. Gradients of its micro-batches are summed with the
 denominators of the whole minibatch, so the split changes only the memory. Methods that rank the tokens
 of a call are exceptions: the masks `m2po` and `clip_cov`, and `top_entropy` in bypass mode. So is the
-load-balancing loss, a product of two means of a micro-batch. Rows hold
-one sequence each or, with `Learner.max_segments`, several; empty micro-batches are then skipped.
+load-balancing loss, a product of two means of a micro-batch. Rows hold one sequence each or, with
+`Learner.max_segments`, several; empty micro-batches are then skipped.
 """
 
 import dataclasses
