@@ -2,8 +2,9 @@
 
 A minibatch has leading axes [accumulation, rows]. Gradients of its micro-batches are summed with the
 denominators of the whole minibatch, so the split changes only the memory. Methods that rank the tokens
-of a call are exceptions: the masks `m2po` and `clip_cov`, and `top_entropy` in bypass mode. Rows hold
-one sequence each or, with `Learner.max_segments`, several; empty micro-batches are then skipped.
+of a call are exceptions: the masks `m2po` and `clip_cov`, and `top_entropy` in bypass mode. So is the
+load-balancing loss, a product of two means of a micro-batch. Rows hold one sequence each or, with
+`Learner.max_segments`, several; empty micro-batches are then skipped.
 """
 
 import dataclasses
@@ -288,7 +289,8 @@ def router_loss(
     Both are means over the layers, times the micro-batch's share of the minibatch. The
     load-balancing loss is E sum_e f_e p_e (arXiv:2101.03961), f the share of choices and p the mean
     probability: 1 at an even load. The gradient passes through p. The z-loss is the mean of
-    logsumexp(logits)^2 (arXiv:2202.08906).
+    logsumexp(logits)^2 (arXiv:2202.08906). Prompt tokens and samples that are left out of the loss
+    count as well.
 
     Args:
       routed: statistics of B rows, [B,L,E] and [B,L].

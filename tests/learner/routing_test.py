@@ -12,7 +12,7 @@ Bugs of other trainers, each with the test that fails on a copy of it:
 | 13 | gates gathered after zeroing | models/moe_test.py: `test_gates_that_are_gathered_after_zeroing_are_found`, and a mutant of moe.py |
 | 14 | a merge of partial rollouts drops routes | `test_a_continued_record_has_the_routes_of_all_its_tokens` |
 | 15 | missing routes train with a print | `test_a_sample_without_routes_stops_the_step`, `test_masked_samples_are_counted`, mutants of setup.py |
-| 16 | a queue of routes under recomputation | models/moe_test.py: `test_recomputation_repeats_the_replayed_routes` |
+| 16 | a queue of routes under recomputation | models/moe_test.py: `test_a_queue_of_routes_is_found_under_recomputation` |
 """
 
 import dataclasses

@@ -4,6 +4,8 @@ import math
 
 import pytest
 
+from jaxrl_tis.learner.setup import make_learner_setup
+from jaxrl_tis.validate import validate
 from tests import tiny
 
 ONE = dict(train__minibatches=1, train__epochs=1)
@@ -68,3 +70,22 @@ def test_rows_hold_the_longest_prompt_and_response():
 def test_a_sampler_that_drops_keys_has_evictions():
     assert not tiny.setup().training.has_evictions
     assert tiny.setup(engine__retention=(1, 2)).training.has_evictions
+
+
+R3 = dict(correction__routing="r3", engine__record_routes=True)
+
+
+@pytest.mark.parametrize("changes, model, why", [
+    (R3, {}, "'r3' replays routes, and the model has no experts"),
+    (dict(correction__load_balance_coeff=0.1), {}, "losses of routers, and the model has no experts"),
+    (dict(correction__router_z_coeff=0.1), {}, "losses of routers, and the model has no experts"),
+    (dict(optimizer__freeze_router_bias=False), {}, "routers with sigmoid scores"),
+    (dict(optimizer__freeze_router_bias=False), dict(model__num_experts=4), "and the model has none"),
+])
+def test_settings_of_routers_that_a_checkpoint_lacks_are_refused(changes, model, why):
+    """A config that names a checkpoint is checked against it once it was read."""
+    config = tiny.config(model__path="some/folder", **changes)
+    choices, read = validate(config), tiny.setup(**model).model
+    chosen = choices.correction, choices.schedule, choices.replay
+    with pytest.raises(ValueError, match=why):
+        make_learner_setup(config, *chosen, read)

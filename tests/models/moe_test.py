@@ -403,3 +403,43 @@ def test_a_token_without_a_route_keeps_the_choice_of_the_router():
     native, found = hidden(None), hidden(moe.Replay(other_routes(), is_given))
     changed = np.abs(found - native).max(-1) > 1e-4
     np.testing.assert_array_equal(changed, is_given)
+
+
+def test_a_queue_of_routes_is_found_under_recomputation():
+    """The planted copy: every run of a layer takes the next routes of a queue, first in, first out.
+    The backward pass runs the layers again from the last one, and takes those of other layers."""
+    kind, rng = MoeConfig(6, 2, 1, normalizes_top_k=False), np.random.default_rng(0)
+    router_lde = jnp.asarray(rng.normal(size=(3, 6, 6)), jnp.float32)
+    ids_ltk = np.array([[[0, 1]] * 4, [[2, 3]] * 4, [[4, 5]] * 4], np.int32)
+    calls = []
+
+    def from_queue(_):
+        calls.append(None)
+        return ids_ltk[(len(calls) - 1) % 3]
+
+    def gradient(routes_of, is_remat):
+        def layer(x_td, router_de, layer_ids):
+            score = moe.scores(x_td @ router_de, kind)
+            gates_tk = moe.gates(score, routes_of(layer_ids, x_td), kind)
+            return x_td + jnp.pad(gates_tk, ((0, 0), (0, 4)))
+
+        run = jax.checkpoint(layer) if is_remat else layer
+
+        def loss(router_lde):
+            x_td = jnp.asarray(np.random.default_rng(1).normal(size=(4, 6)), jnp.float32)
+            for router_de, layer_ids in zip(router_lde, ids_ltk, strict=True):
+                x_td = run(x_td, router_de, jnp.asarray(layer_ids))
+            return jnp.sum(x_td**2)
+
+        return np.asarray(jax.grad(loss)(router_lde))
+
+    def queued(_, x_td):
+        shape = jax.ShapeDtypeStruct((4, 2), jnp.int32)
+        return jax.pure_callback(from_queue, shape, jax.lax.stop_gradient(x_td[0, 0]))
+
+    given = lambda layer_ids, _: layer_ids
+    expected = gradient(given, False)
+    np.testing.assert_allclose(gradient(given, True), expected, rtol=1e-5)
+    np.testing.assert_allclose(gradient(queued, False), expected, rtol=1e-5)
+    calls.clear()
+    assert np.abs(gradient(queued, True) - expected).max() > 1e-2 and len(calls) == 6
