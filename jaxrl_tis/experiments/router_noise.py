@@ -14,6 +14,7 @@ Examples:
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 
@@ -39,6 +40,9 @@ ARMS = [f"{routing}, {weight}" for routing in ROUTINGS for weight in WEIGHTS]
 JUDGED = ("router", "1", "none, token_tis")
 EXACT_ARM = "none, seq_vanilla"  # without bias: nothing to fit
 RESAMPLES = 2000
+# Of the table of routings after updates, with noise in choice and gates.
+MOVED_ACTIVE, MOVED_DELTAS, DRIFTS = 2, (0.03, 0.3), (0.0, 0.03, 0.1)
+ROUNDING = 1e-12  # smaller numbers are rounding of float64
 
 # (noise, scale of the experts) -> measure -> [seed, K, delta]
 Found = Mapping[tuple[str, str], Mapping[str, np.ndarray]]
@@ -102,6 +106,25 @@ def enumerated(seeds: Sequence[int], noise: str, scale: str) -> dict[str, np.nda
     return jax.tree.map(lambda *x: np.stack(x, axis=1), *by_active)
 
 
+def after_updates(seeds: Sequence[int]) -> dict[tuple[float, float], dict[str, np.ndarray]]:
+    """Returns (delta, drift of the weights) -> {"<routing>, <weight>": bias [seed]}."""
+    size, found = size_of(MOVED_ACTIVE), {}
+    with jax.enable_x64(True):
+        for delta, drift in itertools.product(MOVED_DELTAS, DRIFTS):
+            by_seed = []
+            for seed in seeds:
+                old = expert_policy.random_params(size, seed)
+                change_lde = delta * expert_policy.noise_pattern(size, seed)
+                truth, bias = expert_policy.routing_bias(
+                    old, expert_policy.moved(old, drift, seed), size, change_lde[None],
+                    NOISES["router"], WEIGHTS,
+                )
+                share = lambda x: np.linalg.norm(x) / np.linalg.norm(truth)
+                by_seed.append({f"{r}, {w}": share(bias[r][w]) for r in bias for w in WEIGHTS})
+            found[delta, drift] = {arm: np.array([x[arm] for x in by_seed]) for arm in by_seed[0]}
+    return found
+
+
 def exponents(values: np.ndarray, *factors: np.ndarray) -> np.ndarray:
     """Fits log mean(values) = c + sum_i a_i log mean(factor_i) over K and the deltas up to LARGEST.
 
@@ -157,22 +180,37 @@ def verdict(law: tuple[figures.Interval, ...]) -> str:
     return f"{answer}: K^a delta^b with a = {a} and b = {b}"
 
 
-def table(found: Found) -> str:
-    """Returns Markdown: the verdict, the exponents of all arms, and the measures of all cells."""
+def table(found: Found, moved: Mapping[tuple[float, float], Mapping[str, np.ndarray]]) -> str:
+    """Returns Markdown: the verdict, the exponents of all arms, the bias after updates, and the
+    measures of all cells."""
     by_arm = laws(found)
     parts = [f"Does the bias grow as K x delta? {verdict(by_arm[JUDGED])} ({', '.join(JUDGED)})."]
     lines = [[*arm, *(figures.interval(x, ".2f") for x in law)] for arm, law in by_arm.items()]
     parts.append(figures.rows(["noise", "experts x", "arm", "a (of K)", "b (of delta)"], lines))
-    parts.append(_predictors(found[JUDGED[:2]]))
+    parts += [_predictors(found[JUDGED[:2]]), _moved_table(moved)]
     for (noise, scale), measures in found.items():
         lines = [
-            [name, str(active), *(f"{x:.3g}" for x in values.mean(axis=0)[i])]
+            [name, str(active), *(f"{_rounded(x):.3g}" for x in values.mean(axis=0)[i])]
             for name, values in measures.items() if not name.startswith(EXACT_ARM)
             for i, active in enumerate(ACTIVE)
         ]
         header = [f"noise: {noise}, experts x {scale}", "K", *(f"delta {d:g}" for d in DELTAS)]
         parts.append(figures.rows(header, lines))
     return "\n\n".join(parts)
+
+
+def _rounded(x: float) -> float:
+    return 0.0 if abs(x) < ROUNDING else x
+
+
+def _moved_table(moved: Mapping[tuple[float, float], Mapping[str, np.ndarray]]) -> str:
+    lines = [
+        [f"{delta:g}", f"{drift:g}", weight]
+        + [figures.mean(arms[f"{routing}, {weight}"], ".3f") for routing in expert_policy.ROUTINGS]
+        for (delta, drift), arms in moved.items() for weight in WEIGHTS
+    ]
+    routings = [f"bias of {routing}" for routing in expert_policy.ROUTINGS]
+    return figures.rows([f"delta (K = {MOVED_ACTIVE})", "drift", "weight", *routings], lines)
 
 
 def _predictors(measures: Mapping[str, np.ndarray]) -> str:
@@ -205,7 +243,7 @@ def summary(found: Found) -> list[dict]:
     """Returns a record of the means over seeds of each cell, for a file."""
     return [
         {"noise": noise, "scale": scale, "K": active, "delta": delta}
-        | {name: float(f"{x.mean(axis=0)[i, j]:.6g}") for name, x in measures.items()}
+        | {name: float(f"{_rounded(x.mean(axis=0)[i, j]):.6g}") for name, x in measures.items()}
         for (noise, scale), measures in found.items()
         for i, active in enumerate(ACTIVE)
         for j, delta in enumerate(DELTAS)
@@ -218,7 +256,8 @@ def main() -> None:
     found = {(n, s): enumerated(SEEDS, n, s) for n in NOISES for s in SCALES}
     lines = [json.dumps(line) for line in summary(found)]
     (folder / "router_noise.jsonl").write_text("\n".join(lines) + "\n")
-    figures.write(folder, "router_noise", table(found), {"router_noise": (draw, (16, 4))}, found)
+    text = table(found, after_updates(SEEDS))
+    figures.write(folder, "router_noise", text, {"router_noise": (draw, (16, 4))}, found)
 
 
 if __name__ == "__main__":

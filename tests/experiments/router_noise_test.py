@@ -1,5 +1,6 @@
 """The law of routing noise: fits of made powers, and the measures of a small policy by loops."""
 
+import itertools
 import json
 
 import jax
@@ -12,7 +13,7 @@ from jaxrl_tis.experiments.expert_policy import Size
 from jaxrl_tis.models.config import MoeConfig
 
 K, DELTA = router_noise.axes_of(np.zeros((6, 4, 5)))
-LAW = {"none: kl": 2 * DELTA**2, "flips": K * DELTA}
+LAW = {"r3: kl": 1e-16 + 0 * K, "none: kl": 2 * DELTA**2, "flips": K * DELTA}
 
 
 def made(a, b):
@@ -53,8 +54,12 @@ def test_the_verdict_needs_both_exponents():
 
 def test_the_files(tmp_path, monkeypatch, capsys):
     found = made(1.0, 1.0)
+    monkeypatch.setattr(router_noise, "RESAMPLES", 20)
     monkeypatch.setattr(figures, "folder_of", lambda name: tmp_path)
     monkeypatch.setattr(router_noise, "enumerated", lambda seeds, n, s: found[n, s])
+    names = itertools.product(expert_policy.ROUTINGS, router_noise.WEIGHTS)
+    arms = {", ".join(name): np.full(3, 0.25) for name in names}
+    monkeypatch.setattr(router_noise, "after_updates", lambda seeds: {(0.3, 0.1): arms})
     router_noise.main()
     text = (tmp_path / "router_noise.md").read_text()
     assert text.startswith("Does the bias grow as K x delta? yes: K^a delta^b with a = 1.00 [1.00,")
@@ -62,6 +67,9 @@ def test_the_files(tmp_path, monkeypatch, capsys):
     # Mean of the seeds 3.5 times 0.3 x 8 x 0.01, and 2 x 8 x 0.01 flips.
     assert "| r3, none: bias | 8 | 0.084 | 0.252 | 0.84 | 2.52 | 1 |" in text
     assert "| none: kl | 1 | 0.0002 | 0.0018 |" in text
+    cells = " | ".join(["0.250 [0.250, 0.250]"] * 3)
+    assert f"| 0.3 | 0.1 | token_tis | {cells} |" in text
+    assert "| r3: kl | 4 | 0 | 0 | 0 | 0 | 0 |" in text
     lines = [json.loads(x) for x in (tmp_path / "router_noise.jsonl").read_text().splitlines()]
     assert len(lines) == 2 * 2 * 4 * 5 and (lines[4]["K"], lines[4]["delta"]) == (1, 1.0)
     assert lines[19]["noise"] == "router" and lines[19]["none, none: bias"] == 1.0
@@ -76,6 +84,19 @@ def small(monkeypatch):
     size = Size(MoeConfig(num_experts=5, top_k=2, expert_dim=2), vocab=2, horizon=3, embed_dim=4)
     monkeypatch.setattr(router_noise, "size_of", lambda active: size)
     return size
+
+
+@pytest.mark.compiles
+def test_r2_is_none_until_the_weights_move(small, monkeypatch):
+    monkeypatch.setattr(router_noise, "MOVED_DELTAS", (0.3,))
+    monkeypatch.setattr(router_noise, "DRIFTS", (0.0, 0.5))
+    still, moved = router_noise.after_updates((0, 1)).values()
+    for weight in router_noise.WEIGHTS:
+        np.testing.assert_allclose(still[f"r2, {weight}"], still[f"none, {weight}"], atol=1e-12)
+    assert still["none, none"].shape == (2,) and still["none, none"].min() > 0.01
+    # Updates of this size move routes; a sequence weight corrects all but the replay.
+    np.testing.assert_allclose(moved["none, seq_vanilla"], 0.0, atol=1e-12)
+    assert moved["r2, seq_vanilla"].min() > 0.01
 
 
 @pytest.mark.compiles
