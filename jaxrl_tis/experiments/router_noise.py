@@ -37,8 +37,8 @@ SCALES = ("1", "sqrt K")  # factor of the experts' outputs; the gates sum to 1
 ROUTINGS = ("none", "r3")  # r2 is none for weights that have not moved
 WEIGHTS = ("none", "token_tis", "seq_vanilla")
 ARMS = [f"{routing}, {weight}" for routing in ROUTINGS for weight in WEIGHTS]
-JUDGED = ("router", "1", "none, token_tis")
-EXACT_ARM = "none, seq_vanilla"  # without bias: nothing to fit
+TARGETS = {"native": "bias", "replayed": "replay bias"}  # gradient that a step is compared with
+JUDGED = ("router", "1", "none, token_tis", "native")
 RESAMPLES = 2000
 # Of the table of routings after updates, with noise in choice and gates.
 MOVED_ACTIVE, MOVED_DELTAS, DRIFTS = 2, (0.03, 0.3), (0.0, 0.03, 0.1)
@@ -60,7 +60,8 @@ def measured(params, pattern_lde, share, size: Size) -> dict[str, jax.Array]:
     Args:
       params, share: of the policy, and of the noise in its gates, see `expert_policy`.
 
-    "<arm>: bias" and "<arm>: cosine" compare the expected step with the true gradient.
+    "<arm>: bias" and "<arm>: cosine" compare the expected step with the true gradient, and
+    "<arm>: replay bias" with the gradient of the policy that has the sampler's routes.
     "<routing>: gap" is E |log ratio| and "<routing>: kl" the KL of the learner from the sampler, in
     nats per token. "flips" is the expected number of experts that a layer drops or adds for a token.
     """
@@ -71,10 +72,10 @@ def measured(params, pattern_lde, share, size: Size) -> dict[str, jax.Array]:
     def of_delta(delta):
         behav_nt, ids_lpk = expert_policy.sampler(params, size, delta * pattern_lde, share)
         mean = lambda x_nt: jnp.exp(behav_nt.sum(axis=1)) @ x_nt.mean(axis=1)
-        found = {}
-        for routing, policy in {
-            "none": native, "r3": expert_policy.scored(params, size, ids_lpk)
-        }.items():
+        replayed, found = expert_policy.scored(params, size, ids_lpk), {}
+        replay_truth = expert_policy.true_gradient(replayed, size)
+        replay_norm = jnp.linalg.norm(replay_truth)
+        for routing, policy in {"none": native, "r3": replayed}.items():
             log_ratio_nt = policy.logp_nt - behav_nt
             found[f"{routing}: gap"] = mean(jnp.abs(log_ratio_nt))
             found[f"{routing}: kl"] = mean(jnp.expm1(log_ratio_nt) - log_ratio_nt)
@@ -82,6 +83,8 @@ def measured(params, pattern_lde, share, size: Size) -> dict[str, jax.Array]:
             for weight, step in steps.items():
                 arm = f"{routing}, {weight}"
                 found[f"{arm}: bias"] = jnp.linalg.norm(step - truth) / norm
+                to_replay = jnp.linalg.norm(step - replay_truth)
+                found[f"{arm}: replay bias"] = to_replay / replay_norm
                 found[f"{arm}: cosine"] = step @ truth / (jnp.linalg.norm(step) * norm)
         is_same = ids_lpk[..., None] == jnp.expand_dims(native.ids_lpk, axis=2)
         changed_p = 2.0 * jnp.mean(size.moe.top_k - jnp.sum(is_same, axis=(2, 3)), axis=0)
@@ -157,18 +160,18 @@ def axes_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.broadcast_to(k[None], values.shape), np.broadcast_to(delta[None], values.shape)
 
 
-def laws(found: Found) -> dict[tuple[str, str, str], tuple[figures.Interval, ...]]:
-    """Returns the exponents (a of K, b of delta) of every arm that has a bias.
+def laws(found: Found) -> dict[tuple[str, str, str, str], tuple[figures.Interval, ...]]:
+    """Returns the exponents (a of K, b of delta) of the biases that no cell has as rounding alone.
 
-    Keys are (noise, scale of the experts, arm).
+    Keys are (noise, scale of the experts, arm, key of TARGETS).
     """
     by_arm = {}
     for (noise, scale), measures in found.items():
-        for arm in ARMS:
-            bias = measures[f"{arm}: bias"]
-            if arm != EXACT_ARM:
+        for arm, (target, name) in itertools.product(ARMS, TARGETS.items()):
+            bias = measures[f"{arm}: {name}"]
+            if bias.mean(axis=0).min() > ROUNDING:
                 a_b = exponents(bias, *axes_of(bias))
-                by_arm[noise, scale, arm] = tuple(map(interval_of, a_b.T))
+                by_arm[noise, scale, arm, target] = tuple(map(interval_of, a_b.T))
     return by_arm
 
 
@@ -186,12 +189,13 @@ def table(found: Found, moved: Mapping[tuple[float, float], Mapping[str, np.ndar
     by_arm = laws(found)
     parts = [f"Does the bias grow as K x delta? {verdict(by_arm[JUDGED])} ({', '.join(JUDGED)})."]
     lines = [[*arm, *(figures.interval(x, ".2f") for x in law)] for arm, law in by_arm.items()]
-    parts.append(figures.rows(["noise", "experts x", "arm", "a (of K)", "b (of delta)"], lines))
+    header = ["noise", "experts x", "arm", "gradient", "a (of K)", "b (of delta)"]
+    parts.append(figures.rows(header, lines))
     parts += [_predictors(found[JUDGED[:2]]), _moved_table(moved)]
     for (noise, scale), measures in found.items():
         lines = [
             [name, str(active), *(f"{_rounded(x):.3g}" for x in values.mean(axis=0)[i])]
-            for name, values in measures.items() if not name.startswith(EXACT_ARM)
+            for name, values in measures.items()
             for i, active in enumerate(ACTIVE)
         ]
         header = [f"noise: {noise}, experts x {scale}", "K", *(f"delta {d:g}" for d in DELTAS)]
@@ -227,7 +231,7 @@ def _predictors(measures: Mapping[str, np.ndarray]) -> str:
 def draw(page: Figure, found: Found) -> None:
     """Draws the mean bias against delta by K, with each routing's arms side by side."""
     measures = found[JUDGED[:2]]
-    shown = [arm for arm in ARMS if arm != EXACT_ARM]
+    shown = [arm for arm in ARMS if measures[f"{arm}: bias"].min() > ROUNDING]
     for axes, arm in zip(page.subplots(1, len(shown), sharey=True), shown, strict=True):
         for active, color, i in zip(ACTIVE, COLORS, range(len(ACTIVE))):
             bias = measures[f"{arm}: bias"].mean(axis=0)[i]

@@ -20,7 +20,9 @@ def made(a, b):
     """Biases of 0.3 K^a delta^b times a factor of the seed, saturated at the largest delta."""
     bias = 0.3 * K**a * DELTA**b * np.arange(1.0, 7.0).reshape(6, 1, 1)
     bias[..., -1] = 1.0
-    measures = LAW | {f"{arm}: bias": bias for arm in router_noise.ARMS}
+    names = itertools.product(router_noise.ARMS, ("bias", "replay bias"))
+    measures = LAW | {": ".join(name): bias for name in names}
+    measures |= {"none, seq_vanilla: bias": 1e-15 * bias, "r3, none: replay bias": 1e-15 * bias}
     return {(n, s): measures for n in router_noise.NOISES for s in router_noise.SCALES}
 
 
@@ -63,7 +65,9 @@ def test_the_files(tmp_path, monkeypatch, capsys):
     router_noise.main()
     text = (tmp_path / "router_noise.md").read_text()
     assert text.startswith("Does the bias grow as K x delta? yes: K^a delta^b with a = 1.00 [1.00,")
-    assert "| choice | sqrt K | r3, token_tis | 1.00 [1.00, 1.00] | 1.00 [1.00, 1.00] |" in text
+    assert "| choice | sqrt K | r3, token_tis | replayed | 1.00 [1.00, 1.00] | 1.00 [1.00," in text
+    assert "| router | 1 | r3, none | native |" in text  # and no law of rounding
+    assert "none, seq_vanilla | native" not in text and "r3, none | replayed" not in text
     # Mean of the seeds 3.5 times 0.3 x 8 x 0.01, and 2 x 8 x 0.01 flips.
     assert "| r3, none: bias | 8 | 0.084 | 0.252 | 0.84 | 2.52 | 1 |" in text
     assert "| none: kl | 1 | 0.0002 | 0.0018 |" in text
@@ -110,6 +114,8 @@ def test_the_measures_of_a_small_policy_by_loops(small):
         native = expert_policy.scored(params, small)
         truth, bias = expert_policy.routing_bias(
             params, params, small, pattern_lde[None], 1.0, router_noise.WEIGHTS)
+        replayed = expert_policy.scored(params, small, ids_lpk)
+        replay_truth = np.asarray(expert_policy.true_gradient(replayed, small))
         own_nt, own_lpk = map(np.asarray, (native.logp_nt, native.ids_lpk))
         step, truth = np.asarray(bias["none"]["token_tis"] + truth), np.asarray(truth)
     at = lambda name, noise="router": found[noise][name][1, 0, 1]  # seed 1, delta 1
@@ -125,6 +131,9 @@ def test_the_measures_of_a_small_policy_by_loops(small):
     assert at("none: gap") == pytest.approx(gap) and at("none: kl") == pytest.approx(kl)
     norm = np.linalg.norm(truth)
     assert at("none, token_tis: bias") == pytest.approx(np.linalg.norm(step - truth) / norm)
+    to_replay = np.linalg.norm(step - replay_truth) / np.linalg.norm(replay_truth)
+    assert at("none, token_tis: replay bias") == pytest.approx(to_replay) and to_replay > 0.1
+    assert at("r3, seq_vanilla: replay bias") < 1e-12 < at("r3, none: replay bias")
     cosine = step @ truth / np.linalg.norm(step) / norm
     assert at("none, token_tis: cosine") == pytest.approx(cosine) and 0.1 < cosine < 0.999
     # Exact gates: nothing is left of the gap under r3, whose weights are then 1.
