@@ -12,7 +12,7 @@ prepare_venv ""
 
 failed=0
 trained=(rescue critic threshold staleness formats causes)
-computed=(parallelism budget frontier)
+computed=(parallelism budget frontier router_noise)
 [ $# -gt 0 ] || set -- "${trained[@]}" "${computed[@]}" predictor
 
 for name in "$@"; do

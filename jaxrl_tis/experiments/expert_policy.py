@@ -110,8 +110,8 @@ def noise_pattern(size: Size, seed: int) -> np.ndarray:
 
 def moved(params: dict[str, np.ndarray], drift: float, seed: int) -> dict[str, np.ndarray]:
     """Returns the weights after updates: plus normal noise of `drift` times the deviation of each
-    array."""
-    rng = np.random.default_rng(seed)
+    array, independent of `random_params` of the same seed."""
+    rng = np.random.default_rng((seed, 1))
     return {name: w + drift * w.std() * rng.normal(size=w.shape) for name, w in params.items()}
 
 

@@ -14,6 +14,7 @@ Examples:
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 
@@ -36,9 +37,12 @@ SCALES = ("1", "sqrt K")  # factor of the experts' outputs; the gates sum to 1
 ROUTINGS = ("none", "r3")  # r2 is none for weights that have not moved
 WEIGHTS = ("none", "token_tis", "seq_vanilla")
 ARMS = [f"{routing}, {weight}" for routing in ROUTINGS for weight in WEIGHTS]
-JUDGED = ("router", "1", "none, token_tis")
-EXACT_ARM = "none, seq_vanilla"  # without bias: nothing to fit
+TARGETS = {"native": "bias", "replayed": "replay bias"}  # gradient that a step is compared with
+JUDGED = ("router", "1", "none, token_tis", "native")
 RESAMPLES = 2000
+# Of the table of routings after updates, with noise in choice and gates.
+MOVED_ACTIVE, MOVED_DELTAS, DRIFTS = 2, (0.03, 0.3), (0.0, 0.03, 0.1)
+ROUNDING = 1e-12  # smaller numbers are rounding of float64
 
 # (noise, scale of the experts) -> measure -> [seed, K, delta]
 Found = Mapping[tuple[str, str], Mapping[str, np.ndarray]]
@@ -56,7 +60,8 @@ def measured(params, pattern_lde, share, size: Size) -> dict[str, jax.Array]:
     Args:
       params, share: of the policy, and of the noise in its gates, see `expert_policy`.
 
-    "<arm>: bias" and "<arm>: cosine" compare the expected step with the true gradient.
+    "<arm>: bias" and "<arm>: cosine" compare the expected step with the true gradient, and
+    "<arm>: replay bias" with the gradient of the policy that has the sampler's routes.
     "<routing>: gap" is E |log ratio| and "<routing>: kl" the KL of the learner from the sampler, in
     nats per token. "flips" is the expected number of experts that a layer drops or adds for a token.
     """
@@ -67,10 +72,10 @@ def measured(params, pattern_lde, share, size: Size) -> dict[str, jax.Array]:
     def of_delta(delta):
         behav_nt, ids_lpk = expert_policy.sampler(params, size, delta * pattern_lde, share)
         mean = lambda x_nt: jnp.exp(behav_nt.sum(axis=1)) @ x_nt.mean(axis=1)
-        found = {}
-        for routing, policy in {
-            "none": native, "r3": expert_policy.scored(params, size, ids_lpk)
-        }.items():
+        replayed, found = expert_policy.scored(params, size, ids_lpk), {}
+        replay_truth = expert_policy.true_gradient(replayed, size)
+        replay_norm = jnp.linalg.norm(replay_truth)
+        for routing, policy in {"none": native, "r3": replayed}.items():
             log_ratio_nt = policy.logp_nt - behav_nt
             found[f"{routing}: gap"] = mean(jnp.abs(log_ratio_nt))
             found[f"{routing}: kl"] = mean(jnp.expm1(log_ratio_nt) - log_ratio_nt)
@@ -78,6 +83,8 @@ def measured(params, pattern_lde, share, size: Size) -> dict[str, jax.Array]:
             for weight, step in steps.items():
                 arm = f"{routing}, {weight}"
                 found[f"{arm}: bias"] = jnp.linalg.norm(step - truth) / norm
+                to_replay = jnp.linalg.norm(step - replay_truth)
+                found[f"{arm}: replay bias"] = to_replay / replay_norm
                 found[f"{arm}: cosine"] = step @ truth / (jnp.linalg.norm(step) * norm)
         is_same = ids_lpk[..., None] == jnp.expand_dims(native.ids_lpk, axis=2)
         changed_p = 2.0 * jnp.mean(size.moe.top_k - jnp.sum(is_same, axis=(2, 3)), axis=0)
@@ -100,6 +107,25 @@ def enumerated(seeds: Sequence[int], noise: str, scale: str) -> dict[str, np.nda
             for active in ACTIVE
         ]
     return jax.tree.map(lambda *x: np.stack(x, axis=1), *by_active)
+
+
+def after_updates(seeds: Sequence[int]) -> dict[tuple[float, float], dict[str, np.ndarray]]:
+    """Returns (delta, drift of the weights) -> {"<routing>, <weight>": bias [seed]}."""
+    size, found = size_of(MOVED_ACTIVE), {}
+    with jax.enable_x64(True):
+        for delta, drift in itertools.product(MOVED_DELTAS, DRIFTS):
+            by_seed = []
+            for seed in seeds:
+                old = expert_policy.random_params(size, seed)
+                change_lde = delta * expert_policy.noise_pattern(size, seed)
+                truth, bias = expert_policy.routing_bias(
+                    old, expert_policy.moved(old, drift, seed), size, change_lde[None],
+                    NOISES["router"], WEIGHTS,
+                )
+                share = lambda x: np.linalg.norm(x) / np.linalg.norm(truth)
+                by_seed.append({f"{r}, {w}": share(bias[r][w]) for r in bias for w in WEIGHTS})
+            found[delta, drift] = {arm: np.array([x[arm] for x in by_seed]) for arm in by_seed[0]}
+    return found
 
 
 def exponents(values: np.ndarray, *factors: np.ndarray) -> np.ndarray:
@@ -134,19 +160,24 @@ def axes_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.broadcast_to(k[None], values.shape), np.broadcast_to(delta[None], values.shape)
 
 
-def laws(found: Found) -> dict[tuple[str, str, str], tuple[figures.Interval, ...]]:
-    """Returns the exponents (a of K, b of delta) of every arm that has a bias.
+def laws(found: Found) -> dict[tuple[str, str, str, str], tuple[figures.Interval, ...]]:
+    """Returns the exponents (a of K, b of delta) of the biases that no cell has as rounding alone.
 
-    Keys are (noise, scale of the experts, arm).
+    Keys are (noise, scale of the experts, arm, key of TARGETS).
     """
     by_arm = {}
     for (noise, scale), measures in found.items():
-        for arm in ARMS:
-            bias = measures[f"{arm}: bias"]
-            if arm != EXACT_ARM:
+        for arm, (target, name) in itertools.product(ARMS, TARGETS.items()):
+            bias = measures[f"{arm}: {name}"]
+            if _is_biased(bias):
                 a_b = exponents(bias, *axes_of(bias))
-                by_arm[noise, scale, arm] = tuple(map(interval_of, a_b.T))
+                by_arm[noise, scale, arm, target] = tuple(map(interval_of, a_b.T))
     return by_arm
+
+
+def _is_biased(bias: np.ndarray) -> bool:
+    """Returns whether no cell is zero but for rounding. A single seed may have no flip."""
+    return bool(bias.mean(axis=0).min() > ROUNDING)
 
 
 def verdict(law: tuple[figures.Interval, ...]) -> str:
@@ -157,22 +188,38 @@ def verdict(law: tuple[figures.Interval, ...]) -> str:
     return f"{answer}: K^a delta^b with a = {a} and b = {b}"
 
 
-def table(found: Found) -> str:
-    """Returns Markdown: the verdict, the exponents of all arms, and the measures of all cells."""
+def table(found: Found, moved: Mapping[tuple[float, float], Mapping[str, np.ndarray]]) -> str:
+    """Returns Markdown: the verdict, the exponents of all arms, the bias after updates, and the
+    measures of all cells."""
     by_arm = laws(found)
     parts = [f"Does the bias grow as K x delta? {verdict(by_arm[JUDGED])} ({', '.join(JUDGED)})."]
     lines = [[*arm, *(figures.interval(x, ".2f") for x in law)] for arm, law in by_arm.items()]
-    parts.append(figures.rows(["noise", "experts x", "arm", "a (of K)", "b (of delta)"], lines))
-    parts.append(_predictors(found[JUDGED[:2]]))
+    header = ["noise", "experts x", "arm", "gradient", "a (of K)", "b (of delta)"]
+    parts.append(figures.rows(header, lines))
+    parts += [_predictors(found[JUDGED[:2]]), _moved_table(moved)]
     for (noise, scale), measures in found.items():
         lines = [
-            [name, str(active), *(f"{x:.3g}" for x in values.mean(axis=0)[i])]
-            for name, values in measures.items() if not name.startswith(EXACT_ARM)
+            [name, str(active), *(f"{_rounded(x):.3g}" for x in values.mean(axis=0)[i])]
+            for name, values in measures.items()
             for i, active in enumerate(ACTIVE)
         ]
         header = [f"noise: {noise}, experts x {scale}", "K", *(f"delta {d:g}" for d in DELTAS)]
         parts.append(figures.rows(header, lines))
     return "\n\n".join(parts)
+
+
+def _rounded(x: float) -> float:
+    return 0.0 if abs(x) < ROUNDING else x
+
+
+def _moved_table(moved: Mapping[tuple[float, float], Mapping[str, np.ndarray]]) -> str:
+    lines = [
+        [f"{delta:g}", f"{drift:g}", weight]
+        + [figures.mean(arms[f"{routing}, {weight}"], ".3f") for routing in expert_policy.ROUTINGS]
+        for (delta, drift), arms in moved.items() for weight in WEIGHTS
+    ]
+    routings = [f"bias of {routing}" for routing in expert_policy.ROUTINGS]
+    return figures.rows([f"delta (K = {MOVED_ACTIVE})", "drift", "weight", *routings], lines)
 
 
 def _predictors(measures: Mapping[str, np.ndarray]) -> str:
@@ -189,7 +236,7 @@ def _predictors(measures: Mapping[str, np.ndarray]) -> str:
 def draw(page: Figure, found: Found) -> None:
     """Draws the mean bias against delta by K, with each routing's arms side by side."""
     measures = found[JUDGED[:2]]
-    shown = [arm for arm in ARMS if arm != EXACT_ARM]
+    shown = [arm for arm in ARMS if _is_biased(measures[f"{arm}: bias"])]
     for axes, arm in zip(page.subplots(1, len(shown), sharey=True), shown, strict=True):
         for active, color, i in zip(ACTIVE, COLORS, range(len(ACTIVE))):
             bias = measures[f"{arm}: bias"].mean(axis=0)[i]
@@ -205,7 +252,7 @@ def summary(found: Found) -> list[dict]:
     """Returns a record of the means over seeds of each cell, for a file."""
     return [
         {"noise": noise, "scale": scale, "K": active, "delta": delta}
-        | {name: float(f"{x.mean(axis=0)[i, j]:.6g}") for name, x in measures.items()}
+        | {name: float(f"{_rounded(x.mean(axis=0)[i, j]):.6g}") for name, x in measures.items()}
         for (noise, scale), measures in found.items()
         for i, active in enumerate(ACTIVE)
         for j, delta in enumerate(DELTAS)
@@ -218,7 +265,8 @@ def main() -> None:
     found = {(n, s): enumerated(SEEDS, n, s) for n in NOISES for s in SCALES}
     lines = [json.dumps(line) for line in summary(found)]
     (folder / "router_noise.jsonl").write_text("\n".join(lines) + "\n")
-    figures.write(folder, "router_noise", table(found), {"router_noise": (draw, (16, 4))}, found)
+    text = table(found, after_updates(SEEDS))
+    figures.write(folder, "router_noise", text, {"router_noise": (draw, (16, 4))}, found)
 
 
 if __name__ == "__main__":
