@@ -16,7 +16,7 @@ from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import expert_parallel, moe, placement, quant, transformer
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
-from tests import weights
+from tests import tiny, weights
 
 pytestmark = [
     pytest.mark.compiles,
@@ -190,7 +190,7 @@ TOKENS = RNG.integers(0, 32, SEGMENTS.shape).astype(np.int32)
 
 @functools.cache
 def params():
-    return weights.drawn(CONFIG, seed=3)
+    return weights.drawn(CONFIG, seed=3, scale=1.0)
 
 
 def positions():
@@ -259,11 +259,17 @@ def test_a_device_holds_its_part_of_the_experts(shape):
 
 def test_experts_that_do_not_divide_are_refused():
     six = dataclasses.replace(CONFIG, moe=dataclasses.replace(CONFIG.moe, num_experts=6))
-    said = r"\['expert_down'\]: its axis 'expert' of size 6 cannot be cut into 4 shards"
+    said = "6 experts cannot be cut into the 4 shards of the mesh axis 'expert'"
     for rules in (sharding.TRAIN_RULES, sharding.SERVE_RULES):
         layout = sharding.layout((1, 1, 1, 1, 4), rules)
         with pytest.raises(ValueError, match=said):
             placement.shardings(layout, six)
+    experts = dict(
+        model__num_experts=6, model__expert_dim=16, mesh__train=(1, 1, 1, 1, 4),
+        mesh__serve=(1, 1, 1), train__microbatch_rows=4,
+    )
+    with pytest.raises(ValueError, match=said):
+        tiny.setup(**experts)
     with pytest.raises(ValueError, match=said):
         sampler((1, 1, 1, 1, 4), "none", six)
 
