@@ -19,6 +19,8 @@ from jaxrl_tis.learner import correction
 from jaxrl_tis.learner.scoring import make_score, make_values
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.learner.step import make_critic_step, make_train_step
+from jaxrl_tis.models import transformer
+from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.quant import QuantArray
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.validate import validate
@@ -75,7 +77,8 @@ def get_config(name):
 
 @pytest.mark.parametrize("name", [
     "default", "quickstart", "quickstart:off", "quickstart:centered", "quickstart:f32", "smollm2_135m",
-    "async_local", "fig_base", "fig_critic", "fig_causes", "fig_staleness", "dapo_qwen25_32b:async", *LARGE,
+    "async_local", "fig_base", "fig_critic", "fig_causes", "fig_staleness", "dapo_qwen25_32b:async",
+    "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b:v5e", *LARGE,
 ])
 def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
     config = get_config(name)
@@ -97,12 +100,13 @@ def test_every_file_in_configs_is_tested_here():
     assert files - figures == {
         "fig_base", "fig_critic", "fig_causes", "fig_staleness",
         "default", "quickstart", "smollm2_135m", "async_local", "gsm8k_qwen25_0p5b", "dapo_qwen25_32b",
-        "dapo_qwen3_8b",
+        "dapo_qwen3_8b", "dapo_qwen3_30b_a3b",
     }
 
 
 @pytest.mark.parametrize("name", [
     "quickstart:other", "gsm8k_qwen25_0p5b:other", "dapo_qwen25_32b:other",
+    "dapo_qwen3_30b_a3b:other",
 ])
 def test_an_unknown_variant_is_named(name):
     with pytest.raises(ValueError, match="'other' is none of"):
@@ -179,6 +183,24 @@ def test_the_published_settings():
     ):
         assert config.train.microbatch_rows % data_shards == 0
         assert config.engine.slots % (data_shards // config.mesh.serve[2]) == 0
+
+
+@pytest.mark.parametrize("variant, chips", [("v5p", 32), ("v5e", 64)])
+def test_experts_are_divided_evenly_over_the_chips(variant, chips):
+    """30.5 billion parameters, of which 128 experts of 3 x 2048 x 768 in each of 48 layers."""
+    config = get_config(f"dapo_qwen3_30b_a3b:{variant}")
+    shape = ROOT / "configs" / "shapes" / "Qwen3-30B-A3B.json"
+    model = ModelConfig.from_hf(json.loads(shape.read_text()))
+    layer = 2 * 2048 + 2 * 128 + 2 * 2048 * 4096 + 2 * 2048 * 512 + 2048 * 128
+    layer += 128 * 3 * 2048 * 768
+    count = 2 * 151936 * 2048 + 2048 + 48 * layer
+    assert count == 30_532_122_624
+    assert sum(x.size for x in jax.tree.leaves(transformer.abstract_params(model))) == count
+    for mesh in (config.mesh.train, config.mesh.serve):
+        assert model.moe.num_experts // mesh[4] == 16 and chips % (mesh[2] * mesh[4]) == 0
+    assert config.train.microbatch_rows % chips == 0  # every chip has rows
+    assert config.engine.slots % (chips // config.mesh.serve[2]) == 0
+    assert config.engine.record_routes and config.correction.routing == "r3"
 
 
 # Shapes, on a checkpoint folder without weights

@@ -47,7 +47,8 @@ class Collective:
     Attributes:
       shapes: shapes of the result.
       bytes: bytes of the whole array on one device: the result of a gather, the operand of a
-        scatter.
+        scatter. Of a ragged-all-to-all the smaller of its two buffers: the rows that a device sends
+        or receives if the load is even.
       group_size: number of devices (dcn: slices) in a group.
       axes: mesh axes of the groups; () without a mesh or if no axes match.
       network: "ici", or "dcn" between slices.
@@ -233,7 +234,8 @@ class Module:
         )
 
     def _collective(self, line: Instruction, kind: str, mesh) -> Collective:
-        sent = sum(s.bytes for operand in self._operands(line) for s in operand.shapes)
+        operands = self._operands(line)
+        sent = sum(s.bytes for operand in operands for s in operand.shapes)
         shapes = line.shapes
         if line.opcode in ("all-gather-start", "collective-permute-start"):
             shapes = shapes[1:2]  # (operand, result, flags)
@@ -241,11 +243,17 @@ class Module:
             kind = "reduce-scatter"
         groups = hlo_groups.replica_groups(line.attributes, self.num_devices)
         return Collective(
-            line.name, kind, shapes, max(sent, sum(s.bytes for s in shapes)),
+            line.name, kind, shapes, self._collective_bytes(kind, operands, shapes, sent),
             max(map(len, groups)) if groups else 1,
             hlo_groups.mesh_axes(groups, mesh) if groups and mesh else (), "ici",
             is_conditional=line.computation in self._conditional, **self._place(line),
         )
+
+    def _collective_bytes(self, kind, operands, shapes, sent: int) -> int:
+        received = sum(s.bytes for s in shapes)
+        if kind == "ragged-all-to-all":  # (input, output buffer, four arrays of sizes)
+            return min(operands[0].shapes[0].bytes, received)
+        return max(sent, received)
 
     def _scatters(self, line: Instruction) -> bool:
         """Whether a line is a reduce-scatter, on TPU a fusion of an all-reduce and a slice."""

@@ -96,7 +96,8 @@ def _usual_clip(case):
 
 
 def _serve_like_train(case):
-    return (*case.setting("mesh.serve")[:2], case.setting("mesh.train")[2])
+    serve = case.setting("mesh.serve")
+    return (*serve[:2], case.setting("mesh.train")[2], *serve[3:])
 
 
 TIS = "token_tis(cap=2.0)"

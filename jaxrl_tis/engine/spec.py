@@ -8,7 +8,7 @@ import jax
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.shards import Shards
 from jaxrl_tis.kernels import tiles
-from jaxrl_tis.models import invariant, transformer
+from jaxrl_tis.models import invariant, placement, transformer
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout
 
@@ -91,6 +91,7 @@ class Spec:
             raise ValueError(
                 "engine.record_routes is set, and the model has no experts; set it to False"
             )
+        placement.check_experts(self.model, mesh["expert"])
         for name in ("slots", "prefill_batch"):
             count = getattr(config, name)
             if count % self.shards:

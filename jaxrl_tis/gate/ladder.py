@@ -13,10 +13,15 @@ more of the sampler's settings:
   weights           quantised weights, with the learner's treatment of activations
   activations       quantised activations
   kv_dtype          keys and values as the cache stores them
+  route             the routers' own choice of experts -> the sampler's, as the engine recorded it
   decode            rows of whole sequences -> what the engine recorded: chunks of prompts, pages,
                     one token at a time, other tiles and batch shapes, its own excess precision
   filter            the whole distribution -> what the sampling filters kept of it, for tokens that
                     the learner does not score over their kept set
+
+`route` is "same" for a dense model and without recorded routes. It is also "same" where
+`correction.routing` is r3 or keep: the learner then replays the recorded routes on every rung, and
+other experts are no part of its gap.
 
 The signed differences of the rungs add up to logp_old - logp_behav at every token.
 """
@@ -47,6 +52,7 @@ class Settings:
       norm_dtype: dtype in which the scales of the norms are kept.
       excess_precision: the compiler's xla_allow_excess_precision.
       rows: of a micro-batch.
+      replays: the sampler's routes, where the micro-batches have them.
     """
 
     dtype: str
@@ -56,6 +62,7 @@ class Settings:
     layout: sharding.Layout
     quantization: quant.Recipe
     kv_dtype: str | None = None
+    replays: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +90,7 @@ def learner_settings(setup: Setup) -> Settings:
         program.dtype, setup.config.model.param_dtype,
         excess_precision=options is None or options[EXCESS_PRECISION],  # XLA allows it by default
         rows=setup.config.train.microbatch_rows, layout=setup.training.layout,
-        quantization=program.quantization,
+        quantization=program.quantization, replays=setup.training.correction.replays_routes,
     )
 
 
@@ -106,28 +113,30 @@ def changes(setup: Setup) -> dict[str, dict[str, Any]]:
         "weights": dict(quantization=_weights_alone(learner.quantization, engine.config.recipe)),
         "activations": dict(quantization=engine.config.recipe),
         "kv_dtype": dict(kv_dtype=None if is_stored else engine.config.cache_dtype),
+        "route": dict(replays=learner.replays or engine.config.record_routes),
     }
 
 
 def _of_whole_rows(layout: sharding.Layout) -> sharding.Layout:
     """Returns a training layout on as many of its devices as it needs to cut no row."""
-    devices = layout.mesh.devices
-    if devices.shape[-1] == 1:
+    mesh = layout.mesh
+    if mesh.shape["context"] == 1:
         return layout
-    return sharding.layout(devices.shape[:-1], layout.rules, list(devices[..., 0].flat))
+    devices = mesh.devices.take([0], axis=mesh.axis_names.index("context"))
+    return sharding.layout(devices.shape, layout.rules, list(devices.flat))
 
 
 def _serving_layout(setup: Setup) -> sharding.Layout:
-    """Returns the training layout, or that of the engine's tensor-parallel degree if it is
-    another."""
+    """Returns the training layout, or that of the engine's degrees of tensor and expert parallelism
+    if it has another tensor-parallel degree. Rows are then copied to each device, not cut."""
     mesh = setup.engine.layout.mesh
-    degree = mesh.shape["tensor"]
+    degree, experts = mesh.shape["tensor"], mesh.shape["expert"]
     if degree == setup.training.layout.mesh.shape["tensor"]:
         return _of_whole_rows(setup.training.layout)
-    devices, rules = list(mesh.devices.flat), setup.engine.layout.rules
-    if mesh.is_multi_process:  # each has to take part: rows are copied, not cut
-        return sharding.layout((-1, 1, degree), rules | {"batch": None}, devices)
-    return sharding.layout((1, 1, degree), rules, devices[:degree])
+    devices, rules = list(mesh.devices.flat), setup.engine.layout.rules | {"batch": None}
+    if mesh.is_multi_process:  # each has to take part
+        return sharding.layout((-1, 1, degree, 1, experts), rules, devices)
+    return sharding.layout((1, 1, degree, 1, experts), rules, devices[: degree * experts])
 
 
 def _weights_alone(learner: quant.Recipe, sampler: quant.Recipe) -> quant.Recipe:
@@ -149,6 +158,8 @@ def sampling_filters(setup: Setup) -> SamplingParams:
 
 def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> np.ndarray:
     """Returns log-probs [M,R,T] of micro-batches, by the learner's program with these settings."""
+    if not settings.replays:
+        micro = {name: x for name, x in micro.items() if name not in ("routes", "routed")}
     program = dataclasses.replace(
         setup.training.learner.program, dtype=settings.dtype, layout=settings.layout,
         quantization=settings.quantization, kv_dtype=settings.kv_dtype,
@@ -177,7 +188,10 @@ def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Run
       trajectories: N whole micro-batches of records of `setup.engine`.
     """
     rows = setup.training.rows(trajectories)
-    micro, flat = setup.training.micro_batches(rows)
+    recorded = {}
+    if "routes_behav" in rows:
+        recorded = {"routes": rows["routes_behav"], "routed": rows["routed_behav"]}
+    micro, flat = setup.training.micro_batches(rows | recorded)
     settings = learner_settings(setup)
     before = flat(score(setup, settings, params, micro))
     rungs = []

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import json
 import math
+import re
 from typing import Any
 
 import jax
@@ -19,14 +20,16 @@ from jaxrl_tis.diagnostics import agreement
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.gate import ladder
-from jaxrl_tis.learner.scoring import make_logits
+from jaxrl_tis.learner.scoring import make_logits, make_routing
 from jaxrl_tis.learner.setup import MAX_LOGITS
+from jaxrl_tis.learner.trainer import route_metrics
 from jaxrl_tis.rollouts.groups import sampling_params
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import processes
 
 MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # those in the table, and with a bound
+FLIPS = "mismatch/route_flip_"
 AGREEMENT = ("inside_support", "kept_identical", "kept_jaccard")
 
 
@@ -113,6 +116,29 @@ def _agreeing(filters: sampling.SamplingParams, logits_btv: jax.Array, rows: dic
     return agreement_sums
 
 
+def route_flips(
+    setup: Setup, params: Any, rows: dict[str, np.ndarray], logp_old: np.ndarray
+) -> dict[str, float] | None:
+    """Measures how often the routers of the learner by themselves choose other experts than the
+    sampler recorded.
+
+    Returns the metrics mismatch/route_flip_* of diagnostics/routes.py without their prefix, None
+    without recorded routes.
+    """
+    if "routes_behav" not in rows:
+        return None
+    micro, flat = setup.training.micro_batches(rows | {"mask": rows["sampled"]})
+    routed = make_routing(setup.training.update_learner)(params, micro)
+    total = lambda x: setup.training.layout.fetch(x).sum(axis=(0, 1))
+    measured = jax.jit(functools.partial(route_metrics, setup.model.moe))(
+        rows | {"logp_old": logp_old}, flat(routed.ids), total(routed.load), total(routed.entropy)
+    )
+    return {
+        name.removeprefix(FLIPS): float(x)
+        for name, x in measured.items() if name.startswith(FLIPS)
+    }
+
+
 def gap_report(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
     """Returns the report on records of `setup.engine` with these parameters, see docs/gate.md."""
     rungs = ladder.climb(setup, params, trajectories)
@@ -140,6 +166,7 @@ def gap_report(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dic
         )["cause"],
         "non_finite": {"learner": non_finite(logp_old), "sampler": non_finite(logp_behav)},
         **support_agreement(setup, params, rows),
+        "route_flips": route_flips(setup, params, rows, logp_old),
         "budgets": bounds,
         "exceeded": [name for name in above(setup, total) if name in bounds],
     }
@@ -190,7 +217,16 @@ def table(report: dict[str, Any]) -> str:
     lines.append("  ".join(f"{n} {v:.4g}" for n, v in total.items() if n not in MEASURES))
     if agreed := [f"{name} {report[name]:.4f}" for name in AGREEMENT if report[name] is not None]:
         lines.append("  ".join(agreed))
-    return "\n".join(lines + failures(report))
+    return "\n".join(lines + _flip_lines(report["route_flips"]) + failures(report))
+
+
+def _flip_lines(flips: dict[str, float] | None) -> list[str]:
+    """Returns the flip rates as text: of all routers, and of each layer with experts."""
+    if flips is None:
+        return []
+    of = lambda names: "  ".join(f"{name} {flips[name]:.4f}" for name in names)
+    layers = [name for name in flips if re.fullmatch(r"layer_\d+", name)]
+    return [f"route flips: {of(('token', 'router', 'expert'))}", f"route flips: {of(layers)}"]
 
 
 def require(setup: Setup, params: Any) -> None:

@@ -255,6 +255,7 @@ def _check_mesh(layout: Layout, correction: Correction, model: ModelConfig) -> N
             f"on {layout.shards} devices do not provide; set mesh.train to (1, 1, ...)"
         )
     placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
+    placement.check_experts(model, layout.mesh.shape["expert"])
 
 
 def _check_routers(correction: Correction, model: ModelConfig) -> None:

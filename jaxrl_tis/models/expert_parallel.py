@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_tis.models import moe, quant
-from jaxrl_tis.models.grouped import grouped_matmul_invariant
+from jaxrl_tis.models.grouped import grouped_matmul, grouped_matmul_invariant
 from jaxrl_tis.sharding import Layout
 
 AXES = (
@@ -94,11 +94,9 @@ def _specs(layout: Layout, weights: tuple) -> tuple[Any, tuple]:
     spec = lambda *axes: layout.sharding(axes).spec
 
     def of(w, axes):
-        if isinstance(w, quant.Transposed):
-            return quant.Transposed(of(w.w, (axes[0], axes[2], axes[1])))
         if isinstance(w, quant.QuantArray):
-            out = axes[1] if w.q.shape[1] == w.scale.shape[2] != w.q.shape[2] else axes[2]
-            return quant.QuantArray(spec(*axes), spec(axes[0], None, out), scheme=w.scheme)
+            scale = spec(axes[0], None, axes[2])  # of whole columns
+            return quant.QuantArray(spec(*axes), scale, scheme=w.scheme)
         if isinstance(w, quant.Master):
             return quant.Master(spec(*axes), scheme=w.scheme)
         return spec(*axes)
@@ -107,11 +105,16 @@ def _specs(layout: Layout, weights: tuple) -> tuple[Any, tuple]:
 
 
 def _gathered(weights: tuple, layout: Layout, dtype: Any) -> tuple:
-    """Returns the weights with their whole width, in the compute dtype where they are floats."""
+    """Returns the weights with their whole width, in the compute dtype where they are floats. A
+    master keeps its dtype, of which a sampler makes its 8-bit values."""
     if not layout.count(layout.axes("expert_embed")) > 1:
         return weights
-    whole = lambda w, axis: layout.gather(w.astype(dtype), axis, "expert_embed")
-    return tuple(jax.tree.map(lambda w: whole(w, axis), w) for w, axis in zip(weights, WIDTH))
+
+    def whole(w, axis):
+        w = w if isinstance(w, quant.Master) else w.astype(dtype)
+        return jax.tree.map(lambda x: layout.gather(x, axis, "expert_embed"), w)
+
+    return tuple(map(whole, weights, WIDTH))
 
 
 def _scattered(bars: tuple, weights: tuple, layout: Layout) -> tuple:
@@ -146,13 +149,13 @@ def _summed(
 ) -> jax.Array:
     """Returns `moe.experts` [M,D] of this device's tokens: the sum over its part of the experts'
     width, or over all of the width with invariant numerics."""
-    multiply, combine = moe.FAST
-    if is_invariant:
-        multiply, combine = moe.INVARIANT
-        tensor = layout.axes("mlp")
-        if (parts := layout.count(tensor)) > 1:
+    multiply, combine = moe.INVARIANT if is_invariant else moe.FAST
+    tensor = layout.axes("mlp")
+    if (parts := layout.count(tensor)) > 1:
+        down = functools.partial(grouped_matmul, cut=tensor[0])
+        if is_invariant:
             down = functools.partial(grouped_matmul_invariant, split=(tensor[0], parts))
-            multiply = functools.partial(multiply, matmul_down=down)
+        multiply = functools.partial(multiply, matmul_down=down)
     axes = layout.axes("expert")
     if (count := layout.count(axes)) > 1:
         if not is_invariant and is_flat(layout):

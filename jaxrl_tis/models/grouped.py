@@ -20,7 +20,9 @@ INVARIANT_TILES = 16 * tiles.ROWS, 2 * tiles.ROWS  # a product of fewer rows is 
 Split = tuple[str | None, int]
 
 
-def grouped_matmul(x_mi: jax.Array, w: Any, sizes_e: jax.Array) -> jax.Array:
+def grouped_matmul(
+    x_mi: jax.Array, w: Any, sizes_e: jax.Array, cut: str | None = None
+) -> jax.Array:
     """Returns each row's `quant.dot` with the weight of its expert, [M,o] in x's dtype.
 
     Args:
@@ -28,12 +30,14 @@ def grouped_matmul(x_mi: jax.Array, w: Any, sizes_e: jax.Array) -> jax.Array:
       w: any weight of `quant.dot` with a leading axis E, for example float [E,i,o].
       sizes_e: [E] int32 number of consecutive rows of each expert. Rows after the last expert have
         the result 0.
+      cut: the mesh axis that cuts i, inside a shard_map. The result is one term of a sum over this
+        axis, and 8-bit values have the scales of whole rows and columns.
 
     Gradient: that of the float product, for x and for float weights and masters. Sums are float32.
     A QuantArray gets no gradient, and x gets that of the product with the dequantized weight.
     """
     _check(x_mi, w, sizes_e)
-    return _grouped(x_mi, w, sizes_e, None)
+    return _grouped(x_mi, w, sizes_e, None, cut)
 
 
 def grouped_matmul_invariant(
@@ -51,7 +55,7 @@ def grouped_matmul_invariant(
         raise ValueError("An invariant product has no transposed weights.")
     if split[1] > 1 and isinstance(w, (quant.QuantArray, quant.Master)):
         raise ValueError("An invariant product of 8 bits is not cut along its inputs.")
-    return _grouped(x_mi, w, sizes_e, split)
+    return _grouped(x_mi, w, sizes_e, split, None)
 
 
 def _check(x_mi, w, sizes_e):
@@ -79,12 +83,12 @@ def _values(w) -> jax.Array:
     return w.q if isinstance(w, quant.QuantArray) else w
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped(x_mi, w, sizes_e, split: Split | None):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
+def _grouped(x_mi, w, sizes_e, split: Split | None, cut: str | None):
     if isinstance(w, quant.Master):
-        w = quant.quantize_weight(w.w, w.scheme)
+        w = quant.quantize_weight(w.w, w.scheme, cut)
     if split is None:
-        return _product(x_mi, w, sizes_e)
+        return _product(x_mi, w, sizes_e, cut)
     if split[1] == 1:
         dot = lambda x_ri, w: invariant.dot(x_ri[None], w, None, False)[0]
         return by_tiles(dot, x_mi, w, sizes_e, INVARIANT_TILES)
@@ -93,8 +97,10 @@ def _grouped(x_mi, w, sizes_e, split: Split | None):
     return tiles.butterfly(y_mo, *split).astype(x_mi.dtype)
 
 
-def _product(x_mi, w, sizes_e):
+def _product(x_mi, w, sizes_e, cut=None):
     """Returns the product by the TPU kernel or by tiles of `quant.dot`. w is no master."""
+    if cut and isinstance(w, quant.QuantArray) and quant.SCHEMES[w.scheme].has_activations:
+        return _of_cut_rows(x_mi, w, sizes_e, cut)
     loop = functools.partial(by_tiles, quant.dot, tiles=tile_sizes(len(x_mi), len(sizes_e)))
     return jax.lax.platform_dependent(x_mi, w, sizes_e, tpu=_on_tpu, default=loop)
 
@@ -110,6 +116,28 @@ def _on_tpu(x_mi, w, sizes_e):
     return product_kernel(x_mi, w.q, sizes_e, in_axis, dtype, x_scale_m1, w.scale)
 
 
+def _of_cut_rows(x_mi, w: quant.QuantArray, sizes_e, cut: str):
+    """Returns the product of 8-bit rows, whose scales are those of all parts of a row."""
+    dtype, kind = x_mi.dtype, quant.SCHEMES[w.scheme].dtype
+    accumulator = jnp.int32 if kind == jnp.int8 else jnp.float32
+    x_mi, x_scale_m1 = quant.quantize(x_mi, -1, kind, cut)
+
+    def dot(x_ri, w):
+        y_ro = jax.lax.dot(x_ri, w.q, preferred_element_type=accumulator)
+        return y_ro.astype(jnp.float32) * w.scale
+
+    def loop(x_mi, x_scale_m1, w, sizes_e):
+        y_mo = by_tiles(dot, x_mi, w, sizes_e, tile_sizes(len(x_mi), len(sizes_e)))
+        return (y_mo * x_scale_m1).astype(dtype)
+
+    def kernel(x_mi, x_scale_m1, w, sizes_e):
+        return product_kernel(x_mi, w.q, sizes_e, 0, dtype, x_scale_m1, w.scale)
+
+    return jax.lax.platform_dependent(
+        x_mi, x_scale_m1, w, sizes_e, tpu=kernel, default=loop
+    )
+
+
 def _outer(x_mi, y_mo, sizes_e, dtype):
     """Returns x^T y [E,i,o] over the rows of each expert, summed in float32."""
     sizes = tile_sizes(len(x_mi), len(sizes_e))
@@ -118,12 +146,12 @@ def _outer(x_mi, y_mo, sizes_e, dtype):
     return jax.lax.platform_dependent(x_mi, y_mo, sizes_e, tpu=kernel, default=loop)
 
 
-def _grouped_fwd(x_mi, w, sizes_e, split):
-    return _grouped(x_mi, w, sizes_e, split), (x_mi, w, sizes_e)
+def _grouped_fwd(x_mi, w, sizes_e, *plan):
+    return _grouped(x_mi, w, sizes_e, *plan), (x_mi, w, sizes_e)
 
 
-def _grouped_bwd(split, operands, y_mo):
-    del split
+def _grouped_bwd(split, cut, operands, y_mo):
+    del split, cut
     x_mi, w, sizes_e = operands
     values, is_transposed = _values(w), _is_transposed(w)
     inner = w.w if is_transposed else w

@@ -15,6 +15,7 @@ def shardings(layout: Layout, config: ModelConfig, memory_kind: str = "device") 
     """Returns the tree of shardings for a model's parameters. "pinned_host" keeps them in host
     memory. ValueError if the mesh does not divide them."""
     check_tensor_parallel(config, layout.mesh.shape["tensor"])
+    check_experts(config, layout.mesh.shape["expert"])
 
     def place(path, abstract, axes):
         sharding = layout.sharding(axes)
@@ -39,6 +40,15 @@ def check_tensor_parallel(config: ModelConfig, degree: int) -> None:
         raise ValueError(
             f"tensor parallelism {degree} does not divide {config.num_heads} query heads and "
             f"{config.num_kv_heads} key/value heads; legal degrees are {legal}"
+        )
+
+
+def check_experts(config: ModelConfig, shards: int) -> None:
+    """Raises ValueError where the expert axis of a mesh does not divide the experts."""
+    if config.moe is not None and config.moe.num_experts % shards:
+        raise ValueError(
+            f"{config.moe.num_experts} experts cannot be cut into the {shards} shards of the mesh "
+            "axis 'expert'; choose a divisor of their number"
         )
 
 

@@ -122,13 +122,21 @@ def transposed(w: jax.Array | QuantArray) -> Transposed:
     return Transposed(jnp.swapaxes(w, -1, -2))
 
 
-def quantize(x: jax.Array, axis: int, dtype: type = jnp.int8) -> tuple[jax.Array, jax.Array]:
-    """Returns (`dtype` values, float32 scale with `axis` kept as 1) of `x` reduced over `axis`."""
+def quantize(
+    x: jax.Array, axis: int, dtype: type = jnp.int8, cut: str | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (`dtype` values, float32 scale with `axis` kept as 1) of `x` reduced over `axis`.
+
+    Args:
+      cut: the mesh axis over which `axis` is cut, inside a shard_map. The scale is that of all parts.
+    """
     bound = BOUND[jnp.dtype(dtype)]
     x = x.astype(jnp.float32)
     # XLA replaces a division by the product with the reciprocal in some programs and not in others,
     # which moves values that lie half-way: both reciprocals are written out.
-    scale = jnp.max(jnp.abs(x), axis=axis, keepdims=True) * np.float32(1 / bound)
+    largest = jnp.max(jnp.abs(x), axis=axis, keepdims=True)
+    largest = jax.lax.pmax(largest, cut) if cut else largest
+    scale = largest * np.float32(1 / bound)
     scale = jnp.where(scale < MIN_SCALE, 1.0, scale)
     x = x * (1 / scale)
     x = jnp.round(x) if dtype == jnp.int8 else x  # the conversion to a float type rounds by itself
@@ -146,9 +154,9 @@ def stored(x: jax.Array, dtype: str) -> jax.Array:
     return jax.lax.reduce_precision(x, info.nexp, info.nmant)
 
 
-def quantize_weight(w: jax.Array, scheme: str) -> QuantArray:
-    """Returns the QuantArray of a float weight [..., in, out]."""
-    return QuantArray(*quantize(w, -2, SCHEMES[scheme].dtype), scheme=scheme)
+def quantize_weight(w: jax.Array, scheme: str, cut: str | None = None) -> QuantArray:
+    """Returns the QuantArray of a float weight [..., in, out]. `cut` is as in `quantize`."""
+    return QuantArray(*quantize(w, -2, SCHEMES[scheme].dtype, cut), scheme=scheme)
 
 
 def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Array:

@@ -46,6 +46,11 @@ SMALL = {
         "rollout__overlong_buffer": 32, "train__pack_length": 256,
     },
 }
+SMALL["dapo_qwen3_30b_a3b"] = SMALL["dapo_qwen3_30b_a3b:v5e"] = {
+    "rollout__prompts": 128, "rollout__max_new_tokens": 192, "task__max_prompt_tokens": 64,
+    "rollout__overlong_buffer": 32, "train__pack_length": 256,
+    "engine__slots": 64, "engine__prefill_batch": 64, "engine__prefill_chunk": 64,
+}
 SMALL["dapo_qwen25_32b:async"] = SMALL["dapo_qwen25_32b"]
 # A compiler that optimises less is several times as fast. Only for programs without gradients:
 # libtpu 0.0.42.1 aborts on the reduce-scatters of the others.
@@ -58,7 +63,10 @@ COMPILED = {
     "dapo_qwen25_32b": ("decode",),
     "dapo_qwen25_32b:async": ("score", "quantize", "insert"),
     "dapo_qwen3_8b": ("train",),
+    "dapo_qwen3_30b_a3b": ("score", "decode"),
+    "dapo_qwen3_30b_a3b:v5e": ("train", "decode"),
 }
+SLICES = TOPOLOGIES | {"dapo_qwen3_30b_a3b:v5e": "v5e:8x8"}
 
 
 def little_effort(topology):
@@ -90,7 +98,7 @@ def made():
 
     def get(name):
         if name not in found:
-            topology = Topology.parse(TOPOLOGIES[name.partition(":")[0]])
+            topology = Topology.parse(SLICES.get(name) or SLICES[name.partition(":")[0]])
             tpu.devices(topology.name)
             layers = 2 if name == "gsm8k_qwen25_0p5b:grpo" else 1
             setup = aot.setup_for(small(name), SHAPES, topology, layers)

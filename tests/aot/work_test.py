@@ -21,7 +21,7 @@ def tiny_setup(**overrides):
 def test_model_flops_of_a_forward_pass():
     c = tiny_setup().model  # D 32, 2 query and 1 key/value head of 16, F 48, 1 layer
     # q, o: 32 x 32; k, v: 32 x 16; gate, up, down: 32 x 48.
-    assert work.layer_weights(c) == 2 * 1024 + 2 * 512 + 3 * 1536
+    assert work.layers_weights(c) == work.active_weights(c) == 2 * 1024 + 2 * 512 + 3 * 1536
     # Three rows of 8 tokens, logits of 5: products, half the square of two attention products,
     # and the head.
     weights = 2 * 1024 + 2 * 512 + 3 * 1536
@@ -30,6 +30,30 @@ def test_model_flops_of_a_forward_pass():
     assert work.forward_flops(c, 3, 8, 5) == expected
     per_token = 2 * (weights + 32 * c.vocab_size) + 2 * 2 * 10 * 2 * 16
     assert work.decode_flops(c, 7, 10) == 7 * per_token
+
+
+EXPERTS = dict(
+    model__num_layers=2, model__num_experts=6, model__expert_dim=16, model__shared_expert_dim=8,
+    model__experts_per_token=2,
+)
+
+
+def test_a_token_meets_its_own_experts_and_the_shared_ones():
+    """D 32; attention as above; the router 32 x 6; an expert 3 x 32 x 16, the shared one 3 x 32 x 8."""
+    c = tiny_setup(**EXPERTS).model
+    rest = 2 * 1024 + 2 * 512 + 32 * 6 + 3 * 32 * 8
+    assert work.layers_weights(c) == 2 * (rest + 6 * 3 * 32 * 16)
+    assert work.active_weights(c) == 2 * (rest + 2 * 3 * 32 * 16)
+    per_token = 2 * (work.active_weights(c) + 32 * c.vocab_size) + 2 * 2 * 10 * 2 * 16 * 2
+    assert work.decode_flops(c, 7, 10) == 7 * per_token
+
+
+def test_a_kernel_of_experts_counts_an_even_load():
+    """Its buffer has room for the rows of all devices that share the experts."""
+    call = CustomCall("grouped_product.2", "tpu_custom_call", (), 80, "c", 1, "")
+    count = lambda **mesh: work.kernel_flops(call, tiny_setup(**EXPERTS, **mesh))
+    assert count() == 80
+    assert count(mesh__train=(1, 1, 1, 1, 2), train__microbatch_rows=4) == 40
 
 
 def test_bytes_that_a_decode_call_must_move():

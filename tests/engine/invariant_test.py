@@ -21,7 +21,7 @@ from jaxrl_tis.learner import correction
 from jaxrl_tis.learner.scoring import Learner, make_score
 from jaxrl_tis.learner.step import TrainState, make_train_step
 from jaxrl_tis.models import placement, transformer
-from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.models.quant import Recipe
 from tests import compilation, weights
 
@@ -38,6 +38,10 @@ CONFIG = ModelConfig(
 )
 LENGTH, NEW, COUNT, KEPT = 64, 8, 16, 12
 DTYPES = ("float32", "bfloat16")
+# Two tensor shards have two tiles of 64 of an expert's width each.
+EXPERTS = dataclasses.replace(CONFIG, family="glm4_moe", num_layers=3, moe=MoeConfig(
+    8, 2, 128, "sigmoid", shared_dim=128, num_groups=4, top_groups=2, scale=1.5, dense_layers=(0,),
+))
 
 
 def compiled_for(dtype):
@@ -256,6 +260,63 @@ def test_any_vocabulary_is_sampled_and_scored_alike(monkeypatch):
     check_same(sampled(engine.__wrapped__("bfloat16", 4), reversed(range(4))), expected)
     trajectories = list(expected.values())
     assert differing(scored(learner("bfloat16", (1, 1, 2)), trajectories), trajectories) == 0
+
+
+@pytest.fixture
+def experts(monkeypatch):
+    here = sys.modules[__name__]
+    monkeypatch.setattr(here, "CONFIG", EXPERTS)
+    monkeypatch.setattr(here, "params", lambda: weights.drawn(EXPERTS))
+
+
+@functools.cache
+def routed(dtype, scheme, mesh, count):
+    """Trajectories of so many requests, with routes, by a sampler on this mesh."""
+    layout = sharding.layout(mesh, sharding.SERVE_RULES)
+    sampler = Engine(EXPERTS, EngineConfig(
+        slots=16, max_length=LENGTH, dtype=dtype, cache_dtype=dtype, steps=3, prefill_batch=4,
+        prefill_chunk=(48, 16)[layout.mesh.size > 1], quantization=scheme, unroll=False, num_kept=0,
+        record_routes=True, numerics="invariant",
+    ), layout)
+    return sampled(sampler, range(count))
+
+
+EIGHT_BITS = pytest.param("bfloat16", "w8a8", (1, 1, 1, 1, 2), marks=pytest.mark.all)
+
+
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize("dtype, scheme, mesh", [
+    ("float32", "none", (1, 1, 2, 1, 2)),
+    pytest.param("float32", "none", (1, 1, 2), marks=pytest.mark.all),
+    pytest.param("float32", "none", (1, 1, 1, 1, 2), marks=pytest.mark.all),
+    pytest.param("bfloat16", "none", (1, 1, 2, 1, 2), marks=pytest.mark.all),
+    EIGHT_BITS,
+])
+def test_experts_are_chosen_and_computed_alike_on_every_mesh(dtype, scheme, mesh):
+    """Also with other tokens in the batch, and with prompts in other chunks."""
+    with compiled_for(dtype):
+        expected = routed(dtype, scheme, (1, 1, 1), 6)
+        found = routed(dtype, scheme, mesh, 6)
+        check_same(found, expected)
+        for id, t in found.items():
+            np.testing.assert_array_equal(t.routes, expected[id].routes)
+        assert len(np.unique(np.concatenate([t.routes.ravel() for t in found.values()]))) == 8
+
+
+@pytest.mark.usefixtures("experts")
+@pytest.mark.parametrize("dtype, scheme, mesh", [
+    ("float32", "none", (1, 1, 2, 1, 2)),
+    pytest.param("float32", "none", (1, 1, 1), marks=pytest.mark.all),
+    pytest.param("float32", "none", (2, 1, 1), marks=pytest.mark.all),
+    pytest.param("bfloat16", "none", (1, 1, 2, 1, 2), marks=pytest.mark.all),
+    EIGHT_BITS,
+])
+def test_the_learner_with_its_own_routes_scores_as_the_sampler_drew(dtype, scheme, mesh):
+    with compiled_for(dtype):
+        trajectories = list(routed(dtype, scheme, (1, 1, 1), 6).values())
+        # 16 rows, so that every mesh divides them.
+        rows = (trajectories * 3)[:16]
+        assert differing(scored(learner(dtype, mesh, scheme), rows), rows) == 0
 
 
 def test_a_sampler_that_could_not_agree_is_refused():

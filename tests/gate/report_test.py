@@ -30,6 +30,9 @@ BY_JAX = pytest.mark.by_jax("XLA compiles and rounds the programs")
 ROOT = pathlib.Path(__file__).parents[2]
 SAME = dict(engine__quantization="none")
 BFLOAT16 = dict(engine__dtype="bfloat16", engine__cache_dtype="bfloat16")
+ROUTED = SAME | dict(
+    model__num_layers=2, model__num_experts=6, model__expert_dim=16, engine__record_routes=True
+)
 FILTERED = dict(rollout__top_k=4, rollout__top_p=0.9, rollout__allow_filter_bias=True)
 
 
@@ -139,6 +142,7 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
     setup = even_setup(
         **BFLOAT16 | dict(engine__cache_dtype="int8"), mesh__serve=(1, 1, 2),
         mesh__train=(1, 1, 1, 2), model__num_kv_heads=2, model__num_heads=4,
+        model__num_experts=4, model__expert_dim=16, engine__record_routes=True,
     )
     used = []
     score = lambda setup, settings, params, micro: used.append(settings) or micro["mask"]
@@ -158,10 +162,29 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
         "batch_shape": ["rows"],
         "sequence_parallel": ["layout"], "tensor_parallel": ["layout"],
         "weights": ["quantization"], "activations": ["quantization"], "kv_dtype": ["kv_dtype"],
+        "route": ["replays"],
     }
     assert used[0] == ladder.learner_settings(setup)
     meshes = [tuple(settings.layout.mesh.shape.values()) for settings in used]
-    assert meshes == [(1, 1, 1, 2)] * 4 + [(1, 1, 1, 1)] + [(1, 1, 2, 1)] * 4
+    assert meshes == [(1, 1, 1, 2, 1)] * 4 + [(1, 1, 1, 1, 1)] + [(1, 1, 2, 1, 1)] * 5
+    assert [settings.replays for settings in used] == [False] * 9 + [True]
+
+
+def meshes_of(**meshes):
+    """The meshes of `sequence_parallel` and `tensor_parallel`, and their devices."""
+    setup = even_setup(**ROUTED, model__num_kv_heads=2, **meshes)
+    layouts = [ladder.changes(setup)[f"{kind}_parallel"]["layout"] for kind in ("sequence", "tensor")]
+    shape = lambda layout: tuple(layout.mesh.shape.values())
+    return [(shape(layout), [d.id for d in layout.mesh.devices.flat]) for layout in layouts]
+
+
+def test_whole_rows_keep_the_devices_of_the_experts():
+    assert meshes_of(mesh__train=(1, 1, 1, 2, 2), mesh__serve=(1, 1, 2, 1, 2)) == [
+        ((1, 1, 1, 1, 2), [0, 1]), ((1, 1, 2, 1, 2), [0, 1, 2, 3])
+    ]
+    assert meshes_of(mesh__train=(1, 2, 1, 2, 2), mesh__serve=(1, 1, 1, 1, 4)) == [
+        ((1, 2, 1, 1, 2), [0, 1, 4, 5])
+    ] * 2
 
 
 @pytest.mark.all
@@ -334,6 +357,58 @@ def test_kept_sets_that_the_learner_scores_over_leave_no_filter(sampled):
     rows = trajectory_rows(trajectories, setup.training.row_length)
     agreed = report.support_agreement(setup, noisy.perturbed(params, 0.1), rows)
     assert 0 < agreed["kept_identical"] < agreed["kept_jaccard"] < 1
+
+
+# Experts
+
+
+def with_noisy_router(setup, params):
+    """Records of a sampler whose router alone is another one."""
+    layers = params["layers"]
+    noise = np.random.default_rng(0).normal(size=layers["router"].shape).astype(np.float32)
+    other = params | {"layers": layers | {"router": layers["router"] + 0.3 * noise}}
+    return report.sample(setup, other, 4)
+
+
+@BY_JAX
+@pytest.mark.cases("none-0")
+@pytest.mark.parametrize("routing, pack_length", [("none", 0), ("r3", 0), ("none", 16)])
+def test_other_routes_have_a_rung_of_their_own(sampled, routing, pack_length):
+    """The only gate of a token is 1, so another router does nothing but choose other experts."""
+    setup, params, _ = sampled(
+        **ROUTED, correction__routing=routing, model__experts_per_token=1,
+        train__pack_length=pack_length,
+    )
+    trajectories = with_noisy_router(setup, params)
+    rungs = {r.cause: r for r in ladder.climb(setup, params, trajectories)}
+    largest = {cause: np.abs(r.difference).max() for cause, r in rungs.items()}
+    assert largest["decode"] < 2e-5
+    assert rungs["route"].is_same == (routing == "r3")
+    assert largest["route"] == 0 if routing == "r3" else largest["route"] > 1e-3
+    result = report.gap_report(setup, params, trajectories)
+    assert result["largest"] == ("decode" if routing == "r3" else "route")
+    flips = result["route_flips"]
+    assert 0.1 < flips["router"] < flips["token"] < 1 and flips["expert"] == flips["router"]
+    assert "route flips: token 0." in report.table(result)
+
+
+@BY_JAX
+def test_a_flip_is_found_in_its_layer(sampled):
+    """One sampled token of one record was sent to another expert in the second layer."""
+    setup, params, trajectories = sampled(**ROUTED)
+    rows = setup.training.rows(trajectories)
+    flips = lambda rows: report.route_flips(setup, params, rows, rows["logp_behav"])
+    assert set(flips(rows).values()) == {0.0}
+    recorded, row = rows["routes_behav"].copy(), np.argmax(rows["mask"][1]) - 1
+    absent = set(range(6)) - set(recorded[1, row, 1].tolist())
+    recorded[1, row, 1, 0] = min(absent)
+    found = flips(rows | {"routes_behav": recorded})
+    count = rows["mask"].sum()
+    assert found["token"] == found["layer_1"] == pytest.approx(1 / count)
+    assert found["layer_0"] == 0 and found["router"] == pytest.approx(1 / (2 * count))
+    assert found["layer_1_position_0"] == pytest.approx(1 / len(trajectories))
+    del rows["routes_behav"]
+    assert flips(rows) is None
 
 
 def test_tokens_outside_the_learners_support_are_counted(sampled):

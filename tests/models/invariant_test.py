@@ -12,8 +12,8 @@ from jaxrl_tis.kernels import tiles
 from jaxrl_tis.kernels.head import Head
 from jaxrl_tis.kernels.logprob import token_logprob
 from jaxrl_tis.kernels.logprob_chunked import Kept
-from jaxrl_tis.models import invariant, transformer
-from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.models import invariant, moe, transformer
+from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 
 pytestmark = [
     pytest.mark.compiles,
@@ -174,3 +174,57 @@ def test_float8_is_refused():
     with pytest.raises(ValueError, match="'fp8_w8a8' sums floats of 8 bits; use none, w8a16, w8a8"):
         invariant.check(CONFIG, dict(tensor=2, context=1), "fp8_w8a8")
     invariant.check(CONFIG, dict(tensor=2, context=1), "w8a8")
+
+
+# Experts
+
+
+def equal_bits_of_parts(f, *arrays):
+    """A function of each token gives the same bits for any part of the tokens, on two devices."""
+    whole = np.asarray(jit(lambda *x: f(None, *x))(*arrays))
+    for count in (1, 5):
+        part = jit(lambda *x: f(None, *x))(*(x[:, 3 : 3 + count] for x in arrays))
+        np.testing.assert_array_equal(part, whole[:, 3 : 3 + count])
+    np.testing.assert_array_equal(jit(lambda *x: f(layout(2), *x))(*arrays), whole)
+    return whole
+
+
+@OPTIMIZED
+def test_router_logits_do_not_depend_on_other_tokens():
+    x, router = normal(2, 19, 64, dtype="bfloat16"), normal(64, 8)
+    call = lambda layout, x: invariant.router_logits(x, router, layout, moe.router_logits)
+    found = equal_bits_of_parts(call, x)
+    exact = np.einsum("btd,de->bte", np.float64(x), np.float64(router))
+    assert found.dtype == np.float32
+    np.testing.assert_allclose(found, exact, atol=1e-5)
+    pull = lambda f: jax.vjp(f, x, router)[1](jnp.cos(found))
+    plain = pull(moe.router_logits)
+    for a, b in zip(pull(lambda x, r: invariant.router_logits(x, r, None, moe.router_logits)), plain):
+        np.testing.assert_array_equal(a, b)
+
+
+@OPTIMIZED
+def test_functions_of_a_row_do_not_depend_on_other_rows():
+    """With the gradient of the plain function, and none for integers."""
+    kind = MoeConfig(8, 2, 16)
+    logits, ids = normal(2, 19, 8), jnp.asarray(RNG.integers(0, 8, (2, 19, 2)), jnp.int32)
+    plain = lambda logits, ids: moe.gates(moe.scores(logits, kind), ids, kind)
+    found = equal_bits_of_parts(lambda layout, *x: invariant.by_row(plain, layout, *x), logits, ids)
+    np.testing.assert_allclose(found, plain(logits, ids), rtol=1e-6)
+    total = lambda f: jax.grad(lambda logits: jnp.sum(jnp.cos(f(logits, ids))))(logits)
+    np.testing.assert_allclose(
+        total(lambda *x: invariant.by_row(plain, None, *x)), total(plain), atol=1e-6
+    )
+
+
+@pytest.mark.parametrize("moe_fields, scheme, message", [
+    (dict(expert_dim=96), "none", "width of an expert, 96, cannot be cut into 2 parts"),
+    (dict(expert_dim=128, shared_dim=64), "none",
+     "width of the shared experts, 64, cannot be cut into 2 parts of whole tiles of 64"),
+    (dict(expert_dim=128), "w8a8", "'w8a8' scales the inputs of an expert's last product, which 2"),
+])
+def test_experts_that_the_contract_does_not_cover_are_refused(moe_fields, scheme, message):
+    config = dataclasses.replace(CONFIG, mlp_dim=96, moe=MoeConfig(8, 2, **moe_fields))
+    with pytest.raises(ValueError, match=message):
+        invariant.check(config, dict(tensor=2, context=1), scheme)
+    invariant.check(config, dict(tensor=1, context=1), scheme)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import moe, transformer
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 
@@ -232,6 +233,25 @@ def test_the_products_of_experts_equal_a_loop():
 
 
 # Statistics
+
+
+@pytest.mark.usefixtures("optimized")
+def test_outputs_are_combined_by_row_in_a_fixed_order():
+    """(1e8 - 1e8) + 1 is 1, while 1e8 + (1 - 1e8) is 0 in float32."""
+    run = jax.jit(moe.combined_by_row, compiler_options=tiles.COMPILER_OPTIONS)
+    gates = jnp.ones((40, 3), jnp.float32)
+    outputs = jnp.broadcast_to(jnp.array([1e8, -1e8, 1], jnp.float32)[:, None], (40, 3, 4))
+    np.testing.assert_array_equal(run(outputs, gates), np.ones((40, 4)))
+    np.testing.assert_array_equal(run(outputs[:, ::-1], gates), np.zeros((40, 4)))
+    rng = np.random.default_rng(0)
+    outputs, gates = (jnp.asarray(rng.normal(size=s), jnp.float32) for s in ((40, 3, 4), (40, 3)))
+    whole = run(outputs, gates)
+    for part in (slice(7, 8), slice(3, 20)):
+        np.testing.assert_array_equal(run(outputs[part], gates[part]), whole[part])
+    np.testing.assert_allclose(whole, moe.combined(outputs, gates), rtol=1e-5, atol=1e-6)
+    pull = lambda f: jax.vjp(f, outputs, gates)[1](jnp.cos(whole))
+    for a, b in zip(pull(moe.combined_by_row), pull(moe.combined)):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_statistics_by_hand():

@@ -228,7 +228,7 @@ MUTANTS = [
     *of(
         "models/grouped.py",
         ("a master's product is that of its float weight",
-         "w = quant.quantize_weight(w.w, w.scheme)", "w = w.w", "test_every_kind_of_weight"),
+         "w = quant.quantize_weight(w.w, w.scheme, cut)", "w = w.w", "test_every_kind_of_weight"),
         ("a frozen weight's gradient has no scale",
          "y_mo = (y_mo * scale_mo).astype(y_mo.dtype)", "y_mo = y_mo",
          "test_a_frozen_weight_passes_the_gradient_of_its_dequantized_product"),

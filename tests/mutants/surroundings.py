@@ -308,6 +308,12 @@ MUTANTS = [
          "quantization=_weights_alone(learner.quantization, engine.config.recipe)",
          "quantization=engine.config.recipe",
          "gate/report_test.py::test_a_quantised_sampler_is_told_by_its_rungs"),
+        ("no rung replays routes",
+         'if not settings.replays:', 'if True:',
+         "gate/report_test.py::test_other_routes_have_a_rung_of_their_own"),
+        ("rows become whole along the last axis of the mesh",
+         'axis=mesh.axis_names.index("context")', "axis=-1",
+         "gate/report_test.py::test_whole_rows_keep_the_devices_of_the_experts"),
         tests="gate/report_test.py",
     ),
     *of(
