@@ -46,10 +46,9 @@ class Trainer:
         self.weights: np.ndarray | None = None
         self.score_metrics: dict[str, float] = {}
         self._score = make_score(learner)
-        is_replayed_later = setup.correction.routing == "r2"
-        self._first_score = (
-            make_score(learner, with_routes=True) if is_replayed_later else self._score
-        )
+        self._score_routes = None
+        if setup.correction.routing == "r2":
+            self._score_routes = make_score(learner, with_routes=True)
         self._routing = make_routing(learner)
         self._route_metrics = jax.jit(functools.partial(route_metrics, setup.model.moe))
         self.prepare = correction.make_prepare(setup.correction)
@@ -140,7 +139,7 @@ class Trainer:
 
         if self.setup.recompute_reason:
             centre = state["ewma"].params(like=policy) if "ewma" in state else policy
-            scores = run(self._first_score, centre)
+            scores = run(self._score_routes or self._score, centre)
             fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
             if "routes" in scores:
                 # A micro-batch without a token in the mask was skipped, and has no routes.

@@ -213,6 +213,7 @@ def own_routes(settings, rows, state):
     return flat(trainer._routing(state["policy"].params, micro).ids)
 
 
+@pytest.mark.cases("dense")
 @pytest.mark.parametrize("packing", [{}, dict(train__pack_length=40)], ids=["dense", "packed"])
 def test_recorded_routes_are_replayed_in_score_and_update(packing):
     """Other routes change every log-prob. Dense rows, packed rows and the fused update agree."""
@@ -310,7 +311,8 @@ def test_r2_replays_the_routes_of_the_pass_before_the_update():
 @pytest.mark.usefixtures("optimized")
 def test_r2_is_off_for_the_first_minibatch_bit_by_bit():
     samples, found = samples_with_routes(), []
-    for settings in (EXPERTS | ONE | NEVER, EXPERTS | ONE | dict(correction__routing="r2")):
+    own = EXPERTS | ONE | dict(optimizer__lr=2e-3)  # programs that no other test has compiled
+    for settings in (own | NEVER, own | dict(correction__routing="r2")):
         state = start_of(settings)
         rows = score(settings, samples, state)
         state, rows, _ = trainer_of(settings).update(state, rows, 1, 0)
@@ -319,6 +321,7 @@ def test_r2_is_off_for_the_first_minibatch_bit_by_bit():
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
 
 
+@pytest.mark.all
 def test_later_minibatches_of_r2_keep_the_routes():
     """The second update of a batch with a large rate: its own routes moved, the replayed ones not."""
     samples = samples_with_routes()
@@ -377,6 +380,7 @@ def test_a_sample_without_routes_stops_the_step(missing):
 MASK = R3 | dict(correction__routing_missing="mask", metrics__diagnostics_every=1)
 
 
+@pytest.mark.cases("scored")
 @pytest.mark.parametrize("settings", [
     MASK | NEVER | ONE, MASK | ONE, MASK | NEVER | ONE | dict(train__pack_length=40),
 ], ids=["scored", "fused", "packed"])
@@ -630,6 +634,7 @@ def test_losses_are_of_the_routers_own_choice():
     assert found[0]["moe/load_balance_loss"] > 1 and found[0]["moe/router_z_loss"] > 0
 
 
+@pytest.mark.all
 def test_the_split_into_micro_batches_of_equal_sequences_changes_the_z_loss_by_rounding():
     """The z-loss is a mean over tokens. The load-balancing loss is a product of two means of its
     micro-batch, and the mean over micro-batches of other loads is another number."""
@@ -657,6 +662,7 @@ def test_the_bias_moves_against_the_load():
     assert moved_bias(plain, jnp.ones((1, 3)), 0.25) is plain
 
 
+@pytest.mark.cases("none")
 @pytest.mark.parametrize("routing", ["none", "r3"])
 def test_a_frozen_bias_keeps_every_bit(routing):
     """Over several updates with weight decay, in the learner and in the sampler's parameters."""
