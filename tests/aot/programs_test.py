@@ -186,6 +186,55 @@ def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
     assert share <= max(wide) <= 2 * share
 
 
+EXPERTS = "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b:v5e"
+
+
+def exchanges(entry):
+    """(bytes, runs) of the exchanges between the devices of the experts."""
+    found = [c for c in entry["collectives"] if c["kind"] == "ragged-all-to-all"]
+    assert all(c["axes"] == ["expert"] and c["group_size"] == 8 for c in found)
+    return [(c["bytes"], c["count"]) for c in found]
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", EXPERTS)
+def test_tokens_travel_to_their_experts_and_back(made, name):
+    """One layer. A device's tokens, 8 rows of 2048 bfloat16 numbers each, travel as one chunk."""
+    setup, found = made(name)
+    token = 8 * 2048 * 2
+    engine, learner = setup.engine, setup.training
+    of_decode = engine.slots // engine.shards * token, engine.steps
+    assert exchanges(found["programs"]["decode"]) == [of_decode] * 2
+    config = setup.config
+    passes = config.rollout.prompts * config.rollout.group_size // config.train.microbatch_rows
+    if "score" in found["programs"]:
+        assert exchanges(found["programs"]["score"]) == [(256 * token, passes)] * 2
+    else:  # forward, again in the backward pass, and the way back of the gradients
+        of_train = exchanges(found["programs"]["train"])
+        assert {size for size, _ in of_train} == {256 * token}
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", EXPERTS)
+def test_no_device_holds_all_experts_and_none_makes_floats_of_them(made, name):
+    """A device serves 16 of the 128 experts, and a quarter of their width of 768. Under the scan over
+    layers the 8-bit matrices of a layer are copied out of the stack."""
+    setup, found = made(name)
+    programs = aot.programs(setup)
+    for program in found["programs"]:
+        layers = programs[program][1][0]
+        layers = layers.params["layers"] if program == "train" else layers["layers"]
+        for weight in ("expert_gate", "expert_up", "expert_down"):
+            for x in jax.tree.leaves(layers[weight]):
+                assert x.sharding.shard_shape(x.shape)[1] == 16
+    size = 16 * 2048 * 768 // 4
+    shapes = [x["shape"] for x in found["programs"]["decode"]["largest"]
+              if not x["what"].startswith("argument")]
+    dims = lambda shape: math.prod(map(int, re.findall(r"\d+", shape.partition("[")[2])))
+    copies = [shape for shape in shapes if dims(shape) >= size]
+    assert {shape.partition("[")[0] for shape in copies} <= {"s8"}
+
+
 @pytest.mark.all
 def test_half_of_a_slice_learns_and_the_other_samples(made):
     """Each half has its programs, and in its memory what is kept there and nothing else."""

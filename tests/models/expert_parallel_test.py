@@ -165,7 +165,7 @@ def test_an_exchange_and_its_gradient():
     layout = sharding.layout((1, 1, 1, 1, 3), sharding.SERVE_RULES)
 
     def local(rows, bars):
-        move = lambda x: expert_parallel.exchanged(x, jnp.asarray(sizes), room, "expert")
+        move = lambda x: expert_parallel.exchanged(x, jnp.asarray(sizes), room, "expert", True)
         value, pull = jax.vjp(move, rows[0])
         return value[None], pull(bars[0])[0][None]
 
