@@ -4,7 +4,10 @@ A device holds E / N experts, N the size of the mesh axis "expert", and its own 
 copies of its tokens by expert, sends each device those of its experts, multiplies what it receives,
 and sends the results back. The exchange is ragged and nothing is dropped: the buffer of a device has
 room for all tokens of the N devices. CHUNK tokens of a device travel at a time, which bounds it.
-On chips of flat slices all tokens go to all N devices, and each of these adds its experts' share.
+
+On large v5e slices every device gets all tokens of the N devices once and adds the share of its own
+experts, with fast numerics; with invariant ones, and on a CPU, the exchange is in blocks of equal
+size.
 
 Shapes: b row, t token, k expert of a token, e expert, d embed, s source, n copy of a token.
 """
@@ -158,17 +161,20 @@ def _summed(
         multiply = functools.partial(multiply, matmul_down=down)
     axes = layout.axes("expert")
     if (count := layout.count(axes)) > 1:
-        if not is_invariant and is_flat(layout):
+        if not is_invariant and not _is_ragged(layout):
             rows = x_md, ids_mk, gates_mk
             return _by_all(*rows, weights, num_experts // count, multiply, combine, axes[0])
-        multiply = functools.partial(_elsewhere, multiply=multiply, axis=axes[0], count=count)
+        move = functools.partial(exchanged, axis=axes[0], is_ragged=_is_ragged(layout))
+        multiply = functools.partial(_elsewhere, multiply=multiply, axis=axes[0], move=move)
     return moe.experts(x_md, ids_mk, gates_mk, weights, num_experts, multiply, combine)
 
 
-def is_flat(layout: Layout) -> bool:
-    """Whether the chips are of a kind whose slices are flat: v5e and v6e. libtpu compiles no ragged
-    exchange for a flat slice without wrap-around links."""
-    return "lite" in layout.mesh.devices.flat[0].device_kind
+def _is_ragged(layout: Layout) -> bool:
+    """Whether a TPU mesh can have ragged exchanges. libtpu refuses them on a v5e slice of more than
+    16 chips."""
+    first = layout.mesh.devices.flat[0]
+    is_v5e = first.device_kind == "TPU v5 lite"
+    return not (is_v5e and max(max(d.coords) for d in layout.mesh.devices.flat) > 3)
 
 
 def _by_all(
@@ -186,18 +192,20 @@ def _by_all(
     return jax.lax.psum_scatter(y_nd, axis, tiled=True)
 
 
-def _elsewhere(
-    rows_nd, sizes_e, weights, multiply: Callable, axis: str, count: int
-) -> jax.Array:
-    """Returns `multiply` of rows sorted by expert, computed on the devices of the experts."""
+def _elsewhere(rows_nd, sizes_e, weights, multiply: Callable, axis: str, move: Callable) -> jax.Array:
+    """Returns `multiply` of rows sorted by expert, computed on the devices of the experts.
+
+    `move` is `exchanged` on this axis.
+    """
     counts_se = jax.lax.all_gather(sizes_e, axis)
+    count = len(counts_se)
     here = len(sizes_e) // count
     sizes_sd = jnp.sum(counts_se.reshape(count, count, here), axis=-1)
     mine_se = jax.lax.dynamic_slice_in_dim(
         counts_se, jax.lax.axis_index(axis) * here, here, axis=1
     )
     room = count * len(rows_nd)
-    received_nd = exchanged(rows_nd, sizes_sd, room, axis)
+    received_nd = move(rows_nd, sizes_sd, room)
     place_n = _number_below(jnp.cumsum(mine_se.reshape(-1)), room)
     expert_n = jnp.where(place_n < mine_se.size, place_n % here, here)
     order_n = jnp.argsort(expert_n, stable=True)
@@ -205,7 +213,7 @@ def _elsewhere(
     sorted_nd = moe.permuted(received_nd, order_n, back_n)
     out_nd = multiply(sorted_nd, jnp.sum(mine_se, axis=0), weights)
     out_nd = moe.permuted(out_nd, back_n, order_n)
-    return exchanged(out_nd, sizes_sd.T, len(rows_nd), axis)
+    return move(out_nd, sizes_sd.T, len(rows_nd))
 
 
 def _number_below(ends: jax.Array, count: int) -> jax.Array:
@@ -213,14 +221,18 @@ def _number_below(ends: jax.Array, count: int) -> jax.Array:
     return jnp.searchsorted(ends, jnp.arange(count), side="right").astype(jnp.int32)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
-def exchanged(x_nd: jax.Array, sizes_sd: jax.Array, room: int, axis: str) -> jax.Array:
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
+def exchanged(
+    x_nd: jax.Array, sizes_sd: jax.Array, room: int, axis: str, is_ragged: bool
+) -> jax.Array:
     """Returns the rows [room, D] that the devices of a mesh axis send this one, in their order, and
     zeros after them.
 
     Args:
       x_nd: this device's rows, in the order of their destinations.
-      sizes_sd: int32, how many rows device s sends device d.
+      sizes_sd: int32, how many rows device s sends device d, at most `room` and the rows of x.
+      is_ragged: whether a TPU sends these rows alone. Else each device sends each other device a
+        block of the largest possible size.
     """
     me = jax.lax.axis_index(axis)
     before = lambda x, axis: jnp.cumsum(x, axis=axis) - x
@@ -233,25 +245,29 @@ def exchanged(x_nd: jax.Array, sizes_sd: jax.Array, room: int, axis: str) -> jax
             x_nd, empty, first_sd[me], sizes_sd[me], place_sd[me], sizes_sd[:, me], axis_name=axis
         )
 
-    def gathered(x_nd, sizes_sd):
-        all_snd = jax.lax.all_gather(x_nd, axis)
+    def in_blocks(x_nd, sizes_sd):
+        block = min(len(x_nd), room)
+        row_dn = first_sd[me][:, None] + jnp.arange(block)[None]
+        sent_dnd = x_nd[jnp.minimum(row_dn, len(x_nd) - 1)]
+        received_snd = jax.lax.all_to_all(sent_dnd, axis, 0, 0, tiled=True)
         source_n = _number_below(jnp.cumsum(sizes_sd[:, me]), room)
         is_sent_n = source_n < len(sizes_sd)
         source_n = jnp.minimum(source_n, len(sizes_sd) - 1)
-        row_n = first_sd[source_n, me] + jnp.arange(room) - place_sd[source_n, me]
-        rows_nd = all_snd[source_n, jnp.clip(row_n, 0, len(x_nd) - 1)]
+        row_n = jnp.arange(room) - place_sd[source_n, me]
+        rows_nd = received_snd[source_n, jnp.minimum(row_n, block - 1)]
         return jnp.where(is_sent_n[:, None], rows_nd, 0)
 
-    return jax.lax.platform_dependent(x_nd, sizes_sd, tpu=ragged, default=gathered)
+    tpu = ragged if is_ragged else in_blocks
+    return jax.lax.platform_dependent(x_nd, sizes_sd, tpu=tpu, default=in_blocks)
 
 
-def _exchanged_fwd(x_nd, sizes_sd, room, axis):
-    return exchanged(x_nd, sizes_sd, room, axis), (sizes_sd, len(x_nd))
+def _exchanged_fwd(x_nd, sizes_sd, room, *plan):
+    return exchanged(x_nd, sizes_sd, room, *plan), (sizes_sd, len(x_nd))
 
 
-def _exchanged_bwd(room, axis, saved, y_bar):
+def _exchanged_bwd(room, axis, is_ragged, saved, y_bar):
     sizes_sd, count = saved
-    return exchanged(y_bar, sizes_sd.T, count, axis), None
+    return exchanged(y_bar, sizes_sd.T, count, axis, is_ragged), None
 
 
 exchanged.defvjp(_exchanged_fwd, _exchanged_bwd)

@@ -248,6 +248,23 @@ def test_traffic_between_slices_is_named(tpu_mesh):
     assert m.host_transfers() == []
 
 
+def test_a_ragged_exchange_counts_the_rows_of_an_even_load(tpu_mesh):
+    """The buffer of a device has room for the rows of all four, 4 x 64 of 128 floats."""
+    def move(x, sizes):
+        sizes = sizes[0]
+        buffer = jnp.zeros((256, 128), jnp.float32)
+        return jax.lax.ragged_all_to_all(
+            x, buffer, sizes, sizes, sizes, sizes, axis_name="data"
+        )
+
+    for f in (move, lambda x, sizes: move(move(x, sizes), sizes)[:64]):
+        f = jax.shard_map(f, mesh=tpu_mesh, in_specs=P("data"), out_specs=P("data"), check_vma=False)
+        m = module(f, array(tpu_mesh, (256, 128), jnp.float32, "data"),
+                   array(tpu_mesh, (4, 4), jnp.int32, "data"))
+        first, *_ = m.collectives(MESH)
+        assert (first.kind, first.axes, first.bytes) == ("ragged-all-to-all", ("data",), 64 * 128 * 4)
+
+
 # Arrays, aliases, the host, kernels
 
 

@@ -1,5 +1,6 @@
 """Programs of the shipped configs, compiled for their topologies: two layers, small batches."""
 
+import collections
 import contextlib
 import importlib
 import json
@@ -64,7 +65,7 @@ COMPILED = {
     "dapo_qwen25_32b:async": ("score", "quantize", "insert"),
     "dapo_qwen3_8b": ("train",),
     "dapo_qwen3_30b_a3b": ("score", "decode"),
-    "dapo_qwen3_30b_a3b:v5e": ("train", "decode"),
+    "dapo_qwen3_30b_a3b:v5e": ("score", "decode"),
 }
 SLICES = TOPOLOGIES | {"dapo_qwen3_30b_a3b:v5e": "v5e:8x8"}
 
@@ -184,6 +185,55 @@ def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
             wide.append(math.prod(dims))
     share = c.vocab_size * c.embed_dim // count
     assert share <= max(wide) <= 2 * share
+
+
+EXPERTS = "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b:v5e"
+
+
+def exchanges(entry):
+    """(kinds, bytes -> runs) of the exchanges between the eight devices of the experts."""
+    found = [c for c in entry["collectives"]
+             if c["kind"].endswith("all-to-all") and c["axes"] == ["expert"]]
+    runs = collections.Counter()
+    for c in found:
+        runs[c["bytes"]] += c["count"]
+    return {c["kind"] for c in found}, dict(runs)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", EXPERTS)
+def test_tokens_travel_to_their_experts_and_back(made, name):
+    """One layer. A device's tokens, 8 rows of 2048 bfloat16 numbers each, travel as one chunk. The
+    v5e slice exchanges blocks, one for each of eight devices."""
+    setup, found = made(name)
+    is_large_v5e = name.endswith(":v5e")
+    kinds = {"all-to-all" if is_large_v5e else "ragged-all-to-all"}
+    token = 8 * 2048 * 2 * (8 if is_large_v5e else 1)
+    engine, config = setup.engine, setup.config
+    of_decode = {engine.slots // engine.shards * token: 2 * engine.steps}
+    assert exchanges(found["programs"]["decode"]) == (kinds, of_decode)
+    passes = config.rollout.prompts * config.rollout.group_size // config.train.microbatch_rows
+    assert exchanges(found["programs"]["score"]) == (kinds, {256 * token: 2 * passes})
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", EXPERTS)
+def test_no_device_holds_all_experts_and_none_makes_floats_of_them(made, name):
+    """A device serves 16 of the 128 experts, and a quarter of their width of 768. Under the scan over
+    layers the 8-bit matrices of a layer are copied out of the stack."""
+    setup, found = made(name)
+    programs = aot.programs(setup)
+    for program in found["programs"]:
+        layers = programs[program][1][0]["layers"]
+        for weight in ("expert_gate", "expert_up", "expert_down"):
+            for x in jax.tree.leaves(layers[weight]):
+                assert x.sharding.shard_shape(x.shape)[1] == 16
+    size = 16 * 2048 * 768 // 4
+    shapes = [x["shape"] for x in found["programs"]["decode"]["largest"]
+              if not x["what"].startswith("argument")]
+    dims = lambda shape: math.prod(map(int, re.findall(r"\d+", shape.partition("[")[2])))
+    copies = [shape for shape in shapes if dims(shape) >= size]
+    assert {shape.partition("[")[0] for shape in copies} <= {"s8"}
 
 
 @pytest.mark.all

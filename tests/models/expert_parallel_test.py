@@ -128,6 +128,18 @@ def test_masters_have_the_scales_of_whole_columns(shape):
     check(shape, random_ids(), masters())
 
 
+def test_masters_are_quantized_from_their_own_dtype():
+    """As a sampler does it. The products are in bfloat16."""
+    x, gates = drawn(3, (B, T, D), (B, T, K))
+    layout, run = on_mesh((1, 4, 1, 1, 2))
+    args = jnp.asarray(x, jnp.bfloat16), random_ids(), gates
+    found = jax.jit(run)(*args, placed(layout, masters()))
+    one = jax.jit(lambda *x: on_one(*x).astype(jnp.bfloat16))
+    np.testing.assert_array_equal(found, one(*args, masters()))
+    rounded = jax.tree.map(lambda w: w.astype(jnp.bfloat16), masters())
+    assert (np.asarray(found) != one(*args, rounded)).any()
+
+
 @pytest.mark.cases("w8a16-(1, 1, 2, 1, 4)", "w8a8-(1, 1, 2, 1, 4)")
 @pytest.mark.parametrize("shape", [(1, 1, 2, 1, 4), (2, 1, 4, 1, 1)], ids=str)
 @pytest.mark.parametrize("scheme", ["w8a16", "w8a8", "fp8_w8a8"])
@@ -165,7 +177,7 @@ def test_an_exchange_and_its_gradient():
     layout = sharding.layout((1, 1, 1, 1, 3), sharding.SERVE_RULES)
 
     def local(rows, bars):
-        move = lambda x: expert_parallel.exchanged(x, jnp.asarray(sizes), room, "expert")
+        move = lambda x: expert_parallel.exchanged(x, jnp.asarray(sizes), room, "expert", True)
         value, pull = jax.vjp(move, rows[0])
         return value[None], pull(bars[0])[0][None]
 
