@@ -28,7 +28,7 @@ AXES = (
     ("expert", "mlp", "expert_embed"),
 )
 WIDTH = (1, 1, 2)  # axis of the embedding width
-CHUNK = 2048  # tokens
+CHUNK = 1024  # tokens
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))

@@ -47,7 +47,7 @@ SMALL = {
         "rollout__overlong_buffer": 32, "train__pack_length": 256,
     },
 }
-SMALL["dapo_qwen3_30b_a3b"] = SMALL["dapo_qwen3_30b_a3b:v5e"] = {
+SMALL["dapo_qwen3_30b_a3b"] = SMALL["dapo_qwen3_30b_a3b_v5e"] = {
     "rollout__prompts": 128, "rollout__max_new_tokens": 192, "task__max_prompt_tokens": 64,
     "rollout__overlong_buffer": 32, "train__pack_length": 256,
     "engine__slots": 64, "engine__prefill_batch": 64, "engine__prefill_chunk": 64,
@@ -65,9 +65,8 @@ COMPILED = {
     "dapo_qwen25_32b:async": ("score", "quantize", "insert"),
     "dapo_qwen3_8b": ("train",),
     "dapo_qwen3_30b_a3b": ("score", "decode"),
-    "dapo_qwen3_30b_a3b:v5e": ("score", "decode"),
+    "dapo_qwen3_30b_a3b_v5e": ("score", "decode"),
 }
-SLICES = TOPOLOGIES | {"dapo_qwen3_30b_a3b:v5e": "v5e:8x8"}
 
 
 def little_effort(topology):
@@ -99,7 +98,7 @@ def made():
 
     def get(name):
         if name not in found:
-            topology = Topology.parse(SLICES.get(name) or SLICES[name.partition(":")[0]])
+            topology = Topology.parse(TOPOLOGIES[name.partition(":")[0]])
             tpu.devices(topology.name)
             layers = 2 if name == "gsm8k_qwen25_0p5b:grpo" else 1
             setup = aot.setup_for(small(name), SHAPES, topology, layers)
@@ -187,33 +186,45 @@ def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
     assert share <= max(wide) <= 2 * share
 
 
-EXPERTS = "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b:v5e"
+EXPERTS = "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b_v5e"
 
 
-def exchanges(entry):
-    """(kinds, bytes -> runs) of the exchanges between the eight devices of the experts."""
-    found = [c for c in entry["collectives"]
-             if c["kind"].endswith("all-to-all") and c["axes"] == ["expert"]]
+def runs_of(entry, kind):
+    """Bytes -> runs of a kind of collective between the eight devices of the experts."""
     runs = collections.Counter()
-    for c in found:
-        runs[c["bytes"]] += c["count"]
-    return {c["kind"] for c in found}, dict(runs)
+    for c in entry["collectives"]:
+        if c["kind"] == kind and c["axes"] == ["expert"]:
+            runs[c["bytes"]] += c["count"]
+    return runs
+
+
+def num_passes(config):
+    """Micro-batches of a score."""
+    return config.rollout.prompts * config.rollout.group_size // config.train.microbatch_rows
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("name", EXPERTS)
-def test_tokens_travel_to_their_experts_and_back(made, name):
-    """One layer. A device's tokens, 8 rows of 2048 bfloat16 numbers each, travel as one chunk. The
-    v5e slice exchanges blocks, one for each of eight devices."""
-    setup, found = made(name)
-    is_large_v5e = name.endswith(":v5e")
-    kinds = {"all-to-all" if is_large_v5e else "ragged-all-to-all"}
-    token = 8 * 2048 * 2 * (8 if is_large_v5e else 1)
-    engine, config = setup.engine, setup.config
+def test_tokens_travel_to_their_experts_and_back(made):
+    """One layer. A device's tokens, 8 rows of 2048 bfloat16 numbers each, travel as one chunk."""
+    setup, found = made("dapo_qwen3_30b_a3b")
+    engine, token = setup.engine, 8 * 2048 * 2
     of_decode = {engine.slots // engine.shards * token: 2 * engine.steps}
-    assert exchanges(found["programs"]["decode"]) == (kinds, of_decode)
-    passes = config.rollout.prompts * config.rollout.group_size // config.train.microbatch_rows
-    assert exchanges(found["programs"]["score"]) == (kinds, {256 * token: 2 * passes})
+    assert runs_of(found["programs"]["decode"], "ragged-all-to-all") == of_decode
+    of_score = {256 * token: 2 * num_passes(setup.config)}
+    assert runs_of(found["programs"]["score"], "ragged-all-to-all") == of_score
+
+
+@pytest.mark.all
+def test_a_large_v5e_slice_gathers_the_tokens_of_its_experts_axis(made):
+    """One layer: the tokens of eight devices, 2048 bfloat16 numbers each."""
+    setup, found = made("dapo_qwen3_30b_a3b_v5e")
+    engine, token = setup.engine, 8 * 2048 * 2
+    decode, score = (found["programs"][name] for name in ("decode", "score"))
+    for entry in (decode, score):
+        assert not runs_of(entry, "ragged-all-to-all")
+    tokens = engine.slots // engine.shards * token
+    assert runs_of(decode, "all-gather")[tokens] == engine.steps
+    assert runs_of(score, "all-gather")[256 * token] == num_passes(setup.config)
 
 
 @pytest.mark.all
