@@ -178,6 +178,18 @@ def test_the_quickstart_with_experts():
     assert 128 * (2 + 1) == get_config("quickstart").model.mlp_dim
 
 
+def test_a_short_run_of_the_quickstart_with_experts(tmp_path):
+    """One layer and one step: all samples have routes, and flips are measured."""
+    c = get_config("quickstart_moe").copy_and_resolve_references().unlock()
+    c.steps = c.warmup.steps = c.model.num_layers = c.metrics.diagnostics_every = 1
+    c.rollout.prompts, c.engine.slots, c.train.microbatch_rows, c.warmup.rows = 2, 16, 16, 16
+    c.eval.prompts = 8
+    train.run(c.lock(), tmp_path)
+    (record,) = (r for r in tiny.lines(tmp_path) if r["phase"] == "train")
+    assert record["moe/samples_without_routes"] == 0
+    assert 0 <= record["mismatch/route_flip_router"] == record["mismatch/route_flip_token"] < 0.5
+
+
 def test_the_published_settings():
     """GSM8K and DAPO (2503.14476): group 16, clip 0.2 and 0.28, token-mean, no KL, 20k tokens."""
     grpo, ppo = get_config("gsm8k_qwen25_0p5b:grpo"), get_config("gsm8k_qwen25_0p5b:ppo")
