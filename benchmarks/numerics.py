@@ -11,9 +11,11 @@ are medians.
 import argparse
 import statistics
 import time
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
+from ml_collections import ConfigDict
 
 from configs import quickstart
 from jaxrl_tis import build
@@ -31,14 +33,11 @@ NUMERICS = ("fast", "invariant")
 
 
 class Parts:
-    """The timed parts of a run with these numerics; `names` lists methods that return seconds."""
+    """The timed parts of a run; `names` lists methods that return seconds."""
 
     names = ("prefill", "decode", "score", "update")
 
-    def __init__(self, numerics: str, dtype: str, rows: int):
-        config = quickstart.get_config("f32")
-        config.model.numerics, config.model.dtype = numerics, dtype
-        config.engine.dtype = config.engine.cache_dtype = dtype
+    def __init__(self, config: ConfigDict, rows: int):
         config.engine.slots = config.engine.prefill_batch = config.train.microbatch_rows = rows
         config.rollout.prompts = rows // config.rollout.group_size
         self.setup = build.build(config.lock())
@@ -69,6 +68,12 @@ class Parts:
             for i, t in enumerate(done)
         ]
         return self.scored
+
+    def rollout(self) -> float:
+        """Returns the seconds of one rollout by the scheduler: prefill, decode and the host's work."""
+        start = time.perf_counter()
+        self.samples()
+        return time.perf_counter() - start
 
     def prefill(self) -> float:
         plan = zip(self.prompts, self.table)
@@ -109,14 +114,24 @@ class Parts:
         return time.perf_counter() - start
 
 
-def measure(dtype: str, rounds: int, rows: int) -> dict[tuple[str, str], float]:
-    """Returns median seconds by (part, numerics); the first round compiles and does not count."""
-    runs = {numerics: Parts(numerics, dtype, rows) for numerics in NUMERICS}
-    found = {(part, numerics): [] for part in Parts.names for numerics in NUMERICS}
+def measure(
+    configs: Mapping[str, ConfigDict], rounds: int, rows: int, parts: Sequence[str] = Parts.names
+) -> dict[tuple[str, str], float]:
+    """Returns median seconds by (part, name of a config). The configs take turns; the first round
+    compiles and does not count."""
+    runs = {name: Parts(config, rows) for name, config in configs.items()}
+    found = {(part, name): [] for part in parts for name in configs}
     for _ in range(rounds + 1):
-        for part, numerics in found:
-            found[part, numerics].append(getattr(runs[numerics], part)())
+        for part, name in found:
+            found[part, name].append(getattr(runs[name], part)())
     return {key: statistics.median(seconds[1:]) for key, seconds in found.items()}
+
+
+def config_of(numerics: str, dtype: str) -> ConfigDict:
+    config = quickstart.get_config("f32")
+    config.model.numerics, config.model.dtype = numerics, dtype
+    config.engine.dtype = config.engine.cache_dtype = dtype
+    return config
 
 
 def main() -> None:
@@ -127,7 +142,8 @@ def main() -> None:
     args = parser.parse_args()
     print(f"{'':18s}" + "".join(f"{numerics:>12s}" for numerics in NUMERICS) + f"{'ratio':>8s}")
     for dtype in args.dtypes.split(","):
-        found = measure(dtype, args.rounds, args.rows)
+        configs = {numerics: config_of(numerics, dtype) for numerics in NUMERICS}
+        found = measure(configs, args.rounds, args.rows)
         for part in Parts.names:
             fast, invariant = (found[part, numerics] for numerics in NUMERICS)
             print(

@@ -4,9 +4,8 @@
 
 `--parts` selects among these parts:
 
-speed: a SmolLM2-135M-shaped model with random weights, compared with transformers' generate() in
-the
-  same run. The other interpreter needs torch and transformers; without it only this engine runs.
+speed: a model with random weights, shaped as SmolLM2-135M or as `--shape`, compared with
+  transformers' generate() in the same run. The other interpreter needs torch and transformers; without it only this engine runs.
   Each engine has its own process, which compiles, warms up and waits. Then the engines take turns.
   A round samples `--new` tokens for each of `--prompts` prompts of `--length` tokens at temperature
   1, prefill included. "host" is the scheduler's share of the time. Our engine runs on one simulated
@@ -44,6 +43,9 @@ from jaxrl_tis.runtime import cli
 SHAPE = dict(vocab=49152, dim=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536)
 SMALL = dict(vocab=4096, dim=256, layers=4, heads=4, kv_heads=2, head_dim=64, mlp=1024)
 MODELS = {"small": SMALL, "smollm2": SHAPE}
+# Qwen3-MoE: 8 layers of 8 experts, 2 a token. The dense model has as many parameters a token.
+MOE = dict(vocab=8192, dim=512, layers=8, heads=8, kv_heads=4, head_dim=64)
+SHAPES = MODELS | {"moe": MOE | dict(mlp=512, experts=8, per_token=2), "dense": MOE | dict(mlp=1024)}
 BF16 = dict(dtype="bfloat16", cache_dtype="bfloat16")
 OURS = {
     "ours f32": dict(dtype="float32", cache_dtype="float32"),
@@ -66,7 +68,7 @@ def serve(round_of_tokens) -> None:
         print(tokens / (time.perf_counter() - start), host, flush=True)
 
 
-def serve_ours(options: dict, prompts: int, length: int, new: int) -> None:
+def serve_ours(options: dict, shape: dict, prompts: int, length: int, new: int) -> None:
     devices = math.gcd(options.pop("devices", 1), prompts)
     os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     import numpy as np
@@ -76,7 +78,7 @@ def serve_ours(options: dict, prompts: int, length: int, new: int) -> None:
     from jaxrl_tis.engine.scheduler import Scheduler
 
     engine, params = random_engine(
-        SHAPE, slots=prompts, max_length=length + new, steps=8, prefill_batch=prompts,
+        shape, slots=prompts, max_length=length + new, steps=8, prefill_batch=prompts,
         page_size=64, layout=sharding.layout((devices, 1, 1), sharding.SERVE_RULES), **options,
     )
     scheduler = Scheduler(engine, params)
@@ -85,7 +87,7 @@ def serve_ours(options: dict, prompts: int, length: int, new: int) -> None:
 
     def round_of_tokens():
         for _ in range(prompts):
-            prompt = rng.integers(0, SHAPE["vocab"], length).astype(np.int32)
+            prompt = rng.integers(0, shape["vocab"], length).astype(np.int32)
             scheduler.add(Request(str(next(count)), prompt, 0, SamplingParams(max_tokens=new)))
         tokens = 0
         while scheduler.pending:
@@ -95,20 +97,28 @@ def serve_ours(options: dict, prompts: int, length: int, new: int) -> None:
     serve(round_of_tokens)
 
 
-def serve_transformers(dtype: str, prompts: int, length: int, new: int) -> None:
+def serve_transformers(dtype: str, shape: dict, prompts: int, length: int, new: int) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    import transformers
 
-    config = LlamaConfig(
-        vocab_size=SHAPE["vocab"], hidden_size=SHAPE["dim"], num_hidden_layers=SHAPE["layers"],
-        num_attention_heads=SHAPE["heads"], num_key_value_heads=SHAPE["kv_heads"],
-        head_dim=SHAPE["head_dim"], intermediate_size=SHAPE["mlp"], tie_word_embeddings=True,
+    fields = dict(
+        vocab_size=shape["vocab"], hidden_size=shape["dim"], num_hidden_layers=shape["layers"],
+        num_attention_heads=shape["heads"], num_key_value_heads=shape["kv_heads"],
+        head_dim=shape["head_dim"], intermediate_size=shape["mlp"], tie_word_embeddings=True,
         max_position_embeddings=2048,
     )
-    model = LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+    if "experts" in shape:
+        config = transformers.Qwen3MoeConfig(
+            num_experts=shape["experts"], num_experts_per_tok=shape["per_token"],
+            moe_intermediate_size=shape["mlp"], norm_topk_prob=True, **fields,
+        )
+        model = transformers.Qwen3MoeForCausalLM(config)
+    else:
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**fields))
+    model = model.to(getattr(torch, dtype)).eval()
 
     def round_of_tokens():
-        ids = torch.randint(0, SHAPE["vocab"], (prompts, length))
+        ids = torch.randint(0, shape["vocab"], (prompts, length))
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0,
             max_new_tokens=new, min_new_tokens=new, pad_token_id=0,
@@ -119,8 +129,8 @@ def serve_transformers(dtype: str, prompts: int, length: int, new: int) -> None:
         serve(round_of_tokens)
 
 
-def start(python: str, kind: str, name: str, sizes: list[int]) -> subprocess.Popen:
-    argv = [python, "-m", "benchmarks.rollout", "--serve", kind, name, *map(str, sizes)]
+def start(python: str, kind: str, name: str, shape: str, sizes: list[int]) -> subprocess.Popen:
+    argv = [python, "-m", "benchmarks.rollout", "--serve", kind, name, shape, *map(str, sizes)]
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     env = os.environ | {"PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
     child = subprocess.Popen(
@@ -152,7 +162,8 @@ def speed(args: argparse.Namespace) -> dict:
         plan += [(name, args.torch_python, "theirs") for name in THEIRS if args.torch_python]
         wanted = args.only.split(",") if args.only else [name for name, *_ in plan]
         children = {
-            name: start(python, kind, name, sizes) for name, python, kind in plan if name in wanted
+            name: start(python, kind, name, args.shape, sizes)
+            for name, python, kind in plan if name in wanted
         }
         rates = measure(children, args.rounds)
         for child in children.values():
@@ -173,13 +184,16 @@ def random_engine(shape: dict, layout=None, **options):
     from jaxrl_tis.engine.config import EngineConfig
     from jaxrl_tis.engine.engine import Engine
     from jaxrl_tis.models import transformer
-    from jaxrl_tis.models.config import ModelConfig, RopeConfig
+    from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 
+    moe = None
+    if "experts" in shape:
+        moe = MoeConfig(shape["experts"], shape["per_token"], shape["mlp"], "softmax")
     config = ModelConfig(
-        family="llama", vocab_size=shape["vocab"], embed_dim=shape["dim"],
+        family="qwen3_moe" if moe else "llama", vocab_size=shape["vocab"], embed_dim=shape["dim"],
         num_layers=shape["layers"], num_heads=shape["heads"], num_kv_heads=shape["kv_heads"],
         head_dim=shape["head_dim"], mlp_dim=shape["mlp"], rope=RopeConfig("default", 1e5),
-        max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=False, tie_embeddings=True,
+        max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=moe is not None, tie_embeddings=True, moe=moe,
     )
     engine = Engine(config, EngineConfig(**options), layout)
     return engine, engine.load(jax.jit(lambda: transformer.init(config, jax.random.key(0)))())
@@ -388,22 +402,23 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--parts", default=",".join(PARTS))
-    parser.add_argument("--serve", nargs=5)
+    parser.add_argument("--serve", nargs=6)
     parser.add_argument("--torch_python", default="")
     parser.add_argument("--batches", default="64,16,1")
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--model", choices=MODELS, default="small", help="for oversubscribed")
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2", help="for speed")
     parser.add_argument("--only", default="", help="engines, separated by commas")
     parser.add_argument("--json", default="")
     args = parser.parse_args()
     if args.serve:
-        kind, name, *sizes = args.serve
+        kind, name, shape, *sizes = args.serve
         sizes = list(map(int, sizes))
         if kind == "ours":
-            return serve_ours(OURS[name], *sizes)
-        return serve_transformers(THEIRS[name], *sizes)
+            return serve_ours(OURS[name], SHAPES[shape], *sizes)
+        return serve_transformers(THEIRS[name], SHAPES[shape], *sizes)
     out = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
     parts = args.parts.split(",")
     if not set(parts) <= set(PARTS):

@@ -11,13 +11,14 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv ""
 
 failed=0
-trained=(rescue critic threshold staleness formats causes)
+trained=(rescue critic threshold staleness formats causes routing)
 computed=(parallelism budget frontier router_noise)
 [ $# -gt 0 ] || set -- "${trained[@]}" "${computed[@]}" predictor
 
 for name in "$@"; do
   seeds=0,1,2,3,4
   if [ "$name" = causes ]; then seeds=0,1,2,3,4,5,6,7,8,9; fi
+  if [ "$name" = routing ]; then seeds=0,1; fi
   if [[ " ${trained[*]} " == *" $name "* ]]; then
     "$PY" -m jaxrl_tis.sweep --config="configs/fig_$name.py" --seeds="$seeds" --jobs="${JOBS:-2}" \
       --out="runs/figures/$name" || failed=1  # the others are drawn, and those that failed are named

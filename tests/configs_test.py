@@ -17,7 +17,7 @@ from jaxrl_tis.engine.protocol import Chunk, Insertion
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.learner import correction
 from jaxrl_tis.learner.scoring import make_score, make_values
-from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.learner.state import abstract_state, initial_params
 from jaxrl_tis.learner.step import make_critic_step, make_train_step
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig
@@ -77,8 +77,13 @@ def get_config(name):
 
 @pytest.mark.parametrize("name", [
     "default", "quickstart", "quickstart:off", "quickstart:centered", "quickstart:f32", "smollm2_135m",
+<<<<<<< HEAD
     "async_local", "fig_base", "fig_critic", "fig_causes", "fig_staleness", "dapo_qwen25_32b:async",
     "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b:v5e", *LARGE,
+=======
+    "quickstart_moe", "quickstart_moe:none", "quickstart_moe:icepop", "quickstart_moe:r2",
+    "async_local", "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing", "dapo_qwen25_32b:async", *LARGE,
+>>>>>>> w/quick
 ])
 def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
     config = get_config(name)
@@ -98,15 +103,25 @@ def test_every_file_in_configs_is_tested_here():
     files = {p.stem for p in (ROOT / "configs").glob("*.py")} - {"__init__"}
     figures = {f"fig_{name}" for name in ("rescue", "threshold", "formats")}  # they have the base's config
     assert files - figures == {
+<<<<<<< HEAD
         "fig_base", "fig_critic", "fig_causes", "fig_staleness",
         "default", "quickstart", "smollm2_135m", "async_local", "gsm8k_qwen25_0p5b", "dapo_qwen25_32b",
         "dapo_qwen3_8b", "dapo_qwen3_30b_a3b",
+=======
+        "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing",
+        "default", "quickstart", "quickstart_moe", "smollm2_135m", "async_local", "gsm8k_qwen25_0p5b", "dapo_qwen25_32b",
+        "dapo_qwen3_8b",
+>>>>>>> w/quick
     }
 
 
 @pytest.mark.parametrize("name", [
+<<<<<<< HEAD
     "quickstart:other", "gsm8k_qwen25_0p5b:other", "dapo_qwen25_32b:other",
     "dapo_qwen3_30b_a3b:other",
+=======
+    "quickstart:other", "quickstart_moe:other", "gsm8k_qwen25_0p5b:other", "dapo_qwen25_32b:other",
+>>>>>>> w/quick
 ])
 def test_an_unknown_variant_is_named(name):
     with pytest.raises(ValueError, match="'other' is none of"):
@@ -160,6 +175,37 @@ def test_what_the_variants_change():
     for config in (plain, off, f32):
         config.pop("name")
     assert plain == off == f32
+
+
+def test_the_quickstart_with_experts():
+    """The variants differ in the correction alone. Embedding of 21 tokens and norm, then 4 layers of
+    two norms, attention, a router with its bias, 8 experts and one shared. A token uses three
+    experts of width 128: the dense quickstart's MLP of width 384."""
+    none, icepop, r2, r3 = (
+        get_config(f"quickstart_moe:{v}").to_dict() for v in ("none", "icepop", "r2", "r3"))
+    chosen = [(c["correction"].pop("routing"), c["correction"].pop("preset"), c.pop("name"))
+              for c in (none, icepop, r2, r3)]
+    assert [(routing, preset) for routing, preset, _ in chosen] == [
+        ("none", "tis_2"), ("none", "moe"), ("r2", "tis_2"), ("r3", "tis_2")]
+    assert none == icepop == r2 == r3 and r3["engine"]["record_routes"]
+    setup = train.build(get_config("quickstart_moe"))
+    params = jax.eval_shape(lambda: initial_params(setup.training))
+    layer = 2 * 128 + 128 * (128 + 64 + 64 + 128) + 128 * 8 + 8 + (8 + 1) * 3 * 128 * 128
+    count = sum(math.prod(x.shape) for x in jax.tree.leaves(params))
+    assert count == setup.model.vocab_size * 128 + 128 + 4 * layer
+    assert 128 * (2 + 1) == get_config("quickstart").model.mlp_dim
+
+
+def test_a_short_run_of_the_quickstart_with_experts(tmp_path):
+    """One layer and one step: all samples have routes, and flips are measured."""
+    c = get_config("quickstart_moe").copy_and_resolve_references().unlock()
+    c.steps = c.warmup.steps = c.model.num_layers = c.metrics.diagnostics_every = 1
+    c.rollout.prompts, c.engine.slots, c.train.microbatch_rows, c.warmup.rows = 2, 16, 16, 16
+    c.eval.prompts = 8
+    train.run(c.lock(), tmp_path)
+    (record,) = (r for r in tiny.lines(tmp_path) if r["phase"] == "train")
+    assert record["moe/samples_without_routes"] == 0
+    assert 0 <= record["mismatch/route_flip_router"] == record["mismatch/route_flip_token"] < 0.5
 
 
 def test_the_published_settings():
