@@ -172,7 +172,7 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
 
 def meshes_of(**meshes):
     """The meshes of `sequence_parallel` and `tensor_parallel`, and their devices."""
-    setup = even_setup(**ROUTED, model__num_kv_heads=2, **meshes)
+    setup = even_setup(**ROUTED | dict(model__num_experts=8, model__num_kv_heads=2), **meshes)
     layouts = [ladder.changes(setup)[f"{kind}_parallel"]["layout"] for kind in ("sequence", "tensor")]
     shape = lambda layout: tuple(layout.mesh.shape.values())
     return [(shape(layout), [d.id for d in layout.mesh.devices.flat]) for layout in layouts]
