@@ -5,7 +5,6 @@
 #
 # Examples:
 #   ./launch/quickstart.sh
-#   ./launch/quickstart.sh --compare
 #   ./launch/quickstart.sh moe --compare
 set -euo pipefail
 # shellcheck source=launch/venv.sh
