@@ -214,7 +214,7 @@ def test_its_experts_are_those_of_the_models():
     gates_pk = rng.uniform(size=ids_pk.shape)
     weights = tuple(OLD[f"expert_{name}"][0].astype(np.float32) for name in ("gate", "up", "down"))
     into = lambda x: x.astype(np.float32)
-    y_pd = moe.experts(into(h_pd), jnp.asarray(ids_pk, jnp.int32), into(gates_pk), *weights, e)
+    y_pd = moe.experts(into(h_pd), jnp.asarray(ids_pk, jnp.int32), into(gates_pk), weights, e, *moe.FAST)
     for p, (h, ids, gates) in enumerate(zip(h_pd, ids_pk, gates_pk)):
         wanted = sum(
             g * (silu(h @ OLD["expert_gate"][0, i]) * (h @ OLD["expert_up"][0, i]))

@@ -203,11 +203,11 @@ def test_replayed_routes_agree_with_transformers(name):
 def test_control_gates_of_zeroed_scores(name, monkeypatch):
     """Gates of the scores that the choice has set to 0 outside of it: a route from elsewhere reads
     zeros."""
-    gates, chosen = moe.gates, []
+    own_gates, chosen = moe.gates, []
 
-    def zeroed(scores_me, ids_mk, of):
-        is_chosen = jax.nn.one_hot(chosen[-1], of.num_experts).sum(axis=-2)
-        return gates(scores_me * is_chosen, ids_mk, of)
+    def zeroed(scores_me, ids_mk, moe):
+        is_chosen = jax.nn.one_hot(chosen[-1], moe.num_experts).sum(axis=-2)
+        return own_gates(scores_me * is_chosen, ids_mk, moe)
 
     def choose(*args, own=moe.choose):
         chosen.append(own(*args))
@@ -259,7 +259,8 @@ def test_control_bias_in_the_gates(name, monkeypatch):
     monkeypatch.setattr(
         moe, "choose", lambda scores, bias, of: biases.append(bias) or choose(scores, bias, of))
     monkeypatch.setattr(
-        moe, "gates", lambda scores, ids, of: gates(scores + biases[-1].reshape(1, 1, -1), ids, of))
+        moe, "gates",
+        lambda scores, ids, moe: gates(scores + biases[-1].reshape(1, 1, -1), ids, moe))
     config, params, _, _ = golden(name)
     assert miss(name, config, params) > 1e-2
 

@@ -225,7 +225,9 @@ def test_the_products_of_experts_equal_a_loop():
         e = ids[m, k]
         hidden = silu(x[m].astype(np.float64) @ gate[e]) * (x[m].astype(np.float64) @ up[e])
         expected[m] += gates[m, k] * (hidden @ down[e])
-    run = jax.jit(functools.partial(moe.experts, num_experts=kind.num_experts))
+    run = jax.jit(lambda x, ids, gates, *ws: moe.experts(
+        x, ids, gates, ws, kind.num_experts, *moe.FAST
+    ))
     found = run(x, ids, gates, gate, up, down)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
     turned = run(x, ids[:, ::-1], gates[:, ::-1], gate, up, down)
