@@ -216,13 +216,14 @@ def test_tokens_travel_to_their_experts_and_back(made):
 
 @pytest.mark.all
 def test_a_large_v5e_slice_gathers_the_tokens_of_its_experts_axis(made):
-    """One layer: the tokens of eight devices, 2048 bfloat16 numbers each."""
+    """One layer: the tokens of eight devices of the learner, or sixteen of the sampler, 2048 bfloat16
+    numbers each."""
     setup, found = made("dapo_qwen3_30b_a3b_v5e")
     engine, token = setup.engine, 8 * 2048 * 2
     decode, score = (found["programs"][name] for name in ("decode", "score"))
     for entry in (decode, score):
         assert not runs_of(entry, "ragged-all-to-all")
-    tokens = engine.slots // engine.shards * token
+    tokens = engine.slots // engine.shards * 2 * token
     assert runs_of(decode, "all-gather")[tokens] == engine.steps
     assert runs_of(score, "all-gather")[256 * token] == num_passes(setup.config)
 
@@ -230,16 +231,18 @@ def test_a_large_v5e_slice_gathers_the_tokens_of_its_experts_axis(made):
 @pytest.mark.all
 @pytest.mark.parametrize("name", EXPERTS)
 def test_no_device_holds_all_experts_and_none_makes_floats_of_them(made, name):
-    """A device serves 16 of the 128 experts, and a quarter of their width of 768. Under the scan over
+    """A device serves 16 of the 128 experts, or 8 on the v5e slice, and a quarter of their width of 768.
+    Under the scan over
     layers the 8-bit matrices of a layer are copied out of the stack."""
     setup, found = made(name)
     programs = aot.programs(setup)
+    held = {"score": 16, "decode": 8 if name.endswith("v5e") else 16}
     for program in found["programs"]:
         layers = programs[program][1][0]["layers"]
         for weight in ("expert_gate", "expert_up", "expert_down"):
             for x in jax.tree.leaves(layers[weight]):
-                assert x.sharding.shard_shape(x.shape)[1] == 16
-    size = 16 * 2048 * 768 // 4
+                assert x.sharding.shard_shape(x.shape)[1] == held[program]
+    size = held["decode"] * 2048 * 768 // 4
     shapes = [x["shape"] for x in found["programs"]["decode"]["largest"]
               if not x["what"].startswith("argument")]
     dims = lambda shape: math.prod(map(int, re.findall(r"\d+", shape.partition("[")[2])))

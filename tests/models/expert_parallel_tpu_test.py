@@ -11,7 +11,7 @@ from tests import tpu
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
 
 
-@pytest.mark.cases("v5e:4x8")
+@pytest.mark.cases("v5e:4x8-all-gather")
 @pytest.mark.parametrize("chips, kind", [
     ("v5e:2x4", "ragged-all-to-all"), ("v5e:4x8", "all-gather"), ("v5p:2x2x2", "ragged-all-to-all"),
 ])
