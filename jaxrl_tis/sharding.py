@@ -150,6 +150,11 @@ class Layout:
                 )
         return summed.astype(x.dtype)
 
+    def summed(self, x: jax.Array, logical: str | None) -> jax.Array:
+        """Sums x over the devices that a logical axis is cut over; None sums over no devices."""
+        axes = self.axes(logical) if logical else ()
+        return jax.lax.psum(x, axes) if self.count(axes) > 1 else x
+
     def sum_rows(self, x: jax.Array, cut: tuple[str, ...] = ("embed",)) -> jax.Array:
         """Sums a weight's gradient in `grad_reduce_dtype` over the devices with other tokens that
         its logical axes `cut` are not cut over."""

@@ -41,7 +41,7 @@ ALLOWED = {
     "correction.aggregation": reduce.MODES,
     "correction.kl_placement": ("loss", "reward"),
     "correction.routing": correction.ROUTINGS,
-    "correction.routing_missing": correction.WITHOUT_ROUTES,
+    "correction.routing_missing": correction.ROUTING_MISSING,
     "engine.quantization": quant.SCHEMES,
     "model.quantization": quant.SCHEMES,
     "engine.dtype": COMPUTE_DTYPES,

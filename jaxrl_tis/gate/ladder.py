@@ -38,6 +38,7 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.diagnostics import divergences, mismatch
 from jaxrl_tis.engine.records import SamplingParams, Trajectory
 from jaxrl_tis.estimators import ratios
+from jaxrl_tis.learner.batch_layout import without_replay
 from jaxrl_tis.learner.scoring import make_score
 from jaxrl_tis.models import placement, quant
 
@@ -159,7 +160,7 @@ def sampling_filters(setup: Setup) -> SamplingParams:
 def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> np.ndarray:
     """Returns log-probs [M,R,T] of micro-batches, by the learner's program with these settings."""
     if not settings.replays:
-        micro = {name: x for name, x in micro.items() if name not in ("routes", "routed")}
+        micro = without_replay(micro)
     program = dataclasses.replace(
         setup.training.learner.program, dtype=settings.dtype, layout=settings.layout,
         quantization=settings.quantization, kv_dtype=settings.kv_dtype,

@@ -22,7 +22,7 @@ from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.gate import ladder
 from jaxrl_tis.learner.scoring import make_logits, make_routing
 from jaxrl_tis.learner.setup import MAX_LOGITS
-from jaxrl_tis.learner.trainer import route_metrics
+from jaxrl_tis.learner.trainer import own_routes, route_metrics
 from jaxrl_tis.rollouts.groups import sampling_params
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.source import generate
@@ -127,11 +127,9 @@ def route_flips(
     """
     if "routes_behav" not in rows:
         return None
-    micro, flat = setup.training.micro_batches(rows | {"mask": rows["sampled"]})
-    routed = make_routing(setup.training.update_learner)(params, micro)
-    total = lambda x: setup.training.layout.fetch(x).sum(axis=(0, 1))
+    routing = make_routing(setup.training.update_learner)
     measured = jax.jit(functools.partial(route_metrics, setup.model.moe))(
-        rows | {"logp_old": logp_old}, flat(routed.ids), total(routed.load), total(routed.entropy)
+        rows | {"logp_old": logp_old}, *own_routes(setup.training, routing, params, rows)
     )
     return {
         name.removeprefix(FLIPS): float(x)

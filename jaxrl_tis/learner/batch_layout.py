@@ -132,6 +132,11 @@ def forward_fields(rows: dict) -> dict:
     return {name: x for name, x in rows.items() if field(name).use == "forward"}
 
 
+def without_replay(rows: dict) -> dict:
+    """Returns the rows without the routes that a forward pass would replay."""
+    return {name: x for name, x in rows.items() if name not in ("routes", "routed")}
+
+
 def num_sequences(rows: dict) -> int:
     """Counts the sequences with a valid token in rows [..., T], one sequence per row or packed."""
     mask, segment = (rows[n].reshape(-1, rows[n].shape[-1]) for n in ("mask", "segment_ids"))

@@ -16,7 +16,7 @@ from jaxrl_tis.estimators.methods import Method
 from jaxrl_tis.fields import FIELDS, SCORED, shape
 
 ROUTINGS, RECORDED_ROUTES = ("none", "r2", "r3", "keep"), ("r3", "keep")
-WITHOUT_ROUTES = ("stop", "mask")
+ROUTING_MISSING = ("stop", "mask")
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 

@@ -15,6 +15,7 @@ import optax
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.kernels.logprob import Scores, token_logprob
 from jaxrl_tis.kernels.logprob_chunked import Kept
+from jaxrl_tis.learner.batch_layout import without_replay
 from jaxrl_tis.models import moe, transformer
 from jaxrl_tis.models.config import ModelConfig
 
@@ -239,9 +240,8 @@ def make_routing(learner: Learner) -> Callable[[Any, Batch], moe.Routed]:
     `ids` [M, rows, T, L, k] and statistics [M, rows, L, ...]."""
 
     def routing(params, micro):
-        fields = {name: x for name, x in micro.items() if name not in ("routes", "routed")}
         asked = moe.Asked(routes=True, statistics=True)
-        routed = _of_rows(_forward(params, learner, fields, asked).routed)
+        routed = _of_rows(_forward(params, learner, without_replay(micro), asked).routed)
         return dataclasses.replace(routed, ids=routed.ids.astype(learner.config.moe.route_dtype))
 
     return _by_micro_batch(learner, routing)

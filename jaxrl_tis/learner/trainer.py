@@ -15,7 +15,7 @@ from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators import counts
 from jaxrl_tis.learner import control, correction, snapshots
 from jaxrl_tis.learner.batch_layout import (
-    Rows, minibatches, num_sequences, packed_minibatches, update_fields,
+    Rows, minibatches, num_sequences, packed_minibatches, update_fields, without_replay,
 )
 from jaxrl_tis.learner.scoring import (
     make_collisions, make_logits, make_routing, make_score, make_score_norms, make_values,
@@ -99,7 +99,7 @@ class Trainer:
             rows["values"] = run(self._values, state["critic"].params)
         if "reference" in state:
             reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
-            own = self._passes({n: x for n, x in rows.items() if n not in ("routes", "routed")})
+            own = self._passes(without_replay(rows))
             rows["logp_ref"] = own(lambda *a: self._score(*a)["logp"], reference)
             if "logits_ref" in needs:
                 rows["logits_ref"] = own(self._logits, reference)
@@ -244,8 +244,9 @@ class Trainer:
         collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
         if is_profiled and collisions is None:
             collisions = self._passes(rows)(self._collisions, state["policy"].params)
-        is_routed = is_profiled and self.setup.model.moe is not None
-        routing = self._routes_of(state["policy"].params, rows) if is_routed else None
+        routing = None
+        if is_profiled and self.setup.model.moe is not None:
+            routing = own_routes(self.setup, self._routing, state["policy"].params, rows)
         updated, collected, num_seqs = self.update_fields(rows, prepared), [], []
         fused = dict.fromkeys(("logp_old", "entropy"), np.zeros_like(rows["logp_behav"]))
         for epoch in range(config.train.epochs):
@@ -291,14 +292,17 @@ class Trainer:
             state = state | {"controllers": self._end(controllers, measured, count)}
         return state, rows, measured
 
-    def _routes_of(self, params: Any, rows: Rows) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Returns what the policy's routers choose by themselves: routes [N,T,L,k], the load of the
-        experts [L,E], the sum of the entropies of their distributions [L]. Also of the rows that
-        are left out of the loss."""
-        micro, flat = self.setup.micro_batches(rows | {"mask": rows["sampled"]})
-        routed = self._routing(params, micro)
-        total = lambda x: self.setup.layout.fetch(x).sum(axis=(0, 1))
-        return flat(routed.ids), total(routed.load), total(routed.entropy)
+
+def own_routes(
+    setup: LearnerSetup, routing: Callable, params: Any, rows: Rows
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns what a policy's routers choose by themselves, also for rows that are left out of the
+    loss: routes [N,T,L,k], the load of the experts [L,E], and the sum of the entropies of their
+    distributions [L]. `routing` is of `scoring.make_routing`."""
+    micro, flat = setup.micro_batches(rows | {"mask": rows["sampled"]})
+    routed = routing(params, micro)
+    total = lambda x: setup.layout.fetch(x).sum(axis=(0, 1))
+    return flat(routed.ids), total(routed.load), total(routed.entropy)
 
 
 def route_metrics(

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl_tis.kernels.grouped_matmul import group_of_rows
 from jaxrl_tis.models import moe, quant
 from jaxrl_tis.models.grouped import grouped_matmul, grouped_matmul_invariant
 from jaxrl_tis.sharding import Layout
@@ -52,7 +53,7 @@ def experts(
         y_cmd = jax.lax.map(run, _chunks(x_btd, ids_btk, gates_btk))
         y_btd = y_cmd.reshape(x_btd.shape)
         if not is_invariant:
-            y_btd = _over_tensor(y_btd, layout)
+            y_btd = layout.summed(y_btd, "mlp")
         return y_btd.astype(x_btd.dtype)
 
     specs = x_spec, x_spec, x_spec, w_specs
@@ -79,8 +80,8 @@ def _experts_bwd(num_experts, layout, is_invariant, operands, y_bar):
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), gathered)
         bars, (x_bar, gates_bar) = jax.lax.scan(chunk, zeros, _chunks(x, ids, gates, y_bar))
-        x_bar = _over_tensor(x_bar.reshape(x.shape).astype(jnp.float32), layout)
-        gates_bar = _over_tensor(gates_bar.reshape(gates.shape), layout)
+        x_bar = layout.summed(x_bar.reshape(x.shape).astype(jnp.float32), "mlp")
+        gates_bar = layout.summed(gates_bar.reshape(gates.shape), "mlp")
         return x_bar.astype(x.dtype), gates_bar, _scattered(bars, weights, layout)
 
     specs = x_spec, x_spec, x_spec, w_specs, x_spec
@@ -135,11 +136,6 @@ def _scattered(bars: tuple, weights: tuple, layout: Layout) -> tuple:
     )
 
 
-def _over_tensor(x: jax.Array, layout: Layout) -> jax.Array:
-    axes = layout.axes("mlp")
-    return jax.lax.psum(x, axes) if layout.count(axes) > 1 else x
-
-
 def _chunks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
     """Returns arrays [B,T,...] of tokens as equal chunks [C,M,...] of at most CHUNK tokens."""
     tokens = arrays[0].shape[0] * arrays[0].shape[1]
@@ -161,10 +157,11 @@ def _summed(
         multiply = functools.partial(multiply, matmul_down=down)
     axes = layout.axes("expert")
     if (count := layout.count(axes)) > 1:
-        if not is_invariant and not _is_ragged(layout):
+        is_ragged = _is_ragged(layout)
+        if not is_invariant and not is_ragged:
             rows = x_md, ids_mk, gates_mk
             return _by_all(*rows, weights, num_experts // count, multiply, combine, axes[0])
-        move = functools.partial(exchanged, axis=axes[0], is_ragged=_is_ragged(layout))
+        move = functools.partial(exchanged, axis=axes[0], is_ragged=is_ragged)
         multiply = functools.partial(_elsewhere, multiply=multiply, axis=axes[0], move=move)
     return moe.experts(x_md, ids_mk, gates_mk, weights, num_experts, multiply, combine)
 
@@ -206,7 +203,7 @@ def _elsewhere(rows_nd, sizes_e, weights, multiply: Callable, axis: str, move: C
     )
     room = count * len(rows_nd)
     received_nd = move(rows_nd, sizes_sd, room)
-    place_n = _number_below(jnp.cumsum(mine_se.reshape(-1)), room)
+    place_n = group_of_rows(mine_se.reshape(-1), room)
     expert_n = jnp.where(place_n < mine_se.size, place_n % here, here)
     order_n = jnp.argsort(expert_n, stable=True)
     back_n = jnp.argsort(order_n)
@@ -214,11 +211,6 @@ def _elsewhere(rows_nd, sizes_e, weights, multiply: Callable, axis: str, move: C
     out_nd = multiply(sorted_nd, jnp.sum(mine_se, axis=0), weights)
     out_nd = moe.permuted(out_nd, back_n, order_n)
     return move(out_nd, sizes_sd.T, len(rows_nd))
-
-
-def _number_below(ends: jax.Array, count: int) -> jax.Array:
-    """Returns for each of `count` rows how many groups end at or before it."""
-    return jnp.searchsorted(ends, jnp.arange(count), side="right").astype(jnp.int32)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
@@ -250,7 +242,7 @@ def exchanged(
         row_dn = first_sd[me][:, None] + jnp.arange(block)[None]
         sent_dnd = x_nd[jnp.minimum(row_dn, len(x_nd) - 1)]
         received_snd = jax.lax.all_to_all(sent_dnd, axis, 0, 0, tiled=True)
-        source_n = _number_below(jnp.cumsum(sizes_sd[:, me]), room)
+        source_n = group_of_rows(sizes_sd[:, me], room)
         is_sent_n = source_n < len(sizes_sd)
         source_n = jnp.minimum(source_n, len(sizes_sd) - 1)
         row_n = jnp.arange(room) - place_sd[source_n, me]

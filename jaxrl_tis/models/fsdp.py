@@ -37,7 +37,7 @@ def dot(x: jax.Array, w: jax.Array | quant.Master, layout: Layout, is_split_in: 
 
     def local(x, w):
         y = _product(x, _gathered(w, layout, is_split_in, x.dtype), (((2,), (0,)), ((), ())))
-        return _summed(y, layout, "mlp" if is_split_in else None).astype(x.dtype)
+        return layout.summed(y, "mlp" if is_split_in else None).astype(x.dtype)
 
     return layout.shard(local, (x_spec, w_spec), y_spec)(x, w)
 
@@ -53,7 +53,7 @@ def _dot_bwd(layout, is_split_in, operands, y_bar):
     def local(x, w, y_bar):
         w_all = _gathered(w, layout, is_split_in, x.dtype)
         x_bar = _product(y_bar, w_all, (((2,), (1,)), ((), ())))
-        x_bar = _summed(x_bar, layout, None if is_split_in else "mlp")
+        x_bar = layout.summed(x_bar, None if is_split_in else "mlp")
         # The width comes first: a TPU scatters parts of rows, and not of columns below its 128 lanes.
         pair = (y_bar, x) if is_split_in else (x, y_bar)
         w_bar = layout.scatter(_product(*pair, (((0, 1), (0, 1)), ((), ()))), 0)
@@ -84,12 +84,6 @@ def _gathered(w: jax.Array, layout: Layout, is_split_in: bool, dtype: Any) -> ja
     return layout.gather(w.astype(dtype), int(is_split_in))
 
 
-def _summed(x: jax.Array, layout: Layout, name: str | None) -> jax.Array:
-    """Returns the sum over the devices of a logical axis; None sums over no devices."""
-    axes = layout.axes(name) if name else ()
-    return jax.lax.psum(x, axes) if layout.count(axes) > 1 else x
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def take(table_vd: jax.Array, tokens_bt: jax.Array, layout: Layout, dtype: str) -> jax.Array:
     """Returns rows [B,T,D] of a table sharded as ("vocab", "embed"), in the compute dtype.
@@ -103,7 +97,7 @@ def take(table_vd: jax.Array, tokens_bt: jax.Array, layout: Layout, dtype: str) 
     def local(table_vd, tokens_bt):
         ids, is_here = _local_ids(table_vd, tokens_bt, layout)
         x = jnp.take(table_vd, ids, axis=0).astype(dtype)
-        x = _summed(jnp.where(is_here[..., None], x, 0), layout, "vocab")
+        x = layout.summed(jnp.where(is_here[..., None], x, 0), "vocab")
         return jax.lax.all_to_all(x, width, split_axis=0, concat_axis=2, tiled=True)
 
     in_specs = spec("vocab", "embed"), spec("batch", "length")
