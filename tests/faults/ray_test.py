@@ -107,15 +107,12 @@ def of_steps(workdir, name) -> float:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_worker_that_is_killed_or_hangs_twice_costs_time_alone(tmp_path, number):
     with Learner(tmp_path) as learner:
-        hit = []
-        for step in (2, 6):
+        # One that is killed before it joined has not left.
+        ray_nodes.wait_for(lambda: learner.text().count("joined on node") == 2, forked.SECONDS)
+        workers = ray_nodes.named(learner.pid, "ray::RolloutWorker")
+        for step, worker in zip((2, 6), workers, strict=True):
             learner.until_step(step)
-            workers = lambda: [
-                pid for pid in ray_nodes.named(learner.pid, "ray::RolloutWorker") if pid not in hit
-            ]
-            ray_nodes.wait_for(workers)
-            hit.append(workers()[0])
-            os.kill(hit[-1], number)
+            os.kill(worker, number)
         learner.assert_done()
         assert of_steps(learner.workdir, "async/left") == 2
         assert "sequences continue elsewhere" in learner.text()

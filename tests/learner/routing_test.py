@@ -308,6 +308,7 @@ def test_r2_replays_the_routes_of_the_pass_before_the_update():
                               rows["routes_behav"][rows["routed_behav"]])
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("optimized")
 def test_r2_is_off_for_the_first_minibatch_bit_by_bit():
     samples, found = samples_with_routes(), []
@@ -404,6 +405,7 @@ def test_masked_samples_are_counted_and_left_out_of_the_loss(settings):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.all
 def test_a_batch_without_any_route_trains_nothing():
     settings = MASK | NEVER | ONE
     state = start_of(settings)
@@ -416,6 +418,7 @@ def test_a_batch_without_any_route_trains_nothing():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state["policy"].params), before)
 
 
+@pytest.mark.all
 def test_flips_and_gap_are_not_of_passes_that_were_skipped():
     """Truncated answers are left out of the loss. Their flips are measured, as they were sampled;
     their log-probs may be missing, and are in no gap."""
@@ -448,6 +451,7 @@ def test_flips_and_gap_are_not_of_passes_that_were_skipped():
 # Gradients of parts
 
 
+@pytest.mark.all
 def test_parts_that_arrive_replay_and_count():
     settings = MASK | ONE | dict(rollout__schedule="periodic", train__microbatch_rows=4)
     trainer = trainer_of(settings)
@@ -523,6 +527,7 @@ def gap(settings, samples):
 MEASURED = NEVER | ONE | dict(metrics__diagnostics_every=1)
 
 
+@pytest.mark.all
 def test_with_equal_engines_every_routing_is_the_same():
     samples = drawn(EXPERTS)
     for sample in samples:
@@ -617,6 +622,7 @@ def test_the_gradient_of_the_losses_by_differences():
 LOSSES = dict(correction__load_balance_coeff=0.5, correction__router_z_coeff=0.01)
 
 
+@pytest.mark.all
 def test_losses_are_of_the_routers_own_choice():
     """One layer, so that replay changes no input of a router."""
     single = dict(model__num_layers=1)
