@@ -19,6 +19,7 @@ def get_config(variant: str = "r3"):
         raise ValueError(f"variant {variant!r} is none of {', '.join(VARIANTS)}")
     c = quickstart.get_config()
     c.name = f"quickstart_moe-{variant}"
+    c.warmup.steps = 300
     c.model.num_experts = 8
     c.model.experts_per_token = 2
     c.model.expert_dim = c.model.shared_expert_dim = 128
