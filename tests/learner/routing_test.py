@@ -418,7 +418,6 @@ def test_a_batch_without_any_route_trains_nothing():
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(state["policy"].params), before)
 
 
-@pytest.mark.all
 def test_flips_and_gap_are_not_of_passes_that_were_skipped():
     """Truncated answers are left out of the loss. Their flips are measured, as they were sampled;
     their log-probs may be missing, and are in no gap."""
@@ -451,20 +450,31 @@ def test_flips_and_gap_are_not_of_passes_that_were_skipped():
 # Gradients of parts
 
 
+PARTS = MASK | ONE | dict(rollout__schedule="periodic", train__microbatch_rows=4)
+
+
+def updated_by_parts(samples):
+    """(the state, the rows, the metrics) after an update whose parts arrive in another order."""
+    state = start_of(PARTS)
+    parts = (samples[i : i + 4] for i in (8, 0, 12, 4))
+    return update_arriving(
+        trainer_of(PARTS), state, parts, {0: state["policy"].params}, 1, 0
+    )
+
+
+def test_samples_without_routes_are_counted_over_all_parts():
+    *_, metrics = updated_by_parts(samples_with_routes(without={1: 1, 9: 99}))
+    assert metrics["moe/samples_without_routes"] == 2
+
+
 @pytest.mark.all
 def test_parts_that_arrive_replay_and_count():
-    settings = MASK | ONE | dict(rollout__schedule="periodic", train__microbatch_rows=4)
-    trainer = trainer_of(settings)
+    trainer = trainer_of(PARTS)
     assert accumulation_blocker(trainer.setup) is None
     samples = samples_with_routes(without={1: 1, 9: 99})
-    state = start_of(settings)
-    whole, rows, _ = trainer.update(state, score(settings, samples, state), 1, 0)
-    begun = start_of(settings)
-    parts = [samples[i : i + 4] for i in (8, 0, 12, 4)]
-    found, _, found_rows, metrics = update_arriving(
-        trainer, begun, iter(parts), {0: begun["policy"].params}, 1, 0
-    )
-    assert metrics["moe/samples_without_routes"] == 2
+    state = start_of(PARTS)
+    whole, rows, _ = trainer.update(state, score(PARTS, samples, state), 1, 0)
+    found, _, found_rows, _ = updated_by_parts(samples)
     np.testing.assert_allclose(found_rows["logp_old"], rows["logp_old"], atol=2e-5)
     np.testing.assert_array_equal(found_rows["routes"], rows["routes"])
     for a, b in zip(*map(jax.tree.leaves, (found["policy"].params, whole["policy"].params)),

@@ -256,6 +256,17 @@ def test_outputs_are_combined_by_row_in_a_fixed_order():
         np.testing.assert_array_equal(a, b)
 
 
+def test_rows_are_sorted_by_group_and_keep_their_order_within_it():
+    """Groups from 2 on are one group, the last. Also for one row, and for every row in one group."""
+    order, place = moe.sorted_by(jnp.array([1, 5, 0, 1, 2, 0], jnp.int32), 2)
+    np.testing.assert_array_equal(order, [2, 5, 0, 3, 1, 4])
+    np.testing.assert_array_equal(place, [2, 4, 0, 3, 5, 1])
+    for group in (np.zeros(1), np.full(300, 3), np.random.default_rng(0).integers(0, 8, 300)):
+        order, place = jax.jit(moe.sorted_by, static_argnums=1)(jnp.asarray(group, jnp.int32), 8)
+        np.testing.assert_array_equal(order, np.argsort(group, kind="stable"))
+        np.testing.assert_array_equal(place, np.argsort(order))
+
+
 def test_statistics_by_hand():
     """Two rows, two experts, one chosen. Logits (ln 3, 0) have probabilities (3/4, 1/4), entropy
     2 ln 2 - 3/4 ln 3 and logsumexp ln 4; (0, 0) has (1/2, 1/2), ln 2 and ln 2. The last token of

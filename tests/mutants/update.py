@@ -354,7 +354,7 @@ MUTANTS = [
         "learner/arriving.py",
         ("samples without routes are those of the last part",
          "without_routes += trainer.score_metrics", "without_routes = trainer.score_metrics",
-         "test_parts_that_arrive_replay_and_count"),
+         "test_samples_without_routes_are_counted_over_all_parts"),
         tests="learner/routing_test.py",
     ),
     *of(
