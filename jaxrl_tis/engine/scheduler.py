@@ -13,8 +13,11 @@
    does.
 6. `_collect` reads the tokens, stamps them with the version of the weights, and looks for the end:
    a stop id, a stop string (`StopStrings.search`) or `max_tokens`.
-7. `_finish` frees slot and pages, and `step` returns the trajectory. A sequence that goes on drops
-   its evicted pages (`BlockManager.evict`) and is back at 5.
+7. `_finish` leaves full pages in the cache (`Prefixes.keep`) and frees slot and pages, and `step`
+   returns the trajectory. A sequence that goes on drops its evicted pages (`BlockManager.evict`)
+   and is back at 5.
+8. `extend` adds the request again, with the trajectory and the tokens of an environment. It is back
+   at 1, and 2 finds the pages that have not been taken.
 
 When a shard has no page left, its youngest sequence loses its pages and goes back to 2. It keeps
 its tokens. The oldest sequence never loses its pages, and all pages of a shard hold the longest
@@ -22,8 +25,7 @@ sequence, so every request ends.
 
 With `async_scheduling`, `step` reads the tokens of the call before its own, so the engine samples
 while the host works. A sequence that ends by a stop wastes one row of the next call. A sequence
-that must end by its length frees its slot before its last tokens are read
-(`BlockManager.free_ending`). An abort, a pause, a preemption and a lack of pages depend on every
+that must end by its length frees its slot before its last tokens are read (`_free_ending`). An abort, a pause, a preemption and a lack of pages depend on every
 token, so each reads the call first.
 """
 
@@ -41,7 +43,7 @@ from jaxrl_tis.engine.pages import Pages
 from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefiller import Prefiller
 from jaxrl_tis.engine.protocol import EngineProtocol, Insertion, ResultTokens
-from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, extended
 from jaxrl_tis.engine.routes import Block, PageRoutes, SequenceRoutes
 from jaxrl_tis.engine.runner import Runner
 from jaxrl_tis.engine.sequences import Drawn, Sequence
@@ -50,6 +52,7 @@ from jaxrl_tis.engine.stop_strings import StopStrings
 from jaxrl_tis.engine.wait_queue import WaitQueue
 
 PAUSES = ("abort", "retract", "in_place")
+OLDER = 2**60  # number of arrivals by which a sequence of several turns is older than the others
 
 
 class Full(RuntimeError):
@@ -90,8 +93,8 @@ class Scheduler:
       preempt_after: tokens since it got its slot after which a sequence makes room for a waiting
         one that comes before it. It keeps its pages while there are enough. 0 turns this off.
       retention: pages that a sequence keeps; None keeps all.
-      keeps_pages: prefix caching: full pages of prompts stay for later prompts that begin with the
-        same tokens, until their room is needed or the weights change.
+      keeps_pages: prefix caching: full pages of prompts, and of sequences that ended, stay for later
+        sequences that begin with the same tokens, until their room is needed or the weights change.
       drafts: proposes drafts that one pass of the engine verifies; None decodes token by token.
       decode: tokens -> text, for requests with stop strings. Runs in a thread of its own.
       async_scheduling: read the tokens of a call after the next one has been sent off. Has no
@@ -149,12 +152,35 @@ class Scheduler:
                 "retry later"
             )
         routes = SequenceRoutes.of(request.partial, self._engine)
-        sequence = Sequence.of(request, self._arrivals, self._waiting.admissions, routes)
+        is_extended = request.partial is not None and request.partial.num_turns > 1
+        order = self._arrivals - OLDER * is_extended
+        sequence = Sequence.of(request, order, self._waiting.admissions, routes)
         self._live[request.id] = sequence
         self._waiting.add(sequence)
         self._arrivals += 1
         self._policy.added(request)
         self._drafts.add(request)
+
+    def extend(
+        self, ended: Trajectory, tokens: list[int] | np.ndarray,
+        sampling: SamplingParams,
+    ) -> None:
+        """Queues the request of a record again, with tokens of an environment after the record and
+        before the next turn. It goes before requests without turns: its pages may be cached.
+
+        Args:
+          ended: a record that `step` or `pause` returned. Nothing else of its sequence is needed.
+          tokens: the given tokens, see records.extended.
+          sampling: of the next turn. Its max_tokens and min_tokens count all tokens of the next
+            record after the prompt: these of `ended`, these given and those of the turn.
+
+        Raises:
+          ValueError: the sequence can never run, or its id is pending.
+          Full: see `add`.
+        """
+        partial = extended(ended, tokens)
+        request_check.check_extension(partial, sampling, self._engine)
+        self.add(Request(ended.id, ended.prompt, ended.seed, sampling, partial))
 
     def abort(self, request_id: str) -> None:
         """Ends a request. The next step returns its tokens so far, with stop_reason "abort" unless
@@ -251,11 +277,18 @@ class Scheduler:
         """Gives waiting sequences slots and pages. Those that kept their pages decode at once."""
         if self._preempt_after and any(self._waiting):
             self._collect()
-        if self._call:
-            self._blocks.free_ending(self._call.rows)
+        self._free_ending()
         parked = self._blocks.admit()
         # The last token's key is not in its pages yet: decode writes it.
         self._insert({s: s.insertion(s.length - 1) for s in parked})
+
+    def _free_ending(self) -> None:
+        """Frees slots and pages of the sequences that must end in a call that has not been read.
+        Their tokens cannot change that."""
+        for sequence in self._call.rows if self._call else ():
+            if sequence.is_running and sequence.in_flight == sequence.remaining:
+                self._keep_pages(sequence)
+                self._blocks.free_ending(sequence)
 
     def _prefill(self) -> None:
         """Prefills in at most `prefill_calls` calls, or until a sequence decodes, and inserts the
@@ -361,11 +394,18 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
         """Frees slot and pages, and writes the record of the first `count` tokens."""
         if self._blocks.holds(sequence):
+            self._keep_pages(sequence)
             self._blocks.free(sequence)
         sequence.has_ended = True
         self._waiting.ended(sequence.request, None if reason == "abort" else count)
         self._drafts.remove(sequence.request)
         self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
+
+    def _keep_pages(self, sequence: Sequence) -> None:
+        """Leaves the full pages of a sequence that ends in the cache, where `extend` finds them."""
+        new = self._blocks.keep(sequence, self._runner.version)
+        if new and sequence.routes is not None:
+            self._routes.keep(sequence.shard, new, sequence.routes.latest())
 
     def _pop_ended(self) -> list[Trajectory]:
         ended, self._ended = self._ended, []
