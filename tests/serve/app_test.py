@@ -45,7 +45,7 @@ def application(engine=None, max_pending=8, seconds=20.0, logprobs=2, **served):
         engine or arithmetic.Engine(), 0, max_pending=max_pending, decode=TOKENIZER.decode
     )
     limits = Limits(
-        body_bytes=500, prompt_tokens=10, max_tokens=20, choices=4, logprobs=logprobs,
+        body_bytes=500, context_tokens=30, max_tokens=20, choices=4, logprobs=logprobs,
         seconds=seconds,
     )
     return serve_app.make(serve_app.Served(
@@ -77,7 +77,7 @@ def test_a_completion():
     assert (len(text), reason) == (5, "length")
     body = reply.json
     assert body["choices"] == [
-        {"index": i, "text": text, "finish_reason": "length", "versions": [0], "logprobs": None}
+        {"index": i, "text": text, "finish_reason": "length", "versions": [0] * 5, "logprobs": None}
         for i in range(2)
     ]
     assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 10, "total_tokens": 14}
@@ -125,7 +125,7 @@ def test_chat():
     assert reply["object"] == "chat.completion"
     assert reply["choices"] == [{
         "index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason,
-        "versions": [0], "logprobs": None,
+        "versions": [0] * reply["usage"]["completion_tokens"], "logprobs": None,
     }]
 
 
@@ -392,12 +392,14 @@ def test_weights_change_between_steps_and_every_token_knows_its_own():
     old = expected(PROMPT, seed=SEED)[0]
     new, _ = expected(PROMPT, seed=SEED, weights=7)
     choice = first.json["choices"][0]
-    assert choice["versions"] == [0, 1]
-    assert choice["text"][:4] == old[:4] and choice["text"] != old
+    count = choice["versions"].index(1)
+    total = first.json["usage"]["completion_tokens"]
+    assert count >= 4 and choice["versions"] == [0] * count + [1] * (total - count)
+    assert choice["text"][:count] == old[:count] and choice["text"] != old
     (choice,) = second.json["choices"]
-    assert (choice["text"], choice["versions"]) == (new, [1])
+    assert (choice["text"], set(choice["versions"])) == (new, {1})
     assert listed.json["data"][0] == {
-        "id": "m", "object": "model", "owned_by": "jaxrl_tis", "version": 1
+        "id": "m", "object": "model", "owned_by": "jaxrl_tis", "max_model_len": 30, "version": 1
     }
 
 
