@@ -196,6 +196,69 @@ def test_a_stream_says_what_the_whole_answer_says(extra):
         assert last[choice["index"]] == choice | {"text": ""}
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize("extra", [
+    {}, {"n": 2}, {"stop": [STOP]}, {"stop": ["zz", STOP], "n": 2}, {"max_tokens": 3},
+    {"stop_token_ids": [TOKENIZER.encode(STOP)[0]]},
+    {"stop": [STOP], "min_tokens": 11, "ignore_eos": True},
+])
+def test_streamed_ids_add_up_to_those_of_the_whole_answer(path, extra):
+    """Token by token, those without text too, and the prompt's ids as vLLM names them."""
+    is_chat = path == CHAT
+    prompt = {"messages": [{"role": "user", "content": "abc"}]} if is_chat else {"prompt": "abc"}
+    body = prompt | {"seed": SEED, "return_token_ids": True} | extra
+
+    async def both(app):
+        return await call(app, path, body), await call(app, path, body | {"stream": True})
+
+    whole, stream = run(application(arithmetic.Engine(steps=4)), both)
+    prompt_ids = PROMPT[1:] if is_chat else PROMPT
+    ids, prompts = {}, []
+    for event in stream.events:
+        (choice,) = event["choices"]
+        ids.setdefault(choice["index"], []).extend(choice["token_ids"])
+        prompts += [at["prompt_token_ids"] for at in (event, choice) if "prompt_token_ids" in at]
+    n = extra.get("n", 1)
+    assert prompts == [prompt_ids] * n and len(whole.json["choices"]) == n
+    stop_ids = (*(() if "ignore_eos" in extra else (2,)), *extra.get("stop_token_ids", ()))
+    request = arithmetic.request(
+        "", prompt_ids, SEED, stop_ids=stop_ids, max_tokens=extra.get("max_tokens", 20),
+    )
+    tokens, _ = alone(request)
+    for choice in whole.json["choices"]:
+        assert ids[choice["index"]] == choice["token_ids"] == tokens[: len(choice["token_ids"])]
+        at = whole.json if is_chat else choice
+        assert at["prompt_token_ids"] == prompt_ids
+        assert "stop" in extra or choice["token_ids"] == tokens
+    assert whole.json["usage"]["completion_tokens"] == sum(map(len, ids.values()))
+
+
+def test_every_choice_has_the_ids_of_its_own_prompt():
+    body = {"prompt": [[5, 6], "abc"], "n": 2, "max_tokens": 1, "return_token_ids": True}
+    choices = ask(body).json["choices"]
+    assert [c["prompt_token_ids"] for c in choices] == [[5, 6]] * 2 + [PROMPT] * 2
+    events = ask(body | {"stream": True}).events
+    first = {e["choices"][0]["index"]: e["choices"][0] for e in reversed(events)}
+    assert [first[i]["prompt_token_ids"] for i in range(4)] == [[5, 6]] * 2 + [PROMPT] * 2
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_ids_come_only_where_they_are_asked_for(path, is_streamed):
+    prompt = {"prompt": "abc"} if path == TEXT else {"messages": [{"role": "user", "content": "a"}]}
+    assert b"token_ids" not in ask(prompt | {"max_tokens": 2, "stream": is_streamed}, path).body
+
+
+def test_a_stop_token_with_text_is_an_id_of_the_answer_and_no_text():
+    ids = alone(arithmetic.request("", PROMPT, SEED, max_tokens=20))[0]
+    body = {"prompt": "abc", "seed": SEED, "stop_token_ids": [ids[6]], "return_token_ids": True}
+    (choice,) = ask(body).json["choices"]
+    end = ids.index(ids[6])
+    assert (choice["token_ids"], choice["finish_reason"]) == (ids[: end + 1], "stop")
+    assert choice["text"] == TOKENIZER.decode(ids[:end]) != TOKENIZER.decode(ids[: end + 1])
+    assert joined(ask(body | {"stream": True}).events, "text")[0] == {0: choice["text"]}
+
+
 @pytest.mark.parametrize("path, prompt", [
     (TEXT, {"prompt": "abc"}), (CHAT, {"messages": [{"role": "user", "content": "abc"}]}),
 ])
@@ -421,12 +484,14 @@ def test_weights_that_stay(token, body, status, words):
 def test_beyond_this_machine_every_route_but_health_needs_the_token():
     async def script(app):
         routes = [("/v1/models", None), (TEXT, {"prompt": "a"}),
-                  (CHAT, {"messages": [{"role": "user", "content": "a"}]})]
+                  (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+                  ("/inference/v1/generate", {"token_ids": [3]}), ("/tokenize", {"prompt": "a"}),
+                  ("/detokenize", {"tokens": [3]})]
         closed = [(await call(app, *route)).status for route in routes]
         opened = [(await call(app, *route, token=TOKEN)).status for route in routes]
         return closed, opened, (await call(app, "/health")).status
 
-    assert run(application(token=TOKEN, is_closed=True), script) == ([401] * 3, [200] * 3, 200)
+    assert run(application(token=TOKEN, is_closed=True), script) == ([401] * 6, [200] * 6, 200)
     with pytest.raises(ValueError, match="needs a token"):
         application(is_closed=True)
 
