@@ -28,11 +28,12 @@ class Tokenizer(Protocol):
 
     `decode` omits special tokens (end, start, padding) and unknown ids. `chat` renders messages, each
     {"role", "content"}, to the text of a prompt. `tools` are JSON schemas of functions for the
-    template. Encode this text with add_special=False, because a template writes its own special tokens. `encodes` and `chats` are the batched forms; an unusable
-    text becomes the ValueError that explains it. If a conversation ends with an assistant's message,
-    `chats` leaves the message open. `digest` identifies the tokenizer. `vocab_size` is the largest id
-    plus one; `ids` are the existing ids, possibly with holes. `backend` is the content of
-    tokenizer.json, `special` {name of a special token: text}, `template` the chat template.
+    template. Encode this text with add_special=False, because a template writes its own special
+    tokens. `encodes` and `chats` are the batched forms; an unusable text becomes the ValueError that
+    explains it. If a conversation ends with an assistant's message, `chats` leaves the message open.
+    `digest` identifies the tokenizer. `vocab_size` is the largest id plus one; `ids` are the existing
+    ids, possibly with holes. `backend` is the content of tokenizer.json, `special` {name of a special
+    token: text}, `template` the chat template.
     """
 
     backend: tokenizers.Tokenizer

@@ -1,9 +1,9 @@
 """Parses the JSON of a completion request into checked requests for the scheduler.
 
 Fields are those of the OpenAI API, and of vLLM's servers: top_k, min_p, repetition_penalty,
-min_tokens, ignore_eos, stop_token_ids, prompt_logprobs and return_token_ids. A null field counts as absent. A field or
-value that this server does not support is refused, because the answer without it would differ.
-Fields without influence on the answer are ignored.
+min_tokens, ignore_eos, stop_token_ids, prompt_logprobs and return_token_ids. A null field counts as
+absent. A field or value that this server does not support is refused, because the answer without it
+would differ. Fields without influence on the answer are ignored.
 """
 
 import dataclasses
@@ -32,14 +32,14 @@ IGNORED = {
 }
 # Fields of which only these values are supported.
 ONLY = {
-    "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"], "response_format": [{"type": "text"}],
-    "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [],
-    "moderation": [], "reasoning_effort": ["none"], "verbosity": ["medium"], "echo": [False],
-    "suffix": [""], "use_beam_search": [False], "length_penalty": [1.0, 1],
-    "include_stop_str_in_output": [False], "skip_special_tokens": [True],
-    "truncate_prompt_tokens": [], "allowed_token_ids": [],
-    "bad_words": [[]], "structured_outputs": [], "logits_processors": [[]], "documents": [[]],
-    "return_tokens_as_token_ids": [False], "prompt_logprobs": [0],
+    "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
+    "response_format": [{"type": "text"}], "modalities": [["text"]], "audio": [], "prediction": [],
+    "web_search_options": [], "moderation": [], "reasoning_effort": ["none"],
+    "verbosity": ["medium"], "echo": [False], "suffix": [""], "use_beam_search": [False],
+    "length_penalty": [1.0, 1], "include_stop_str_in_output": [False], "skip_special_tokens": [True],
+    "truncate_prompt_tokens": [], "allowed_token_ids": [], "bad_words": [[]], "structured_outputs": [],
+    "logits_processors": [[]], "documents": [[]], "return_tokens_as_token_ids": [False],
+    "prompt_logprobs": [0],
 }
 ONLY_TEXT = ONLY | {"add_special_tokens": [True], "tools": [[]]}
 ONLY_CHAT = ONLY | {
@@ -186,7 +186,8 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def known(
-    given: dict[str, Any], fields: dict[str, tuple], only: dict[str, list], ignores_unknown: bool = False
+    given: dict[str, Any], fields: dict[str, tuple], only: dict[str, list],
+    ignores_unknown: bool = False,
 ) -> dict[str, Any]:
     """Returns the value of every supported field, with its type checked.
 
@@ -282,7 +283,7 @@ def choices(
     id: str, ids: list[list[int]], values: dict[str, Any], vocab_size: int, tokenizer: Tokenizer,
     limits: Limits,
 ) -> list[Choice]:
-    """Returns the checked choices of each prompt. An answer has room up to the end of the context."""
+    """Returns the checked choices of each prompt. An answer ends where the context does."""
     for place, prompt in enumerate(ids):
         _check_prompt(prompt, f"prompt {place}: " if len(ids) > 1 else "", vocab_size, limits)
     sampling = _sampling(values, vocab_size, tokenizer, limits)
@@ -299,8 +300,8 @@ def choices(
 def _check_prompt(prompt: list[int], which: str, vocab_size: int, limits: Limits) -> None:
     if not 1 <= len(prompt) < limits.context_tokens:
         raise ValueError(
-            f"{which}{len(prompt)} prompt tokens; give 1 to {limits.context_tokens - 1}, one less than "
-            "max_model_len (config.task.max_prompt_tokens + config.rollout.max_new_tokens)"
+            f"{which}{len(prompt)} prompt tokens; give 1 to {limits.context_tokens - 1}, one less "
+            "than max_model_len (config.task.max_prompt_tokens + config.rollout.max_new_tokens)"
         )
     if not all(0 <= token < vocab_size for token in prompt):
         raise ValueError(

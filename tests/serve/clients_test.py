@@ -1,7 +1,7 @@
 """Real clients on a real engine behind a socket: `openai`, and the training client of verifiers.
 
-The client of verifiers 0.4 (96 packages, 570 MB, `openai` below 3) has an environment of its own. Its
-test runs where VERIFIERS_PYTHON names the Python of one:
+The client of verifiers 0.4 (96 packages, 570 MB, `openai` below 3) has an environment of its own.
+Its test runs where VERIFIERS_PYTHON names the Python of one:
 
     python3.11 -m venv /tmp/verifiers && /tmp/verifiers/bin/pip install 'verifiers>=0.4,<0.5'
     VERIFIERS_PYTHON=/tmp/verifiers/bin/python python -m pytest tests/serve/clients_test.py
@@ -32,7 +32,7 @@ pytestmark = [
 ]
 CONTEXT, NEW = 448, 12  # tokens of a sequence, and of an answer
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-OTHERS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>"]
+OTHERS = [f"<{slash}{name}>" for name in ("tool_call", "tool_response", "think") for slash in ("", "/")]
 TOOL = {"type": "function", "function": {
     "name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}},
 }}
@@ -55,8 +55,8 @@ def write_tokenizer(folder: pathlib.Path) -> None:
     backend.decoder = decoders.ByteLevel()
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": SPECIAL[0], "eos_token": SPECIAL[2],
-        "chat_template": chat_templates.TEMPLATES["qwen2.5"],
+        "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": SPECIAL[0],
+        "eos_token": SPECIAL[2], "chat_template": chat_templates.TEMPLATES["qwen2.5"],
     }))
 
 
@@ -71,8 +71,8 @@ def server(tmp_path_factory):
     )
     setup = build(config, penalties=True, top_n=3)
     limits = Limits(
-        body_bytes=2**20, context_tokens=setup.engine.max_length, max_tokens=NEW, choices=4, logprobs=3,
-        seconds=60.0,
+        body_bytes=2**20, context_tokens=setup.engine.max_length, max_tokens=NEW, choices=4,
+        logprobs=3, seconds=60.0,
     )
     params = serving.load(setup, None)
     with listening(serving.make_app(setup, params, limits, 8, None, "127.0.0.1")) as port:

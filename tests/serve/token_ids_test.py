@@ -1,5 +1,5 @@
-"""The route of token ids: its body, its answer by hand, and both through a scheduler whose engine is
-made of arithmetic."""
+"""The route of token ids: its body, its answer by hand, and both through a scheduler whose engine
+is made of arithmetic."""
 
 import base64
 import json
@@ -29,10 +29,11 @@ def of(body):
 def test_a_body_of_a_training_client():
     """Parameters of other engines are ignored, known ones arrive."""
     g = of({
-        "model": "m", "token_ids": [3, 0, 22], "cache_salt": "s", "priority": 3, "sampling_params": {
+        "model": "m", "token_ids": [3, 0, 22], "cache_salt": "s", "priority": 3,
+        "sampling_params": {
             "temperature": 0.5, "top_p": 0.9, "max_tokens": 4, "seed": 7, "stop_token_ids": [9, 2],
             "logprobs": 1, "skip_special_tokens": False, "routed_experts_prompt_start": 2,
-            "detokenize": False, "extra_args": {"x": 1}, "reasoning_effort": "low", "anything": None,
+            "detokenize": False, "extra_args": {"x": 1}, "reasoning_effort": "low",
         },
     })
     (choice,) = g.choices
