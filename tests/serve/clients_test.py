@@ -62,12 +62,13 @@ def write_tokenizer(folder: pathlib.Path) -> None:
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
-    """(port, tokenizer, its folder) of the server of a decoder with random weights."""
+    """(port, tokenizer, its folder) of the server of a decoder with experts and random weights."""
     folder = tmp_path_factory.mktemp("tokenizer")
     write_tokenizer(folder)
     config = tiny.config(
         task__tokenizer=str(folder), task__max_prompt_tokens=CONTEXT - NEW,
         rollout__max_new_tokens=NEW, engine__prefill_chunk=64, engine__page_size=64,
+        model__num_experts=4, model__expert_dim=32, engine__record_routes=True,
     )
     setup = build(config, penalties=True, top_n=3)
     limits = Limits(
@@ -118,6 +119,8 @@ def test_a_conversation_with_tools(client, server):
         "model": "tiny", "token_ids": shown["tokens"], "sampling_params": PARAMS | {"logprobs": 1},
     })["choices"][0]
     assert alone["token_ids"] == ids and alone["finish_reason"] == choice.finish_reason
+    read = len(shown["tokens"]) + len(ids) - 1
+    assert alone["routed_experts"]["shape"] == [read, 1, 2], "a layer, two experts per token"
     np.testing.assert_allclose(
         [c["logprob"] for c in alone["logprobs"]["content"]],
         [c.logprob for c in choice.logprobs.content], rtol=1e-5,
@@ -203,8 +206,9 @@ def test_two_turns_of_the_training_client_of_verifiers(client, server):
     assert ran.returncode == 0, ran.stdout + ran.stderr
     branches = json.loads(ran.stdout.splitlines()[-1])
     assert len(branches) == 1, "a second branch: ids of a turn were not those of the turn before"
-    ((ids, is_sampled, logprobs, reward),) = branches
+    ((ids, is_sampled, logprobs, routes, reward),) = branches
     assert len(ids) == len(is_sampled) == len(logprobs) and reward == 1
+    assert routes == [len(ids), 1, 2], "the experts of both turns join"
     # Each run of sampled tokens is a turn. The engine samples it again from the ids before it.
     edges = np.flatnonzero(np.diff([False, *is_sampled, False])).reshape(-1, 2)
     assert len(edges) == 2

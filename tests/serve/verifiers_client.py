@@ -2,7 +2,8 @@
 
     python tests/serve/verifiers_client.py http://127.0.0.1:8000/v1 FOLDER_OF_THE_TOKENIZER
 
-It prints JSON: (token ids, whether each was sampled, log-probs, reward) of each branch of the trace.
+It prints JSON: for each branch of the trace (token ids, whether each was sampled, log-probs, the shape
+of the experts that the server recorded, reward).
 It runs in an environment with verifiers, without this project.
 """
 
@@ -64,8 +65,10 @@ async def main(url: str, folder: str) -> None:
         episode = await env.run_slot(slot, vf.ModelContext("tiny", client, sampling))
     (trace,) = episode.traces
     assert episode.ok, (episode.errors, trace.errors)
+    shape = lambda routes: None if routes is None else routes.shape
     print(json.dumps([
-        (b.token_ids, b.sampled_mask, b.logprobs, trace.reward) for b in trace.branches
+        (b.token_ids, b.sampled_mask, b.logprobs, shape(b.routed_experts), trace.reward)
+        for b in trace.branches
     ]))
 
 
