@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -31,6 +32,14 @@ class Held(arithmetic.Engine):
 
     def generate(self, *args):
         assert self.calls.acquire(timeout=60)
+        return super().generate(*args)
+
+
+class Slow(arithmetic.Engine):
+    """Its steps are read one by one."""
+
+    def generate(self, *args):
+        time.sleep(0.01)
         return super().generate(*args)
 
 
@@ -211,7 +220,7 @@ def test_streamed_ids_add_up_to_those_of_the_whole_answer(path, extra):
     async def both(app):
         return await call(app, path, body), await call(app, path, body | {"stream": True})
 
-    whole, stream = run(application(arithmetic.Engine(steps=4)), both)
+    whole, stream = run(application(Slow(steps=4)), both)
     prompt_ids = PROMPT[1:] if is_chat else PROMPT
     ids, prompts = {}, []
     for event in stream.events:
@@ -231,6 +240,20 @@ def test_streamed_ids_add_up_to_those_of_the_whole_answer(path, extra):
         assert at["prompt_token_ids"] == prompt_ids
         assert "stop" in extra or choice["token_ids"] == tokens
     assert whole.json["usage"]["completion_tokens"] == sum(map(len, ids.values()))
+
+
+def test_a_stream_ends_with_an_error_if_the_sequence_started_again_and_differs(monkeypatch):
+    other, engine = np.array([9, 9]), Held()
+    monkeypatch.setattr(serve_app.Shown, "of", lambda self, tokens: (TOKENIZER.decode(other), other))
+
+    async def script(app):
+        engine.calls.release()
+        body = {"prompt": "abc", "seed": SEED, "stream": True}
+        return await call(app, TEXT, body, on_part=lambda part: engine.calls.release(50))
+
+    sent, error = run(application(engine), script).events
+    assert sent["choices"][0]["text"] == TOKENIZER.decode(other)
+    assert "differs from the tokens already sent" in error["error"]["message"]
 
 
 def test_every_choice_has_the_ids_of_its_own_prompt():
