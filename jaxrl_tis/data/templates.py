@@ -17,10 +17,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 REASONING = ("reasoning_content", "thinking", "reasoning")  # names of one field of a message
 
 Messages = list[dict[str, Any]]
+Tools = list[dict[str, Any]]  # JSON schemas of functions
 
 
-def renderer(setting: dict[str, Any]) -> Callable[[Messages, bool], str]:
-    """Returns f(messages, add_generation_prompt) -> text.
+def renderer(setting: dict[str, Any]) -> Callable[..., str]:
+    """Returns f(messages, add_generation_prompt, tools=None) -> text. Without `tools` the template has
+    those of "kwargs". f raises ValueError for tools that the template does not read.
 
     Args:
       setting: {"template": text of the template, "tokens": {name of a special token: text}, "kwargs":
@@ -40,11 +42,16 @@ def renderer(setting: dict[str, Any]) -> Callable[[Messages, bool], str]:
     template = environment.from_string(setting["template"])
     variables = {"tools": None, "documents": None} | setting["tokens"] | setting["kwargs"]
 
-    def render(messages: Messages, add_generation_prompt: bool) -> str:
+    def render(
+        messages: Messages, add_generation_prompt: bool, tools: Tools | None = None
+    ) -> str:
         if not messages:
             raise ValueError("there is no message")
+        if tools is not None and "tools" not in read:
+            raise ValueError("it does not read tools; describe them in a message")
+        given = {} if tools is None else {"tools": tools}
         return template.render(
-            variables, messages=list(map(_message, messages)),
+            variables | given, messages=list(map(_message, messages)),
             add_generation_prompt=add_generation_prompt,
         )
 

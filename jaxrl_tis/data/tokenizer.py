@@ -27,12 +27,13 @@ class Tokenizer(Protocol):
     """Interface of a tokenizer.
 
     `decode` omits special tokens (end, start, padding) and unknown ids. `chat` renders messages, each
-    {"role", "content"}, to the text of a prompt. Encode this text with add_special=False, because a
-    template writes its own special tokens. `encodes` and `chats` are the batched forms; an unusable
-    text becomes the ValueError that explains it. If a conversation ends with an assistant's message,
-    `chats` leaves the message open. `digest` identifies the tokenizer. `vocab_size` is the largest id
-    plus one; `ids` are the existing ids, possibly with holes. `backend` is the content of
-    tokenizer.json, `special` {name of a special token: text}, `template` the chat template.
+    {"role", "content"}, to the text of a prompt. `tools` are JSON schemas of functions for the
+    template. Encode this text with add_special=False, because a template writes its own special
+    tokens. `encodes` and `chats` are the batched forms; an unusable text becomes the ValueError that
+    explains it. If a conversation ends with an assistant's message, `chats` leaves the message open.
+    `digest` identifies the tokenizer. `vocab_size` is the largest id plus one; `ids` are the existing
+    ids, possibly with holes. `backend` is the content of tokenizer.json, `special` {name of a special
+    token: text}, `template` the chat template.
     """
 
     backend: tokenizers.Tokenizer
@@ -48,7 +49,10 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str: ...
 
-    def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str: ...
+    def chat(
+        self, messages: Sequence[dict], add_generation_prompt: bool = True,
+        tools: Sequence[dict] | None = None,
+    ) -> str: ...
 
     def encodes(
         self, texts: Sequence[str], add_special: bool = False
@@ -118,7 +122,12 @@ class CharTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return "".join(self._chars[index] for index in map(int, ids) if index in self._chars)
 
-    def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str:
+    def chat(
+        self, messages: Sequence[dict], add_generation_prompt: bool = True,
+        tools: Sequence[dict] | None = None,
+    ) -> str:
+        if tools is not None:
+            raise ValueError("this tokenizer has no chat template, and nothing reads tools")
         return "".join(message["content"] for message in messages if "content" in message)
 
     def encodes(
@@ -172,13 +181,16 @@ class HFTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self.backend.decode([int(index) for index in ids])
 
-    def chat(self, messages: Sequence[dict], add_generation_prompt: bool = True) -> str:
+    def chat(
+        self, messages: Sequence[dict], add_generation_prompt: bool = True,
+        tools: Sequence[dict] | None = None,
+    ) -> str:
         """Renders messages with the checkpoint's template.
 
         Raises:
-            ValueError: no template, or the template refuses these messages.
+            ValueError: no template, or the template refuses these messages or does not read tools.
         """
-        [result] = self._rendered([messages], add_generation_prompt)
+        [result] = self._rendered([messages], add_generation_prompt, tools)
         if isinstance(result, ValueError):
             raise result
         return result
@@ -192,14 +204,15 @@ class HFTokenizer:
         ]
 
     def _rendered(
-        self, conversations: Sequence[Sequence[dict]], add_generation_prompt: bool
+        self, conversations: Sequence[Sequence[dict]], add_generation_prompt: bool,
+        tools: Sequence[dict] | None = None,
     ) -> list[str | ValueError]:
         if self.template is None:
             raise ValueError(
                 f"{self.source} has no chat template; set task.chat to False, and use text prompts "
                 "instead of messages"
             )
-        calls = [[list(messages), add_generation_prompt] for messages in conversations]
+        calls = [[list(messages), add_generation_prompt, tools] for messages in conversations]
         failed = f"the chat template of {self.source} failed"
         return [
             ValueError(f"{failed}: {result['error']}") if result["error"] else result["value"]

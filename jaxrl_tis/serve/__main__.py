@@ -50,9 +50,8 @@ def main() -> None:
     config = as_begun(CONFIG.value, WORKDIR.value) if WORKDIR.value else CONFIG.value
     setup = build(config, penalties=True, top_n=LOGPROBS)
     limits = Limits(
-        MAX_BODY_BYTES.value, setup.config.task.max_prompt_tokens,
-        setup.config.rollout.max_new_tokens, min(MAX_CHOICES.value, MAX_PENDING.value), LOGPROBS,
-        MAX_SECONDS.value,
+        MAX_BODY_BYTES.value, setup.engine.max_length, setup.config.rollout.max_new_tokens,
+        min(MAX_CHOICES.value, MAX_PENDING.value), LOGPROBS, MAX_SECONDS.value,
     )
     params = load(setup, WORKDIR.value)
     application = make_app(setup, params, limits, MAX_PENDING.value, token, HOST.value, HOSTS.value)

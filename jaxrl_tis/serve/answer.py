@@ -4,6 +4,8 @@ import math
 import time
 from typing import Any
 
+import numpy as np
+
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.text import settled_length
@@ -28,43 +30,62 @@ class Answer:
             content = {"text": text}
             if self._completion.is_chat:
                 content = {"message": {"role": "assistant", "content": text}}
+            content |= self._prompt_ids(index) | self._token_ids(trajectory.tokens.tolist())
             choices.append({"index": index} | content | self._end(trajectory))
-        usage = self._usage(sum(len(t.tokens) for t in trajectories))
-        return self._envelope("chat.completion", choices) | {"usage": usage}
+        numbers = usage(self._completion, sum(len(t.tokens) for t in trajectories))
+        prompt = self._chat_prompt_ids()
+        return self._envelope("chat.completion", choices) | prompt | {"usage": numbers}
 
     def first(self, index: int) -> Json:
-        """Returns the chunk that opens a choice of a chat."""
-        return self._chunk(index, {"delta": {"role": "assistant", "content": ""}})
+        """Returns the chunk that opens a choice: no text, and the token ids of its prompt."""
+        text = {"text": ""}
+        if self._completion.is_chat:
+            text = {"delta": {"role": "assistant", "content": ""}}
+        content = text | self._prompt_ids(index) | self._token_ids([])
+        return self._chunk(index, content) | self._chat_prompt_ids()
 
-    def more(self, index: int, text: str) -> Json:
-        """Returns a chunk with more text of a choice."""
+    def more(self, index: int, text: str, token_ids: list[int]) -> Json:
+        """Returns a chunk with more text and token ids of a choice."""
         content = {"delta": {"content": text}} if self._completion.is_chat else {"text": text}
-        return self._chunk(index, content)
+        return self._chunk(index, content | self._token_ids(token_ids))
 
     def last(self, index: int, trajectory: Trajectory) -> Json:
         """Returns the chunk that ends a choice: no text, and all log-probs."""
         content = {"delta": {}} if self._completion.is_chat else {"text": ""}
-        return self._chunk(index, content, self._end(trajectory))
+        return self._chunk(index, content | self._token_ids([]), self._end(trajectory))
 
     def end(self, num_tokens: int) -> Json:
         """Returns the chunk after all others, with the number of sampled tokens."""
-        return self._envelope("chat.completion.chunk", []) | {"usage": self._usage(num_tokens)}
+        numbers = usage(self._completion, num_tokens)
+        return self._envelope("chat.completion.chunk", []) | {"usage": numbers}
 
     def text(self, trajectory: Trajectory) -> str:
-        decode = self._tokenizer.decode
-        floor = settled_length(trajectory.tokens[: self._completion.min_tokens], decode)
-        return cut(decode(trajectory.tokens), self._completion.stops, floor)
+        """Returns the text before the stop string or stop token that ended the choice."""
+        decode, tokens = self._tokenizer.decode, trajectory.tokens
+        floor = settled_length(tokens[: self._completion.min_tokens], decode)
+        if np.isin(tokens[-1:], self._completion.stop_ids).any():
+            tokens = tokens[:-1]
+        return cut(decode(tokens), self._completion.stops, floor)
+
+    def _prompt_ids(self, index: int) -> Json:
+        """Returns the part of a choice with its prompt, which can differ between choices. A chat has
+        one prompt, see `_chat_prompt_ids`."""
+        if not self._completion.returns_ids or self._completion.is_chat:
+            return {}
+        return {"prompt_token_ids": self._completion.choices[index].prompt.tolist()}
+
+    def _chat_prompt_ids(self) -> Json:
+        if not self._completion.returns_ids or not self._completion.is_chat:
+            return {}
+        return {"prompt_token_ids": self._completion.prompts[0].tolist()}
+
+    def _token_ids(self, token_ids: list[int]) -> Json:
+        return {"token_ids": token_ids} if self._completion.returns_ids else {}
 
     def _chunk(self, index: int, content: Json, end: Json | None = None) -> Json:
         end = end or {"finish_reason": None, "logprobs": None}
         usage = {"usage": None} if self._completion.includes_usage else {}
         return self._envelope("chat.completion.chunk", [{"index": index} | content | end]) | usage
-
-    def _usage(self, sampled: int) -> Json:
-        prompt = sum(map(len, self._completion.prompts))
-        return {
-            "prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled
-        }
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
         return {
@@ -75,20 +96,20 @@ class Answer:
         }
 
     def _end(self, trajectory: Trajectory) -> Json:
-        """Returns the finish reason, the versions of the weights that sampled, and the log-probs."""
+        """Returns the finish reason, the version of the weights of each token, and the log-probs."""
         prompt = {}
         if self._completion.has_prompt_logprobs:
             prompt = {"prompt_logprobs": self._of_prompt(trajectory)}
         return prompt | {
             "finish_reason": trajectory.stop_reason,
-            "versions": list(dict.fromkeys(trajectory.version.tolist())),
+            "versions": trajectory.version.tolist(),
             "logprobs": None if self._completion.logprobs is None else self._logprobs(trajectory),
         }
 
     def _logprobs(self, trajectory: Trajectory) -> Json:
         t = trajectory
         tokens = [self._piece(token) for token in t.tokens]
-        behav, raw = (list(map(_finite, logp)) for logp in (t.logp_behav, t.logp_raw))
+        behav, raw = (list(map(finite, logp)) for logp in (t.logp_behav, t.logp_raw))
         top = [self._top(*row) for row in zip(t.top_ids, t.top_logps)]
         if not self._completion.is_chat:
             return {
@@ -108,14 +129,14 @@ class Answer:
         """Returns {id: log-prob and text} for each token of the prompt, None for the first token;
         [] if the answer ended before its prompt was read."""
         pairs = zip(trajectory.prompt[1:].tolist(), trajectory.prompt_logps[1:].tolist())
-        entry = lambda logp, id: {"logprob": _finite(logp), "decoded_token": self._piece(id)}
+        entry = lambda logp, id: {"logprob": finite(logp), "decoded_token": self._piece(id)}
         first = [None] * (len(trajectory.prompt_logps) > 0)
         return first + [{str(id): entry(logp, id)} for id, logp in pairs]
 
     def _top(self, ids, logps) -> list[tuple[str, float | None]]:
         """Returns (text, log-prob) of the likeliest possible tokens at one position."""
-        pairs = list(zip(ids, logps))[: self._completion.logprobs]
-        return [(self._piece(id), _finite(logp)) for id, logp in pairs if id >= 0]
+        pairs = likeliest(ids, logps, self._completion.logprobs)
+        return [(self._piece(id), logp) for id, logp in pairs]
 
     def _piece(self, token: int) -> str:
         return self._tokenizer.decode([token])
@@ -129,7 +150,19 @@ def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:
     return by_text
 
 
-def _finite(value: float) -> float | None:
+def likeliest(ids, logps, count: int) -> list[tuple[int, float | None]]:
+    """Returns (id, log-prob) of at most `count` possible tokens at one position, the likeliest first."""
+    pairs = list(zip(ids, logps))[:count]
+    return [(int(id), finite(logp)) for id, logp in pairs if id >= 0]
+
+
+def usage(completion: Completion, sampled: int) -> Json:
+    """Returns the numbers of prompt tokens and sampled tokens."""
+    prompt = sum(map(len, completion.prompts))
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def finite(value: float) -> float | None:
     """Replaces infinities and NaN by None: JSON lacks them, and a diverged model gives them."""
     return float(value) if math.isfinite(value) else None
 

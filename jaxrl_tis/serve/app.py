@@ -8,6 +8,7 @@ disconnects aborts the choices that still run.
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection
@@ -25,10 +26,11 @@ from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full
 from jaxrl_tis.engine.worker import EngineThread
+from jaxrl_tis.serve import token_ids, tokenization
 from jaxrl_tis.serve.answer import Answer, described
 from jaxrl_tis.serve.guard import Guard
 from jaxrl_tis.serve.request import Completion, Limits, UnknownModel, object_of, parse
-from jaxrl_tis.serve.text import Shown
+from jaxrl_tis.serve.text import Sent, Shown
 
 CLIENT_CLOSED = 499  # the client has disconnected and does not read it
 News = np.ndarray | Trajectory | Exception
@@ -151,15 +153,33 @@ class Server:
         self._check_open(request)
         model = {
             "id": self._served.model, "object": "model", "owned_by": "jaxrl_tis",
+            "max_model_len": self._served.limits.context_tokens,
             "version": self._served.worker.version,
         }
         return JSONResponse({"object": "list", "data": [model]})
 
     async def completions(self, request: Request) -> Response:
-        return await self._complete(request, is_chat=False)
+        return await self._complete(request, functools.partial(parse, is_chat=False), self._writer)
 
     async def chat(self, request: Request) -> Response:
-        return await self._complete(request, is_chat=True)
+        return await self._complete(request, functools.partial(parse, is_chat=True), self._writer)
+
+    async def generate(self, request: Request) -> Response:
+        return await self._complete(request, token_ids.parse, token_ids.Answer)
+
+    async def tokenize(self, request: Request) -> Response:
+        self._check_open(request)
+        served, body = self._served, await self._body(request, self._deadline())
+        return JSONResponse(await asyncio.to_thread(
+            tokenization.tokenize, body, served.model, served.tokenizer, served.limits
+        ))
+
+    async def detokenize(self, request: Request) -> Response:
+        self._check_open(request)
+        served, body = self._served, await self._body(request, self._deadline())
+        return JSONResponse(await asyncio.to_thread(
+            tokenization.detokenize, body, served.model, served.vocab_size, served.tokenizer
+        ))
 
     async def weights(self, request: Request) -> Response:
         """Loads the weights at {"path": ...} for all tokens sampled from then on."""
@@ -179,16 +199,25 @@ class Server:
             version = await asyncio.wrap_future(self._served.worker.set_params(params))
         return JSONResponse({"path": body["path"], "version": version})
 
-    async def _complete(self, request: Request, is_chat: bool) -> Response:
+    def _writer(self, completion: Completion) -> Answer:
+        return Answer(completion, self._served.model, self._served.tokenizer)
+
+    async def _complete(self, request: Request, read: Callable, writer: Callable) -> Response:
+        """Samples the choices of a request.
+
+        Args:
+          read: parses the body; see `request.parse`.
+          writer: the parsed request -> the writer of its answer.
+        """
         self._check_open(request)
         served = self._served
         deadline = self._deadline()
         completion = await asyncio.to_thread(
-            parse, await self._body(request, deadline), is_chat, served.model,
-            served.vocab_size, served.tokenizer, served.limits,
+            read, await self._body(request, deadline), served.model, served.vocab_size,
+            served.tokenizer, served.limits,
         )
         job = Job(served.worker, completion, deadline)
-        answer = Answer(completion, served.model, served.tokenizer)
+        answer = writer(completion)
         with contextlib.ExitStack() as stack:
             stack.callback(job.close)
             await job.start()
@@ -197,31 +226,31 @@ class Server:
                 return EventStream(job, self._events(job, answer))
             return await _unless_gone(request, self._whole(job, answer))
 
-    async def _whole(self, job: Job, answer: Answer) -> Response:
+    async def _whole(self, job: Job, answer: Answer | token_ids.Answer) -> Response:
         ended = {i: news async for i, news in job.follow() if isinstance(news, Trajectory)}
         body = await asyncio.to_thread(answer.whole, [ended[i] for i in sorted(ended)])
         return JSONResponse(body)
 
     async def _events(self, job: Job, answer: Answer) -> AsyncIterator[str]:
         event = lambda data: f"data: {json.dumps(data)}\n\n"
-        stops, decode = job.completion.stops, self._served.tokenizer.decode
-        shown = [Shown(stops, decode, job.completion.min_tokens) for _ in job.completion.choices]
-        sent = [0] * len(shown)
+        completion, decode = job.completion, self._served.tokenizer.decode
+        shown = [Shown(completion.stops, decode, completion.min_tokens) for _ in completion.choices]
+        sent = [Sent() for _ in shown]
         num_tokens = 0
-        if job.completion.is_chat:
+        if completion.is_chat or completion.returns_ids:
             for i in range(len(sent)):
                 yield event(answer.first(i))
         try:
             async for i, news in job.follow():
                 has_ended = isinstance(news, Trajectory)
-                text = answer.text(news) if has_ended else shown[i].of(news)
-                if len(text) > sent[i]:
-                    yield event(answer.more(i, text[sent[i] :]))
-                    sent[i] = len(text)
+                now = (answer.text(news), news.tokens) if has_ended else shown[i].of(news)
+                text, tokens = sent[i].rest(*now, has_ended)
+                if text or tokens and completion.returns_ids:
+                    yield event(answer.more(i, text, tokens))
                 if has_ended:
                     num_tokens += len(news.tokens)
                     yield event(await asyncio.to_thread(answer.last, i, news))
-            if job.completion.includes_usage:
+            if completion.includes_usage:
                 yield event(answer.end(num_tokens))
         except Exception as error:
             yield event(described(500, str(error)))
@@ -307,6 +336,9 @@ def make(served: Served) -> Starlette:
         Route("/v1/models", server.models),
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
+        Route("/inference/v1/generate", server.generate, methods=["POST"]),
+        Route("/tokenize", server.tokenize, methods=["POST"]),
+        Route("/detokenize", server.detokenize, methods=["POST"]),
         Route("/weights", server.weights, methods=["POST"]),
     ]
     handlers = {error: _refusal(status) for error, status in REFUSALS.items()}

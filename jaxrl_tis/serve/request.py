@@ -1,9 +1,9 @@
 """Parses the JSON of a completion request into checked requests for the scheduler.
 
 Fields are those of the OpenAI API, and of vLLM's servers: top_k, min_p, repetition_penalty,
-min_tokens, ignore_eos, stop_token_ids and prompt_logprobs. A null field counts as absent. A field or
-value that this server does not support is refused, because the answer without it would differ.
-Fields without influence on the answer are ignored.
+min_tokens, ignore_eos, stop_token_ids, prompt_logprobs and return_token_ids. A null field counts as
+absent. A field or value that this server does not support is refused, because the answer without it
+would differ. Fields without influence on the answer are ignored.
 """
 
 import dataclasses
@@ -32,17 +32,16 @@ IGNORED = {
 }
 # Fields of which only these values are supported.
 ONLY = {
-    "tools": [[]], "tool_choice": ["none", "auto"], "functions": [[]],
-    "function_call": ["none", "auto"], "response_format": [{"type": "text"}],
-    "modalities": [["text"]], "audio": [], "prediction": [], "web_search_options": [],
-    "moderation": [], "reasoning_effort": ["none"], "verbosity": ["medium"], "echo": [False],
-    "suffix": [""], "use_beam_search": [False], "length_penalty": [1.0, 1],
-    "include_stop_str_in_output": [False], "skip_special_tokens": [True],
-    "truncate_prompt_tokens": [], "allowed_token_ids": [],
-    "bad_words": [[]], "structured_outputs": [], "logits_processors": [[]], "documents": [[]],
-    "return_token_ids": [False], "return_tokens_as_token_ids": [False], "prompt_logprobs": [0],
+    "tool_choice": ["none", "auto"], "functions": [[]], "function_call": ["none", "auto"],
+    "response_format": [{"type": "text"}], "modalities": [["text"]], "audio": [], "prediction": [],
+    "web_search_options": [], "moderation": [], "reasoning_effort": ["none"],
+    "verbosity": ["medium"], "echo": [False], "suffix": [""], "use_beam_search": [False],
+    "length_penalty": [1.0, 1], "include_stop_str_in_output": [False], "skip_special_tokens": [True],
+    "truncate_prompt_tokens": [], "allowed_token_ids": [], "bad_words": [[]], "structured_outputs": [],
+    "logits_processors": [[]], "documents": [[]], "return_tokens_as_token_ids": [False],
+    "prompt_logprobs": [0],
 }
-ONLY_TEXT = ONLY | {"add_special_tokens": [True]}
+ONLY_TEXT = ONLY | {"add_special_tokens": [True], "tools": [[]]}
 ONLY_CHAT = ONLY | {
     "add_special_tokens": [False], "add_generation_prompt": [True],
     "continue_final_message": [False], "chat_template": [], "chat_template_kwargs": [{}],
@@ -50,20 +49,23 @@ ONLY_CHAT = ONLY | {
 WHERE = "; give --config.task.template_kwargs at the server's start"
 
 # Type of a field, and its value when it is absent; see `_field`.
-COMMON = {
-    "model": (str, None), "stream": (bool, False), "n": (int, 1),
-    "seed": (int, None), "max_tokens": (int, None), "temperature": (float, 1.0),
+SAMPLING = {
+    "n": (int, 1), "seed": (int, None), "max_tokens": (int, None), "temperature": (float, 1.0),
     "top_p": (float, 1.0), "top_k": (int, 0), "min_p": (float, 0.0), "stop": ((str, list), []),
     "logit_bias": (dict, {}), "presence_penalty": (float, 0.0), "frequency_penalty": (float, 0.0),
-    "repetition_penalty": (float, 1.0), "stream_options": (dict, {}), "min_tokens": (int, 0),
-    "ignore_eos": (bool, False), "prompt_logprobs": (int, None), "stop_token_ids": (list, []),
+    "repetition_penalty": (float, 1.0), "min_tokens": (int, 0), "ignore_eos": (bool, False),
+    "prompt_logprobs": (int, None), "stop_token_ids": (list, []),
+}
+COMMON = SAMPLING | {
+    "model": (str, None), "stream": (bool, False), "stream_options": (dict, {}),
+    "return_token_ids": (bool, False),
 }
 TEXT = COMMON | {
     "prompt": ((str, list), None), "logprobs": (int, None), "best_of": (int, None),
 }
 CHAT = COMMON | {
     "messages": (list, None), "logprobs": (bool, False), "top_logprobs": (int, 0),
-    "max_completion_tokens": (int, None),
+    "max_completion_tokens": (int, None), "tools": (list, []),
 }
 
 
@@ -73,14 +75,15 @@ class Limits:
 
     Attributes:
       body_bytes: size of the body.
-      prompt_tokens, max_tokens: tokens of a prompt, and sampled tokens of a choice.
+      context_tokens: tokens of a sequence, prompt and sampled tokens ("max_model_len").
+      max_tokens: sampled tokens of a choice.
       choices: samples of all prompts of a request.
       logprobs: likeliest tokens returned per sampled token.
       seconds: time from arrival to answer; then the tokens so far are returned.
     """
 
     body_bytes: int
-    prompt_tokens: int
+    context_tokens: int
     max_tokens: int
     choices: int
     logprobs: int
@@ -107,6 +110,7 @@ class Completion:
       choices: choices of the first prompt, then of the next.
       includes_usage: the stream ends with a chunk that counts the tokens.
       logprobs: number of likeliest tokens to return per sampled token; None: no log-probs.
+      returns_ids: the answer has the token ids of prompts and choices.
     """
 
     id: str
@@ -116,6 +120,7 @@ class Completion:
     is_streamed: bool
     includes_usage: bool
     logprobs: int | None
+    returns_ids: bool
 
     @property
     def seed(self) -> int:
@@ -134,6 +139,10 @@ class Completion:
         return self.choices[0].sampling.prompt_logprobs
 
     @property
+    def stop_ids(self) -> tuple[int, ...]:
+        return self.choices[0].sampling.stop_ids
+
+    @property
     def stops(self) -> tuple[str, ...]:
         return self.choices[0].sampling.stop_strings
 
@@ -143,25 +152,20 @@ class UnknownModel(ValueError):
 
 
 def parse(
-    body: bytes, is_chat: bool, model: str, vocab_size: int, tokenizer: Tokenizer, limits: Limits
+    body: bytes, model: str, vocab_size: int, tokenizer: Tokenizer, limits: Limits, *, is_chat: bool
 ) -> Completion:
     """Parses a body. ValueError with the problem if it is invalid."""
-    values = _values(object_of(body), is_chat)
-    if values["model"] not in (None, model):
-        raise UnknownModel(f"the model {values['model']!r} is not served; use {model!r}")
-    _check_values(values, limits)
+    values = known(object_of(body), *((CHAT, ONLY_CHAT) if is_chat else (TEXT, ONLY_TEXT)))
+    check_model(values["model"], model)
+    check_values(values, limits)
+    includes_usage = _includes_usage(values["stream_options"])
+    logprobs = _chat_logprobs(values) if is_chat else values["logprobs"]
+    check_logprobs(logprobs, limits)
     ids = _prompts(values, is_chat, tokenizer, limits)
-    for place, prompt in enumerate(ids):
-        _check_prompt(prompt, f"prompt {place}: " if len(ids) > 1 else "", vocab_size, limits)
-    sampling = _sampling(values, vocab_size, tokenizer, limits)
-    has_seed = values["seed"] not in (None, WITHOUT)
-    seed = values["seed"] % (MAX_SEED + 1) if has_seed else secrets.randbelow(MAX_SEED + 1)
     id = f"{'chatcmpl' if is_chat else 'cmpl'}-{secrets.token_hex(12)}"
-    rows = [np.array(prompt, np.int32) for prompt in ids for _ in range(values["n"])]
     return Completion(
-        id, [Choice(f"{id}/{i}", row, seed, sampling, index=i) for i, row in enumerate(rows)],
-        len(ids), is_chat, values["stream"], bool(values["stream_options"].get("include_usage")),
-        _logprobs(values, is_chat, limits),
+        id, choices(id, ids, values, vocab_size, tokenizer, limits), len(ids), is_chat,
+        values["stream"], includes_usage, logprobs, values["return_token_ids"],
     )
 
 
@@ -181,12 +185,19 @@ def object_of(body: bytes) -> dict[str, Any]:
     return value
 
 
-def _values(given: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """Returns every supported field, with its type checked."""
-    fields, only = (CHAT, ONLY_CHAT) if is_chat else (TEXT, ONLY_TEXT)
+def known(
+    given: dict[str, Any], fields: dict[str, tuple], only: dict[str, list],
+    ignores_unknown: bool = False,
+) -> dict[str, Any]:
+    """Returns the value of every supported field, with its type checked.
+
+    Args:
+      fields: {name: (type, value when absent)}.
+      only: {name: supported values} of fields that are not supported otherwise.
+    """
     given = {name: value for name, value in given.items() if value is not None}
     unknown = [name for name in given if name not in {*fields, *only, *IGNORED}]
-    if unknown:
+    if unknown and not ignores_unknown:
         raise ValueError(
             f"unknown field {', '.join(map(repr, unknown))}; known are {', '.join(fields)}"
         )
@@ -221,7 +232,13 @@ def _field(name: str, value: Any, kind: type | tuple[type, ...]) -> Any:
     return value
 
 
-def _check_values(values: dict[str, Any], limits: Limits) -> None:
+def check_model(name: str | None, model: str) -> None:
+    """Raises UnknownModel for another name than that of the served model."""
+    if name not in (None, model):
+        raise UnknownModel(f"the model {name!r} is not served; use {model!r}")
+
+
+def check_values(values: dict[str, Any], limits: Limits) -> None:
     """Raises ValueError for values out of range and for contradictory values."""
     for name, low, high in (
         ("n", 1, limits.choices), ("seed", -(2**63), 2**63 - 1),
@@ -235,11 +252,16 @@ def _check_values(values: dict[str, Any], limits: Limits) -> None:
             raise ValueError(f"{name} is {value!r}; give {low} to {high}{where}")
     if values.get("best_of") not in (None, 1, values["n"]):
         raise ValueError(f"best_of is {values['best_of']}; all choices are returned: give 1 or n")
-    options = {name: flag for name, flag in values["stream_options"].items() if flag is not None}
-    known = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
+
+
+def _includes_usage(given: dict[str, Any]) -> bool:
+    """Returns whether these stream_options ask for a last chunk that counts the tokens."""
+    options = {name: flag for name, flag in given.items() if flag is not None}
+    names = {"include_usage", "include_obfuscation", "continuous_usage_stats"}
     is_flags = all(isinstance(flag, bool) for flag in options.values())
-    if not options.keys() <= known or not is_flags or options.get("continuous_usage_stats"):
+    if not options.keys() <= names or not is_flags or options.get("continuous_usage_stats"):
         raise ValueError(f"stream_options is {options}; give {{'include_usage': True or False}}")
+    return bool(options.get("include_usage"))
 
 
 def _prompts(
@@ -247,7 +269,7 @@ def _prompts(
 ) -> list[list[int]]:
     """Returns the token ids of each prompt."""
     if is_chat:
-        return [prompts.of_chat(values["messages"], tokenizer)]
+        return [prompts.of_chat(values["messages"], values["tools"], tokenizer)]
     prompt_list, n = prompts.split(values["prompt"]), values["n"]
     if len(prompt_list) * n > limits.choices:
         raise ValueError(
@@ -257,11 +279,29 @@ def _prompts(
     return [prompts.of_text(prompt, tokenizer) for prompt in prompt_list]
 
 
+def choices(
+    id: str, ids: list[list[int]], values: dict[str, Any], vocab_size: int, tokenizer: Tokenizer,
+    limits: Limits,
+) -> list[Choice]:
+    """Returns the checked choices of each prompt. An answer ends where the context does."""
+    for place, prompt in enumerate(ids):
+        _check_prompt(prompt, f"prompt {place}: " if len(ids) > 1 else "", vocab_size, limits)
+    sampling = _sampling(values, vocab_size, tokenizer, limits)
+    has_seed = values["seed"] not in (None, WITHOUT)
+    seed = values["seed"] % (MAX_SEED + 1) if has_seed else secrets.randbelow(MAX_SEED + 1)
+    rows = [np.array(prompt, np.int32) for prompt in ids for _ in range(values["n"])]
+    most = [min(sampling.max_tokens, limits.context_tokens - len(row)) for row in rows]
+    return [
+        Choice(f"{id}/{i}", row, seed, dataclasses.replace(sampling, max_tokens=count), index=i)
+        for i, (row, count) in enumerate(zip(rows, most))
+    ]
+
+
 def _check_prompt(prompt: list[int], which: str, vocab_size: int, limits: Limits) -> None:
-    if not 1 <= len(prompt) <= limits.prompt_tokens:
+    if not 1 <= len(prompt) < limits.context_tokens:
         raise ValueError(
-            f"{which}{len(prompt)} prompt tokens; give 1 to {limits.prompt_tokens} "
-            "(config.task.max_prompt_tokens)"
+            f"{which}{len(prompt)} prompt tokens; give 1 to {limits.context_tokens - 1}, one less "
+            "than max_model_len (config.task.max_prompt_tokens + config.rollout.max_new_tokens)"
         )
     if not all(0 <= token < vocab_size for token in prompt):
         raise ValueError(
@@ -306,12 +346,12 @@ def _bias(token: str, bias: Any) -> tuple[int, float]:
     return int(token), float(bias)
 
 
-def _logprobs(values: dict[str, Any], is_chat: bool, limits: Limits) -> int | None:
-    count = values["logprobs"]
-    if is_chat:
-        if values["top_logprobs"] and not values["logprobs"]:
-            raise ValueError("top_logprobs needs logprobs = true")
-        count = values["top_logprobs"] if values["logprobs"] else None
+def _chat_logprobs(values: dict[str, Any]) -> int | None:
+    if values["top_logprobs"] and not values["logprobs"]:
+        raise ValueError("top_logprobs needs logprobs = true")
+    return values["top_logprobs"] if values["logprobs"] else None
+
+
+def check_logprobs(count: int | None, limits: Limits) -> None:
     if count is not None and not 0 <= count <= limits.logprobs:
         raise ValueError(f"{count} top log-probs for each token; give 0 to {limits.logprobs}")
-    return count

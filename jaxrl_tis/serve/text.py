@@ -26,21 +26,47 @@ def settled(text: str, stops: Collection[str], floor: int = 0) -> str:
 
 
 class Shown:
-    """The settled text of a choice during sampling. It decodes only new tokens. No stop string counts
-    within the first `least` tokens."""
+    """The settled text and tokens of a choice during sampling. It decodes only new tokens. No stop
+    string counts within the first `least` tokens."""
 
     def __init__(self, stops: Collection[str], decode: Decode, least: int = 0):
         self._stops, self._decode, self._least = stops, decode, least
-        self._text = Text(decode)
+        self._text, self._count = Text(decode), 0
 
-    def of(self, tokens: np.ndarray) -> str:
-        """Returns the settled text of all tokens so far. It may be shorter than at the call before
-        if the sequence had to start again."""
+    def of(self, tokens: np.ndarray) -> tuple[str, np.ndarray]:
+        """Returns the settled text of all tokens so far, and the tokens that belong to the answer. They
+        may be fewer than at the call before if the sequence had to start again."""
         seen = len(self._text.tokens)
         if not np.array_equal(tokens[:seen], self._text.tokens):
-            self._text, seen = Text(self._decode), 0
+            self._text, self._count, seen = Text(self._decode), 0, 0
         floor = settled_length(tokens[: self._least], self._decode)
-        return settled(self._text.add(tokens[seen:].tolist()), self._stops, floor)
+        text = self._text.add(tokens[seen:].tolist())
+        if first_stop(text, self._stops, floor) is None:  # else the answer ends among the new tokens
+            self._count = len(tokens)
+        return settled(text, self._stops, floor), tokens[: self._count]
+
+
+class Sent:
+    """The text and tokens of a choice that a stream has sent."""
+
+    def __init__(self):
+        self._text, self._tokens = "", []
+
+    def rest(self, text: str, tokens: np.ndarray, has_ended: bool) -> tuple[str, list[int]]:
+        """Returns the text and tokens that are not sent yet, and counts them as sent.
+
+        Raises:
+          RuntimeError: the answer does not begin with what was sent. Its sequence lost keys of its cache
+            and sampled other tokens when it started again.
+        """
+        old, new = self._tokens, tokens.tolist()
+        if not has_ended and len(new) < len(old):
+            return "", []  # it has started again
+        rest = text[len(self._text) :], new[len(old) :]
+        if new[: len(old)] != old or not text.startswith(self._text):
+            raise RuntimeError("the sequence started again and differs from the tokens already sent")
+        self._text, self._tokens = text, new
+        return rest
 
 
 def offsets(tokens: np.ndarray, decode: Decode) -> list[int]:

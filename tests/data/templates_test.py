@@ -58,6 +58,21 @@ def test_absent_tools_documents_and_tokens():
     assert renderer(given)(USER, True) == "12"  # an argument outranks a token, as in transformers
 
 
+def test_tools_of_a_call_come_before_those_of_the_setting():
+    render = renderer(setting("{{ tools | tojson }}", kwargs={"tools": ["a"]}))
+    assert render(USER, True) == render(USER, True, None) == '["a"]'
+    assert render(USER, True, ["b"]) == '["b"]' and render(USER, True) == '["a"]'
+    assert renderer(setting("{{ tools is none }}"))(USER, True) == "True"
+
+
+def test_tools_that_a_template_does_not_read_are_refused():
+    render = renderer(setting("{{ messages }}"))
+    with pytest.raises(ValueError, match="does not read tools; describe them in a message"):
+        render(USER, True, [{"type": "function"}])
+    assert renderer(setting("{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools }}"))(
+        USER, True, ["b"]) == "['b']"
+
+
 def test_an_argument_that_no_template_reads_is_refused():
     text = "{% if enable_thinking is defined and not enable_thinking %}-{% endif %}"
     assert renderer(setting(text, kwargs={"enable_thinking": False}))(USER, True) == "-"

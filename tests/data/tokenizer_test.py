@@ -71,6 +71,19 @@ def test_arguments_and_date_reach_the_template(tmp_path):
             load_tokenizer(path, {"deep": True})
 
 
+def test_tools_reach_the_template(tmp_path):
+    text = "{{ tools | tojson }}{{ messages | length }}{{ add_generation_prompt }}"
+    write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=text)
+    tokenizer, tools = load_tokenizer(tmp_path / "a"), [{"type": "function"}]
+    assert tokenizer.chat(USER, False, tools) == '[{"type": "function"}]1False'
+    assert tokenizer.chat(USER) == "null1True"
+    write_folder(tmp_path / "b", config={"eos_token": "<|im_end|>"}, jinja=TEMPLATE)
+    with pytest.raises(ValueError, match="the chat template of .*does not read tools"):
+        load_tokenizer(tmp_path / "b").chat(USER, tools=tools)
+    with pytest.raises(ValueError, match="no chat template, and nothing reads tools"):
+        CharTokenizer("12").chat(USER, tools=tools)
+
+
 @pytest.mark.parametrize(
     ("template", "message"),
     [

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -34,6 +35,14 @@ class Held(arithmetic.Engine):
         return super().generate(*args)
 
 
+class Slow(arithmetic.Engine):
+    """Its steps are read one by one."""
+
+    def generate(self, *args):
+        time.sleep(0.01)
+        return super().generate(*args)
+
+
 class Broken(arithmetic.Engine):
     def generate(self, *args):
         raise RuntimeError("out of memory")
@@ -45,7 +54,7 @@ def application(engine=None, max_pending=8, seconds=20.0, logprobs=2, **served):
         engine or arithmetic.Engine(), 0, max_pending=max_pending, decode=TOKENIZER.decode
     )
     limits = Limits(
-        body_bytes=500, prompt_tokens=10, max_tokens=20, choices=4, logprobs=logprobs,
+        body_bytes=500, context_tokens=30, max_tokens=20, choices=4, logprobs=logprobs,
         seconds=seconds,
     )
     return serve_app.make(serve_app.Served(
@@ -77,7 +86,7 @@ def test_a_completion():
     assert (len(text), reason) == (5, "length")
     body = reply.json
     assert body["choices"] == [
-        {"index": i, "text": text, "finish_reason": "length", "versions": [0], "logprobs": None}
+        {"index": i, "text": text, "finish_reason": "length", "versions": [0] * 5, "logprobs": None}
         for i in range(2)
     ]
     assert body["usage"] == {"prompt_tokens": 4, "completion_tokens": 10, "total_tokens": 14}
@@ -125,7 +134,7 @@ def test_chat():
     assert reply["object"] == "chat.completion"
     assert reply["choices"] == [{
         "index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": reason,
-        "versions": [0], "logprobs": None,
+        "versions": [0] * reply["usage"]["completion_tokens"], "logprobs": None,
     }]
 
 
@@ -194,6 +203,83 @@ def test_a_stream_says_what_the_whole_answer_says(extra):
     for choice in whole.json["choices"]:
         assert texts[choice["index"]] == choice["text"]
         assert last[choice["index"]] == choice | {"text": ""}
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize("extra", [
+    {}, {"n": 2}, {"stop": [STOP]}, {"stop": ["zz", STOP], "n": 2}, {"max_tokens": 3},
+    {"stop_token_ids": [TOKENIZER.encode(STOP)[0]]},
+    {"stop": [STOP], "min_tokens": 11, "ignore_eos": True},
+])
+def test_streamed_ids_add_up_to_those_of_the_whole_answer(path, extra):
+    """Token by token, those without text too, and the prompt's ids as vLLM names them."""
+    is_chat = path == CHAT
+    prompt = {"messages": [{"role": "user", "content": "abc"}]} if is_chat else {"prompt": "abc"}
+    body = prompt | {"seed": SEED, "return_token_ids": True} | extra
+
+    async def both(app):
+        return await call(app, path, body), await call(app, path, body | {"stream": True})
+
+    whole, stream = run(application(Slow(steps=4)), both)
+    prompt_ids = PROMPT[1:] if is_chat else PROMPT
+    ids, prompts = {}, []
+    for event in stream.events:
+        (choice,) = event["choices"]
+        ids.setdefault(choice["index"], []).extend(choice["token_ids"])
+        prompts += [at["prompt_token_ids"] for at in (event, choice) if "prompt_token_ids" in at]
+    n = extra.get("n", 1)
+    assert prompts == [prompt_ids] * n and len(whole.json["choices"]) == n
+    stop_ids = (*(() if "ignore_eos" in extra else (2,)), *extra.get("stop_token_ids", ()))
+    request = arithmetic.request(
+        "", prompt_ids, SEED, stop_ids=stop_ids, max_tokens=extra.get("max_tokens", 20),
+    )
+    tokens, _ = alone(request)
+    for choice in whole.json["choices"]:
+        assert ids[choice["index"]] == choice["token_ids"] == tokens[: len(choice["token_ids"])]
+        at = whole.json if is_chat else choice
+        assert at["prompt_token_ids"] == prompt_ids
+        assert "stop" in extra or choice["token_ids"] == tokens
+    assert whole.json["usage"]["completion_tokens"] == sum(map(len, ids.values()))
+
+
+def test_a_stream_ends_with_an_error_if_the_sequence_started_again_and_differs(monkeypatch):
+    other, engine = np.array([9, 9]), Held()
+    monkeypatch.setattr(serve_app.Shown, "of", lambda self, tokens: (TOKENIZER.decode(other), other))
+
+    async def script(app):
+        engine.calls.release()
+        body = {"prompt": "abc", "seed": SEED, "stream": True}
+        return await call(app, TEXT, body, on_part=lambda part: engine.calls.release(50))
+
+    sent, error = run(application(engine), script).events
+    assert sent["choices"][0]["text"] == TOKENIZER.decode(other)
+    assert "differs from the tokens already sent" in error["error"]["message"]
+
+
+def test_every_choice_has_the_ids_of_its_own_prompt():
+    body = {"prompt": [[5, 6], "abc"], "n": 2, "max_tokens": 1, "return_token_ids": True}
+    choices = ask(body).json["choices"]
+    assert [c["prompt_token_ids"] for c in choices] == [[5, 6]] * 2 + [PROMPT] * 2
+    events = ask(body | {"stream": True}).events
+    first = {e["choices"][0]["index"]: e["choices"][0] for e in reversed(events)}
+    assert [first[i]["prompt_token_ids"] for i in range(4)] == [[5, 6]] * 2 + [PROMPT] * 2
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_ids_come_only_where_they_are_asked_for(path, is_streamed):
+    prompt = {"prompt": "abc"} if path == TEXT else {"messages": [{"role": "user", "content": "a"}]}
+    assert b"token_ids" not in ask(prompt | {"max_tokens": 2, "stream": is_streamed}, path).body
+
+
+def test_a_stop_token_with_text_is_an_id_of_the_answer_and_no_text():
+    ids = alone(arithmetic.request("", PROMPT, SEED, max_tokens=20))[0]
+    body = {"prompt": "abc", "seed": SEED, "stop_token_ids": [ids[6]], "return_token_ids": True}
+    (choice,) = ask(body).json["choices"]
+    end = ids.index(ids[6])
+    assert (choice["token_ids"], choice["finish_reason"]) == (ids[: end + 1], "stop")
+    assert choice["text"] == TOKENIZER.decode(ids[:end]) != TOKENIZER.decode(ids[: end + 1])
+    assert joined(ask(body | {"stream": True}).events, "text")[0] == {0: choice["text"]}
 
 
 @pytest.mark.parametrize("path, prompt", [
@@ -392,12 +478,14 @@ def test_weights_change_between_steps_and_every_token_knows_its_own():
     old = expected(PROMPT, seed=SEED)[0]
     new, _ = expected(PROMPT, seed=SEED, weights=7)
     choice = first.json["choices"][0]
-    assert choice["versions"] == [0, 1]
-    assert choice["text"][:4] == old[:4] and choice["text"] != old
+    count = choice["versions"].index(1)
+    total = first.json["usage"]["completion_tokens"]
+    assert count >= 4 and choice["versions"] == [0] * count + [1] * (total - count)
+    assert choice["text"][:count] == old[:count] and choice["text"] != old
     (choice,) = second.json["choices"]
-    assert (choice["text"], choice["versions"]) == (new, [1])
+    assert (choice["text"], set(choice["versions"])) == (new, {1})
     assert listed.json["data"][0] == {
-        "id": "m", "object": "model", "owned_by": "jaxrl_tis", "version": 1
+        "id": "m", "object": "model", "owned_by": "jaxrl_tis", "max_model_len": 30, "version": 1
     }
 
 
@@ -419,12 +507,14 @@ def test_weights_that_stay(token, body, status, words):
 def test_beyond_this_machine_every_route_but_health_needs_the_token():
     async def script(app):
         routes = [("/v1/models", None), (TEXT, {"prompt": "a"}),
-                  (CHAT, {"messages": [{"role": "user", "content": "a"}]})]
+                  (CHAT, {"messages": [{"role": "user", "content": "a"}]}),
+                  ("/inference/v1/generate", {"token_ids": [3]}), ("/tokenize", {"prompt": "a"}),
+                  ("/detokenize", {"tokens": [3]})]
         closed = [(await call(app, *route)).status for route in routes]
         opened = [(await call(app, *route, token=TOKEN)).status for route in routes]
         return closed, opened, (await call(app, "/health")).status
 
-    assert run(application(token=TOKEN, is_closed=True), script) == ([401] * 3, [200] * 3, 200)
+    assert run(application(token=TOKEN, is_closed=True), script) == ([401] * 6, [200] * 6, 200)
     with pytest.raises(ValueError, match="needs a token"):
         application(is_closed=True)
 

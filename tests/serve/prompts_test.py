@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
@@ -8,6 +10,14 @@ TOKENIZER = CharTokenizer("abcd\n")
 
 def user(content, **others):
     return {"role": "user", "content": content} | others
+
+
+def calls(*calls, **others):
+    return {"role": "assistant", "tool_calls": list(calls)} | others
+
+
+def called(arguments, **others):
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}} | others
 
 
 def text(*parts):
@@ -24,6 +34,13 @@ def text(*parts):
     ({"role": "assistant", "content": "a", "refusal": None, "annotations": [], "audio": None,
       "function_call": None, "tool_calls": None}, {"role": "assistant", "content": "a"}),
     ({"role": "assistant", "content": "a", "tool_calls": []}, {"role": "assistant", "content": "a"}),
+    ({"role": "tool", "content": "5", "tool_call_id": "c1"},
+     {"role": "tool", "content": "5", "tool_call_id": "c1"}),
+    # Arguments are a text on the wire, and an object for templates.
+    (calls(called('{"x": [1]}', id="c1")), calls(called({"x": [1]}, id="c1"), content="")),
+    (calls(called({"x": 1}), content=None), calls(called({"x": 1}), content="")),
+    (calls(called("")), calls(called({}), content="")),
+    (calls({"function": {"name": "f"}}), calls({"function": {"name": "f", "arguments": {}}}, content="")),
 ])
 def test_a_message(given, read):
     assert prompts.message("messages[0]", given) == read
@@ -37,6 +54,13 @@ def test_a_message(given, read):
     (user([{"type": "input_audio"}]), "a part of type 'input_audio'"),
     (user([{"type": "text"}]), "a part of type 'text'"), (user([5]), "a part of type 5"),
     (user("a", tool_calls=[{"id": "1"}]), "has tool_calls: .*only text messages"),
+    ({"role": "assistant"}, "messages must be"), ({"role": "assistant", "tool_calls": []}, "messages must"),
+    (calls("f"), r"messages\[3\].tool_calls\[0\] is 'f'; give"),
+    (calls({"function": {"name": 1}}), r"tool_calls\[0\] is .*'arguments': a JSON object as text"),
+    (calls(called("{}") | {"type": "custom"}), r"tool_calls\[0\] is {'type': 'custom'"),
+    (calls(called("{")), r"tool_calls\[0\] has arguments '{'"),
+    (calls(called("[1]")), "has arguments .*a JSON object"), (calls(called("[" * 9999)), "has arguments"),
+    ({"role": "assistant", "tool_calls": {"a": 1}}, "tool_calls is a dict; it must be a list"),
     (user("a", tool_call_id=1), "has tool_call_id: 1"), (user("a", name=1), "has name: 1"),
 ])
 def test_what_is_wrong_with_a_message_is_said(given, words):
@@ -46,10 +70,11 @@ def test_what_is_wrong_with_a_message_is_said(given, words):
 
 def test_messages_become_the_ids_of_their_template():
     messages = [{"role": "system", "content": "a"}, user(text("b", "c"))]
-    assert prompts.of_chat(messages, TOKENIZER) == TOKENIZER.encode("ab\nc")
+    assert prompts.of_chat(messages, [], TOKENIZER) == TOKENIZER.encode("ab\nc")
+    assert prompts.of_chat(messages, [], TOKENIZER, add_special=True)[0] == TOKENIZER.bos_id
     for nothing in (None, []):
         with pytest.raises(ValueError, match="messages must be a list"):
-            prompts.of_chat(nothing, TOKENIZER)
+            prompts.of_chat(nothing, [], TOKENIZER)
 
 
 @pytest.mark.parametrize("given, split", [
@@ -68,3 +93,30 @@ def test_what_is_no_prompt(given):
 
 def test_a_text_gets_special_tokens_and_ids_stay():
     assert prompts.of_text("a", TOKENIZER) == [1, 3] and prompts.of_text([3], TOKENIZER) == [3]
+
+
+class Rendered(CharTokenizer):
+    """Its chat template writes its arguments as JSON."""
+
+    def __init__(self):
+        super().__init__("".join(map(chr, range(32, 127))))
+
+    def chat(self, *arguments):
+        return json.dumps(arguments)
+
+
+def test_tools_and_the_generation_prompt_reach_the_template():
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    tokenizer = Rendered()
+    read = lambda *given: json.loads(tokenizer.decode(prompts.of_chat([user("a")], *given)))
+    assert read([tool], tokenizer) == [[user("a")], True, [tool]]
+    assert read([], tokenizer, False) == [[user("a")], False, None]
+
+
+@pytest.mark.parametrize("tool", [
+    "f", {}, {"type": "function"}, {"type": "function", "function": {}},
+    {"type": "function", "function": {"name": 1}}, {"type": "custom", "function": {"name": "f"}},
+])
+def test_what_is_no_tool_is_said(tool):
+    with pytest.raises(ValueError, match=r"tools\[1\] is .*; give {'type': 'function', 'function'"):
+        prompts.of_chat([user("a")], [{"function": {"name": "f"}}, tool], Rendered())

@@ -9,14 +9,14 @@ from jaxrl_tis.serve.request import Limits, UnknownModel, parse
 
 TOKENIZER = CharTokenizer("abcdefghijklmnopqrst")
 LIMITS = Limits(
-    body_bytes=10_000, prompt_tokens=8, max_tokens=20, choices=3, logprobs=2, seconds=5.0
+    body_bytes=10_000, context_tokens=28, max_tokens=20, choices=3, logprobs=2, seconds=5.0
 )
 HI = [{"role": "user", "content": "hi"}]
 
 
 def of(body, is_chat=False):
     body = body if isinstance(body, bytes) else json.dumps(body).encode()
-    return parse(body, is_chat, "m", 23, TOKENIZER, LIMITS)
+    return parse(body, "m", 23, TOKENIZER, LIMITS, is_chat=is_chat)
 
 
 def test_what_is_absent_or_null_has_its_default():
@@ -29,7 +29,17 @@ def test_what_is_absent_or_null_has_its_default():
 
 
 def test_a_prompt_may_be_as_long_as_the_limit():
-    assert len(of({"prompt": "abcdefg"}).prompts[0]) == LIMITS.prompt_tokens
+    c = of({"prompt": "a" * 26})  # and the start token
+    assert len(c.prompts[0]) == 27 and c.choices[0].sampling.max_tokens == 1
+
+
+def test_an_answer_ends_where_the_context_does():
+    limits = dataclasses.replace(LIMITS, choices=4)
+    body = json.dumps({"prompt": [[3] * 9, [3] * 20], "n": 2, "max_tokens": 10}).encode()
+    c = parse(body, "m", 23, TOKENIZER, limits, is_chat=False)
+    assert [choice.sampling.max_tokens for choice in c.choices] == [10, 10, 8, 8]
+    with pytest.raises(ValueError, match="min_tokens=9 must be an integer from 0 to max_tokens=8"):
+        of({"prompt": [3] * 20, "min_tokens": 9})
 
 
 def test_every_field_arrives():
@@ -38,14 +48,15 @@ def test_every_field_arrives():
         "max_tokens": 4, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "min_p": 0.1,
         "stop": ["ab", "c"], "logit_bias": {"5": -100, "6": 1.5}, "presence_penalty": 1,
         "frequency_penalty": 0.25, "repetition_penalty": 1.5, "logprobs": 2, "min_tokens": 4,
-        "prompt_logprobs": 0,
+        "prompt_logprobs": 0, "stop_token_ids": [9], "return_token_ids": True,
     })
     assert c.choices[0].sampling == c.choices[1].sampling == SamplingParams(
-        temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, stop_ids=(2,), stop_strings=("ab", "c"),
+        temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, stop_ids=(2, 9), stop_strings=("ab", "c"),
         max_tokens=4, repetition_penalty=1.5, presence_penalty=1, frequency_penalty=0.25,
         logit_bias=((5, -100.0), (6, 1.5)), min_tokens=4, prompt_logprobs=True,
     )
     assert c.prompts[0].tolist() == [3, 0, 22] and c.seed == 7 and c.is_streamed and c.logprobs == 2
+    assert c.returns_ids and not of({"prompt": "a"}).returns_ids
 
 
 @pytest.mark.parametrize("extra", [
@@ -117,7 +128,7 @@ def test_a_list_of_prompts(prompt, ids):
 def test_the_choices_of_a_list_are_those_of_its_first_prompt_and_then_of_the_next():
     limits = dataclasses.replace(LIMITS, choices=6)
     body = json.dumps({"prompt": ["a", "b"], "n": 3, "seed": 1}).encode()
-    c = parse(body, False, "m", 23, TOKENIZER, limits)
+    c = parse(body, "m", 23, TOKENIZER, limits, is_chat=False)
     assert [choice.prompt.tolist() for choice in c.choices] == [[1, 3]] * 3 + [[1, 4]] * 3
     assert [choice.hash for choice in c.choices] == list(range(6)) and len(c.prompts) == 2
     assert len({choice.id for choice in c.choices}) == 6
@@ -168,8 +179,9 @@ def test_chat():
     ({"prompt": "a", "structured_outputs": {"regex": "a"}}, "structured_outputs is"),
     ({"prompt": "a", "stop_token_ids": ["a"]}, "stop_token_ids is ['a']; give a list of token ids"),
     ({"prompt": "a", "temprature": 1}, "unknown field 'temprature'"),
-    ({"prompt": [True]}, "token ids"), ({"prompt": []}, "0 prompt tokens; give 1 to 8"),
-    ({"prompt": "abcdefgh"}, "9 prompt tokens; give 1 to 8"), ({"prompt": "A"}, "alphabet"),
+    ({"prompt": [True]}, "token ids"), ({"prompt": []}, "0 prompt tokens; give 1 to 27"),
+    ({"prompt": "a" * 27}, "28 prompt tokens; give 1 to 27, one less than max_model_len"),
+    ({"prompt": "A"}, "alphabet"), ({"prompt": "a", "return_token_ids": 1}, "return_token_ids is a int"),
     ({"prompt": [23]}, "0 to 22"), ({"prompt": [-1]}, "0 to 22"),
     ({"prompt": "a", "logit_bias_": {}}, "unknown field 'logit_bias_'"),
     ({"prompt": "a", "max_completion_tokens": 2}, "unknown field 'max_completion_tokens'"),
@@ -225,6 +237,10 @@ def test_what_is_wrong_is_said(body, words):
     ({"messages": HI, "prompt": "a"}, "unknown field 'prompt'"),
     ({"messages": HI, "max_completion_tokens": 21}, "max_completion_tokens is 21; give 1 to 20"),
     ({"messages": HI, "max_completion_tokens": 2, "max_tokens": 3}, "give one"),
+    ({"messages": HI, "tools": {}}, "tools is a dict; it must be list"),
+    ({"messages": HI, "tools": [{"type": "function"}]}, r"tools\[0\] is .*; give .*'parameters'"),
+    ({"messages": HI, "tools": [{"function": {"name": "f"}}]}, "no chat template, and nothing reads"),
+    ({"messages": HI, "tool_choice": "required"}, 'give "none" or "auto"'),
 ])
 def test_what_is_wrong_with_a_chat_is_said(body, words):
     with pytest.raises(ValueError, match=words):

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrl_tis.serve.text import Shown, cut, offsets, settled, utf8
+from jaxrl_tis.serve.text import Sent, Shown, cut, offsets, settled, utf8
 
 
 @pytest.mark.parametrize("text, stops, expected", [
@@ -60,8 +60,36 @@ def test_what_is_shown_while_tokens_come_is_what_is_settled_of_all():
     data, other = (np.frombuffer(t.encode(), np.uint8) for t in ("a\u00e9\u20ac!b", "a\u20acxyz"))
     shown = Shown(("!b",), decode)
     # The second sequence has lost its pages and starts again.
+    counts = []
     for tokens in [data[:n] for n in (1, 2, 4, 7, 8)] + [other[:n] for n in (2, 5, 7)]:
-        assert shown.of(tokens) == settled(decode(tokens), ("!b",))
+        text, kept = shown.of(tokens)
+        assert text == settled(decode(tokens), ("!b",))
+        assert kept.tolist() == tokens[: len(kept)].tolist()
+        counts.append(len(kept))
+    # The record may end at any of the tokens that came with the stop string.
+    assert counts == [1, 2, 4, 7, 7, 2, 5, 7]
+
+
+def test_a_stream_sends_everything_once():
+    sent = Sent()
+    ids = lambda *tokens: np.array(tokens, np.int32)
+    assert sent.rest("a", ids(5, 6), False) == ("a", [5, 6])
+    assert sent.rest("a", ids(5, 6), False) == ("", [])
+    assert sent.rest("", ids(5), False) == ("", [])  # the sequence starts again
+    assert sent.rest("abc", ids(5, 6, 7), False) == ("bc", [7])
+    assert sent.rest("abcd", ids(5, 6, 7, 8), True) == ("d", [8])
+
+
+@pytest.mark.parametrize("text, tokens, has_ended", [
+    ("ab", [5, 7, 8], False),  # another token
+    ("xb", [5, 6], False),  # another text
+    ("ab", [5], True), ("a", [5, 6], True),  # the record lacks what was sent
+])
+def test_a_stream_does_not_go_on_with_another_sequence(text, tokens, has_ended):
+    sent = Sent()
+    sent.rest("ab", np.array([5, 6]), False)
+    with pytest.raises(RuntimeError, match="started again and differs from the tokens already sent"):
+        sent.rest(text, np.array(tokens), has_ended)
 
 
 def test_where_tokens_begin_when_one_is_a_part_of_a_character():
