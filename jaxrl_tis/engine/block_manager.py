@@ -109,18 +109,21 @@ class BlockManager:
         sequence.pages, sequence.page_numbers = [], []
         self.drop_idle(sequence)
 
-    def free_ending(self, rows: dict[Sequence, tuple[int, int]]) -> None:
-        """Frees slots and pages of the sequences that must end in a call that has not been read.
+    def keep(self, sequence: Sequence, version: int) -> dict[int, int]:
+        """Puts the full pages of a sequence that ends into the cache, if all their keys are of the
+        weights of this version and none was evicted. Returns {index: page} of the pages that were
+        not there."""
+        is_filled = sequence.is_running or sequence.slot < 0 and bool(sequence.pages)
+        if not is_filled or sequence.shift or sequence.kv_version != version:
+            return {}
+        return self.prefixes.keep(sequence)
 
-        Their tokens cannot change that. Every later write into slots or pages comes after the call.
-
-        Args:
-          rows: {sequence: (its slot, the most tokens that it samples)} of the call.
-        """
-        for sequence, (slot, _) in rows.items():
-            if sequence.is_running and sequence.in_flight == sequence.remaining:
-                self.free(sequence)
-                self.to_release.discard(slot)
+    def free_ending(self, sequence: Sequence) -> None:
+        """Frees slot and pages of a sequence that must end in a call that has not been read. Every
+        later write into slots or pages comes after the call."""
+        slot = sequence.slot
+        self.free(sequence)
+        self.to_release.discard(slot)
 
     def retract(self, sequence: Sequence) -> None:
         """Frees the slot and the pages of a sequence and queues it again."""

@@ -1,22 +1,25 @@
 """Allocation of the pages of the key/value cache: a free list with reference counts, on the host.
 
-A full page of a prompt is found by the hash of its content, also while it is free (prefix caching).
+A full page is found by the hash of its content, also while it is free (prefix caching).
 A free page with content is reused only when no other page is free, the least recently used first.
 """
 
 import hashlib
+from collections.abc import Sequence
 
 import numpy as np
 
 NULL = 0  # the page for writes that nobody reads
 
 
-def content_keys(tokens: np.ndarray, size: int) -> list[bytes]:
+def content_keys(tokens: np.ndarray, size: int, known: Sequence[bytes] = ()) -> list[bytes]:
     """Returns the content key of each full page of these tokens: a hash of its tokens and of the
-    key of the page before, because keys and values depend on all tokens before."""
-    keys, key = [], b""
-    for end in range(size, len(tokens) + 1, size):
-        key = hashlib.blake2b(key + tokens[end - size : end].tobytes(), digest_size=16).digest()
+    key of the page before, because keys and values depend on all tokens before. `known`: the keys
+    of the first pages."""
+    keys = list(known)
+    for end in range((len(keys) + 1) * size, len(tokens) + 1, size):
+        before = keys[-1] if keys else b""
+        key = hashlib.blake2b(before + tokens[end - size : end].tobytes(), digest_size=16).digest()
         keys.append(key)
     return keys
 
@@ -87,12 +90,16 @@ class Pages:
             else:
                 self._free.append(page)
 
-    def keep(self, pages: list[int], keys: list[bytes]) -> None:
-        """Registers the content keys of full pages in use, so that `found` finds them."""
-        for page, key in zip(pages, keys):
+    def keep(self, pages: list[int], keys: list[bytes]) -> dict[int, int]:
+        """Registers the content keys of full pages in use, so that `found` finds them. Returns
+        {index: page} of the pages that had no key and whose content no other page has."""
+        new = {}
+        for index, (page, key) in enumerate(zip(pages, keys)):
             assert self._references[page] > 0, f"page {page} is free"
             if key not in self._pages and page not in self._keys:
                 self._pages[key], self._keys[page] = page, key
+                new[index] = page
+        return new
 
     def found(self, keys: list[bytes]) -> list[int]:
         """Returns the pages with these contents, in order, up to the first cache miss."""

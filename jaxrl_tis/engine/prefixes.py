@@ -52,9 +52,10 @@ class Prefix:
 class Prefixes:
     """All prefixes; each shard has at most one of the same tokens.
 
-    A sequence that sampled tokens before it lost its pages has a prefix of its own. This prefix
-    follows the prefix of the prompt's full pages. A new prefix starts with the cached pages that
-    hold its first tokens (prefix caching), and only the rest is filled.
+    A sequence that has tokens after its prompt has a prefix of its own. This prefix follows the
+    prefix of the prompt's full pages, unless more pages of its tokens are cached. A new prefix
+    starts with the cached pages that hold its first tokens (prefix caching), and only the rest is
+    filled.
 
     Args:
       pages: the pages of each shard.
@@ -104,41 +105,53 @@ class Prefixes:
     def new_pages(self, sequence: Sequence, shard: int) -> int:
         """Returns the number of free pages that `join` would take."""
         full, rest = divmod(sequence.length, self._size)
-        if self.find(sequence.key, shard):
+        prefix, hits = self._start(sequence, shard)
+        if prefix and prefix.key == sequence.key:
             return int(rest > 0)
-        base = self.find(sequence.base_key, shard)
-        known = base.pages if base else self._found(sequence, shard)
+        known = prefix.pages if prefix else hits
         return full - self._pages[shard].held(known) + 2 * (rest > 0)
+
+    def _start(self, sequence: Sequence, shard: int) -> tuple[Prefix | None, list[int]]:
+        """Returns the prefix that the sequence would share: of all its tokens, or of its prompt.
+        Without one, or with more cached pages than the prompt has, (None, the cached pages)."""
+        if prefix := self.find(sequence.key, shard):
+            return prefix, []
+        base, hits = self.find(sequence.base_key, shard), self._found(sequence, shard)
+        return (base, []) if base and len(hits) <= len(base.pages) else (None, hits)
 
     def cached(self, sequence: Sequence, shard: int) -> int:
         """Returns the number of tokens in cached pages that the sequence would start with; 0 if it
         would share a prefix."""
-        if self.shared(sequence, shard):
-            return 0
-        return len(self._found(sequence, shard)) * self._size
+        return len(self._start(sequence, shard)[1]) * self._size
 
     def _found(self, sequence: Sequence, shard: int) -> list[int]:
-        """Returns the cached pages of the sequence's first tokens, or of its prompt if it has
-        sampled tokens."""
+        """Returns the cached pages of the sequence's first tokens."""
         if not self._keeps_pages or sequence.needs_scores:
             return []
-        whole = len(sequence.base_key) // sequence.request.prompt.itemsize or sequence.length
-        keys = sequence.page_keys(self._size)[: whole // self._size]
-        return self._pages[shard].found(keys)
+        return self._pages[shard].found(sequence.keys_of_pages(self._size))
 
     def shared(self, sequence: Sequence, shard: int) -> int:
         """Returns the number of tokens of the prefix that the sequence would share."""
-        prefixes = (self.find(key, shard) for key in (sequence.key, sequence.base_key))
-        return next((len(prefix.tokens) for prefix in prefixes if prefix), 0)
+        prefix, _ = self._start(sequence, shard)
+        return len(prefix.tokens) if prefix else 0
+
+    def keep(self, sequence: Sequence) -> dict[int, int]:
+        """Puts the full pages of a sequence into the cache, prompt and sampled tokens. Their keys
+        must be of the weights of now. The key of the last token is not in its page yet. Returns
+        {index: page} of the pages that were not in the cache."""
+        if not self._keeps_pages:
+            return {}
+        keys = sequence.keys_of_pages(self._size)[: (sequence.length - 1) // self._size]
+        return self._pages[sequence.shard].keep(sequence.pages, keys)
 
     def join(self, sequence: Sequence, shard: int) -> None:
         """Gives the sequence the pages of its tokens: shared ones, and a page of its own for the
         copy of the last one if that is not full."""
         full, rest = divmod(sequence.length, self._size)
         pages, tokens = self._pages[shard], sequence.tokens()
-        keys, base, hits = sequence.page_keys(self._size), None, self._found(sequence, shard)
-        if sequence.base_key and self.find(sequence.key, shard) is None:
-            whole = len(sequence.request.prompt) // self._size
+        keys, (base, hits) = sequence.keys_of_pages(self._size), self._start(sequence, shard)
+        whole = len(sequence.request.prompt) // self._size
+        if base is None and sequence.base_key and len(hits) <= whole:
             base = self._prefix(
                 sequence.base_key, keys[:whole], tokens[: whole * self._size], shard, found=hits
             )

@@ -3,12 +3,16 @@
 import dataclasses
 import hashlib
 import numbers
+from collections.abc import Sequence
 
 import numpy as np
+
+from jaxrl_tis.fields import DRAWN, FIELDS
 
 MAX_BIAS = 16  # tokens that a request may add something to
 MAX_STOP_IDS = 32
 NEVER = 2**31 - 1  # evict_step of a key that stayed
+OUTCOMES = ("", "done", "max_turns", "overlong", "failed", "timeout")  # of an episode
 MAX_INT = 2**31 - 1
 # Programs take smaller float32 for 0, so that larger ones than 1 / TINY have no reciprocal.
 TINY, MAX_FLOAT = 2.0**-126, float(np.finfo(np.float32).max)
@@ -25,6 +29,21 @@ def _is_int(x, least: int = 0) -> bool:
 def route_dtype(num_experts: int) -> str:
     """Returns the dtype of recorded routes."""
     return "uint8" if num_experts <= 256 else "uint16"
+
+
+def token_ids(ids: Sequence[int] | np.ndarray, owner: str, what: str) -> np.ndarray:
+    """Returns token ids as int32 [n]. ValueError, which names the owner and the ids, if they are
+    none."""
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
+        raise ValueError(
+            f"{owner}: the {what} is {ids.dtype} of shape {ids.shape}; give a sequence of token ids"
+        )
+    if ids.size and not 0 <= ids.min() <= ids.max() <= MAX_INT:
+        raise ValueError(
+            f"{owner}: {what} ids from {ids.min()} to {ids.max()}; token ids are 0 to {MAX_INT}"
+        )
+    return np.ascontiguousarray(ids, np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +144,11 @@ def _no(dtype, dims: int = 1):
 
 @dataclasses.dataclass(frozen=True)
 class Trajectory:
-    """The record of one sampled sequence. Arrays [n] have one entry per sampled token.
+    """The record of one sampled sequence. Arrays [n] have one entry per token after the prompt.
+
+    The policy sampled these tokens, except the ones that an environment gave between two turns.
+    Given tokens have mask False, log-probs and entropy 0, the padding of fields.FIELDS in wider
+    fields, and the version, kv_version and segment of the last token before them.
 
     Attributes:
       id, prompt, seed, temperature: of the request; request: its hash.
@@ -137,8 +160,9 @@ class Trajectory:
       version: int32, weights that sampled the token.
       stop_reason: "stop", "length" or "abort".
       quant_id: the number format of the weights.
-      mask: bool, True: the policy chose the token; turn: int32. By default one turn in which the
-        policy chose every token. Records of several turns, or with tokens of others, set both.
+      mask: bool, True: the policy chose the token.
+      turn: int32, number of the turn, from 0. A turn begins with the tokens that an environment
+        gives before the policy samples. By default one turn in which the policy chose every token.
       kv_version: int32, weights that filled the cache when the token's segment began. All keys
         that it attended to are of these weights or newer ones.
       segment: int32, how often the sequence's cache had been rebuilt before the token.
@@ -155,11 +179,15 @@ class Trajectory:
       routes: [m,L,k] uint8, or uint16 above 256 experts: the experts of input token t of prompt and
         response, in each of the L layers with experts, in the order of falling score. It is the
         choice of the first pass over the token after which the next token was sampled. The last
-        sampled token has no row, so m is prompt + n - 1. If a stop string cut the record, the
-        sampler may have read its last token, and m is prompt + n. 0 rows unless recorded, and 0
-        before a token was sampled.
+        sampled token and given tokens after it have no row, so m is prompt + n - 1 where a sampled
+        token is the last. If a stop string cut the record, the sampler may have read its last
+        token, and there is one row more. 0 rows unless recorded, and 0 before a token was sampled.
       rerouted: [2] int32: how often later passes over tokens chose experts for them again in some
         layer, and how often they chose another set. Empty unless routes are recorded.
+      outcome: how the episode ended, one of OUTCOMES. "": no environment, or the episode goes on.
+      turn_rewards: [turns] float32, the environment's reward of each turn, NaN where it gave none.
+        Empty without an environment.
+      metrics: of the environment, by name.
     """
 
     id: str
@@ -186,6 +214,9 @@ class Trajectory:
     prompt_logps: np.ndarray = _no(np.float32)
     routes: np.ndarray = _no(np.uint8, 3)
     rerouted: np.ndarray = _no(np.int32)
+    outcome: str = ""
+    turn_rewards: np.ndarray = _no(np.float32)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         count = len(self.tokens)
@@ -193,6 +224,53 @@ class Trajectory:
             object.__setattr__(self, "mask", np.ones(count, bool))
         if self.turn is None:
             object.__setattr__(self, "turn", np.zeros(count, np.int32))
+
+    @property
+    def num_turns(self) -> int:
+        return int(self.turn.max(initial=-1)) + 1
+
+    @property
+    def num_given(self) -> int:
+        """The number of tokens after the last one that the policy sampled."""
+        sampled = np.flatnonzero(self.mask)
+        return len(self.mask) - (int(sampled[-1]) + 1 if len(sampled) else 0)
+
+
+def extended(trajectory: Trajectory, tokens: Sequence[int] | np.ndarray) -> Trajectory:
+    """Returns the record with tokens of an environment after it, to be continued as a
+    `Request.partial` of the same request.
+
+    Args:
+      trajectory: at least one token was sampled.
+      tokens: at least one token id. They begin the next turn, with the values of given tokens, see
+        Trajectory.
+
+    Raises:
+      ValueError: one of them has no token, or these are no token ids.
+    """
+    owner = f"request {trajectory.id}"
+    given = token_ids(tokens, owner, "extension")
+    if not len(given):
+        raise ValueError(f"{owner}: the extension is empty; give at least one token")
+    if not len(trajectory.tokens):
+        raise ValueError(f"{owner}: the record to extend has no tokens; add its request again")
+    count = len(given)
+    paddings = {field.record: field.padding for field in FIELDS.values() if field.record}
+    values = {
+        name: np.full((count, *getattr(trajectory, name).shape[1:]), paddings.get(name, 0))
+        for name in DRAWN
+    }
+    values |= {
+        name: np.repeat(getattr(trajectory, name)[-1:], count)
+        for name in ("version", "kv_version", "segment")
+    }
+    values |= {
+        "tokens": given, "mask": np.zeros(count, bool),
+        "turn": np.full(count, trajectory.turn[-1] + 1),
+    }
+    old = {name: getattr(trajectory, name) for name in values}
+    joined = {n: np.concatenate([x, values[n].astype(x.dtype)]) for n, x in old.items()}
+    return dataclasses.replace(trajectory, stop_reason="abort", **joined)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,8 +282,8 @@ class Request:
       prompt: any sequence of token ids, stored as int32.
       seed: only its low 32 bits count.
       sampling: sampling parameters.
-      partial: the aborted trajectory of the same request, to be continued. Its tokens count towards
-        sampling.max_tokens.
+      partial: the aborted or extended trajectory of the same request, to be continued. All its
+        tokens count towards sampling.max_tokens and min_tokens.
     """
 
     id: str
@@ -219,22 +297,8 @@ class Request:
             raise ValueError(f"request id {self.id!r} is a {type(self.id).__name__}; give a text")
         if not isinstance(self.seed, int):
             raise ValueError(f"request {self.id}: seed {self.seed!r}; give an int")
-        object.__setattr__(self, "prompt", self._token_ids())
-
-    def _token_ids(self) -> np.ndarray:
-        """Returns the prompt as int32 [n]."""
-        ids = np.asarray(self.prompt)
-        if ids.ndim != 1 or (ids.size and ids.dtype.kind not in "iu"):
-            raise ValueError(
-                f"request {self.id}: the prompt is {ids.dtype} of shape {ids.shape}; give a "
-                "sequence of token ids"
-            )
-        if ids.size and not 0 <= ids.min() <= ids.max() <= MAX_INT:
-            raise ValueError(
-                f"request {self.id}: prompt ids from {ids.min()} to {ids.max()}; token ids are "
-                f"0 to {MAX_INT}"
-            )
-        return np.ascontiguousarray(ids, np.int32)
+        prompt = token_ids(self.prompt, f"request {self.id}", "prompt")
+        object.__setattr__(self, "prompt", prompt)
 
     @property
     def hash(self) -> int:

@@ -5,7 +5,7 @@ from collections.abc import Collection
 import numpy as np
 
 from jaxrl_tis.engine.protocol import EngineProtocol
-from jaxrl_tis.engine.records import Request
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.fields import DRAWN
 
 
@@ -27,6 +27,26 @@ def check(
     for problem, is_so in problems.items():
         if is_so:
             raise ValueError(f"request {request.id}: {problem}")
+
+
+def check_extension(
+    partial: Trajectory, sampling: SamplingParams, engine: EngineProtocol
+) -> None:
+    """Raises ValueError if a record that ends with given tokens cannot be continued so."""
+    prompt, count, given = len(partial.prompt), len(partial.tokens), partial.num_given
+    problems = {
+        f"the extension has tokens beyond the vocabulary of {engine.vocab_size}":
+            partial.tokens[-given:].max() >= engine.vocab_size,
+        f"the record of {prompt} prompt tokens + {count - given} tokens and the extension of {given} "
+        f"tokens leave no room in the cache of {engine.max_length} positions":
+            prompt + count >= engine.max_length,
+        f"the record of {count - given} tokens and the extension of {given} tokens leave no room for "
+        f"a turn within max_tokens={sampling.max_tokens}, which counts all of them; raise it":
+            count >= sampling.max_tokens,
+    }
+    for problem, is_so in problems.items():
+        if is_so:
+            raise ValueError(f"request {partial.id}: {problem}")
 
 
 def _problems(request: Request, engine: EngineProtocol, can_decode: bool) -> dict[str, bool]:
@@ -75,7 +95,7 @@ def _record_problems(request: Request, engine: EngineProtocol) -> dict[str, bool
     quant_id and one width of each field."""
     partial, temperature = request.partial, request.sampling.temperature
     widths = {n: getattr(engine, f.width) for n, f in DRAWN.items() if f.width}
-    read = len(partial.prompt) + len(partial.tokens) - 1
+    read = len(partial.prompt) + len(partial.tokens) - partial.num_given - 1
     partial_widths = {name: getattr(partial, name).shape[1] for name in widths}
     return {
         f"the partial trajectory was drawn at temperature {partial.temperature}, not "

@@ -17,10 +17,10 @@ from jaxrl_tis.engine.records import Trajectory, route_dtype
 
 
 class Block:
-    """The routes of the tokens of one page: a part of a prefill's result until it is read.
+    """The routes of the tokens of one page: a part of a larger array until it is read.
 
     Args:
-      result: [R,T,l,k] routes of a prefill call.
+      result: [R,T,l,k] routes, of a prefill call or of sequences.
       row, start: where the tokens of the page are in it.
     """
 
@@ -29,7 +29,7 @@ class Block:
         self._values: np.ndarray | None = None
 
     def read(self, size: int) -> np.ndarray:
-        """Returns the routes [size,l,k], and frees the result of the whole call."""
+        """Returns the routes [size,l,k], and frees the whole array."""
         if self._values is None:
             rows = np.asarray(self._result)[self._row, self._start : self._start + size]
             self._values, self._result = rows.copy(), None
@@ -52,8 +52,13 @@ class PageRoutes:
                 self._pages[chunk.shard][chunk.pages[(chunk.start + start) // self._size]] = block
                 self._unread.append(block)
 
+    def keep(self, shard: int, pages: dict[int, int], rows: np.ndarray) -> None:
+        """Notes the routes [n,l,k] of a sequence for its pages {index: page}, which are full."""
+        for index, page in pages.items():
+            self._pages[shard][page] = Block(rows[None], 0, index * self._size)
+
     def of(self, shard: int, pages: list[int]) -> list[Block]:
-        """Returns the routes in these pages, as the last prefill of each wrote them."""
+        """Returns the routes in these pages, as the passes that wrote their keys chose them."""
         return [self._pages[shard][page] for page in pages]
 
     def pop_unread(self) -> list[Block]:
@@ -108,6 +113,7 @@ class SequenceRoutes:
         self._size, self._begun, self._again = size, begun, again
         self._reads: list[Read] = []
         self._filled: Read | None = None
+        self._latest = 0  # index of the prefill that filled its pages
 
     @classmethod
     def of(cls, partial: Trajectory | None, engine: EngineProtocol) -> "SequenceRoutes | None":
@@ -121,7 +127,7 @@ class SequenceRoutes:
 
     def restart(self) -> None:
         """Called when the sequence starts again from the tokens of its request."""
-        self._reads = []
+        self._reads, self._latest = [], 0
 
     def filled(self, blocks: list[Block], count: int) -> None:
         """Notes a prefill of its first `count` tokens. It has no effect if the sequence loses its
@@ -132,6 +138,7 @@ class SequenceRoutes:
         """Notes the routes [n,l,k] of the tokens from position `start` on. After each of them a
         token was sampled."""
         if self._filled:
+            self._latest = len(self._reads)
             self._reads.append(self._filled)
             self._filled = None
         self._reads.append(Read(start, rows.copy(), len(rows)))
@@ -139,11 +146,22 @@ class SequenceRoutes:
     def joined(self, most: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (routes [n,l,k] of at most the first `most` tokens, [2] int32: the choices of
         experts that were made again for these tokens, and how many of them chose another set)."""
-        end = max([len(self._begun), *(read.start + read.count for read in self._reads)])
-        found = np.empty((min(end, most), *self._begun.shape[1:]), self._begun.dtype)
-        known, again = min(len(self._begun), most), self._again
-        found[:known] = self._begun[:known]
-        for read in self._reads:
+        return self._merged(self._begun, self._reads, most)
+
+    def latest(self) -> np.ndarray:
+        """Returns the routes [n,l,k] of the passes that wrote the keys in its pages."""
+        reads = self._reads[self._latest :]
+        return self._merged(self._begun[:0], reads, max(r.start + r.count for r in reads))[0]
+
+    def _merged(
+        self, begun: np.ndarray, reads: list[Read], most: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns what `joined` returns. The first of the passes over a token decides its route."""
+        end = max([len(begun), *(read.start + read.count for read in reads)])
+        found = np.empty((min(end, most), *begun.shape[1:]), begun.dtype)
+        known, again = min(len(begun), most), self._again
+        found[:known] = begun[:known]
+        for read in reads:
             values = read.values(self._size)[: max(0, most - read.start)]
             if not len(values):
                 continue

@@ -41,7 +41,7 @@ from jaxrl_tis.engine.pages import Pages
 from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefiller import Prefiller
 from jaxrl_tis.engine.protocol import EngineProtocol, Insertion, ResultTokens
-from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, extended
 from jaxrl_tis.engine.routes import Block, PageRoutes, SequenceRoutes
 from jaxrl_tis.engine.runner import Runner
 from jaxrl_tis.engine.sequences import Drawn, Sequence
@@ -50,6 +50,7 @@ from jaxrl_tis.engine.stop_strings import StopStrings
 from jaxrl_tis.engine.wait_queue import WaitQueue
 
 PAUSES = ("abort", "retract", "in_place")
+OLDER = 2**60  # number of arrivals by which a sequence of several turns is older than the others
 
 
 class Full(RuntimeError):
@@ -90,8 +91,8 @@ class Scheduler:
       preempt_after: tokens since it got its slot after which a sequence makes room for a waiting
         one that comes before it. It keeps its pages while there are enough. 0 turns this off.
       retention: pages that a sequence keeps; None keeps all.
-      keeps_pages: prefix caching: full pages of prompts stay for later prompts that begin with the
-        same tokens, until their room is needed or the weights change.
+      keeps_pages: prefix caching: full pages of prompts, and of sequences that ended, stay for later
+        sequences that begin with the same tokens, until their room is needed or the weights change.
       drafts: proposes drafts that one pass of the engine verifies; None decodes token by token.
       decode: tokens -> text, for requests with stop strings. Runs in a thread of its own.
       async_scheduling: read the tokens of a call after the next one has been sent off. Has no
@@ -149,12 +150,35 @@ class Scheduler:
                 "retry later"
             )
         routes = SequenceRoutes.of(request.partial, self._engine)
-        sequence = Sequence.of(request, self._arrivals, self._waiting.admissions, routes)
+        is_extended = request.partial is not None and request.partial.num_turns > 1
+        order = self._arrivals - OLDER * is_extended
+        sequence = Sequence.of(request, order, self._waiting.admissions, routes)
         self._live[request.id] = sequence
         self._waiting.add(sequence)
         self._arrivals += 1
         self._policy.added(request)
         self._drafts.add(request)
+
+    def extend(
+        self, ended: Trajectory, tokens: list[int] | np.ndarray,
+        sampling: SamplingParams,
+    ) -> None:
+        """Queues the request of a record again, with tokens of an environment after the record and
+        before the next turn. It goes before requests without turns: its pages may be cached.
+
+        Args:
+          ended: a record that `step` or `pause` returned. Nothing else of its sequence is needed.
+          tokens: the given tokens, see records.extended.
+          sampling: of the next turn. Its max_tokens and min_tokens count all tokens of the next
+            record after the prompt: these of `ended`, these given and those of the turn.
+
+        Raises:
+          ValueError: the sequence can never run, or its id is pending.
+          Full: see `add`.
+        """
+        partial = extended(ended, tokens)
+        request_check.check_extension(partial, sampling, self._engine)
+        self.add(Request(ended.id, ended.prompt, ended.seed, sampling, partial))
 
     def abort(self, request_id: str) -> None:
         """Ends a request. The next step returns its tokens so far, with stop_reason "abort" unless
@@ -251,8 +275,10 @@ class Scheduler:
         """Gives waiting sequences slots and pages. Those that kept their pages decode at once."""
         if self._preempt_after and any(self._waiting):
             self._collect()
-        if self._call:
-            self._blocks.free_ending(self._call.rows)
+        for sequence in self._call.rows if self._call else ():
+            if sequence.is_running and sequence.in_flight == sequence.remaining:
+                self._keep_pages(sequence)
+                self._blocks.free_ending(sequence)
         parked = self._blocks.admit()
         # The last token's key is not in its pages yet: decode writes it.
         self._insert({s: s.insertion(s.length - 1) for s in parked})
@@ -361,11 +387,18 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
         """Frees slot and pages, and writes the record of the first `count` tokens."""
         if self._blocks.holds(sequence):
+            self._keep_pages(sequence)
             self._blocks.free(sequence)
         sequence.has_ended = True
         self._waiting.ended(sequence.request, None if reason == "abort" else count)
         self._drafts.remove(sequence.request)
         self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
+
+    def _keep_pages(self, sequence: Sequence) -> None:
+        """Leaves the full pages of a sequence that ends in the cache, where `extend` finds them."""
+        new = self._blocks.keep(sequence, self._runner.version)
+        if new and sequence.routes is not None:
+            self._routes.keep(sequence.shard, new, sequence.routes.latest())
 
     def _pop_ended(self) -> list[Trajectory]:
         ended, self._ended = self._ended, []

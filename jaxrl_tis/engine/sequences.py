@@ -43,7 +43,7 @@ class Sequence:
         Sequences with equal keys share a Prefix.
       base_key: bytes of the tokens in the full pages of its prompt, if it has sampled tokens; b""
         otherwise.
-      keyed: (key, content keys of the pages of these tokens).
+      page_keys: content keys of its full pages, as far as `keys_of_pages` was asked.
       pieces: sampled tokens in order, by call.
       count: the number of sampled tokens.
       read: {field: (number of pieces read so far, their values)}.
@@ -60,7 +60,9 @@ class Sequence:
       has_ended: its record is written.
       prompt_logps: see Trajectory; None before its prompt is prefilled.
       routes: the experts of its tokens; None unless recorded.
-      search: search for its stop strings in the tokens so far.
+      turn_start: the number of tokens after the prompt before the first that the running turn
+        samples.
+      search: search for its stop strings in the tokens of the running turn.
       stop: the result of the last search.
     """
 
@@ -72,7 +74,7 @@ class Sequence:
     read: dict[str, tuple[int, np.ndarray]] = dataclasses.field(default_factory=dict)
     key: bytes = b""
     base_key: bytes = b""
-    keyed: tuple[bytes, list[bytes]] | None = None
+    page_keys: list[bytes] = dataclasses.field(default_factory=list)
     segment: int = 0
     is_running: bool = False
     slot: int = -1
@@ -87,6 +89,7 @@ class Sequence:
     has_ended: bool = False
     prompt_logps: np.ndarray | None = None
     routes: SequenceRoutes | None = None
+    turn_start: int = 0
     search: StopSearch | None = None
     stop: Future | None = None
 
@@ -98,9 +101,11 @@ class Sequence:
         partial = request.partial
         if partial is None or not len(partial.tokens):
             return cls(request, order, admitted_after, [], 0, routes=routes)
+        given = np.flatnonzero(~partial.mask)
         return cls(
             request, order, admitted_after, [partial], len(partial.tokens),
             segment=int(partial.segment[-1]), prompt_logps=partial.prompt_logps, routes=routes,
+            turn_start=int(given[-1]) + 1 if len(given) else 0,
         )
 
     @property
@@ -147,11 +152,11 @@ class Sequence:
         """Returns the prompt and the sampled tokens."""
         return np.concatenate([self.request.prompt, self.field("tokens")])
 
-    def page_keys(self, size: int) -> list[bytes]:
+    def keys_of_pages(self, size: int) -> list[bytes]:
         """Returns the keys of its full pages, see pages.content_keys."""
-        if self.keyed is None or self.keyed[0] != self.key:
-            self.keyed = self.key, content_keys(self.tokens(), size)
-        return self.keyed[1]
+        if len(self.page_keys) < self.length // size:
+            self.page_keys = content_keys(self.tokens(), size, self.page_keys)
+        return self.page_keys
 
     def forget(self) -> None:
         """Called when its pages were freed. Its tokens stay, unless some of them saw evicted keys.
@@ -161,7 +166,7 @@ class Sequence:
             if self.routes is not None:
                 self.routes.restart()
             self.pieces, self.count, self.segment = new.pieces, new.count, new.segment
-            self.read = {}
+            self.read, self.page_keys = {}, []
             self.shift, self.evict_step, self.search, self.stop = 0, None, None, None
 
     def filled(self, version: int) -> None:
@@ -182,7 +187,8 @@ class Sequence:
     def found_stop(self) -> int | None:
         """Waits for the last search and returns the number of tokens up to the end of a stop
         string; None if there is none."""
-        return self.stop.result() if self.stop else None
+        count = self.stop.result() if self.stop else None
+        return None if count is None else self.turn_start + count
 
     def trajectory(self, stop_reason: str, quant_id: str, count: int) -> Trajectory:
         """Returns the record of its first `count` tokens."""
@@ -191,8 +197,12 @@ class Sequence:
         evict_step = np.zeros(0, np.int32)
         if self.evict_step is not None:
             evict_step = self.evict_step[: len(request.prompt) + count]
-        if request.sampling.prompt_logprobs and self.prompt_logps is not None:
+        if self.prompt_logps is not None:
             fields["prompt_logps"] = self.prompt_logps
+        if (partial := request.partial) is not None and len(partial.tokens):
+            new = count - len(partial.tokens)
+            fields["mask"] = np.concatenate([partial.mask, np.ones(new, bool)])
+            fields["turn"] = np.concatenate([partial.turn, np.repeat(partial.turn[-1:], new)])
         if self.routes is not None:
             rows = self.routes.joined(len(request.prompt) + count)
             fields["routes"], fields["rerouted"] = rows

@@ -36,9 +36,12 @@ class StopStrings:
         return sequence.found_stop() if is_last else stop
 
     def _search_of(self, sequence: Sequence, count: int) -> StopSearch:
-        """Returns the search of a sequence whose first `count` tokens hold no stop string."""
-        before, sampling = sequence.field("tokens")[:count].tolist(), sequence.sampling
-        return StopSearch(sampling.stop_strings, self._decode, before, sampling.min_tokens)
+        """Returns the search in the running turn of a sequence, whose tokens among the first
+        `count` hold no stop string."""
+        start, sampling = sequence.turn_start, sequence.sampling
+        before = sequence.field("tokens")[start:count].tolist()
+        least = max(0, sampling.min_tokens - start)
+        return StopSearch(sampling.stop_strings, self._decode, before, least)
 
     def close(self) -> None:
         """Ends the thread, if any request had stop strings."""

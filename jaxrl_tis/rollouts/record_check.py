@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.protocol import EngineProtocol
-from jaxrl_tis.engine.records import Request, Trajectory, route_dtype
+from jaxrl_tis.engine.records import OUTCOMES, Request, Trajectory, route_dtype
 from jaxrl_tis.fields import DRAWN
 
 ROUNDING = 1e-3  # by which a log-prob may be above 0
@@ -30,17 +30,33 @@ def malformed(record: Any) -> str | None:
     lengths = {"prompt": prompt, "evict_step": prompt + count, "prompt_logps": prompt}
     for field in dataclasses.fields(Trajectory):
         if isinstance(value := getattr(record, field.name), np.ndarray):
-            if field.name in ("routes", "rerouted"):
+            if field.name in ("routes", "rerouted", "turn_rewards"):
                 continue
             is_optional = field.default_factory is not dataclasses.MISSING
             length = lengths.get(field.name, count)
             if len(value) != length and not (is_optional and len(value) == 0):
                 return f"{field.name} has {len(value)} entries and needs {length}"
     routes, again = record.routes, record.rerouted
-    if len(routes) and len(routes) not in (prompt + count - 1, prompt + count):
-        return f"routes has {len(routes)} rows for {prompt + count} tokens"
+    read = prompt + count - record.num_given
+    if len(routes) and len(routes) not in (read - 1, read):
+        return f"routes has {len(routes)} rows for {read} tokens"
     if len(again) != (2 if routes.shape[1] else 0):
         return f"rerouted has {len(again)} entries"
+    return _bad_episode(record)
+
+
+def _bad_episode(record: Trajectory) -> str | None:
+    """Returns which field of an environment is not as in a record, and why; None if they are."""
+    rewards, turns = record.turn_rewards, record.num_turns
+    if record.outcome not in OUTCOMES:
+        return f"outcome is {record.outcome!r}, none of {', '.join(map(repr, OUTCOMES))}"
+    if len(rewards) > turns:
+        return f"turn_rewards has {len(rewards)} entries for {turns} turns"
+    if np.isinf(rewards).any():
+        return "turn_rewards has an infinite entry"
+    for name, value in record.metrics.items():
+        if type(name) is not str or type(value) is not float:
+            return f"metrics has {name!r}: {value!r}, not a text and a float"
     return None
 
 
@@ -66,13 +82,16 @@ def has_equal(routes: np.ndarray) -> bool:
 
 
 def problem(
-    record: Trajectory, request: Request, engine: EngineProtocol, oldest: int, newest: int
+    record: Trajectory, request: Request, engine: EngineProtocol, oldest: int, newest: int,
+    is_episode: bool = False,
 ) -> str | None:
     """Returns why a record cannot be what this engine samples for a request, None where it can. It
     never raises, whatever object the record is.
 
     Args:
       oldest, newest: versions of the weights that can have sampled what follows request.partial.
+      is_episode: an environment answers the policy. The record may have several turns, each of at
+        most sampling.max_tokens sampled tokens, and may stop after any turn.
     """
     if why := malformed(record):
         return f"{request.id}: {why}"
@@ -83,7 +102,9 @@ def problem(
         "stop": is_stopped, "length": count == sampling.max_tokens and not is_stopped,
         "abort": count < sampling.max_tokens and not is_stopped,
     }
-    new = record.version[begun:]
+    if is_episode:  # an environment may think, or leave less room for a turn
+        ends = {"stop": is_stopped, "length": count > 0 and not is_stopped, "abort": True}
+    new = record.version[begun:][record.mask[begun:]]
     wrong = {
         "prompt": not np.array_equal(record.prompt, request.prompt),
         "request": (record.id, record.seed, record.request) != (request.id, request.seed, request.hash),
@@ -91,7 +112,7 @@ def problem(
         "quant_id": record.quant_id != engine.quant_id,
         "stop_reason": not (record.stop_reason in ends and ends[record.stop_reason]),
         "tokens": not np.all((record.tokens >= 0) & (record.tokens < engine.vocab_size)),
-        "mask": not record.mask.all() or record.turn.any(),
+        "mask": not (_has_turns(record, sampling.max_tokens) if is_episode else _is_single(record)),
         "evict_step": len(record.evict_step) > 0,
         "logp_behav": not np.all(np.isfinite(record.logp_behav) & (record.logp_behav <= ROUNDING)),
         "version": not np.all((new >= oldest) & (new <= newest)) or np.any(np.diff(record.version) < 0),
@@ -116,9 +137,29 @@ def problem(
     if begun:
         wrong["beginning"] = not all(
             np.array_equal(getattr(record, name)[:begun], getattr(request.partial, name))
-            for name in (*DRAWN, "version", "kv_version", "segment")
+            for name in (*DRAWN, "version", "kv_version", "segment", "mask", "turn")
         ) or not np.array_equal(
             record.routes[: len(request.partial.routes)], request.partial.routes
         )
     named = [name for name, is_so in wrong.items() if is_so]
     return f"{request.id}: wrong {', '.join(named)}" if named else None
+
+
+def _is_single(record: Trajectory) -> bool:
+    """Whether a record is one turn, without an environment."""
+    episode = (record.outcome, len(record.turn_rewards), len(record.metrics))
+    return bool(record.mask.all() and not record.turn.any() and episode == ("", 0, 0))
+
+
+def _has_turns(record: Trajectory, most: int) -> bool:
+    """Whether each turn after the first begins with given tokens, whose log-probs and entropy are
+    0, and has at most `most` sampled tokens."""
+    mask, turn = record.mask, record.turn
+    if not len(mask):
+        return True
+    begins = np.concatenate([[0], np.cumsum(mask[:-1] & ~mask[1:])])
+    given = [getattr(record, name)[~mask] for name in ("logp_behav", "logp_raw", "entropy")]
+    return bool(
+        mask[0] and np.array_equal(turn, begins) and np.bincount(turn[mask]).max() <= most
+        and not np.any(given)
+    )

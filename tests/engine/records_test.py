@@ -1,5 +1,6 @@
 """What requests may ask for: everything that the programs can compute with, and nothing else."""
 
+import dataclasses
 import re
 
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import sampling
 from jaxrl_tis.engine.penalties import Penalties
-from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, extended
 
 
 @pytest.mark.parametrize("name, value", [
@@ -117,3 +118,50 @@ def test_a_record_is_one_turn_of_the_policy_unless_its_builder_says_otherwise():
     assert (plain.mask.dtype, plain.turn.dtype) == (bool, np.int32)
     built = Trajectory(**fields, mask=np.array([True, False, True]), turn=np.array([0, 0, 1]))
     assert built.mask.tolist() == [True, False, True] and built.turn.tolist() == [0, 0, 1]
+
+
+# Turns
+
+
+def test_given_tokens_follow_the_record():
+    """In each field the value that stands for a token which nobody sampled."""
+    ints, floats = lambda *x: np.array(x, np.int32), lambda *x: np.array(x, np.float32)
+    record = Trajectory(
+        "7/0", ints(5, 6), ints(3, 9), floats(-1, -2), floats(-1, -3), floats(1, 2), ints(3, 4),
+        "stop", 11, 17, "int8", 0.5, kv_version=ints(2, 3), segment=ints(0, 1),
+        logits=floats([-1, -2], [-3, -4]), top_ids=ints([3], [9]), top_logps=floats([-1], [-2]),
+        kept=ints([3, -1], [3, 9]), routes=np.ones((3, 1, 1), np.uint8), rerouted=ints(1, 0),
+        prompt_logps=floats(np.nan, -1),
+    )
+    first, before = extended(record, [8, 7]), dataclasses.asdict(record)
+    whole = {
+        "tokens": ints(3, 9, 8, 7), "logp_behav": floats(-1, -2, 0, 0),
+        "logp_raw": floats(-1, -3, 0, 0), "entropy": floats(1, 2, 0, 0),
+        "version": ints(3, 4, 4, 4), "kv_version": ints(2, 3, 3, 3), "segment": ints(0, 1, 1, 1),
+        "mask": np.array([True, True, False, False]), "turn": ints(0, 0, 1, 1),
+        "logits": floats([-1, -2], [-3, -4], [0, 0], [0, 0]), "top_ids": ints([3], [9], [-1], [-1]),
+        "top_logps": floats([-1], [-2], [0], [0]),
+        "kept": ints([3, -1], [3, 9], [-1, -1], [-1, -1]), "stop_reason": "abort",
+    }
+    for name, value in (before | whole).items():
+        np.testing.assert_array_equal(getattr(first, name), value, name, strict=True)
+    assert (first.num_given, first.num_turns, record.num_given, record.num_turns) == (2, 2, 0, 1)
+    np.testing.assert_array_equal(extended(first, ints(4)).turn, [0, 0, 1, 1, 2])
+    np.testing.assert_array_equal(record.tokens, [3, 9])
+
+
+@pytest.mark.parametrize("tokens, why", [
+    ([], "the extension is empty; give at least one token"),
+    ([1.5], "the extension is float64 of shape (1,); give a sequence of token ids"),
+    ([[1]], "the extension is int64 of shape (1, 1); give a sequence of token ids"),
+    ([3, -1], "extension ids from -1 to 3; token ids are 0 to 2147483647"),
+])
+def test_what_is_no_extension(tokens, why):
+    none = np.zeros(0, np.float32)
+    record = Trajectory(
+        "7", np.array([1]), np.array([2]), none, none, none, none, "stop", 0, 0, "", 1.0
+    )
+    with pytest.raises(ValueError, match=re.escape(f"request 7: {why}")):
+        extended(record, tokens)
+    with pytest.raises(ValueError, match="request 7: the record to extend has no tokens"):
+        extended(dataclasses.replace(record, tokens=none, mask=none, turn=none), [1])

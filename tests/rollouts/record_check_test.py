@@ -88,6 +88,9 @@ LIES = {
     "a cache of no weights": (dict(kv_version=ints()), "kv_version"),
     "segments that fall": (dict(segment=ints(1, 0, 1)), "segment"),
     "no segments": (dict(segment=ints()), "segment"),
+    "an environment's end": (dict(outcome="done"), "mask"),
+    "an environment's reward": (dict(turn_rewards=floats(1)), "mask"),
+    "an environment's metric": (dict(metrics={"x": 1.0}), "mask"),
     "fewer of the likeliest": (dict(top_ids=np.zeros((3, 1), np.int32)), "top_ids"),
     "none of the likeliest": (dict(top_logps=np.zeros((0, 0), np.float32)), "top_logps"),
     "logits that nobody records": (dict(logits=np.zeros((3, 10), np.float32)), "logits"),
@@ -124,6 +127,102 @@ def test_versions_bound_the_new_tokens_alone_and_so_does_the_stop_token():
     assert why(first(2), request) is None
     unended = changed(stop_reason="abort")
     assert why(unended, dataclasses.replace(REQUEST, partial=unended)) is None
+
+
+# Turns
+
+# The policy samples 3 and 9, the environment gives 8 and 1, the policy samples 2 and 1.
+EPISODE = changed(
+    tokens=ints(3, 9, 8, 1, 2, 1), mask=np.array([1, 1, 0, 0, 1, 1], bool),
+    turn=ints(0, 0, 1, 1, 1, 1), version=ints(3, 3, 3, 3, 4, 5), kv_version=ints(3, 3, 3, 3, 4, 4),
+    segment=ints(0, 0, 0, 0, 1, 1), logp_behav=floats(-1, -1, 0, 0, -1, -1),
+    logp_raw=floats(-1, -1, 0, 0, -1, -1), entropy=floats(1, 1, 0, 0, 1, 1),
+    logits=np.zeros((6, 0), np.float32), top_ids=np.zeros((6, 2), np.int32),
+    top_logps=np.zeros((6, 2), np.float32), kept=np.zeros((6, 0), np.int32),
+    outcome="done", turn_rewards=floats(np.nan, 0.5), metrics={"tries": 2.0},
+)
+
+
+def why_episode(request=REQUEST, oldest=OLDEST, **fields):
+    record = dataclasses.replace(EPISODE, **fields)
+    return problem(record, request, ENGINE, oldest, NEWEST, is_episode=True)
+
+
+def test_an_episode_is_no_problem_where_there_is_an_environment():
+    assert why_episode() is None
+    assert why_episode(outcome="", turn_rewards=floats(), metrics={}) is None
+    assert why(EPISODE) == "7/0: wrong mask"
+    # The environment thinks after a turn; the last turn had less room; no token was sampled.
+    assert why_episode(stop_reason="abort") is None
+    assert why_episode(tokens=ints(3, 9, 8, 1, 2, 2), stop_reason="length") is None
+    none = first(0, outcome="failed")
+    assert problem(none, REQUEST, ENGINE, OLDEST, NEWEST, is_episode=True) is None
+    sampling = dataclasses.replace(REQUEST.sampling, max_tokens=2)
+    assert why_episode(dataclasses.replace(REQUEST, sampling=sampling)) is None
+
+
+def test_given_tokens_keep_the_version_before_them():
+    begun = dataclasses.replace(EPISODE, stop_reason="abort", **{
+        name: getattr(EPISODE, name)[:2] for name in (
+            "tokens", "mask", "turn", "version", "kv_version", "segment", "logp_behav", "logp_raw",
+            "entropy", "logits", "top_ids", "top_logps", "kept",
+        )
+    })
+    request = dataclasses.replace(REQUEST, partial=begun)
+    assert why_episode(request, oldest=4) is None
+    assert why_episode(oldest=4) == "7/0: wrong version"
+    other = dataclasses.replace(request, partial=dataclasses.replace(begun, turn=ints(0, 1)))
+    assert why_episode(other) == "7/0: wrong beginning"
+
+
+@pytest.mark.parametrize("fields, named", [
+    (dict(mask=np.array([0, 1, 0, 0, 1, 1], bool)), "mask"),  # the prompt is longer
+    (dict(mask=np.array([1, 1, 0, 1, 0, 1], bool)), "mask"),  # three turns
+    (dict(turn=ints(0, 0, 0, 0, 1, 1)), "mask"),
+    (dict(turn=ints(0, 0, 1, 1, 2, 2)), "mask"),
+    (dict(turn=ints(1, 1, 2, 2, 2, 2)), "mask"),
+    (dict(logp_behav=floats(-1, -1, -1, 0, -1, -1)), "mask"),
+    (dict(logp_raw=floats(-1, -1, 0, -1, -1, -1)), "mask"),
+    (dict(entropy=floats(1, 1, 1, 0, 1, 1)), "mask"),
+    (dict(stop_reason="length"), "stop_reason"),
+    (dict(tokens=ints(3, 9, 8, 1, 2, 2)), "stop_reason"),
+])
+def test_an_episode_that_cannot_be(fields, named):
+    assert why_episode(**fields) == f"7/0: wrong {named}"
+
+
+def test_each_turn_is_bounded():
+    sampling = dataclasses.replace(REQUEST.sampling, max_tokens=1)
+    assert why_episode(dataclasses.replace(REQUEST, sampling=sampling)) == "7/0: wrong mask"
+
+
+@pytest.mark.parametrize("fields, sentence", [
+    (dict(outcome="lost"), "outcome is 'lost', none of '', 'done', 'max_turns', 'overlong', "
+     "'failed', 'timeout'"),
+    (dict(turn_rewards=floats(1, 2, 3)), "turn_rewards has 3 entries for 2 turns"),
+    (dict(turn_rewards=floats(1, np.inf)), "turn_rewards has an infinite entry"),
+    (dict(turn_rewards=np.zeros(2)), "turn_rewards is float64 of 1 dimensions, not float32 of 1"),
+    (dict(metrics={"x": 1}), "metrics has 'x': 1, not a text and a float"),
+    (dict(metrics={1: 1.0}), "metrics has 1: 1.0, not a text and a float"),
+    (dict(metrics=[]), "metrics is list, not dict"),
+    (dict(routes=np.zeros((5, 0, 0), np.uint8)), "routes has 5 rows for 8 tokens"),
+])
+def test_a_malformed_episode(fields, sentence):
+    assert why_episode(**fields) == f"7/0: {sentence}"
+
+
+def test_routes_end_before_given_tokens():
+    given = dict(tokens=EPISODE.tokens[:4], mask=EPISODE.mask[:4])
+    cut = {
+        name: getattr(EPISODE, name)[:4] for name in (
+            "turn", "version", "kv_version", "segment", "logp_behav", "logp_raw", "entropy",
+            "logits", "top_ids", "top_logps", "kept",
+        )
+    }
+    for rows, sentence in ((3, None), (4, None), (5, "routes has 5 rows for 4 tokens")):
+        routes = np.zeros((rows, 0, 0), np.uint8)
+        record = dataclasses.replace(EPISODE, **given, **cut, routes=routes)
+        assert malformed(record) == sentence
 
 
 # Routes

@@ -12,7 +12,7 @@ import safetensors.numpy
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.records import OUTCOMES, Trajectory
 from jaxrl_tis.rollouts import serialize
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.queue import Entry
@@ -82,19 +82,25 @@ def trajectories(draw):
     bits = lambda dtype, *shape: draw(hnp.arrays(np.uint32, shape)).view(dtype).reshape(shape)
     rows = lambda: draw(st.sampled_from((0, n)))
     width = lambda: draw(st.integers(0, 3))
+    mask, turn = draw(hnp.arrays(bool, n)), bits("int32", n)
+    sampled = int(max(np.flatnonzero(mask), default=-1)) + 1
+    rewards = bits("float32", draw(st.integers(0, min(3, int(turn.max(initial=-1)) + 1))))
+    numbers = st.dictionaries(st.text(max_size=3), st.floats(), max_size=2)
     return Trajectory(
         id=draw(st.text(max_size=5)), stop_reason=draw(st.text(max_size=5)),
         seed=draw(st.integers()), request=draw(st.integers()), quant_id=draw(st.text(max_size=5)),
         temperature=draw(st.floats() | st.integers()), prompt=bits("int32", prompt),
         tokens=bits("int32", n), logp_behav=bits("float32", n), logp_raw=bits("float32", n),
-        entropy=bits("float32", n), version=bits("int32", n), mask=draw(hnp.arrays(bool, n)),
-        turn=bits("int32", n), kv_version=bits("int32", rows()), segment=bits("int32", rows()),
+        entropy=bits("float32", n), version=bits("int32", n), mask=mask,
+        turn=turn, kv_version=bits("int32", rows()), segment=bits("int32", rows()),
         logits=bits("float32", rows(), width()),
         evict_step=bits("int32", draw(st.sampled_from((0, prompt + n)))),
         top_ids=bits("int32", rows(), width()), top_logps=bits("float32", rows(), width()),
         kept=bits("int32", rows(), width()),
         prompt_logps=bits("float32", draw(st.sampled_from((0, prompt)))),
-        **draw(routes(prompt + n)),
+        outcome=draw(st.sampled_from(OUTCOMES)), metrics=draw(numbers),
+        turn_rewards=np.where(np.isinf(rewards), np.float32(0), rewards),
+        **draw(routes(prompt + sampled)),
     )
 
 
@@ -102,6 +108,8 @@ def is_same(a, b) -> bool:
     """Bit by bit, NaNs included."""
     if isinstance(a, np.ndarray):
         return a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(is_same(a[name], b[name]) for name in a)
     return type(a) is type(b) and (a == b and str(a) == str(b) or a != a and b != b)
 
 
