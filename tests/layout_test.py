@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "choices": (),
     "record": ("runtime",),
     "data": ("record", "runtime"),
+    "environments": ("data",),
     "cli_flags": ("data", "runtime"),
     "sharding": ("fields",),
     "kernels": ("sharding",),
