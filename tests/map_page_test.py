@@ -54,7 +54,8 @@ def test_the_page_is_read():
 
 
 def test_the_imports_of_a_room():
-    """But for the tables at the root, and the learner, which may import all rooms above it."""
+    """But for the tables at the root, and the learner, which may import all rooms above it but
+    environments."""
     rows = dict(re.findall(r"^\| `(\w+)/` \| [^|]* \| ([^|]*) \|$", TEXT, re.MULTILINE))
     assert len(rows) == 11 and rows.pop("learner").startswith("all above")
     tables = {"fields", "sharding", "choices"}

@@ -209,7 +209,7 @@ def _refuse_network(event: str, arguments: tuple) -> None:
     is_local = event in SENDS and arguments[0].family not in (socket.AF_INET, socket.AF_INET6)
     if event in SENDS + ASKS and not is_local:
         raise OSError(
-            errno.ENETUNREACH, "a reward has no network access; reward.network=True allows it"
+            errno.ENETUNREACH, "no network access here; for rewards reward.network=True allows it"
         )
 
 

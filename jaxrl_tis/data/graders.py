@@ -23,7 +23,8 @@ _NUMBER = re.compile(
 )
 
 
-def _answer(record: Record) -> str:
+def answer_of(record: Record) -> str:
+    """Returns the answer of a record; raises ValueError for a record without one."""
     if "answer" not in record:
         raise ValueError(
             f"example {record['id']} has no answer to compare with; set task.params.answer_field "
@@ -34,7 +35,7 @@ def _answer(record: Record) -> str:
 
 def exact(text: str, record: Record) -> float:
     """Returns 1 if the stripped text equals the answer, else 0."""
-    return float(text.strip() == _answer(record).strip())
+    return float(text.strip() == answer_of(record).strip())
 
 
 def find_last_number(text: str) -> Decimal | None:
@@ -53,7 +54,7 @@ def last_number(text: str, record: Record) -> float:
     Raises:
         ValueError: the answer has no number.
     """
-    answer = find_last_number(_answer(record))
+    answer = find_last_number(answer_of(record))
     if answer is None:
         raise ValueError(
             f"the answer {record['answer']!r} of {record['id']} has no number; give a number, or "
@@ -132,7 +133,7 @@ def math(text: str, record: Record) -> float:
     """
     from math_verify.errors import TimeoutException
 
-    answer = _answer(record)
+    answer = answer_of(record)
     try:
         boxed = last_boxed(answer)
         reference = _parsed(_in_box(answer if boxed is None else boxed), is_reference=True)

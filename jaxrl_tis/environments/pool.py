@@ -1,0 +1,259 @@
+"""Plays many episodes at once: the side of the run, whose processes are host.py.
+
+The state of an environment is never saved. A call has all answers of its episode so far. A process
+that knows the episode takes one step. Another process makes the environment anew and repeats the
+answers; digests show whether the observations are the same.
+"""
+
+import concurrent.futures
+import hashlib
+import itertools
+import json
+import queue
+import sys
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jaxrl_tis.data import confined
+from jaxrl_tis.environments.protocol import Step
+
+
+@dataclass(frozen=True)
+class Call:
+    """The next step of an episode.
+
+    Attributes:
+        id: of the episode.
+        record: of the task.
+        seed: of the environment.
+        answers: all answers so far; without any the reply has the prompt.
+        digests: of the prompt and the observations so far, in order, from the replies; "" and
+            missing ones are unknown, and not compared.
+    """
+
+    id: str
+    record: Mapping[str, Any]
+    seed: int
+    answers: tuple[str, ...] = ()
+    digests: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The result of a Call.
+
+    Attributes:
+        id: of the episode.
+        answers: number of answers in the call.
+        step: of the environment; without answers its observation is the prompt. None for a fault.
+        digest: of the step, see `digest`.
+        fault: "" for none, "errors" or "timeouts".
+        error: the text of the fault.
+    """
+
+    id: str
+    answers: int
+    step: Step | None
+    digest: str
+    fault: str = ""
+    error: str = ""
+
+
+def digest(step: Step) -> str:
+    """Returns a digest of a step's observation and its end."""
+    text = json.dumps([step.observation, step.is_done], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+class Pool:
+    """Plays episodes in `workers` confined processes; an episode keeps to its process.
+
+    A call that hangs or ends its process costs its own episode alone. The other episodes of that
+    process are repeated in a new one. A call whose process ended is tried a second time, because the
+    process may have been killed for another reason.
+
+    Args:
+        environment: "module:Class" importable along this process's sys.path.
+        params: keyword arguments of the class; JSON values.
+        workers: number of processes, each with a thread here.
+        timeout: seconds of one call of the environment.
+        network: whether environments may use the network.
+
+    Raises:
+        ValueError: the class is missing, cannot be loaded, or does not accept `params`.
+    """
+
+    def __init__(
+        self, *, environment: str, params: Mapping[str, Any] = {}, workers: int, timeout: float,
+        network: bool = False,
+    ):
+        if not all(environment.partition(":")):
+            raise ValueError(f"the environment {environment!r} is not of the form 'module:Class'")
+        what = f"the environment {environment!r}"
+        setup = {"environment": environment, "params": dict(params)}
+        make = lambda _: confined.Confined(
+            "jaxrl_tis.environments.host:make", setup, what=what, timeout=timeout, network=network,
+        )
+        processes = [make(0)]
+        with concurrent.futures.ThreadPoolExecutor(workers) as starts:
+            processes += starts.map(make, range(1, workers))
+        self._change = threading.Condition()
+        self._tickets = itertools.count()
+        self._open: dict[str, int] = {}  # tickets of calls without a returned reply, by episode
+        self._replies: list[Reply] = []
+        self._workers = [_Worker(x, what, self._is_open, self._arrive) for x in processes]
+        self._worker_of: dict[str, _Worker] = {}
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def submit(self, call: Call) -> None:
+        """Starts a call and returns at once. An episode has at most one call at a time."""
+        with self._change:
+            if call.id in self._open:
+                raise ValueError(f"the episode {call.id} has a call without a reply")
+            if call.id not in self._worker_of:
+                worker = min(self._workers, key=lambda worker: worker.episodes)
+                worker.episodes += 1
+                self._worker_of[call.id] = worker
+            self._open[call.id] = next(self._tickets)
+            self._worker_of[call.id].items.put((self._open[call.id], call))
+
+    def ready(self, wait: float = 0.0) -> list[Reply]:
+        """Returns all replies that have arrived. Waits up to `wait` seconds for the first one, and not
+        at all without calls."""
+        with self._change:
+            self._change.wait_for(lambda: self._replies or not self._open, wait)
+            replies, self._replies = self._replies, []
+            for reply in replies:
+                del self._open[reply.id]
+        return replies
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Closes episodes. A call of theirs gets no reply; an id can be used again at once."""
+        with self._change:
+            for id in ids:
+                self._open.pop(id, None)
+                worker = self._worker_of.pop(id, None)
+                if worker is not None:
+                    worker.episodes -= 1
+                    worker.items.put(id)
+            self._replies = [reply for reply in self._replies if reply.id in self._open]
+            self._change.notify_all()
+
+    def close(self) -> None:
+        """Closes all episodes and ends the processes. Calls get no reply; running ones are waited for,
+        up to their timeout."""
+        with self._change:
+            self._open, self._replies = {}, []
+        for worker in self._workers:
+            worker.items.put(None)
+        for worker in self._workers:
+            worker.thread.join()
+
+    def _is_open(self, ticket: int, id: str) -> bool:
+        return self._open.get(id) == ticket
+
+    def _arrive(self, ticket: int, reply: Reply) -> None:
+        with self._change:
+            if self._is_open(ticket, reply.id):
+                self._replies.append(reply)
+                self._change.notify_all()
+
+
+class _Fault(Exception):
+    """A call without a step: "errors" or "timeouts", and the error's text."""
+
+
+class _Ended(_Fault):
+    """The process of a call ended."""
+
+
+class _Worker:
+    """A process and its thread. `items` are (ticket, Call), ids to forget, and None for the end."""
+
+    def __init__(
+        self, process: confined.Confined, what: str, is_open: Callable[[int, str], bool],
+        arrive: Callable[[int, Reply], None],
+    ):
+        self.episodes = 0
+        self.items = queue.SimpleQueue()
+        self._process, self._what, self._is_open, self._arrive = process, what, is_open, arrive
+        self._played: dict[str, tuple] = {}  # episodes in the process: record, seed, answers
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        while (item := self.items.get()) is not None:
+            if isinstance(item, str):
+                self._forget(item)
+            elif self._is_open(item[0], item[1].id):
+                ticket, call = item
+                self._arrive(ticket, self._reply(call))
+        for id in list(self._played):
+            self._forget(id)
+        self._process.close()
+
+    def _reply(self, call: Call) -> Reply:
+        try:
+            try:
+                step = self._play(call)
+            except _Ended:
+                step = self._play(call)
+        except _Fault as fault:
+            return Reply(call.id, len(call.answers), None, "", *fault.args)
+        except Exception as error:  # a record that is no JSON
+            text = f"{type(error).__name__}: {error}"
+            return Reply(call.id, len(call.answers), None, "", "errors", text)
+        return Reply(call.id, len(call.answers), step, digest(step))
+
+    def _play(self, call: Call) -> Step:
+        """Takes the last answer of an episode that is here; else makes it anew and repeats all."""
+        count = len(call.answers)
+        before = call.record, call.seed, call.answers[:-1]
+        is_known = count and self._played.pop(call.id, None) == before
+        number = count if is_known else 0  # of the next step; the prompt is step 0
+        if number == 0:
+            step = self._ask("reset", call.id, dict(call.record), call.seed)
+        else:
+            step = self._ask("step", call.id, call.answers[-1])
+        while number < count:
+            self._compare(call, number, step)
+            step = self._ask("step", call.id, call.answers[number])
+            number += 1
+        self._played[call.id] = call.record, call.seed, call.answers
+        return step
+
+    def _compare(self, call: Call, number: int, step: Step) -> None:
+        """Raises _Fault if a repeated step is another one than before."""
+        known = call.digests[number] if number < len(call.digests) else ""
+        if step.is_done or known and known != digest(step):
+            self._ask("forget", call.id)
+            raise _Fault(
+                "errors", f"{self._what} is not repeatable: step {number} of the episode {call.id} "
+                "differs for equal record, seed and answers (step 0 is the prompt)"
+            )
+
+    def _ask(self, *message: Any) -> Step | None:
+        [result] = self._process.calls([message])
+        if result["fault"]:
+            self._played.clear()
+            kind = _Ended if result["fault"] == "errors" else _Fault
+            raise kind(result["fault"], result["error"])
+        if result["value"]["error"]:
+            raise _Fault("errors", result["value"]["error"])
+        step = result["value"]["step"]
+        return None if step is None else Step(**step)
+
+    def _forget(self, id: str) -> None:
+        if self._played.pop(id, None) is None:
+            return
+        try:
+            self._ask("forget", id)
+        except _Fault as fault:
+            print(f"{self._what} failed to close: {fault.args[1]}", file=sys.stderr, flush=True)

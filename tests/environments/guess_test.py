@@ -1,0 +1,33 @@
+import pytest
+
+from jaxrl_tis.environments.guess import Guess
+from jaxrl_tis.environments.protocol import Step
+
+RECORD = {"prompt": "Guess a number from 1 to 100.", "answer": "37", "id": "x"}
+
+
+def begun(record=RECORD, seed=1):
+    play = Guess(seed=seed)
+    assert play.reset(record) == record["prompt"]
+    return play
+
+
+def test_hints_and_the_number():
+    play = begun()
+    assert play.step("50") == Step("lower", metrics={"guesses": 1})
+    assert play.step("from 1 to 50 it is 25") == Step("higher", metrics={"guesses": 2})
+    assert play.step("no idea") == Step("no number", metrics={"guesses": 3})
+    assert play.step("37.0!") == Step("", 1.0, True, {"guesses": 4})
+
+
+def test_the_number_is_the_records():
+    for seed in (1, 2):
+        assert begun(seed=seed).step("37").is_done
+    assert begun(RECORD | {"answer": "-4"}).step("0").observation == "lower"
+
+
+def test_a_record_without_a_number():
+    with pytest.raises(ValueError, match="the answer 'blue' of x has no number to hide"):
+        begun(RECORD | {"answer": "blue"})
+    with pytest.raises(ValueError, match="example x has no answer"):
+        begun({"prompt": "p", "id": "x"})
