@@ -33,8 +33,8 @@ MAY_IMPORT = {
     ),
     # The learner knows records of the engine, and none of its programs.
     "learner": (
-        "data", "diagnostics", "engine", "estimators", "fields", "kernels", "models", "record",
-        "rollouts", "runtime", "sharding",
+        "data", "diagnostics", "engine", "environments", "estimators", "fields", "kernels", "models",
+        "record", "rollouts", "runtime", "sharding",
     ),
     # A config, checked and made into programs and state.
     "validate": ("data", "engine", "estimators", "learner", "models", "record", "rollouts"),
