@@ -68,6 +68,18 @@ def get_config() -> ConfigDict:
     # Action on a bad record. error: the run ends before its first step; skip: the record is left
     # out and counted.
     c.task.on_bad_record = "error"
+    # Environment that answers to every turn and gives the rewards, as "module:Class"; reward.name
+    # is then not read. "": one turn, without an environment (docs/environments.md).
+    c.task.environment = ""
+    # Keyword arguments of its class.
+    c.task.environment_params = ConfigDict()
+    c.task.environment_params.unlock()
+    c.task.environment_workers = 4  # processes that play its episodes, of each sampler
+    c.task.max_turns = 8  # most turns of the policy in an episode
+    # Longest episode in tokens, with prompt and observations. 0: max_prompt_tokens +
+    # rollout.max_new_tokens.
+    c.task.max_context_tokens = 0
+    c.task.turn_timeout = 10.0  # seconds for one step of the environment
 
     # The reward function. It runs in processes of its own.
     c.reward = ConfigDict()
@@ -100,7 +112,7 @@ def get_config() -> ConfigDict:
     c.rollout = ConfigDict()
     c.rollout.prompts = 16  # prompts (groups) per batch
     c.rollout.group_size = 8  # samples per prompt
-    c.rollout.max_new_tokens = 16  # longest response, in tokens
+    c.rollout.max_new_tokens = 16  # longest response, or turn of an episode, in tokens
     c.rollout.temperature = 1.0  # the learner scores at the same temperature
     c.rollout.top_k = 0  # sample from the k likeliest tokens; 0: from all
     c.rollout.top_p = 1.0  # sample from the likeliest tokens of this total probability

@@ -20,12 +20,16 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import MAX_STOP_IDS
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.environments.continuity import Suffixes
+from jaxrl_tis.environments.pool import Pool
 from jaxrl_tis.estimators import centering
 from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
 from jaxrl_tis.models import placement, transforms
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts import replay
+from jaxrl_tis.rollouts.episodes import EpisodeScheduler, Openings
+from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.runtime import fingerprint, processes
 from jaxrl_tis.validate import Choices, validate
@@ -92,9 +96,35 @@ class Sampling:
             fingerprint.check(served, sent)
         return [first, *others]
 
-    def scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
+    def prompter(self) -> Prompter:
+        """Makes the prompts of records. Close it after use."""
+        opening = Openings(self._pool, self.config.seed) if self.config.task.environment else None
+        return Prompter(self.tokenizer, self.config.task, opening)
+
+    def scheduler(
+        self, engine: Engine, params: Any, version: int, **options
+    ) -> Scheduler | EpisodeScheduler:
         """Makes a scheduler for one of the engines with these serving parameters; `options` are
-        further arguments of Scheduler."""
+        further arguments of Scheduler. With an environment it plays episodes. Close it after use."""
+        scheduler, task = self._turn_scheduler(engine, params, version, **options), self.config.task
+        if not task.environment:
+            return scheduler
+        return EpisodeScheduler(
+            scheduler, self._pool, Suffixes(self.tokenizer, task.chat), self.tokenizer.decode,
+            max_turns=task.max_turns, max_length=max_length(self.config),
+            waits=self.config.rollout.driver == "virtual",
+        )
+
+    def _pool(self) -> Pool:
+        """Starts processes that play the environment."""
+        task = self.config.task
+        return Pool(
+            environment=task.environment, params=task.environment_params.to_dict(),
+            workers=task.environment_workers, timeout=task.turn_timeout,
+            network=self.config.reward.network,
+        )
+
+    def _turn_scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
         config, drafts = self.config.engine, None
         retention = self.retention if engine is self.engine else None
         if config.max_draft:

@@ -13,6 +13,7 @@ Examples:
 """
 
 import collections
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -26,12 +27,12 @@ from jaxrl_tis import cli_flags
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker, worker
-from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.learner.state import as_begun, read_params
 from jaxrl_tis.record import intervals
 from jaxrl_tis.record.progress import Progress
-from jaxrl_tis.rollouts.groups import Sample, sampling_params
+from jaxrl_tis.rollouts.groups import Sample, request, sampling_params, scores
 from jaxrl_tis.rollouts.prompts import Prompter, lacks_answer
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import cli
@@ -52,7 +53,7 @@ class Evaluator:
         self._config, self._prompter = config, prompter
         self.greedy: list[Sample] = []
         params = {**config.task.params, **config.eval.params}
-        reject = lacks_answer(config.reward.name)
+        reject = lacks_answer(config)
         checked = prompter.checked(
             tasks.make(config.task.name, params), "held-out data", reject, config.eval.prompts,
             heartbeat
@@ -75,29 +76,29 @@ class Evaluator:
         where the data have none."""
         constant = self._constant(rewards)
         trajectories = self._answers(scheduler, step, 1, progress, heartbeat)
-        texts, tokens = self._texts(trajectories), [t.tokens for t in trajectories]
-        scores = rewards.score(texts[0::2], self._records, tokens[0::2])
+        texts = self._texts(trajectories)
+        both = [scores(rewards, texts[i::2], self._records, trajectories[i::2]) for i in (0, 1)]
+        greedy, sampled = ([scored.score for scored in of_kind] for of_kind in both)
         self.greedy = [
             Sample(trajectory, record, text, score, score, group=i)
             for i, (trajectory, record, text, score) in enumerate(
-                zip(trajectories[0::2], self._records, texts[0::2], scores, strict=True)
+                zip(trajectories[0::2], self._records, texts[0::2], greedy, strict=True)
             )
         ]
-        sampled = rewards.score(texts[1::2], self._records, tokens[1::2])
         threshold, means = self._config.eval.threshold, {}
-        for name, found in {"greedy": scores, "sampled": sampled, "constant": constant}.items():
+        for name, found in {"greedy": greedy, "sampled": sampled, "constant": constant}.items():
             known = np.array([score for score in found if not math.isnan(score)])
             if len(known) and name != "constant":
                 means[f"eval/{name}_reward"] = known.mean()
             if len(known):
                 means[f"eval/{name}_accuracy"] = np.mean(known >= threshold)
-        failed = int(np.isnan([*scores, *sampled]).sum())
+        failed = int(np.isnan([*greedy, *sampled]).sum())
         return means | {"eval/failed_rewards": failed, "eval/n": len(self._records)}
 
     def _constant(self, rewards: RewardWorker) -> list[float]:
         """Returns the scores of the commonest answer in the place of each; [] where the data have no
-        answers."""
-        if not all("answer" in record for record in self._records):
+        answers, or an environment gives the rewards."""
+        if self._config.task.environment or not all("answer" in record for record in self._records):
             return []
         answers = collections.Counter(record["answer"] for record in self._records)
         commonest = answers.most_common(1)[0][0]
@@ -109,11 +110,9 @@ class Evaluator:
         """Returns the rewards of the answers: greedy [N], and of `samples` draws [N,samples]."""
         trajectories = self._answers(scheduler, 0, samples, progress, lambda: None)
         records = [record for record in self._records for _ in range(1 + samples)]
-        scores = rewards.score(
-            self._texts(trajectories), records, [t.tokens for t in trajectories]
-        )
-        scores = np.array(scores).reshape(len(self._records), 1 + samples)
-        return scores[:, 0], scores[:, 1:]
+        scored = scores(rewards, self._texts(trajectories), records, trajectories)
+        found = np.array([x.score for x in scored]).reshape(len(self._records), 1 + samples)
+        return found[:, 0], found[:, 1:]
 
     def _answers(self, scheduler, step: int, samples: int, progress, heartbeat) -> list[Trajectory]:
         """Draws a greedy and sampled answers to each prompt; those of a prompt share one
@@ -126,7 +125,9 @@ class Evaluator:
         draws = [("greedy", "greedy"), ("sampled", "sampled")]
         draws += [(f"sampled{j}", "sampled") for j in range(1, samples)]
         requests = [
-            Request(f"eval/{step}/{name}/{i}", ids, self._config.seed, sampling[kind])
+            request(
+                self._config, f"eval/{step}/{name}/{i}", ids, sampling[kind], self._records[i]
+            )
             for i, ids in enumerate(self._prompts)
             for name, kind in draws
         ]
@@ -169,10 +170,12 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
     Raises ValueError where no answer is left; further see `state.read_params` and `Evaluator`.
     """
     config, engine = setup.config, setup.learner_engine
-    evaluator = Evaluator(config, Prompter(setup.tokenizer, config.task))
+    prompter = setup.prompter()
+    evaluator = Evaluator(config, prompter)
     scheduler = setup.scheduler(engine, engine.load(read_params(setup.training, path, step)), 0)
     total = config.eval.prompts * (1 + samples)
     with (
+        contextlib.closing(prompter), contextlib.closing(scheduler),
         worker(config.reward) as rewards,
         Progress(total, "answers") as progress,
     ):

@@ -32,7 +32,7 @@ from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.record.provenance import date, identity, saved, write_run_files
 from jaxrl_tis.rollouts import ray_cluster
 from jaxrl_tis.rollouts.groups import Groups, Sample, unknown_ids
-from jaxrl_tis.rollouts.prompts import Checked, Prompter, lacks_answer
+from jaxrl_tis.rollouts.prompts import Checked, lacks_answer
 from jaxrl_tis.rollouts.source import RolloutSource, SourceParts, next_batch
 from jaxrl_tis.rollouts.synchronous import SyncSource
 from jaxrl_tis.rollouts.threads import thread_source
@@ -91,7 +91,7 @@ class Run:
         self._mirror, self._workdir = mirror, mirror.folder
         self._watchdog, self._interrupt = watchdog, interrupt
         self._timer = Timer(goodput.compile_seconds)
-        self._prompter = Prompter(setup.tokenizer, config.task)
+        self._prompter = setup.prompter()
         self._evaluator = evaluate.Evaluator(config, self._prompter, watchdog.heartbeat)
         is_new, training = checkpoints.latest() is None, setup.training
         self._taught = examples(training, self._prompter, watchdog.heartbeat) if is_new else None
@@ -139,7 +139,7 @@ class Run:
         return VirtualSource(parts, starts[0], setup.engine.slots, self.snapshots.add_logps)
 
     def _check(self, source: tasks.Source) -> Checked:
-        reject = lacks_answer(self.setup.config.reward.name)
+        reject = lacks_answer(self.setup.config)
         return self._prompter.checked(
             source, "training data", reject, heartbeat=self._watchdog.heartbeat
         )
@@ -225,6 +225,7 @@ class Run:
     def close(self) -> None:
         """Ends background work and closes the run's files."""
         self.source.close(is_over=self.done == self.setup.config.steps)
+        self._prompter.close()
         self.writer.close()
         if self._samples is not None:
             self._samples.close()
@@ -336,8 +337,8 @@ class Run:
         params = engine.load(self.state["policy"].params)
         scheduler = self.setup.scheduler(engine, params, self.version)
         total = 2 * self.setup.config.eval.prompts
-        title = f"evaluation at step {step}"
-        with Progress(total, title, is_shown=processes.is_first()) as progress:
+        title, is_shown = f"evaluation at step {step}", processes.is_first()
+        with contextlib.closing(scheduler), Progress(total, title, is_shown=is_shown) as progress:
             values = self._evaluator.run(scheduler, self.rewards, step, progress, self.heartbeat)
         compiled = goodput.compile_seconds() - compiled
         self._timer.add("compile", compiled)

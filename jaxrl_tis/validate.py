@@ -33,6 +33,7 @@ from jaxrl_tis.rollouts.schedules import Schedule
 
 DTYPES = ("float32", "bfloat16")  # of what is kept
 COMPUTE_DTYPES = (*DTYPES, "float16")
+REWARD = "exact"  # the default of reward.name
 RATIOED_KL = ("is_k3", "clipped_is_k2", "exact_reverse", "exact_forward")  # off-policy as well
 # Fields with a fixed set of values.
 ALLOWED = {
@@ -70,13 +71,14 @@ POSITIVE = (
     "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
     "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
     "metrics.diagnostics_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
-    "task.max_prompt_tokens", "reward.timeout", "reward.workers", "rollout.temperature",
+    "task.max_prompt_tokens", "task.environment_workers", "task.max_turns", "task.turn_timeout",
+    "reward.timeout", "reward.workers", "rollout.temperature",
     "rollout.snapshot_gib", "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
     "model.experts_per_token", "model.expert_dim", "optimizer.router_bias_rate",
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
-    "engine.noise_start", "warmup.steps", "train.pack_length", "rollout.top_k",
+    "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length", "rollout.top_k",
     "rollout.sampling_mask_size", "rollout.overlong_buffer", "rollout.snapshots",
     "rollout.ewma_centre", "correction.kl_coeff", "correction.scale", "optimizer.lr", "critic.lr",
     "optimizer.warmup", "optimizer.weight_decay", "critic.warmup", "critic.weight_decay",
@@ -109,7 +111,7 @@ def validate(config: ml_collections.ConfigDict) -> Choices:
     parsed, problems = {}, list(_tuples(config))
     if not problems:
         parsed, refused = _parsed(config)
-        checks = (_finite, _names, _counts, _batches, _task)
+        checks = (_finite, _names, _counts, _batches, _task, _environment)
         problems = [problem for check in checks for problem in check(config)]
         problems += [*refused, *_of_rooms(config, parsed)]
     problems = problems or list(trace_problems(parsed["correction"]))
@@ -245,6 +247,55 @@ def _task(config):
         datetime.datetime.fromisoformat(config.task.date or "2026-01-31")
     except ValueError:
         yield f"task.date is {config.task.date!r}; it must be a date such as 2026-01-31, or empty"
+
+
+def _environment(config):
+    """Checks episodes with an environment."""
+    task, rollout, retention = config.task, config.rollout, tuple(config.engine.retention)
+    if not task.environment:
+        if task.max_context_tokens:
+            yield (
+                f"task.max_context_tokens = {task.max_context_tokens} bounds episodes, and "
+                "task.environment is empty; name an environment, or set it to 0"
+            )
+        return
+    if not all(task.environment.partition(":")):
+        yield f"task.environment is {task.environment!r}; give 'module:Class'"
+    if 0 < task.max_context_tokens <= task.max_prompt_tokens:
+        yield (
+            f"task.max_context_tokens = {task.max_context_tokens} leaves no room after a prompt of "
+            f"task.max_prompt_tokens = {task.max_prompt_tokens}; raise it"
+        )
+    if any(retention):
+        yield (
+            f"task.environment = {task.environment!r} continues sequences, and sequences with "
+            "evicted keys cannot continue; set engine.retention to (0, 0)"
+        )
+    if config.reward.name != REWARD:
+        yield (
+            f"reward.name = {config.reward.name!r} is not read with task.environment = "
+            f"{task.environment!r}, which gives the rewards; set it to {REWARD!r}"
+        )
+    if rollout.overlong_buffer:
+        yield (
+            f"rollout.overlong_buffer = {rollout.overlong_buffer} is a penalty on one response, and "
+            f"task.environment = {task.environment!r} rewards episodes; set it to 0"
+        )
+    if 0 < config.watchdog.timeout <= task.turn_timeout:
+        yield (
+            f"task.turn_timeout is {task.turn_timeout} and watchdog.timeout is "
+            f"{config.watchdog.timeout}, and an environment that hangs would end the run; set "
+            "task.turn_timeout below watchdog.timeout"
+        )
+    if jax.process_count() > 1 and rollout.driver != "ray":
+        yield (
+            f"task.environment = {task.environment!r} needs a run of one process, or "
+            "rollout.driver = 'ray'"
+        )
+    try:
+        json.dumps(task.environment_params.to_dict())
+    except TypeError as error:
+        yield f"task.environment_params must hold JSON values only: {error}"
 
 
 def _names(config):

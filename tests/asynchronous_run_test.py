@@ -35,6 +35,10 @@ RUNS = {
         rollout__schedule="in_flight(staleness=2)", rollout__old_logp_source="replica",
         correction__routing="keep",
     ),
+    # An interrupted episode repeats its answers in another process.
+    "episodes": dict(
+        rollout__schedule="in_flight(staleness=2)", **tiny.EPISODES
+    ),
 }
 
 
@@ -45,7 +49,7 @@ def params(folder, setup):
 
 
 @pytest.mark.parametrize("name", [
-    name if name in ("ring", "experts, r3") else pytest.param(name, marks=pytest.mark.all)
+    name if name in ("ring", "experts, r3", "episodes") else pytest.param(name, marks=pytest.mark.all)
     for name in RUNS
 ])
 def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):

@@ -77,6 +77,7 @@ def get_config(name):
 
 @pytest.mark.parametrize("name", [
     "default", "quickstart", "quickstart:off", "quickstart:centered", "quickstart:f32", "smollm2_135m",
+    "quickstart_tool", "quickstart_tool:turn", "quickstart_tool:off",
     "quickstart_moe", "quickstart_moe:none", "quickstart_moe:icepop", "quickstart_moe:r2",
     "async_local", "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing",
     "dapo_qwen25_32b:async", "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b_v5e", *LARGE,
@@ -89,7 +90,7 @@ def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
         f"{prefix}{key}" for key, value in c.items() if not hasattr(value, "keys")
     } | {
         leaf for key, value in c.items()
-        if hasattr(value, "keys") and key not in ("params", "template_kwargs")
+        if hasattr(value, "keys") and key not in ("params", "environment_params", "template_kwargs")
         for leaf in flat(value, f"{prefix}{key}.")
     }
     assert flat(config) == flat(get_config("default"))  # no field that no line reads
@@ -100,14 +101,14 @@ def test_every_file_in_configs_is_tested_here():
     figures = {f"fig_{name}" for name in ("rescue", "threshold", "formats")}  # they have the base's config
     assert files - figures == {
         "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing",
-        "default", "quickstart", "quickstart_moe", "smollm2_135m", "async_local",
+        "default", "quickstart", "quickstart_moe", "quickstart_tool", "smollm2_135m", "async_local",
         "gsm8k_qwen25_0p5b", "dapo_qwen25_32b", "dapo_qwen3_8b", "dapo_qwen3_30b_a3b",
         "dapo_qwen3_30b_a3b_v5e",
     }
 
 
 @pytest.mark.parametrize("name", [
-    "quickstart:other", "quickstart_moe:other", "gsm8k_qwen25_0p5b:other", "dapo_qwen25_32b:other",
+    "quickstart:other", "quickstart_moe:other", "quickstart_tool:other", "gsm8k_qwen25_0p5b:other", "dapo_qwen25_32b:other",
 ])
 def test_an_unknown_variant_is_named(name):
     with pytest.raises(ValueError, match="'other' is none of"):

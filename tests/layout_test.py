@@ -28,17 +28,19 @@ MAY_IMPORT = {
     "diagnostics": ("estimators",),
     "models": ("kernels", "runtime", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "runtime", "sharding", "choices"),
-    "rollouts": ("data", "engine", "fields", "record", "runtime", "sharding", "choices"),
+    "rollouts": (
+        "data", "engine", "environments", "fields", "record", "runtime", "sharding", "choices",
+    ),
     # The learner knows records of the engine, and none of its programs.
     "learner": (
-        "data", "diagnostics", "engine", "estimators", "fields", "kernels", "models", "record",
-        "rollouts", "runtime", "sharding",
+        "data", "diagnostics", "engine", "environments", "estimators", "fields", "kernels", "models",
+        "record", "rollouts", "runtime", "sharding",
     ),
     # A config, checked and made into programs and state.
     "validate": ("data", "engine", "estimators", "learner", "models", "record", "rollouts"),
     "build": (
-        "data", "engine", "estimators", "learner", "models", "record", "rollouts", "runtime",
-        "sharding", "validate",
+        "data", "engine", "environments", "estimators", "learner", "models", "record", "rollouts",
+        "runtime", "sharding", "validate",
     ),
     "resume": ("data", "learner", "record"),
     # Tools.

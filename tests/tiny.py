@@ -14,6 +14,10 @@ from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.report import page
 
 STEPS = 5
+EPISODES = dict(  # of up to three turns; the environment gives the rewards
+    task__environment="tests.tiny_environment:Sums", task__max_context_tokens=20,
+    task__max_turns=3, task__environment_workers=1, reward__name="exact",
+)
 _build, _trainer, _engine = build.build, Trainer, build.Engine
 
 

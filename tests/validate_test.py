@@ -5,6 +5,7 @@ import re
 from unittest import mock
 
 import pytest
+from ml_collections import ConfigDict
 
 from configs import default
 from jaxrl_tis import build
@@ -102,7 +103,7 @@ def test_weights_of_components_are_numbers(weight):
     "train.microbatch_rows", "train.logprob_chunk", "eval.every", "eval.prompts",
     "checkpoint.every", "checkpoint.keep", "warmup.rows", "task.max_prompt_tokens",
     "rollout.max_rounds", "metrics.diagnostics_every", "engine.noise_stages", "reward.workers",
-    "model.experts_per_token", "model.expert_dim",
+    "model.experts_per_token", "model.expert_dim", "task.max_turns", "task.environment_workers",
 ])
 @pytest.mark.parametrize("value", [0, -3])
 def test_counts_are_positive(name, value):
@@ -111,7 +112,7 @@ def test_counts_are_positive(name, value):
 
 
 @pytest.mark.parametrize("name", [
-    "reward.timeout", "rollout.temperature", "engine.noise_end", "model.uaq_scale", "warmup.lr",
+    "reward.timeout", "task.turn_timeout", "rollout.temperature", "engine.noise_end", "model.uaq_scale", "warmup.lr",
     "optimizer.router_bias_rate",
 ])
 def test_measures_are_positive(name):
@@ -259,6 +260,18 @@ def test_a_run_may_measure_and_not_train(name):
      ["correction.routing_missing = 'mask'", "correction.routing is 'r2'"]),
     (EXPERTS | dict(model__router="softmax", optimizer__freeze_router_bias=False),
      ["optimizer.freeze_router_bias = False", "model.router is 'softmax'"]),
+    (dict(task__max_context_tokens=9), ["task.max_context_tokens = 9", "environment is empty"]),
+    (tiny.EPISODES | dict(task__environment="sums"), ["task.environment is 'sums'", "'module:Class'"]),
+    (tiny.EPISODES | dict(task__max_context_tokens=5),
+     ["task.max_context_tokens = 5", "task.max_prompt_tokens = 5"]),
+    (tiny.EPISODES | dict(engine__retention=(1, 1)),
+     ["task.environment = 'tests.tiny_environment:Sums'", "engine.retention to (0, 0)"]),
+    (tiny.EPISODES | dict(reward__name="math"), ["reward.name = 'math' is not read", "'exact'"]),
+    (tiny.EPISODES | dict(rollout__overlong_buffer=2), ["rollout.overlong_buffer = 2", "to 0"]),
+    (tiny.EPISODES | dict(watchdog__timeout=10.0),
+     ["task.turn_timeout is 10.0", "watchdog.timeout is 10.0"]),
+    (tiny.EPISODES | dict(task__environment_params=ConfigDict({"of": object()})),
+     ["task.environment_params must hold JSON values only"]),
 ])
 def test_each_contradiction(changes, words):
     [problem] = problems(**changes)

@@ -135,6 +135,13 @@ class RewardWorker:
         failed = Scored(self.on_error, dict.fromkeys(names, self.on_error / len(names)), True)
         return [failed if s is None else s for s in scored]
 
+    def failed(self, fault: str, error: str) -> Scored:
+        """Counts a failure elsewhere, under one of the names of `counts`. Returns its reward."""
+        self.counts[fault] += 1
+        self.counts["dropped"] += math.isnan(self.on_error)
+        self.last_error = error
+        return Scored(self.on_error, {}, is_failed=True)
+
     def unused_weights(self) -> list[str]:
         """Returns the weighted names that no result has had."""
         return [name for name in self._weights if name not in self._names]
@@ -219,9 +226,7 @@ class RewardWorker:
 
     def _failed(self, item: list, fault: str, kind: str, error: str, traceback: str = "") -> None:
         text, record, _ = item
-        self.counts[fault] += 1
-        self.counts["dropped"] += math.isnan(self.on_error)
-        self.last_error = error
+        self.failed(fault, error)
         id = str(record["id"]) if "id" in record else "?"
         self.failures.add(kind, error, traceback, id, text)
 

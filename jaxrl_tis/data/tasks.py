@@ -103,6 +103,7 @@ class _Arithmetic(Generated):
     digits: int
     terms: int
     ops: str
+    calls: float
 
     def __len__(self) -> int:
         return self.size
@@ -121,29 +122,38 @@ class _Arithmetic(Generated):
             raise ValueError(
                 f"no problem for split {self.split!r} after {MAX_DRAWS} attempts; use more digits"
             )
-        return {
-            "prompt": problem,
-            "answer": str(_sum_of_products(values, ops)),
+        value = str(_sum_of_products(values, ops))
+        record = {
+            "prompt": problem, "answer": value,
             "id": f"arithmetic-{self.split}-{self.seed}-{index}",
         }
+        if rng.random() >= self.calls:
+            return record
+        return record | rng.choice(({"answer": problem}, {"turns": [[problem, f"{value} "]]}))
 
 
 def arithmetic(
     *, size: int, split: str = "train", seed: int = 0, digits: int = 2, terms: int = 2,
-    ops: str = "+",
+    ops: str = "+", calls: float = 0.0,
 ) -> Source:
     """Problems such as "37+48=" with answer "85".
 
     Operands are uniform over 0 .. 10^digits - 1, and operators are sampled from `ops` ("+", "-",
     "*"). A problem's text decides its split, so no text is in two splits; "37+48=" and "48+37=" are
     different texts. A split can contain a text twice.
+
+    A share `calls` of the examples is for the warm-up of `environments/calculator.py`. Half of these
+    have the problem itself as the answer, which is a call. The others have the call and its reply as
+    "turns" before the answer.
     """
     _check_split_and_size(split, size)
     if digits < 1 or terms < 2:
         raise ValueError(f"digits={digits} and terms={terms}; give at least 1 digit and 2 terms")
     if not ops or set(ops) - set("+-*"):
         raise ValueError(f"ops={ops!r}; give one or more of the operators '+-*'")
-    return _Arithmetic(size, split, seed, digits, terms, ops)
+    if not 0 <= calls <= 1:
+        raise ValueError(f"calls={calls}; give a share from 0 to 1")
+    return _Arithmetic(size, split, seed, digits, terms, ops, calls)
 
 
 def jsonl(

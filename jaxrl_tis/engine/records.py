@@ -3,7 +3,8 @@
 import dataclasses
 import hashlib
 import numbers
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -284,6 +285,8 @@ class Request:
       sampling: sampling parameters.
       partial: the aborted or extended trajectory of the same request, to be continued. All its
         tokens count towards sampling.max_tokens and min_tokens.
+      example: the record that an environment is made of, for a request that is an episode. The
+        engine does not read it.
     """
 
     id: str
@@ -291,6 +294,7 @@ class Request:
     seed: int
     sampling: SamplingParams
     partial: Trajectory | None = None
+    example: Mapping[str, Any] | None = None
 
     def __post_init__(self):
         if not isinstance(self.id, str):

@@ -23,6 +23,7 @@ class Stats:
       evicted: pages that `retention` dropped.
       engine_seconds: seconds in the engine or waiting for it.
       seconds: seconds in `step`.
+      environment_seconds: seconds that episodes had the sampler wait for an environment.
     """
 
     calls: int = 0
@@ -38,6 +39,7 @@ class Stats:
     evicted: int = 0
     engine_seconds: float = 0.0
     seconds: float = 0.0
+    environment_seconds: float = 0.0
 
     def add_call(self, is_drawn_kb: np.ndarray) -> None:
         """Counts a decode call.

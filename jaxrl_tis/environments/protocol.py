@@ -38,8 +38,7 @@ class Environment(Protocol):
     repeats the answers so far, and the episode fails if an observation differs. Take random numbers
     from `seed`, never from the clock, a process id or an unseeded generator.
 
-    The episodes of a group have one record and different seeds. Derive the task from the record, so
-    that the members of a group are comparable. Derive only chance within an episode from the seed.
+    The episodes of a group have one record, one seed and one prompt, so their rewards are comparable.
 
     An exception of any method but `close` fails the episode; its reward is then unknown, not 0. The
     module is imported once per process, and the process plays many episodes, one call at a time.

@@ -24,7 +24,6 @@ from jaxrl_tis.learner.scoring import make_logits, make_routing
 from jaxrl_tis.learner.setup import MAX_LOGITS
 from jaxrl_tis.learner.trainer import own_routes, route_metrics
 from jaxrl_tis.rollouts.groups import sampling_params
-from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import processes
 
@@ -41,7 +40,7 @@ def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Traj
     """Samples groups of responses to the first prompts of the config's task, with its engine; `changes`
     replace fields of the config's sampling parameters."""
     config = setup.config
-    prompter = Prompter(setup.tokenizer, config.task)
+    prompter = setup.prompter()
     records = next(
         Batches(
             config.task.name, config.task.params, batch_size=prompts, seed=config.seed,

@@ -180,8 +180,14 @@ def _check_routes(trajectories: list[Trajectory], model: ModelConfig) -> None:
 
 
 def max_length(config: ml_collections.ConfigDict) -> int:
-    """Returns the largest number of tokens in a sequence, prompt and response."""
-    return config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    """Returns the largest number of tokens in a sequence: prompt and response, or an episode."""
+    longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
+    return config.task.max_context_tokens or longest
+
+
+def max_response(config: ml_collections.ConfigDict) -> int:
+    """Returns the largest number of tokens that follow a prompt."""
+    return max_length(config) - 1 if config.task.environment else config.rollout.max_new_tokens
 
 
 def make_learner_setup(
@@ -227,7 +233,7 @@ def make_learner_setup(
         config=config, correction=correction, schedule=schedule,
         staleness=replay.max_age(schedule, way, config.rollout.max_age),
         model=model, layout=layout,
-        learner=Learner(model, program, config.rollout.max_new_tokens, config.train.logprob_chunk),
+        learner=Learner(model, program, max_response(config), config.train.logprob_chunk),
         packer=packer,
         optimizer=scaled(_policy_optimizer(config, correction, model.num_layers)),
         critic_optimizer=scaled(make_optimizer(config.critic, total_updates(config))),

@@ -20,10 +20,11 @@ from jaxrl_tis.learner.batch_layout import (
 from jaxrl_tis.learner.scoring import (
     make_collisions, make_logits, make_routing, make_score, make_score_norms, make_values,
 )
-from jaxrl_tis.learner.setup import LearnerSetup
+from jaxrl_tis.learner.setup import LearnerSetup, max_response
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
 from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.models.config import MoeConfig
+from jaxrl_tis.rollouts.episodes import episode_metrics
 from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics, reroute_metrics
 
 WITHOUT_ROUTES = "moe/samples_without_routes"
@@ -403,8 +404,8 @@ def _laid_out(
 
 def are_trained_on(samples: list[Sample], rows: Rows, without_truncated: bool) -> np.ndarray:
     """Returns whether each sample is in the loss, [N]. Its reward must be known, and so must the
-    greedy answer's if the advantage uses it. `without_truncated` excludes samples that ended at the
-    length limit."""
+    greedy answer's if the advantage uses it. `without_truncated` excludes samples that ended at a
+    limit of tokens, and episodes that ended at a limit of tokens or turns."""
     are_known = ~np.isnan(rows["rewards"])
     if "greedy_rewards" in rows:
         are_known &= ~np.isnan(rows["greedy_rewards"])
@@ -462,10 +463,8 @@ def sample_metrics(
 ) -> dict[str, float]:
     """Measures rewards, lengths and the learner's entropy of a rollout batch. Means of rewards cover
     the known rewards, and are absent if there are none."""
-    prompts, lengths = (
-        np.array([len(getattr(s.trajectory, field)) for s in samples])
-        for field in ("prompt", "tokens")
-    )
+    prompts = np.array([len(s.trajectory.prompt) for s in samples])
+    lengths = np.array([s.trajectory.mask.sum() for s in samples])
     turns = np.array([s.trajectory.turn.max(initial=0) + 1 for s in samples])
     rewards, groups = rows["rewards"], rows["group"]
     by_group = [_known(rewards[groups == g]) for g in np.unique(groups)]
@@ -479,9 +478,10 @@ def sample_metrics(
         means["actor/entropy"] = rows["entropy"][rows["mask"]].mean()
     trajectories = [s.trajectory for s in samples]
     recorded = kept_metrics(trajectories) | reroute_metrics(trajectories)
+    recorded |= episode_metrics(trajectories)
     return means | recorded | _length_metrics(
         prompts, lengths, max_prompt_length=config.task.max_prompt_tokens,
-        max_response_length=config.rollout.max_new_tokens, num_turns=turns,
+        max_response_length=max_response(config), num_turns=turns,
     ) | {
         "reward/zero_std_group_ratio": np.mean([len(np.unique(r)) < 2 for r in by_group]),
         "response_length/truncated_ratio": _are_truncated(samples).mean(),

@@ -1,5 +1,6 @@
 """Supervised steps before the first step of reinforcement learning."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 import ml_collections
 
 from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.learner.batch_layout import supervised_rows
 from jaxrl_tis.learner.optimizer import make_optimizer, optimizer_shardings, scaled_for
 from jaxrl_tis.learner.setup import LearnerSetup
@@ -43,8 +45,8 @@ def warm_up(
     heartbeat: Callable[[], None],
     prompter: Prompter, batches: Batches | None,
 ) -> Any:
-    """Takes supervised steps on the (prompt, answer) pairs of `examples` and returns the taught
-    parameters; calls `heartbeat` after each."""
+    """Takes supervised steps on the answers of `examples` and returns the taught parameters; calls
+    `heartbeat` after each. An example may have "turns" before its answer, which are not taught."""
     config = setup.config
     if batches is None:
         return params
@@ -58,10 +60,12 @@ def warm_up(
     state = TrainState(params, jax.jit(tx.init, out_shardings=moments)(params))
     context = layout.mesh.shape["context"]
     length = -(-setup.row_length // context) * context
+    # Only examples with turns need a chat template that can be extended.
+    suffixes = functools.cache(lambda: Suffixes(prompter.tokenizer, config.task.chat))
     with Progress(config.warmup.steps, "warm-up", is_shown=processes.is_first()) as progress:
         for index in range(1, config.warmup.steps + 1):
             records = batches.next_whole()
-            pairs = [(prompter.ids(r), _target(prompter, r)) for r in records]
+            pairs = [(_before(prompter, suffixes, r), _target(prompter, r)) for r in records]
             rows = supervised_rows(pairs, length)
             minibatch = {name: value[None] for name, value in rows.items()}
             state, values = train_step(state, layout.put_batch(minibatch))
@@ -78,6 +82,18 @@ def warm_up(
             progress.update(1, loss=loss)
             heartbeat()
     return state.params
+
+
+def _before(
+    prompter: Prompter, suffixes: Callable[[], Suffixes], record: dict[str, Any]
+) -> list[int]:
+    """Returns the ids before the answer: the prompt, and the (answer, observation) pairs in the
+    record's "turns"."""
+    ids, eos_ids = list(prompter.ids(record)), prompter.tokenizer.eos_ids
+    for answer, observation in record["turns"] if "turns" in record else ():
+        ids += [*prompter.tokenizer.encode(answer), eos_ids[0]]
+        ids += suffixes().after(observation, True, eos_ids)
+    return ids
 
 
 def _target(prompter: Prompter, record: dict[str, Any]) -> list[int]:

@@ -40,13 +40,15 @@ class Failures:
     Args:
       path: of the file, whose contents are kept and added to; None writes no file.
       say: prints a text.
+      what: the function that fails, for messages.
     """
 
     def __init__(
         self, path: os.PathLike | None = None,
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
+        what: str = "a reward",
     ):
-        self._path, self._say = path, say
+        self._path, self._say, self._what = path, say, what
         self._kinds = {f.kind: f for f in ([] if path is None else read(path))}
         self._printed: set[str] = set()
 
@@ -58,7 +60,7 @@ class Failures:
             self._kinds[kind] = Failure(kind, 0, error, traceback, "", [])
         if kind not in self._printed:
             self._printed.add(kind)
-            self._say(f"a reward failed, example {id}: {error} (further ones like it are counted)")
+            self._say(f"{self._what} failed, example {id}: {error} (further ones like it are counted)")
             if traceback:
                 self._say(traceback.rstrip())
         failure = self._kinds[kind]

@@ -2,9 +2,10 @@
 
 A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tokens", "logp_behav",
 "logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
-tokens of the response. `length` counts all tokens.
+tokens of the response. `length` counts all tokens. An episode with an environment also has "turn",
+the turn of each of these tokens, "outcome", and "turn_rewards", null where a turn has none.
 
-Null values: `answer` if the data has none; `reward` if the reward function failed; `logp_old` and
+Null values: the values of a token that an environment gave; `answer` if the data has none; `reward` if the reward function failed; `logp_old` and
 `weight` if the response is not trained on; `weight` also if weights exist only inside the update.
 An evaluation (phase "eval", greedy responses) has a single log-prob, of the model at temperature 1,
 in `logp_old`; its `logp_behav`, `weight` and `version` are null.
@@ -38,19 +39,19 @@ def of_step(
 
     Args:
       samples: of the batch, as `rollouts.groups.Sample`.
-      rows: of the batch, [N,T], in the order of the samples: mask, sampled, logp_behav, logp_old,
-        version.
+      rows: of the batch, [N,T], in the order of the samples: mask, logp_behav, logp_old, version.
       weights: [N,T] or None.
     """
     groups = [s.group for s in samples]
     lines = []
     for i in [groups.index(g) for g in dict.fromkeys(groups)][:count]:
-        sampled, is_trained_on = rows["sampled"][i], rows["mask"][i].any()
-        of_tokens = {name: rows[name][i][sampled] for name in ("logp_behav", "version")}
+        sample, is_trained_on = samples[i], rows["mask"][i].any()
+        start = len(sample.trajectory.prompt)
+        response = slice(start, start + len(sample.trajectory.tokens))
+        of_tokens = {name: rows[name][i][response] for name in ("logp_behav", "version")}
         if is_trained_on:
-            of_tokens["logp_old"] = rows["logp_old"][i][sampled]
-            of_tokens["weight"] = None if weights is None else weights[i][sampled]
-        sample = samples[i]
+            of_tokens["logp_old"] = rows["logp_old"][i][response]
+            of_tokens["weight"] = None if weights is None else weights[i][response]
         lines.append(_line(step, "train", sample, sample.reward, of_tokens, decode))
     return lines
 
@@ -66,7 +67,8 @@ def of_evaluation(
 
 
 def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
-    ids = sample.trajectory.tokens.tolist()
+    trajectory = sample.trajectory
+    ids, mask = trajectory.tokens.tolist(), trajectory.mask[:MAX_TOKENS].tolist()
     names = "logp_behav", "logp_old", "weight", "version"
     columns = {n: of_tokens[n] if n in of_tokens else None for n in names}
     return {
@@ -75,7 +77,16 @@ def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
         "answer": sample.record["answer"] if "answer" in sample.record else None,
         "reward": None if math.isnan(reward) else round(float(reward), DIGITS),
         "length": len(ids), "tokens": pieces(ids[:MAX_TOKENS], decode),
-        **{n: None if x is None else _numbers(x[:MAX_TOKENS]) for n, x in columns.items()},
+        **{n: None if x is None else _numbers(x[:MAX_TOKENS], mask) for n, x in columns.items()},
+        **(_of_episode(trajectory) if trajectory.outcome else {}),
+    }
+
+
+def _of_episode(trajectory) -> dict[str, Any]:
+    rewards = trajectory.turn_rewards
+    return {
+        "turn": trajectory.turn[:MAX_TOKENS].tolist(), "outcome": trajectory.outcome,
+        "turn_rewards": _numbers(rewards, ~np.isnan(rewards)),
     }
 
 
@@ -92,8 +103,10 @@ def pieces(ids: Sequence[int], decode: Decode) -> list[str]:
     return texts
 
 
-def _numbers(values: np.ndarray) -> list[float | int]:
-    return [round(x, DIGITS) for x in values.tolist()]
+def _numbers(values: np.ndarray, mask: Sequence[bool]) -> list[float | int | None]:
+    """Returns the values where the mask is True, None elsewhere."""
+    pairs = zip(values.tolist(), mask, strict=True)
+    return [round(x, DIGITS) if is_there else None for x, is_there in pairs]
 
 
 def open_file(workdir: str | os.PathLike, resume_step: int | None) -> LineFile:

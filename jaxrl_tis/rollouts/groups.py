@@ -2,14 +2,19 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import ml_collections
 import numpy as np
 
-from jaxrl_tis.data.rewards import RewardWorker, Scored, soft_overlong_penalty
+from jaxrl_tis.data.rewards import SCORE, RewardWorker, Scored, soft_overlong_penalty
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
+from jaxrl_tis.rollouts.episodes import FAULTS
 from jaxrl_tis.rollouts.prompts import Prompter
+
+OF_OUTCOMES = {outcome: fault for fault, outcome in FAULTS.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +26,7 @@ class Sample:
       reward: `score` plus the overlong penalty; NaN if unknown.
       components: named parts of the reward; NaN for a void part.
       greedy_reward: reward of the greedy response to the same prompt, if an advantage needs it.
-      is_failed: the reward function failed, even if `score` has a substitute.
+      is_failed: the reward function or the environment failed, even if `score` has a substitute.
     """
 
     trajectory: Trajectory
@@ -93,6 +98,42 @@ def unknown_ids(trajectories: list[Trajectory], tokenizer: Tokenizer) -> dict[st
     return {"rollout/unknown_ids": float(known.size - known.sum())}
 
 
+def request(
+    config: ml_collections.ConfigDict, id: str, prompt: np.ndarray, sampling: SamplingParams,
+    record: dict[str, Any],
+) -> Request:
+    """Returns the request of a sample of an example; with an environment, of an episode."""
+    example = record if config.task.environment else None
+    return Request(id, prompt, config.seed, sampling, example=example)
+
+
+def scores(
+    rewards: RewardWorker, texts: Sequence[str], records: Sequence[dict[str, Any]],
+    trajectories: Sequence[Trajectory],
+) -> list[Scored]:
+    """Returns the reward of each trajectory, of its environment or of the reward function. The
+    reward of an episode is the sum of its known turn rewards. It is unknown if the environment
+    failed, or gave none to any turn."""
+    of_function = [i for i, t in enumerate(trajectories) if not t.outcome]
+    scored: list[Scored | None] = [_of_episode(rewards, t) if t.outcome else None for t in trajectories]
+    if of_function:
+        chosen = lambda values: [values[i] for i in of_function]
+        tokens = [t.tokens for t in chosen(trajectories)]
+        for i, result in zip(of_function, rewards.results(chosen(texts), chosen(records), tokens)):
+            scored[i] = result
+    return scored
+
+
+def _of_episode(rewards: RewardWorker, trajectory: Trajectory) -> Scored:
+    known = trajectory.turn_rewards[~np.isnan(trajectory.turn_rewards)]
+    if trajectory.outcome in OF_OUTCOMES:
+        return rewards.failed(OF_OUTCOMES[trajectory.outcome], "the environment failed")
+    if not len(known) and trajectory.outcome == "done":
+        return rewards.failed("non_finite", "the environment gave no reward")
+    score = float(known.sum(dtype=np.float64)) if len(known) else math.nan
+    return Scored(score, {SCORE: score} | trajectory.metrics if trajectory.metrics else {"reward": score})
+
+
 class Groups:
     """Makes the requests of a group and its rewarded samples.
 
@@ -121,7 +162,7 @@ class Groups:
         group in a run and determines the sampling noise."""
         ids = self._prompter.ids(record)
         return [
-            Request(f"{name}/{record['id']}/{g}", ids, self._config.seed, sampling)
+            request(self._config, f"{name}/{record['id']}/{g}", ids, sampling, record)
             for g, sampling in enumerate(self._samplings + self._samplings[:1] * redundant)
         ]
 
@@ -140,9 +181,9 @@ class Groups:
         self, records: list[dict[str, str]], trajectories: list[Trajectory]
     ) -> list[Sample]:
         """Returns a rewarded sample for each trajectory and its example. Calls the reward once for
-        all samples."""
+        all samples. An episode's environment has rewarded it."""
         texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
-        scored = self._rewards.results(texts, records, [t.tokens for t in trajectories])
+        scored = scores(self._rewards, texts, records, trajectories)
         return [
             self._sample(*sample)
             for sample in zip(trajectories, records, texts, scored, strict=True)

@@ -15,7 +15,7 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Sequence
 from importlib import metadata
-from typing import Any
+from typing import Any, Protocol
 
 import ml_collections
 import numpy as np
@@ -41,11 +41,23 @@ Prompt = str | list[dict[str, Any]]
 Outcome = np.ndarray | str  # token ids, or the reason why there are none
 
 
-def lacks_answer(rewards: str) -> Callable[[dict[str, Any]], str]:
+class Opening(Protocol):
+    """Gives the first observations of environments, see `episodes.Openings`."""
+
+    def __call__(
+        self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
+    ) -> list[Prompt | ValueError]: ...
+
+    def close(self) -> None: ...
+
+
+def lacks_answer(config: ml_collections.ConfigDict) -> Callable[[dict[str, Any]], str]:
     """Returns a function from a record to an error message if the record lacks the answer that a
-    reward compares with, else "". `rewards` are names joined by commas. All built-in rewards need
-    an answer; the needs of a user's function are unknown."""
-    comparing = [name for name in names(rewards) if name in REWARDS]
+    reward of config.reward.name compares with, else "". All built-in rewards need an answer; the
+    needs of a user's function and of an environment are unknown."""
+    comparing = [name for name in names(config.reward.name) if name in REWARDS]
+    if config.task.environment:
+        return lambda record: ""
     reason = (
         f"it has no answer, which the reward {comparing[0]!r} compares with; name the field with "
         "task.params.answer_field"
@@ -53,11 +65,11 @@ def lacks_answer(rewards: str) -> Callable[[dict[str, Any]], str]:
     return lambda record: "" if "answer" in record else reason
 
 
-def key_of(prompt: Prompt) -> str:
-    return prompt if isinstance(prompt, str) else json.dumps(prompt)
+def key_of(prompt: Prompt | ValueError) -> str:
+    return json.dumps(prompt) if isinstance(prompt, list) else f"{prompt}"
 
 
-def chunks_of(prompts: list[Prompt]) -> list[list[Prompt]]:
+def chunks_of(prompts: list[Prompt | ValueError]) -> list[list[Prompt | ValueError]]:
     """Splits prompts into chunks of at most CHUNK prompts and CHUNK_CHARACTERS characters. A longer
     prompt has a chunk of its own."""
     chunks, room = [[]], CHUNK_CHARACTERS
@@ -76,21 +88,31 @@ class Prompter:
     """Turns records into prompt ids. The model's chat template renders a list of messages. A text
     is first formatted by task.template, and then by the chat template if task.chat is set.
 
-    `known` has the ids of the checked prompts.
+    With an environment, the prompt is the environment's first observation.
+
+    Attributes:
+      opening: gives the prompts of records; None without an environment.
+      known: the ids of the checked prompts.
     """
 
     tokenizer: Tokenizer
     task: ml_collections.ConfigDict
+    opening: Opening | None = None
     known: dict[str, np.ndarray] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
     )
 
+    def close(self) -> None:
+        """Ends the processes of the environment that gives the prompts."""
+        if self.opening is not None:
+            self.opening.close()
+
     def ids(self, record: dict[str, Any]) -> np.ndarray:
         """Returns the prompt ids of a record; raises ValueError if there are none or too many."""
-        key = key_of(record["prompt"])
+        key = self._key(record)
         if key in self.known:
             return self.known[key]
-        [outcome] = self._outcomes([record["prompt"]])
+        outcome = self._outcome(record)
         if reason := self._reason(outcome):
             raise ValueError(f"example {record['id']}: {reason}")
         return outcome
@@ -111,7 +133,8 @@ class Prompter:
         """
         count = len(source) if isinstance(source, Examples) else min(len(source), limit)
         records = [_record(source, i) for i in range(count)]
-        prompts = [record["prompt"] for record in records if not isinstance(record, str)]
+        whole = [record for record in records if not isinstance(record, str)]
+        prompts = self._prompts(whole, heartbeat)
         outcomes = iter(self._tokenised(prompts, what, heartbeat))
         good, bad = [], list(source.bad)
         for i, record in enumerate(records):
@@ -122,14 +145,27 @@ class Prompter:
                 bad.append(Bad(source.place(i), name, reason, source.row(i)))
             else:
                 good.append(i)
-                self.known[key_of(record["prompt"])] = outcome
+                self.known[self._key(record)] = outcome
         bad.sort(key=lambda b: b.row)
         self._tell(bad, count + len(source.bad), what, is_any_good=bool(good))
         return Checked(source, good, bad, count, lambda r: self._why_bad(r) or reject(r))
 
     def _why_bad(self, record: dict[str, Any]) -> str:
-        [outcome] = self._outcomes([record["prompt"]])
-        return self._reason(outcome)
+        return self._reason(self._outcome(record))
+
+    def _key(self, record: dict[str, Any]) -> str:
+        return key_of(record["prompt"]) if self.opening is None else json.dumps(record)
+
+    def _prompts(
+        self, records: list[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
+    ) -> list[Prompt | ValueError]:
+        if self.opening is None:
+            return [record["prompt"] for record in records]
+        return self.opening(records, heartbeat)
+
+    def _outcome(self, record: dict[str, Any]) -> Outcome:
+        [outcome] = self._outcomes(self._prompts([record]))
+        return outcome
 
     def _tell(self, bad: list[Bad], total: int, what: str, is_any_good: bool) -> None:
         if not bad:
@@ -158,7 +194,9 @@ class Prompter:
 
     # Rendering and tokenising
 
-    def _tokenised(self, prompts: list[Prompt], what: str, heartbeat) -> list[Outcome]:
+    def _tokenised(
+        self, prompts: list[Prompt | ValueError], what: str, heartbeat: Callable[[], None]
+    ) -> list[Outcome]:
         is_large = len(prompts) >= CACHED
         path = self._cache_path(prompts) if is_large else None
         if path is not None and (outcomes := _read(path, len(prompts))) is not None:
@@ -180,17 +218,18 @@ class Prompter:
             _write(path, outcomes)
         return outcomes
 
-    def _try(self, prompt: Prompt) -> None:
+    def _try(self, prompt: Prompt | ValueError) -> None:
         """Raises ValueError if the template hangs, because it would hang on all prompts."""
         [found] = self._outcomes([prompt])
         if isinstance(found, str) and "TimeoutError" in found:
             raise ValueError(found)
 
-    def _outcomes(self, prompts: Sequence[Prompt]) -> list[Outcome]:
-        inputs = [self._input(prompt) for prompt in prompts]
-        outcomes: list[Outcome] = [""] * len(inputs)
+    def _outcomes(self, prompts: Sequence[Prompt | ValueError]) -> list[Outcome]:
+        inputs = [p if isinstance(p, ValueError) else self._input(p) for p in prompts]
+        outcomes: list[Outcome] = [f"{x}" if isinstance(x, ValueError) else "" for x in inputs]
         for is_chat in (False, True):
-            places = [i for i, x in enumerate(inputs) if isinstance(x, list) == is_chat]
+            kind = list if is_chat else str
+            places = [i for i, x in enumerate(inputs) if isinstance(x, kind)]
             for i, outcome in zip(places, self._encoded([inputs[i] for i in places], is_chat)):
                 outcomes[i] = outcome
         return outcomes
@@ -230,7 +269,7 @@ class Prompter:
         ]
         digest = hashlib.blake2b(json.dumps(inputs).encode(), digest_size=16)
         for prompt in prompts:
-            digest.update(json.dumps(prompt).encode())
+            digest.update(json.dumps(prompt, default=str).encode())
         return storage.cache("prompts") / f"{digest.hexdigest()}.npz"
 
 

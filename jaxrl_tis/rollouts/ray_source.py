@@ -409,7 +409,10 @@ class RayDriver:
             raise Invalid(why)
         request, oldest = session.given[id]
         newest = self._books.controller.workers[session.name].version
-        if why := record_check.problem(record, request, self._engine, oldest, newest):
+        is_episode = request.example is not None
+        if why := record_check.problem(
+            record, request, self._engine, oldest, newest, is_episode
+        ):
             raise Invalid(why)
         # Arrays of the object store are read-only, and would stay there.
         arrays = {n: x.copy() for n, x in vars(record).items() if isinstance(x, np.ndarray)}

@@ -102,8 +102,8 @@ def problem(
         "stop": is_stopped, "length": count == sampling.max_tokens and not is_stopped,
         "abort": count < sampling.max_tokens and not is_stopped,
     }
-    if is_episode:  # an environment may think, or leave less room for a turn
-        ends = {"stop": is_stopped, "length": count > 0 and not is_stopped, "abort": True}
+    if is_episode:
+        ends = _ends_of_episode(record, is_stopped)
     new = record.version[begun:][record.mask[begun:]]
     wrong = {
         "prompt": not np.array_equal(record.prompt, request.prompt),
@@ -143,6 +143,17 @@ def problem(
         )
     named = [name for name, is_so in wrong.items() if is_so]
     return f"{request.id}: wrong {', '.join(named)}" if named else None
+
+
+def _ends_of_episode(record: Trajectory, is_stopped: bool) -> dict[str, bool]:
+    """Returns whether the outcome allows each stop reason. A failed episode has that of its last
+    turn."""
+    is_failed = record.outcome in ("failed", "timeout")
+    return {
+        "stop": record.outcome == "done" or is_failed and is_stopped,
+        "length": record.outcome in ("max_turns", "overlong") or is_failed and not is_stopped,
+        "abort": record.outcome == "",
+    }
 
 
 def _is_single(record: Trajectory) -> bool:

@@ -89,3 +89,8 @@ class Sampler:
         """Frees the KV cache; raises ValueError while requests are pending."""
         if self._scheduler is not None:
             self._scheduler.release_cache()
+
+    def close(self) -> None:
+        """Ends the scheduler's threads and processes."""
+        if self._scheduler is not None:
+            self._scheduler.close()

@@ -115,6 +115,8 @@ def engine_metrics(engine: ml_collections.ConfigDict, stats: Stats) -> dict[str,
         "rollout/shared_prompt_ratio": stats.shared / max(prompts, 1),
         "rollout/cached_prompt_tokens": stats.cached,
     }
+    if stats.environment_seconds:
+        metrics["time/environment_s"] = stats.environment_seconds
     if any(engine.retention):
         metrics["rollout/evicted"] = stats.evicted
     if engine.max_draft:

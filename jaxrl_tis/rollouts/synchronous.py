@@ -88,7 +88,8 @@ class SyncSource:
         return {"batches": self._batches.get_state()} | of_scheduler
 
     def close(self, is_over: bool) -> None:
-        """Does nothing: there is no background work."""
+        if self._scheduler is not None:
+            self._scheduler.close()
 
     def _sample_groups(self, tag: tuple[int, int]) -> list[list[Sample]]:
         with self._timer("data"):

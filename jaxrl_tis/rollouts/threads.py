@@ -148,12 +148,14 @@ class ThreadDriver:
         return values
 
     def close(self, is_over: bool) -> None:
-        """Ends the threads, each after its current call."""
+        """Ends the threads, each after its current call, and the samplers."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()
         for thread in self._threads:
             thread.join()
+        for worker in self._workers.values():
+            worker.sampler.close()
 
     # The samplers' threads
 

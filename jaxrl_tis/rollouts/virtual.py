@@ -89,7 +89,8 @@ class VirtualSource:
         return self.books.sync_digest()
 
     def close(self, is_over: bool) -> None:
-        """Does nothing: there is no background work."""
+        for sampler in self._samplers.values():
+            sampler.close()
 
     # Turns
 

@@ -53,6 +53,19 @@ def test_arithmetic_answers_are_right():
     assert any("*" in example["prompt"] for example in read_all(source))
 
 
+def test_arithmetic_with_calls_of_a_calculator():
+    """Of 400 examples about 100 are calls, and 100 answers after a reply; the problems stay."""
+    plain, source = (read_all(TASKS["arithmetic"](size=400, ops="+*", calls=c)) for c in (0.0, 0.5))
+    calls = [e for e in source if e["answer"] == e["prompt"]]
+    replies = [e for e in source if "turns" in e]
+    assert 70 < len(calls) < 130 and 70 < len(replies) < 130
+    for before, after in zip(plain, source, strict=True):
+        assert before["prompt"] == after["prompt"] and before["id"] == after["id"]
+        if "turns" in after:
+            assert after["turns"] == [[after["prompt"], before["answer"] + " "]]
+        assert after["answer"] in (before["answer"], before["prompt"])
+
+
 def test_arithmetic_depends_on_seed_and_index_only():
     source = TASKS["arithmetic"](size=50, seed=3)
     again = TASKS["arithmetic"](size=60, seed=3)
@@ -78,6 +91,8 @@ def test_arithmetic_refuses_wrong_parameters():
         arithmetic(size=1, digits=0)
     with pytest.raises(ValueError, match="digits=2 and terms=1"):
         arithmetic(size=1, terms=1)
+    with pytest.raises(ValueError, match="calls=1.5"):
+        arithmetic(size=1, calls=1.5)
     with pytest.raises(ValueError, match="ops='/'"):
         arithmetic(size=1, ops="/")
     with pytest.raises(IndexError, match="example 1 of a task with 1"):

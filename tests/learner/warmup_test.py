@@ -2,9 +2,14 @@
 
 from unittest import mock
 
+import ml_collections
 import pytest
 
 from jaxrl_tis import train
+from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
+from jaxrl_tis.environments.continuity import Suffixes
+from jaxrl_tis.learner import warmup
+from jaxrl_tis.rollouts.prompts import Prompter
 from tests import tiny
 
 pytestmark = [
@@ -16,6 +21,20 @@ pytestmark = [
 def test_the_warm_up_taught_the_format():
     losses = [r["warmup/loss"] for r in tiny.lines(tiny.finished()) if r["phase"] == "warmup"]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_turns_before_an_answer_are_read_and_not_taught():
+    """The row of "12=" with a call "12=" and its reply "3 ": the end token follows the call."""
+    tokenizer = CharTokenizer(ARITHMETIC_CHARS)
+    config = ml_collections.ConfigDict(
+        dict(template="{prompt}", chat=False, system="", max_prompt_tokens=8)
+    )
+    record = {"id": "1", "prompt": "12=", "answer": "3", "turns": [["12=", "3 "]]}
+    ids = warmup._before(Prompter(tokenizer, config), lambda: Suffixes(tokenizer, False), record)
+    call, reply = tokenizer.encode("12="), tokenizer.encode("3 ")
+    assert ids == [tokenizer.bos_id, *call, *call, 2, *reply]
+    del record["turns"]
+    assert warmup._before(Prompter(tokenizer, config), None, record) == [tokenizer.bos_id, *call]
 
 
 def test_a_warm_up_answer_longer_than_the_row_of_targets_is_refused(tmp_path):

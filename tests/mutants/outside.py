@@ -65,7 +65,7 @@ MUTANTS = [
         "evaluate.py",
         ("pass@k with replacement",
          "1 - math.comb(n - c, k) / math.comb(n, k)", "1 - ((n - c) / n) ** k"),
-        ("a draw is the greedy answer", "scores[:, 0], scores[:, 1:]", "scores[:, 0], scores[:, :-1]"),
+        ("a draw is the greedy answer", "found[:, 0], found[:, 1:]", "found[:, 0], found[:, :-1]"),
     ),
     *of(
         "export.py",
@@ -94,7 +94,7 @@ MUTANTS = [
     ),
     *of(
         "record/samples.py",
-        ("padding is a token", "rows[name][i][sampled]", "rows[name][i]"),
+        ("padding is a token", "rows[name][i][response]", "rows[name][i]"),
         ("all answers of a group are kept",
          "[groups.index(g) for g in dict.fromkeys(groups)]", "list(range(len(groups)))"),
         ("lines after the resumed step stay", 'line["step"] <= resume_step', "True"),

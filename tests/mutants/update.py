@@ -206,7 +206,7 @@ MUTANTS = [
         ("the template of a chat gets a start token",
          "isinstance(t, str)], not is_chat))", "isinstance(t, str)], True))"),
         ("messages are text without task.chat",
-         "isinstance(x, list) == is_chat]", "(self.task.chat and isinstance(x, list)) == is_chat]"),
+         "kind = list if is_chat else str", "kind = list if is_chat and self.task.chat else str"),
         ("a system message of the data is not the only one", "if system and not has_system else", "if system else"),
         ("bad records are always left out",
          'self.task.on_bad_record == "error" or not is_any_good', "not is_any_good"),
@@ -227,7 +227,7 @@ MUTANTS = [
     *of(
         "evaluate.py",
         ("greedy and sampled are exchanged",
-         "scores = rewards.score(texts[0::2]", "scores = rewards.score(texts[1::2]"),
+         "trajectories[i::2]) for i in (0, 1)]", "trajectories[i::2]) for i in (1, 0)]"),
         ("failed rewards are wrong answers",
          "for score in found if not math.isnan(score)]", "for score in np.nan_to_num(found)]"),
         ("a failed answer leaves out its prompt", "[row[~np.isnan(row)] for row in sampled]",

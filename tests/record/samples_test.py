@@ -15,7 +15,7 @@ def decode(ids):
 def sample(group, tokens, score=0.5):
     trajectory = types.SimpleNamespace(
         prompt=np.array([1, 2]), tokens=np.array(tokens), logp_behav=np.zeros(len(tokens)),
-        logp_raw=np.full(len(tokens), -0.5))
+        logp_raw=np.full(len(tokens), -0.5), mask=np.ones(len(tokens), bool), outcome="")
     record = {"id": f"id{group}", "answer": "right"}
     return types.SimpleNamespace(trajectory=trajectory, record=record, text=decode(tokens),
                                  score=score, reward=score + 1, group=group)
@@ -53,6 +53,20 @@ def test_answers_and_tokens_that_are_not_trained_on():
     assert first["logp_old"] == [-1.25, -1.375, -1.5] and first["weight"] == [2.0, 0.0, 2.0]
     assert second["logp_behav"] == [-0.875, -1.0] and second["version"] == [7, 7]
     assert second["reward"] is second["logp_old"] is second["weight"] is None
+
+
+def test_tokens_that_an_environment_gave_have_no_values():
+    drawn = sample(0, [3, 4, 5])
+    vars(drawn.trajectory).update(
+        mask=np.array([True, False, True]), turn=np.array([0, 1, 1]), outcome="done",
+        turn_rewards=np.array([np.nan, 0.5], np.float32),
+    )
+    given = {"mask": rows()["mask"] & (np.arange(5) != 3)}
+    [line] = samples.of_step(4, [drawn], rows() | given, np.full((3, 5), 2.0), decode, 1)
+    assert line["tokens"] == ["c", "d", "e"] and line["length"] == 3
+    assert line["logp_behav"] == [-0.25, None, -0.5] and line["logp_old"] == [-1.25, None, -1.5]
+    assert line["weight"] == [2.0, None, 2.0] and line["version"] == [7, None, 7]
+    assert (line["turn"], line["outcome"], line["turn_rewards"]) == ([0, 1, 1], "done", [None, 0.5])
 
 
 def test_long_answers_are_cut_and_say_so(monkeypatch):

@@ -38,6 +38,11 @@ def prompter(own=CharTokenizer(ALPHABET), **changes):
     return Prompter(own, task(**changes))
 
 
+def lacks(rewards, environment=""):
+    config = {"reward": {"name": rewards}, "task": {"environment": environment}}
+    return prompts.lacks_answer(ml_collections.ConfigDict(config))
+
+
 def record(prompt, name="x"):
     return {"prompt": prompt, "id": name}
 
@@ -173,10 +178,10 @@ def test_nothing_that_is_left_is_an_error_with_skip_too(tmp_path):
 def test_a_record_without_an_answer_is_bad_where_the_reward_compares_with_it(tmp_path):
     source = write(tmp_path / "a.jsonl", ["1"])
     with pytest.raises(ValueError, match="no answer, which the reward 'exact' compares with"):
-        prompter().checked(source, "training data", prompts.lacks_answer("exact"))
-    assert len(prompter().checked(source, "training data", prompts.lacks_answer("mine:reward"))) == 1
-    assert "reward 'exact' compares" in prompts.lacks_answer("mine:reward,exact")({})
-    assert prompts.lacks_answer("exact")({"answer": ""}) == ""
+        prompter().checked(source, "training data", lacks("exact"))
+    assert len(prompter().checked(source, "training data", lacks("mine:reward"))) == 1
+    assert "reward 'exact' compares" in lacks("mine:reward,exact")({})
+    assert lacks("exact")({"answer": ""}) == "" == lacks("exact", "mine:Environment")({})
 
 
 def test_chunks_are_bounded_in_number_and_in_size(monkeypatch):

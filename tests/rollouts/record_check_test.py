@@ -150,12 +150,18 @@ def why_episode(request=REQUEST, oldest=OLDEST, **fields):
 
 def test_an_episode_is_no_problem_where_there_is_an_environment():
     assert why_episode() is None
-    assert why_episode(outcome="", turn_rewards=floats(), metrics={}) is None
+    assert why_episode(
+        outcome="", turn_rewards=floats(), metrics={}, stop_reason="abort"
+    ) is None
     assert why(EPISODE) == "7/0: wrong mask"
-    # The environment thinks after a turn; the last turn had less room; no token was sampled.
-    assert why_episode(stop_reason="abort") is None
-    assert why_episode(tokens=ints(3, 9, 8, 1, 2, 2), stop_reason="length") is None
-    none = first(0, outcome="failed")
+    # The last turn was cut: by the end of the episode, by its bounds, or by a failure.
+    cut = ints(3, 9, 8, 1, 2, 2)
+    assert why_episode(tokens=cut) is None
+    assert why_episode(tokens=cut, outcome="overlong", stop_reason="length") is None
+    assert why_episode(outcome="max_turns", stop_reason="length") is None
+    assert why_episode(tokens=cut, outcome="timeout", stop_reason="length") is None
+    assert why_episode(outcome="failed", stop_reason="stop") is None
+    none = first(0, outcome="")
     assert problem(none, REQUEST, ENGINE, OLDEST, NEWEST, is_episode=True) is None
     sampling = dataclasses.replace(REQUEST.sampling, max_tokens=2)
     assert why_episode(dataclasses.replace(REQUEST, sampling=sampling)) is None
@@ -185,7 +191,11 @@ def test_given_tokens_keep_the_version_before_them():
     (dict(logp_raw=floats(-1, -1, 0, -1, -1, -1)), "mask"),
     (dict(entropy=floats(1, 1, 1, 0, 1, 1)), "mask"),
     (dict(stop_reason="length"), "stop_reason"),
-    (dict(tokens=ints(3, 9, 8, 1, 2, 2)), "stop_reason"),
+    (dict(stop_reason="abort"), "stop_reason"),
+    (dict(outcome="", stop_reason="stop"), "stop_reason"),
+    (dict(outcome="overlong"), "stop_reason"),
+    (dict(outcome="failed", stop_reason="length"), "stop_reason"),
+    (dict(tokens=ints(3, 9, 8, 1, 2, 2), outcome="failed"), "stop_reason"),
 ])
 def test_an_episode_that_cannot_be(fields, named):
     assert why_episode(**fields) == f"7/0: wrong {named}"

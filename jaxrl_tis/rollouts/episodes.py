@@ -1,0 +1,389 @@
+"""Plays episodes: sequences of several turns, between which an environment answers.
+
+`EpisodeScheduler` has the interface of `engine.scheduler.Scheduler`. One episode goes through these
+functions:
+
+1. `EpisodeScheduler.add` gives the request to the scheduler. `rollout.max_new_tokens` bounds one
+   turn, and task.max_context_tokens the whole episode.
+2. When the turn has ended, `_think` sends its text to the pool of environments, with all answers
+   before it. The engine samples other sequences meanwhile.
+3. `_answered` takes the reply. The episode ends, or `Scheduler.extend` goes on with the reply's
+   tokens, which the policy did not choose.
+4. `step` returns the episode as one record when it has ended.
+
+An episode's state is its record alone. An interrupted episode is an aborted record. Its request
+continues from there, at another scheduler as well, because the environment repeats the answers in
+the record (`environments/pool.py`).
+"""
+
+import dataclasses
+import hashlib
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis.engine.records import OUTCOMES, Request, SamplingParams, Trajectory
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.environments.continuity import Suffixes
+from jaxrl_tis.environments.pool import Call, Pool, Reply
+from jaxrl_tis.record.failures import Failures
+from jaxrl_tis.rollouts.prompts import Prompt
+
+PULSE_SECONDS = 0.5  # longest wait for a reply, if the sampler has nothing else to do
+FAULTS = {"errors": "failed", "timeouts": "timeout"}  # of a reply -> outcome of the episode
+
+
+def environment_seed(seed: int, example: Mapping[str, Any]) -> int:
+    """Returns the seed of an example's environments. All samples of a group have the same one."""
+    text = f"{seed} {example['id']}"
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "little")
+
+
+class Openings:
+    """Reads the prompts of records: the first observations of their environments.
+
+    Args:
+      make_pool: starts the pool, when the first prompt is read.
+      seed: config.seed.
+    """
+
+    def __init__(self, make_pool: Callable[[], Pool], seed: int):
+        self._make_pool, self._seed = make_pool, seed
+        self._pool: Pool | None = None
+
+    def __call__(
+        self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
+    ) -> list[Prompt | ValueError]:
+        """Returns the prompt of each record, or the reason why it has none.
+
+        Raises:
+          ValueError: the first environment hangs, as all others would.
+        """
+        [first] = self._opened(records[:1], heartbeat) or [None]
+        if first is not None and first.fault == "timeouts":
+            raise ValueError(f"the environment has no prompt: {first.error}")
+        replies = [first, *self._opened(records[1:], heartbeat)] if records else []
+        failed = lambda reply: ValueError(f"its environment has no prompt: {reply.error}")
+        return [failed(reply) if reply.fault else reply.step.observation for reply in replies]
+
+    def _opened(
+        self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None]
+    ) -> list[Reply]:
+        self._pool = self._pool or self._make_pool()
+        for i, record in enumerate(records):
+            self._pool.submit(
+                Call(f"{i}", record, environment_seed(self._seed, record), (), ())
+            )
+        found: dict[str, Reply] = {}
+        while len(found) < len(records):
+            found |= {reply.id: reply for reply in self._pool.ready(PULSE_SECONDS)}
+            heartbeat()
+        self._pool.forget(found)
+        return [found[f"{i}"] for i in range(len(records))]
+
+    def close(self) -> None:
+        """Ends the pool's processes; a later call starts others."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
+
+
+@dataclasses.dataclass
+class Episode:
+    """An episode that has not ended.
+
+    Attributes:
+      request: as it was added.
+      answers: the texts of the turns that the environment has got.
+      digests: of the prompt and the observations, in order; "" for those that this scheduler has
+        not seen.
+      rewards: the reward of each turn that the environment has answered.
+      metrics: the last ones of the environment.
+      ended: the record up to the turn that the environment answers; None while the engine samples.
+      is_cancelled: nobody wants it; it ends with its turn.
+    """
+
+    request: Request
+    answers: list[str]
+    rewards: list[float]
+    metrics: dict[str, float]
+    digests: list[str]
+    ended: Trajectory | None = None
+    is_cancelled: bool = False
+
+    def record(self, trajectory: Trajectory, **changes: Any) -> Trajectory:
+        """Returns the record with what the environment has said so far."""
+        rewards = np.array(self.rewards, np.float32)
+        return dataclasses.replace(
+            trajectory, turn_rewards=rewards, metrics=dict(self.metrics), **changes
+        )
+
+
+class EpisodeScheduler:
+    """A scheduler of episodes: call `step()` until `pending` is 0.
+
+    A request without an example is one turn, as without this class.
+
+    Args:
+      scheduler: samples the turns.
+      make_pool: starts the environments' processes, when the first turn has ended.
+      suffixes: the token ids between two turns.
+      decode: tokens -> text, without special tokens.
+      max_turns: most turns of an episode.
+      max_length: most tokens of an episode, prompt included.
+      waits: every step waits for all replies. The engine then samples the same sequences together
+        in every run, and runs repeat bit by bit. Otherwise it samples while environments think.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, make_pool: Callable[[], Pool], suffixes: Suffixes,
+        decode: Callable[[Sequence[int]], str], *, max_turns: int, max_length: int, waits: bool,
+    ):
+        self._scheduler, self._suffixes, self._decode = scheduler, suffixes, decode
+        self._make_pool = make_pool
+        self._pool: Pool | None = None
+        self._max_turns, self._max_length, self._waits = max_turns, max_length, waits
+        self._failures = Failures(what="an environment")
+        self._episodes: dict[str, Episode] = {}
+        self._thinking: dict[str, None] = {}  # ids, in the order of their calls
+        self._ended: list[Trajectory] = []
+
+    # For callers
+
+    @property
+    def stats(self) -> Stats:
+        return self._scheduler.stats
+
+    @property
+    def pending(self) -> int:
+        """The number of requests that have not been returned yet."""
+        return self._scheduler.pending + len(self._thinking) + len(self._ended)
+
+    def add(self, request: Request) -> None:
+        """Queues a request, see `Scheduler.add`. An episode whose `partial` ends with a whole turn
+        goes on with the environment's answer."""
+        if request.example is None:
+            self._scheduler.add(request)
+            return
+        if request.id in self._episodes:
+            raise ValueError(f"request {request.id}: another live request has this id")
+        partial, sampling = request.partial, request.sampling
+        if partial is None or not len(partial.tokens):
+            room = min(sampling.max_tokens, self._max_length - len(request.prompt))
+            self._scheduler.add(
+                dataclasses.replace(request, sampling=_bounded(sampling, room), partial=None)
+            )
+            self._episodes[request.id] = Episode(request, [], [], {}, [""])
+            return
+        rewards = partial.turn_rewards.tolist()
+        answers = [self._answer(partial, turn) for turn in range(len(rewards))]
+        unseen = [""] * (1 + len(answers))
+        episode = Episode(request, answers, rewards, dict(partial.metrics), unseen)
+        most = self._turn_end(partial, sampling)
+        if partial.mask[-1] and (
+            partial.tokens[-1] in sampling.stop_ids or len(partial.tokens) >= most
+        ):
+            self._episodes[request.id] = episode
+            self._think(episode, partial)
+            return
+        self._scheduler.add(dataclasses.replace(request, sampling=_bounded(sampling, most)))
+        self._episodes[request.id] = episode
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, see `Scheduler.abort`."""
+        episode = self._episodes.get(request_id)
+        if request_id in self._thinking:
+            self._ended.append(self._paused(episode, episode.ended))
+            return
+        self._scheduler.abort(request_id)
+        if episode is not None:
+            episode.is_cancelled = True  # its turn may have ended by itself in the last call
+
+    def pause(self, mode: str) -> list[Trajectory]:
+        """Interrupts everything between two steps, see `Scheduler.pause`. Environments go on with
+        their calls, except in the mode "abort"."""
+        paused = self._scheduler.pause(mode)
+        if mode != "abort":
+            return paused
+        ended, self._ended = self._ended, []
+        thinking = [self._episodes[id].ended for id in self._thinking]
+        for trajectory in paused + thinking:
+            episode = self._episodes.get(trajectory.id)
+            ended.append(trajectory if episode is None else self._paused(episode, trajectory))
+        return ended
+
+    def set_params(self, params: Any, version: int) -> None:
+        """Replaces the weights of all tokens sampled from now on, see `Scheduler.set_params`."""
+        self._scheduler.set_params(params, version)
+
+    def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
+        """Returns the tokens so far of the requests among these that have not ended."""
+        thinking = {id: self._episodes[id].ended.tokens for id in request_ids if id in self._thinking}
+        return self._scheduler.drawn(request_ids) | thinking
+
+    def records(self) -> list[Trajectory]:
+        """Returns the records, as an abort would write them, of all sequences that have sampled a
+        token. The sequences go on."""
+        records = []
+        for trajectory in self._scheduler.records():
+            episode = self._episodes.get(trajectory.id)
+            records.append(trajectory if episode is None else episode.record(trajectory))
+        thinking = [self._episodes[id] for id in self._thinking]
+        return records + [e.record(e.ended, stop_reason="abort") for e in thinking]
+
+    def sync_digest(self) -> dict[str, Any]:
+        """Returns everything that decides the next step, by name, see `Scheduler.sync_digest`."""
+        turns = {id: len(episode.answers) for id, episode in self._episodes.items()}
+        return self._scheduler.sync_digest() | {"thinking": list(self._thinking), "turns": turns}
+
+    def release_cache(self) -> None:
+        """Frees the KV cache. ValueError while requests are pending."""
+        if self._thinking:
+            raise ValueError(f"{self.pending} requests are pending; step until there are none")
+        self._scheduler.release_cache()
+
+    def close(self) -> None:
+        """Ends the processes of the environments, and the scheduler's thread."""
+        if self._pool is not None:
+            self._pool.close()
+        self._scheduler.close()
+
+    # One step
+
+    def step(self) -> list[Trajectory]:
+        """Makes one step of the scheduler if it has work, takes the replies of environments, and
+        returns the records that ended."""
+        finished, self._ended = self._ended, []
+        for trajectory in self._scheduler.step() if self._scheduler.pending else ():
+            episode = self._episodes.get(trajectory.id)
+            if episode is None:
+                finished.append(trajectory)
+            elif trajectory.stop_reason == "abort" or episode.is_cancelled:
+                finished.append(self._paused(episode, trajectory))
+            else:
+                self._think(episode, trajectory)
+        for reply in self._replies():
+            if (ended := self._answered(reply)) is not None:
+                finished.append(ended)
+        return finished
+
+    def _think(self, episode: Episode, trajectory: Trajectory) -> None:
+        """Sends the last turn of a record to the environment."""
+        request, example = episode.request, episode.request.example
+        episode.ended = trajectory
+        episode.answers.append(self._answer(trajectory, len(episode.answers)))
+        self._thinking[request.id] = None
+        self._pool = self._pool or self._make_pool()
+        self._pool.submit(Call(
+            request.id, example, environment_seed(request.seed, example),
+            tuple(episode.answers), tuple(episode.digests),
+        ))
+
+    def _replies(self) -> list[Reply]:
+        """Returns the replies that are there; with `waits` those to all calls, in the order of the
+        calls. It waits for one if the scheduler has nothing to do."""
+        if not self._thinking:
+            return []
+        start, found = time.perf_counter(), {}
+        wait = PULSE_SECONDS if self._waits or not self._scheduler.pending else 0.0
+        while True:
+            for reply in self._pool.ready(wait):
+                if reply.id in self._thinking and reply.answers == len(self._episodes[reply.id].answers):
+                    found[reply.id] = reply  # others are of calls that were aborted
+            if not self._waits or len(found) == len(self._thinking):
+                break
+        self.stats.environment_seconds += time.perf_counter() - start
+        return [found[id] for id in self._thinking if id in found]
+
+    def _answered(self, reply: Reply) -> Trajectory | None:
+        """Goes on with an episode. Returns its record if it has ended."""
+        episode = self._episodes[reply.id]
+        trajectory, episode.ended = episode.ended, None
+        del self._thinking[reply.id]
+        if reply.fault:
+            return self._failed(episode, trajectory, FAULTS[reply.fault], reply.error)
+        step = reply.step
+        episode.digests.append(reply.digest)
+        episode.rewards.append(math.nan if step.reward is None else step.reward)
+        episode.metrics = dict(step.metrics) or episode.metrics
+        if step.is_done:
+            return self._finish(episode, trajectory, "done")
+        if len(episode.answers) >= self._max_turns:
+            return self._finish(episode, trajectory, "max_turns")
+        sampling, is_stopped = episode.request.sampling, trajectory.stop_reason == "stop"
+        try:
+            suffix = self._suffixes.after(step.observation, is_stopped, sampling.stop_ids)
+        except ValueError as error:
+            return self._failed(episode, trajectory, "failed", f"{error}")
+        if not suffix:
+            return self._failed(episode, trajectory, "failed", "an observation has no tokens")
+        length = len(trajectory.tokens) + len(suffix)
+        room = self._max_length - len(trajectory.prompt) - length
+        if room < 1:
+            return self._finish(episode, trajectory, "overlong")
+        most = length + min(sampling.max_tokens, room)
+        self._scheduler.extend(episode.record(trajectory), suffix, _bounded(sampling, most))
+        return None
+
+    def _failed(
+        self, episode: Episode, trajectory: Trajectory, outcome: str, error: str
+    ) -> Trajectory:
+        """Ends an episode whose environment failed on the last turn."""
+        episode.rewards = [*episode.rewards[: len(episode.answers) - 1], math.nan]
+        id = str(episode.request.example["id"])
+        self._failures.add(error.partition(":")[0], error, "", id, episode.answers[-1])
+        return self._finish(episode, trajectory, outcome)
+
+    def _finish(self, episode: Episode, trajectory: Trajectory, outcome: str) -> Trajectory:
+        """Returns the record of an episode that has ended. A bound on turns or tokens counts as
+        the stop reason "length", the environment's end as "stop"."""
+        reasons = {"done": "stop", "max_turns": "length", "overlong": "length"}
+        reason = reasons.get(outcome, trajectory.stop_reason)
+        self._forget(episode)
+        return episode.record(trajectory, outcome=outcome, stop_reason=reason)
+
+    def _paused(self, episode: Episode, trajectory: Trajectory) -> Trajectory:
+        """Returns the record of an episode that another request may continue."""
+        self._forget(episode)
+        return episode.record(trajectory, stop_reason="abort")
+
+    def _forget(self, episode: Episode) -> None:
+        id = episode.request.id
+        del self._episodes[id]
+        self._thinking.pop(id, None)
+        if episode.answers:
+            self._pool.forget([id])
+
+    def _answer(self, trajectory: Trajectory, turn: int) -> str:
+        """Returns the text of a turn, without special tokens."""
+        return self._decode(trajectory.tokens[trajectory.mask & (trajectory.turn == turn)])
+
+    def _turn_end(self, partial: Trajectory, sampling: SamplingParams) -> int:
+        """Returns the most response tokens that a record has when its last turn ends."""
+        sampled = partial.mask & (partial.turn == partial.turn[-1])
+        start = len(partial.tokens) - int(sampled.sum())
+        return start + min(sampling.max_tokens, self._max_length - len(partial.prompt) - start)
+
+
+def _bounded(sampling: SamplingParams, most: int) -> SamplingParams:
+    return dataclasses.replace(sampling, max_tokens=most)
+
+
+def episode_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Returns the number of episodes with each outcome, and the share of response tokens that
+    environments gave; {} without episodes."""
+    episodes = [t for t in trajectories if t.outcome]
+    if not episodes:
+        return {}
+    counts = dict.fromkeys(OUTCOMES[1:], 0)
+    for trajectory in episodes:
+        counts[trajectory.outcome] += 1
+    masks = np.concatenate([t.mask for t in episodes])
+    return {
+        "episodes/given_ratio": float(1 - masks.mean()),
+        **{f"episodes/{outcome}": count for outcome, count in counts.items()},
+    }

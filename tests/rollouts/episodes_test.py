@@ -1,0 +1,476 @@
+"""Episodes with an engine of arithmetic and environments of this process, against a plain loop."""
+
+import dataclasses
+import functools
+import math
+
+import ml_collections
+import numpy as np
+import pytest
+
+from jaxrl_tis.data.rewards import Scored
+from jaxrl_tis.data.tokenizer import CharTokenizer
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.environments.continuity import Suffixes
+from jaxrl_tis.environments.pool import Call, Reply, digest
+from jaxrl_tis.environments.protocol import Step
+from jaxrl_tis.estimators import advantages
+from jaxrl_tis.learner import trainer
+from jaxrl_tis.rollouts.episodes import (
+    EpisodeScheduler, Openings, environment_seed, episode_metrics,
+)
+from jaxrl_tis.rollouts.groups import Sample, is_equal, scores
+from jaxrl_tis.rollouts.prompts import Prompter
+from tests import arithmetic
+
+TOKENIZER = CharTokenizer("abcdefghijklmnopqrst")  # the 23 ids of the engine
+STOPS = (2, 3)
+MAX_TURNS, MAX_LENGTH = 4, 44
+FIELDS = ("tokens", "mask", "turn", "turn_rewards", "logp_behav")
+
+
+class Fault(Exception):
+    pass
+
+
+def play(call: Call) -> Step:
+    """Answers with the end of the answer; ends after the number of turns that the record says."""
+    record, answers = call.record, call.answers
+    if not answers:
+        return Step(record["prompt"])
+    if record.get("fault") == len(answers):
+        raise Fault
+    reward = None if len(answers) % 2 else len(answers) + call.seed % 7 / 8
+    observation = "ab" + answers[-1][-2:] + record.get("long", "")
+    return Step(observation, reward, len(answers) >= record["turns"], {"turns": float(len(answers))})
+
+
+class FakePool:
+    """Environments in this process. A reply comes with the n-th look for it, as `delay` says."""
+
+    def __init__(self, delay=lambda call: 0, kind="errors"):
+        self.delay, self.kind = delay, kind
+        self.calls, self.waiting, self.forgotten, self.is_closed = [], {}, [], False
+
+    def submit(self, call):
+        assert call.id not in self.waiting
+        assert len(call.digests) == len(call.answers)
+        self.calls.append(call)
+        self.waiting[call.id] = [self.delay(call), call]
+
+    def ready(self, wait=0.0):
+        out = []
+        for id, entry in list(self.waiting.items()):
+            entry[0] -= 1
+            if entry[0] < 0:
+                out.append(self._reply(self.waiting.pop(id)[1]))
+        return out[::-1]
+
+    def _reply(self, call):
+        try:
+            step = play(call)
+        except Fault:
+            return Reply(call.id, len(call.answers), None, "", self.kind, "Fault: of the test")
+        for number, known in enumerate(call.digests):
+            before = play(dataclasses.replace(call, answers=call.answers[:number]))
+            assert known in ("", digest(before))
+        return Reply(call.id, len(call.answers), step, digest(step))
+
+    def forget(self, ids):
+        for id in ids:
+            self.forgotten.append(id)
+            self.waiting.pop(id, None)
+
+    def close(self):
+        self.is_closed = True
+
+
+def request(number, turns=3, partial=None, **record):
+    made = arithmetic.request(
+        f"e{number}", np.arange(1, 4 + number % 3), seed=number, max_tokens=5, stop_ids=STOPS
+    )
+    example = {"id": f"x{number}", "prompt": "abc", "turns": turns} | record
+    return dataclasses.replace(made, example=example, partial=partial)
+
+
+def requests():
+    return [request(i, turns=1 + i % 5) for i in range(9)]
+
+
+def started(added, pool=None, waits=True, slots=3, max_length=MAX_LENGTH, **options):
+    is_late = "async_scheduling" in options and options["async_scheduling"]
+    engine = arithmetic.Engine(slots=slots, steps=2, max_length=64, is_read_late=is_late)
+    pool = FakePool() if pool is None else pool
+    scheduler = EpisodeScheduler(
+        Scheduler(engine, 0, **options), lambda: pool, Suffixes(TOKENIZER, chat=False),
+        TOKENIZER.decode, max_turns=MAX_TURNS, max_length=max_length, waits=waits,
+    )
+    for each in added:
+        scheduler.add(each)
+    return scheduler, pool
+
+
+def drain(scheduler, limit=2000):
+    found = {}
+    for _ in range(limit):
+        if not scheduler.pending:
+            return found
+        found |= {t.id: t for t in scheduler.step()}
+    raise AssertionError(f"{scheduler.pending} requests never ended")
+
+
+def alone(request, max_length=MAX_LENGTH, weights=0):
+    """(tokens, mask, turn, rewards, outcome) of an episode by a plain loop over its tokens."""
+    history, mask, turns, rewards, answers = [], [], [], [], []
+
+    def append(token, is_sampled):
+        history.append(token)
+        mask.append(is_sampled)
+        turns.append(len(answers))
+
+    while True:
+        sampled = []
+        while len(sampled) < request.sampling.max_tokens and not (sampled and sampled[-1] in STOPS):
+            read = [*request.prompt, *history]
+            if len(read) == max_length:
+                break
+            total = sum(arithmetic.key(int(t), s, weights) for s, t in enumerate(read))
+            sampled.append(arithmetic.drawn(total, request, len(read), weights)[0])
+            append(sampled[-1], True)
+        answers.append(TOKENIZER.decode(sampled))
+        seed = environment_seed(request.seed, request.example)
+        try:
+            step = play(Call(request.id, request.example, seed, tuple(answers)))
+        except Fault:
+            return history, mask, turns, [*rewards, math.nan], "failed"
+        rewards.append(math.nan if step.reward is None else step.reward)
+        if step.is_done or len(answers) == MAX_TURNS:
+            return history, mask, turns, rewards, "done" if step.is_done else "max_turns"
+        suffix = TOKENIZER.encode(step.observation)
+        if len(request.prompt) + len(history) + len(suffix) >= max_length:
+            return history, mask, turns, rewards, "overlong"
+        for token in suffix:
+            append(token, False)
+
+
+def assert_as_alone(found, added, **options):
+    assert sorted(found) == sorted(r.id for r in added)
+    for each in added:
+        record = found[each.id]
+        arithmetic.assert_replays(record, each)
+        tokens, mask, turns, rewards, outcome = alone(each, **options)
+        assert (record.tokens.tolist(), record.outcome) == (tokens, outcome)
+        assert (record.mask.tolist(), record.turn.tolist()) == (mask, turns)
+        np.testing.assert_array_equal(record.turn_rewards, np.float32(rewards))
+        assert len(record.logp_behav) == len(record.version) == len(mask) == len(record.segment)
+        known = len(rewards) - (outcome == "failed")
+        assert record.metrics == ({"turns": float(known)} if known else {})
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_episodes_are_what_a_plain_loop_makes(waits, delay):
+    pool = FakePool(lambda call: delay * (call.id != "e2") + len(call.answers) % 2)
+    scheduler, _ = started(requests(), pool, waits)
+    found = drain(scheduler)
+    assert_as_alone(found, requests())
+    assert {t.outcome for t in found.values()} == {"done", "max_turns"}
+    assert sorted(set(pool.forgotten)) == sorted(found) and not pool.waiting
+    scheduler.release_cache()
+    scheduler.close()
+    assert pool.is_closed
+
+
+def test_the_engine_samples_while_an_environment_thinks():
+    """One slot: the second episode is sampled during the 50 looks for the reply to the first."""
+    pool = FakePool(lambda call: 50 * (call.id == "e0"))
+    scheduler, _ = started([request(0, turns=2), request(1, turns=2)], pool, waits=False, slots=1)
+    ended = []
+    while scheduler.pending:
+        ended += [t.id for t in scheduler.step()]
+    assert ended == ["e1", "e0"]
+
+
+def test_with_waits_runs_make_equal_steps_whatever_the_delays():
+    def steps(delay):
+        scheduler, _ = started(requests(), FakePool(delay))
+        digests = []
+        while scheduler.pending:
+            digests.append((sorted(t.id for t in scheduler.step()), str(scheduler.sync_digest())))
+        return digests
+
+    assert steps(lambda call: 0) == steps(lambda call: hash(call.answers) % 5)
+
+
+@pytest.mark.parametrize("kind, outcome", [("errors", "failed"), ("timeouts", "timeout")])
+def test_a_failed_episode_keeps_its_tokens_and_has_no_reward(kind, outcome, capfd):
+    """It fails on its second turn; the first had no reward. An episode beside it goes on."""
+    added = [request(0, turns=4, fault=2), request(1, turns=2)]
+    found = drain(started(added, FakePool(kind=kind))[0])
+    failed, other = found["e0"], found["e1"]
+    tokens, mask, _, rewards, _ = alone(added[0])
+    assert failed.outcome == outcome and failed.tokens.tolist() == tokens
+    assert failed.mask.tolist() == mask and np.isnan(failed.turn_rewards).all()
+    assert len(failed.turn_rewards) == 2 and failed.metrics == {"turns": 1.0}
+    assert other.outcome == "done" and other.stop_reason == "stop"
+    assert "an environment failed, example x0: Fault: of the test" in capfd.readouterr().err
+
+
+def test_an_episode_without_room_is_overlong():
+    """The prompt of 3 tokens, at most 5 sampled and an observation of 12 or more: no third turn."""
+    added = [request(0, turns=4, long="c" * 10), request(3, turns=4, long="c" * 10)]
+    found = drain(started(added, max_length=32)[0])
+    assert_as_alone(found, added, max_length=32)
+    for record in found.values():
+        assert record.outcome == "overlong" and record.stop_reason == "length"
+        assert len(record.turn_rewards) == record.num_turns == 2
+        assert record.mask[-1] and len(record.prompt) + len(record.tokens) <= 32
+
+
+def test_observations_leave_the_budget_of_a_turn_alone():
+    """Each turn may sample 5 tokens, whatever was given, and its own end decides what follows."""
+    added = [request(i, turns=4, long="dc") for i in range(6)]
+    found = drain(started(added)[0])
+    sampled = {
+        (t.id, turn): t.tokens[t.mask & (t.turn == turn)]
+        for t in found.values() for turn in range(len(t.turn_rewards))
+    }
+    lengths = {turn: len(tokens) for turn, tokens in sampled.items()}
+    is_full = [turn > 0 and n == 5 for (_, turn), n in lengths.items()]
+    assert max(lengths.values()) == 5 and any(is_full)
+    for key, tokens in sampled.items():
+        assert len(tokens) == 5 or tokens[-1] in STOPS, key
+        assert not set(tokens[:-1].tolist()) & set(STOPS)
+
+
+def test_the_last_turn_has_the_room_that_is_left():
+    """Whatever the bound is: some observation leaves one token of room, and another none."""
+    added = [request(i, turns=4) for i in range(4)]
+    for bound in range(10, 26):
+        found = drain(started(added, max_length=bound)[0])
+        assert_as_alone(found, added, max_length=bound)
+    assert any(len(t.prompt) + len(t.tokens) == bound and t.mask[-1] for t in found.values())
+
+
+@pytest.mark.parametrize("cut", range(1, 14, 3))
+@pytest.mark.parametrize("waits, is_late", [(True, False), (False, False), (False, True)])
+def test_interrupted_episodes_go_on_elsewhere(cut, waits, is_late):
+    """After `cut` steps all are interrupted; another scheduler and another pool continue them from
+    their records alone, some in a turn, some while an environment thinks."""
+    slow = FakePool(lambda call: len(call.answers))
+    scheduler, _ = started(requests(), slow, waits, async_scheduling=is_late)
+    found = {}
+    for _ in range(cut):
+        found |= {t.id: t for t in scheduler.step()}
+    shown = {t.id: t for t in scheduler.records()}
+    partials = {t.id: t for t in scheduler.pause("abort")}
+    assert not scheduler.pending and not slow.waiting
+    assert {t.stop_reason for t in partials.values()} <= {"abort"}
+    assert sorted([*found, *partials]) == sorted(r.id for r in requests())
+    for id, record in shown.items():
+        assert record.stop_reason == "abort"
+        for name in FIELDS:
+            np.testing.assert_array_equal(getattr(record, name), getattr(partials[id], name))
+    again = [dataclasses.replace(r, partial=partials[r.id]) for r in requests() if r.id in partials]
+    other, pool = started(again, waits=waits)
+    found |= drain(other)
+    assert_as_alone(found, requests())
+    twice = [(c.id, len(c.answers)) for c in pool.calls]
+    assert len(set(twice)) == len(twice)
+
+
+def test_a_turn_that_was_over_is_not_sampled_again():
+    scheduler, pool = started([request(0)], FakePool(lambda call: 99), waits=False)
+    while not pool.calls:
+        scheduler.step()
+    [partial] = scheduler.pause("abort")
+    assert partial.mask.all() and len(partial.turn_rewards) == 0
+    other, again = started([request(0, partial=partial)], FakePool(lambda call: 2), waits=False)
+    assert other.drawn(["e0"])["e0"].tolist() == partial.tokens.tolist()
+    assert again.calls[0].answers == pool.calls[0].answers and other.pending == 1
+    assert_as_alone(drain(other), [request(0)])
+
+
+def test_new_weights_between_turns():
+    scheduler, _ = started(requests(), FakePool(lambda call: 2), waits=False)
+    found = {}
+    for version in range(1, 30):
+        found |= {t.id: t for t in scheduler.step()}
+        if version < 6:
+            scheduler.set_params(version, version)
+    found |= drain(scheduler)
+    for each in requests():
+        record = found[each.id]
+        arithmetic.assert_replays(record, each)
+        given = np.flatnonzero(~record.mask)
+        np.testing.assert_array_equal(record.version[given], record.version[given - 1])
+    assert len({v for t in found.values() for v in t.version}) > 3
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_aborted_episodes_end_as_they_are(is_late):
+    """One is aborted while its environment thinks, the others at each step of a turn, also where
+    the turn has ended by then: none goes on."""
+    pool = FakePool(lambda call: 99)
+    scheduler, _ = started([request(0)], pool, waits=False)
+    while not pool.calls:
+        scheduler.step()
+    scheduler.abort("e0")
+    assert scheduler.pending == 1 and not pool.waiting
+    [record] = scheduler.step()
+    assert record.stop_reason == "abort" and len(record.turn_rewards) == 0 and not scheduler.pending
+    with pytest.raises(KeyError):
+        scheduler.abort("e0")
+    for cut in range(1, 8):
+        scheduler, pool = started(requests(), async_scheduling=is_late)
+        found = {}
+        for _ in range(cut):
+            found |= {t.id: t for t in scheduler.step()}
+        left = [r.id for r in requests() if r.id not in found]
+        for id in left:
+            scheduler.abort(id)
+        count = len(pool.calls)
+        found = {}
+        while scheduler.pending:
+            found |= {t.id: t for t in scheduler.step()}
+        assert sorted(found) == left and {t.stop_reason for t in found.values()} == {"abort"}
+        assert len(pool.calls) == count
+
+
+def test_a_request_without_an_example_is_one_turn():
+    plain = dataclasses.replace(request(0), example=None)
+    scheduler, pool = started([plain, request(1)])
+    found = drain(scheduler)
+    assert (found["e0"].tokens.tolist(), found["e0"].stop_reason) == arithmetic.alone(plain)
+    assert found["e0"].outcome == "" and len(found["e0"].turn_rewards) == 0
+    assert found["e1"].outcome == "done"
+
+
+def test_an_id_is_refused_while_it_is_pending():
+    scheduler, pool = started([request(0)], FakePool(lambda call: 99), waits=False)
+    while not pool.calls:
+        scheduler.step()
+    with pytest.raises(ValueError, match="another live request"):
+        scheduler.add(request(0))
+    with pytest.raises(ValueError, match="1 requests are pending"):
+        scheduler.release_cache()
+
+
+def test_an_observation_that_cannot_be_tokens_fails_its_episode(capfd):
+    found = drain(started([request(0, long="?"), request(1, turns=1)])[0])
+    assert [found[id].outcome for id in ("e0", "e1")] == ["failed", "done"]
+    assert np.isnan(found["e0"].turn_rewards).all()
+    assert "the character '?'" in capfd.readouterr().err
+
+
+# Prompts
+
+
+def test_prompts_are_first_observations_with_a_seed_per_example():
+    pool = FakePool(lambda call: len(call.id))
+    opening = Openings(lambda: pool, seed=3)
+    records = [{"id": f"x{i}", "prompt": "ab" * i} for i in range(1, 4)]
+    task = dict(template="{prompt}", chat=False, system="", max_prompt_tokens=5)
+    prompter = Prompter(TOKENIZER, ml_collections.ConfigDict(task), opening)
+    assert prompter.ids(records[1]).tolist() == TOKENIZER.encode("abab", add_special=True)
+    with pytest.raises(ValueError, match="7 prompt tokens"):
+        prompter.ids(records[2])
+    assert [c.seed for c in pool.calls] == [environment_seed(3, r) for r in records[1:]]
+    assert environment_seed(3, records[0]) != environment_seed(3, records[1])
+    assert environment_seed(3, records[0]) != environment_seed(4, records[0])
+    prompter.close()
+    assert pool.is_closed and not opening([])
+
+
+# Rewards
+
+
+class Rewards:
+    """Of a run, without a process."""
+
+    def __init__(self):
+        self.counts = {"errors": 0, "timeouts": 0, "non_finite": 0}
+
+    def failed(self, fault, error):
+        self.counts[fault] += 1
+        return Scored(math.nan, {}, is_failed=True)
+
+
+@functools.cache
+def record_of(outcome, *rewards):
+    [trajectory] = drain(started([request(0, turns=1)])[0]).values()
+    reasons = {"overlong": "length", "max_turns": "length"}
+    return dataclasses.replace(
+        trajectory, outcome=outcome, turn_rewards=np.array(rewards, np.float32), metrics={},
+        stop_reason=reasons.get(outcome, "stop"),
+    )
+
+
+def samples_of(trajectories, groups):
+    rewards = Rewards()
+    texts, records = [""] * len(trajectories), [{"id": "x"}] * len(trajectories)
+    scored = scores(rewards, texts, records, trajectories)
+    return rewards, [
+        Sample(t, {}, "", s.score, s.score, group=g, components=s.components, is_failed=s.is_failed)
+        for t, s, g in zip(trajectories, scored, groups, strict=True)
+    ]
+
+
+NAN = math.nan
+
+
+def test_the_reward_is_the_sum_of_what_is_known():
+    """No outcome is a reward of 0 by itself."""
+    cases = {
+        ("done", NAN, 0.5, 1.0): 1.5, ("done", 0.0): 0.0, ("max_turns", 0.25, NAN): 0.25,
+        ("overlong", -1.0): -1.0, ("overlong", NAN): NAN, ("max_turns", NAN, NAN): NAN,
+        ("failed", 1.0, NAN): NAN, ("timeout", 1.0, NAN): NAN, ("done", NAN): NAN,
+    }
+    rewards, samples = samples_of([record_of(*case) for case in cases], range(len(cases)))
+    np.testing.assert_array_equal([s.score for s in samples], list(cases.values()))
+    assert [s.is_failed for s in samples] == [False] * 6 + [True] * 3
+    assert rewards.counts == {"errors": 1, "timeouts": 1, "non_finite": 1}
+    named = dataclasses.replace(record_of("done", 0.5), metrics={"calls": 2.0})
+    [sample] = samples_of([named], [0])[1]
+    assert sample.components == {"score": 0.5, "calls": 2.0}
+
+
+def test_a_group_keeps_its_advantages_when_a_member_fails():
+    """Groups of 3 and 4, one member of each failed: the advantages are those of groups of 2 and 3
+    without these members, and dynamic sampling sees the known rewards alone."""
+    rewards = [1.0, NAN, 3.0, 0.0, 2.0, NAN, 4.0]
+    groups = [0, 0, 0, 1, 1, 1, 1]
+    made = [
+        record_of("failed", NAN) if math.isnan(r) else record_of("done", r) for r in rewards
+    ]
+    _, samples = samples_of(made, groups)
+    fields = trainer.reward_fields(samples, {})
+    np.testing.assert_array_equal(fields["rewards"], np.float32(rewards))
+    is_known = ~np.isnan(fields["rewards"])
+    assert trainer.are_trained_on(samples, fields, False).tolist() == is_known.tolist()
+    known, groups = fields["rewards"][is_known], fields["group"][is_known]
+    mask = np.ones((7, 1), bool)
+    adv = advantages.grpo(fields["rewards"], mask & is_known[:, None], fields["group"])[:, 0]
+    alone = advantages.grpo(known, mask[is_known], groups)[:, 0]
+    np.testing.assert_array_equal(adv[is_known], alone)
+    # 1 and 3 have mean 2 and deviation sqrt(2); 0, 2 and 4 mean 2 and deviation 2.
+    half = 1 / math.sqrt(2)
+    np.testing.assert_allclose(alone, [-half, half, -1, 0, 1], rtol=1e-5)
+    assert not is_equal(samples[:3]) and is_equal(samples[:2]) and not is_equal(samples[3:])
+
+
+def test_episodes_at_a_bound_are_truncated():
+    outcomes = ["done", "max_turns", "overlong", "failed", "timeout"]
+    _, samples = samples_of([record_of(o, 1.0) for o in outcomes], range(5))
+    rows = {"rewards": np.ones(5, np.float32)}
+    assert trainer.are_trained_on(samples, rows, True).tolist() == [True, False, False, True, True]
+
+
+def test_metrics_of_a_batch():
+    found = drain(started(requests() + [request(20, turns=4, fault=1)])[0]).values()
+    values = episode_metrics(list(found))
+    assert values["episodes/done"] == 8 and values["episodes/max_turns"] == 1
+    assert values["episodes/failed"] == 1 and values["episodes/timeout"] == 0
+    masks = np.concatenate([t.mask for t in found])
+    assert values["episodes/given_ratio"] == pytest.approx(1 - masks.sum() / len(masks))
+    assert episode_metrics([dataclasses.replace(t, outcome="") for t in found]) == {}

@@ -1,0 +1,23 @@
+"""The environment of tiny runs. Standard library only: the pool's processes import this file."""
+
+from jaxrl_tis.environments.protocol import Step
+from tests.tiny_rewards import closeness
+
+
+class Sums:
+    """Repeats the problem until the answer is right or has one digit. It fails for some answers."""
+
+    def __init__(self, *, seed: int):
+        self._digit, self._turns = str(seed % 10), 0
+
+    def reset(self, record):
+        self._record = record
+        return record["prompt"]
+
+    def step(self, answer: str) -> Step:
+        if answer.startswith("9"):
+            raise RuntimeError("no nines")
+        self._turns += 1
+        value = closeness(answer + "0", self._record)
+        is_done = answer == self._record["answer"] or len(answer) == 1
+        return Step(f"{self._digit}+", value, is_done, {"turns": self._turns})
