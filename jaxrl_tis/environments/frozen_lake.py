@@ -31,8 +31,8 @@ Reply with one move: left, down, right or up. Reach G, and avoid H.
 
 
 class FrozenLake:
-    """One episode. The last move in an answer is taken. The reward is Gymnasium's: 1 for a step to the
-    goal, 0 for other steps. Metrics: `moves`, and `unread`, answers without a move.
+    """One episode. The last move in an answer is taken. The reward is Gymnasium's: 1 for a step to
+    the goal, 0 for other steps. Metrics: `moves`, and `unread`, answers without a move.
 
     Args:
         slippery: whether a move goes to either side with probability 1/3 each.

@@ -13,7 +13,7 @@ from jaxrl_tis.environments.protocol import Messages, Step
 
 
 class Guess:
-    """One episode. The last number of an answer is the guess. Metrics: `guesses`, of all answers."""
+    """One episode. The last number of an answer is the guess. Metrics: `guesses`."""
 
     def __init__(self, *, seed: int):
         self._guesses = 0

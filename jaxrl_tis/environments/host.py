@@ -51,8 +51,8 @@ class Host:
         step, id, answer            takes one answer
         forget, id                  closes the environment
 
-    A call never raises. It returns {"step": fields of a Step or None, "error": text}. An environment
-    that failed is closed at once.
+    A call never raises. It returns {"step": fields of a Step or None, "error": text}. A failed
+    environment is closed at once.
     """
 
     def __init__(self, environment: type[Environment], params: Mapping[str, Any]):
@@ -106,10 +106,10 @@ def reading(step: Any, method: str, what: str) -> dict[str, Any]:
     """
     if not isinstance(step, Step):
         raise Unusable(f"{method} returned {_kind(step)}; return a Step")
-    if type(step.is_done).__name__ not in ("bool", "bool_"):  # also NumPy's
+    if type(step.is_done).__name__ != "bool":  # Python's or NumPy's
         raise Unusable(f"{method} returned {_kind(step.is_done)} as is_done; return a bool")
     if not isinstance(step.metrics, Mapping):
-        raise Unusable(f"{method} returned {_kind(step.metrics)} as metrics; return a dict of numbers")
+        raise Unusable(f"{method} returned {_kind(step.metrics)} as metrics; return a dict")
     is_rewarded = step.reward is not None
     return {
         "observation": _observation(step.observation, method, what),

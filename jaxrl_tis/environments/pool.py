@@ -71,7 +71,7 @@ class Pool:
     """Plays episodes in `workers` confined processes; an episode keeps to its process.
 
     A call that hangs or ends its process costs its own episode alone. The other episodes of that
-    process are repeated in a new one. A call whose process ended is tried a second time, because the
+    process are repeated in a new one. A call whose process ended is tried again once, because the
     process may have been killed for another reason.
 
     Args:
@@ -125,8 +125,8 @@ class Pool:
             self._worker_of[call.id].items.put((self._open[call.id], call))
 
     def ready(self, wait: float = 0.0) -> list[Reply]:
-        """Returns all replies that have arrived. Waits up to `wait` seconds for the first one, and not
-        at all without calls."""
+        """Returns all replies that have arrived. Waits up to `wait` seconds for the first one; without
+        calls it returns at once."""
         with self._change:
             self._change.wait_for(lambda: self._replies or not self._open, wait)
             replies, self._replies = self._replies, []
@@ -147,8 +147,8 @@ class Pool:
             self._change.notify_all()
 
     def close(self) -> None:
-        """Closes all episodes and ends the processes. Calls get no reply; running ones are waited for,
-        up to their timeout."""
+        """Closes all episodes and ends the processes. Calls get no reply; running ones are awaited up
+        to their timeout."""
         with self._change:
             self._open, self._replies = {}, []
         for worker in self._workers:
@@ -216,10 +216,10 @@ class _Worker:
         """Takes the last answer of an episode that is here; else makes it anew and repeats all."""
         count = len(call.answers)
         before = call.record, call.seed, call.answers[:-1]
-        is_known = count and self._played.pop(call.id, None) == before
-        number = count if is_known else 0  # of the next step; the prompt is step 0
+        known = self._played.pop(call.id, None)
+        number = count if known == before else 0  # of the next step; the prompt is step 0
         if number == 0:
-            step = self._ask("reset", call.id, dict(call.record), call.seed)
+            step = self._ask("reset", call.id, dict(call.record), int(call.seed))
         else:
             step = self._ask("step", call.id, call.answers[-1])
         while number < count:

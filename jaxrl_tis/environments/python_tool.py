@@ -6,7 +6,7 @@ r"""Python as a tool: an answer with a ```python block is a call, one with \boxe
 
 All blocks of an answer run as one program in a new interpreter, so nothing is kept between calls.
 The observation is the program's output, and the error that ended the program. An answer with
-neither a block nor a box is final and wrong; a box outside blocks makes an answer with blocks final.
+neither a block nor a box is final and wrong. A box outside the blocks makes an answer final.
 
 The program has the standard library, but no files, network, other processes or environment
 variables. CPU seconds, memory and output are limited. The system enforces the limits, an audit hook
@@ -62,7 +62,7 @@ def hook(
         "cpython.PyInterpreterState_Clear", "cpython._PySys_ClearAuditHooks", "exec",
         "function.__new__", "marshal.load", "marshal.loads", "object.__delattr__",
         "object.__getattr__", "object.__setattr__", "pickle.find_class", "sys._getframe",
-        "sys._getframemodulename", "sys.excepthook", "sys.unraisablehook",
+        "sys._getframemodulename", "sys.excepthook", "sys.unraisablehook", "time.sleep",
     }:
         return
     is_reading = event == "os.listdir" or event == "open" and arguments[1] in {"r", "rb"}
@@ -112,7 +112,8 @@ class PythonTool:
     def prepare(cls, *, seconds: int = 2, memory: int = 256) -> None:
         if seconds < 1 or seconds != int(seconds) or memory < 64:
             raise ValueError(
-                f"seconds={seconds} and memory={memory}; give whole seconds from 1 and at least 64 MiB"
+                f"seconds={seconds} and memory={memory}; give whole seconds from 1 and at least "
+                "64 MiB"
             )
 
     def __init__(self, *, seed: int, seconds: int = 2, memory: int = 256):

@@ -267,7 +267,9 @@ def test_a_forgotten_call_gets_no_reply_and_its_id_is_free():
         play.submit(Call("b", RECORD, 1, ("hang",)))  # waits behind it, and never begins
         play.forget(["a", "b"])
         assert play.ready(5.0) == []
+        start = time.monotonic()
         assert text(asked(play, "a", ("x",), seed=2)) == "p 2: x"
+        assert time.monotonic() - start < 15.0  # 20 with one that hangs
         play.submit(Call("a", RECORD, 2, ("x", "y")))
         time.sleep(0.3)  # the reply is there, and not yet returned
         play.forget(["a"])

@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl_tis.environments import search
 from jaxrl_tis.environments.protocol import Step
-from jaxrl_tis.environments.search import NOTHING, Search, index
+from jaxrl_tis.environments.search import NOTHING, Index, Search, index
 
 CORPUS = [
     {"title": "Lisbon", "text": "Lisbon is the capital of Portugal."},
@@ -89,6 +89,9 @@ def test_the_order_is_that_of_bm25(corpus):
 def test_of_equal_passages_the_first_comes_first_and_long_ones_are_cut(corpus):
     found = index(corpus).best("two rivers", 5)
     assert found == ["Lyon: Lyon lies on two rivers.", "Copy: Lyon lies on two rivers."]
+    short, long = ([f"rivers x{i:02} {end}" for i in range(40)] for end in ("", "and what follows"))
+    many = [passage for pair in zip(short, long) for passage in pair]
+    assert Index(many).best("rivers", 60) == short + long[:20]  # shorter ones score higher
     assert index(corpus).best("granite", 1) == [("Long: " + "granite " * 1000)[:2000]]
     step = begun(corpus, passages=2).step("search: two rivers")
     assert step.observation == "\n\n".join(found)
@@ -113,7 +116,7 @@ def test_a_record_without_an_answer(corpus):
 
 
 def test_the_library_imports_no_jax():
-    code = "import sys, jaxrl_tis.environments.search; print('jax' in sys.modules)"
+    code = "import sys, jaxrl_tis.environments.search\nprint([m for m in sys.modules if m[:4] == 'jax.'])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert shown.stdout == "False\n"
+    assert shown.stdout == "[]\n"
     assert sys.modules["jax"] is not None and search.bm25s
