@@ -111,6 +111,14 @@ PATHS = {
         correction__masks="seq_mean_k3(upper=9.0)", correction__aggregation="seq-mean-token-mean",
         correction__kl_coeff=0.1, correction__entropy_coeff=0.01, metrics__diagnostics_every=1,
     ),
+    "bypassed turn ratios": scored(
+        correction__mode="bypass", correction__objective="turn_ppo", correction__weight="none",
+        train__pack_length=40,
+    ),
+    "fused turns": tuple(dict(
+        correction__weight="turn_tis(cap=1.2)", correction__turn_credit="rest",
+        train__pack_length=40,
+    ).items()),
     "arriving": (("rollout__schedule", "periodic"),),
 }
 
@@ -234,6 +242,39 @@ def test_the_token_baseline_counts_sampled_tokens_and_the_rest_of_the_rewards():
                 adv[i, column] = to_go[i, n] - baseline
     np.testing.assert_allclose(rows["adv"], adv, rtol=1e-4, atol=1e-4)
     assert np.abs(adv).max() > 0.5
+
+
+@pytest.mark.all
+def test_the_loss_of_turn_ratios_in_packed_rows():
+    rows, places, metrics = by_hand("bypassed turn ratios")
+    losses = []
+    for i, turns in enumerate(places):
+        for c in turns:
+            ratio = rows["logp_old"][i, c].astype(np.float64) - rows["logp_behav"][i, c]
+            ratio, adv = np.exp(ratio.mean()), rows["adv"][i, c]
+            losses += list(np.maximum(-ratio * adv, -np.clip(ratio, 0.8, 1.2) * adv))
+    assert metrics["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert abs(np.mean(losses)) > 1e-3
+
+
+@pytest.mark.all
+def test_the_loss_of_turns_in_an_update_that_scores_its_packed_rows():
+    rows, places, metrics = by_hand("fused turns")
+    assert made(PATHS["fused turns"]).setup.recompute_reason is None
+    losses, rest = [], lambda g, k: np.nansum(rewards_of(g)[k:])
+    for i, turns in enumerate(places):
+        for k, c in enumerate(turns):
+            ratio = rows["logp_old"][i, c].astype(np.float64) - rows["logp_behav"][i, c]
+            weight = min(np.exp(ratio.sum()), 1.2)
+            group = [g for g in range(i // 4 * 4, i // 4 * 4 + 4) if k < len(places[g])]
+            scores = [rest(g, k) for g in group]
+            adv = 0.0
+            if len(set(scores)) > 1:
+                adv = (rest(i, k) - np.mean(scores)) / (np.std(scores, ddof=1) + 1e-6)
+            np.testing.assert_allclose(rows["adv"][i, c], adv, rtol=1e-4, atol=1e-5)
+            losses += [-weight * adv] * len(c)
+    assert metrics["actor/pg_loss"] == pytest.approx(np.mean(losses), rel=1e-4)
+    assert abs(np.mean(losses)) > 1e-3
 
 
 def sample(shape, rewards, reward=None, score=None, **fields):
