@@ -217,6 +217,9 @@ def get_config() -> ConfigDict:
     # "kept"; or "none".
     c.correction.centering = placeholder(str)
     c.correction.advantage = "grpo"  # advantage estimator
+    # Rewards that the advantage of a token is made from. episode: of all turns. rest: of the token's
+    # turn and later ones. turn: of the token's turn.
+    c.correction.turn_credit = "episode"
     c.correction.aggregation = "token-mean"  # reduction of the token losses to one number
     c.correction.kl = "k3"  # estimator of the KL to the reference model
     c.correction.kl_coeff = 0.0  # coefficient of the KL; 0: no reference model in memory

@@ -13,7 +13,8 @@ import re
 from collections.abc import Iterable
 
 from jaxrl_tis.estimators import (
-    advantages, centering, controllers, kl, masks, methods, objectives, presets, weights,
+    advantages, centering, controllers, kl, masks, methods, objectives, presets, turn_credit,
+    weights,
 )
 from jaxrl_tis.fields import FIELDS
 
@@ -99,6 +100,27 @@ group with one remaining response has advantage 0. A batch without any reward le
 `train.mask_truncated` takes responses that reach `rollout.max_new_tokens` out of the loss (DAPO, 2503.14476,
 section 3.4). Their rewards stay in the statistics of their groups. The critic trains on neither kind.
 `actor/left_out_ratio` counts both kinds. Metrics of sampler against learner cover the responses in the loss.
+
+## Credit of turns
+
+With an environment a response has several turns. `correction.turn_credit` names the rewards that the advantage of a
+token is made from. Source: `estimators/turn_credit.py`.
+
+| `correction.turn_credit` | rewards of a token | advantages |
+|---|---|---|
+| `episode` (default) | of the whole episode | all |
+| `rest` | of the token's turn and of later turns | all but {whole} |
+| `turn` | of the token's turn | all but {whole}, {per_token} |
+
+The advantages that the row `turn` adds to its exceptions work with returns per token. With `rest` they get the reward
+of a turn at its last sampled token. All other advantages treat each turn as a sequence of its own and compare it with
+turns of the same number. A turn that one sample of a group reached alone has advantage 0.
+
+A turn without a reward counts as 0 in `rest`. In `turn` its reward is unknown, and its advantage is 0. Penalties of
+the run, such as the overlong penalty, belong to the last turn.
+
+Tokens of tools are in no loss. The methods whose unit is a turn are {of_turns}.
+`tir_otb` counts positions in sampled tokens alone.
 
 ## Centred scores
 
@@ -239,10 +261,15 @@ def controller_row(name: str) -> list[str]:
 def page() -> str:
     header = ["name", "paper", *COLUMNS.values(), "defaults", "needs", "when to use it"]
     at_update = [name for name in masks.MASKS if name in masks.AT_UPDATE]
+    of_turns = [
+        name for kind in KINDS for name in methods.TABLES[kind][0]
+        if "turn" in methods.needs(kind, name)
+    ]
     text = HEAD.format(
         at_update=listed(at_update), centred_weights=listed(centering.WEIGHTS),
         centred_masks=listed(centering.MASKS), centred_objectives=listed(centering.OBJECTIVES),
-        centred_at_one=listed(centering.AT_RATIO_ONE),
+        centred_at_one=listed(centering.AT_RATIO_ONE), whole=listed(turn_credit.WHOLE),
+        per_token=listed(turn_credit.PER_TOKEN), of_turns=listed(of_turns),
     )
     for kind in KINDS:
         columns, rows, about = without_constants(header, method_rows(kind))

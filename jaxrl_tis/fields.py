@@ -113,6 +113,8 @@ FIELDS = {
     "turn": Field("token", "int32", "record", "method", record="turn"),
     # Rewards.
     "rewards": Field("sequence", "float32", "reward", "batch"),
+    # Of each turn, on its last sampled token; NaN where the environment gave none.
+    "turn_rewards": Field("token", "float32", "reward", "batch", is_optional=True),
     "greedy_rewards": Field("sequence", "float32", "reward", "method", is_optional=True),
     "reward_components": Field(
         "sequence", "float32", "reward", "method", axes=("components",), is_optional=True

@@ -18,7 +18,7 @@ from jaxrl_tis.engine import injection
 from jaxrl_tis.engine.check import EIGHT_BIT, engine_problems
 from jaxrl_tis.engine.injection import Injection
 from jaxrl_tis.engine.policies import POLICIES
-from jaxrl_tis.estimators import loss, presets, reduce
+from jaxrl_tis.estimators import loss, presets, reduce, turn_credit
 from jaxrl_tis.learner import correction, snapshots
 from jaxrl_tis.learner.check import method_problems, staleness_problems, trace_problems
 from jaxrl_tis.learner.correction import Correction
@@ -41,6 +41,7 @@ ALLOWED = {
     "correction.mode": (None, *loss.MODES),
     "correction.aggregation": reduce.MODES,
     "correction.kl_placement": ("loss", "reward"),
+    "correction.turn_credit": turn_credit.CREDITS,
     "correction.routing": correction.ROUTINGS,
     "correction.routing_missing": correction.ROUTING_MISSING,
     "engine.quantization": quant.SCHEMES,

@@ -94,9 +94,11 @@ def assert_replays(trajectory, request):
     np.testing.assert_array_equal(t.logp_behav[t.mask], [logp for _, logp in out])
     if routes:
         routes = np.concatenate(routes)
-        assert len(t.routes) - len(routes) in (0, int(t.stop_reason == "stop")), t.id
-        is_sure = np.ones(len(routes), bool)
-        is_sure[start + np.flatnonzero(t.mask[:-1] & ~t.mask[1:])[: len(t.tokens)]] = False
+        is_stopped = t.stop_reason == "stop" or t.num_given > 0
+        assert len(t.routes) - len(routes) in (0, int(is_stopped)), t.id
+        is_end = np.zeros(len(history), bool)  # of a turn with another after it
+        is_end[start:-1] = t.mask[:-1] & ~t.mask[1:]
+        is_sure = ~is_end[: len(routes)]
         np.testing.assert_array_equal(t.routes[: len(routes)][is_sure], routes[is_sure], t.id)
 
 

@@ -83,6 +83,8 @@ def test_a_field_without_a_line_is_told_where_it_belongs():
     ({"masks": "staleness(staleness_max=2)", "mode": "bypass", "weight": "none"},
      ("version", "current_version"), ("group",)),
     ({"advantage": "otb"}, (), ("sum_pi_squared",)),
+    ({"turn_credit": "rest"}, ("adv",), ("turn_rewards", "turn")),
+    ({"turn_credit": "turn", "objective": "turn_ppo"}, ("turn",), ("turn_rewards",)),
     ({"masks": "trm(trm_delta=1.0)"}, ("logits_behav",), ("logits",)),
     ({"kl": "exact_reverse", "kl_coeff": 0.1}, ("logits_ref", "logp_ref"), ("logits",)),
     ({"objective": "quatro(quatro_delta=0.3, quatro_floor=0.5)"}, ("group",), ("entropy",)),

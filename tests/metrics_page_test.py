@@ -94,7 +94,8 @@ def further():
     device = mock.Mock()
     device.memory_stats.return_value = {"peak_bytes_in_use": 2**30}
     with mock.patch.object(jax, "local_devices", lambda: [device]):
-        return {*correction_metrics.profile_metrics(batch, has_turns=True), *goodput.memory()}
+        profile = correction_metrics.profile_metrics(("none", {}), batch, has_turns=True)
+        return {*profile, *goodput.memory()}
 
 
 def test_every_value_has_a_row(written):

@@ -44,7 +44,7 @@ def test_the_tiny_config_is_sound():
     "model.quantization",
     "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
     "reward.name", "reward.signature", "train.grad_reduce_dtype", "task.on_bad_record",
-    "correction.routing", "correction.routing_missing", "model.router",
+    "correction.routing", "correction.routing_missing", "model.router", "correction.turn_credit",
 ])
 def test_an_unknown_name_is_refused_with_the_choices(name):
     changes = EXPERTS | {name.replace(".", "__"): "sequence"}
@@ -191,6 +191,11 @@ def test_a_run_may_measure_and_not_train(name):
      ["no published value for surge_cooldown"]),
     (dict(correction__mode="bypass", correction__objective="reinforce",
           correction__batch_normalize=True), ["batch_normalize", "whole batch", "microbatch_rows"]),
+    (dict(correction__advantage="gdpo", correction__turn_credit="rest"),
+     ["'gdpo' has inputs of whole sequences", "turn_credit = 'rest'", "'episode'"]),
+    (dict(correction__advantage="opob", correction__turn_credit="turn"), ["'opob'", "'turn'"]),
+    (dict(correction__advantage="tir_otb", correction__turn_credit="turn"),
+     ["'tir_otb' gives a token the rewards from it on", "set it to 'rest'"]),
     (dict(correction__advantage="gdpo", correction__kl_coeff=0.1,
           correction__kl_placement="reward"), ["'gdpo'", "KL penalty", "kl_placement"]),
     (dict(correction__advantage="oapl(oapl_beta_value=0.0)"), ["oapl_beta_value"]),

@@ -114,7 +114,7 @@ def capped_fractions(*log_probs: chex.Array, **parameters) -> dict[str, chex.Arr
 @functools.partial(ratios.jit, static_argnames="num_buckets")
 def bucket_statistics(
     logp_old: chex.Array, logp_behav: chex.Array, bucket: chex.Array, mask: chex.Array, *,
-    num_buckets: int,
+    num_buckets: int, is_clipped: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Returns statistics of |p_old - p_behav| and of logp_old - logp_behav (nats) per bucket.
 
@@ -124,16 +124,21 @@ def bucket_statistics(
       bucket: [B, T] int bucket of each valid token; the last one also takes what lies beyond.
       mask: [B, T] valid tokens.
       num_buckets: K, static.
+      is_clipped: [B, T] whether a bound changed the token's weight, or None.
 
-    Returns [K] each, 0 for an empty bucket: dp_mean, dp_max, log_ratio_mean, log_ratio_abs_mean and
-    token_fraction, the share of all valid tokens.
+    Returns [K] each, 0 for an empty bucket: dp_mean, dp_max, log_ratio_mean, log_ratio_abs_mean,
+    token_fraction, the share of all valid tokens, and with `is_clipped` fraction_clipped, the share
+    of the bucket's tokens.
     """
     chex.assert_equal_shape([logp_old, logp_behav, bucket, mask])
     gap_bt = divergences.probability_gap(logp_old, logp_behav, mask)
     log_ratio_bt = ratios.safe_log_ratio(logp_old, logp_behav, mask)
     one_bt = ratios.as_bool(mask).astype(gap_bt.dtype)
     bucket_bt = jnp.where(ratios.as_bool(mask), jnp.clip(bucket, 0, num_buckets - 1), 0)
-    columns_btc = jnp.stack([gap_bt, log_ratio_bt, jnp.abs(log_ratio_bt), one_bt], axis=-1)
+    columns = [gap_bt, log_ratio_bt, jnp.abs(log_ratio_bt), one_bt]
+    if is_clipped is not None:
+        columns.append(one_bt * is_clipped)
+    columns_btc = jnp.stack(columns, axis=-1)
 
     def row_sum(x_tc, bucket_t):
         return jax.ops.segment_sum(x_tc, bucket_t, num_segments=num_buckets)
@@ -151,15 +156,19 @@ def bucket_statistics(
         "log_ratio_abs_mean": ratios.safe_divide(sum_kc[:, 2], count_k),
         "token_fraction": ratios.safe_divide(count_k, jnp.sum(count_k)),
     }
+    if is_clipped is not None:
+        statistics["fraction_clipped"] = ratios.safe_divide(sum_kc[:, 4], count_k)
     return mismatch.detached(statistics)
 
 
 def bucket_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, bucket: chex.Array, mask: chex.Array, *,
-    kind: str, labels: Sequence[str | int],
+    kind: str, labels: Sequence[str | int], is_clipped: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Returns `bucket_statistics` as scalars mismatch/<kind>_<label>/<statistic>, a label per bucket."""
-    statistics = bucket_statistics(logp_old, logp_behav, bucket, mask, num_buckets=len(labels))
+    statistics = bucket_statistics(
+        logp_old, logp_behav, bucket, mask, num_buckets=len(labels), is_clipped=is_clipped
+    )
     return {
         f"mismatch/{kind}_{label}/{name}": value_k[k]
         for k, label in enumerate(labels)
@@ -212,7 +221,7 @@ def tool_distances(mask: chex.Array, seg: chex.Array | None = None) -> chex.Arra
 
 def position_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
-    *, num_buckets: int = 16,
+    *, num_buckets: int = 16, is_clipped: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Measures the mismatch by position in the response, in buckets 0, 1, 2-3, 4-7, ...
 
@@ -222,22 +231,24 @@ def position_metrics(
       mask: [B, T] valid tokens as sampled.
       seg: [B, T] sequence ids of packed rows, or None.
       num_buckets: static; the last bucket has no end.
+      is_clipped: of `bucket_statistics`.
 
     Returns mismatch/position_<first position>/<statistic>, see `bucket_statistics`.
     """
     bucket = power_of_two_bucket(response_positions(mask, seg))
     labels = bucket_starts(num_buckets)
-    return bucket_metrics(logp_old, logp_behav, bucket, mask, kind="position", labels=labels)
+    return bucket_metrics(
+        logp_old, logp_behav, bucket, mask, kind="position", labels=labels, is_clipped=is_clipped
+    )
 
 
 def after_tool_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
-    *, num_buckets: int = 16,
+    *, num_buckets: int = 16, is_clipped: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Measures the mismatch by distance from the last tool token, in buckets 1, 2-3, 4-7, ...
 
-    A run profiles it where its rollouts hold turns: for environments with tools, once rollouts
-    record what the policy did not choose.
+    A run with an environment profiles it.
 
     Arguments as in `position_metrics`; what a tool token is: `tool_distances`.
 
@@ -246,12 +257,14 @@ def after_tool_metrics(
     """
     bucket = power_of_two_bucket(tool_distances(mask, seg))
     labels = ("none", *bucket_starts(num_buckets)[1:])
-    return bucket_metrics(logp_old, logp_behav, bucket, mask, kind="after_tool", labels=labels)
+    return bucket_metrics(
+        logp_old, logp_behav, bucket, mask, kind="after_tool", labels=labels, is_clipped=is_clipped
+    )
 
 
 def turn_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, turn: chex.Array, mask: chex.Array, *,
-    num_turns: int,
+    num_turns: int, is_clipped: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Measures the mismatch by turn of the conversation.
 
@@ -261,8 +274,11 @@ def turn_metrics(
       turn: [B, T] int, turn number from 0.
       mask: [B, T] valid tokens.
       num_turns: static; later turns join the last one.
+      is_clipped: of `bucket_statistics`.
 
     Returns mismatch/turn_<number>/<statistic>, see `bucket_statistics`.
     """
     labels = range(num_turns)
-    return bucket_metrics(logp_old, logp_behav, turn, mask, kind="turn", labels=labels)
+    return bucket_metrics(
+        logp_old, logp_behav, turn, mask, kind="turn", labels=labels, is_clipped=is_clipped
+    )

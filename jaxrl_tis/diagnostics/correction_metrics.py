@@ -7,7 +7,7 @@ of `drift_metrics` may be packed.
 import jax
 
 from jaxrl_tis.diagnostics import attribution, divergences, mismatch
-from jaxrl_tis.estimators import factor_weights, loss, returns
+from jaxrl_tis.estimators import counts, factor_weights, loss, ratios, returns
 from jaxrl_tis.estimators.methods import Method
 
 Batch = dict[str, jax.Array]
@@ -82,22 +82,30 @@ def drift_metrics(spec: loss.LossSpec, logp: jax.Array, batch: Batch) -> Metrics
     return drift
 
 
-def profile_metrics(batch: Batch, has_turns: bool) -> Metrics:
-    """Measures where the gap is: percentiles within a response, by position in it and, in
-    conversations, by turn and by distance from the last tool token. This sorts the batch.
+def profile_metrics(weight: Method, batch: Batch, has_turns: bool) -> Metrics:
+    """Measures where the gap is, and where bounds change weights: percentiles within a response, by
+    position in it and, in conversations, by turn and by distance from the last tool token. This
+    sorts the batch.
 
     Args:
-      batch: `logp_old`, `logp_behav`, `mask` [N,T], and `turn` with has_turns.
+      weight: name in `weights.WEIGHTS` and its parameters.
+      batch: `logp_old`, `logp_behav`, `mask` [N,T], fields that the weight needs, and `turn` with
+        has_turns.
       has_turns: static.
     """
     inputs = batch["logp_old"], batch["logp_behav"]
     mask, num_buckets = batch["mask"], 1 + batch["mask"].shape[1].bit_length()
+    log_ratio = ratios.safe_log_ratio(*inputs, mask)
+    is_clipped = counts.is_bounded(*loss.with_and_without_bounds(log_ratio, batch, weight))
     metrics = divergences.percentile_metrics(*inputs, mask)
-    metrics |= attribution.position_metrics(*inputs, mask, num_buckets=num_buckets)
+    by_octave = dict(num_buckets=num_buckets, is_clipped=is_clipped)
+    metrics |= attribution.position_metrics(*inputs, mask, **by_octave)
     if not has_turns:
         return metrics
-    metrics |= attribution.turn_metrics(*inputs, batch["turn"], mask, num_turns=NUM_TURNS)
-    return metrics | attribution.after_tool_metrics(*inputs, mask, num_buckets=num_buckets)
+    metrics |= attribution.turn_metrics(
+        *inputs, batch["turn"], mask, num_turns=NUM_TURNS, is_clipped=is_clipped
+    )
+    return metrics | attribution.after_tool_metrics(*inputs, mask, **by_octave)
 
 
 def _capped_fractions(weight: Method, *chain: jax.Array) -> Metrics:

@@ -23,6 +23,11 @@ def _count(is_so_bt: Array, mask: Array) -> Array:
     return jnp.sum(ratios.as_bool(mask) & is_so_bt)
 
 
+def is_bounded(w: Array, raw: Array) -> Array:
+    """Whether a bound changed a weight, from the weights [B,T] with and without their bounds."""
+    return jnp.abs(w - raw) > ROUNDING * raw
+
+
 def of_weight(w: Array, raw: Array, mask: Array) -> dict[str, Array]:
     """Counts of a weight.
 

@@ -110,13 +110,20 @@ def weight_counts(
 
     Arguments as `importance_weights`; its repeated calls are one in a compiled program.
     """
-    name, parameters = weight
-    if name == "none":
+    if weight[0] == "none":
         return {}
+    return counts.of_weight(*with_and_without_bounds(log_ratio, batch, weight), batch["mask"])
+
+
+def with_and_without_bounds(
+    log_ratio: chex.Array, batch: dict[str, chex.Array], weight: Method
+) -> tuple[chex.Array, chex.Array]:
+    """The weights [B,T] of `importance_weights`, and what they are without caps, bands and floors."""
+    name, parameters = weight
     bounds = methods.parameters("weight", name).keys() & weights.UNBOUNDED.keys()
     free = name, parameters | {bound: weights.UNBOUNDED[bound] for bound in bounds}
     w_bt, raw_bt = (importance_weights(log_ratio, batch, x)[0] for x in (weight, free))
-    return counts.of_weight(w_bt, raw_bt, batch["mask"])
+    return w_bt, raw_bt
 
 
 def accepted(

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import ml_collections
 
 from jaxrl_tis.engine.check import is_filtered
-from jaxrl_tis.estimators import centering, methods
+from jaxrl_tis.estimators import centering, methods, turn_credit
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.learner import control, correction
 from jaxrl_tis.learner.batch_layout import MAX_SEGMENTS
@@ -33,6 +33,7 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
     yield from _routing(c, config)
     yield from _weight(c)
     yield from _kl(c)
+    yield from _turn_credit(c)
     yield from _fields(c, config)
     for name, parameters in (c.weight, c.objective, *c.masks):
         yield from _bounds(name, parameters)
@@ -174,6 +175,22 @@ def _kl(c: Correction):
         yield (
             f"advantage {c.advantage[0]!r} uses the components of the reward, and a KL penalty in "
             "the reward is not a component; set correction.kl_placement to 'loss'"
+        )
+
+
+def _turn_credit(c: Correction):
+    """Finds an advantage that cannot credit turns in the chosen way."""
+    name, credit = c.advantage[0], c.turn_credit
+    if credit != "episode" and name in turn_credit.WHOLE:
+        yield (
+            f"advantage {name!r} has inputs of whole sequences, and correction.turn_credit = "
+            f"{credit!r} credits turns; set it to 'episode', or choose another advantage"
+        )
+    if credit == "turn" and name in turn_credit.PER_TOKEN:
+        yield (
+            f"advantage {name!r} gives a token the rewards from it on, and "
+            "correction.turn_credit = 'turn' those of its turn; set it to 'rest', or choose another "
+            "advantage"
         )
 
 

@@ -1,6 +1,7 @@
 """The methods chosen in a config, and their results for a rollout batch before its updates."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -9,7 +10,7 @@ import ml_collections
 
 from jaxrl_tis.diagnostics import batch_metrics, correction_metrics, mismatch
 from jaxrl_tis.estimators import (
-    advantages, loss, methods, presets, rank_masks, returns,
+    advantages, loss, methods, presets, rank_masks, returns, turn_credit,
 )
 from jaxrl_tis.estimators.kl import penalized_rewards, sequence_kl
 from jaxrl_tis.estimators.methods import Method
@@ -31,6 +32,7 @@ class Correction:
     is_batch_normalized: bool
     rejected_in_denominator: bool
     advantage: Method
+    turn_credit: str
     objective: Method
     centering: str
     aggregation: str
@@ -68,7 +70,8 @@ class Correction:
                   ("objective", self.objective), *(("mask", m) for m in self.masks)]
         if self.kl is not None:
             chosen.append(("kl", self.kl))
-        return _needs(chosen) | self._head
+        of_turns = () if self.turn_credit == "episode" else ("turn", "turn_rewards")
+        return _needs(chosen) | self._head | dict.fromkeys(of_turns, "turn_credit")
 
     @property
     def is_centered(self) -> bool:
@@ -155,6 +158,7 @@ def parse(fields: ml_collections.ConfigDict, router_bias_rate: float = 0.0) -> C
         is_batch_normalized=fields.batch_normalize,
         rejected_in_denominator=fields.rejected_in_denominator,
         advantage=methods.parse("advantage", fields.advantage),
+        turn_credit=fields.turn_credit,
         objective=methods.parse("objective", parts["objective"]),
         centering=parts["centering"],
         aggregation=fields.aggregation,
@@ -233,8 +237,15 @@ def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
             batch, c.weight, (), is_batch_normalized=c.is_batch_normalized
         ).weight}
     needed = loss.needed("advantage", name, batch)
-    function = advantages.ADVANTAGES[name]
-    return function(rewards, batch["sampled"], batch["group"], **needed, **parameters)
+    function = functools.partial(advantages.ADVANTAGES[name], **needed, **parameters)
+    if c.turn_credit == "episode" or name in turn_credit.PER_TOKEN:
+        return function(rewards, batch["sampled"], batch["group"])
+    is_rest = c.turn_credit == "rest"
+    if not is_rest:
+        rewards = jnp.where(jnp.isnan(batch["turn_rewards"]), jnp.nan, rewards)
+    return turn_credit.by_turn(
+        function, rewards, batch["sampled"], batch["group"], turn=batch["turn"], is_rest=is_rest
+    )
 
 
 def _with_returns(c: Correction, rewards: jax.Array, batch: Batch, fields: Batch) -> Batch:
@@ -252,7 +263,7 @@ def make_unscored(c: Correction) -> Callable[[Batch], Batch]:
     was not scored before it, see `Correction.recompute_reason`: the advantages, and returns."""
 
     def unscored(batch: Batch) -> Batch:
-        rewards = batch["rewards"]
+        rewards = _credited(c, batch)
         return _with_returns(c, rewards, batch, {"adv": _advantage(c, rewards, batch)})
 
     return jax.jit(unscored)
@@ -291,12 +302,22 @@ def _kl(c: Correction, batch: Batch) -> jax.Array:
 
 
 def _rewards(c: Correction, batch: Batch) -> jax.Array:
-    """Returns the rewards [N], or [N,T] with the KL penalty of each token if kl_placement is
-    "reward"."""
+    """Returns the rewards [N] or, if turns are credited, [N,T]; [N,T] with the KL penalty of each
+    token if kl_placement is "reward"."""
+    rewards = _credited(c, batch)
     if c.kl is None or c.kl_placement == "loss":
-        return batch["rewards"]
+        return rewards
     kl_coeff, batch = controlled(c, batch).kl_coeff, batch | {"mask": batch["sampled"]}
-    return penalized_rewards(batch["rewards"], batch["mask"], _kl(c, batch), kl_coeff)
+    return penalized_rewards(rewards, batch["mask"], _kl(c, batch), kl_coeff)
+
+
+def _credited(c: Correction, batch: Batch) -> jax.Array:
+    """Returns the rewards of the sequences [N] or, if turns are credited, of their turns [N,T]: 0
+    for a turn without a reward, NaN in all tokens of a sequence of unknown reward."""
+    if c.turn_credit == "episode":
+        return batch["rewards"]
+    is_known = ~jnp.isnan(batch["rewards"])[:, None]
+    return jnp.where(is_known, jnp.nan_to_num(batch["turn_rewards"]), jnp.nan)
 
 
 def loss_spec(c: Correction, batch: Batch) -> loss.LossSpec:

@@ -160,9 +160,9 @@ class LearnerSetup:
 
 
 def without_routes(trajectories: list[Trajectory]) -> np.ndarray:
-    """Returns which samples [N] lack a route of a token that another token follows."""
+    """Returns which samples [N] lack a route of a token that a sampled token follows."""
     return np.array([
-        len(t.routes) < len(t.prompt) + len(t.tokens) - 1 for t in trajectories
+        len(t.routes) < len(t.prompt) + len(t.tokens) - t.num_given - 1 for t in trajectories
     ], bool)
 
 

@@ -55,7 +55,8 @@ class Trainer:
         self.prepare = correction.make_prepare(setup.correction)
         self._begin = jax.jit(functools.partial(control.begin, setup.correction))
         self._end = jax.jit(functools.partial(control.end, setup.correction))
-        self._profile = jax.jit(correction_metrics.profile_metrics, static_argnums=1)
+        profile = functools.partial(correction_metrics.profile_metrics, setup.correction.weight)
+        self._profile = jax.jit(profile, static_argnums=1)
         self._variance_proxies = jax.jit(batch_metrics.variance_proxy_metrics)
         self._train_step = make_train_step(
             learner, setup.correction, setup.optimizer, is_scored=bool(setup.recompute_reason)
@@ -105,6 +106,8 @@ class Trainer:
             if "logits_ref" in needs:
                 rows["logits_ref"] = own(self._logits, reference)
         rows |= reward_fields(samples, needs)
+        if "turn_rewards" in needs:
+            rows["turn_rewards"] = turn_rewards(samples, rows["mask"].shape[1])
         by_learner = {
             "sum_pi_squared": self._collisions, "logits": self._logits,
             "grad_norms": self._score_norms,
@@ -271,7 +274,8 @@ class Trainer:
             rows |= fused | {"logp_prox": fused["logp_old"]}
             prepared, measured = self.prepare(rows)
         if is_profiled:
-            measured |= self._profile(rows, bool(rows["turn"].any()))
+            profiled = rows | {"logp": rows["logp_prox"]}
+            measured |= self._profile(profiled, bool(rows["turn"].any()))
         if routing is not None:
             measured |= self._route_metrics(rows, *routing)
         measured |= self.score_metrics | {f"control/{name}": x for name, x in settings.items()}
@@ -422,6 +426,33 @@ def reward_fields(samples: list[Sample], needs: Mapping[str, str]) -> Rows:
     if "reward_components" in needs:
         fields["reward_components"] = np.stack(list(components(samples).values()), axis=1)
     return fields
+
+
+def turn_rewards(samples: list[Sample], length: int) -> np.ndarray:
+    """Returns the reward of each turn on its last sampled token [N,length], 0 elsewhere; NaN where
+    the environment gave none.
+
+    What the run adds to the environment's rewards, as the overlong penalty, goes to the last turn.
+    So does the whole reward where the environment gave no turn a reward, or failed.
+    """
+    rows = np.zeros((len(samples), length), np.float32)
+    for row, sample in zip(rows, samples):
+        trajectory = sample.trajectory
+        sampled = np.flatnonzero(trajectory.mask)
+        if not len(sampled):
+            continue
+        turn = trajectory.turn[sampled]
+        is_end = np.append(turn[1:] != turn[:-1], True)
+        ends = len(trajectory.prompt) + sampled[is_end]
+        given = () if sample.is_failed else trajectory.turn_rewards
+        of_turns = np.full(trajectory.num_turns, np.nan, np.float32)
+        of_turns[: len(given)] = given
+        row[ends] = of_turns[turn[is_end]]
+        if np.isnan(given).all():
+            row[ends[-1]] = sample.reward
+        elif sample.reward != sample.score:
+            row[ends[-1]] = np.nan_to_num(row[ends[-1]]) + sample.reward - sample.score
+    return rows
 
 
 _length_metrics = jax.jit(batch_metrics.length_metrics)

@@ -147,7 +147,9 @@ UPDATE = (
            "Value set by a controller for this step.", "docs/methods.md"),
 )
 
-_PROFILE = "{dp_mean,dp_max,log_ratio_mean,log_ratio_abs_mean,token_fraction}"
+_PROFILE = (
+    "{dp_mean,dp_max,log_ratio_mean,log_ratio_abs_mean,token_fraction,fraction_clipped}"
+)
 MISMATCH = (
     compact("training/rollout_probs_diff_{mean,max,std}", "probability",
             "Δp, the difference of the sampler's and the learner's probability of a sampled token, "
@@ -193,7 +195,8 @@ MISMATCH = (
     Metric(f"mismatch/turn_<n>/{_PROFILE}", "of the measure",
            "The gap by turn, where a record has several."),
     Metric(f"mismatch/after_tool_<distance>/{_PROFILE}", "of the measure",
-           "The gap by distance from a tool's last token, 1, 2 to 3, 4 to 7, ...; none before any."),
+           "The gap by distance from a tool's last token, 1, 2 to 3, 4 to 7, ...; none before any. "
+           "fraction_clipped is the share of tokens whose weight a bound changed."),
     Metric("mismatch/{engine,staleness,trust_region,product}/log_ratio_abs_mean", "nats",
            "Mean size of π_old − μ, π_prox − π_old, π − π_prox, and of their sum.",
            "3-policy factorisation"),

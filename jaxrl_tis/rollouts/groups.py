@@ -74,8 +74,8 @@ def kept_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     drawn = [t for t in trajectories if len(t.tokens)]
     if not any(t.kept.shape[-1] for t in drawn):
         return {}
-    is_wide = np.concatenate([np.all(t.kept < 0, axis=-1) for t in drawn])
-    dropped = np.concatenate([1 - np.exp(t.logp_raw - t.logp_behav) for t in drawn])
+    is_wide = np.concatenate([np.all(t.kept[t.mask] < 0, axis=-1) for t in drawn])
+    dropped = np.concatenate([1 - np.exp(t.logp_raw - t.logp_behav)[t.mask] for t in drawn])
     return {
         "rollout/kept_overflow": is_wide.mean(),
         "rollout/kept_overflow_mass": np.where(is_wide, dropped, 0.0).mean(),

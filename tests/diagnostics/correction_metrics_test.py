@@ -1,5 +1,7 @@
 """Metrics of a batch's correction against NumPy, of the ragged rows of the update's tests."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
@@ -53,7 +55,10 @@ def test_the_learners_reward_counts_an_answer_that_is_left_out_with_weight_one()
     assert found == pytest.approx((w * data["rewards"]).sum() / w.sum(), rel=1e-5)
 
 
-profile_metrics = jax.jit(correction_metrics.profile_metrics, static_argnums=1)
+WEIGHT = ("token_mis", {"lower": 0.5, "upper": CAP})
+profile_metrics = jax.jit(
+    functools.partial(correction_metrics.profile_metrics, WEIGHT), static_argnums=1
+)
 
 
 def test_the_gap_by_place():
@@ -67,9 +72,13 @@ def test_the_gap_by_place():
         name = f"mismatch/position_{first}"
         assert metrics[f"{name}/log_ratio_mean"] == pytest.approx(z[here].mean(), rel=1e-3)
         assert metrics[f"{name}/token_fraction"] == pytest.approx(here.sum() / mask.sum())
+        is_outside = (np.exp(z) < 0.5) | (np.exp(z) > CAP)
+        assert metrics[f"{name}/fraction_clipped"] == pytest.approx(is_outside[here].mean())
     assert not any("turn" in name or "tool" in name for name in metrics)
     data["turn"] = np.where(np.arange(T) < 5, 0, 1)[None].repeat(B, axis=0).astype(np.int32)
     metrics = jax.device_get(profile_metrics(data, True))
     later = mask & (data["turn"] == 1)
     assert metrics["mismatch/turn_1/log_ratio_mean"] == pytest.approx(z[later].mean(), rel=1e-3)
     assert 0 < metrics["mismatch/after_tool_1/token_fraction"] < 1
+    share = is_outside[later].mean()
+    assert metrics["mismatch/turn_1/fraction_clipped"] == pytest.approx(share) and 0 < share < 1

@@ -75,6 +75,26 @@ def test_sequences_that_drew_tokens_follow_the_full_pages_of_their_prompt():
     assert pages.used == 0
 
 
+def test_a_sequence_takes_more_cached_pages_than_its_prompt_has_before_a_base():
+    (pages,), prefixes = books(pages=30)
+    drawn = (50, 51, 52, 53, 54, 55)
+    ended, a, b = sequence("e", 9, drawn), sequence("a", 9, (60,)), sequence("b", 9, (*drawn, 56))
+    ended.shard, ended.pages = 0, pages.allocate(4)
+    # 15 tokens: three full pages, and the key of the last is not needed for them.
+    assert prefixes.keep(ended) == dict(enumerate(ended.pages[:3])) and prefixes.keep(ended) == {}
+    pages.release(ended.pages)
+    assert (prefixes.cached(a, 0), prefixes.shared(a, 0)) == (8, 0)
+    prefixes.join(a, 0)
+    assert prefixes.shared(sequence("c", 9, (61,)), 0) == 8
+    assert (prefixes.cached(b, 0), prefixes.shared(b, 0)) == (12, 0)
+    # 16 tokens: the third page, which nobody holds, and the fourth.
+    assert prefixes.new_pages(b, 0) == 2
+    used = pages.used
+    prefixes.join(b, 0)
+    assert pages.used == used + 2 and b.pages[:3] == ended.pages[:3] and a.pages[:2] == b.pages[:2]
+    assert prefixes.find(b.key, 0).filled == 12 and prefixes.following() == [a, b]
+
+
 def test_found_pages_are_taken_where_nobody_holds_them():
     (pages,), prefixes = books()
     a, b, c = sequence("a", 9), sequence("b", 9), sequence("c", 10)

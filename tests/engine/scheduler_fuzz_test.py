@@ -1,4 +1,5 @@
-"""Random arrivals, aborts, weight updates and pauses: whatever happens, every record is exact."""
+"""Random arrivals, turns, aborts, weight updates and pauses: whatever happens, every record is
+exact."""
 
 import collections
 import dataclasses
@@ -9,11 +10,12 @@ import numpy as np
 from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import POLICIES
+from jaxrl_tis.engine.records import extended
 from jaxrl_tis.engine.scheduler import Full, Scheduler
 from jaxrl_tis.rollouts import serialize
 from tests import arithmetic
 
-RUNS, EVENTS = 10, 900
+RUNS, EVENTS = 10, 800
 PROMPTS = [(1,), (2,), (1, 2), (0, 0, 3), (4, 4, 4, 4), tuple(range(7)), tuple(range(12)),
            tuple(range(3, 20))]
 
@@ -62,9 +64,9 @@ class Run:
         self.submit(request)
         self.added += 1
 
-    def submit(self, request):
+    def submit(self, request, add=None):
         try:
-            self.scheduler.add(request)
+            (add or self.scheduler.add)(request)
         except Full:
             assert self.scheduler.pending >= 12
             return self.take(self.scheduler.step())
@@ -94,17 +96,31 @@ class Run:
         for t in trajectories:
             assert t.id not in self.done, f"{t.id} came back twice"
             self.check(t)
-            is_partial = t.stop_reason == "abort" and not len(t.evict_step)
-            if is_partial and self.rng.random() < 0.7:
+            share = 0.7 if t.stop_reason == "abort" else 0.25
+            if not len(t.evict_step) and self.rng.random() < share:
                 resumed.append(serialize.read_trajectory(serialize.trajectory_text(t)))
             else:
                 self.done[t.id] = t
             self.alive.discard(t.id)
         for t in resumed:
-            old = self.requests[t.id]
-            self.submit(dataclasses.replace(old, partial=t))
+            if t.stop_reason == "abort":
+                self.submit(dataclasses.replace(self.requests[t.id], partial=t))
+            else:
+                self.extend(t)
             if t.id not in self.alive:
                 self.done[t.id] = t
+
+    def extend(self, t):
+        """Some tokens and a turn, if there is room."""
+        old, rng, begun = self.requests[t.id], self.rng, len(t.tokens)
+        given = [rng.randrange(arithmetic.VOCAB) for _ in range(rng.choice([1, 2, 3, 7]))]
+        most = begun + len(given) + rng.randint(1, 9)
+        if len(t.prompt) + most > self.engine.max_length:
+            return
+        sampling = dataclasses.replace(old.sampling, max_tokens=most)
+        request = dataclasses.replace(old, partial=extended(t, given), sampling=sampling)
+        self.events["turns"] += 1
+        self.submit(request, lambda _: self.scheduler.extend(t, given, sampling))
 
     def check(self, t):
         request = self.requests[t.id]
@@ -112,23 +128,28 @@ class Run:
         passes = self.engine.passes[self.added_at[t.id] :]
         arithmetic.assert_first_routes(t, passes, request.partial)
         self.rerouted += t.rerouted
-        np.testing.assert_array_equal(t.logp_raw, t.logp_behav - 0.5)
+        np.testing.assert_array_equal(t.logp_raw, np.where(t.mask, t.logp_behav - 0.5, 0))
         tokens = t.tokens.tolist()
         assert len(t.logits) == len(t.mask) == len(t.version) == len(tokens)
         assert (np.diff(t.version) >= 0).all() and (np.diff(t.segment) >= 0).all()
         assert (t.kv_version <= t.version).all()
         partial = request.partial
-        if partial is not None and not len(t.evict_step) and t.stop_reason != "stop":
-            assert t.tokens[: len(partial.tokens)].tolist() == partial.tokens.tolist()
+        turn, mask = np.zeros(len(tokens), int), np.ones(len(tokens), bool)
+        if partial is not None and len(partial.tokens):
+            begun = len(partial.tokens)
+            assert t.tokens[:begun].tolist() == partial.tokens.tolist()
+            turn[:begun], mask[:begun], turn[begun:] = partial.turn, partial.mask, partial.turn[-1]
+        assert t.turn.tolist() == turn.tolist() and t.mask.tolist() == mask.tolist()
         if request.sampling.prompt_logprobs and len(tokens):
             targets, places = t.prompt[1:], np.arange(len(t.prompt) - 1)
             scores = lambda w: -np.cumsum(arithmetic.key(t.prompt[:-1], places, w)) - targets
             assert np.isnan(t.prompt_logps[0]) and len(t.prompt_logps) == len(t.prompt)
             assert any((t.prompt_logps[1:] == scores(w)).all() for w in range(self.version + 1))
-        sampling, text = request.sampling, arithmetic.text_of(tokens)
-        stops = [count for count in range(1, len(tokens) + 1)
+        sampling, start = request.sampling, max([0, *(np.flatnonzero(~t.mask) + 1)])
+        text = arithmetic.text_of(tokens[start:])
+        stops = [count for count in range(start + 1, len(tokens) + 1)
                  if tokens[count - 1] in sampling.stop_ids
-                 or any(stop in text[:count] for stop in sampling.stop_strings)]
+                 or any(stop in text[: count - start] for stop in sampling.stop_strings)]
         if t.stop_reason == "stop":
             assert stops == [len(tokens)]
         elif t.stop_reason == "length":

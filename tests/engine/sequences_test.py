@@ -1,5 +1,6 @@
 import numpy as np
 
+from jaxrl_tis.engine.pages import content_keys
 from jaxrl_tis.engine.protocol import ResultTokens
 from jaxrl_tis.engine.records import NEVER, Trajectory
 from jaxrl_tis.engine.sequences import Drawn, Sequence
@@ -40,9 +41,11 @@ def test_what_was_read_grows_with_what_is_drawn():
     s.pieces.append(Drawn(result(30), 0, 1, 9, 6, 1))
     assert s.field("tokens").tolist() == [110, 111, 20, 21, 22, 30]
     assert s.field("version").tolist() == [7, 7, 8, 8, 8, 9]
+    s.count += 1
+    assert s.keys_of_pages(2) == content_keys(s.tokens(), 2) and len(s.keys_of_pages(2)) == 4
     s.shift = 4
     s.forget()
-    assert s.tokens().tolist() == [1, 2]
+    assert s.tokens().tolist() == [1, 2] and s.keys_of_pages(2) == content_keys(s.tokens(), 2)
     s.pieces.append(Drawn(result(40), 0, 1, 9, 6, 1))
     assert s.field("tokens").tolist() == [40]
 

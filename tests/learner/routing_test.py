@@ -26,9 +26,10 @@ import pytest
 from hypothesis import strategies as st
 
 from jaxrl_tis.build import build
-from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.records import Request, Trajectory, extended
 from jaxrl_tis.learner.arriving import accumulation_blocker, update_arriving
 from jaxrl_tis.learner.batch_layout import Packer, minibatches, packed_minibatches, trajectory_rows
+from jaxrl_tis.learner.setup import without_routes
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.step import moved_bias, router_loss
 from jaxrl_tis.learner.trainer import Trainer
@@ -376,6 +377,14 @@ def test_a_sample_without_routes_stops_the_step(missing):
         score(R3 | NEVER | ONE, samples)
     with pytest.raises(ValueError, match="'keep' .*2 samples lack some: 3, 7"):
         score(EXPERTS | NEVER | ONE | dict(correction__routing="keep"), samples)
+
+
+def test_given_tokens_at_the_end_need_no_route():
+    """No token was sampled after them."""
+    t = samples_with_routes()[0].trajectory
+    given = extended(t, [3, 4])
+    cut = dataclasses.replace(given, routes=given.routes[:-1])
+    assert without_routes([t, given, cut]).tolist() == [False, False, True]
 
 
 MASK = R3 | dict(correction__routing_missing="mask", metrics__diagnostics_every=1)

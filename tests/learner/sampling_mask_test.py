@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.build import build
-from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.engine.records import Request, SamplingParams, extended
 from jaxrl_tis.learner.batch_layout import Packer, forward_fields, sequence_lengths, trajectory_rows
 from jaxrl_tis.learner.scoring import make_score, response_scores
 from jaxrl_tis.learner.state import initial_params
@@ -117,6 +117,8 @@ def test_where_a_set_was_too_wide_the_learner_scores_the_whole_vocabulary():
     assert found["rollout/kept_overflow"] == is_wide.mean()
     assert found["rollout/kept_overflow_mass"] == pytest.approx(1 - ratio.mean(), abs=1e-5)
     assert kept_metrics(sampled())["rollout/kept_overflow"] == 0
+    # Tokens that an environment gave have no support, and none was too wide.
+    assert kept_metrics([extended(t, [3, 4]) for t in trajectories]) == found
     bare = [dataclasses.replace(t, kept=np.zeros((len(t.tokens), 0), int)) for t in trajectories]
     assert kept_metrics(bare) == {}
 

@@ -225,6 +225,21 @@ MUTANTS = [
          "w_squared_bs = ratios.sequence_mean(w, mask, seg)"),
     ),
     *of(
+        "estimators/turn_credit.py",
+        ("a turn's rest is what was before it", "(turn >= k)", "(turn <= k)",
+         "test_the_reward_of_the_rest"),
+        ("a sequence without the turn is compared with",
+         "jnp.where(jnp.any(in_turn_bt, axis=1), scores_b, jnp.nan)", "scores_b",
+         "test_the_reward_of_the_turn"),
+        ("the last turn is forgotten", "jnp.where(is_valid_bt, turn, -1)) + 1",
+         "jnp.where(is_valid_bt, turn, -1))", "test_one_turn_is_the_episode"),
+    ),
+    *of(
+        "diagnostics/correction_metrics.py",
+        ("what no bound changed counts as clipped", "counts.is_bounded(", "~counts.is_bounded(",
+         "test_the_gap_by_place"),
+    ),
+    *of(
         "diagnostics/routes.py",
         ("experts of one side count",
          "(2.0 * num_chosen / num_experts)", "(num_chosen / num_experts)"),

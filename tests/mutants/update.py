@@ -1,6 +1,6 @@
 """Mutants of the way from samples to an update: correction, controllers, rows, the step."""
 
-from tests.mutants import of
+from tests.mutants import IN_ALL, of
 
 MUTANTS = [
     *of(
@@ -19,6 +19,12 @@ MUTANTS = [
          'c.rejected_in_denominator or c.mode == "bypass"', "c.rejected_in_denominator"),
         ("masks of the policy are applied before the update too",
          "c.masks if c.mode == \"bypass\" else loss.split(c.masks, c.mode)[0]", "c.masks"),
+        ("turns are credited with the episode where the update scores",
+         "rewards = _credited(c, batch)\n        return _with_returns", 'rewards = batch["rewards"]\n        return _with_returns',
+         "learner/turns_test.py::test_the_loss_of_turns_in_an_update_that_scores_its_packed_rows", IN_ALL),
+        ("a turn without a reward has reward 0",
+         "    if not is_rest:\n", "    if False:\n",
+         "learner/turns_test.py::test_weights_of_turns_and_advantages_of_their_own_rewards", IN_ALL),
         ("what updates count is counted before them, too",
          'outputs._replace(counts={}) if c.mode == "bypass" else outputs', "outputs"),
         ("rejected tokens stay in the mask",
@@ -269,6 +275,12 @@ MUTANTS = [
     ),
     *of(
         "learner/trainer.py",
+        ("a penalty of the run is lost where turns are credited",
+         "elif sample.reward != sample.score:", "elif False:",
+         "learner/turns_test.py::test_the_reward_of_a_turn_stands_on_its_last_token"),
+        ("a failed environment's rewards are credited",
+         "given = () if sample.is_failed else trajectory.turn_rewards", "given = trajectory.turn_rewards",
+         "learner/turns_test.py::test_the_reward_of_a_turn_stands_on_its_last_token"),
         ("answers without a reward are trained on",
          'are_known = ~np.isnan(rows["rewards"])', 'are_known = rows["mask"].any(axis=1)',
          "learner/aggregation_test.py::test_every_way_gives_the_gradient_and_the_losses_of_the_definition"),
@@ -320,8 +332,8 @@ MUTANTS = [
          'if missing.any() and self.correction.routing_missing == "stop":', "if False:",
          "test_a_sample_without_routes_stops_the_step"),
         ("a record may lack its last route",
-         "len(t.routes) < len(t.prompt) + len(t.tokens) - 1",
-         "len(t.routes) < len(t.prompt) + len(t.tokens) - 2",
+         "len(t.routes) < len(t.prompt) + len(t.tokens) - t.num_given - 1",
+         "len(t.routes) < len(t.prompt) + len(t.tokens) - t.num_given - 2",
          "test_a_sample_without_routes_stops_the_step"),
         ("samples without routes are in the loss",
          '"mask": rows["mask"] & ~missing[:, None],', '"mask": rows["mask"],',
