@@ -13,8 +13,11 @@
    does.
 6. `_collect` reads the tokens, stamps them with the version of the weights, and looks for the end:
    a stop id, a stop string (`StopStrings.search`) or `max_tokens`.
-7. `_finish` frees slot and pages, and `step` returns the trajectory. A sequence that goes on drops
-   its evicted pages (`BlockManager.evict`) and is back at 5.
+7. `_finish` leaves full pages in the cache (`Prefixes.keep`) and frees slot and pages, and `step`
+   returns the trajectory. A sequence that goes on drops its evicted pages (`BlockManager.evict`)
+   and is back at 5.
+8. `extend` adds the request again, with the trajectory and the tokens of an environment. It is back
+   at 1, and 2 finds the pages that have not been taken.
 
 When a shard has no page left, its youngest sequence loses its pages and goes back to 2. It keeps
 its tokens. The oldest sequence never loses its pages, and all pages of a shard hold the longest
@@ -22,8 +25,7 @@ sequence, so every request ends.
 
 With `async_scheduling`, `step` reads the tokens of the call before its own, so the engine samples
 while the host works. A sequence that ends by a stop wastes one row of the next call. A sequence
-that must end by its length frees its slot before its last tokens are read
-(`BlockManager.free_ending`). An abort, a pause, a preemption and a lack of pages depend on every
+that must end by its length frees its slot before its last tokens are read (`_free_ending`). An abort, a pause, a preemption and a lack of pages depend on every
 token, so each reads the call first.
 """
 
@@ -275,13 +277,18 @@ class Scheduler:
         """Gives waiting sequences slots and pages. Those that kept their pages decode at once."""
         if self._preempt_after and any(self._waiting):
             self._collect()
+        self._free_ending()
+        parked = self._blocks.admit()
+        # The last token's key is not in its pages yet: decode writes it.
+        self._insert({s: s.insertion(s.length - 1) for s in parked})
+
+    def _free_ending(self) -> None:
+        """Frees slots and pages of the sequences that must end in a call that has not been read.
+        Their tokens cannot change that."""
         for sequence in self._call.rows if self._call else ():
             if sequence.is_running and sequence.in_flight == sequence.remaining:
                 self._keep_pages(sequence)
                 self._blocks.free_ending(sequence)
-        parked = self._blocks.admit()
-        # The last token's key is not in its pages yet: decode writes it.
-        self._insert({s: s.insertion(s.length - 1) for s in parked})
 
     def _prefill(self) -> None:
         """Prefills in at most `prefill_calls` calls, or until a sequence decodes, and inserts the

@@ -18,7 +18,7 @@ class Stats:
       drafted, accepted: tokens of drafts.
       prefilled: prompt tokens that were computed.
       shared: prompt tokens whose pages another sample of the group computes.
-      cached: prompt tokens that were cache hits on the pages of an earlier prompt.
+      cached: tokens of prompts and earlier turns that were cache hits.
       preempted: sequences that lost their pages to older ones.
       evicted: pages that `retention` dropped.
       engine_seconds: seconds in the engine or waiting for it.
