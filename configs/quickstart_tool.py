@@ -13,7 +13,7 @@ from configs import default
 def get_config(variant: str = "tis"):
     c = default.get_config()
     c.name = f"quickstart-tool-{variant}"
-    c.steps = 100
+    c.steps = 60
     c.task.tokenizer = "char"
     c.task.params = {"size": 4096, "digits": 2, "terms": 2, "ops": "+*"}
     c.task.environment = "jaxrl_tis.environments.calculator:Calculator"
@@ -30,9 +30,9 @@ def get_config(variant: str = "tis"):
     c.correction.objective = "ppo(clip_high=0.28)"
     c.optimizer.lr = 2.5e-4
     c.train.microbatch_rows = 128
-    c.eval.every = 25
+    c.eval.every = 20
     c.eval.prompts = 256
-    c.checkpoint.every = 50
+    c.checkpoint.every = 20
     if variant == "turn":
         c.correction.weight = "turn_tis(cap=2.0)"
     elif variant == "off":

@@ -96,6 +96,11 @@ class Sampling:
             fingerprint.check(served, sent)
         return [first, *others]
 
+    @functools.cached_property
+    def suffixes(self) -> Suffixes:
+        """The token ids between two turns. ValueError if the chat template cannot be extended."""
+        return Suffixes(self.tokenizer, self.config.task.chat)
+
     def prompter(self) -> Prompter:
         """Makes the prompts of records. Close it after use."""
         opening = Openings(self._pool, self.config.seed) if self.config.task.environment else None
@@ -110,7 +115,7 @@ class Sampling:
         if not task.environment:
             return scheduler
         return EpisodeScheduler(
-            scheduler, self._pool, Suffixes(self.tokenizer, task.chat), self.tokenizer.decode,
+            scheduler, self._pool, self.suffixes, self.tokenizer.decode,
             max_turns=task.max_turns, max_length=max_length(self.config),
             waits=self.config.rollout.driver == "virtual",
         )

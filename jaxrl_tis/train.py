@@ -64,7 +64,7 @@ def check_rewards(
     problem = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
     if is_first:
         raise ValueError(
-            f"{problem}. Fix the function that reward.name names; WORKDIR/{failures.FILE_NAME} has "
+            f"{problem}. Fix the function that reward.name names, or the environment; WORKDIR/{failures.FILE_NAME} has "
             "the errors by kind, with the last texts of each"
         )
     processes.report(problem, sys.stderr)
@@ -383,6 +383,11 @@ def opened(
         setup = build(config)
         for doubt in validate.doubts(config, setup.training.correction):
             processes.report(f"warning: {doubt}", sys.stderr)
+        if config.task.environment and (changed := setup.suffixes.rewrites):
+            processes.report(
+                f"warning: the chat template changes earlier turns ({', '.join(changed)}); the ids of "
+                "an episode stay as they were sampled", sys.stderr,
+            )
         if setup.training.recompute_reason:
             processes.report(f"score and update are two programs: {setup.training.recompute_reason}")
         mirror = storage.Mirror(workdir)

@@ -1,5 +1,6 @@
 """Held-out reward and accuracy with a sampler that answers by rule."""
 
+import dataclasses
 import itertools
 import json
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import evaluate, export
+from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
 from jaxrl_tis.record import intervals
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -28,6 +30,23 @@ class Answers(FakeScheduler):
         text = str(int(a) + int(b)) if is_right else "-"
         tokens = np.array([*TOKENIZER.encode(text), 2], np.int32)
         return type(fake)(**(vars(fake) | {"tokens": tokens}))
+
+
+class Episodes(FakeScheduler):
+    """Right with a reward of 1 in the second turn when greedy; others fail on every second prompt."""
+
+    def _trajectory(self, request):
+        is_greedy, is_odd = request.sampling.temperature == 0, int(request.id.split("/")[-1]) % 2
+        outcome = "done" if is_greedy or is_odd else "failed"
+        rewards = np.array([NAN, float(is_greedy)], np.float32)
+        return dataclasses.replace(
+            super()._trajectory(request), outcome=outcome, turn_rewards=rewards
+        )
+
+
+class Failing(FakeRewards):
+    def failed(self, fault, error):
+        return Scored(NAN, {}, is_failed=True)
 
 
 class Progress:
@@ -62,6 +81,20 @@ def test_accuracies():
     assert {r.sampling.top_k for r in scheduler.requests} == {0}
     assert [r.prompt.tolist() for r in greedy] == [r.prompt.tolist() for r in sampled]
     assert len({r.hash for r in scheduler.requests}) == 16
+
+
+def test_the_environment_rewards_episodes():
+    held_out, _ = evaluator(**tiny.EPISODES)
+    scheduler = Episodes()
+    values = held_out.run(scheduler, Failing(None), 7, Progress())
+    assert values == {
+        "eval/greedy_accuracy": 1.0, "eval/sampled_accuracy": 0.0, "eval/n": 8,
+        "eval/greedy_reward": 1.0, "eval/sampled_reward": 0.0, "eval/failed_rewards": 4,
+    }
+    prompts = [r.example["prompt"] for r in scheduler.requests]
+    assert prompts == [TOKENIZER.decode(r.prompt) for r in scheduler.requests]
+    greedy, sampled = held_out.scores(Episodes(), Failing(None), 2, Progress())
+    assert greedy.tolist() == [1.0] * 8 and np.isnan(sampled).sum() == 8
 
 
 def test_partial_credit_is_not_accuracy():

@@ -57,6 +57,7 @@ RUNS = {
         "rollout__schedule": "areal(staleness=1)", "rollout__gap_probe_every": 1,
         "rollout__replay": "uniform(uses=2)",
     },
+    "episodes": tiny.EPISODES,
     "threads": {"rollout__schedule": "one_step", "rollout__driver": "threads"},
     "ray": {
         "rollout__schedule": "one_step", "rollout__driver": "ray", "rollout__cpus_per_worker": 0.01,

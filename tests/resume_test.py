@@ -157,6 +157,18 @@ def test_with_a_critic_a_reference_and_controllers(tmp_path):
 
 
 @pytest.mark.all
+def test_with_episodes_of_an_environment(tmp_path):
+    with cut_at(2, signal.SIGINT):
+        tiny.run(tmp_path, **tiny.EPISODES)
+    with cut_at(4, Cut):
+        tiny.run(tmp_path, **tiny.EPISODES)
+    tiny.run(tmp_path, **tiny.EPISODES)
+    assert_same_run(tmp_path, **tiny.EPISODES)
+    records = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
+    assert all(r["num_turns/max"] > 1 and r["episodes/done"] > 0 for r in records)
+
+
+@pytest.mark.all
 def test_controllers_act_on_every_step():
     records = [r for r in tiny.lines(tiny.finished(**CRITIC)) if r["phase"] == "train"]
     column = lambda name: [r[name] for r in records]

@@ -186,6 +186,7 @@ class Trajectory:
       rerouted: [2] int32: how often later passes over tokens chose experts for them again in some
         layer, and how often they chose another set. Empty unless routes are recorded.
       outcome: how the episode ended, one of OUTCOMES. "": no environment, or the episode goes on.
+        The stop reason of "done" is "stop", that of "max_turns" and "overlong" "length".
       turn_rewards: [turns] float32, the environment's reward of each turn, NaN where it gave none.
         Empty without an environment.
       metrics: of the environment, by name.

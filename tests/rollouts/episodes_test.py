@@ -36,10 +36,10 @@ class Fault(Exception):
 def play(call: Call) -> Step:
     """Answers with the end of the answer; ends after the number of turns that the record says."""
     record, answers = call.record, call.answers
-    if not answers:
-        return Step(record["prompt"])
     if record.get("fault") == len(answers):
         raise Fault
+    if not answers:
+        return Step(record["prompt"])
     reward = None if len(answers) % 2 else len(answers) + call.seed % 7 / 8
     observation = "ab" + answers[-1][-2:] + record.get("long", "")
     return Step(observation, reward, len(answers) >= record["turns"], {"turns": float(len(answers))})
@@ -380,6 +380,17 @@ def test_prompts_are_first_observations_with_a_seed_per_example():
     assert environment_seed(3, records[0]) != environment_seed(4, records[0])
     prompter.close()
     assert pool.is_closed and not opening([])
+
+
+def test_an_environment_without_a_prompt():
+    """A record is bad where its environment fails, and a run is refused where the first one hangs."""
+    records = [{"id": f"x{i}", "prompt": "ab", "fault": i} for i in (1, 0, 1)]
+    pool = FakePool()
+    found = Openings(lambda: pool, 0)(records)
+    assert found[::2] == ["ab", "ab"] and "no prompt: Fault: of the test" in f"{found[1]}"
+    assert sorted(pool.forgotten) == ["0", "0", "1"]
+    with pytest.raises(ValueError, match="the environment has no prompt"):
+        Openings(lambda: FakePool(kind="timeouts"), 0)(records[1:])
 
 
 # Rewards
