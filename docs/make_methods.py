@@ -119,6 +119,8 @@ turns of the same number. A turn that one sample of a group reached alone has ad
 A turn without a reward counts as 0 in `rest`. In `turn` its reward is unknown, and its advantage is 0. Penalties of
 the run, such as the overlong penalty, belong to the last turn.
 
+`rollout.dynamic_sampling` compares the rewards of whole episodes with any credit.
+
 Tokens of tools are in no loss. The methods whose unit is a turn are {of_turns}.
 `tir_otb` counts positions in sampled tokens alone.
 
