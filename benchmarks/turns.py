@@ -12,13 +12,14 @@ episodes: seconds of `--episodes` episodes in 16 slots. An episode has a prompt 
 extend: milliseconds from `extend` by 16 tokens to the end of the step that samples the first ones,
   by the length of the record, with its pages in the cache and without. "decode" is a step without
   an extension.
-host: milliseconds that a sequence takes to leave its pages in the cache when it ends, with 1 token
-  sampled in each call, and to write its record.
+host: milliseconds that a sequence takes to leave its pages of 16 positions in the cache when it ends,
+  with 1 token sampled in each call, and then to write its record.
 """
 
 import argparse
 import statistics
 import time
+from typing import Any
 
 import numpy as np
 
@@ -66,7 +67,7 @@ def long_sequences(scheduler: Scheduler, count: int, turns: int) -> float:
     return time.perf_counter() - start
 
 
-def extensions(scheduler: Scheduler, length: int, rounds: int) -> dict[str, float]:
+def extensions(scheduler: Scheduler, params: Any, length: int, rounds: int) -> dict[str, float]:
     """Returns the median milliseconds of an extension of a record with and without its pages, and
     of a decode step."""
     rng, times = np.random.default_rng(0), {"cached": [], "fresh": [], "decode": []}
@@ -77,7 +78,7 @@ def extensions(scheduler: Scheduler, length: int, rounds: int) -> dict[str, floa
             ended = scheduler.step()
         for kind in ("cached", "fresh"):
             if kind == "fresh":
-                scheduler.set_params(scheduler._runner.params, i)  # empties the cache
+                scheduler.set_params(params, i)  # empties the cache
             (record,) = ended
             start = time.perf_counter()
             scheduler.extend(record, prompt[:GIVEN], SamplingParams(max_tokens=8 + GIVEN + 17))
@@ -94,6 +95,7 @@ def extensions(scheduler: Scheduler, length: int, rounds: int) -> dict[str, floa
 def host_times(length: int, rounds: int) -> dict[str, float]:
     """Returns the median milliseconds to keep the pages of a sequence and to write its record."""
     sizes = host.Engine()
+    sizes.page_size, sizes.num_pages = 16, host.LENGTH // 16 + 2
     column = lambda dtype: np.zeros((1, host.SLOTS), dtype)
     wide = np.zeros((1, host.SLOTS, 0), np.float32)
     result = host.ResultTokens(
@@ -143,7 +145,7 @@ def main() -> None:
     print("\nrecord  extend ms, cached  fresh prefill ms  decode ms")
     scheduler = Scheduler(engine, params)
     for length in (128, 512, 1024):
-        found = extensions(scheduler, length, args.rounds)
+        found = extensions(scheduler, params, length, args.rounds)
         print(f"{length:6} {found['cached']:18.1f} {found['fresh']:17.1f} {found['decode']:10.1f}")
     print("\ntokens  keep ms  record ms")
     for length in (512, 1024, 4096):

@@ -355,9 +355,9 @@ def test_a_dialogue_in_a_new_prompt_finds_the_pages_of_its_turns(is_rebuilt):
     sampler = Engine(max_length=60, prefill_chunk=40, route_shape=(2, 3))
     scheduler = started(sampler, [SIX])
     (t,) = step_until(scheduler, {"r"}).values()
-    extend(scheduler, t, [5] * 3, 5)
+    extend(scheduler, t, [5] * 5, 5)
     scheduler.step()
-    if is_rebuilt:  # with 16 tokens, two of them in the last page
+    if is_rebuilt:  # with 18 tokens, two of them in the last page
         scheduler.pause("retract")
         scheduler.set_params(1, 1)
     (t,) = step_until(scheduler, {"r"}).values()
@@ -365,11 +365,11 @@ def test_a_dialogue_in_a_new_prompt_finds_the_pages_of_its_turns(is_rebuilt):
     chat = request("chat", [*t.prompt, *t.tokens, 1, 2], max_tokens=2)
     scheduler.add(chat)
     (told,) = step_until(scheduler, {"chat"}).values()
-    assert sampler.prefilled[-1][0][0] == 16  # of 19 + 2 tokens
+    assert sampler.prefilled[-1][0][0] == 20  # of 21 + 2 tokens
     arithmetic.assert_first_routes(told, sampler.passes[first:])
     arithmetic.assert_replays(told, chat)
     if not is_rebuilt:
-        np.testing.assert_array_equal(told.routes[:18], t.routes)
+        np.testing.assert_array_equal(told.routes[:20], t.routes)
 
 
 def test_a_prompt_that_is_half_filled_leaves_no_pages():
