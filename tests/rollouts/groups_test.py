@@ -52,7 +52,7 @@ def test_the_mass_that_sets_too_wide_to_record_have_dropped():
     drawn = dataclasses.replace(
         FakeScheduler()._trajectory(request), tokens=np.array([3, 4], np.int32),
         kept=np.array([[3, -1], [-1, -1]], np.int32),
-        logp_raw=np.log([0.9, 0.6]), logp_behav=np.zeros(2),
+        logp_raw=np.log([0.9, 0.6]), logp_behav=np.zeros(2), mask=np.ones(2, bool),
     )
     found = kept_metrics([drawn])
     assert found == {"rollout/kept_overflow": 0.5,
