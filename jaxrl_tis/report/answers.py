@@ -1,4 +1,7 @@
-"""Writes the last section of the page: sampled answers, each token coloured by |Δp|."""
+"""Writes the last section of the page: sampled answers, each token coloured by |Δp|.
+
+Tokens that an environment gave between two turns are grey.
+"""
 
 import html
 import math
@@ -11,7 +14,7 @@ EMPTY = "\N{WHITE SQUARE}"  # for a token without text, such as the end
 CSS = """
 .answer { padding: 10px 14px; margin: 10px 0; } .answer p { margin: 4px 0; white-space: pre-wrap;
           overflow-wrap: anywhere; font: 13px/1.6 ui-monospace, monospace; }
-.answer span { border-radius: 3px; }
+.answer span { border-radius: 3px; } .answer .given { color: #888888; }
 """
 
 
@@ -35,10 +38,11 @@ def answer(line: dict[str, Any]) -> str:
     right = line["answer"]
     expected = "" if right is None else f", expected {html.escape(right)}"
     reward = "unknown" if line["reward"] is None else f'{line["reward"]:g}'
+    ended = f', {line["outcome"]}, turns {len(line["turn_rewards"])}' if "outcome" in line else ""
     return (
         f'<div class="card answer"><p><small>prompt</small> {html.escape(line["prompt"])}</p>'
         f"<p><small>answer</small> {tokens}{more}</p>"
-        f'<p><small>reward {reward}{expected}</small></p></div>'
+        f'<p><small>reward {reward}{expected}{ended}</small></p></div>'
     )
 
 
@@ -48,6 +52,9 @@ def _token(line: dict[str, Any], i: int) -> str:
         for name in ("logp_behav", "logp_old", "weight", "version")
     )
     facts = [repr(line["tokens"][i])]
+    if "turn" in line and behav is None and old is None:
+        title = html.escape(f"{facts[0]}, given before turn {line['turn'][i] + 1}", quote=True)
+        return f'<span class="given" title="{title}">{html.escape(line["tokens"][i]) or EMPTY}</span>'
     facts += [] if behav is None else [f"sampler's probability {math.exp(behav):.4f}"]
     facts += [] if old is None else [f"learner's probability {math.exp(old):.4f}"]
     facts += [] if weight is None else [f"weight {weight:.4f}"]

@@ -65,3 +65,17 @@ def test_the_colour_is_linear_and_bounded(gap, alpha):
 def test_an_answer_is_expected_only_where_the_data_has_one():
     assert "reward 0.5, expected 2&amp;</small>" in answers.answer(LINE)
     assert "reward 0.5</small>" in answers.answer(LINE | {"answer": None})
+
+
+def test_tokens_of_an_environment_are_grey_and_name_their_turn():
+    """An episode of two turns: "3=" is sampled, "9 " is given, "9" is sampled."""
+    line = LINE | {
+        "tokens": ["3=", "9 ", "9"], "turn": [0, 1, 1], "outcome": "done", "turn_rewards": [None, 1.0],
+        "logp_behav": [-0.5, None, -0.1], "logp_old": [-0.5, None, -0.1],
+        "weight": [1.0, None, 1.0], "version": [0, None, 0],
+    }
+    for kept in (line, line | {"logp_behav": None, "weight": None, "version": None}):  # evaluation
+        first, given, last = Spans(answers.answer(kept)).spans
+        assert given == {"class": "given", "title": "'9 ', given before turn 2"}
+        assert "class" not in first and "class" not in last
+        assert "reward 0.5, expected 2&amp;, done, turns 2</small>" in answers.answer(kept)
