@@ -301,7 +301,7 @@ def _check_prompt(prompt: list[int], which: str, vocab_size: int, limits: Limits
     if not 1 <= len(prompt) < limits.context_tokens:
         raise ValueError(
             f"{which}{len(prompt)} prompt tokens; give 1 to {limits.context_tokens - 1}, one less "
-            "than max_model_len (config.task.max_prompt_tokens + config.rollout.max_new_tokens)"
+            "than max_model_len; docs/server.md names the fields of the config that raise it"
         )
     if not all(0 <= token < vocab_size for token in prompt):
         raise ValueError(
