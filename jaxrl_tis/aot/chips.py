@@ -88,6 +88,7 @@ CUBE_SHAPES = {
 TOPOLOGIES = {
     "quickstart": "v5e:2x2",
     "quickstart_moe": "v5e:2x2",
+    "quickstart_tool": "v5e:2x2",
     "smollm2_135m": "v5e:2x2",
     "gsm8k_qwen25_0p5b": "v5e:2x4",
     "dapo_qwen25_32b": "v5p:4x4x4",

@@ -154,16 +154,17 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def by_tiles(
-    f: Callable, x_mi: jax.Array, w: Any, sizes_e: jax.Array, tiles: tuple[int, ...]
+    f: Callable, x_mi: Any, w: Any, sizes_e: jax.Array, tiles: tuple[int, ...]
 ) -> jax.Array:
     """Returns f(x [R,i], w of a group) -> [R,o] for the rows of every group, joined to [M,o].
 
     Args:
       f: a function of each row by itself.
+      x_mi: array [M,...] or tree of such arrays.
       w: array [E,...] or tree of such arrays; f gets it without the first axis.
       tiles: falling numbers of rows R, such as `tile_sizes`.
     """
-    num_rows = x_mi.shape[0]
+    num_rows = jax.tree.leaves(x_mi)[0].shape[0]
     tiles = tuple(min(size, num_rows) for size in tiles)
     types = jax.tree.map(lambda x: x.dtype, (x_mi, w))
     part = lambda *arrays: f(*jax.tree.map(jax.lax.bitcast_convert_type, arrays, types))
@@ -174,7 +175,7 @@ def by_tiles(
             return jax.tree.map(at, w)
 
         def step(tile, w, y_mo):
-            y_ro = _bits(part(tile.take(x_mi), w))
+            y_ro = _bits(part(jax.tree.map(tile.take, x_mi), w))
             y_ro = jnp.where(tile.is_own_r1, y_ro, tile.take(y_mo))
             return jax.lax.dynamic_update_slice_in_dim(y_mo, y_ro, tile.first, axis=0)
 

@@ -113,7 +113,8 @@ def _product(x_mi, w, sizes_e, cut=None):
         sizes = tile_sizes(len(x_mi), len(sizes_e))
         if x_scale_m1 is None:
             return by_tiles(quant.dot, x_mi, w, sizes_e, sizes)
-        return (by_tiles(quant.dot_of_codes, x_mi, w, sizes_e, sizes) * x_scale_m1).astype(dtype)
+        dot = lambda x, w: quant.dot_of_codes(*x, w).astype(dtype)
+        return by_tiles(dot, (x_mi, x_scale_m1), w, sizes_e, sizes)
 
     return jax.lax.platform_dependent(
         x_mi, x_scale_m1, bare, sizes_e, tpu=kernel, default=loop

@@ -167,27 +167,24 @@ def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Ar
     bare = w.w if isinstance(w, Transposed) else w
     if not isinstance(bare, QuantArray):
         return _product(x, w, jnp.float32).astype(x.dtype)
-    scale, scheme = _scale(bare, x.ndim), SCHEMES[bare.scheme]
+    scheme = SCHEMES[bare.scheme]
     if not scheme.has_activations:
-        return (_product(x, w, jnp.float32) * scale).astype(x.dtype)
-    x_q, x_scale = quantize(x, -1, scheme.dtype)
-    y = _product(x_q, w, _accumulator(x_q)).astype(jnp.float32)
-    return (y * x_scale * scale).astype(x.dtype)
+        return (_product(x, w, jnp.float32) * _scale(bare, x.ndim)).astype(x.dtype)
+    return dot_of_codes(*quantize(x, -1, scheme.dtype), w).astype(x.dtype)
 
 
-def dot_of_codes(x_q: jax.Array, w: QuantArray | Transposed) -> jax.Array:
-    """Returns the product of 8-bit rows x [..., i] with w, times the scales of w's columns, in
+def dot_of_codes(
+    x_q: jax.Array, x_scale: jax.Array, w: QuantArray | Transposed
+) -> jax.Array:
+    """Returns `dot` of the rows that `quantize` made these 8-bit values and scales of, in
     float32."""
     scale = _scale(w.w if isinstance(w, Transposed) else w, x_q.ndim)
-    return _product(x_q, w, _accumulator(x_q)).astype(jnp.float32) * scale
+    y = _product(x_q, w, jnp.int32 if x_q.dtype == jnp.int8 else jnp.float32)
+    return y.astype(jnp.float32) * x_scale * scale
 
 
 def _scale(w: QuantArray, ndim: int) -> jax.Array:
     return w.scale.reshape((1,) * (ndim - 1) + (-1,))
-
-
-def _accumulator(x_q: jax.Array) -> type:
-    return jnp.int32 if x_q.dtype == jnp.int8 else jnp.float32
 
 
 def _product(x: jax.Array, w: jax.Array | QuantArray | Transposed, accumulator: type) -> jax.Array:

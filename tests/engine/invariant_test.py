@@ -288,7 +288,7 @@ EIGHT_BITS = pytest.param("bfloat16", "w8a8", (1, 1, 1, 1, 2), marks=pytest.mark
 @pytest.mark.parametrize("dtype, scheme, mesh", [
     pytest.param("float32", "none", (1, 1, 2, 1, 2), marks=pytest.mark.all),
     pytest.param("float32", "none", (1, 1, 2), marks=pytest.mark.all),
-    ("float32", "none", (1, 1, 1, 1, 2)),
+    pytest.param("float32", "none", (1, 1, 1, 1, 2), marks=pytest.mark.all),
     pytest.param("bfloat16", "none", (1, 1, 2, 1, 2), marks=pytest.mark.all),
     EIGHT_BITS,
 ])
