@@ -81,7 +81,7 @@ MUTANTS = [
         ("exceptions are quantised",
          "name in QUANTIZED and name not in self.unquantized", "name in QUANTIZED"),
         ("products of activations lack their scale",
-         "(y * x_scale * scale).astype(x.dtype)", "(y * scale).astype(x.dtype)"),
+         "y.astype(jnp.float32) * x_scale * scale", "y.astype(jnp.float32) * scale"),
     ),
     *of(
         "models/quant.py",
