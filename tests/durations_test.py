@@ -94,14 +94,14 @@ def test_the_record_is_of_tests_that_are_there():
 
 def test_what_is_slow_or_gone_is_found(tmp_path):
     record = {
-        "files": {"a_test.py": 31.0, "b_test.py": 20.5, "c_test.py": 1.0},
+        "files": {"a_test.py": 31.0, "b_test.py": 30.5, "c_test.py": 1.0},
         "tests": {
             "a_test.py::f[1]": [9.0, 1.0], "a_test.py::g": [15.0, 1.0], "b_test.py::f": [1.0, 9.0],
         },
     }
     chosen = {"a_test.py::f[1]", "a_test.py::h", "b_test.py::f"}
-    assert in_files(record, chosen) == {"a_test.py": 16.0, "b_test.py": 20.5}
-    assert too_slow(record, chosen) == {"a_test.py::f[1]": 9.0, "b_test.py": 20.5}
+    assert in_files(record, chosen) == {"a_test.py": 16.0, "b_test.py": 30.5}
+    assert too_slow(record, chosen) == {"a_test.py::f[1]": 9.0, "b_test.py": 30.5}
     (tmp_path / "a_test.py").write_text("def f(): pass\n")
     (tmp_path / "b_test.py").write_text("def f(): pass\n")
     assert gone(record, tmp_path) == ["c_test.py", "a_test.py::g"]
