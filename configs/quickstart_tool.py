@@ -7,36 +7,26 @@ then teaches when to call, and to copy the reply. `--compare` adds two variants:
 TIS) and `:off` (no correction).
 """
 
-from configs import default
+from configs import quickstart
 
 
 def get_config(variant: str = "tis"):
-    c = default.get_config()
+    if variant not in ("tis", "turn", "off"):
+        raise ValueError(f"variant {variant!r} is none of tis, turn, off")
+    c = quickstart.get_config("off" if variant == "off" else "tis")
     c.name = f"quickstart-tool-{variant}"
     c.steps = 60
-    c.task.tokenizer = "char"
     c.task.params = {"size": 4096, "digits": 2, "terms": 2, "ops": "+*"}
     c.task.environment = "jaxrl_tis.environments.calculator:Calculator"
     c.task.environment_workers = 1
     c.task.max_turns = 2
-    c.task.max_prompt_tokens = 8
     c.task.max_context_tokens = 32
-    c.warmup.steps = 200
     c.warmup.params = {"split": "warmup", "calls": 0.5}
     c.rollout.prompts = 32
     c.rollout.max_new_tokens = 8
-    c.engine.slots = 256
     c.engine.steps_per_call = 4
-    c.correction.objective = "ppo(clip_high=0.28)"
-    c.optimizer.lr = 2.5e-4
-    c.train.microbatch_rows = 128
-    c.eval.every = 20
+    c.eval.every = c.checkpoint.every = 20
     c.eval.prompts = 256
-    c.checkpoint.every = 20
     if variant == "turn":
         c.correction.weight = "turn_tis(cap=2.0)"
-    elif variant == "off":
-        c.correction.weight = "none"
-    elif variant != "tis":
-        raise ValueError(f"variant {variant!r} is none of tis, turn, off")
     return c

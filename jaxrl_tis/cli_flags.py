@@ -27,7 +27,8 @@ from jaxrl_tis.data import tasks
 from jaxrl_tis.runtime import cli
 
 OF_TASK = ("task.params", "warmup.params", "eval.params")  # arguments of a task
-FREE = (*OF_TASK, "task.template_kwargs", "task.environment_params", "reward.weights")  # groups whose names are free
+# Groups whose names are free.
+FREE = (*OF_TASK, "task.template_kwargs", "task.environment_params", "reward.weights")
 PACKAGE = __name__.partition(".")[0]
 HELP = ("--help", "-help", "--helpshort", "-h", "-?")
 

@@ -64,8 +64,8 @@ def check_rewards(
     problem = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
     if is_first:
         raise ValueError(
-            f"{problem}. Fix the function that reward.name names, or the environment; WORKDIR/{failures.FILE_NAME} has "
-            "the errors by kind, with the last texts of each"
+            f"{problem}. Fix the function that reward.name names, or the environment; "
+            f"WORKDIR/{failures.FILE_NAME} has the errors by kind, with the last texts of each"
         )
     processes.report(problem, sys.stderr)
 

@@ -78,7 +78,8 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
-    "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length", "rollout.top_k",
+    "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length",
+    "rollout.top_k",
     "rollout.sampling_mask_size", "rollout.overlong_buffer", "rollout.snapshots",
     "rollout.ewma_centre", "correction.kl_coeff", "correction.scale", "optimizer.lr", "critic.lr",
     "optimizer.warmup", "optimizer.weight_decay", "critic.warmup", "critic.weight_decay",

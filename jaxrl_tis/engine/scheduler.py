@@ -25,8 +25,9 @@ sequence, so every request ends.
 
 With `async_scheduling`, `step` reads the tokens of the call before its own, so the engine samples
 while the host works. A sequence that ends by a stop wastes one row of the next call. A sequence
-that must end by its length frees its slot before its last tokens are read (`_free_ending`). An abort, a pause, a preemption and a lack of pages depend on every
-token, so each reads the call first.
+that must end by its length frees its slot before its last tokens are read (`_free_ending`). An
+abort, a pause, a preemption and a lack of pages depend on every token, so each reads the call
+first.
 """
 
 import dataclasses

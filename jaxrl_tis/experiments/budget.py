@@ -22,12 +22,8 @@ from jaxrl_tis.build import build
 from jaxrl_tis.engine import injection
 from jaxrl_tis.experiments import figures
 from jaxrl_tis.gate import ladder, report
-from jaxrl_tis.learner.state import initial_params
-from jaxrl_tis.learner.warmup import examples, warm_up
 from jaxrl_tis.models import quant
-from jaxrl_tis.record.metrics import NoRecord
 from jaxrl_tis.report.plots import COLORS
-from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.runtime import cli
 
 CONFIG = "configs/fig_base.py"
@@ -50,11 +46,7 @@ def gaps(seed: int) -> Gaps:
     config = cli_flags.parsed([f"--config={CONFIG}", f"--config.seed={seed}"])
     setup = build(config)
     training = setup.training
-    prompter = Prompter(setup.tokenizer, setup.config.task)
-    params = warm_up(
-        training, initial_params(training), NoRecord(), lambda: None, prompter,
-        examples(training, prompter),
-    )
+    params = figures.taught(setup)
     rows = training.rows(report.sample(setup, params, config.rollout.prompts))
     micro, flat = training.micro_batches(rows)
     plain = ladder.learner_settings(setup)

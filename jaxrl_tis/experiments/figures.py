@@ -5,6 +5,7 @@
 Each figure's module has `table`, which returns Markdown of the runs, and `draw`, which fills a page.
 """
 
+import contextlib
 import pathlib
 import sys
 from collections.abc import Callable, Sequence
@@ -15,9 +16,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from jaxrl_tis.build import Setup
 from jaxrl_tis.experiments import records
 from jaxrl_tis.experiments.records import Run
+from jaxrl_tis.learner.state import initial_params
+from jaxrl_tis.learner.warmup import examples, warm_up
+from jaxrl_tis.models.transformer import Params
 from jaxrl_tis.record import intervals
+from jaxrl_tis.record.metrics import NoRecord
 from jaxrl_tis.report.plots import STYLE
 from jaxrl_tis.runtime import cli
 
@@ -31,6 +37,16 @@ Draw = Callable[[Figure, Any], None]
 Pictures = dict[str, tuple[Draw, tuple[float, float]]]  # name of a file -> drawing function, size in inches
 # Label, measure, arm, and the arm to compare with
 Comparison = tuple[str, Measure, str, str]
+
+
+def taught(setup: Setup) -> Params:
+    """Returns the parameters of a run after its supervised steps."""
+    training = setup.training
+    with contextlib.closing(setup.prompter()) as prompter:
+        return warm_up(
+            training, initial_params(training), NoRecord(), lambda: None, prompter,
+            examples(training, prompter),
+        )
 
 
 def parts(arm: str) -> tuple[str, float]:

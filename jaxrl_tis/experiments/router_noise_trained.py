@@ -14,7 +14,7 @@ Examples:
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,11 +29,7 @@ from jaxrl_tis.experiments import figures, router_noise
 from jaxrl_tis.gate import report
 from jaxrl_tis.learner import scoring
 from jaxrl_tis.learner.batch_layout import Rows
-from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.learner.trainer import own_routes, route_metrics
-from jaxrl_tis.learner.warmup import examples, warm_up
-from jaxrl_tis.record.metrics import NoRecord
-from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.runtime import cli
 
 ACTIVE = (1, 2, 4)  # K
@@ -52,15 +48,6 @@ def setup_of(active: int, seed: int, delta: float = 0.0, noise_seed: int = 0) ->
     if delta:
         c.engine.injected = f"router(scale={delta}, seed={noise_seed})"
     return build(c.lock())
-
-
-def taught(setup: Setup) -> Any:
-    """Returns the parameters after the supervised steps."""
-    prompter = Prompter(setup.tokenizer, setup.config.task)
-    return warm_up(
-        setup.training, initial_params(setup.training), NoRecord(), lambda: None, prompter,
-        examples(setup.training, prompter),
-    )
 
 
 def rewarded(setup: Setup, trajectory: Trajectory) -> float:
@@ -84,15 +71,12 @@ def coefficients(ratio_nt: np.ndarray, advantage_n: np.ndarray) -> dict[str, np.
     return {"true": scaled(whole_n1 * np.ones_like(ratio_nt))} | differences
 
 
-def gradient(setup: Setup, params: Any, rows: Rows, factor_nt: np.ndarray) -> Any:
-    """Returns the mean over sequences of sum_t factor_t grad log pi_t."""
-    learner = setup.training.learner
-    count, size = len(factor_nt), setup.config.train.microbatch_rows
-    micro, _ = setup.training.micro_batches(rows)
-    factor_mrt = jnp.asarray(factor_nt, jnp.float32).reshape(-1, size, factor_nt.shape[1])
+def make_gradient(setup: Setup) -> Callable[[Any, Rows, np.ndarray], Any]:
+    """Makes (params, rows, factors [N,T]) -> the mean over sequences of sum_t factor_t grad log pi_t."""
+    learner, size = setup.training.learner, setup.config.train.microbatch_rows
 
     def objective(params, batch, factor_rt):
-        return jnp.sum(scoring.response_logprobs(params, learner, batch) * factor_rt) / count
+        return jnp.sum(scoring.response_logprobs(params, learner, batch) * factor_rt)
 
     @jax.jit
     def total(params, micro, factor_mrt):
@@ -102,7 +86,12 @@ def gradient(setup: Setup, params: Any, rows: Rows, factor_nt: np.ndarray) -> An
         zeros = jax.tree.map(jnp.zeros_like, params)
         return jax.lax.scan(add, zeros, (micro, factor_mrt))[0]
 
-    return total(params, micro, factor_mrt)
+    def gradient(params, rows, factor_nt):
+        micro, _ = setup.training.micro_batches(rows)
+        mean_nt = jnp.asarray(factor_nt / len(factor_nt), jnp.float32)
+        return total(params, micro, mean_nt.reshape(-1, size, factor_nt.shape[1]))
+
+    return gradient
 
 
 def product(one: Any, other: Any) -> float:
@@ -120,12 +109,12 @@ def measured(setup: Setup, params: Any) -> dict[str, float]:
     logp_nt = flat(scoring.make_score(setup.training.learner)(params, micro)["logp"])
     log_ratio_nt = np.where(rows["mask"], logp_nt - rows["logp_behav"], 0.0).astype(np.float64)
     halves = [slice(0, len(trajectories) // 2), slice(len(trajectories) // 2, None)]
-    estimates = {name: [] for name in ("true", *METHODS)}
+    estimates, gradient = {name: [] for name in ("true", *METHODS)}, make_gradient(setup)
     for half in halves:
         part = {name: x[half] for name, x in rows.items()}
         factors = coefficients(np.exp(log_ratio_nt[half]), (reward_n - reward_n.mean())[half])
         for name, factor_nt in factors.items():
-            estimates[name].append(gradient(setup, params, part, factor_nt * part["mask"]))
+            estimates[name].append(gradient(params, part, factor_nt * part["mask"]))
     own = own_routes(setup.training, scoring.make_routing(setup.training.learner), params, rows)
     flips = route_metrics(setup.model.moe, rows | {"logp_old": logp_nt}, *own)
     ratio = log_ratio_nt[rows["mask"]]
@@ -141,7 +130,7 @@ def found_of(seeds: Sequence[int], noise_seeds: Sequence[int]) -> dict[str, np.n
     """Returns each measure [seed and noise, K, delta]."""
     cells = []
     for seed in seeds:
-        params = {active: taught(setup_of(active, seed)) for active in ACTIVE}
+        params = {active: figures.taught(setup_of(active, seed)) for active in ACTIVE}
         for noise in noise_seeds:
             cells.append([
                 [measured(setup_of(k, seed, d, noise), params[k]) for d in DELTAS] for k in ACTIVE

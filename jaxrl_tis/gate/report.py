@@ -3,6 +3,7 @@
 docs/gate.md explains the numbers; `python -m jaxrl_tis.gate` is the command.
 """
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -40,23 +41,25 @@ def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Traj
     """Samples groups of responses to the first prompts of the config's task, with its engine; `changes`
     replace fields of the config's sampling parameters."""
     config = setup.config
-    prompter = setup.prompter()
-    records = next(
-        Batches(
-            config.task.name, config.task.params, batch_size=prompts, seed=config.seed,
-            check=lambda source: prompter.checked(source, "training data"),
-        )
-    )
     params_of = sampling_params(
         config, setup.tokenizer, config.rollout.temperature, is_filtered=True
     )
     params_of = dataclasses.replace(params_of, **changes)
-    requests = [
-        Request(f"gate/{i}/{record['id']}/{g}", prompter.ids(record), config.seed, params_of)
-        for i, record in enumerate(records) for g in range(config.rollout.group_size)
-    ]
-    scheduler = setup.scheduler(setup.engine, setup.engine.load(params), 0)
-    return generate(scheduler, requests)
+    with contextlib.closing(setup.prompter()) as prompter:
+        records = next(
+            Batches(
+                config.task.name, config.task.params, batch_size=prompts, seed=config.seed,
+                check=lambda source: prompter.checked(source, "training data"),
+            )
+        )
+        requests = [
+            Request(f"gate/{i}/{record['id']}/{g}", prompter.ids(record), config.seed, params_of)
+            for i, record in enumerate(records) for g in range(config.rollout.group_size)
+        ]
+    with contextlib.closing(
+        setup.scheduler(setup.engine, setup.engine.load(params), 0)
+    ) as scheduler:
+        return generate(scheduler, requests)
 
 
 def check_prompts(setup: Setup, prompts: int) -> None:

@@ -19,7 +19,8 @@ from jaxrl_tis.record import provenance
 # Names of fields or of groups of fields.
 FREE = (
     "name", "checkpoint", "watchdog", "processes", "metrics", "eval", "reward.timeout",
-    "reward.workers", "task.environment_workers", "task.turn_timeout", "rollout.ray_address", "rollout.cpus_per_worker", "rollout.gpus_per_worker",
+    "reward.workers", "task.environment_workers", "task.turn_timeout",
+    "rollout.ray_address", "rollout.cpus_per_worker", "rollout.gpus_per_worker",
     "rollout.tpus_per_worker", "rollout.worker_timeout", "rollout.start_timeout",
     "rollout.snapshot_gib",
 )
@@ -33,7 +34,8 @@ INTERRUPTING = ("checkpoint.every", "eval.every")
 # A checkpoint of samplers that run ahead has their queue, which these shape.
 QUEUED = (
     "rollout.schedule", "rollout.driver", "rollout.group_size", "rollout.prompts",
-    "rollout.max_new_tokens", "task.max_context_tokens", "rollout.replay", "rollout.queue", "rollout.old_logp_source",
+    "rollout.max_new_tokens", "task.max_context_tokens", "rollout.replay", "rollout.queue",
+    "rollout.old_logp_source",
     "rollout.snapshots",
 )
 

@@ -5,8 +5,9 @@ A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tok
 tokens of the response. `length` counts all tokens. An episode with an environment also has "turn",
 the turn of each of these tokens, "outcome", and "turn_rewards", null where a turn has none.
 
-Null values: the values of a token that an environment gave; `answer` if the data has none; `reward` if the reward function failed; `logp_old` and
-`weight` if the response is not trained on; `weight` also if weights exist only inside the update.
+Null values: the values of a token that an environment gave; `answer` if the data has none; `reward`
+if the reward function failed; `logp_old` and `weight` if the response is not trained on; `weight`
+also if weights exist only inside the update.
 An evaluation (phase "eval", greedy responses) has a single log-prob, of the model at temperature 1,
 in `logp_old`; its `logp_behav`, `weight` and `version` are null.
 """

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.experiments import router_noise_trained as trained
+from jaxrl_tis.learner.state import initial_params
 
 
 def test_factors_by_hand():
@@ -37,7 +38,7 @@ def test_a_small_cell(monkeypatch):
     and no flip."""
     monkeypatch.setattr(trained, "PROMPTS", 32)
     setup = trained.setup_of(2, 0)
-    params = trained.initial_params(setup.training)
+    params = initial_params(setup.training)
     found = trained.measured(setup, params)
     assert found["flips"] == 0 and abs(found["k3"]) < 1e-9
     noisy = trained.measured(trained.setup_of(2, 0, 1.0, 1), params)
@@ -45,7 +46,7 @@ def test_a_small_cell(monkeypatch):
 
     rows = setup.training.rows(trained.report.sample(setup, params, 32))
     factor = np.random.default_rng(0).normal(size=rows["mask"].shape) * rows["mask"]
-    whole = trained.gradient(setup, params, rows, factor)
+    whole = trained.make_gradient(setup)(params, rows, factor)
 
     def objective(params):
         learner, fields = setup.training.learner, trained.scoring
