@@ -8,6 +8,8 @@ routes too. Arrays of the device are read when a record needs them, or once thei
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,19 +22,19 @@ class Block:
     """The routes of the tokens of one page: a part of a larger array until it is read.
 
     Args:
-      result: [R,T,l,k] routes, of a prefill call or of sequences.
-      row, start: where the tokens of the page are in it.
+      rows: returns the array [T,l,k], of a row of a prefill call or of a sequence.
+      start: where the tokens of the page are in it.
     """
 
-    def __init__(self, result: Any, row: int, start: int):
-        self._result, self._row, self._start = result, row, start
+    def __init__(self, rows: Callable[[], np.ndarray], start: int):
+        self._rows, self._start = rows, start
         self._values: np.ndarray | None = None
 
     def read(self, size: int) -> np.ndarray:
         """Returns the routes [size,l,k], and frees the whole array."""
         if self._values is None:
-            rows = np.asarray(self._result)[self._row, self._start : self._start + size]
-            self._values, self._result = rows.copy(), None
+            self._values = self._rows()[self._start : self._start + size].copy()
+            self._rows = None
         return self._values
 
 
@@ -47,15 +49,17 @@ class PageRoutes:
     def write(self, chunks: list[Chunk], rows: list[int], result: Any) -> None:
         """Notes the routes [R,T,l,k] of the chunks of a prefill call, each in a row of it."""
         for chunk, row in zip(chunks, rows, strict=True):
+            of_chunk = functools.partial(_row, result, row)
             for start in range(0, len(chunk.tokens), self._size):
-                block = Block(result, row, start)
+                block = Block(of_chunk, start)
                 self._pages[chunk.shard][chunk.pages[(chunk.start + start) // self._size]] = block
                 self._unread.append(block)
 
-    def keep(self, shard: int, pages: dict[int, int], rows: np.ndarray) -> None:
-        """Notes the routes [n,l,k] of a sequence for its pages {index: page}, which are full."""
+    def keep(self, shard: int, pages: dict[int, int], routes: "SequenceRoutes") -> None:
+        """Notes the routes of a sequence that ended for its pages {index: page}, which are full."""
+        rows = functools.cache(routes.latest)  # few of these pages are ever read again
         for index, page in pages.items():
-            self._pages[shard][page] = Block(rows[None], 0, index * self._size)
+            self._pages[shard][page] = Block(rows, index * self._size)
 
     def of(self, shard: int, pages: list[int]) -> list[Block]:
         """Returns the routes in these pages, as the passes that wrote their keys chose them."""
@@ -75,6 +79,10 @@ class PageRoutes:
     def forget(self) -> None:
         """Frees all memory. No page may be in use."""
         self._pages, self._unread = [{} for _ in self._pages], []
+
+
+def _row(result: Any, row: int) -> np.ndarray:
+    return np.asarray(result)[row]
 
 
 @dataclasses.dataclass
@@ -176,5 +184,8 @@ class SequenceRoutes:
 
 def _changes(old: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Returns (the number of choices of experts, how many of them differ as sets), [2] int32."""
-    is_other = np.any(np.sort(old, axis=-1) != np.sort(new, axis=-1), axis=-1)
-    return np.array((is_other.size, is_other.sum()), np.int32)
+    count, differing = old.size // old.shape[-1], 0
+    if (old != new).any():
+        is_other = np.any(np.sort(old, axis=-1) != np.sort(new, axis=-1), axis=-1)
+        differing = is_other.sum()
+    return np.array((count, differing), np.int32)

@@ -406,7 +406,7 @@ class Scheduler:
         """Leaves the full pages of a sequence that ends in the cache, where `extend` finds them."""
         new = self._blocks.keep(sequence, self._runner.version)
         if new and sequence.routes is not None:
-            self._routes.keep(sequence.shard, new, sequence.routes.latest())
+            self._routes.keep(sequence.shard, new, sequence.routes)
 
     def _pop_ended(self) -> list[Trajectory]:
         ended, self._ended = self._ended, []

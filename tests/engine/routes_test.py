@@ -97,8 +97,7 @@ def sequence_routes(begun=(), again=(0, 0)):
 
 def blocks(*values):
     """Blocks of pages of two."""
-    result = rows(*values)[None]
-    return [Block(result, 0, start) for start in range(0, len(values), 2)]
+    return [Block(lambda: rows(*values), start) for start in range(0, len(values), 2)]
 
 
 def joined(routes, most=99):
