@@ -181,6 +181,7 @@ def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
 def build_sampling(config: ml_collections.ConfigDict) -> Sampling:
     """Makes the sampler's half alone, on the devices of this process."""
     choices, (model, tokenizer) = validate(config), _read(config)
+    _check_model(config, model)
     layout = sharding.layout(
         config.mesh.serve, sharding.SERVE_RULES, vocab_size=model.vocab_size
     )
@@ -218,6 +219,7 @@ def assemble(
         jaxrl_tis.aot.
       sampler: further fields of the EngineConfig of the engine that samples.
     """
+    _check_model(config, model)
     _check_positions(config, model)
     training = make_learner_setup(
         config, choices.correction, choices.schedule, choices.replay, model, devices
@@ -299,6 +301,26 @@ def _serving_layouts(config, training: sharding.Layout, devices: list | None, vo
         each = len(free) // workers
     parts = (free[i * each : (i + 1) * each] for i in range(workers))
     return [sharding.layout(shape, rules, devices=part, vocab_size=vocab_size) for part in parts]
+
+
+def _check_model(config, model: ModelConfig) -> None:
+    """Refuses with ValueError settings that the model's family lacks."""
+    if model.sliding is not None:
+        what = "and some layers of this model have a sliding window"
+        if config.model.numerics == "invariant":
+            raise ValueError(
+                f"model.numerics is 'invariant', which needs all keys, {what}; set it to 'fast'"
+            )
+        if any(config.engine.retention):
+            raise ValueError(
+                f"engine.retention is {config.engine.retention} and evicts keys of all layers alike, "
+                f"{what}; set it to (0, 0)"
+            )
+    if model.zero_centered_norms and config.model.uaq_scale != 1:
+        raise ValueError(
+            f"model.uaq_scale is {config.model.uaq_scale} and multiplies the norms' parameters, and "
+            "those of this model are added to 1; set it to 1"
+        )
 
 
 def _check_positions(config, model: ModelConfig) -> None:

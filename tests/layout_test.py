@@ -120,6 +120,8 @@ COVERED = {
     "learner/check": "validate_test",
     "learner/scoring": "learner/step_test",
     "libtpu_flags": "runtime/cli_test",
+    "models/hf_fields": "models/hf_config_test",
+    "models/hf_rope": "models/hf_config_test",
     "models/stacking": "models/safetensors_test",
     "report/__main__": "report/page_test",
     "rollouts/bookkeeping": "rollouts/virtual_test",

@@ -190,13 +190,23 @@ def axes(x: jax.Array) -> tuple:
 # `attend` of the transformer: writes the keys of its tokens, then attends to all keys so far
 
 
-def _on_devices(layout: Layout, step: Callable, cache: Any, arrays: tuple) -> Callable:
-    """Runs step(q, k, v, cache, *arrays by row) on each device's rows, heads and pages."""
+def _on_devices(
+    layout: Layout, step: Callable, cache: Any, arrays: tuple, window: attention.Window | None
+) -> Callable:
+    """Runs step(q, k, v, cache, window, *arrays by row) on each device's rows, heads and pages."""
     spec = lambda *names: layout.sharding(names).spec
     heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
     pools = jax.tree.map(lambda x: spec(*axes(x)) if x.ndim else PartitionSpec(), cache)
     by_row = tuple(spec("batch", *(None,) * (x.ndim - 1)) for x in arrays)
-    return layout.shard(step, (heads, kv_heads, kv_heads, pools, *by_row), (heads, pools))
+
+    def local(q, k, v, cache, is_used, *arrays):
+        own = None if window is None else attention.Window(window.size, is_used)
+        return step(q, k, v, cache, own, *arrays)
+
+    whole = PartitionSpec()
+    run = layout.shard(local, (heads, kv_heads, kv_heads, pools, whole, *by_row), (heads, pools))
+    is_used = None if window is None else jnp.asarray(window.is_used)
+    return lambda q, k, v, cache: run(q, k, v, cache, is_used, *arrays)
 
 
 def _layer_cache(cache: Any) -> Any:
@@ -214,7 +224,7 @@ def fill(
     """Returns the `attend` function of a prefill: row r holds lengths_r[r] tokens from position
     starts_r[r] on, a multiple of the page size."""
 
-    def step(q_rthk, k_rtnk, v_rtnk, cache, starts_r, lengths_r, table_rp):
+    def step(q_rthk, k_rtnk, v_rtnk, cache, window, starts_r, lengths_r, table_rp):
         r, t, n, k = k_rtnk.shape
         first = starts_r[:, None] + jnp.arange(0, t, cache.size)[None]
         pages_rm = jnp.take_along_axis(table_rp, first // cache.size, axis=1, mode="clip")
@@ -222,11 +232,12 @@ def fill(
         paged = lambda x: jnp.swapaxes(x.reshape(-1, cache.size, n, k), 1, 2)
         cache = cache.write(pages_rm.reshape(-1), paged(k_rtnk), paged(v_rtnk))
         index_rt = starts_r[:, None] + jnp.minimum(jnp.arange(t)[None], lengths_r[:, None] - 1)
-        return PAGED[numerics](q_rthk, cache.read, table_rp, index_rt), cache
+        of_layer = () if window is None else (window,)
+        return PAGED[numerics](q_rthk, cache.read, table_rp, index_rt, *of_layer), cache
 
-    def attend(q, k, v, cache):
+    def attend(q, k, v, cache, window=None):
         cache, rows = _layer_cache(cache), (starts_r, lengths_r, table_rp)
-        out, cache = _on_devices(layout, step, cache, rows)(q, k, v, cache, *rows)
+        out, cache = _on_devices(layout, step, cache, rows, window)(q, k, v, cache)
         return out, _handed_on(cache)
 
     return attend
@@ -243,18 +254,20 @@ def append(
     if numerics == "fast" and layout.platform == "cpu":
         paged = attention.paged_attention_by_length
 
-    def step(q_bthk, k_btnk, v_btnk, cache, index_bt, is_written_bt, table_bp):
+    def step(q_bthk, k_btnk, v_btnk, cache, window, index_bt, is_written_bt, table_bp):
         page_bt = jnp.take_along_axis(table_bp, index_bt // cache.size, axis=1)
         page_bt = jnp.where(is_written_bt, page_bt, 0)
 
-        def generic(q_bthk, k_btnk, v_btnk, cache, index_bt, page_bt, table_bp):
+        def generic(q_bthk, k_btnk, v_btnk, cache, first_bt, index_bt, page_bt, table_bp):
             flat = lambda x: x.reshape(-1, *x.shape[2:])
             new = cache.append(
                 flat(page_bt), flat(index_bt) % cache.size, flat(k_btnk), flat(v_btnk)
             )
-            return paged(q_bthk, new.read, table_bp, index_bt), new
+            of_layer = () if window is None else (window,)
+            return paged(q_bthk, new.read, table_bp, index_bt, *of_layer), new
 
-        args = q_bthk, k_btnk, v_btnk, cache, index_bt, page_bt, table_bp
+        first_bt = None if window is None else window.first(index_bt)
+        args = q_bthk, k_btnk, v_btnk, cache, first_bt, index_bt, page_bt, table_bp
         has_kernel = numerics == "fast" and isinstance(cache, LayerOf) and (
             decode_attention.is_supported(cache.size, q_bthk.dtype, cache.pool.kv.dtype)
         )
@@ -262,28 +275,28 @@ def append(
             return generic(*args)
         return jax.lax.platform_dependent(*args, tpu=_append_kernel, default=generic)
 
-    def attend(q, k, v, cache):
+    def attend(q, k, v, cache, window=None):
         cache, rows = _layer_cache(cache), (index_bt, is_written_bt, table_bp)
-        out, cache = _on_devices(layout, step, cache, rows)(q, k, v, cache, *rows)
+        out, cache = _on_devices(layout, step, cache, rows, window)(q, k, v, cache)
         return out, _handed_on(cache)
 
     return attend
 
 
-def _append_kernel(q_bthk, k_btnk, v_btnk, cache: LayerOf, index_bt, page_bt, table_bp):
+def _append_kernel(q_bthk, k_btnk, v_btnk, cache: LayerOf, first_bt, index_bt, page_bt, table_bp):
     """Runs the kernel, which takes one token of every slot, for each of the T tokens in turn."""
     b, _, h, k = q_bthk.shape
 
     def token(pool, rows):
-        q_bhk, k_bnk, v_bnk, index_b, page_b = rows
+        q_bhk, k_bnk, v_bnk, first_b, index_b, page_b = rows
         new = pool.beside(k_bnk, v_bnk)
         out_bngk, kv, scale = decode_attention.decode_attention(
             q_bhk.reshape(b, k_bnk.shape[1], -1, k), new.kv, new.scale, pool.kv, pool.scale,
-            cache.index, index_b, page_b, table_bp,
+            cache.index, index_b, page_b, table_bp, first_b,
         )
         return StackedKV(kv, scale), out_bngk.reshape(b, h, k)
 
     by_token = lambda x: jnp.swapaxes(x, 0, 1)
-    rows = jax.tree.map(by_token, (q_bthk, k_btnk, v_btnk, index_bt, page_bt))
+    rows = jax.tree.map(by_token, (q_bthk, k_btnk, v_btnk, first_bt, index_bt, page_bt))
     pool, out_tbhk = jax.lax.scan(token, cache.pool, rows)
     return by_token(out_tbhk), LayerOf(pool, cache.index)

@@ -26,12 +26,12 @@ def is_supported(page_size: int, *dtypes: jnp.dtype) -> bool:
 def decode_attention(
     q_bngk: jax.Array, new_bnc: jax.Array, new_scale_bn2: jax.Array | None, cache_lpnsc: jax.Array,
     scale_lpn2s: jax.Array | None, layer: jax.Array, index_b: jax.Array, page_b: jax.Array,
-    table_bp: jax.Array, interpret: bool = False,
+    table_bp: jax.Array, first_b: jax.Array | None = None, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Writes each slot's new key and value into one layer of the cache and returns its attention.
 
-    Pages are fetched in blocks while the previous block is computed, up to the new token's
-    position. The last block of a slot overlaps with the first block of the next slot. The cache is
+    Pages are fetched in blocks while the previous block is computed, from the block of `first_b` to
+    that of the new token. The last block of a slot overlaps with the first block of the next slot. The cache is
     written in place: only the tile around the new position is copied back. A key and its value lie
     in one row and fill whole lanes, also at head width 64. Positions after the new token have no
     influence, NaN included.
@@ -47,6 +47,7 @@ def decode_attention(
       page_b: [B] int32 page of this position, in no other slot's table. With 0 nothing is written,
         and the slot still attends to the new token.
       table_bp: [B,n] int32 pages of each slot in order.
+      first_b: [B] int32 the first position that each slot attends to; None: all positions.
       interpret: run as a program of any device instead of a TPU's kernel.
 
     Returns: ([B,N,G,K] in q's dtype, the cache, the scales). Softmax and sums are float32; the
@@ -71,10 +72,12 @@ def decode_attention(
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Flat: the last axis of a table would be padded to whole lanes in scalar memory.
     scalars = layer.reshape(1), index_b, page_b, table_bp.reshape(-1)
+    scalars += () if first_b is None else (first_b,)
     first = len(scalars) + len(rows)
     out_bngc, *pools = narrow.pallas_call(
         functools.partial(
-            _kernel, softmax_scale=k**-0.5, parts=len(pools), columns=table_bp.shape[1]
+            _kernel, softmax_scale=k**-0.5, parts=len(pools), columns=table_bp.shape[1],
+            has_first=first_b is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
@@ -121,11 +124,13 @@ def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
 
 
 def _kernel(
-    layer_ref, index_ref, page_ref, table_ref, q_ref, *refs, softmax_scale, parts, columns
+    layer_ref, index_ref, page_ref, table_ref, *refs, softmax_scale, parts, columns, has_first
 ):
     """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values)
     has its pages in HBM and two blocks in VMEM. The running softmax lives in scratch, as does
     `turn`: how many blocks this core took before, which says where the next one goes."""
+    first_ref, refs = (refs[0], refs[1:]) if has_first else (None, refs)
+    q_ref, *refs = refs
     new_refs, refs = refs[:parts], refs[2 * parts:]  # the cache is read where it is written
     out_ref, pools, blocks, refs = refs[0], refs[1:][:parts], refs[1 + parts:][:parts], (
         refs[1 + 2 * parts:]
@@ -136,7 +141,8 @@ def _kernel(
     slot, end, layer = core * steps + step, (core + 1) * steps, layer_ref[0]
     size, length = pools[0].shape[3], blocks[0].shape[2]  # positions of a page and of a block
     pages = length // size
-    last = _div(index_ref[slot], length)
+    begin_of = lambda slot: _div(first_ref[slot], length) if has_first else 0
+    begin, last = begin_of(slot), _div(index_ref[slot], length)
     within = jax.lax.rem(index_ref[slot], jnp.int32(length))
 
     def each_copy(slot, block, buffer, act):
@@ -155,9 +161,11 @@ def _kernel(
 
     def take(block):
         """Starts the next block's copies, waits for a block and returns its buffer."""
-        buffer = jax.lax.rem(turn_ref[0] + block, jnp.int32(2))
+        buffer = jax.lax.rem(turn_ref[0] + block - begin, jnp.int32(2))
         is_last = block == last
-        next_slot, next_block = slot + is_last, jnp.where(is_last, 0, block + 1)
+        next_slot = slot + is_last
+        next_begin = begin_of(jnp.minimum(next_slot, end - 1))
+        next_block = jnp.where(is_last, next_begin, block + 1)
 
         @pl.when(next_slot < end)
         def _():
@@ -166,8 +174,9 @@ def _kernel(
         each_copy(slot, block, buffer, lambda copy: copy.wait())
         return buffer
 
-    def accumulate(buffer, limit):
-        """Adds the first `limit` positions of a block to the running softmax; None adds all."""
+    def accumulate(block, buffer, limit):
+        """Adds the first `limit` positions of a block to the running softmax; None adds all. Those
+        before the slot's first position do not count."""
 
         def until_limit(ref, axis, dtype):
             x = ref[buffer]
@@ -187,9 +196,11 @@ def _kernel(
         scores = dot(q_ngc, kv_nsc, (((2,), (2,)), ((0,), (0,)))) * softmax_scale
         for scale_n2s in scales:
             scores = scores * scale_n2s[:, :1]
+        at = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
         if limit is not None:
-            at = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
             scores = jnp.where(at < limit, scores, MASKED)
+        if has_first:
+            scores = jnp.where(at >= first_ref[slot] - block * length, scores, MASKED)
         before = max_ref[...]
         top = jnp.maximum(before, jnp.max(scores, axis=-1, keepdims=True))
         p = jnp.exp(scores - top[..., :1])
@@ -220,12 +231,12 @@ def _kernel(
     @pl.when(step == 0)
     def _():
         turn_ref[0] = 0
-        each_copy(slot, 0, 0, lambda copy: copy.start())
+        each_copy(slot, begin, 0, lambda copy: copy.start())
 
     max_ref[...] = jnp.full_like(max_ref, MASKED)
     sum_ref[...] = jnp.zeros_like(sum_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
-    jax.lax.fori_loop(0, last, lambda block, _: accumulate(take(block), None), None)
+    jax.lax.fori_loop(begin, last, lambda block, _: accumulate(block, take(block), None), None)
     buffer = take(last)
     copies = write_back(buffer)
 
@@ -234,9 +245,9 @@ def _kernel(
         for copy in copies:
             copy.start()
 
-    accumulate(buffer, within + 1)
+    accumulate(last, buffer, within + 1)
     out_ref[0] = (acc_ref[...] / sum_ref[:, :, :1]).astype(out_ref.dtype)
-    turn_ref[0] += last + 1
+    turn_ref[0] += last - begin + 1
 
     @pl.when(page_ref[slot] != 0)
     def _():

@@ -19,10 +19,12 @@ n times the mean work.
 import functools
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
+from jax.sharding import PartitionSpec
 
 from jaxrl_tis.sharding import Layout
 
@@ -38,14 +40,34 @@ SPLASH_TILE, SPLASH_BLOCK, FUSED_BLOCKS = 128, 512, 4
 SPLASH_RESIDUALS = "splash_residuals"
 
 
+class Window(NamedTuple):
+    """The window of a layer.
+
+    Attributes:
+      size: a token attends to itself and the size - 1 tokens before it.
+      is_used: bool, whether the layer has the window. An array where layers are scanned.
+    """
+
+    size: int
+    is_used: bool | jax.Array
+
+    def first(self, position: jax.Array) -> jax.Array:
+        """Returns the first position that a query at this position attends to."""
+        return jnp.where(self.is_used, jnp.maximum(position - self.size + 1, 0), 0)
+
+
 def _causal_mask(
-    segments_bt: jax.Array, segments_bs: jax.Array, unseen_bs: jax.Array | None, first: jax.Array
+    segments_bt: jax.Array, segments_bs: jax.Array, unseen_bs: jax.Array | None, first: jax.Array,
+    window: Window | None = None,
 ) -> jax.Array:
     """Returns [B,T,S] bool for queries at positions first..first+T-1 of rows of S tokens: token t
-    may look at s <= t of its own segment; segment 0 is padding."""
+    may look at s <= t of its own segment and window; segment 0 is padding."""
     same = segments_bt[:, :, None] == segments_bs[:, None, :]
-    position_t = first + jnp.arange(segments_bt.shape[1])
-    mask_bts = same & (position_t[:, None] >= jnp.arange(segments_bs.shape[1])[None])[None]
+    position_t, s = first + jnp.arange(segments_bt.shape[1]), jnp.arange(segments_bs.shape[1])
+    mask_ts = position_t[:, None] >= s[None]
+    if window is not None:
+        mask_ts &= s[None] >= window.first(position_t)[:, None]
+    mask_bts = same & mask_ts[None]
     if unseen_bs is not None:
         mask_bts &= position_t[None, :, None] < unseen_bs[:, None, :]
     return mask_bts
@@ -54,6 +76,7 @@ def _causal_mask(
 def row_attention(
     q_bthk: jax.Array, k_btnk: jax.Array, v_btnk: jax.Array, segment_ids_bt: jax.Array,
     layout: Layout | None = None, unseen_bt: jax.Array | None = None,
+    window: Window | None = None,
 ) -> jax.Array:
     """Returns causal attention within the segments of packed rows, [B,T,H,K].
 
@@ -65,21 +88,24 @@ def row_attention(
       unseen_bt: [B,T] int32, the first position that no longer attends to the token; None without
         such limits. TPU's kernel does not support limits: rows then use the path of other
         platforms.
+      window: of the layer; None: a token attends to all before it.
 
     Returns: [B,T,H,K] in q's dtype.
     """
     length = q_bthk.shape[1]
-    splash = _splash_kernel if unseen_bt is None else lambda length, shards: None
     if layout is None or layout.mesh.size == 1:
         segments = segment_ids_bt, segment_ids_bt
-        return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, splash(length, 1))
+        kernels = _splash_kernels(length, 1, unseen_bt, window)
+        return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, kernels, window)
     axis = layout.rules["length"]
-    kernel = splash(length, layout.mesh.shape[axis] if axis else 1)
+    kernels = _splash_kernels(length, layout.mesh.shape[axis] if axis else 1, unseen_bt, window)
+    is_used = None if window is None else jnp.asarray(window.is_used)
 
-    def attend_locally(q_bthk, k_btnk, v_btnk, segments_bt, unseen_bt, kernel):
+    def attend_locally(q_bthk, k_btnk, v_btnk, segments_bt, unseen_bt, kernels, is_used):
+        own = None if window is None else Window(window.size, is_used)
         if axis is None:
             segments = segments_bt, segments_bt
-            return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, kernel)
+            return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, kernels, own)
         gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
         first = jax.lax.axis_index(axis) * q_bthk.shape[1]
         segments_bs, unseen_bs = jax.tree.map(gather, (segments_bt, unseen_bt))
@@ -88,7 +114,7 @@ def row_attention(
             q_bthk, k_btnk, v_btnk = heads
             return _attend(
                 q_bthk, gather(k_btnk), gather(v_btnk), segments_bt, segments_bs, unseen_bs,
-                first, kernel,
+                first, kernels, own,
             )
 
         is_small = k_btnk.size * layout.mesh.shape[axis] <= q_bthk.size
@@ -99,12 +125,13 @@ def row_attention(
     queries = layout.sharding(("batch", "length", "heads", None)).spec
     keys = layout.sharding(("batch", "length", "kv_heads", None)).spec
     segments = layout.sharding(("batch", "length")).spec
-    blocks = kernel and kernel.manual_sharding_spec(layout.sharding((None, "length")))
+    on_mesh = layout.sharding((None, "length"))
+    blocks = tuple(kernel.manual_sharding_spec(on_mesh) for kernel in kernels)
     return jax.shard_map(
         attend_locally, mesh=layout.mesh,
-        in_specs=(queries, keys, keys, segments, segments, blocks), out_specs=queries,
-        check_vma=False,
-    )(q_bthk, k_btnk, v_btnk, segment_ids_bt, unseen_bt, kernel)
+        in_specs=(queries, keys, keys, segments, segments, blocks, PartitionSpec()),
+        out_specs=queries, check_vma=False,
+    )(q_bthk, k_btnk, v_btnk, segment_ids_bt, unseen_bt, kernels, is_used)
 
 
 def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
@@ -119,13 +146,19 @@ def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
     return jnp.moveaxis(out_nbtgk, 0, 2).reshape(q_bthk.shape)
 
 
-def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
+def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, window):
     """Returns the attention of T queries from position `first` in rows of S tokens, on one
     device."""
-    arrays = (q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel)
-    if kernel is None:
-        return _scores_attention(*arrays)
-    return jax.lax.platform_dependent(*arrays, tpu=_splash, default=_scores_attention)
+    arrays = (q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels)
+    is_used = None if window is None else jnp.asarray(window.is_used)
+    own = lambda is_used: None if window is None else Window(window.size, is_used)
+
+    def by_scores(*arrays_and_use):
+        return _scores_attention(*arrays_and_use[:-2], own(arrays_and_use[-1]))
+
+    if not kernels:
+        return by_scores(*arrays, is_used)
+    return jax.lax.platform_dependent(*arrays, is_used, tpu=_splash, default=by_scores)
 
 
 def splash_blocks(length: int, keys: int) -> splash_attention.BlockSizes:
@@ -144,14 +177,23 @@ def splash_blocks(length: int, keys: int) -> splash_attention.BlockSizes:
     )
 
 
+def _splash_kernels(length: int, shards: int, unseen_bt, window: Window | None) -> tuple:
+    """Returns the kernels for rows with sharded queries: that of all tokens and, for models with a
+    window, that of the window. Empty for unsupported rows."""
+    if unseen_bt is not None or length % (shards * SPLASH_TILE):
+        return ()
+    sizes = (None,) if window is None else (None, window.size)
+    return tuple(_splash_kernel(length, shards, size) for size in sizes)
+
+
 @functools.cache  # it looks at each of the T x T entries of its mask: seconds for a long row
-def _splash_kernel(length: int, shards: int, interpret: bool = False):
-    """Returns causal splash attention for rows with sharded queries, None for unsupported
-    shapes."""
-    if length % (shards * SPLASH_TILE):
-        return None
+def _splash_kernel(length: int, shards: int, window: int | None = None, interpret: bool = False):
+    """Returns causal splash attention for rows with sharded queries, within a window unless it is
+    None."""
     # One mask serves all heads.
     mask = splash_attention.CausalMask((length, length))
+    if window is not None:
+        mask = splash_attention.LocalMask((length, length), (window - 1, 0), offset=0)
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha(
             splash_attention.MultiHeadMask([mask]), block_sizes=splash_blocks(length // shards, length),
@@ -160,25 +202,28 @@ def _splash_kernel(length: int, shards: int, interpret: bool = False):
         )
 
 
-def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
-    """Returns attention by the splash kernel; its mask contains `first`, and `unseen_bs` is None.
+def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, is_used):
+    """Returns attention by a splash kernel; its mask contains `first`, and `unseen_bs` is None.
     float16 inputs are computed in float32, because TPU kernels cannot store float16."""
     dtype = jnp.float32 if q_bthk.dtype == jnp.float16 else q_bthk.dtype
     heads_first = lambda x: jnp.swapaxes(x, 1, 2).astype(dtype)
     scaled = q_bthk.astype(jnp.float32) * q_bthk.shape[-1] ** -0.5
     segments = splash_attention.SegmentIds(segments_bt, segments_bs)
-    out = jax.vmap(kernel)(
-        heads_first(scaled), heads_first(k_bsnk), heads_first(v_bsnk), segments
-    )
+    inputs = heads_first(scaled), heads_first(k_bsnk), heads_first(v_bsnk), segments
+    run = lambda kernel: jax.vmap(kernel)(*inputs)
+    if is_used is None:
+        out = run(kernels[0])
+    else:
+        out = jax.lax.cond(is_used, lambda: run(kernels[1]), lambda: run(kernels[0]))
     return jnp.swapaxes(out, 1, 2).astype(q_bthk.dtype)
 
 
-def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernel):
+def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, window):
     """Returns attention from its scores: all scores of a short row, one chunk at a time of a long
     row."""
 
     def attend(q_bthk, k_bsnk, v_bsnk, segments_bt, first):
-        mask_bts = _causal_mask(segments_bt, segments_bs, unseen_bs, first)
+        mask_bts = _causal_mask(segments_bt, segments_bs, unseen_bs, first, window)
         return attention(q_bthk, k_bsnk, v_bsnk, mask_bts)
 
     length = q_bthk.shape[1]
@@ -228,12 +273,13 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
 
 
 def paged_attention(
-    q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array
+    q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
+    window: Window | None = None,
 ) -> jax.Array:
     """Returns attention to keys and values in pages, [B,T,H,K].
 
-    Blocks are processed in the order of the table, up to the last block that a query needs. A block
-    is one page or several small pages.
+    Blocks are processed in the order of the table, from the first to the last block that a query
+    needs. A block is one page or several small pages.
 
     Args:
       q_bthk: [B,T,H,K] queries, at any places of the same sequence in a row.
@@ -241,10 +287,12 @@ def paged_attention(
       table_bp: [B,P] int32 pages of each row in order.
       index_bt: [B,T] int32 position of each query in its pages; it attends to positions up to its
         own. Positions after a row's last query have no influence, NaN included.
+      window: of the layer.
 
     Returns: [B,T,H,K] in q's dtype; softmax and sums are float32.
     """
     b, t, h, k = q_bthk.shape
+    first_bt = None if window is None else window.first(index_bt)
     n, size = jax.eval_shape(read, table_bp).k.shape[2:4]
     count = min(max(PAGED_BLOCK // size, 1), table_bp.shape[1])
     table_bp = jnp.pad(table_bp, ((0, 0), (0, -table_bp.shape[1] % count)))
@@ -263,6 +311,8 @@ def paged_attention(
         if kv.k_scale is not None:
             scores = scores * kv.k_scale[:, :, None, None]
         is_seen_bts = place_s[None, None] <= index_bt[..., None]
+        if window is not None:
+            is_seen_bts &= place_s[None, None] >= first_bt[..., None]
         scores = jnp.where(is_seen_bts[:, None, :, None], scores, MASKED)
         new_top = jnp.maximum(top_bntg, jnp.max(scores, axis=-1))
         probs = jnp.exp(scores - new_top[..., None])
@@ -279,13 +329,15 @@ def paged_attention(
     shape = b, n, t, h // n
     carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, k))
     blocks = jnp.max(last_b) // (count * size) + 1
-    _, total_bntg, out_bntgk = jax.lax.fori_loop(0, blocks, block, carry)
+    start = 0 if window is None else jnp.min(first_bt) // (count * size)
+    _, total_bntg, out_bntgk = jax.lax.fori_loop(start, blocks, block, carry)
     out_bntgk = out_bntgk / total_bntg[..., None]
     return cast(jnp.moveaxis(out_bntgk, 1, 2).reshape(b, t, h, k))
 
 
 def paged_attention_by_length(
-    q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array
+    q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
+    window: Window | None = None,
 ) -> jax.Array:
     """Returns `paged_attention` of rows of any lengths, computed for a few similar rows at a time.
 
@@ -293,10 +345,12 @@ def paged_attention_by_length(
     shapes: no row's result depends on the batch composition."""
     b, room = len(q_bthk), table_bp.shape[1] * jax.eval_shape(read, table_bp).k.shape[3]
     if b < GROUPED_FROM or room <= 2 * PAGED_BLOCK:
-        return paged_attention(q_bthk, read, table_bp, index_bt)
+        return paged_attention(q_bthk, read, table_bp, index_bt, window)
     order_b = jnp.argsort(jnp.max(index_bt, axis=1))
     # The longest row fills up the last group.
     groups = order_b[jnp.minimum(jnp.arange(b + -b % GROUP), b - 1)].reshape(-1, GROUP)
-    attend = lambda rows: paged_attention(q_bthk[rows], read, table_bp[rows], index_bt[rows])
+    attend = lambda rows: paged_attention(
+        q_bthk[rows], read, table_bp[rows], index_bt[rows], window
+    )
     out = jax.lax.map(attend, groups).reshape(-1, *q_bthk.shape[1:])
     return out[jnp.argsort(order_b)]

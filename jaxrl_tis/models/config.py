@@ -5,7 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_tis.models import hf_config
-from jaxrl_tis.models.hf_config import ARCHITECTURES, MOST_LAYERS, ROPE_FIELDS
+from jaxrl_tis.models.hf_config import ARCHITECTURES, MOST_LAYERS
+from jaxrl_tis.models.hf_rope import ROPE_FIELDS
 
 # A forged size ends here, and not in a full memory. The last is of all layers together.
 LARGEST, MOST_EXPERTS, MOST_EXPERTS_OF_ALL = 10**9, 2**16, 2**18
@@ -69,7 +70,27 @@ class RopeConfig:
         return int(head_dim * self.fraction)
 
 
+@dataclasses.dataclass(frozen=True)
+class SlidingConfig:
+    """The layers whose tokens attend to a window of the last tokens.
+
+    Attributes:
+      window: tokens of the window, the attending one included.
+      layers: indices of these layers, ascending.
+      rope: their rotary embedding.
+    """
+
+    window: int
+    layers: tuple[int, ...]
+    rope: RopeConfig
+
+    def __post_init__(self):
+        if not 1 <= self.window <= LARGEST:
+            raise ValueError(f"sliding_window={self.window} must be from 1 to {LARGEST}.")
+
+
 SCORES = ("softmax", "sigmoid")
+ACTIVATIONS = ("silu", "gelu_tanh")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +163,7 @@ class MoeConfig:
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """A pre-norm decoder with grouped-query attention, RoPE and a SwiGLU MLP, or experts.
+    """A pre-norm decoder with grouped-query attention, RoPE and a gated MLP, or experts.
 
     Attributes:
       family: a key of `hf_config.ARCHITECTURES`; names the checkpoint format, not the computation.
@@ -153,6 +174,11 @@ class ModelConfig:
       qk_norm: RMSNorm over head_dim of queries and keys, before RoPE.
       tie_embeddings: the output head is the transposed embedding.
       moe: the experts; None for a dense model.
+      sliding: the layers with a window; None: every layer attends to all tokens.
+      activation: of the gate, "silu" or "gelu_tanh" (its approximation by tanh).
+      post_norms: RMSNorm of the outputs of attention and MLP, before they are added.
+      zero_centered_norms: an RMSNorm multiplies by 1 + its parameter.
+      scales_embeddings: embeddings are multiplied by sqrt(embed_dim), rounded to their dtype.
     """
 
     family: str
@@ -170,6 +196,11 @@ class ModelConfig:
     qk_norm: bool
     tie_embeddings: bool
     moe: MoeConfig | None = None
+    sliding: SlidingConfig | None = None
+    activation: str = "silu"
+    post_norms: bool = False
+    zero_centered_norms: bool = False
+    scales_embeddings: bool = False
 
     def __post_init__(self):
         if self.family not in ARCHITECTURES:
@@ -186,6 +217,15 @@ class ModelConfig:
                 f"num_key_value_heads={self.num_kv_heads}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates it in halves.")
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation={self.activation!r} is none of {', '.join(ACTIVATIONS)}.")
+        if self.sliding is not None:
+            layers = self.sliding.layers
+            is_there = all(0 <= i < self.num_layers for i in layers)
+            if not layers or list(layers) != sorted(set(layers)) or not is_there:
+                raise ValueError(
+                    f"the layers with a window, {layers}, must be ascending indices of the "
+                    f"{self.num_layers} layers.")
         rotary = self.rope.rotary_dim(self.head_dim)
         if rotary < 2 or rotary % 2:
             raise ValueError(
@@ -223,8 +263,13 @@ class ModelConfig:
         """Returns the config from a `config.json` dict of transformers 4 or 5; raises as
         `hf_config.read`."""
         fields = hf_config.read(hf)
-        rope, moe = RopeConfig(**fields.pop("rope")), fields.pop("moe")
-        return cls(**fields, rope=rope, moe=None if moe is None else MoeConfig(**moe))
+        moe, sliding = fields.pop("moe"), fields.pop("sliding")
+        if sliding is not None:
+            sliding = SlidingConfig(**sliding | {"rope": RopeConfig(**sliding["rope"])})
+        return cls(
+            **fields | {"rope": RopeConfig(**fields["rope"])},
+            moe=None if moe is None else MoeConfig(**moe), sliding=sliding,
+        )
 
     def to_hf(self) -> dict[str, Any]:
         """Returns the `config.json` dict of this model; raises as `hf_config.write`."""

@@ -8,11 +8,16 @@ import numpy as np
 from gguf import GGUFReader
 from gguf.quants import dequantize
 
-from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
+from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig, SlidingConfig
+from jaxrl_tis.models.hf_config import COMPUTES, SLIDING_PATTERN
+from jaxrl_tis.models.hf_rope import GEMMA_THETA
 from jaxrl_tis.models.stacking import Tensor, assemble, check_names, experts_of, slots
 
 # general.architecture -> family
-FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
+FAMILIES = {
+    "llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe",
+    "gemma3": "gemma3_text",
+}
 
 NAMES = {
     "embed": "token_embd.weight",
@@ -28,7 +33,9 @@ NAMES = {
     "v_bias": "blk.{layer}.attn_v.bias",
     "q_norm": "blk.{layer}.attn_q_norm.weight",
     "k_norm": "blk.{layer}.attn_k_norm.weight",
+    "attn_post_norm": "blk.{layer}.post_attention_norm.weight",
     "mlp_norm": "blk.{layer}.ffn_norm.weight",
+    "mlp_post_norm": "blk.{layer}.post_ffw_norm.weight",
     "gate": "blk.{layer}.ffn_gate.weight",
     "up": "blk.{layer}.ffn_up.weight",
     "down": "blk.{layer}.ffn_down.weight",
@@ -49,6 +56,11 @@ OPTIONAL = (
     "attention.head_count_kv", "attention.key_length", "attention.value_length",
     "rope.dimension_count", "rope.freq_base", "rope.scaling.type", "rope.scaling.factor",
     "vocab_size",
+)
+
+# Of layers with a window, in files of Gemma 3 alone.
+OF_WINDOWS = (
+    "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa",
 )
 
 # Metadata with the only value that is read, as Qwen3-Coder's files have it.
@@ -124,11 +136,12 @@ def _config(reader: GGUFReader, source: str) -> ModelConfig:
             f"{sorted(FAMILIES)}.")
     settings = {key.removeprefix(f"{name}."): value for key, value in fields.items()
                 if key.startswith(f"{name}.")}
-    has_experts = FAMILIES[name] == "qwen3_moe"
+    has_experts, has_windows = (FAMILIES[name] == x for x in ("qwen3_moe", "gemma3_text"))
     required = REQUIRED + OF_EXPERTS if has_experts else REQUIRED
     for key, value in settings.items():
         is_only = has_experts and key in ONLY_VALUE and value == ONLY_VALUE[key]
-        if key not in required and key not in OPTIONAL and not is_only:
+        is_window = has_windows and key in OF_WINDOWS
+        if key not in required and key not in OPTIONAL and not is_only and not is_window:
             raise ValueError(f"{name}.{key}={value!r} in {source} is not implemented.")
     for key in required:
         if key not in settings:
@@ -142,6 +155,7 @@ def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[st
     vocabulary."""
     if NAMES["embed"] not in shapes:
         raise ValueError(f"The file has no tensor {NAMES['embed']}.")
+    is_gemma = family == "gemma3_text"
     num_heads = settings["attention.head_count"]
     num_kv_heads = _stated(settings, "attention.head_count_kv", num_heads)
     for name, heads in (("head_count", num_heads), ("head_count_kv", num_kv_heads)):
@@ -161,14 +175,30 @@ def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[st
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         mlp_dim=settings["feed_forward_length"],
-        rope=_rope(settings),
+        rope=_rope(settings, GEMMA_THETA if is_gemma else 10000.0),
         max_position=settings["context_length"],
         norm_eps=settings["attention.layer_norm_rms_epsilon"],
         qkv_bias=family == "qwen2",
-        qk_norm=family in ("qwen3", "qwen3_moe"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         tie_embeddings=NAMES["head"] not in shapes,
         moe=_moe(settings) if family == "qwen3_moe" else None,
+        sliding=_sliding(settings) if is_gemma else None,
+        **COMPUTES.get(family, {}),
     )
+
+
+def _sliding(settings: dict[str, Any]) -> SlidingConfig:
+    """Returns the layers with a window: all but every sixth, as llama.cpp computes every file of
+    the architecture that does not say otherwise."""
+    pattern = _stated(settings, "attention.sliding_window_pattern", SLIDING_PATTERN)
+    window = _stated(settings, "attention.sliding_window", None)
+    if not isinstance(window, int) or not isinstance(pattern, int) or pattern < 2:
+        raise ValueError(
+            f"attention.sliding_window={window!r} and its pattern {pattern!r} must be one number for "
+            "all layers, the pattern at least 2.")
+    layers = tuple(i for i in range(settings["block_count"]) if (i + 1) % pattern)
+    theta = _stated(settings, "rope.freq_base_swa", 10000.0)
+    return SlidingConfig(window, layers, RopeConfig(kind="default", theta=theta))
 
 
 def _moe(settings: dict[str, Any]) -> MoeConfig:
@@ -186,9 +216,9 @@ def _stated(settings: dict[str, Any], key: str, otherwise: Any) -> Any:
     return settings[key] if key in settings else otherwise
 
 
-def _rope(settings: dict[str, Any]) -> RopeConfig:
+def _rope(settings: dict[str, Any], default_theta: float) -> RopeConfig:
     kind = _stated(settings, "rope.scaling.type", "none")
-    theta = _stated(settings, "rope.freq_base", 10000.0)
+    theta = _stated(settings, "rope.freq_base", default_theta)
     if kind == "none":
         return RopeConfig(kind="default", theta=theta)
     if kind == "linear" and "rope.scaling.factor" in settings:
@@ -214,6 +244,8 @@ def _tensors(reader: GGUFReader, config: ModelConfig) -> dict[str, Tensor]:
 
     def reader_of(tensor):
         def read(index):
+            if config.zero_centered_norms and tensor.name.endswith("norm.weight"):
+                return _dequantize(tensor, index) - 1  # stored as the factor itself
             if tensor.name not in heads:
                 return _dequantize(tensor, index)
             everything = (slice(None),) * len(index)

@@ -8,42 +8,16 @@ Reading is strict. A setting that changes the computation and is not implemented
 from collections.abc import Mapping
 from typing import Any
 
+from jaxrl_tis.models import hf_rope
+from jaxrl_tis.models.hf_fields import boolean, either, flag, integer, is_set, number, required
+
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
-}
-
-# Fields inside rope_scaling / rope_parameters, by rope type: HF name -> RopeConfig name.
-ROPE_FIELDS = {
-    "default": {},
-    "linear": {"factor": "factor"},
-    "llama3": {
-        "factor": "factor",
-        "low_freq_factor": "low_freq_factor",
-        "high_freq_factor": "high_freq_factor",
-        "original_max_position_embeddings": "original_max_position",
-    },
-    "yarn": {
-        "factor": "factor",
-        "original_max_position_embeddings": "original_max_position",
-        "beta_fast": "beta_fast",
-        "beta_slow": "beta_slow",
-        "attention_factor": "attention_factor",
-        "mscale": "mscale",
-        "mscale_all_dim": "mscale_all_dim",
-        "truncate": "truncate",
-    },
-}
-
-# Fields without which the rope type has no meaning (the others have published defaults).
-ROPE_REQUIRED = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor",),
+    "gemma3_text": "Gemma3ForCausalLM",
 }
 
 MOST_LAYERS = 10**4  # a forged size ends here, and not in a full memory
@@ -67,6 +41,10 @@ OF_FAMILY = {
         "norm_topk_prob", "n_shared_experts", "n_group", "topk_group", "routed_scaling_factor",
         "first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers", "attention_bias",
         "use_qk_norm", "partial_rotary_factor",
+    }),
+    "gemma3_text": frozenset({
+        "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern",
+        "_sliding_window_pattern",
     }),
 }
 
@@ -101,11 +79,30 @@ ONLY_VALUE_OF = {
         "shared_expert_intermediate_size": 0,
     },
     "glm4_moe": {},
+    "gemma3_text": {
+        "attention_bias": False, "hidden_act": "gelu_pytorch_tanh",
+        "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False,
+    },
 }
 
 # Whether a family has biases on q, k and v, and norms of q and k; config.json says so for the others.
-QKV_BIAS = {"llama": False, "qwen2": True, "qwen3": False, "qwen3_moe": False}
-QK_NORM = {"llama": False, "qwen2": False, "qwen3": True, "qwen3_moe": True}
+QKV_BIAS = {
+    "llama": False, "qwen2": True, "qwen3": False, "qwen3_moe": False, "gemma3_text": False,
+}
+QK_NORM = {"llama": False, "qwen2": False, "qwen3": True, "qwen3_moe": True, "gemma3_text": True}
+
+# What a family computes in a way of its own: ModelConfig name -> value. The others have the defaults.
+COMPUTES = {
+    "gemma3_text": {
+        "activation": "gelu_tanh", "post_norms": True, "zero_centered_norms": True,
+        "scales_embeddings": True,
+    },
+}
+DEFAULTS = {
+    "activation": "silu", "post_norms": False, "zero_centered_norms": False,
+    "scales_embeddings": False,
+}
+SLIDING_PATTERN = 6  # every sixth layer of Gemma is full where config.json does not say
 
 # What all experts of a family have: MoeConfig name -> value.
 EXPERTS_OF = {
@@ -114,7 +111,6 @@ EXPERTS_OF = {
     },
     "glm4_moe": {"score": "sigmoid"},
 }
-GLM_ROTARY = 0.5  # the share of a head that GLM rotates where config.json does not say
 
 # What config.json says of the tokenizer and of generation, which an export takes along.
 GENERATION = frozenset({
@@ -137,7 +133,7 @@ HARMLESS = GENERATION | {
     "dtype", "transformers.js_config", "is_llama_config", "unsloth_fixed", "unsloth_version",
     "_attn_implementation", "_attn_implementation_autoset", "_attn_implementation_internal",
     "_experts_implementation", "_experts_implementation_internal", "attn_implementation",
-    "use_cache", "initializer_range",
+    "use_cache", "initializer_range", "cache_implementation",
     "auto_map", "_commit_hash", "_from_auto", "_output_attentions", "_original_object_hash",
     "_from_model_config", "use_return_dict", "return_dict", "output_hidden_states",
     "output_attentions", "torchscript", "use_bfloat16",
@@ -149,38 +145,47 @@ HARMLESS = GENERATION | {
 
 
 def read(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of a `ModelConfig`, with those of its `rope` and `moe` as dicts (`moe` None
-    for a dense model).
+    """Returns the fields of a `ModelConfig`, with those of its `rope`, `moe` and `sliding` as dicts
+    (`moe` None for a dense model, `sliding` None without windows).
 
     Raises:
       ValueError: a field is missing, unknown, or set to a value that is not implemented.
     """
-    family = _required(hf, "model_type")
+    family = required(hf, "model_type")
     if not isinstance(family, str) or family not in ARCHITECTURES:
         raise ValueError(
             f"model_type={family!r} is not implemented; known: {sorted(ARCHITECTURES)}.")
     _refuse_unimplemented(hf, family)
-    num_layers = _integer(hf, "num_hidden_layers")
-    _refuse_sliding_window(hf, family, num_layers)
-    embed_dim, num_heads = _integer(hf, "hidden_size"), _integer(hf, "num_attention_heads")
-    max_position = _integer(hf, "max_position_embeddings")
+    num_layers = integer(hf, "num_hidden_layers")
+    rope, sliding_rope = hf_rope.read(hf, family, integer(hf, "max_position_embeddings"))
+    sliding = None
+    if family == "gemma3_text":
+        sliding = _sliding(hf, num_layers, sliding_rope)
+    else:
+        _refuse_sliding_window(hf, family, num_layers)
+    embed_dim, num_heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")
+    head_dim = _head_dim(hf, family, embed_dim, num_heads)
+    if family == "gemma3_text" and (scalar := integer(hf, "query_pre_attn_scalar")) != head_dim:
+        raise ValueError(
+            f"query_pre_attn_scalar={scalar} is not implemented; only head_dim={head_dim} is.")
     return {
         "family": family,
-        "vocab_size": _integer(hf, "vocab_size"),
+        "vocab_size": integer(hf, "vocab_size"),
         "embed_dim": embed_dim,
         "num_layers": num_layers,
         "num_heads": num_heads,
         "num_kv_heads": _num_kv_heads(hf, family, num_heads),
-        "head_dim": _head_dim(hf, family, embed_dim, num_heads),
-        "mlp_dim": _integer(hf, "intermediate_size"),
-        "rope": _rope(hf, family, max_position),
-        "max_position": max_position,
-        "norm_eps": _number(hf, "rms_norm_eps"),
-        "qkv_bias": QKV_BIAS[family] if family in QKV_BIAS else _flag(hf, "attention_bias"),
-        "qk_norm": QK_NORM[family] if family in QK_NORM else _flag(hf, "use_qk_norm"),
-        "tie_embeddings": _flag(hf, "tie_word_embeddings"),
+        "head_dim": head_dim,
+        "mlp_dim": integer(hf, "intermediate_size"),
+        "rope": rope,
+        "max_position": integer(hf, "max_position_embeddings"),
+        "norm_eps": number(hf, "rms_norm_eps"),
+        "qkv_bias": QKV_BIAS[family] if family in QKV_BIAS else flag(hf, "attention_bias"),
+        "qk_norm": QK_NORM[family] if family in QK_NORM else flag(hf, "use_qk_norm"),
+        "tie_embeddings": flag(hf, "tie_word_embeddings", family == "gemma3_text"),
         "moe": _moe(hf, family, num_layers),
-    }
+        "sliding": sliding,
+    } | DEFAULTS | COMPUTES.get(family, {})
 
 
 def write(config: Any) -> dict[str, Any]:
@@ -193,8 +198,12 @@ def write(config: Any) -> dict[str, Any]:
     for name, by_family in (("qkv_bias", QKV_BIAS), ("qk_norm", QK_NORM)):
         if family in by_family:
             _refuse_other(family, name, getattr(config, name), by_family[family])
+    for name, value in (DEFAULTS | COMPUTES.get(family, {})).items():
+        _refuse_other(family, name, getattr(config, name), value)
     if family != "glm4_moe":
         _refuse_other(family, "rope.fraction", config.rope.fraction, 1)
+    if family != "gemma3_text":
+        _refuse_other(family, "sliding", config.sliding, None)
     hf = {
         "architectures": [ARCHITECTURES[family]],
         "model_type": family,
@@ -210,7 +219,7 @@ def write(config: Any) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "rope_theta": config.rope.theta,
-        "rope_scaling": _rope_scaling_to_hf(config.rope),
+        "rope_scaling": hf_rope.scaling_to_hf(config.rope),
     }
     if family == "qwen2":
         hf |= {"use_sliding_window": False}
@@ -219,6 +228,12 @@ def write(config: Any) -> dict[str, Any]:
             "attention_bias": config.qkv_bias, "use_qk_norm": config.qk_norm,
             "partial_rotary_factor": config.rope.fraction, "num_nextn_predict_layers": 0,
         }
+    elif family == "gemma3_text":
+        del hf["hidden_act"]
+        hf |= {
+            "attention_bias": False, "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": config.head_dim,
+        } | _sliding_to_hf(config)
     else:
         hf |= {"attention_bias": False}
     return hf | _moe_to_hf(config)
@@ -228,62 +243,13 @@ def extra_layers(hf: Mapping[str, Any]) -> int:
     """Returns how many layers that predict further tokens are stored behind those of the model."""
     if hf["model_type"] != "glm4_moe":
         return 0
-    return _either(hf, "num_nextn_predict_layers", "num_mtp_layers", 0)
+    return either(hf, "num_nextn_predict_layers", "num_mtp_layers", 0)
 
 
 def _refuse_other(family: str, name: str, value: Any, only: Any) -> None:
     if value != only:
         raise ValueError(
             f"{name}={value!r} cannot be written for family {family!r}, which has {only!r}.")
-
-
-def _required(hf: Mapping[str, Any], key: str) -> Any:
-    if key not in hf or hf[key] is None:
-        raise ValueError(f"config.json has no {key!r}; the model cannot be built without it.")
-    return hf[key]
-
-
-def _integer(hf: Mapping[str, Any], key: str) -> int:
-    value = _required(hf, key)
-    if type(value) is not int:
-        raise ValueError(f"{key}={value!r} in config.json must be an integer.")
-    return value
-
-
-def _number(hf: Mapping[str, Any], key: str) -> float:
-    value = _required(hf, key)
-    if type(value) not in (int, float):
-        raise ValueError(f"{key}={value!r} in config.json must be a number.")
-    return float(value)
-
-
-def _boolean(hf: Mapping[str, Any], key: str) -> bool:
-    value = _required(hf, key)
-    if type(value) is not bool:
-        raise ValueError(f"{key}={value!r} in config.json must be true or false.")
-    return value
-
-
-def _flag(hf: Mapping[str, Any], key: str) -> bool:
-    """Returns a setting that is false where it is absent, as in the families' config classes."""
-    return _is_set(hf, key) and _boolean(hf, key)
-
-
-def _either(hf: Mapping[str, Any], key: str, other: str, otherwise: int | None = None) -> int:
-    """Returns an integer with two names. ValueError if they differ, or if it is absent and there is
-    no default."""
-    found = [_integer(hf, name) for name in (key, other) if _is_set(hf, name)]
-    if len(set(found)) > 1:
-        raise ValueError(
-            f"config.json gives two values: {key}={found[0]} and {other}={found[1]}; remove one.")
-    if found or otherwise is not None:
-        return found[0] if found else otherwise
-    return _integer(hf, key)
-
-
-def _is_set(hf: Mapping[str, Any], key: str) -> bool:
-    """Whether a field is set; null counts as absent everywhere in this format."""
-    return key in hf and hf[key] is not None
 
 
 def _refuse_unimplemented(hf: Mapping[str, Any], family: str) -> None:
@@ -309,7 +275,7 @@ def _refuse_sliding_window(hf: Mapping[str, Any], family: str, num_layers: int) 
     `layer_types` decides if present. Otherwise a window applies to every layer; of qwen2 and qwen3 to
     layers from `max_window_layers`, and of all qwen families only if `use_sliding_window` is true.
     """
-    if _is_set(hf, "layer_types"):
+    if is_set(hf, "layer_types"):
         types = hf["layer_types"]
         is_full = isinstance(types, list) and all(kind == "full_attention" for kind in types)
         if not is_full or len(types) != num_layers:
@@ -317,12 +283,12 @@ def _refuse_sliding_window(hf: Mapping[str, Any], family: str, num_layers: int) 
                 f"layer_types={types!r} is not implemented; only 'full_attention' in each of the "
                 f"num_hidden_layers={num_layers} layers is.")
         return
-    if not _is_set(hf, "sliding_window"):
+    if not is_set(hf, "sliding_window"):
         return
     if family.startswith("qwen"):
-        if not (_is_set(hf, "use_sliding_window") and hf["use_sliding_window"]):
+        if not (is_set(hf, "use_sliding_window") and hf["use_sliding_window"]):
             return
-        of_some = family != "qwen3_moe" and _is_set(hf, "max_window_layers")
+        of_some = family != "qwen3_moe" and is_set(hf, "max_window_layers")
         if of_some and hf["max_window_layers"] >= num_layers:
             return
     raise ValueError(
@@ -330,17 +296,59 @@ def _refuse_sliding_window(hf: Mapping[str, Any], family: str, num_layers: int) 
         "only full attention is.")
 
 
+def _sliding(
+    hf: Mapping[str, Any], num_layers: int, rope: dict[str, Any]
+) -> dict[str, Any] | None:
+    """Returns the fields of the SlidingConfig; None if all layers are full."""
+    if is_set(hf, "layer_types"):
+        types = hf["layer_types"]
+    else:
+        keys = "sliding_window_pattern", "_sliding_window_pattern"
+        pattern = either(hf, *keys, SLIDING_PATTERN)
+        if pattern < 1:
+            raise ValueError(f"sliding_window_pattern={pattern} in config.json must be at least 1.")
+        layers = range(min(num_layers, MOST_LAYERS))
+        types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers]
+    known = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
+        raise ValueError(
+            f"layer_types={types!r} is not implemented; it must have one of {', '.join(known)} for "
+            f"each of the num_hidden_layers={num_layers} layers.")
+    sliding = tuple(i for i, kind in enumerate(types) if kind == known[0])
+    if not sliding:
+        return None
+    return {"window": integer(hf, "sliding_window"), "layers": sliding, "rope": rope}
+
+
+def _sliding_to_hf(config: Any) -> dict[str, Any]:
+    sliding = config.sliding
+    layers = () if sliding is None else sliding.layers
+    types = [
+        "sliding_attention" if i in layers else "full_attention" for i in range(config.num_layers)
+    ]
+    hf = {"layer_types": types}
+    if sliding is None:
+        return hf | {"sliding_window": None}
+    if sliding.rope.kind != "default" or sliding.rope.fraction != 1:
+        raise ValueError(
+            f"sliding.rope={sliding.rope} cannot be written for family {config.family!r}: it has no "
+            "field for its scaling.")
+    return hf | {
+        "sliding_window": sliding.window, "rope_local_base_freq": sliding.rope.theta,
+    }
+
+
 def _num_kv_heads(hf: Mapping[str, Any], family: str, num_heads: int) -> int:
     """Returns the number of key/value heads; checkpoints before grouped-query attention omit it."""
-    if family == "llama" and not _is_set(hf, "num_key_value_heads"):
+    if family == "llama" and not is_set(hf, "num_key_value_heads"):
         return num_heads
-    return _integer(hf, "num_key_value_heads")
+    return integer(hf, "num_key_value_heads")
 
 
 def _head_dim(hf: Mapping[str, Any], family: str, embed_dim: int, num_heads: int) -> int:
     """Returns the head size: required for qwen3, else hidden_size / heads by default."""
-    if family == "qwen3" or _is_set(hf, "head_dim"):
-        return _integer(hf, "head_dim")
+    if family == "qwen3" or is_set(hf, "head_dim"):
+        return integer(hf, "head_dim")
     if num_heads < 1 or embed_dim % num_heads:
         raise ValueError(
             f"hidden_size={embed_dim} must be a multiple of num_attention_heads={num_heads} "
@@ -351,37 +359,37 @@ def _head_dim(hf: Mapping[str, Any], family: str, embed_dim: int, num_heads: int
 def _moe(hf: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any] | None:
     if family not in EXPERTS_OF:
         return None
-    expert_dim = _integer(hf, "moe_intermediate_size")
+    expert_dim = integer(hf, "moe_intermediate_size")
     moe = EXPERTS_OF[family] | {
-        "top_k": _integer(hf, "num_experts_per_tok"),
+        "top_k": integer(hf, "num_experts_per_tok"),
         "expert_dim": expert_dim,
-        "normalizes_top_k": _boolean(hf, "norm_topk_prob"),
+        "normalizes_top_k": boolean(hf, "norm_topk_prob"),
     }
     if family == "qwen3_moe":
         return moe | {
-            "num_experts": _either(hf, "num_experts", "num_local_experts"),
+            "num_experts": either(hf, "num_experts", "num_local_experts"),
             "dense_layers": _dense_layers(hf, num_layers),
         }
-    first = _integer(hf, "first_k_dense_replace")
+    first = integer(hf, "first_k_dense_replace")
     if first < 0:
         raise ValueError(f"first_k_dense_replace={first} in config.json must be at least 0.")
     return moe | {
-        "num_experts": _either(hf, "n_routed_experts", "num_local_experts"),
+        "num_experts": either(hf, "n_routed_experts", "num_local_experts"),
         "dense_layers": tuple(range(min(first, num_layers, MOST_LAYERS))),
-        "shared_dim": _integer(hf, "n_shared_experts") * expert_dim,
-        "num_groups": _integer(hf, "n_group"),
-        "top_groups": _integer(hf, "topk_group"),
-        "scale": _number(hf, "routed_scaling_factor"),
+        "shared_dim": integer(hf, "n_shared_experts") * expert_dim,
+        "num_groups": integer(hf, "n_group"),
+        "top_groups": integer(hf, "topk_group"),
+        "scale": number(hf, "routed_scaling_factor"),
     }
 
 
 def _dense_layers(hf: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
     """Returns the indices of the layers without experts by `mlp_only_layers` and, if a layer has
     experts at every `decoder_sparse_step`-th place only, by that."""
-    step = _integer(hf, "decoder_sparse_step") if _is_set(hf, "decoder_sparse_step") else 1
+    step = integer(hf, "decoder_sparse_step") if is_set(hf, "decoder_sparse_step") else 1
     if step < 1:
         raise ValueError(f"decoder_sparse_step={step} in config.json must be at least 1.")
-    only = hf["mlp_only_layers"] if _is_set(hf, "mlp_only_layers") else []
+    only = hf["mlp_only_layers"] if is_set(hf, "mlp_only_layers") else []
     if not isinstance(only, list) or not all(type(i) is int and 0 <= i < num_layers for i in only):
         raise ValueError(
             f"mlp_only_layers={only!r} in config.json must be indices of the "
@@ -425,78 +433,3 @@ def _moe_to_hf(config: Any) -> dict[str, Any]:
         "routed_scaling_factor": moe.scale,
         "first_k_dense_replace": first,
     }
-
-
-def _merge_rope(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns all RoPE fields merged: those at the top level, rope_scaling, rope_parameters."""
-    sources = [{k: hf[k] for k in ("rope_theta", "partial_rotary_factor") if _is_set(hf, k)}]
-    for key in ("rope_scaling", "rope_parameters"):
-        if _is_set(hf, key):
-            if not isinstance(hf[key], Mapping):
-                raise ValueError(f"{key}={hf[key]!r} in config.json must be an object.")
-            fields = {k: v for k, v in hf[key].items() if v is not None}
-            if "type" in fields:
-                sources.append({"rope_type": fields.pop("type")})
-            sources.append(fields)
-    merged = {}
-    for source in sources:
-        for key, value in source.items():
-            if key in merged and merged[key] != value:
-                raise ValueError(
-                    f"config.json gives two values for {key}: {merged[key]!r} and {value!r}; "
-                    "remove one."
-                )
-            merged[key] = value
-    return merged
-
-
-def _rope(hf: Mapping[str, Any], family: str, max_position: int) -> dict[str, Any]:
-    """Returns the fields of the RopeConfig; rope_theta is 10000 by default, as in old checkpoints.
-
-    A given `factor` is used unchanged, even if it differs from `max_position_embeddings` /
-    `original_max_position_embeddings` (as transformers 5; some releases of 4 used the quotient).
-    """
-    fields = _merge_rope(hf)
-    kind = fields.pop("rope_type") if "rope_type" in fields else "default"
-    if not isinstance(kind, str) or kind not in ROPE_FIELDS:
-        raise ValueError(f"rope_type={kind!r} is not implemented; known: {sorted(ROPE_FIELDS)}.")
-    theta = 10000.0
-    if "rope_theta" in fields:
-        theta = _number(fields, "rope_theta")
-        del fields["rope_theta"]
-    fraction = GLM_ROTARY if family == "glm4_moe" else 1.0
-    if "partial_rotary_factor" in fields:
-        fraction = _number(fields, "partial_rotary_factor")
-        del fields["partial_rotary_factor"]
-    if family != "glm4_moe" and fraction != 1:
-        raise ValueError(f"partial_rotary_factor={fraction} is not implemented for {family}.")
-    if kind == "default":  # transformers computes nothing with the fields of the other types
-        fields = {k: v for k, v in fields.items() if all(k not in known for known in ROPE_FIELDS.values())}
-    for key, value in fields.items():
-        if key not in ROPE_FIELDS[kind]:
-            raise ValueError(
-                f"{key}={value!r} is not a field of rope_type={kind!r}; remove it, or correct the "
-                "rope type."
-            )
-    for key in ROPE_REQUIRED[kind]:
-        if key not in fields:
-            raise ValueError(f"rope_type={kind!r} needs the field {key!r}.")
-    rope = {ROPE_FIELDS[kind][key]: _rope_value(fields, key) for key in fields}
-    if kind == "yarn" and "original_max_position" not in rope:
-        rope["original_max_position"] = max_position
-    return {"kind": kind, "theta": theta, "fraction": fraction} | rope
-
-
-def _rope_value(fields: Mapping[str, Any], key: str) -> float | int | bool:
-    if key == "original_max_position_embeddings":
-        return _integer(fields, key)
-    if key == "truncate":
-        return _boolean(fields, key)
-    return _number(fields, key)
-
-
-def _rope_scaling_to_hf(rope: Any) -> dict[str, Any] | None:
-    if rope.kind == "default":
-        return None
-    fields = {key: getattr(rope, name) for key, name in ROPE_FIELDS[rope.kind].items()}
-    return {"rope_type": rope.kind} | {k: v for k, v in fields.items() if v is not None}

@@ -46,6 +46,14 @@ NAMES = {
     "shared_up": "model.layers.{layer}.mlp.shared_experts.up_proj.weight",
     "shared_down": "model.layers.{layer}.mlp.shared_experts.down_proj.weight",
 }
+# Names of one family: it has two more norms, and the others' name for the MLP's is that of attention's.
+NAMES_OF = {
+    "gemma3_text": {
+        "attn_post_norm": "model.layers.{layer}.post_attention_layernorm.weight",
+        "mlp_norm": "model.layers.{layer}.pre_feedforward_layernorm.weight",
+        "mlp_post_norm": "model.layers.{layer}.post_feedforward_layernorm.weight",
+    },
+}
 # The experts of a layer in two tensors, as transformers 5 holds them: name -> the parameters in it.
 FUSED = {
     "model.layers.{layer}.mlp.experts.gate_up_proj": ("expert_gate", "expert_up"),
@@ -57,6 +65,11 @@ FLOATS = ("F32", "F16", "BF16", "F64")
 # Rotary frequencies that old llama checkpoints store; they follow from config.json.
 DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 SHARD_BYTES = 5 * 10**9
+
+
+def names(config: ModelConfig) -> dict[str, str]:
+    """Returns {parameter: tensor name} of the family."""
+    return NAMES | NAMES_OF.get(config.family, {})
 
 
 def read_config(folder: str | os.PathLike) -> ModelConfig:
@@ -96,7 +109,7 @@ def load(
             _split_fused(config, tensors, folder)
         if config.tie_embeddings and NAMES["head"] in tensors:
             _check_tied(tensors, folder)
-        tree = slots(config, NAMES)
+        tree = slots(config, names(config))
         check_names(tree, tensors, str(folder))
         return config, assemble(config, tree, tensors, sharding, dtype)
 
@@ -274,7 +287,7 @@ def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Store
     if structure != expected:
         raise ValueError(f"Parameters {structure} are not those of the config: {expected}.")
     stored = []
-    for slot, leaf, param in zip(*map(jax.tree.leaves, (slots(config, NAMES), abstract, params))):
+    for slot, leaf, param in zip(*map(jax.tree.leaves, (slots(config, names(config)), abstract, params))):
         if param.shape != leaf.shape:
             raise ValueError(
                 f"The parameter of {slot.names.flat[0]} has shape {list(param.shape)}, expected "

@@ -1,4 +1,4 @@
-"""The decoder for Llama, SmolLM2, Qwen2/2.5, Qwen3, and for Qwen3-MoE and GLM-4.5 with experts.
+"""The decoder for Llama, SmolLM2, Qwen2/2.5, Qwen3, Gemma 3, Qwen3-MoE and GLM-4.5.
 
 Flax NNX declares the parameters with their logical axis names. Elsewhere they are a plain nested
 dict, and pure functions merge them into the module while tracing. Layers of one kind are stacked on
@@ -20,7 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.kernels.head import Head
 from jaxrl_tis.models import attention, expert_parallel, fsdp, invariant, moe, quant
-from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.rope import rope_frequencies
 from jaxrl_tis.sharding import Layout
 
@@ -107,8 +107,8 @@ class Program:
             return invariant.rms_norm(x, scale, eps, self.layout, rms_norm)
         return rms_norm(x, scale, eps)
 
-    def rotation(self, config: ModelConfig, positions_bt: jax.Array) -> tuple:
-        angles = functools.partial(_rotation, config)
+    def rotation(self, rope: RopeConfig, head_dim: int, positions_bt: jax.Array) -> tuple:
+        angles = functools.partial(_rotation, rope, head_dim)
         if self.is_invariant:
             return invariant.rotation(angles, positions_bt, self.layout)
         return angles(positions_bt)
@@ -118,10 +118,12 @@ class Program:
             return invariant.rotate(x_bthk, cos, sin, self.layout, _rotate)
         return _rotate(x_bthk, cos, sin)
 
-    def row_attention(self, q, k, v, segment_ids_bt, unseen_bt) -> jax.Array:
+    def row_attention(self, q, k, v, segment_ids_bt, unseen_bt, window) -> jax.Array:
         """Returns attention within rows; ValueError for evicted keys with invariant numerics."""
         if not self.is_invariant:
-            return attention.row_attention(q, k, v, segment_ids_bt, self.layout, unseen_bt)
+            return attention.row_attention(
+                q, k, v, segment_ids_bt, self.layout, unseen_bt, window
+            )
         if unseen_bt is not None:
             raise ValueError(
                 "numerics='invariant' attends to all keys, and none can be evicted; set "
@@ -163,7 +165,7 @@ class Embedding(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         v, d = config.vocab_size, config.embed_dim
         self.embed = _normal(rngs, (v, d), d, ("vocab", "embed"))
-        self.final_norm = nnx.Param(jnp.ones((d,)), axes=("norm",))
+        self.final_norm = _norm_scale(config, d)
         if not config.tie_embeddings:
             self.head = _normal(rngs, (d, v), d, ("embed", "vocab"))
 
@@ -174,7 +176,7 @@ class Block(nnx.Module):
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         d = config.embed_dim
         q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self.attn_norm = nnx.Param(jnp.ones((d,)), axes=("norm",))
+        self.attn_norm = _norm_scale(config, d)
         self.q = _normal(rngs, (d, q), d, ("embed", "heads"))
         self.k = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
         self.v = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
@@ -184,9 +186,12 @@ class Block(nnx.Module):
             self.k_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
             self.v_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
         if config.qk_norm:
-            self.q_norm = nnx.Param(jnp.ones((config.head_dim,)), axes=("norm",))
-            self.k_norm = nnx.Param(jnp.ones((config.head_dim,)), axes=("norm",))
-        self.mlp_norm = nnx.Param(jnp.ones((d,)), axes=("norm",))
+            self.q_norm = _norm_scale(config, config.head_dim)
+            self.k_norm = _norm_scale(config, config.head_dim)
+        self.mlp_norm = _norm_scale(config, d)
+        if config.post_norms:
+            self.attn_post_norm = _norm_scale(config, d)
+            self.mlp_post_norm = _norm_scale(config, d)
         self._add_mlp(config, rngs)
 
     def _add_mlp(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
@@ -204,23 +209,27 @@ class Block(nnx.Module):
     ):
         """Returns the new residual stream, the carried output of `attend` (keys/values or a cache)
         and what the router did, see `moe.Routed`."""
-        h_btd = program.rms_norm(x_btd, self.attn_norm[...], config.norm_eps)
+        h_btd = _norm(program, config, x_btd, self.attn_norm[...])
         q, k, v = self._qkv(h_btd, config, program, rotation)
         out_bthk, carried = attend(q, k, v)
         out_btq = out_bthk.reshape(*x_btd.shape[:2], -1)
-        x_btd = x_btd + program.dot(out_btq, self.o.get_value(), is_split_in=True)
-        x_btd = program.constrain(x_btd, ("batch", "length", None))
-        h_btd = program.rms_norm(x_btd, self.mlp_norm[...], config.norm_eps)
+        y_btd = program.dot(out_btq, self.o.get_value(), is_split_in=True)
+        if config.post_norms:
+            y_btd = _norm(program, config, y_btd, self.attn_post_norm[...])
+        x_btd = program.constrain(x_btd + y_btd, ("batch", "length", None))
+        h_btd = _norm(program, config, x_btd, self.mlp_norm[...])
         y_btd, routed = self._mlp(h_btd, config, program, replay, asked, is_token_bt)
+        if config.post_norms:
+            y_btd = _norm(program, config, y_btd, self.mlp_post_norm[...])
         return program.constrain(x_btd + y_btd, ("batch", "length", None)), carried, routed
 
     def _mlp(self, h_btd, config, program, replay, asked, is_token_bt):
-        return self._gated(h_btd, program), None
+        return self._gated(h_btd, config, program), None
 
-    def _gated(self, h_btd, program: Program) -> jax.Array:
+    def _gated(self, h_btd, config: ModelConfig, program: Program) -> jax.Array:
         gate = program.dot(h_btd, self.gate.get_value())
         up = program.dot(h_btd, self.up.get_value())
-        gated = jax.nn.silu(gate) * up
+        gated = ACTIVATE[config.activation](gate) * up
         return program.dot(gated, self.down.get_value(), is_split_in=True)
 
     def _qkv(self, h_btd, config: ModelConfig, program: Program, rotation):
@@ -234,8 +243,8 @@ class Block(nnx.Module):
         k = project(self.k, biases[1], config.num_kv_heads)
         v = project(self.v, biases[2], config.num_kv_heads)
         if config.qk_norm:
-            q = program.rms_norm(q, self.q_norm[...], config.norm_eps)
-            k = program.rms_norm(k, self.k_norm[...], config.norm_eps)
+            q = _norm(program, config, q, self.q_norm[...])
+            k = _norm(program, config, k, self.k_norm[...])
         return program.rotate(q, *rotation), program.rotate(k, *rotation), v
 
 
@@ -267,12 +276,23 @@ class MoeBlock(Block):
         )
         y_btd = program.experts(h_btd, ids_btk, gates_btk, weights, config.moe.num_experts)
         if config.moe.shared_dim:
-            y_btd = y_btd + self._gated(h_btd, program)
+            y_btd = y_btd + self._gated(h_btd, config, program)
         return y_btd, routed
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple, fan_in: int, axes: tuple) -> nnx.Param:
     return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5, axes=axes)
+
+
+def _norm_scale(config: ModelConfig, size: int) -> nnx.Param:
+    init = jnp.zeros if config.zero_centered_norms else jnp.ones
+    return nnx.Param(init((size,)), axes=("norm",))
+
+
+def _norm(program: Program, config: ModelConfig, x: jax.Array, scale: jax.Array) -> jax.Array:
+    if config.zero_centered_norms:
+        scale = 1 + scale.astype(jnp.float32)
+    return program.rms_norm(x, scale, config.norm_eps)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -282,10 +302,10 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale.astype(jnp.float32).reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
 
 
-def _rotation(config: ModelConfig, positions_bt: jax.Array):
+def _rotation(rope: RopeConfig, head_dim: int, positions_bt: jax.Array):
     """Returns cos and sin [B,T,1,R/2] of the R rotated dimensions in float32, scaled by the
     attention factor of yarn."""
-    inv_freq, scale = rope_frequencies(config.rope, config.rope.rotary_dim(config.head_dim))
+    inv_freq, scale = rope_frequencies(rope, rope.rotary_dim(head_dim))
     angles = positions_bt[..., None, None].astype(jnp.float32) * jnp.asarray(
         inv_freq, jnp.float32
     ).reshape(1, 1, 1, -1)
@@ -306,6 +326,7 @@ def _rotate(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 BLOCKS = {True: MoeBlock, False: Block}
+ACTIVATE = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def _blocks(config: ModelConfig) -> dict[str, type[Block]]:
@@ -427,7 +448,8 @@ def hidden(
 
     Args:
       tokens_bt, positions_bt: [B,T] int32; positions are absolute.
-      attend: (q, k, v, layer_cache) -> ([B,T,H,K], carried) for one layer.
+      attend: (q, k, v, layer_cache, window) -> ([B,T,H,K], carried) for one layer, whose window is
+        an `attention.Window`, or None in models without.
       cache: a tuple with the cache of every unrolled layer. Scanned layers carry one cache from
         layer to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
       seed_b: [B] uint32 of the noise on the input of the layers, where the parameters have
@@ -446,28 +468,41 @@ def _hidden(
     params, config, program, tokens_bt, positions_bt, attend, cache, seed_b, replay, asked,
     is_token_bt,
 ):
-    rotation = program.rotation(config, positions_bt)
+    if config.sliding is not None and program.is_invariant:
+        raise ValueError(
+            "numerics='invariant' has no layers with a sliding window; set model.numerics to 'fast'"
+        )
+    rotate = lambda rope: program.rotation(rope, config.head_dim, positions_bt)
+    of_full = rotate(config.rope)
+    of_sliding = None if config.sliding is None else rotate(config.sliding.rope)
 
-    def layer(x_btd, layer_params, layer_cache, noise=None, ids_btk=None):
+    def layer(x_btd, layer_params, layer_cache, noise=None, ids_btk=None, is_sliding=None):
         x_btd = checkpoint_name(x_btd, LAYER_INPUT)
         if noise is not None:
             x_btd = _perturbed(x_btd, *noise, seed_b)
         graphdef = _graph(BLOCKS["router" in layer_params], config)[0]
         block = nnx.merge(graphdef, quant.masters(layer_params, program.quantization))
         replayed = None if ids_btk is None else moe.Replay(ids_btk, replay.is_given)
+        rotation, window = of_full, None
+        if config.sliding is not None:
+            window = attention.Window(config.sliding.window, is_sliding)
+            select = lambda sliding, full: jnp.where(is_sliding, sliding, full)
+            rotation = jax.tree.map(select, of_sliding, of_full)
         return block(
-            x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache),
+            x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache, window),
             replayed, asked, is_token_bt,
         )
 
     if program.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[program.remat])
     x_btd = program.embedded(params["embed"], tokens_bt)
+    if config.scales_embeddings:
+        x_btd = x_btd * jnp.asarray(config.embed_dim**0.5, x_btd.dtype)
     x_btd = program.constrain(x_btd, ("batch", "length", None))
     ids_lbtk = None if replay is None else replay.ids
     run_layers = _unrolled if isinstance(params["layers"], tuple) else _scanned
     x_btd, carried, routed = run_layers(layer, params, config, x_btd, cache, ids_lbtk)
-    x_btd = program.rms_norm(x_btd, params["final_norm"], config.norm_eps)
+    x_btd = _norm(program, config, x_btd, params["final_norm"])
     return Hidden(x_btd, carried, routed)
 
 
@@ -477,7 +512,8 @@ def _unrolled(layer, params, config, x_btd, cache, ids_lbtk):
     for i, of_layer in enumerate(params["layers"]):
         ids_btk = ids_lbtk[places[i]] if ids_lbtk is not None and "router" in of_layer else None
         of_cache = None if cache is None else cache[i]
-        x_btd, out, own = layer(x_btd, of_layer, of_cache, None, ids_btk)
+        is_sliding = None if config.sliding is None else i in config.sliding.layers
+        x_btd, out, own = layer(x_btd, of_layer, of_cache, None, ids_btk, is_sliding)
         carried.append(out)
         routed += [jax.tree.map(lambda x: x[None], own)] if own is not None else []
     return x_btd, tuple(carried), _joined(routed)
@@ -503,20 +539,25 @@ def _scanned(layer, params, config, x_btd, cache, ids_lbtk):
             noise = params["perturbation"][run.first : run.first + len(index_l)], index_l
         if ids_lbtk is not None and "router" in layers:
             ids = part(ids_lbtk)
+        is_sliding = None
+        if config.sliding is not None:
+            is_sliding = jnp.isin(index_l, jnp.array(config.sliding.layers))
         if cache is None:
             def step(x_btd, inputs):
                 x_btd, out, own = layer(x_btd, inputs[0], None, *inputs[1:])
                 return x_btd, (out, own)
 
-            x_btd, (out, own) = jax.lax.scan(step, x_btd, (layers, noise, ids))
+            x_btd, (out, own) = jax.lax.scan(step, x_btd, (layers, noise, ids, is_sliding))
             carried.append(out)
         else:
             def step(carry, inputs):
-                of_layer, ids, index = inputs
-                x_btd, kv, own = layer(carry[0], of_layer, (carry[1], index), None, ids)
+                of_layer, ids, is_sliding, index = inputs
+                of_cache = carry[1], index
+                x_btd, kv, own = layer(carry[0], of_layer, of_cache, None, ids, is_sliding)
                 return (x_btd, kv), own
 
-            (x_btd, cache), own = jax.lax.scan(step, (x_btd, cache), (layers, ids, index_l))
+            inputs = layers, ids, is_sliding, index_l
+            (x_btd, cache), own = jax.lax.scan(step, (x_btd, cache), inputs)
         routed += [own] if own is not None else []
     return x_btd, _joined(carried) if cache is None else cache, _joined(routed)
 
@@ -581,10 +622,10 @@ def rows_routed(
     if evict_step_bt is not None:
         unseen_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt + evict_step_bt
 
-    def attend(q, k, v, _):
+    def attend(q, k, v, _, window):
         if program.kv_dtype is not None:
             k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
-        return program.row_attention(q, k, v, segment_ids_bt, unseen_bt), None
+        return program.row_attention(q, k, v, segment_ids_bt, unseen_bt, window), None
 
     return hidden(
         params, config, program, tokens_bt, positions_bt, attend, seed_b=seed_b, replay=replay,

@@ -64,13 +64,13 @@ class Case:
         return cls(jnp.asarray(q, "float32" if dtype == "float32" else "bfloat16"), new,
                    cache.StackedKV(kv, scale))
 
-    def run(self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1):
+    def run(self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1, first=None):
         """(attention, the pool after it) in blocks of so many pages; no race is found."""
         slots = len(self.q)
         with races.none():
             out, kv, scale = jax.block_until_ready(kernel(
                 self.q, self.new.kv, self.new.scale, self.pool.kv, self.pool.scale,
-                jnp.int32(layer), index[:slots], page[:slots], table[:slots],
+                jnp.int32(layer), index[:slots], page[:slots], table[:slots], first,
                 block_bytes=pages * self.pool.kv[0, 0].nbytes, cores=cores,
             ))
         return np.asarray(out, np.float64), cache.StackedKV(kv, scale)
@@ -166,6 +166,30 @@ def test_equals_the_attention_of_other_platforms(dtype):
     np.testing.assert_allclose(found, np.asarray(out, np.float64), **TOLERANCE[dtype])
     own = lambda x: np.asarray(x[:, 1:], np.float32)  # page 0 takes the idle slot's token
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(own(x), own(y)), pool, layer.pool)
+
+
+@pytest.mark.cases("bfloat16-1-150")
+@pytest.mark.parametrize("dtype, pages, window", [
+    ("float32", 1, 1), ("bfloat16", 1, 150), ("int8", 2, 130), ("float32", 3, 200),
+])
+def test_a_window_hides_the_positions_before_it(dtype, pages, window):
+    """As other platforms hide them, in blocks that begin before it; the pool is that without it."""
+    case = Case.of(dtype, 64)
+    rng, slots = np.random.default_rng(1), len(case.q)
+    k, v = jnp.asarray(rng.normal(0, 1, (2, slots, HEADS, 64)), case.q.dtype)
+    case.new = case.pool.beside(k, v)
+    layer = cache.LayerOf(case.pool, jnp.int32(LAYER)).append(PAGE, INDEX % SIZE, k, v)
+    q = case.q.reshape(slots, 1, -1, 64)
+    of_layer = attention.Window(window, True)
+    want = attention.paged_attention(q, layer.read, TABLE, INDEX[:, None], of_layer)
+    first = np.maximum(INDEX - window + 1, 0)
+    found, pool = case.run(pages=pages, first=first)
+    np.testing.assert_allclose(
+        found, np.asarray(want.reshape(case.q.shape), np.float64), **TOLERANCE[dtype])
+    whole, whole_pool = case.run(pages=pages)
+    assert (np.abs(whole - found).max(axis=(1, 2, 3)) > 0.05).tolist() == (first > 0).tolist()
+    wide = lambda x: np.asarray(x, np.float32)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(wide(x), wide(y)), pool, whole_pool)
 
 
 @pytest.mark.all

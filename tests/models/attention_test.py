@@ -266,6 +266,21 @@ def test_splash_attention_equals_numpy(interpreted_splash, length, heads, kv_hea
     check_rows(length, heads, kv_heads, 64)  # two blocks of 128, or three
 
 
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_window_in_the_splash_kernel(interpreted_splash, is_used):
+    """Equal to the other path, which gemma_test.py compares with transformers; values and gradients."""
+    arrays_qkv, segment_ids = arrays(2, 256, 256, 2, 1, 64), segmentation(2, 256)
+    attend = lambda *x: attention.row_attention(
+        *x, window=attention.Window(100, jnp.asarray(is_used))
+    )
+    found = value_and_gradients(*arrays_qkv, segment_ids, arrays_qkv[0], attend)
+    position = np.arange(256)
+    is_seen = position[:, None] - position < (100 if is_used else 256)
+    of_scores = lambda q, k, v, ids: attention.attention(q, k, v, row_mask(ids) & is_seen)
+    for a, b in zip(found, value_and_gradients(*arrays_qkv, segment_ids, arrays_qkv[0], of_scores)):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
+
+
 def test_short_rows_keep_their_bits():
     """Recorded runs on CPU rely on it, up to 1,024 tokens."""
     q, k, v = arrays(2, 1024, 1024, 2, 1, 4)

@@ -61,7 +61,7 @@ def interleave(params, head_dim):
 def test_the_cases_are_the_published_families_and_rope_types():
     dense = ["llama_default", "llama_linear", "llama_llama3", "llama_yarn", "qwen2_tied",
              "qwen2_untied", "qwen3"]
-    assert CASES == ["glm4_moe", "glm4_moe_norm", *dense, "qwen3_moe", "qwen3_moe_raw",
+    assert CASES == ["gemma3", "gemma3_linear", "glm4_moe", "glm4_moe_norm", *dense, "qwen3_moe", "qwen3_moe_raw",
                      "qwen3_moe_step", "qwen3_moe_ties"]
     kinds = [golden(name)[0].rope.kind for name in dense]
     assert kinds == ["default", "linear", "llama3", "yarn", "default", "default", "default"]

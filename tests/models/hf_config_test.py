@@ -272,7 +272,7 @@ def test_rope_settings_that_are_refused(rope, message):
 
 
 @pytest.mark.parametrize("family, field, value", [
-    ("llama", "model_type", "gemma3_text"),
+    ("llama", "model_type", "gemma2"),
     ("llama", "model_type", "mixtral"),
     ("llama", "attention_bias", True),
     ("qwen3", "attention_bias", True),

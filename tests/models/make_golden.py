@@ -73,6 +73,17 @@ GLM = SMALL | {
 }
 
 
+GEMMA = SMALL | {
+    "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "head_dim": 16,
+    "num_hidden_layers": 4, "query_pre_attn_scalar": 16, "sliding_window": 9,
+    "sliding_window_pattern": 3, "rope_theta": 1000000, "rope_local_base_freq": 10000,
+    "rope_scaling": None, "attention_bias": False, "attn_logit_softcapping": None,
+    "final_logit_softcapping": None, "hidden_activation": "gelu_pytorch_tanh",
+    "cache_implementation": "hybrid",
+}
+del GEMMA["hidden_act"]
+
+
 class Case(NamedTuple):
     """A model to write.
 
@@ -126,6 +137,12 @@ CASES = {
                "routed_scaling_factor": 1.5, "partial_rotary_factor": 0.25, "num_hidden_layers": 2},
         is_rewritten=True, is_fused=True,
     ),
+    "gemma3": Case(GEMMA),
+    "gemma3_linear": Case(
+        GEMMA | {"num_hidden_layers": 3, "sliding_window": 16, "rope_scaling": {
+            "rope_type": "linear", "factor": 8.0}},
+        is_rewritten=True,
+    ),
 }
 
 # (rope_scaling, rope_theta, head_dim[, partial_rotary_factor])
@@ -153,6 +170,7 @@ def fill(model: torch.nn.Module, case: Case, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if name.endswith("norm.weight"):
             values = 0.5 + torch.rand(parameter.shape, generator=generator)
+            values -= float(case.hf["model_type"] == "gemma3_text")  # its norms multiply by 1 + values
         elif name.endswith(".bias"):
             values = torch.randn(parameter.shape, generator=generator)
         else:
