@@ -204,6 +204,8 @@ class Topology:
         from jax.experimental import topologies
 
         more = {"num_slices": self.num_slices} if self.num_slices > 1 else {}
+        if self.chips_per_slice == 1:
+            more["chips_per_host_bounds"] = [1, 1, 1]  # libtpu takes hosts of several by default
         try:
             return list(topologies.get_topology_desc(
                 platform="tpu", topology_name=self.name, **more

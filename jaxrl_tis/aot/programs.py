@@ -82,7 +82,7 @@ def setup_for(
     choices = validate(config)
     model = model_of(config, shapes)
     if layers is not None:
-        model = dataclasses.replace(model, num_layers=layers)
+        model = model.first_layers(layers)
     return build.assemble(config, choices, model, None, topology.devices())
 
 

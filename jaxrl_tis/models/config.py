@@ -275,6 +275,17 @@ class ModelConfig:
         """Returns the `config.json` dict of this model; raises as `hf_config.write`."""
         return hf_config.write(self)
 
+    def first_layers(self, count: int) -> "ModelConfig":
+        """Returns the config of the model's first layers alone."""
+        moe, sliding = self.moe, self.sliding
+        first = lambda layers: tuple(i for i in layers if i < count)
+        if moe is not None:
+            moe = dataclasses.replace(moe, dense_layers=first(moe.dense_layers))
+        if sliding is not None:
+            sliding = dataclasses.replace(sliding, layers=first(sliding.layers))
+            sliding = sliding if sliding.layers else None
+        return dataclasses.replace(self, num_layers=count, moe=moe, sliding=sliding)
+
     def check_length(self, length: int) -> str:
         """Returns "" if sequences of `length` tokens fit into `max_position`. Returns a warning if
         they do not and the rope type extends the context.
