@@ -19,7 +19,7 @@ MUTANTS = [
         ("an answer that was shortened keeps a token more", "return Realign(same, suffix)",
          "return Realign(same + 1, suffix)",
          "test_mistake_7_lists_have_one_length_after_an_answer_was_shortened"),
-        ("an observation is no part of a render that repeats the question",
+        ("a template that leaves out earlier answers is accepted",
          "if (one.count(FIRST), two.count(SECOND)) != (1, 1):", "if False:",
          "test_a_template_that_cannot_be_extended_is_refused"),
     ),

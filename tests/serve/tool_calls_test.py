@@ -1,6 +1,7 @@
 """Tool calls in answers: texts by hand, which templates write back, and the `openai` client."""
 
 import json
+import time
 
 import openai
 import pytest
@@ -190,6 +191,10 @@ class Scripted(arithmetic.Engine):
 
     def __init__(self):
         super().__init__(slots=2, max_length=1024, page_size=64, prefill_chunk=64)
+
+    def generate(self, *args):
+        time.sleep(0.002)  # a stream sends more than the end
+        return super().generate(*args)
 
     def _draw(self, params, state, b, pages, shift):
         slot = state.slots[b]
