@@ -183,3 +183,8 @@ def logical_axes(name: str, ndim: int) -> tuple[str | None, ...]:
     """Returns the logical axes of a field [accumulation, rows, ...] of micro-batches."""
     length = () if field(name).unit == "step" else ("length",)
     return (None, "batch", *length, *(None,) * (ndim - 2 - len(length)))
+
+
+def route_dtype(num_experts: int) -> str:
+    """Returns the dtype of recorded routes: the smallest that holds the ids of the experts."""
+    return "uint8" if num_experts <= 256 else "uint16"

@@ -55,17 +55,22 @@ def check_finite(step: int, values: dict[str, float], saved: int | None) -> None
 
 
 def check_rewards(
-    step: int, drawn: list[Sample], last_error: str, is_first: bool
+    step: int, drawn: list[Sample], last_error: str, is_first: bool, environment: str = ""
 ) -> None:
     """Raises ValueError if no response of the first batch has a reward. For later batches it
-    prints a warning."""
+    prints a warning. `environment` is that of episodes."""
     if not all(sample.is_failed for sample in drawn):
         return
     problem = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
+    if is_first and environment:
+        raise ValueError(
+            f"{problem}. Fix task.environment = {environment!r}; the first error of each kind is "
+            "printed above"
+        )
     if is_first:
         raise ValueError(
-            f"{problem}. Fix the function that reward.name names, or the environment; "
-            f"WORKDIR/{failures.FILE_NAME} has the errors by kind, with the last texts of each"
+            f"{problem}. Fix the function that reward.name names; WORKDIR/{failures.FILE_NAME} has "
+            "the errors by kind, with the last texts of each"
         )
     processes.report(problem, sys.stderr)
 
@@ -265,7 +270,10 @@ class Run:
 
     def check_rewards(self, step: int, samples: list[Sample]) -> None:
         """Raises ValueError for rewards that cannot be trained on."""
-        check_rewards(step, samples, self.rewards.last_error, is_first=not self._is_rewarded)
+        check_rewards(
+            step, samples, self.rewards.last_error, is_first=not self._is_rewarded,
+            environment=self.setup.config.task.environment,
+        )
         takes_parts = "reward_components" in self.setup.training.correction.needs
         if takes_parts and any(SCORE in s.components for s in samples):
             raise ValueError(

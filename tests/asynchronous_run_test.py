@@ -39,6 +39,10 @@ RUNS = {
     "episodes": dict(
         rollout__schedule="in_flight(staleness=2)", **tiny.EPISODES
     ),
+    "episodes, replica": dict(
+        rollout__schedule="in_flight(staleness=2)", rollout__old_logp_source="replica",
+        **tiny.EPISODES,
+    ),
 }
 
 
@@ -68,6 +72,23 @@ def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):
         np.testing.assert_array_equal, params(tmp_path / "whole", setup),
         params(tmp_path / "cut", setup),
     )
+
+
+@pytest.mark.all
+def test_a_replica_scores_episodes_as_kept_weights_do(tmp_path):
+    settings = RUNS["episodes"] | dict(rollout__update_turns=2, rollout__max_new_tokens=5, eval__every=3)
+
+    def run(way):
+        tiny.run(tmp_path / way, rollout__old_logp_source=way, **settings)
+        return {r["step"]: r for r in tiny.lines(tmp_path / way) if r["phase"] == "train"}
+
+    ring, replica = run("ring"), run("replica")
+    assert ring.keys() == replica.keys() and len(ring) == tiny.STEPS
+    for step, expected in ring.items():
+        assert expected["episodes/given_ratio"] > 0
+        same = {n: x for n, x in expected.items() if n.startswith(("actor/", "reward/", "episodes/"))}
+        assert {n: replica[step][n] for n in same} == pytest.approx(same, rel=1e-3, abs=1e-5), step
+    assert max(r["training/off_policy/trajectory_staleness_worst/max"] for r in ring.values()) >= 1
 
 
 @pytest.mark.all

@@ -97,3 +97,10 @@ def test_updates_take_what_they_and_their_methods_read(changes, taken, dropped):
     assert {name: c.is_in_update(name) for name in (*taken, *dropped)} == (
         dict.fromkeys(taken, True) | dict.fromkeys(dropped, False)
     )
+
+
+@pytest.mark.parametrize("count, dtype", [
+    (2, "uint8"), (256, "uint8"), (257, "uint16"), (2**16, "uint16"),
+])
+def test_the_dtype_of_routes_is_the_smallest_that_holds_every_id(count, dtype):
+    assert fields.route_dtype(count) == dtype and np.iinfo(dtype).max >= count - 1

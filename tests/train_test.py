@@ -170,6 +170,8 @@ def test_a_first_batch_without_any_reward_ends_the_run_and_a_later_one_is_told(c
     train.check_rewards(1, [failed, scored], "KeyError: 'x'", is_first=True)
     with pytest.raises(ValueError, match="step 1: all 2 rewards failed. The last error: KeyError: 'x'"):
         train.check_rewards(1, [failed] * 2, "KeyError: 'x'", is_first=True)
+    with pytest.raises(ValueError, match="it failed. Fix task.environment = 'a:B'; .* printed above$"):
+        train.check_rewards(1, [failed] * 2, "it failed", is_first=True, environment="a:B")
     assert capsys.readouterr().err == ""
     train.check_rewards(2, [failed] * 2, "KeyError: 'x'", is_first=False)
     assert capsys.readouterr().err.startswith("step 2: all 2 rewards failed")

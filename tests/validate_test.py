@@ -4,6 +4,7 @@ import pathlib
 import re
 from unittest import mock
 
+import jax
 import pytest
 from ml_collections import ConfigDict
 
@@ -277,6 +278,15 @@ def test_each_contradiction(changes, words):
     [problem] = problems(**changes)
     for word in words:
         assert word in problem
+
+
+def test_several_processes_play_no_episodes_themselves(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    [problem] = problems(**tiny.EPISODES)
+    assert problem == (
+        "- task.environment = 'tests.tiny_environment:Sums' needs a run of one process, or "
+        "rollout.driver = 'ray'"
+    )
 
 
 @pytest.mark.parametrize("changes", [

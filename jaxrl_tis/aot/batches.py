@@ -52,7 +52,9 @@ def _rollout_batch(setup: Setup) -> Structs:
         return field.source in fields.SCORED and is_asked and is_evicting
 
     moe, count = setup.model.moe, config.rollout.prompts * config.rollout.group_size
-    dtypes = dict.fromkeys(("routes", "routes_behav"), moe.route_dtype) if moe else {}
+    dtypes = {}
+    if moe:
+        dtypes = dict.fromkeys(("routes", "routes_behav"), fields.route_dtype(moe.num_experts))
     return {
         name: jax.ShapeDtypeStruct(
             fields.shape(name, count, training.row_length, widths), dtypes.get(name, field.dtype)

@@ -48,8 +48,8 @@ def find_last_number(text: str) -> Decimal | None:
     return value.copy_negate() if "-" in (sign, sign2) else value
 
 
-def last_number(text: str, record: Record) -> float:
-    """Returns 1 if the last number of the text equals the last number of the answer, else 0.
+def number_of(record: Record) -> Decimal:
+    """Returns the last number of the record's answer.
 
     Raises:
         ValueError: the answer has no number.
@@ -58,9 +58,14 @@ def last_number(text: str, record: Record) -> float:
     if answer is None:
         raise ValueError(
             f"the answer {record['answer']!r} of {record['id']} has no number; give a number, or "
-            "choose another reward"
+            "choose another reward or environment"
         )
-    return float(find_last_number(text) == answer)
+    return answer
+
+
+def last_number(text: str, record: Record) -> float:
+    """Returns 1 if the last number of the text equals `number_of` the record, else 0."""
+    return float(find_last_number(text) == number_of(record))
 
 
 def last_boxed(text: str) -> str | None:

@@ -18,7 +18,7 @@ from jaxrl_tis.engine.records import MAX_STOP_IDS, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.spec import Spec
 from jaxrl_tis.engine.state import DecodeState, Slots
-from jaxrl_tis.fields import DRAWN
+from jaxrl_tis.fields import DRAWN, route_dtype
 from jaxrl_tis.kernels.logprob import token_logprob
 from jaxrl_tis.models import moe, transformer
 from jaxrl_tis.sharding import Layout
@@ -159,13 +159,13 @@ def _routes(spec: Spec, routed: moe.Routed | None) -> jax.Array | None:
     """Returns the routes [B,T,L,k] of a forward pass as they are recorded; None if none are."""
     if routed is None:
         return None
-    return jnp.moveaxis(routed.ids, 0, 2).astype(spec.model.moe.route_dtype)
+    return jnp.moveaxis(routed.ids, 0, 2).astype(route_dtype(spec.model.moe.num_experts))
 
 
 def _empty_routes(spec: Spec, *lead: int) -> jax.Array | None:
     if not spec.config.record_routes:
         return None
-    return jnp.zeros((*lead, *spec.route_shape), spec.model.moe.route_dtype)
+    return jnp.zeros((*lead, *spec.route_shape), route_dtype(spec.model.moe.num_experts))
 
 
 # Insert

@@ -27,11 +27,6 @@ def _is_int(x, least: int = 0) -> bool:
     return isinstance(x, numbers.Integral) and least <= x <= MAX_INT
 
 
-def route_dtype(num_experts: int) -> str:
-    """Returns the dtype of recorded routes."""
-    return "uint8" if num_experts <= 256 else "uint16"
-
-
 def token_ids(ids: Sequence[int] | np.ndarray, owner: str, what: str) -> np.ndarray:
     """Returns token ids as int32 [n]. ValueError, which names the owner and the ids, if they are
     none."""

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.protocol import Chunk, EngineProtocol
-from jaxrl_tis.engine.records import Trajectory, route_dtype
+from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.fields import route_dtype
 
 
 class Block:

@@ -19,10 +19,7 @@ class Guess:
         self._guesses = 0
 
     def reset(self, record: Mapping[str, Any]) -> str | Messages:
-        answer = graders.answer_of(record)
-        self._hidden = graders.find_last_number(answer)
-        if self._hidden is None:
-            raise ValueError(f"the answer {answer!r} of {record['id']} has no number to hide")
+        self._hidden = graders.number_of(record)
         return record["prompt"]
 
     def step(self, answer: str) -> Step:

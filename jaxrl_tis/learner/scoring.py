@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxrl_tis.estimators import ratios
+from jaxrl_tis.fields import route_dtype
 from jaxrl_tis.kernels.logprob import Scores, token_logprob
 from jaxrl_tis.kernels.logprob_chunked import Kept
 from jaxrl_tis.learner.batch_layout import without_replay
@@ -201,7 +202,7 @@ def make_score(
         asked = moe.Asked(routes=with_routes)
         fields = response_scores(params, learner, micro, with_entropy, asked=asked)
         if with_routes:
-            fields["routes"] = fields.pop("routed").ids.astype(learner.config.moe.route_dtype)
+            fields["routes"] = _as_recorded(learner, fields.pop("routed").ids)
         return fields
 
     return _by_micro_batch(learner, score)
@@ -219,6 +220,10 @@ def _by_micro_batch(learner: Learner, measure: Callable[[Any, Batch], Any]):
         lambda params, batch: jax.lax.map(lambda micro: one(params, micro), batch),
         compiler_options=learner.program.compiler_options,
     )
+
+
+def _as_recorded(learner: Learner, ids: jax.Array) -> jax.Array:
+    return ids.astype(route_dtype(learner.config.moe.num_experts))
 
 
 def zeros_like(tree: Any) -> Any:
@@ -242,7 +247,7 @@ def make_routing(learner: Learner) -> Callable[[Any, Batch], moe.Routed]:
     def routing(params, micro):
         asked = moe.Asked(routes=True, statistics=True)
         routed = _of_rows(_forward(params, learner, without_replay(micro), asked).routed)
-        return dataclasses.replace(routed, ids=routed.ids.astype(learner.config.moe.route_dtype))
+        return dataclasses.replace(routed, ids=_as_recorded(learner, routed.ids))
 
     return _by_micro_batch(learner, routing)
 

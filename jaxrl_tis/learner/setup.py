@@ -9,7 +9,7 @@ import optax
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.fields import FIELDS
+from jaxrl_tis.fields import FIELDS, route_dtype
 from jaxrl_tis.learner import snapshots
 from jaxrl_tis.learner.batch_layout import (
     Packer, Rows, forward_fields, sequence_lengths, trajectory_rows,
@@ -123,7 +123,7 @@ class LearnerSetup:
         if missing.all():
             length, moe = rows["tokens"].shape, self.model.moe
             shape = (*length, self.model.num_moe_layers, moe.top_k)
-            rows["routes_behav"] = np.zeros(shape, moe.route_dtype)
+            rows["routes_behav"] = np.zeros(shape, route_dtype(moe.num_experts))
             rows["routed_behav"] = np.zeros(length, bool)
         return rows | {
             "mask": rows["mask"] & ~missing[:, None],

@@ -155,11 +155,6 @@ class MoeConfig:
         """Whether the router has a bias that only the choice sees."""
         return self.score == "sigmoid"
 
-    @property
-    def route_dtype(self) -> str:
-        """The smallest dtype of numpy that holds the ids of the experts."""
-        return "uint8" if self.num_experts <= 256 else "uint16"
-
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:

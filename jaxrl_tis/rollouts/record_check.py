@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.protocol import EngineProtocol
-from jaxrl_tis.engine.records import OUTCOMES, Request, Trajectory, route_dtype
-from jaxrl_tis.fields import DRAWN
+from jaxrl_tis.engine.records import OUTCOMES, Request, Trajectory
+from jaxrl_tis.fields import DRAWN, route_dtype
 
 ROUNDING = 1e-3  # by which a log-prob may be above 0
 NO_IDS = np.zeros(0, np.int32)

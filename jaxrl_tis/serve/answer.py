@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.text import settled_length
+from jaxrl_tis.serve import tool_calls
 from jaxrl_tis.serve.request import Completion
 from jaxrl_tis.serve.text import cut, offsets, utf8
 
@@ -16,20 +18,25 @@ Json = dict[str, Any]
 
 
 class Answer:
-    """Writes the answer to one completion request."""
+    """Writes the answer to one completion request. `form` is the form of tool calls in its text."""
 
-    def __init__(self, completion: Completion, model: str, tokenizer: Tokenizer):
+    def __init__(
+        self, completion: Completion, model: str, tokenizer: Tokenizer,
+        form: tool_calls.Form | None = None,
+    ):
         self._completion, self._tokenizer = completion, tokenizer
+        self._form = form if completion.tools else None
         self._created, self._model = int(time.time()), model
 
     def whole(self, trajectories: list[Trajectory]) -> Json:
         """Returns the answer with all choices, in their order."""
         choices = []
         for index, trajectory in enumerate(trajectories):
-            text = self.text(trajectory)
+            text, calls = self.read(trajectory)
             content = {"text": text}
             if self._completion.is_chat:
-                content = {"message": {"role": "assistant", "content": text}}
+                said = {"content": text or None, "tool_calls": calls} if calls else {"content": text}
+                content = {"message": {"role": "assistant"} | said}
             content |= self._prompt_ids(index) | self._token_ids(trajectory.tokens.tolist())
             choices.append({"index": index} | content | self._end(trajectory))
         numbers = usage(self._completion, sum(len(t.tokens) for t in trajectories))
@@ -44,9 +51,13 @@ class Answer:
         content = text | self._prompt_ids(index) | self._token_ids([])
         return self._chunk(index, content) | self._chat_prompt_ids()
 
-    def more(self, index: int, text: str, token_ids: list[int]) -> Json:
-        """Returns a chunk with more text and token ids of a choice."""
+    def more(
+        self, index: int, text: str, token_ids: list[int], calls: Sequence[Json] = ()
+    ) -> Json:
+        """Returns a chunk with more text and token ids of a choice, and with its tool calls."""
         content = {"delta": {"content": text}} if self._completion.is_chat else {"text": text}
+        if calls:
+            content["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
         return self._chunk(index, content | self._token_ids(token_ids))
 
     def last(self, index: int, trajectory: Trajectory) -> Json:
@@ -59,7 +70,19 @@ class Answer:
         numbers = usage(self._completion, num_tokens)
         return self._envelope("chat.completion.chunk", []) | {"usage": numbers}
 
-    def text(self, trajectory: Trajectory) -> str:
+    def read(self, trajectory: Trajectory) -> tuple[str, list[Json]]:
+        """Returns the text of a choice without its tool calls, and the calls."""
+        text = self._text(trajectory)
+        if self._form is None:
+            return text, []
+        text, calls = self._form.parse(text, self._completion.tools)
+        return text, tool_calls.described(calls, trajectory.prompt, trajectory.tokens)
+
+    def settled(self, text: str) -> str:
+        """Returns the beginning of an unfinished text that is in no tool call."""
+        return text if self._form is None else self._form.settled(text)
+
+    def _text(self, trajectory: Trajectory) -> str:
         """Returns the text before the stop string or stop token that ended the choice."""
         decode, tokens = self._tokenizer.decode, trajectory.tokens
         floor = settled_length(tokens[: self._completion.min_tokens], decode)
@@ -98,10 +121,11 @@ class Answer:
     def _end(self, trajectory: Trajectory) -> Json:
         """Returns the finish reason, the version of the weights of each token, and the log-probs."""
         prompt = {}
+        has_calls = trajectory.stop_reason == "stop" and bool(self.read(trajectory)[1])
         if self._completion.has_prompt_logprobs:
             prompt = {"prompt_logprobs": self._of_prompt(trajectory)}
         return prompt | {
-            "finish_reason": trajectory.stop_reason,
+            "finish_reason": "tool_calls" if has_calls else trajectory.stop_reason,
             "versions": trajectory.version.tolist(),
             "logprobs": None if self._completion.logprobs is None else self._logprobs(trajectory),
         }

@@ -26,7 +26,7 @@ from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full
 from jaxrl_tis.engine.worker import EngineThread
-from jaxrl_tis.serve import token_ids, tokenization
+from jaxrl_tis.serve import token_ids, tokenization, tool_calls
 from jaxrl_tis.serve.answer import Answer, described
 from jaxrl_tis.serve.guard import Guard
 from jaxrl_tis.serve.request import Completion, Limits, UnknownModel, object_of, parse
@@ -139,6 +139,7 @@ class Server:
 
     def __init__(self, served: Served):
         self._served, self._loading = served, asyncio.Lock()
+        self._form = tool_calls.form_of(served.tokenizer)
 
     async def health(self, request: Request) -> Response:
         worker = self._served.worker
@@ -200,7 +201,7 @@ class Server:
         return JSONResponse({"path": body["path"], "version": version})
 
     def _writer(self, completion: Completion) -> Answer:
-        return Answer(completion, self._served.model, self._served.tokenizer)
+        return Answer(completion, self._served.model, self._served.tokenizer, self._form)
 
     async def _complete(self, request: Request, read: Callable, writer: Callable) -> Response:
         """Samples the choices of a request.
@@ -242,11 +243,15 @@ class Server:
                 yield event(answer.first(i))
         try:
             async for i, news in job.follow():
-                has_ended = isinstance(news, Trajectory)
-                now = (answer.text(news), news.tokens) if has_ended else shown[i].of(news)
-                text, tokens = sent[i].rest(*now, has_ended)
-                if text or tokens and completion.returns_ids:
-                    yield event(answer.more(i, text, tokens))
+                has_ended, calls = isinstance(news, Trajectory), []
+                if has_ended:
+                    (text, calls), tokens = answer.read(news), news.tokens
+                else:
+                    text, tokens = shown[i].of(news)
+                    text = answer.settled(text)
+                text, tokens = sent[i].rest(text, tokens, has_ended)
+                if text or calls or tokens and completion.returns_ids:
+                    yield event(answer.more(i, text, tokens, calls))
                 if has_ended:
                     num_tokens += len(news.tokens)
                     yield event(await asyncio.to_thread(answer.last, i, news))

@@ -9,6 +9,7 @@ would differ. Fields without influence on the answer are ignored.
 import dataclasses
 import json
 import secrets
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,7 @@ TEXT = COMMON | {
 }
 CHAT = COMMON | {
     "messages": (list, None), "logprobs": (bool, False), "top_logprobs": (int, 0),
-    "max_completion_tokens": (int, None), "tools": (list, []),
+    "max_completion_tokens": (int, None), "tools": (list, []), "tool_choice": (str, "auto"),
 }
 
 
@@ -111,6 +112,7 @@ class Completion:
       includes_usage: the stream ends with a chunk that counts the tokens.
       logprobs: number of likeliest tokens to return per sampled token; None: no log-probs.
       returns_ids: the answer has the token ids of prompts and choices.
+      tools: functions whose calls are read from the answer's text.
     """
 
     id: str
@@ -121,6 +123,7 @@ class Completion:
     includes_usage: bool
     logprobs: int | None
     returns_ids: bool
+    tools: Sequence[dict]
 
     @property
     def seed(self) -> int:
@@ -166,6 +169,7 @@ def parse(
     return Completion(
         id, choices(id, ids, values, vocab_size, tokenizer, limits), len(ids), is_chat,
         values["stream"], includes_usage, logprobs, values["return_token_ids"],
+        values["tools"] if is_chat and values["tool_choice"] == "auto" else (),
     )
 
 

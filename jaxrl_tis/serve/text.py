@@ -19,10 +19,13 @@ def settled(text: str, stops: Collection[str], floor: int = 0) -> str:
     if ended != text:
         return ended
     text = text.rstrip(INCOMPLETE)
-    begun = [
-        count for stop in stops for count in range(1, len(stop)) if text.endswith(stop[:count])
-    ]
-    return text[: len(text) - max(begun, default=0)]
+    return text[: len(text) - begun(text, stops)]
+
+
+def begun(text: str, marks: Collection[str]) -> int:
+    """Returns the length of the longest end of a text that is the beginning of a mark."""
+    counts = [n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])]
+    return max(counts, default=0)
 
 
 class Shown:

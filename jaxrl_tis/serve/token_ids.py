@@ -67,7 +67,7 @@ def parse(
     return Generation(
         id, choices(id, [prompt], params, vocab_size, tokenizer, limits), num_prompts=1,
         is_chat=False, is_streamed=False, includes_usage=False, logprobs=params["logprobs"],
-        returns_ids=values["return_token_ids"], routes_start=start,
+        returns_ids=values["return_token_ids"], tools=(), routes_start=start,
     )
 
 

@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 
 from jaxrl_tis.aot.batches import abstract_minibatch
+from jaxrl_tis.fields import route_dtype
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from tests import tiny
@@ -45,7 +46,7 @@ def test_the_minibatch_is_that_of_a_run(overrides):
     state = initial_state(setup.training, initial_params(setup.training))
     samples = samples_with_routes() if setup.model.moe else fake_samples()
     if setup.model.moe:
-        samples = [with_ids_of(s, setup.model.moe.route_dtype) for s in samples]
+        samples = [with_ids_of(s, route_dtype(setup.model.moe.num_experts)) for s in samples]
     rows = trainer.score(state, samples, {0: state["policy"].params})
     with mock.patch.object(trainer, "_train_step", stopping), pytest.raises(Reached) as reached:
         trainer.update(state, rows, 1, 0)

@@ -14,6 +14,7 @@ from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.fields import route_dtype
 from jaxrl_tis.models import moe, transformer
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from tests import weights
@@ -112,7 +113,7 @@ def assert_learned(model, found):
     for t, routes in zip(found.values(), learned(model, list(found.values())), strict=True):
         rows = len(t.prompt) + len(t.tokens) - 1
         assert t.routes.shape == (rows, config.num_moe_layers, config.moe.top_k)
-        assert t.routes.dtype == config.moe.route_dtype
+        assert t.routes.dtype == route_dtype(config.moe.num_experts)
         np.testing.assert_array_equal(t.routes, routes[:rows], t.id)
         assert t.rerouted[0] >= config.num_moe_layers and t.rerouted[1] == 0
 

@@ -1,5 +1,25 @@
 """Ids of several turns. Each mistake that others made with them is planted once, and is found.
 
+The known mistakes with episodes of several turns, the test of each, and a mutant of it (`tests/mutants`):
+
+| mistake | test | mutant |
+|---|---|---|
+| 1 the newline after an answer is lost at every seam | `test_the_ids_of_every_turn_are_those_of_the_render` | `the newline after an answer is lost` |
+| 2 the history is tokenised again and splits otherwise | `test_mistake_2_pieces_that_would_merge_stay_as_sampled`, `rollouts/episodes_test.py`: `test_episodes_are_what_a_plain_loop_makes` | `answers are tokenised again` |
+| 3 the template drops the thinking of earlier turns | `test_mistake_3_thinking_that_the_template_drops_stays`, `test_mistake_3_a_talk_without_earlier_thinking_is_a_row_of_its_own` | `an answer without its thinking continues the row` |
+| 4 a prefix of the last turn alone, the first match in place of the longest, a match of texts | `test_mistake_4_matches_are_of_all_ids_and_the_longest` | `the first match wins` |
+| 5 an end is appended that was not sampled | `test_mistake_5_no_end_is_made_up_as_sampled`, `engine/extend_test.py`: `test_a_turn_that_was_cut_by_length_ends_without_a_stop_token` | `an answer that was cut has a sampled end`, `given tokens count as sampled` |
+| 6 one path of the loss counts the tokens of tools | `learner/turns_test.py`: `test_mistake_6_tokens_of_tools_change_no_loss` | `tokens of tools are in the loss` |
+| 7 the mask is longer than the ids | `test_mistake_7_lists_have_one_length_after_an_answer_was_shortened` | `an answer that was shortened keeps a token more`, `a list of a record is not extended` |
+| 8 log-probs are cut, or padded with zeros | `engine/extend_test.py`: `test_a_turn_of_every_length_continues_the_sequence` | `log-probs of earlier turns are zeros` |
+| 9 a retried turn is appended to the lists of the first try | `engine/extend_test.py`: `test_a_retried_turn_is_the_turn_of_an_undisturbed_run` | `the record that is extended is changed` |
+| 10 the text of a tool is in the budget of the answer | `rollouts/episodes_test.py`: `test_observations_leave_the_budget_of_a_turn_alone` | `the text of a tool is in the budget of the answer` |
+| 11 the end by length is lost after the first turn | `rollouts/episodes_test.py`: `test_every_turn_says_how_it_ended` | `a later turn that was cut counts as whole` |
+| 12 an episode without a reward has reward 0 | `rollouts/episodes_test.py`: `test_the_reward_is_the_sum_of_what_is_known` | `an episode without a reward has the reward 0`, `a failed turn has the reward of the turn before` |
+| 13 a failed episode is in the mean of its group | `rollouts/episodes_test.py`: `test_a_group_keeps_its_advantages_when_a_member_fails` | `a failed member is a reward of 0 of its group` |
+| 14 failed episodes shrink a group, a reshape mixes groups | `rollouts/groups_test.py`: `test_a_failed_sample_stays_in_its_group`, `rollouts/episodes_test.py`: `test_a_group_keeps_its_advantages_when_a_member_fails` | `failed samples are dropped before their group is known`, `a group is four rows` |
+| 15 ids of a tool call are lost in a stream | `serve/tool_calls_test.py`: `test_calls_reach_the_client_and_come_back` | `ids of a tool call are lost in a stream` |
+
 The templates are those of eight families (tests/data/chat_templates.py). The tokenizer is a small
 byte-level BPE that knows their marks.
 """

@@ -27,7 +27,7 @@ def test_the_number_is_the_records():
 
 
 def test_a_record_without_a_number():
-    with pytest.raises(ValueError, match="the answer 'blue' of x has no number to hide"):
+    with pytest.raises(ValueError, match="the answer 'blue' of x has no number"):
         begun(RECORD | {"answer": "blue"})
     with pytest.raises(ValueError, match="example x has no answer"):
         begun({"prompt": "p", "id": "x"})

@@ -46,25 +46,39 @@ def answers(workdir) -> list[dict]:
     return [r for r in map(json.loads, text.splitlines()) if r["phase"] == "train"]
 
 
+# Episodes of up to three turns.
+EPISODES = (
+    "--config.task.environment=tests.tiny_environment:Sums", "--config.task.max_context_tokens=60",
+    "--config.task.max_turns=3", "--config.task.environment_workers=1", "--config.reward.name=exact",
+)
+
+
+def sampled(record: dict) -> tuple:
+    """The prompt and tokens of an answer; of an episode also its turns and rewards."""
+    told = [json.dumps(record.get(name)) for name in ("turn", "outcome", "turn_rewards", "reward")]
+    return record["prompt"], record["tokens"], *told
+
+
 @functools.cache
-def expected() -> dict[str, tuple]:
-    """The tokens of a synchronous run by request."""
+def expected(*options: str) -> dict[str, tuple]:
+    """The answers of a synchronous run by request."""
     folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxrl_tis_ray_"))
-    command = [*COMMAND, f"--workdir={folder / 'run'}", "--config.rollout.schedule=sync"]
+    command = [*COMMAND, *options, f"--workdir={folder / 'run'}", "--config.rollout.schedule=sync"]
     code, text = forked.run(command, folder / "log")
     assert code == 0, text[-3000:]
-    return {r["id"]: (r["prompt"], r["tokens"]) for r in answers(folder / "run")}
+    return {r["id"]: sampled(r) for r in answers(folder / "run")}
 
 
-def assert_whole(workdir) -> None:
-    """Nothing is lost or doubled, no token is too old, and all tokens are those of `expected`."""
+def assert_whole(workdir, *options: str) -> None:
+    """Nothing is lost or doubled, no token is too old, and all answers are those of `expected`."""
     found = answers(workdir)
-    assert {r["id"]: (r["prompt"], r["tokens"]) for r in found} == expected()
-    assert len(found) == len(expected()) == STEPS * GROUPS
+    assert {r["id"]: sampled(r) for r in found} == expected(*options)
+    assert len(found) == len(expected(*options)) == STEPS * GROUPS
     assert set(collections.Counter(r["step"] for r in found).values()) == {GROUPS}
     for record in found:
         after = record["step"] - 1
-        assert after - STALENESS <= min(record["version"]) <= max(record["version"]) <= after
+        versions = [v for v in record["version"] if v is not None]  # none of given tokens
+        assert after - STALENESS <= min(versions) <= max(versions) <= after
 
 
 class Learner(forked.Command):
@@ -93,10 +107,10 @@ class Learner(forked.Command):
     def end(self) -> int:
         return self.wait(forked.SECONDS)
 
-    def assert_done(self) -> None:
+    def assert_done(self, *options: str) -> None:
         assert self.end() == 0, self.text()[-3000:]
         assert "Traceback" not in self.text()
-        assert_whole(self.workdir)
+        assert_whole(self.workdir, *options)
 
 
 def of_steps(workdir, name) -> float:
@@ -117,6 +131,22 @@ def test_a_worker_that_is_killed_or_hangs_twice_costs_time_alone(tmp_path, numbe
         assert of_steps(learner.workdir, "async/left") == 2
         assert "sequences continue elsewhere" in learner.text()
         assert not ray_nodes.descendants(learner.pid)
+
+
+def test_the_episodes_of_killed_workers_continue_elsewhere(tmp_path):
+    with Learner(tmp_path, *EPISODES) as learner:
+        ray_nodes.wait_for(lambda: learner.text().count("joined on node") == 2, forked.SECONDS)
+        workers = ray_nodes.named(learner.pid, "ray::RolloutWorker")
+        for step, worker in zip((2, 6), workers, strict=True):
+            learner.until_step(step)
+            os.kill(worker, signal.SIGKILL)
+        assert learner.end() == 0, learner.text()[-3000:]
+        assert_whole(learner.workdir, *EPISODES)
+        assert of_steps(learner.workdir, "async/left") == 2
+        assert "sequences continue elsewhere" in learner.text()
+        assert not ray_nodes.descendants(learner.pid)
+    last_turns = {max(json.loads(turns)) for _, _, turns, *_ in expected(*EPISODES).values()}
+    assert last_turns >= {0, 1, 2}
 
 
 def test_lost_nodes_cost_time_alone_and_another_takes_their_place(tmp_path):

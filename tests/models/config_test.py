@@ -53,11 +53,6 @@ def test_more_experts_than_a_checkpoint_has():
         dataclasses.replace(DENSE, num_layers=10, moe=dataclasses.replace(many, dense_layers=(4,)))
 
 
-@pytest.mark.parametrize("count, dtype", [(256, "uint8"), (257, "uint16"), (2**16, "uint16")])
-def test_the_smallest_dtype_of_routes(count, dtype):
-    assert dataclasses.replace(MOE, num_experts=count).route_dtype == dtype
-
-
 def test_only_sigmoid_routers_have_a_bias():
     assert not MOE.has_bias and dataclasses.replace(MOE, score="sigmoid").has_bias
 

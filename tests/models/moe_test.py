@@ -118,12 +118,6 @@ def test_ids_and_gates_equal_a_loop(name):
         assert (np.sort(plain, -1) != np.sort(ids, -1)).any(-1).mean() > 0.3
 
 
-def test_a_route_dtype_holds_every_id():
-    for count, dtype in ((2, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16")):
-        assert MoeConfig(count, 1, 1).route_dtype == dtype
-        assert np.iinfo(dtype).max >= count - 1
-
-
 # Replay of routes
 
 

@@ -28,12 +28,13 @@ import time
 
 from tests.mutants import Mutant, runner
 from tests.mutants import (
-    algorithms, engine, estimators, experiments, kernels, models, outside, rollouts, surroundings, update,
+    algorithms, engine, environments, estimators, experiments, kernels, models, outside, rollouts,
+    surroundings, update,
 )
 
 TABLES = (
-    estimators, algorithms, update, engine, rollouts, kernels, models, surroundings, outside,
-    experiments,
+    estimators, algorithms, update, engine, environments, rollouts, kernels, models, surroundings,
+    outside, experiments,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
 

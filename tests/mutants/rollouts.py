@@ -5,6 +5,13 @@ from tests.mutants import of
 MUTANTS = [
     *of(
         "rollouts/episodes.py",
+        ("answers are tokenised again", "self._scheduler.extend(episode.record(trajectory), suffix,",
+         "self._scheduler.extend(dataclasses.replace(episode.record(trajectory), tokens=np.array("
+         "self._suffixes._encode(self._decode(trajectory.tokens)), np.int32)), suffix,",
+         "test_episodes_are_what_a_plain_loop_makes"),
+        ("a later turn that was cut counts as whole", 'is_stopped = episode.request.sampling, trajectory.stop_reason == "stop"',
+         'is_stopped = episode.request.sampling, len(episode.answers) > 1 or trajectory.stop_reason == "stop"',
+         "test_every_turn_says_how_it_ended"),
         ("a turn that was over is sampled again", "if partial.mask[-1] and (", "if False and (",
          "test_a_turn_that_was_over_is_not_sampled_again"),
         ("an interrupted turn counts twice", "for turn in range(len(rewards))]",
@@ -37,6 +44,10 @@ MUTANTS = [
     ),
     *of(
         "rollouts/groups.py",
+        ("failed samples are dropped before their group is known",
+         "samples = self.samples(repeated, trajectories)",
+         "samples = [s for s in self.samples(repeated, trajectories) if not s.is_failed]",
+         "test_a_failed_sample_stays_in_its_group"),
         ("an episode without a reward has the reward 0",
          "if len(known) else math.nan", "if True else math.nan",
          "rollouts/episodes_test.py::test_the_reward_is_the_sum_of_what_is_known"),

@@ -128,6 +128,9 @@ MUTANTS = [
     ),
     *of(
         "learner/batch_layout.py",
+        ("tokens of tools are in the loss",
+         "= getattr(trajectory, recorded[name])", '= name == "mask" or getattr(trajectory, recorded[name])',
+         "learner/turns_test.py::test_mistake_6_tokens_of_tools_change_no_loss"),
         ("the response is one position early",
          "response = slice(p, p + n)", "response = slice(p - 1, p + n - 1)"),
         ("the version of an update is early by one",

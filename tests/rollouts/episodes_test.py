@@ -243,6 +243,33 @@ def test_observations_leave_the_budget_of_a_turn_alone():
         assert not set(tokens[:-1].tolist()) & set(STOPS)
 
 
+class Ends:
+    """Suffixes that say how the turn before them ended."""
+
+    def after(self, observation, is_stopped, eos_ids):
+        assert eos_ids == STOPS
+        return TOKENIZER.encode("c" if is_stopped else "d")
+
+
+def test_every_turn_says_how_it_ended():
+    """By a sampled end or by length, also after the first turn."""
+    added = [request(i, turns=4) for i in range(9)]
+    engine = arithmetic.Engine(slots=3, steps=2, max_length=64)
+    scheduler = EpisodeScheduler(
+        Scheduler(engine, 0), FakePool, Ends(), TOKENIZER.decode, max_turns=MAX_TURNS,
+        max_length=MAX_LENGTH, waits=True,
+    )
+    for each in added:
+        scheduler.add(each)
+    seen = set()
+    for record in drain(scheduler).values():
+        for i in np.flatnonzero(~record.mask):
+            is_end = record.tokens[i - 1] in STOPS
+            assert TOKENIZER.decode([record.tokens[i]]) == ("c" if is_end else "d")
+            seen.add((bool(is_end), int(record.turn[i]) > 1))
+    assert len(seen) == 4
+
+
 def test_the_last_turn_has_the_room_that_is_left():
     """Whatever the bound is: some observation leaves one token of room, and another none."""
     added = [request(i, turns=4) for i in range(4)]

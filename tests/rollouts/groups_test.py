@@ -98,6 +98,23 @@ def test_a_sample_has_what_its_reward_says():
         np.testing.assert_array_equal(sample.trajectory.tokens, ids)
 
 
+def test_a_failed_sample_stays_in_its_group():
+    """Two groups of three, a sample of the first without a reward: no sample changes its group."""
+    groups = sync_source(fields(), lambda text, record: 0.0)._groups
+    records = [{"prompt": "1+1=", "id": "a"}, {"prompt": "1+2=", "id": "b"}]
+    trajectories = [
+        FakeScheduler()._trajectory(request)
+        for record in records for request in groups.requests(record, record["id"])
+    ]
+    scored = [Scored(float(i), {}) for i in range(len(trajectories))]
+    scored[1] = Scored(math.nan, {}, is_failed=True)
+    groups._rewards.results = lambda texts, records, tokens: scored
+    first, second = groups.rewarded(records, trajectories)
+    np.testing.assert_array_equal([s.score for s in first], [0, math.nan, 2])
+    assert [s.score for s in second] == [3, 4, 5]
+    assert [s.record["id"] for s in first + second] == ["a"] * 3 + ["b"] * 3
+
+
 def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
     c = sync_source(fields(rollout__overlong_buffer=2), lambda text, record: 1.0)
     samples, _ = next_batch(c, 1)

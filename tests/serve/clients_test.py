@@ -45,7 +45,7 @@ TALK = [
 PARAMS = dict(temperature=0.7, max_tokens=NEW, seed=5)
 
 
-def write_tokenizer(folder: pathlib.Path) -> None:
+def write_tokenizer(folder: pathlib.Path, template=chat_templates.TEMPLATES["qwen2.5"]) -> None:
     """A byte is a token; the marks of ChatML and of tool calls are tokens too."""
     names = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *SPECIAL, *OTHERS]
     backend = tokenizers.Tokenizer(models.BPE({name: i for i, name in enumerate(names)}, []))
@@ -56,7 +56,7 @@ def write_tokenizer(folder: pathlib.Path) -> None:
     backend.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({
         "tokenizer_class": "PreTrainedTokenizerFast", "pad_token": SPECIAL[0],
-        "eos_token": SPECIAL[2], "chat_template": chat_templates.TEMPLATES["qwen2.5"],
+        "eos_token": SPECIAL[2], "bos_token": SPECIAL[0], "chat_template": template,
     }))
 
 
