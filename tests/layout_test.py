@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "diagnostics": ("estimators",),
     "models": ("kernels", "runtime", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "runtime", "sharding", "choices"),
+    "endpoint": ("data", "engine", "runtime"),
     "rollouts": (
         "data", "engine", "environments", "fields", "record", "runtime", "sharding", "choices",
     ),
@@ -64,7 +65,7 @@ MAY_IMPORT = {
         "build", "cli_flags", "doctor", "engine", "estimators", "gate", "learner", "models", "record",
         "report", "rollouts", "runtime", "sharding",
     ),
-    "serve": ("build", "cli_flags", "data", "engine", "learner", "runtime"),
+    "serve": ("build", "cli_flags", "endpoint", "engine", "learner", "runtime"),
     "sweep": ("cli_flags", "record", "report", "runtime", "validate"),
     "audit": ("diagnostics", "doctor", "estimators", "kernels", "report", "runtime"),
     # The run knows everything.
@@ -94,6 +95,7 @@ COVERED = {
     "build": "configs_test",
     "doctor/__main__": "doctor/diagnose_test",
     "doctor/case": "doctor/diagnose_test",
+    "endpoint/answer": "endpoint/app_test",
     "engine/check": "validate_test",
     "engine/config": "engine/engine_test",
     "engine/prefiller": "engine/scheduler_test",
@@ -125,7 +127,6 @@ COVERED = {
     "rollouts/bookkeeping": "rollouts/virtual_test",
     "rollouts/concurrent": "rollouts/threads_test",
     "serve/__main__": "serve/setup_test",
-    "serve/answer": "serve/app_test",
 }
 
 

@@ -589,7 +589,7 @@ MUTANTS = [
         tests="validate_test.py",
     ),
     *of(
-        "serve/request.py",
+        "endpoint/request.py",
         ("a prompt of the largest length is refused",
          "1 <= len(prompt) < limits.context_tokens", "1 <= len(prompt) < limits.context_tokens - 1"),
         ("an answer goes on beyond the context",
@@ -611,7 +611,7 @@ MUTANTS = [
          "0 <= count <= limits.logprobs", "0 <= count"),
     ),
     *of(
-        "serve/prompts.py",
+        "endpoint/prompts.py",
         ("parts of a message run together", '"\\n".join(_part', '"".join(_part'),
         ("a list of prompts is one", "any(isinstance(each, (str, list)) for each in given)", "False"),
         ("an unknown field is ignored",
@@ -621,7 +621,7 @@ MUTANTS = [
         ("tools are ignored", "add_generation_prompt, tools or None)", "add_generation_prompt, None)"),
     ),
     *of(
-        "serve/app.py",
+        "endpoint/app.py",
         ("any token opens the server",
          "if not secrets.compare_digest(given,", "if False and not secrets.compare_digest(given,"),
         ("a body of the largest size is refused",
@@ -632,7 +632,7 @@ MUTANTS = [
          "if self._served.token is None:", "if self._served.token is None and False:"),
     ),
     *of(
-        "serve/text.py",
+        "endpoint/text.py",
         ("a stream repeats its text", "rest = text[len(self._text) :],", "rest = text,"),
         ("a stream repeats its tokens", "new[len(old) :]", "new"),
         ("a stream goes on with other tokens", "new[: len(old)] != old or", ""),
@@ -646,7 +646,7 @@ MUTANTS = [
          "len(text.add([token]).rstrip(INCOMPLETE))", "len(text.add([token]))"),
     ),
     *of(
-        "serve/token_ids.py",
+        "endpoint/token_ids.py",
         ("unknown parameters are refused", "ONLY_PARAMS, ignores_unknown=True)", "ONLY_PARAMS)"),
         ("experts are those of all tokens", "rows = routes[start:]", "rows = routes"),
         ("the experts of the prompt's end are refused",
@@ -655,7 +655,7 @@ MUTANTS = [
          "for logp in (t.logp_behav, t.logp_raw))", "for logp in (t.logp_raw, t.logp_behav))"),
     ),
     *of(
-        "serve/tokenization.py",
+        "endpoint/tokenization.py",
         ("a text has no start token",
          'encode(values["prompt"], values["add_special_tokens"])', 'encode(values["prompt"])'),
         ("special tokens have no text", "skip_special_tokens=False", "skip_special_tokens=True"),
@@ -672,7 +672,7 @@ MUTANTS = [
          "self._fail(self.error)", "self._fail(self.error)\n            self.error = None"),
     ),
     *of(
-        "serve/answer.py",
+        "endpoint/answer.py",
         ("the text has the stop token", "np.isin(tokens[-1:], self._completion.stop_ids).any()", "False"),
         ("every choice has the first prompt",
          "self._completion.choices[index].prompt", "self._completion.choices[0].prompt"),
@@ -685,6 +685,6 @@ MUTANTS = [
          "sum(map(len, completion.prompts))", "len(completion.prompts[0])"),
         ("more tokens are listed than were asked for",
          "list(zip(ids, logps))[:count]", "list(zip(ids, logps))"),
-        tests="serve/app_test.py",
+        tests="endpoint/app_test.py",
     ),
 ]

@@ -23,14 +23,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.endpoint import token_ids, tokenization
+from jaxrl_tis.endpoint.answer import Answer, described
+from jaxrl_tis.endpoint.guard import Guard
+from jaxrl_tis.endpoint.request import Completion, Limits, UnknownModel, object_of, parse
+from jaxrl_tis.endpoint.text import Sent, Shown
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full
 from jaxrl_tis.engine.worker import EngineThread
-from jaxrl_tis.serve import token_ids, tokenization
-from jaxrl_tis.serve.answer import Answer, described
-from jaxrl_tis.serve.guard import Guard
-from jaxrl_tis.serve.request import Completion, Limits, UnknownModel, object_of, parse
-from jaxrl_tis.serve.text import Sent, Shown
 
 CLIENT_CLOSED = 499  # the client has disconnected and does not read it
 News = np.ndarray | Trajectory | Exception

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.endpoint import prompts
 from jaxrl_tis.engine.records import Request, SamplingParams
-from jaxrl_tis.serve import prompts
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 MAX_SEED = 2**32 - 1
