@@ -29,8 +29,10 @@ MAY_IMPORT = {
     "models": ("kernels", "runtime", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "runtime", "sharding", "choices"),
     "endpoint": ("data", "engine", "runtime"),
+    "harness": ("data",),
     "rollouts": (
-        "data", "engine", "environments", "fields", "record", "runtime", "sharding", "choices",
+        "data", "endpoint", "engine", "environments", "fields", "harness", "record", "runtime",
+        "sharding", "choices",
     ),
     # The learner knows records of the engine, and none of its programs.
     "learner": (
@@ -40,8 +42,8 @@ MAY_IMPORT = {
     # A config, checked and made into programs and state.
     "validate": ("data", "engine", "estimators", "learner", "models", "record", "rollouts"),
     "build": (
-        "data", "engine", "environments", "estimators", "learner", "models", "record", "rollouts",
-        "runtime", "sharding", "validate",
+        "data", "endpoint", "engine", "environments", "estimators", "harness", "learner", "models",
+        "record", "rollouts", "runtime", "sharding", "validate",
     ),
     "resume": ("data", "learner", "record"),
     # Tools.

@@ -151,6 +151,10 @@ class UnknownModel(ValueError):
     """The request names another model than the served one."""
 
 
+class NoRoom(ValueError):
+    """The prompt leaves no room for a token."""
+
+
 def parse(
     body: bytes, model: str, vocab_size: int, tokenizer: Tokenizer, limits: Limits, *, is_chat: bool
 ) -> Completion:
@@ -299,7 +303,8 @@ def choices(
 
 def _check_prompt(prompt: list[int], which: str, vocab_size: int, limits: Limits) -> None:
     if not 1 <= len(prompt) < limits.context_tokens:
-        raise ValueError(
+        kind = NoRoom if prompt else ValueError
+        raise kind(
             f"{which}{len(prompt)} prompt tokens; give 1 to {limits.context_tokens - 1}, one less "
             "than max_model_len; docs/server.md names the fields of the config that raise it"
         )
