@@ -364,18 +364,18 @@ class SessionScheduler:
         if self._sessions.process.error:
             raise RuntimeError(self._sessions.process.error)
         for live in list(self._live.values()):
-            while live.calls and live.reply is None:
+            if live.reply is not None or time.monotonic() >= live.deadline:
+                finished.append(self._finished(live))
+            while live.calls and live.request.id in self._live:
                 if (refused := self._begin(live, live.calls.popleft())) is not None:
                     finished.append(refused)
-                    break
+        # After the engine's step nothing of the agents is read: with `waits` they have the whole
+        # time until the next step, whatever their speed.
         for trajectory in self._scheduler.step() if self._scheduler.pending else ():
             if trajectory.id in self._rows:
                 self._answer(*self._rows.pop(trajectory.id), trajectory)
             else:
                 finished += self._single([trajectory])
-        for live in list(self._live.values()):
-            if live.reply is not None or time.monotonic() >= live.deadline:
-                finished.append(self._finished(live))
         return finished
 
     def _wait(self) -> None:
