@@ -164,7 +164,7 @@ class Endpoint:
         """Ends a session and its open calls. Later calls are refused with the reason."""
         self.session(key).close(why)
         self._ended.append(key)
-        if len(self._ended) > KEPT:
+        while len(self._ended) > KEPT:
             del self._sessions.sessions[self._ended.popleft()]
 
     def set_version(self, version: int) -> None:

@@ -108,7 +108,7 @@ class HarnessProcess:
             )
         except OSError as error:
             raise ValueError(f"{what} cannot be started: {error}") from error
-        shown = process.stderr, what
+        shown = process.stderr.raw, what  # each piece as it comes
         threading.Thread(target=confined.show, args=shown, daemon=True).start()
         if error := self._loading(process):
             _end(process)
