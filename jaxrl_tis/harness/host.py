@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from jaxrl_tis.data import confined, signatures
+from jaxrl_tis.harness import verifiers
 from jaxrl_tis.harness.protocol import Result, Session
 
 ERROR_CHARACTERS = 1000
@@ -42,7 +43,6 @@ def load(name: str) -> Callable[[Session], Any]:
     """
     module, _, rest = name.partition(":")
     if module == VERIFIERS:
-        from jaxrl_tis.harness import verifiers
         return verifiers.Taskset(rest)
     harness = confined.function(name)
     if not callable(harness):
