@@ -3,6 +3,7 @@ episodes of an environment."""
 
 import dataclasses
 import math
+import threading
 import time
 
 import numpy as np
@@ -191,6 +192,22 @@ def test_a_session_is_the_episode_of_the_same_turns(waits):
     scheduler.close()
     hub.leave()
     assert hub.process.is_closed and hub.endpoint.is_closed and not hub.live
+
+
+def test_with_waits_a_step_waits_for_every_session():
+    """The second agent is slow: its call comes when the first one's step has begun."""
+    hub, scheduler = made(waits=True)
+    added = [request(i) for i in range(2)]
+    for each in added:
+        scheduler.add(each)
+    clients = [Client(hub, r.id) for r in added]
+    calls = [clients[0].ask(added[0].prompt)]
+    late = threading.Timer(0.1, lambda: calls.append(clients[1].ask(added[1].prompt)))
+    late.start()
+    scheduler.step()
+    assert len(calls) == 2 and scheduler.stats.prefilled == sum(len(r.prompt) for r in added)
+    assert scheduler.stats.environment_seconds > 0.05
+    late.join()
 
 
 def test_an_answer_is_its_turn_alone():
