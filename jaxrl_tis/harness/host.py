@@ -115,8 +115,8 @@ class Host:
             return
         except BaseException as error:
             reply = {"error": self._described(error)}
-        if self._tasks.pop(key, None) is not None:
-            self._send({"key": key} | reply)
+        del self._tasks[key]
+        self._send({"key": key} | reply)
 
     def _called(self, session: Session) -> Awaitable[Any]:
         call = getattr(self._harness, "__call__", None)

@@ -410,9 +410,14 @@ def test_an_interrupted_session_goes_on_at_another_scheduler(at):
     found = {}
     while two.pending:
         found |= {t.id: t for t in two.step()}
+    partials = {t.id: t for t in paused}
     for each, answer in zip(added, answers):
-        arithmetic.assert_replays(found[each.id], each)
-        assert found[each.id].tokens.tolist() == answer.tokens.tolist()
+        record, begun = found[each.id], len(partials[each.id].tokens)
+        arithmetic.assert_replays(record, each)
+        assert record.tokens.tolist() == answer.tokens.tolist()
+        assert record.tokens[:begun].tolist() == partials[each.id].tokens.tolist()
+        assert not record.version[:begun].any() and record.version[begun:].all()
+    assert at == 0 or any(len(t.tokens) for t in paused)
     assert two.stats.restarted_sessions == 0
 
 
