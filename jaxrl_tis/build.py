@@ -30,9 +30,10 @@ from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts import replay
 from jaxrl_tis.rollouts.episodes import EpisodeScheduler, Openings
+from jaxrl_tis.rollouts.live import Sessions
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.schedules import Schedule
-from jaxrl_tis.rollouts.sessions import Sessions, SessionScheduler
+from jaxrl_tis.rollouts.sessions import SessionScheduler
 from jaxrl_tis.runtime import fingerprint, processes
 from jaxrl_tis.validate import Choices, validate
 

@@ -130,6 +130,7 @@ COVERED = {
     "report/__main__": "report/page_test",
     "rollouts/bookkeeping": "rollouts/virtual_test",
     "rollouts/concurrent": "rollouts/threads_test",
+    "rollouts/live": "rollouts/sessions_test",
     "serve/__main__": "serve/setup_test",
 }
 

@@ -33,7 +33,7 @@ def plays(session):
         with urllib.request.urlopen(request) as reply:
             return json.loads(reply.read())
 
-    environment, total, is_done = Sums(seed=session.seed), 0.0, False
+    environment, total = Sums(seed=session.seed), 0.0
     ids = post("/tokenize", prompt=environment.reset(session.record))["tokens"]
     for _ in range(3):
         answer = post("/inference/v1/generate", token_ids=ids, sampling_params={})
