@@ -26,7 +26,8 @@ ANSWERS = {"3*4+5=": "3*4=", "3*4+5=3*4=12 ": "12+5=", "3*4+5=3*4=12 12+5=17 ": 
 def turn(prompt: np.ndarray) -> Trajectory:
     """The answer of a policy that uses the calculator."""
     tokens = np.array(TOKENIZER.encode(ANSWERS[TOKENIZER.decode(prompt)]), np.int32)
-    filled = {name: np.zeros(len(tokens), np.float32) for name in ("logp_behav", "logp_raw", "entropy")}
+    zeros = np.zeros(len(tokens), np.float32)
+    filled = dict.fromkeys(("logp_behav", "logp_raw", "entropy"), zeros)
     return dataclasses.replace(
         EMPTY, prompt=prompt, tokens=tokens, stop_reason="length", mask=None, turn=None,
         version=np.zeros(len(tokens), np.int32), **filled,
@@ -59,8 +60,8 @@ def test_the_example_is_played(tmp_path, monkeypatch):
 
 def test_the_names_of_the_page():
     row = re.search(r"\| attribute of `session` .*?\n\n", PAGE, re.DOTALL).group()
-    named = {name for cell in re.findall(r"^\| (`.*?) \|", row, re.MULTILINE) for name in re.findall(r"`(\w+)`", cell)}
-    assert named == {field.name for field in dataclasses.fields(Session)}
+    cells = " ".join(re.findall(r"^\| (`.*?) \|", row, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", cells)) == {field.name for field in dataclasses.fields(Session)}
     fields = ", ".join(field.name for field in dataclasses.fields(Result))
     assert f"`Result({fields})`" in PAGE and RETRIES in PAGE
     assert f'`rollout.on_fork = "{ON_FORK[1]}"`' in PAGE

@@ -112,7 +112,8 @@ def test_counts_are_positive(name, value):
 
 
 @pytest.mark.parametrize("name", [
-    "reward.timeout", "task.turn_timeout", "rollout.harness_timeout", "rollout.temperature", "engine.noise_end", "model.uaq_scale", "warmup.lr",
+    "reward.timeout", "task.turn_timeout", "rollout.harness_timeout", "rollout.temperature",
+    "engine.noise_end", "model.uaq_scale", "warmup.lr",
     "optimizer.router_bias_rate",
 ])
 def test_measures_are_positive(name):

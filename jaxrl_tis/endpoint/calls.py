@@ -98,7 +98,8 @@ class Session:
             stop_strings=asked.stop_strings, max_tokens=min(base.max_tokens, asked.max_tokens),
         )
         [choice] = completion.choices
-        return dataclasses.replace(completion, choices=[dataclasses.replace(choice, sampling=sampling)])
+        choice = dataclasses.replace(choice, sampling=sampling)
+        return dataclasses.replace(completion, choices=[choice])
 
     def enter(self, choice: Choice, digest: bytes, is_retry: bool) -> Call:
         """Returns the new call, or the call that a retry repeats."""

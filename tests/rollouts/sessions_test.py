@@ -141,7 +141,7 @@ def ids_of(result):
 
 
 def play(hub, schedulers, added):
-    """Plays the agents of `episodes_test.play`: the same observations, as ids after the ids so far."""
+    """Plays the agents of `episodes_test.play`, whose observations follow the ids so far."""
     clients = {r.id: Client(hub, r.id) for r in added}
     state = {r.id: [clients[r.id].ask(r.prompt), [], []] for r in added}
     found = {}
@@ -222,7 +222,8 @@ def test_an_answer_is_its_turn_alone():
     record = last(scheduler)
     assert ids_of(record) == ids_of(second)
     np.testing.assert_array_equal(record.logp_behav[-len(second.tokens):], second.logp_behav)
-    assert turn(record, 0) is not record and cut(record, 2).tokens.tolist() == record.tokens[:2].tolist()
+    assert turn(record, 2).tokens.tolist() == record.tokens[2:].tolist()
+    assert cut(record, 2).tokens.tolist() == record.tokens[:2].tolist()
 
 
 def two_calls(scheduler, client, added, drop):
@@ -243,7 +244,8 @@ def test_a_prompt_that_changes_the_end_of_an_answer_cuts_the_row_there():
     assert ids_of(record) == [*prompt, *second.tokens.tolist()]
     kept = len(first.tokens) - 2
     mask = [True] * kept + [False] * 2 + [True] * len(second.tokens)
-    assert record.mask.tolist() == mask and record.turn.tolist() == [0] * kept + [1] * (2 + len(second.tokens))
+    assert record.mask.tolist() == mask
+    assert record.turn.tolist() == [0] * kept + [1] * (2 + len(second.tokens))
     arithmetic.assert_replays(record, added)
     assert scheduler.stats.realigned_tokens == 2 and scheduler.stats.forks == 0
 
@@ -418,7 +420,8 @@ def test_an_interrupted_session_goes_on_at_another_scheduler(at):
         assert record.tokens.tolist() == answer.tokens.tolist()
         assert record.tokens[:begun].tolist() == partials[each.id].tokens.tolist()
         assert not record.version[:begun].any() and record.version[begun:].all()
-    assert sum(len(t.tokens) for t in paused) == one.stats.tokens and (at == 0) == (one.stats.tokens == 0)
+    assert sum(len(t.tokens) for t in paused) == one.stats.tokens
+    assert (at == 0) == (one.stats.tokens == 0)
     assert two.stats.restarted_sessions == 0
 
 
