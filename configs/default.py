@@ -128,6 +128,11 @@ def get_config() -> ConfigDict:
     # devices of this process; ray: in Ray actors, on this machine or others.
     c.rollout.driver = "virtual"
     c.rollout.workers = 1  # number of samplers
+    # Agent that plays the samples through an OpenAI-style endpoint of the run and gives the rewards,
+    # as "module:function" or "verifiers:TASKSET"; reward.name is then not read. "": none
+    # (docs/harness.md).
+    c.rollout.harness = ""
+    c.rollout.harness_timeout = 600.0  # seconds of one session, waiting for the engine included
     # host:port of a Ray cluster, driver ray. "": RAY_ADDRESS of the environment, else a local Ray.
     c.rollout.ray_address = ""
     c.rollout.cpus_per_worker = 1.0  # CPUs that Ray reserves for each worker
@@ -142,6 +147,11 @@ def get_config() -> ConfigDict:
     c.rollout.sampling_mask_size = 0
     # Accept the bias of every ratio that top_k, top_p and min_p cause without a sampling mask.
     c.rollout.allow_filter_bias = False
+    # Python of the harness's process, for packages that this environment cannot have. "": this Python.
+    c.rollout.harness_python = ""
+    # Session whose calls do not continue each other. longest: train on the row with the most sampled
+    # tokens; refuse: the session has failed.
+    c.rollout.on_fork = "longest"
     c.rollout.max_rounds = 4  # most rounds of new prompts per batch with dynamic_sampling
     c.rollout.worker_timeout = 30.0  # seconds without an answer until a worker is restarted
     c.rollout.start_timeout = 1800.0  # seconds to wait for the first worker, driver ray

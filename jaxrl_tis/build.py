@@ -23,14 +23,17 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.environments.pool import Pool
 from jaxrl_tis.estimators import centering
+from jaxrl_tis.harness.process import HarnessProcess
 from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
 from jaxrl_tis.models import placement, transforms
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts import replay
 from jaxrl_tis.rollouts.episodes import EpisodeScheduler, Openings
+from jaxrl_tis.rollouts.live import Sessions
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.schedules import Schedule
+from jaxrl_tis.rollouts.sessions import SessionScheduler
 from jaxrl_tis.runtime import fingerprint, processes
 from jaxrl_tis.validate import Choices, validate
 
@@ -106,12 +109,42 @@ class Sampling:
         opening = Openings(self._pool, self.config.seed) if self.config.task.environment else None
         return Prompter(self.tokenizer, self.config.task, opening)
 
+    @functools.cached_property
+    def sessions(self) -> Sessions:
+        """The sessions of rollout.harness, which all schedulers share. ValueError without the extra
+        [serve]."""
+        try:
+            from jaxrl_tis.endpoint.sessions import Endpoint
+        except ImportError as error:
+            raise ValueError(
+                f"rollout.harness needs an HTTP server: pip install 'jaxrl_tis[serve]' ({error})"
+            ) from error
+        rollout, top_n = self.config.rollout, min(engine.config.top_n for engine in self.engines)
+        length, name = max_length(self.config), self.config.name
+        return Sessions(
+            lambda: Endpoint(
+                name, self.model.vocab_size, self.tokenizer, max_length=length, logprobs=top_n,
+                seconds=rollout.harness_timeout,
+            ),
+            lambda on_reply: HarnessProcess(rollout.harness, on_reply, rollout.harness_python),
+            name, rollout.harness_timeout,
+        )
+
     def scheduler(
         self, engine: Engine, params: Any, version: int, **options
-    ) -> Scheduler | EpisodeScheduler:
+    ) -> Scheduler | EpisodeScheduler | SessionScheduler:
         """Makes a scheduler for one of the engines with these serving parameters; `options` are
-        further arguments of Scheduler. With an environment it plays episodes. Close it after use."""
-        scheduler, task = self._turn_scheduler(engine, params, version, **options), self.config.task
+        further arguments of Scheduler. With an environment it plays episodes, with a harness
+        sessions. Close it after use."""
+        task, rollout = self.config.task, self.config.rollout
+        if rollout.harness:
+            options = {"decode": self.tokenizer.decode} | options
+        scheduler = self._turn_scheduler(engine, params, version, **options)
+        if rollout.harness:
+            return SessionScheduler(
+                scheduler, self.sessions, max_length=max_length(self.config),
+                on_fork=rollout.on_fork, waits=rollout.driver == "virtual",
+            )
         if not task.environment:
             return scheduler
         return EpisodeScheduler(

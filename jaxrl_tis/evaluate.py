@@ -97,8 +97,9 @@ class Evaluator:
 
     def _constant(self, rewards: RewardWorker) -> list[float]:
         """Returns the scores of the commonest answer in the place of each; [] where the data have no
-        answers, or an environment gives the rewards."""
-        if self._config.task.environment or not all("answer" in record for record in self._records):
+        answers, or an environment or a harness gives the rewards."""
+        has_turns = self._config.task.environment or self._config.rollout.harness
+        if has_turns or not all("answer" in record for record in self._records):
             return []
         answers = collections.Counter(record["answer"] for record in self._records)
         commonest = answers.most_common(1)[0][0]

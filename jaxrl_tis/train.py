@@ -69,8 +69,8 @@ def check_rewards(
         )
     if is_first:
         raise ValueError(
-            f"{problem}. Fix the function that reward.name names; WORKDIR/{failures.FILE_NAME} has "
-            "the errors by kind, with the last texts of each"
+            f"{problem}. Fix the function that reward.name names, or the harness; "
+            f"WORKDIR/{failures.FILE_NAME} has the errors by kind, with the last texts of each"
         )
     processes.report(problem, sys.stderr)
 
@@ -396,6 +396,9 @@ def opened(
                 f"warning: the chat template changes earlier turns ({', '.join(changed)}); the ids of "
                 "an episode stay as they were sampled", sys.stderr,
             )
+        if config.rollout.harness:
+            setup.sessions.enter()
+            stack.callback(setup.sessions.leave)
         if setup.training.recompute_reason:
             processes.report(f"score and update are two programs: {setup.training.recompute_reason}")
         mirror = storage.Mirror(workdir)

@@ -30,6 +30,7 @@ from jaxrl_tis.record.sinks import SINKS
 from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.rollouts.check import rollout_problems
 from jaxrl_tis.rollouts.schedules import Schedule
+from jaxrl_tis.rollouts.sessions import ON_FORK
 
 DTYPES = ("float32", "bfloat16")  # of what is kept
 COMPUTE_DTYPES = (*DTYPES, "float16")
@@ -58,6 +59,7 @@ ALLOWED = {
     "critic.schedule": SCHEDULES,
     "metrics.record": ("full", "compact"),
     "rollout.old_logp_source": snapshots.WAYS,
+    "rollout.on_fork": ON_FORK,
     "task.name": tasks.TASKS,
     "task.on_bad_record": ("error", "skip"),
     "train.fuse_old_logp": ("auto", "never"),
@@ -73,7 +75,7 @@ POSITIVE = (
     "metrics.diagnostics_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
     "task.max_prompt_tokens", "task.environment_workers", "task.max_turns", "task.turn_timeout",
     "reward.timeout", "reward.workers", "rollout.temperature",
-    "rollout.snapshot_gib", "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
+    "rollout.snapshot_gib", "rollout.harness_timeout", "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
     "model.experts_per_token", "model.expert_dim", "optimizer.router_bias_rate",
 )
 NOT_NEGATIVE = (
@@ -112,7 +114,7 @@ def validate(config: ml_collections.ConfigDict) -> Choices:
     parsed, problems = {}, list(_tuples(config))
     if not problems:
         parsed, refused = _parsed(config)
-        checks = (_finite, _names, _counts, _batches, _task, _environment)
+        checks = (_finite, _names, _counts, _batches, _task, _environment, _harness)
         problems = [problem for check in checks for problem in check(config)]
         problems += [*refused, *_of_rooms(config, parsed)]
     problems = problems or list(trace_problems(parsed["correction"]))
@@ -252,9 +254,9 @@ def _task(config):
 
 def _environment(config):
     """Checks episodes with an environment."""
-    task, rollout, retention = config.task, config.rollout, tuple(config.engine.retention)
+    task, rollout = config.task, config.rollout
     if not task.environment:
-        if task.max_context_tokens:
+        if task.max_context_tokens and not rollout.harness:
             yield (
                 f"task.max_context_tokens = {task.max_context_tokens} bounds episodes, and "
                 "task.environment is empty; name an environment, or set it to 0"
@@ -262,26 +264,7 @@ def _environment(config):
         return
     if not all(task.environment.partition(":")):
         yield f"task.environment is {task.environment!r}; give 'module:Class'"
-    if 0 < task.max_context_tokens <= task.max_prompt_tokens:
-        yield (
-            f"task.max_context_tokens = {task.max_context_tokens} leaves no room after a prompt of "
-            f"task.max_prompt_tokens = {task.max_prompt_tokens}; raise it"
-        )
-    if any(retention):
-        yield (
-            f"task.environment = {task.environment!r} continues sequences, and sequences with "
-            "evicted keys cannot continue; set engine.retention to (0, 0)"
-        )
-    if config.reward.name != REWARD:
-        yield (
-            f"reward.name = {config.reward.name!r} is not read with task.environment = "
-            f"{task.environment!r}, which gives the rewards; set it to {REWARD!r}"
-        )
-    if rollout.overlong_buffer:
-        yield (
-            f"rollout.overlong_buffer = {rollout.overlong_buffer} is a penalty on one response, and "
-            f"task.environment = {task.environment!r} rewards episodes; set it to 0"
-        )
+    yield from _turns(config, "task.environment")
     if 0 < config.watchdog.timeout <= task.turn_timeout:
         yield (
             f"task.turn_timeout is {task.turn_timeout} and watchdog.timeout is "
@@ -297,6 +280,62 @@ def _environment(config):
         json.dumps(task.environment_params.to_dict())
     except TypeError as error:
         yield f"task.environment_params must hold JSON values only: {error}"
+
+
+def _turns(config, field: str):
+    """Checks sequences of several turns, which the setting `field` makes and rewards."""
+    task, setting = config.task, f"{field} = {_read(config, field)!r}"
+    if 0 < task.max_context_tokens <= task.max_prompt_tokens:
+        yield (
+            f"task.max_context_tokens = {task.max_context_tokens} leaves no room after a prompt of "
+            f"task.max_prompt_tokens = {task.max_prompt_tokens}; raise it"
+        )
+    if any(config.engine.retention):
+        yield (
+            f"{setting} continues sequences, and sequences with evicted keys cannot continue; set "
+            "engine.retention to (0, 0)"
+        )
+    if config.reward.name != REWARD:
+        yield (
+            f"reward.name = {config.reward.name!r} is not read with {setting}, which gives the "
+            f"rewards; set it to {REWARD!r}"
+        )
+    if config.rollout.overlong_buffer:
+        yield (
+            f"rollout.overlong_buffer = {config.rollout.overlong_buffer} is a penalty on one response, "
+            f"and {setting} rewards all turns together; set it to 0"
+        )
+
+
+def _harness(config):
+    """Checks sessions with a harness."""
+    rollout = config.rollout
+    if not rollout.harness:
+        return
+    setting = f"rollout.harness = {rollout.harness!r}"
+    if not all(rollout.harness.partition(":")):
+        yield f"rollout.harness is {rollout.harness!r}; give 'module:function' or 'verifiers:TASKSET'"
+    if config.task.environment:
+        yield (
+            f"{setting} and task.environment = {config.task.environment!r} both make the turns; set "
+            "one of them to ''"
+        )
+    yield from _turns(config, "rollout.harness")
+    if rollout.driver == "ray":
+        yield f"{setting} needs samplers in the run's process; set rollout.driver to threads or virtual"
+    if rollout.old_logp_source == "replica":
+        yield (
+            f"{setting} interrupts sessions without a report of their tokens, and "
+            "rollout.old_logp_source = 'replica' scores these; set it to ring"
+        )
+    if 0 < config.watchdog.timeout <= rollout.harness_timeout:
+        yield (
+            f"rollout.harness_timeout is {rollout.harness_timeout} and watchdog.timeout is "
+            f"{config.watchdog.timeout}, and a harness that hangs would end the run; set "
+            "rollout.harness_timeout below watchdog.timeout"
+        )
+    if jax.process_count() > 1:
+        yield f"{setting} needs a run of one process"
 
 
 def _names(config):

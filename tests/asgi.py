@@ -10,7 +10,7 @@ import time
 
 import uvicorn
 
-from jaxrl_tis.serve import connection
+from jaxrl_tis.endpoint import connection
 
 HEADERS = {"host": "127.0.0.1:8000", "content-type": "application/json"}
 

@@ -28,8 +28,11 @@ MAY_IMPORT = {
     "diagnostics": ("estimators",),
     "models": ("kernels", "runtime", "sharding"),
     "engine": ("data", "fields", "kernels", "models", "runtime", "sharding", "choices"),
+    "endpoint": ("data", "engine", "runtime"),
+    "harness": ("data",),
     "rollouts": (
-        "data", "engine", "environments", "fields", "record", "runtime", "sharding", "choices",
+        "data", "endpoint", "engine", "environments", "fields", "harness", "record", "runtime",
+        "sharding", "choices",
     ),
     # The learner knows records of the engine, and none of its programs.
     "learner": (
@@ -39,8 +42,8 @@ MAY_IMPORT = {
     # A config, checked and made into programs and state.
     "validate": ("data", "engine", "estimators", "learner", "models", "record", "rollouts"),
     "build": (
-        "data", "engine", "environments", "estimators", "learner", "models", "record", "rollouts",
-        "runtime", "sharding", "validate",
+        "data", "endpoint", "engine", "environments", "estimators", "harness", "learner", "models",
+        "record", "rollouts", "runtime", "sharding", "validate",
     ),
     "resume": ("data", "learner", "record"),
     # Tools.
@@ -64,7 +67,7 @@ MAY_IMPORT = {
         "build", "cli_flags", "doctor", "engine", "estimators", "gate", "learner", "models", "record",
         "report", "rollouts", "runtime", "sharding",
     ),
-    "serve": ("build", "cli_flags", "data", "engine", "learner", "runtime"),
+    "serve": ("build", "cli_flags", "endpoint", "engine", "learner", "runtime"),
     "sweep": ("cli_flags", "record", "report", "runtime", "validate"),
     "audit": ("diagnostics", "doctor", "estimators", "kernels", "report", "runtime"),
     # The run knows everything.
@@ -94,6 +97,8 @@ COVERED = {
     "build": "configs_test",
     "doctor/__main__": "doctor/diagnose_test",
     "doctor/case": "doctor/diagnose_test",
+    "endpoint/answer": "endpoint/app_test",
+    "endpoint/calls": "endpoint/sessions_test",
     "engine/check": "validate_test",
     "engine/config": "engine/engine_test",
     "engine/prefiller": "engine/scheduler_test",
@@ -113,6 +118,7 @@ COVERED = {
     "experiments/oracle": "runtime/cli_test",
     "gate/__main__": "gate/report_test",
     "gate/ladder": "gate/report_test",
+    "harness/protocol": "harness/host_test",
     "kernels/head": "kernels/logprob_test",
     "kernels/logprob_chunked": "kernels/logprob_test",
     "kernels/logprob_invariant": "models/invariant_test",
@@ -126,8 +132,8 @@ COVERED = {
     "report/__main__": "report/page_test",
     "rollouts/bookkeeping": "rollouts/virtual_test",
     "rollouts/concurrent": "rollouts/threads_test",
+    "rollouts/live": "rollouts/sessions_test",
     "serve/__main__": "serve/setup_test",
-    "serve/answer": "serve/app_test",
 }
 
 

@@ -58,6 +58,7 @@ RUNS = {
         "rollout__replay": "uniform(uses=2)",
     },
     "episodes": tiny.EPISODES,
+    "sessions": tiny.HARNESS,
     "threads": {"rollout__schedule": "one_step", "rollout__driver": "threads"},
     "ray": {
         "rollout__schedule": "one_step", "rollout__driver": "ray", "rollout__cpus_per_worker": 0.01,

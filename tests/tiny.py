@@ -18,6 +18,10 @@ EPISODES = dict(  # of up to three turns; the environment gives the rewards
     task__environment="tests.tiny_environment:Sums", task__max_context_tokens=20,
     task__max_turns=3, task__environment_workers=1, reward__name="exact",
 )
+HARNESS = dict(  # sessions of two calls by the `openai` client
+    rollout__harness="tests.tiny_harness:sums", task__max_context_tokens=20, reward__name="exact",
+    reward__on_error="drop",
+)
 _build, _trainer, _engine = build.build, Trainer, build.Engine
 
 

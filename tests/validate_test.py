@@ -113,7 +113,8 @@ def test_counts_are_positive(name, value):
 
 
 @pytest.mark.parametrize("name", [
-    "reward.timeout", "task.turn_timeout", "rollout.temperature", "engine.noise_end", "model.uaq_scale", "warmup.lr",
+    "reward.timeout", "task.turn_timeout", "rollout.harness_timeout", "rollout.temperature",
+    "engine.noise_end", "model.uaq_scale", "warmup.lr",
     "optimizer.router_bias_rate",
 ])
 def test_measures_are_positive(name):
@@ -262,6 +263,20 @@ def test_a_run_may_measure_and_not_train(name):
     (EXPERTS | dict(model__router="softmax", optimizer__freeze_router_bias=False),
      ["optimizer.freeze_router_bias = False", "model.router is 'softmax'"]),
     (dict(task__max_context_tokens=9), ["task.max_context_tokens = 9", "environment is empty"]),
+    (tiny.HARNESS | dict(rollout__harness="agent"),
+     ["rollout.harness is 'agent'", "'module:function' or 'verifiers:TASKSET'"]),
+    (tiny.HARNESS | dict(task__environment="a:B"), ["both make the turns", "set one of them to ''"]),
+    (tiny.HARNESS | dict(reward__name="math"), ["is not read with rollout.harness = "]),
+    (tiny.HARNESS | dict(rollout__overlong_buffer=2), ["rollout.harness = ", "to 0"]),
+    (tiny.HARNESS | dict(engine__retention=(1, 1)), ["rollout.harness = ", "to (0, 0)"]),
+    (tiny.HARNESS | dict(rollout__schedule="one_step", rollout__driver="ray"),
+     ["needs samplers in the run's process"]),
+    (tiny.HARNESS | dict(
+        rollout__schedule="in_flight(staleness=2)", rollout__old_logp_source="replica"),
+     ["rollout.harness = ", "set it to ring"]),
+    (tiny.HARNESS | dict(watchdog__timeout=600.0),
+     ["rollout.harness_timeout is 600.0", "below watchdog.timeout"]),
+    (tiny.HARNESS | dict(rollout__on_fork="train"), ["rollout.on_fork is 'train'", "longest, refuse"]),
     (tiny.EPISODES | dict(task__environment="sums"), ["task.environment is 'sums'", "'module:Class'"]),
     (tiny.EPISODES | dict(task__max_context_tokens=5),
      ["task.max_context_tokens = 5", "task.max_prompt_tokens = 5"]),

@@ -135,7 +135,7 @@ class Confined:
             env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         )
         shown = self._process.stderr, self._what
-        threading.Thread(target=_show, args=shown, daemon=True).start()
+        threading.Thread(target=show, args=shown, daemon=True).start()
         os.set_blocking(self._process.stdin.fileno(), False)
         self._unread = b""
         deadline = time.monotonic() + START_SECONDS
@@ -213,7 +213,7 @@ def _refuse_network(event: str, arguments: tuple) -> None:
         )
 
 
-def _show(stream, what: str) -> None:
+def show(stream, what: str) -> None:
     """Copies the beginning of a process's output to stderr, and discards the rest."""
     left = SHOWN_BYTES
     with stream:

@@ -23,7 +23,12 @@ class Stats:
       evicted: pages that `retention` dropped.
       engine_seconds: seconds in the engine or waiting for it.
       seconds: seconds in `step`.
-      environment_seconds: seconds that episodes had the sampler wait for an environment.
+      environment_seconds: seconds that episodes had the sampler wait for an environment or a
+        harness.
+      sessions: sessions of a harness that ended; session_calls: their answered calls.
+      session_retries: calls that repeated an earlier one; restarted_sessions: begun anew.
+      forks: rows of sessions beside the first; forked_tokens: sampled tokens of rows that are not
+        trained on; realigned_tokens: sampled tokens that a later prompt changed.
     """
 
     calls: int = 0
@@ -40,6 +45,13 @@ class Stats:
     engine_seconds: float = 0.0
     seconds: float = 0.0
     environment_seconds: float = 0.0
+    sessions: int = 0
+    session_calls: int = 0
+    session_retries: int = 0
+    restarted_sessions: int = 0
+    forks: int = 0
+    forked_tokens: int = 0
+    realigned_tokens: int = 0
 
     def add_call(self, is_drawn_kb: np.ndarray) -> None:
         """Counts a decode call.

@@ -162,7 +162,8 @@ class LearnerSetup:
 def without_routes(trajectories: list[Trajectory]) -> np.ndarray:
     """Returns which samples [N] lack a route of a token that a sampled token follows."""
     return np.array([
-        len(t.routes) < len(t.prompt) + len(t.tokens) - t.num_given - 1 for t in trajectories
+        len(t.tokens) > 0 and len(t.routes) < len(t.prompt) + len(t.tokens) - t.num_given - 1
+        for t in trajectories
     ], bool)
 
 
@@ -187,7 +188,8 @@ def max_length(config: ml_collections.ConfigDict) -> int:
 
 def max_response(config: ml_collections.ConfigDict) -> int:
     """Returns the largest number of tokens that follow a prompt."""
-    return max_length(config) - 1 if config.task.environment else config.rollout.max_new_tokens
+    has_turns = config.task.environment or config.rollout.harness
+    return max_length(config) - 1 if has_turns else config.rollout.max_new_tokens
 
 
 def make_learner_setup(

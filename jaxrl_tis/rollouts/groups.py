@@ -102,8 +102,9 @@ def request(
     config: ml_collections.ConfigDict, id: str, prompt: np.ndarray, sampling: SamplingParams,
     record: dict[str, Any],
 ) -> Request:
-    """Returns the request of a sample of an example; with an environment, of an episode."""
-    example = record if config.task.environment else None
+    """Returns the request of a sample of an example; with an environment or a harness, of an episode
+    or a session."""
+    example = record if config.task.environment or config.rollout.harness else None
     return Request(id, prompt, config.seed, sampling, example=example)
 
 
@@ -127,9 +128,9 @@ def scores(
 def _of_episode(rewards: RewardWorker, trajectory: Trajectory) -> Scored:
     known = trajectory.turn_rewards[~np.isnan(trajectory.turn_rewards)]
     if trajectory.outcome in OF_OUTCOMES:
-        return rewards.failed(OF_OUTCOMES[trajectory.outcome], "the environment failed")
+        return rewards.failed(OF_OUTCOMES[trajectory.outcome], "the environment or harness failed")
     if not len(known) and trajectory.outcome == "done":
-        return rewards.failed("non_finite", "the environment gave no reward")
+        return rewards.failed("non_finite", "the environment or harness gave no reward")
     score = float(known.sum(dtype=np.float64)) if len(known) else math.nan
     return Scored(score, {SCORE: score} | trajectory.metrics if trajectory.metrics else {"reward": score})
 

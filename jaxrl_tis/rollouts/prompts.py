@@ -54,9 +54,9 @@ class Opening(Protocol):
 def lacks_answer(config: ml_collections.ConfigDict) -> Callable[[dict[str, Any]], str]:
     """Returns a function from a record to an error message if the record lacks the answer that a
     reward of config.reward.name compares with, else "". All built-in rewards need an answer; the
-    needs of a user's function and of an environment are unknown."""
+    needs of a user's function, an environment and a harness are unknown."""
     comparing = [name for name in names(config.reward.name) if name in REWARDS]
-    if config.task.environment:
+    if config.task.environment or config.rollout.harness:
         return lambda record: ""
     reason = (
         f"it has no answer, which the reward {comparing[0]!r} compares with; name the field with "

@@ -117,6 +117,15 @@ def engine_metrics(engine: ml_collections.ConfigDict, stats: Stats) -> dict[str,
     }
     if stats.environment_seconds:
         metrics["time/environment_s"] = stats.environment_seconds
+    if stats.sessions:
+        metrics |= {
+            "harness/calls": stats.session_calls / stats.sessions,
+            "harness/retries": stats.session_retries,
+            "harness/restarted": stats.restarted_sessions,
+            "harness/forks": stats.forks,
+            "harness/forked_tokens": stats.forked_tokens,
+            "harness/realigned_tokens": stats.realigned_tokens,
+        }
     if any(engine.retention):
         metrics["rollout/evicted"] = stats.evicted
     if engine.max_draft:

@@ -1,1 +1,1 @@
-"""A small completions server to look at a checkpoint; docs/server.md has its routes."""
+"""The command that serves a checkpoint; docs/server.md."""

@@ -14,10 +14,10 @@ from absl import flags
 
 from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
+from jaxrl_tis.endpoint import connection
+from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.learner.state import as_begun
 from jaxrl_tis.runtime.addresses import is_loopback
-from jaxrl_tis.serve import connection
-from jaxrl_tis.serve.request import Limits
 from jaxrl_tis.serve.setup import load, make_app, read_token
 
 CONFIG = cli_flags.define_config()

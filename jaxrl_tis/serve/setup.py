@@ -8,12 +8,12 @@ import jax
 from starlette.applications import Starlette
 
 from jaxrl_tis.build import Setup
+from jaxrl_tis.endpoint import app
+from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.engine.warm import warm_up
 from jaxrl_tis.engine.worker import EngineThread
 from jaxrl_tis.learner.state import initial_params, initial_state, read_params
 from jaxrl_tis.runtime.addresses import is_loopback
-from jaxrl_tis.serve import app
-from jaxrl_tis.serve.request import Limits
 
 
 def read_token(path: str | None) -> str | None:

@@ -18,7 +18,7 @@ The known mistakes with episodes of several turns, the test of each, and a mutan
 | 12 an episode without a reward has reward 0 | `rollouts/episodes_test.py`: `test_the_reward_is_the_sum_of_what_is_known` | `an episode without a reward has the reward 0`, `a failed turn has the reward of the turn before` |
 | 13 a failed episode is in the mean of its group | `rollouts/episodes_test.py`: `test_a_group_keeps_its_advantages_when_a_member_fails` | `a failed member is a reward of 0 of its group` |
 | 14 failed episodes shrink a group, a reshape mixes groups | `rollouts/groups_test.py`: `test_a_failed_sample_stays_in_its_group`, `rollouts/episodes_test.py`: `test_a_group_keeps_its_advantages_when_a_member_fails` | `failed samples are dropped before their group is known`, `a group is four rows` |
-| 15 ids of a tool call are lost in a stream | `serve/tool_calls_test.py`: `test_calls_reach_the_client_and_come_back` | `ids of a tool call are lost in a stream` |
+| 15 ids of a tool call are lost in a stream | `endpoint/tool_calls_test.py`: `test_calls_reach_the_client_and_come_back` | `ids of a tool call are lost in a stream` |
 
 The templates are those of eight families (tests/data/chat_templates.py). The tokenizer is a small
 byte-level BPE that knows their marks.

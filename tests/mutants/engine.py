@@ -74,7 +74,7 @@ MUTANTS = [
         ("a stop string ends the text one token late",
          "range(known + 1, len(everything) + 1)", "range(known + 2, len(everything) + 2)"),
         ("the last of several stops ends the text",
-         "min([place for", "max([place for", "serve/text_test.py::test_cut"),
+         "min([place for", "max([place for", "endpoint/text_test.py::test_cut"),
         ("a stop string that began before the new text is missed",
          "max(0, start - len(stop) + 1)", "max(0, start)"),
         ("a stop string ends the text though it was complete before the least tokens",

@@ -38,8 +38,11 @@ def prompter(own=CharTokenizer(ALPHABET), **changes):
     return Prompter(own, task(**changes))
 
 
-def lacks(rewards, environment=""):
-    config = {"reward": {"name": rewards}, "task": {"environment": environment}}
+def lacks(rewards, environment="", harness=""):
+    config = {
+        "reward": {"name": rewards}, "task": {"environment": environment},
+        "rollout": {"harness": harness},
+    }
     return prompts.lacks_answer(ml_collections.ConfigDict(config))
 
 
@@ -182,6 +185,7 @@ def test_a_record_without_an_answer_is_bad_where_the_reward_compares_with_it(tmp
     assert len(prompter().checked(source, "training data", lacks("mine:reward"))) == 1
     assert "reward 'exact' compares" in lacks("mine:reward,exact")({})
     assert lacks("exact")({"answer": ""}) == "" == lacks("exact", "mine:Environment")({})
+    assert lacks("exact", harness="mine:agent")({}) == ""
 
 
 def test_chunks_are_bounded_in_number_and_in_size(monkeypatch):

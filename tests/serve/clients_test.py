@@ -20,8 +20,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxrl_tis.build import build
+from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.serve import setup as serving
-from jaxrl_tis.serve.request import Limits
 from tests import tiny
 from tests.asgi import listening
 from tests.data import chat_templates

@@ -16,15 +16,15 @@ import pytest
 
 from jaxrl_tis import models
 from jaxrl_tis.build import build
+from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.serve import setup as serving
-from jaxrl_tis.serve.request import Limits
 from tests import tiny
 from tests.asgi import HEADERS, call, listening, run
-from tests.serve import app_test
+from tests.endpoint import app_test
 
 pytestmark = [
     pytest.mark.compiles,

@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
-from jaxrl_tis.serve import prompts
+from jaxrl_tis.endpoint import prompts
 
 TOKENIZER = CharTokenizer("abcd\n")
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
+from jaxrl_tis.endpoint import app as serve_app
+from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.worker import EngineThread
-from jaxrl_tis.serve import app as serve_app
-from jaxrl_tis.serve.request import Limits
 from tests import arithmetic
 from tests.arithmetic import alone
 from tests.asgi import call, run

@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from jaxrl_tis.endpoint.answer import described
 from jaxrl_tis.runtime.addresses import is_loopback
-from jaxrl_tis.serve.answer import described
 
 JSON = "application/json"
 SAFE = ("GET", "HEAD", "OPTIONS")  # methods without a body

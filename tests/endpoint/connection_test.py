@@ -7,9 +7,9 @@ import time
 
 import pytest
 
-from jaxrl_tis.serve.connection import OPTIONS, Connection
+from jaxrl_tis.endpoint.connection import OPTIONS, Connection
 from tests.asgi import listening
-from tests.serve.app_test import SEED, application
+from tests.endpoint.app_test import SEED, application
 
 
 class Quick(Connection):

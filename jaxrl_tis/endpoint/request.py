@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.endpoint import prompts
 from jaxrl_tis.engine.records import Request, SamplingParams
-from jaxrl_tis.serve import prompts
 
 MAX_STOPS, MAX_STOP_LENGTH = 4, 256
 MAX_SEED = 2**32 - 1
@@ -152,6 +152,10 @@ class Completion:
 
 class UnknownModel(ValueError):
     """The request names another model than the served one."""
+
+
+class NoRoom(ValueError):
+    """The prompt leaves no room for a token."""
 
 
 def parse(
@@ -303,7 +307,8 @@ def choices(
 
 def _check_prompt(prompt: list[int], which: str, vocab_size: int, limits: Limits) -> None:
     if not 1 <= len(prompt) < limits.context_tokens:
-        raise ValueError(
+        kind = NoRoom if prompt else ValueError
+        raise kind(
             f"{which}{len(prompt)} prompt tokens; give 1 to {limits.context_tokens - 1}, one less "
             "than max_model_len; docs/server.md names the fields of the config that raise it"
         )

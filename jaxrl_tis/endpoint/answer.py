@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.endpoint import tool_calls
+from jaxrl_tis.endpoint.request import Completion
+from jaxrl_tis.endpoint.text import cut, offsets, utf8
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.text import settled_length
-from jaxrl_tis.serve import tool_calls
-from jaxrl_tis.serve.request import Completion
-from jaxrl_tis.serve.text import cut, offsets, utf8
 
 Json = dict[str, Any]
 

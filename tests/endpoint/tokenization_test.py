@@ -3,9 +3,9 @@ import json
 import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
-from jaxrl_tis.serve.request import Limits, UnknownModel
-from jaxrl_tis.serve.tokenization import detokenize, tokenize
-from tests.serve.app_test import ask
+from jaxrl_tis.endpoint.request import Limits, UnknownModel
+from jaxrl_tis.endpoint.tokenization import detokenize, tokenize
+from tests.endpoint.app_test import ask
 
 TOKENIZER = CharTokenizer("abcd")
 LIMITS = Limits(

@@ -3,7 +3,7 @@ import itertools
 import numpy as np
 import pytest
 
-from jaxrl_tis.serve.text import Sent, Shown, cut, offsets, settled, utf8
+from jaxrl_tis.endpoint.text import Sent, Shown, cut, offsets, settled, utf8
 
 
 @pytest.mark.parametrize("text, stops, expected", [

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.data.tokenizer import Tokenizer
-from jaxrl_tis.serve.text import begun
+from jaxrl_tis.endpoint.text import begun
 
 Json = dict[str, Any]
 QUESTION = {"role": "user", "content": "question-2c80"}

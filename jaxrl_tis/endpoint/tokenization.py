@@ -1,9 +1,9 @@
 """Text to token ids and back, without sampling: POST /tokenize and /detokenize. The form is vLLM's."""
 
 from jaxrl_tis.data.tokenizer import Tokenizer
-from jaxrl_tis.serve import prompts
-from jaxrl_tis.serve.answer import Json
-from jaxrl_tis.serve.request import Limits, check_model, known, object_of
+from jaxrl_tis.endpoint import prompts
+from jaxrl_tis.endpoint.answer import Json
+from jaxrl_tis.endpoint.request import Limits, check_model, known, object_of
 
 TEXT = {"model": (str, None), "prompt": (str, None), "add_special_tokens": (bool, True)}
 CHAT = {

@@ -3,7 +3,7 @@
 import pytest
 
 from tests.asgi import call, run
-from tests.serve.app_test import TEXT, TOKEN, application
+from tests.endpoint.app_test import TEXT, TOKEN, application
 
 BODY = {"prompt": "abc", "max_tokens": 2}
 

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.data.tokenizer import Tokenizer
-from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.serve.answer import Json, finite, likeliest, usage
-from jaxrl_tis.serve.request import (
+from jaxrl_tis.endpoint.answer import Json, finite, likeliest, usage
+from jaxrl_tis.endpoint.request import (
     ONLY, SAMPLING, Completion, Limits, check_logprobs, check_model, check_values, choices, known,
     object_of,
 )
+from jaxrl_tis.engine.records import Trajectory
 
 BODY = {
     "model": (str, None), "token_ids": (list, None), "sampling_params": (dict, {}),

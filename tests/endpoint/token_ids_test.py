@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
+from jaxrl_tis.endpoint.request import Limits, UnknownModel
+from jaxrl_tis.endpoint.token_ids import Answer, parse
 from jaxrl_tis.engine.records import SamplingParams, Trajectory
-from jaxrl_tis.serve.request import Limits, UnknownModel
-from jaxrl_tis.serve.token_ids import Answer, parse
 from tests import arithmetic
 from tests.arithmetic import alone
-from tests.serve.app_test import PROMPT, SEED, ask
+from tests.endpoint.app_test import PROMPT, SEED, ask
 
 PATH = "/inference/v1/generate"
 TOKENIZER = CharTokenizer("abcdefghijklmnopqrst")

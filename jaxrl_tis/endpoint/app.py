@@ -12,7 +12,8 @@ import functools
 import json
 import secrets
 from collections.abc import AsyncIterator, Callable, Collection
-from typing import Any
+from concurrent.futures import Future
+from typing import Any, Protocol
 
 import numpy as np
 from starlette.applications import Starlette
@@ -23,17 +24,30 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.endpoint import token_ids, tokenization, tool_calls
+from jaxrl_tis.endpoint.answer import Answer, described
+from jaxrl_tis.endpoint.guard import Guard
+from jaxrl_tis.endpoint.request import Choice, Completion, Limits, UnknownModel, object_of, parse
+from jaxrl_tis.endpoint.text import Sent, Shown
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full
-from jaxrl_tis.engine.worker import EngineThread
-from jaxrl_tis.serve import token_ids, tokenization, tool_calls
-from jaxrl_tis.serve.answer import Answer, described
-from jaxrl_tis.serve.guard import Guard
-from jaxrl_tis.serve.request import Completion, Limits, UnknownModel, object_of, parse
-from jaxrl_tis.serve.text import Sent, Shown
+from jaxrl_tis.engine.worker import EngineThread, Listener
 
 CLIENT_CLOSED = 499  # the client has disconnected and does not read it
 News = np.ndarray | Trajectory | Exception
+
+
+class Worker(Protocol):
+    """Samples choices, see `engine.worker.EngineThread`."""
+
+    version: int
+    error: Exception | None
+
+    @property
+    def pending(self) -> int: ...
+
+    def submit(self, requests: list[Choice], listener: Listener, is_streamed: bool) -> Future: ...
+    def abort(self, request_ids: Collection[str]) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +96,7 @@ class Inbox:
 class Job:
     """A completion in the scheduler. Call `close` in every case."""
 
-    def __init__(self, worker: EngineThread, completion: Completion, deadline: float):
+    def __init__(self, worker: Worker, completion: Completion, deadline: float):
         self._worker, self._deadline = worker, deadline
         self._index = {choice.id: i for i, choice in enumerate(completion.choices)}
         self._live = set(self._index)
@@ -211,13 +225,10 @@ class Server:
           writer: the parsed request -> the writer of its answer.
         """
         self._check_open(request)
-        served = self._served
         deadline = self._deadline()
-        completion = await asyncio.to_thread(
-            read, await self._body(request, deadline), served.model, served.vocab_size,
-            served.tokenizer, served.limits,
-        )
-        job = Job(served.worker, completion, deadline)
+        body = await self._body(request, deadline)
+        completion = await asyncio.to_thread(self._parsed, request, body, read)
+        job = Job(self._worker(request, body), completion, deadline)
         answer = writer(completion)
         with contextlib.ExitStack() as stack:
             stack.callback(job.close)
@@ -226,6 +237,13 @@ class Server:
                 stack.pop_all()  # the stream closes it
                 return EventStream(job, self._events(job, answer))
             return await _unless_gone(request, self._whole(job, answer))
+
+    def _parsed(self, request: Request, body: bytes, read: Callable) -> Completion:
+        served = self._served
+        return read(body, served.model, served.vocab_size, served.tokenizer, served.limits)
+
+    def _worker(self, request: Request, body: bytes) -> Worker:
+        return self._served.worker
 
     async def _whole(self, job: Job, answer: Answer | token_ids.Answer) -> Response:
         ended = {i: news async for i, news in job.follow() if isinstance(news, Trajectory)}
@@ -320,6 +338,7 @@ async def _refused(request: Request, error: HTTPException) -> Response:
 
 
 REFUSALS = {UnknownModel: 404, ValueError: 400, Full: 429, RuntimeError: 500}
+HANDLERS = {error: _refusal(status) for error, status in REFUSALS.items()} | {HTTPException: _refused}
 
 
 def make(served: Served) -> Starlette:
@@ -337,18 +356,22 @@ def make(served: Served) -> Starlette:
             await asyncio.to_thread(served.worker.stop)
 
     routes = [
-        Route("/health", server.health),
+        Route("/health", server.health), *model_routes(server),
+        Route("/weights", server.weights, methods=["POST"]),
+    ]
+    guard = Middleware(Guard, hosts=served.hosts or (None if served.is_closed else ()))
+    return Starlette(
+        routes=routes, middleware=[guard], lifespan=lifespan, exception_handlers=HANDLERS
+    )
+
+
+def model_routes(server: Server) -> list[Route]:
+    """Returns the routes that sample from the model or describe it."""
+    return [
         Route("/v1/models", server.models),
         Route("/v1/completions", server.completions, methods=["POST"]),
         Route("/v1/chat/completions", server.chat, methods=["POST"]),
         Route("/inference/v1/generate", server.generate, methods=["POST"]),
         Route("/tokenize", server.tokenize, methods=["POST"]),
         Route("/detokenize", server.detokenize, methods=["POST"]),
-        Route("/weights", server.weights, methods=["POST"]),
     ]
-    handlers = {error: _refusal(status) for error, status in REFUSALS.items()}
-    handlers[HTTPException] = _refused
-    guard = Middleware(Guard, hosts=served.hosts or (None if served.is_closed else ()))
-    return Starlette(
-        routes=routes, middleware=[guard], lifespan=lifespan, exception_handlers=handlers
-    )

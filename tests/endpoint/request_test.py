@@ -4,8 +4,8 @@ import json
 import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
+from jaxrl_tis.endpoint.request import Limits, UnknownModel, parse
 from jaxrl_tis.engine.records import SamplingParams
-from jaxrl_tis.serve.request import Limits, UnknownModel, parse
 
 TOKENIZER = CharTokenizer("abcdefghijklmnopqrst")
 LIMITS = Limits(

@@ -1,0 +1,195 @@
+"""Runs sessions of a harness, many at once, in the process that process.py starts.
+
+Messages are JSON lines. In: {"harness": name} once, then {"start": [key, fields of a Session]} and
+{"cancel": key}. Out: {"error": text} once, "" if the harness can be used, then one reply for each
+key that was not cancelled.
+
+This file imports the standard library only, because the process may be another Python.
+"""
+
+import asyncio
+import functools
+import inspect
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from jaxrl_tis.data import confined, signatures
+from jaxrl_tis.harness import verifiers
+from jaxrl_tis.harness.protocol import Result, Session
+
+ERROR_CHARACTERS = 1000
+VERIFIERS = "verifiers"  # verifiers:TASKSET
+
+Reply = dict[str, Any]
+
+
+class Unusable(ValueError):
+    """The harness returned something that is no reward and no Result."""
+
+
+def load(name: str) -> Callable[[Session], Any]:
+    """Returns the harness of "module:function" or "verifiers:TASKSET".
+
+    Raises:
+        ImportError, AttributeError: it cannot be imported.
+        TypeError: it is no function of one argument.
+    """
+    module, _, rest = name.partition(":")
+    if module == VERIFIERS:
+        return verifiers.Taskset(rest)
+    harness = confined.function(name)
+    if not callable(harness):
+        raise TypeError(f"{name} is a {type(harness).__name__}, not a function of a session")
+    try:
+        inspect.signature(harness).bind(None)
+    except TypeError as error:
+        raise TypeError(f"{name} is no function of one argument, the session: {error}") from error
+    return harness
+
+
+def reading(result: Any) -> Reply:
+    """Returns what a harness returned as JSON values.
+
+    Raises:
+        Unusable: it is no number and no Result, or a number in it is not finite.
+    """
+    result = result if isinstance(result, Result) else Result(result)
+    if not isinstance(result.metrics, Mapping):
+        raise Unusable(f"the harness returned {result.metrics!r:.80} as metrics; return a dict")
+    return {
+        "reward": None if result.reward is None else _number(result.reward, "the reward"),
+        "metrics": {
+            confined.printable(str(name)): _number(value, f"the metric {name!r}:")
+            for name, value in result.metrics.items()
+        },
+        "calls": None if result.calls is None else [_call(*call) for call in result.calls],
+    }
+
+
+def _number(value: Any, what: str) -> float:
+    number = math.nan
+    if not isinstance(value, signatures.TEXTS):
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            pass
+    if not math.isfinite(number):
+        raise Unusable(f"the harness returned {what} {value!r:.80}, not a finite number")
+    return number
+
+
+def _call(token_ids: Any, logprobs: Any = None) -> tuple[list[int], list[float] | None]:
+    ids = [int(token) for token in token_ids]
+    return ids, None if logprobs is None else [_number(x, "the log-prob") for x in logprobs]
+
+
+class Host:
+    """The sessions of one process. Asynchronous functions share the event loop, others have a
+    thread for each session."""
+
+    def __init__(self, harness: Callable[[Session], Any], send: Callable[[Reply], None]):
+        self._harness, self._send = harness, send
+        self._tasks: dict[str, asyncio.Task] = {}
+        self._shown: set[str] = set()  # kinds of errors whose traceback was printed
+
+    def start(self, item: tuple[str, Mapping[str, Any]]) -> None:
+        key, fields = item
+        self._tasks[key] = asyncio.ensure_future(self._play(key, Session(**fields)))
+
+    def cancel(self, key: str) -> None:
+        """Ends a session without a reply. A thread goes on until its next call is refused."""
+        if (task := self._tasks.pop(key, None)) is not None:
+            task.cancel()
+
+    async def _play(self, key: str, session: Session) -> None:
+        try:
+            reply = reading(await self._called(session)) | {"error": ""}
+        except asyncio.CancelledError:
+            return
+        except BaseException as error:
+            reply = {"error": self._described(error)}
+        del self._tasks[key]
+        self._send({"key": key} | reply)
+
+    def _called(self, session: Session) -> Awaitable[Any]:
+        call = getattr(self._harness, "__call__", None)
+        if inspect.iscoroutinefunction(self._harness) or inspect.iscoroutinefunction(call):
+            return self._harness(session)
+        return asyncio.wrap_future(_in_thread(functools.partial(self._harness, session)))
+
+    def _described(self, error: BaseException) -> str:
+        """Returns an error with its place, and prints the first traceback of its kind."""
+        if isinstance(error, Unusable):
+            return confined.printable(str(error))[:ERROR_CHARACTERS]
+        kind, trace = signatures.describe(error)
+        if kind not in self._shown:
+            self._shown.add(kind)
+            print(trace, file=sys.stderr, flush=True)
+        return f"{kind}: {confined.printable(str(error))}"[:ERROR_CHARACTERS]
+
+
+def _in_thread(function: Callable[[], Any]) -> Future:
+    """Calls a function in a thread of its own. The thread does not hold up the process's end."""
+    future = Future()
+
+    def run():
+        try:
+            result = function()
+        except BaseException as error:
+            outcome = functools.partial(future.set_exception, error)
+        else:
+            outcome = functools.partial(future.set_result, result)
+        if not future.cancelled():
+            outcome()
+
+    threading.Thread(target=run, daemon=True).start()
+    return future
+
+
+def serve() -> None:
+    """Main loop of the process."""
+    messages, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb", buffering=0)
+    # The harness must not read our messages or write among them.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    lock = threading.Lock()
+
+    def send(reply: Reply) -> None:
+        line = json.dumps(reply).encode() + b"\n"
+        with lock:
+            while line:
+                line = line[replies.write(line):]
+
+    try:
+        host = Host(load(json.loads(messages.readline())["harness"]), send)
+    except BaseException as error:
+        text = confined.printable(f"{type(error).__name__}: {error}")
+        send({"error": text[:ERROR_CHARACTERS]})
+        return
+    send({"error": ""})
+    asyncio.run(_run(host, messages))
+
+
+async def _run(host: Host, messages: Any) -> None:
+    loop = asyncio.get_running_loop()
+    actions = {"start": host.start, "cancel": host.cancel}
+
+    def read():
+        for line in messages:
+            [(action, argument)] = json.loads(line).items()
+            loop.call_soon_threadsafe(actions[action], argument)
+        # The run is gone. The first process of a namespace is safe from its own signal.
+        try:
+            os.killpg(0, signal.SIGKILL)
+        finally:
+            os._exit(1)
+
+    threading.Thread(target=read, daemon=True).start()
+    await asyncio.Event().wait()

@@ -1,0 +1,169 @@
+"""The process of a harness, from the side of the run; host.py runs in the process."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jaxrl_tis.data import confined
+from jaxrl_tis.harness.protocol import Session
+
+START_SECONDS = 120.0
+LOCAL = "127.0.0.1,localhost"  # calls of the endpoint go through no proxy
+MOST_ENDS = 5  # of the process, one after the other without a reply
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The end of a session in its process.
+
+    Attributes:
+        key: of the session.
+        reward, metrics, calls: see protocol.Result.
+        error: why the session failed; "" if it did not.
+    """
+
+    key: str
+    reward: float | None = None
+    metrics: Mapping[str, float] | None = None
+    calls: Sequence[tuple[Sequence[int], Sequence[float] | None]] | None = None
+    error: str = ""
+
+
+class HarnessProcess:
+    """Plays sessions in a process of its own. A process that ends fails its open sessions, and the
+    next session starts another one.
+
+    The process leads its own process group, has a PID namespace where the system allows it, may use
+    the network, and ends when this process ends.
+
+    Args:
+        harness: "module:function" or "verifiers:TASKSET", importable along this process's sys.path.
+        on_reply: called in a thread with each reply.
+        python: path of another interpreter; "" for this one. Of sys.path it gets the folders that
+            do not belong to this interpreter.
+
+    Attributes:
+        error: the harness cannot be used: its process has ended again and again; "" if it can.
+
+    Raises:
+        ValueError: the harness is missing, cannot be loaded, or is no function of a session.
+    """
+
+    def __init__(self, harness: str, on_reply: Callable[[Reply], None], python: str = ""):
+        self._harness, self._python, self._on_reply = harness, python, on_reply
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen | None = None
+        self._open: set[str] = set()
+        self._ends, self._is_closed = 0, False
+        self.error = ""
+        self._start()
+
+    def start(self, key: str, session: Session) -> None:
+        """Starts a session. Its reply comes through `on_reply`, also if the process ends."""
+        with self._lock:
+            if self._process is None:
+                self._start()
+            self._open.add(key)
+            self._send({"start": [key, asdict(session)]})
+
+    def cancel(self, key: str) -> None:
+        """Ends a session without a reply."""
+        with self._lock:
+            if key in self._open:
+                self._open.discard(key)
+                self._send({"cancel": key})
+
+    def close(self) -> None:
+        """Ends the process and its child processes."""
+        with self._lock:
+            self._is_closed, self._open = True, set()
+            process = self._process
+            self._process = None
+        if process is not None:
+            _end(process)
+
+    def _start(self) -> None:
+        what = f"the harness {self._harness!r}"
+        code = (
+            "import sys, json; sys.path[:0] = json.loads(sys.argv[1]); "
+            "from jaxrl_tis.harness import host; host.serve()"
+        )
+        path = [os.path.abspath(entry) for entry in sys.path]
+        if self._python:
+            own = (sys.prefix, sys.base_prefix)
+            path = [entry for entry in path if not entry.startswith(own)]
+        command = [*confined.namespaces(True), self._python or sys.executable, "-c", code]
+        try:
+            process = subprocess.Popen(
+                [*command, json.dumps(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE, start_new_session=True,
+                env=os.environ | {"NO_PROXY": LOCAL, "no_proxy": LOCAL},
+            )
+        except OSError as error:
+            raise ValueError(f"{what} cannot be started: {error}") from error
+        shown = process.stderr.raw, what  # each piece as it comes
+        threading.Thread(target=confined.show, args=shown, daemon=True).start()
+        if error := self._loading(process):
+            _end(process)
+            raise ValueError(f"{what} cannot be loaded: {error}")
+        self._process = process
+        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+
+    def _loading(self, process: subprocess.Popen) -> str:
+        """Returns why the process cannot play the harness; "" if it can."""
+        try:
+            process.stdin.write(json.dumps({"harness": self._harness}).encode() + b"\n")
+            process.stdin.flush()
+            if not select.select([process.stdout], [], [], START_SECONDS)[0]:
+                return f"its process does not start within {START_SECONDS:g} seconds"
+            line = process.stdout.readline()
+        except OSError:
+            line = b""
+        return json.loads(line)["error"] if line else "its process ended"
+
+    def _send(self, message: Any) -> None:
+        try:
+            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._process.stdin.flush()
+        except (OSError, AttributeError):
+            pass  # the process has ended, and `_read` fails its sessions
+
+    def _read(self, process: subprocess.Popen) -> None:
+        for line in process.stdout:
+            reply = Reply(**json.loads(line))
+            with self._lock:
+                is_open = reply.key in self._open
+                self._open.discard(reply.key)
+                self._ends = 0
+            if is_open:
+                self._on_reply(reply)
+        with self._lock:
+            if self._is_closed or process is not self._process:
+                return
+            failed, self._open, self._process = sorted(self._open), set(), None
+            self._ends += 1
+            if self._ends >= MOST_ENDS:
+                self.error = (
+                    f"the process of the harness {self._harness!r} has ended {self._ends} times "
+                    "without a reply; its output is above"
+                )
+        _end(process)
+        for key in failed:
+            self._on_reply(Reply(key, error="the harness's process ended"))
+
+
+def _end(process: subprocess.Popen) -> None:
+    # Before wait(): until then the id of the group cannot be given to another process.
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+    process.stdin.close()

@@ -1,0 +1,225 @@
+"""The sessions of a process: their rows, and the endpoint and agents behind them."""
+
+import collections
+import dataclasses
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from jaxrl_tis.endpoint.calls import Call
+from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.fields import DRAWN
+from jaxrl_tis.harness.process import HarnessProcess, Reply
+from jaxrl_tis.harness.protocol import Session
+from jaxrl_tis.rollouts.episodes import environment_seed
+
+if TYPE_CHECKING:  # it needs the extra [serve]
+    from jaxrl_tis.endpoint.sessions import Endpoint
+
+PER_TOKEN = (*DRAWN, "version", "kv_version", "segment", "mask", "turn")
+CANCELLED = "the run needs it no more"
+
+
+@dataclasses.dataclass(eq=False)
+class Row:
+    """Turns of a session whose prompts continue each other.
+
+    Attributes:
+      first: the request of its first turn.
+      record: up to its last whole turn; None before.
+      before: tokens after the prompt before the newest turn and the tokens given to it.
+      start: tokens after the prompt before those that the newest turn samples.
+      call: of the newest turn; None before.
+      running: what the engine samples now, or sampled when it was interrupted; None if the newest
+        turn is whole.
+    """
+
+    first: Request
+    record: Trajectory | None = None
+    before: int = 0
+    start: int = 0
+    call: Call | None = None
+    running: Request | None = None
+
+    @property
+    def ids(self) -> np.ndarray:
+        return np.concatenate([self.record.prompt, self.record.tokens])
+
+    @property
+    def turn_start(self) -> int:
+        """The index in `ids` of the first token that the last turn sampled."""
+        sampled = np.flatnonzero(self.record.mask & (self.record.turn == self.record.turn[-1]))
+        return len(self.record.prompt) + int(sampled[0])
+
+    @property
+    def num_sampled(self) -> int:
+        return 0 if self.record is None else int(self.record.mask.sum())
+
+    def keep_delivered(self) -> None:
+        """Drops the newest turn if it is whole and no client has its answer."""
+        if self.running is None and not self.call.is_delivered:
+            self.record = cut(self.record, self.before) if self.before else None
+
+
+@dataclasses.dataclass(eq=False)
+class Live:
+    """A session that has not ended.
+
+    Attributes:
+      key: of the endpoint and the harness's process.
+      deadline: time at which it ends as "timeout".
+      rows: in the order of their first calls.
+      calls: that no scheduler has taken.
+      answered: each answer as (token ids, log-probs).
+      reply: of the harness, if it has returned.
+      num_rows: rows begun.
+    """
+
+    request: Request
+    key: str
+    deadline: float
+    rows: list[Row] = dataclasses.field(default_factory=list)
+    calls: collections.deque[Call] = dataclasses.field(default_factory=collections.deque)
+    answered: list[Call] = dataclasses.field(default_factory=list)
+    reply: Reply | None = None
+    num_rows: int = 0
+    realigned: int = 0
+
+    @property
+    def is_running(self) -> bool:
+        return any(row.running for row in self.rows)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether a scheduler can do something with it."""
+        return bool(self.calls) or self.reply is not None or time.monotonic() >= self.deadline
+
+    @property
+    def has_tokens(self) -> bool:
+        partials = [row.running.partial for row in self.rows if row.running]
+        return any(row.record for row in self.rows) or any(p and len(p.tokens) for p in partials)
+
+
+class Sessions:
+    """The endpoint, the harness's process and all sessions of this process.
+
+    Endpoint and process begin with the first user (`enter`), a run or a scheduler, and end with the
+    last one (`leave`).
+
+    Args:
+      make_endpoint, make_process: start them; the process gets the function that takes replies.
+      model: its name for clients.
+      timeout: seconds of a session.
+    """
+
+    def __init__(
+        self, make_endpoint: Callable[[], "Endpoint"],
+        make_process: Callable[[Callable[[Reply], None]], HarnessProcess], model: str,
+        timeout: float,
+    ):
+        self.changed = threading.Condition()
+        self._make_endpoint, self._make_process = make_endpoint, make_process
+        self._model, self._timeout = model, timeout
+        self.endpoint: "Endpoint | None" = None
+        self.process: HarnessProcess | None = None
+        self._users = 0
+        self.live: dict[str, Live] = {}  # by id of the request
+        self._by_key: dict[str, Live] = {}
+        self._owned: set[str] = set()
+
+    def enter(self) -> None:
+        """Counts a user. Raises ValueError if the harness cannot be used."""
+        with self.changed:
+            if not self._users:
+                self.process = self._make_process(self._replied)
+                self.endpoint = self._make_endpoint()
+            self._users += 1
+
+    def leave(self) -> None:
+        with self.changed:
+            self._users -= 1
+            if self._users:
+                return
+            process, endpoint = self.process, self.endpoint
+            for live in list(self.live.values()):
+                self._end(live, "the run has ended")
+        process.close()
+        endpoint.close()
+
+    def own(self, request: Request) -> tuple[Live, bool]:
+        """Returns the session of a request for one scheduler, and whether it goes on: it was
+        interrupted, and its request has the tokens so far. Any other begins anew."""
+        with self.changed:
+            live = self.live.get(request.id)
+            if live is not None and request.id in self._owned:
+                raise ValueError(f"request {request.id}: another live request has this id")
+            goes_on = live is not None and (request.partial is not None or not live.has_tokens)
+            if not goes_on:
+                if live is not None:
+                    self._end(live, "the run begins the sample anew")
+                live = self._start(request)
+            self._owned.add(request.id)
+            return live, goes_on
+
+    def disown(self, live: Live) -> None:
+        """Keeps an interrupted session for another scheduler."""
+        with self.changed:
+            self._owned.discard(live.request.id)
+
+    def end(self, live: Live, why: str) -> None:
+        """Ends a session. Its open calls and later ones are refused with the reason."""
+        with self.changed:
+            self._end(live, why)
+
+    def expire(self) -> None:
+        """Ends interrupted sessions that no scheduler has taken within their time."""
+        now = time.monotonic()
+        with self.changed:
+            for id, live in list(self.live.items()):
+                if id not in self._owned and now >= live.deadline:
+                    self._end(live, CANCELLED)
+
+    def _start(self, request: Request) -> Live:
+        example = request.example
+        live = Live(request, "", time.monotonic() + self._timeout)
+        live.key, url = self.endpoint.open(request.sampling, lambda call: self._called(live, call))
+        self.live[request.id] = self._by_key[live.key] = live
+        self.process.start(live.key, Session(
+            request.id, dict(example), url, self.endpoint.token, self._model,
+            environment_seed(request.seed, example),
+        ))
+        return live
+
+    def _end(self, live: Live, why: str) -> None:
+        del self.live[live.request.id], self._by_key[live.key]
+        self._owned.discard(live.request.id)
+        self.process.cancel(live.key)
+        self.endpoint.end(live.key, why)
+
+    def _called(self, live: Live, call: Call) -> None:
+        with self.changed:
+            live.calls.append(call)
+            self.changed.notify_all()
+
+    def _replied(self, reply: Reply) -> None:
+        with self.changed:
+            if reply.key in self._by_key:
+                self._by_key[reply.key].reply = reply
+                self.changed.notify_all()
+
+
+def cut(record: Trajectory, count: int) -> Trajectory:
+    """Returns the record of the first `count` tokens after the prompt."""
+    fields = {name: getattr(record, name)[:count] for name in PER_TOKEN}
+    routes = record.routes[: max(len(record.prompt) + count - 1, 0)]
+    return dataclasses.replace(record, routes=routes, **fields)
+
+
+def turn(record: Trajectory, start: int) -> Trajectory:
+    """Returns the tokens from `start` on as the record of a sequence of one turn."""
+    fields = {name: getattr(record, name)[start:] for name in PER_TOKEN}
+    prompt = np.concatenate([record.prompt, record.tokens[:start]])
+    return dataclasses.replace(record, prompt=prompt, **fields)

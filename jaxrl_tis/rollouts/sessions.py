@@ -1,0 +1,371 @@
+"""Sessions: sequences whose turns come through the endpoint, from an agent that a harness runs.
+
+`SessionScheduler` has the interface of `engine.scheduler.Scheduler`. One session goes through these
+functions:
+
+1. `SessionScheduler.add` opens a session (`Sessions.start`): the endpoint has an address for it,
+   and the harness's process starts the agent.
+2. The endpoint puts each call of the agent into `Live.calls`. The next `step` takes it: `_begin`
+   joins its prompt to the session's rows. A prompt that begins with all ids of a row goes on in
+   this row (`Scheduler.extend`). One that changes the end of the last answer cuts the row there.
+   Any other begins a row of its own, a fork.
+3. When the turn has ended, `_answer` sends it to the client. The row keeps what the engine recorded.
+4. When the harness has returned, `step` returns the longest row as the session's record.
+
+An interrupted session (`pause`) keeps its rows and its agent in `Sessions`, which all schedulers of
+a process share. Its call waits until its request is added again, at any of them.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis.endpoint.calls import Call
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, extended
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.environments.continuity import Fork, Realign, joined_to_one
+from jaxrl_tis.record.failures import Failures
+from jaxrl_tis.rollouts.live import CANCELLED, Live, Row, Sessions, cut, turn
+from jaxrl_tis.rollouts.record_check import EMPTY
+
+PULSE_SECONDS = 0.5  # longest wait for a call, if the sampler has nothing else to do
+LOGP_ERROR = 1e-4  # of a log-prob that a harness reports: records of others round to 4 decimals
+ON_FORK = ("longest", "refuse")
+
+
+class SessionScheduler:
+    """A scheduler of sessions: call `step()` until `pending` is 0.
+
+    A request without an example is one turn, as without this class.
+
+    Args:
+      scheduler: samples the turns. It needs `decode`, because calls may have stop strings.
+      sessions: shared by all schedulers of the process.
+      max_length: most tokens of a row.
+      on_fork: one of ON_FORK: train on the longest row of a session, or refuse forks.
+      waits: every step waits until each session has a call in work or has ended. The engine then
+        samples the same sequences together in every run, and runs repeat bit by bit if the harness
+        does. Otherwise it samples while agents think.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, sessions: Sessions, *, max_length: int, on_fork: str,
+        waits: bool,
+    ):
+        self._scheduler, self._sessions = scheduler, sessions
+        self._max_length, self._on_fork, self._waits = max_length, on_fork, waits
+        self._failures = Failures(what="a harness")
+        self._live: dict[str, Live] = {}
+        self._rows: dict[str, tuple[Live, Row]] = {}  # that the scheduler samples
+        self._dropped: set[str] = set()  # ids of rows that were aborted
+        self._ended: list[Trajectory] = []
+        sessions.enter()
+
+    # For callers
+
+    @property
+    def stats(self) -> Stats:
+        return self._scheduler.stats
+
+    @property
+    def pending(self) -> int:
+        """The number of requests that have not been returned yet."""
+        single = self._scheduler.pending - len(self._rows) - len(self._dropped)
+        return single + len(self._live) + len(self._ended)
+
+    def add(self, request: Request) -> None:
+        """Opens a session, or goes on with an interrupted one of this process. After a restart of
+        the run, `partial` has no agent any more: the session begins anew."""
+        if request.example is None:
+            self._scheduler.add(request)
+            return
+        live, goes_on = self._sessions.own(request)
+        self.stats.restarted_sessions += request.partial is not None and not goes_on
+        self._live[request.id] = live
+        for row in live.rows:
+            if row.running:
+                self._run(live, row, row.running)
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request, see `Scheduler.abort`. The agent's calls are refused from now on."""
+        if request_id not in self._live:
+            self._scheduler.abort(request_id)
+            return
+        live = self._live[request_id]
+        self._leave(live, CANCELLED)
+        self._ended.append(self._unfinished(live))
+
+    def pause(self, mode: str) -> list[Trajectory]:
+        """Interrupts everything between two steps, see `Scheduler.pause`. Agents go on, and their
+        calls wait."""
+        paused = self._scheduler.pause(mode)
+        if mode != "abort":
+            return paused
+        ended, self._ended = self._ended, []
+        for trajectory in paused:
+            if trajectory.id not in self._rows:
+                ended += self._single([trajectory])
+                continue
+            live, row = self._rows.pop(trajectory.id)
+            if trajectory.stop_reason == "abort":
+                row.running = dataclasses.replace(row.running, partial=trajectory)
+            else:
+                self._answer(live, row, trajectory)
+        for live in self._live.values():
+            ended.append(self._unfinished(live))
+            self._sessions.disown(live)
+        self._live = {}
+        return ended
+
+    def set_params(self, params: Any, version: int) -> None:
+        """Replaces the weights of all tokens sampled from now on, see `Scheduler.set_params`."""
+        self._scheduler.set_params(params, version)
+        self._sessions.endpoint.set_version(version)
+
+    def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
+        """Returns the tokens so far of the requests without a session among these."""
+        return self._scheduler.drawn(set(request_ids) - self._rows.keys())
+
+    def records(self) -> list[Trajectory]:
+        """Returns the records of the sequences without a session, see `Scheduler.records`."""
+        return [t for t in self._scheduler.records() if t.id not in self._rows]
+
+    def sync_digest(self) -> dict[str, Any]:
+        """Returns everything that decides the next step, by name, see `Scheduler.sync_digest`."""
+        rows = {id: len(live.rows) for id, live in self._live.items()}
+        return self._scheduler.sync_digest() | {"rows": rows}
+
+    def release_cache(self) -> None:
+        """Frees the KV cache. ValueError while requests are pending."""
+        if self._live:
+            raise ValueError(f"{self.pending} requests are pending; step until there are none")
+        while self._scheduler.pending:
+            self._scheduler.step()  # returns aborted rows
+        self._dropped.clear()
+        self._scheduler.release_cache()
+
+    def close(self) -> None:
+        """Ends the sessions of this scheduler; with the last scheduler of the process, the harness
+        and the endpoint."""
+        for live in list(self._live.values()):
+            self._leave(live, "the run has ended")
+        self._sessions.leave()
+        self._scheduler.close()
+
+    # One step
+
+    def step(self) -> list[Trajectory]:
+        """Takes the calls that have arrived, makes one step of the scheduler if it has work, and
+        returns the records that ended.
+
+        Raises:
+          RuntimeError: the harness's process has ended again and again.
+        """
+        finished, self._ended = self._ended, []
+        self._sessions.expire()
+        self._wait()
+        if self._sessions.process.error:
+            raise RuntimeError(self._sessions.process.error)
+        for live in list(self._live.values()):
+            if live.reply is not None or time.monotonic() >= live.deadline:
+                finished.append(self._finished(live))
+            while live.calls and live.request.id in self._live:
+                if (refused := self._begin(live, live.calls.popleft())) is not None:
+                    finished.append(refused)
+        # After the engine's step nothing of the agents is read: with `waits` they have the whole
+        # time until the next step, whatever their speed.
+        for trajectory in self._scheduler.step() if self._scheduler.pending else ():
+            if trajectory.id in self._rows:
+                self._answer(*self._rows.pop(trajectory.id), trajectory)
+            else:
+                finished += self._single([trajectory])
+        return finished
+
+    def _wait(self) -> None:
+        """Waits for the agents; without `waits` only if the scheduler has nothing to do."""
+        if not self._live or not self._waits and self._scheduler.pending:
+            return
+        start, live = time.perf_counter(), self._live.values()
+        left = max(0.0, min(x.deadline for x in live) - time.monotonic())
+        is_ready = lambda: all(x.has_news or x.is_running for x in live)
+        if not self._waits:
+            left, is_ready = min(left, PULSE_SECONDS), lambda: any(x.has_news for x in live)
+        with self._sessions.changed:
+            self._sessions.changed.wait_for(is_ready, left)
+        self.stats.environment_seconds += time.perf_counter() - start
+
+    def _begin(self, live: Live, call: Call) -> Trajectory | None:
+        """Samples the answer to a call. Returns the session's record if the call ends it."""
+        prompt = call.choice.prompt
+        idle = [row for row in live.rows if not row.running]
+        for row in idle:
+            row.keep_delivered()
+        idle = [row for row in idle if row.record is not None]
+        live.rows = [row for row in live.rows if row.running or row.record is not None]
+        index, how = joined_to_one([(row.ids, row.turn_start) for row in idle], prompt)
+        if isinstance(how, Fork):
+            if live.rows and self._on_fork == "refuse":
+                why = "a call continues no row of the session, and rollout.on_fork is 'refuse'"
+                call.fail(ValueError(why))
+                return self._failed(live, "failed", why)
+            row = self._new_row(live, prompt)
+            running = dataclasses.replace(row.first, sampling=self._sampling(call, row, 0))
+            before = start = 0
+        else:
+            row, record = idle[index], idle[index].record
+            if isinstance(how, Realign):
+                kept = cut(record, how.start - len(record.prompt))
+                live.realigned += int(record.mask.sum() - kept.mask.sum())
+                record = kept
+            before = len(record.tokens)
+            partial = dataclasses.replace(record, stop_reason="abort")
+            partial = extended(partial, how.suffix) if how.suffix else partial
+            start = len(partial.tokens)
+            running = dataclasses.replace(
+                row.first, sampling=self._sampling(call, row, start), partial=partial
+            )
+        try:
+            self._run(live, row, running)
+        except ValueError as error:
+            call.fail(error)
+            return None
+        row.running, row.call, row.before, row.start = running, call, before, start
+        if row not in live.rows:
+            live.rows.append(row)
+            live.num_rows += 1
+        if row.record is not None:
+            row.record = record
+        return None
+
+    def _new_row(self, live: Live, prompt: np.ndarray) -> Row:
+        request = live.request
+        id = f"{request.id}/fork{live.num_rows}" if live.num_rows else request.id
+        return Row(Request(id, prompt, request.seed, request.sampling))
+
+    def _sampling(self, call: Call, row: Row, start: int) -> SamplingParams:
+        """Returns the parameters of a turn. Their max_tokens counts the tokens before the turn."""
+        sampling = call.choice.sampling
+        room = self._max_length - len(row.first.prompt) - start
+        return dataclasses.replace(sampling, max_tokens=start + min(sampling.max_tokens, room))
+
+    def _run(self, live: Live, row: Row, running: Request) -> None:
+        self._scheduler.add(running)
+        self._rows[running.id] = live, row
+
+    def _answer(self, live: Live, row: Row, trajectory: Trajectory) -> None:
+        """Sends a whole turn to its client."""
+        row.record, row.running = trajectory, None
+        row.call.answer(turn(trajectory, row.start))
+        live.answered.append(row.call)
+
+    def _single(self, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """Returns the records of requests without a session; drops those of aborted rows."""
+        single = [t for t in trajectories if t.id not in self._dropped]
+        self._dropped -= {t.id for t in trajectories}
+        return single
+
+    # The end of a session
+
+    def _finished(self, live: Live) -> Trajectory:
+        reply, is_overlong = live.reply, self._sessions.endpoint.session(live.key).is_overlong
+        if reply is None:
+            return self._failed(live, "timeout", "a session exceeded rollout.harness_timeout")
+        if reply.error and is_overlong:
+            return self._end(live, "overlong")
+        if reply.error:
+            return self._failed(live, "failed", reply.error)
+        if not any(call.is_delivered for call in live.answered):
+            return self._failed(live, "failed", "the harness made no call that was answered")
+        if reply.calls is not None and (lie := differs(reply.calls, live.answered)):
+            return self._failed(live, "failed", lie)
+        return self._end(live, "done", reply.reward, reply.metrics)
+
+    def _failed(self, live: Live, outcome: str, error: str) -> Trajectory:
+        example = str(live.request.example["id"])
+        self._failures.add(error.partition(":")[0], error, "", example, "")
+        return self._end(live, outcome)
+
+    def _end(
+        self, live: Live, outcome: str, reward: float | None = None,
+        metrics: dict[str, float] = {},
+    ) -> Trajectory:
+        """Returns the record of a session, its longest row; of equal rows the last."""
+        retries = self._sessions.endpoint.session(live.key).retries
+        delivered = sum(call.is_delivered for call in live.answered)
+        self._leave(live, "it has ended")
+        for row in live.rows:
+            row.keep_delivered()
+        rows = [row for row in live.rows if row.num_sampled]
+        stats, sampled = self.stats, [row.num_sampled for row in rows]
+        stats.sessions += 1
+        stats.session_calls += delivered
+        stats.session_retries += retries
+        stats.forks += max(len(rows) - 1, 0)
+        stats.forked_tokens += sum(sampled) - max(sampled, default=0)
+        stats.realigned_tokens += live.realigned
+        record = max(reversed(rows), key=lambda row: row.num_sampled).record if rows else None
+        record = record or self._empty(live)
+        reasons = {"done": "stop", "overlong": "length"}
+        rewards = np.full(record.num_turns, math.nan, np.float32)
+        rewards[-1:] = math.nan if reward is None else reward
+        return dataclasses.replace(
+            record, id=live.request.id, outcome=outcome, turn_rewards=rewards,
+            stop_reason=reasons.get(outcome, record.stop_reason), metrics=dict(metrics),
+        )
+
+    def _leave(self, live: Live, why: str) -> None:
+        """Ends a session and what the engine samples of it."""
+        for row in live.rows:
+            if row.running:
+                row.running = None
+                row.record = cut(row.record, row.before) if row.before else None
+                if self._rows.pop(row.first.id, None):
+                    self._dropped.add(row.first.id)
+                    self._scheduler.abort(row.first.id)
+        live.rows = [row for row in live.rows if row.record is not None]
+        self._live.pop(live.request.id, None)
+        self._sessions.end(live, why)
+
+    def _unfinished(self, live: Live) -> Trajectory:
+        """Returns the record of an interrupted session: its longest row so far."""
+        records = [row.running.partial if row.running else row.record for row in live.rows]
+        longest = max(
+            [r for r in records if r is not None], key=lambda r: len(r.tokens),
+            default=self._empty(live),
+        )
+        return dataclasses.replace(longest, id=live.request.id, stop_reason="abort")
+
+    def _empty(self, live: Live) -> Trajectory:
+        """Returns a record without tokens."""
+        request = live.request
+        return dataclasses.replace(
+            EMPTY, id=request.id, prompt=request.prompt, seed=request.seed, request=request.hash,
+            temperature=request.sampling.temperature, stop_reason="length",
+        )
+
+
+def differs(reported: list, calls: list[Call]) -> str:
+    """Returns how the calls that a harness reports differ from those that were answered; "" if they
+    are the same."""
+    left = [call.result for call in calls if call.is_delivered]
+    if len(reported) != len(left):
+        return f"the harness reports {len(reported)} calls, and {len(left)} were answered"
+    for number, (ids, logps) in enumerate(reported):
+        found = next((i for i, t in enumerate(left) if _is_equal(t, ids, logps)), None)
+        if found is None:
+            return f"the harness reports tokens or log-probs of call {number} that no call had"
+        del left[found]
+    return ""
+
+
+def _is_equal(t: Trajectory, ids: list[int], logps: list[float] | None) -> bool:
+    if t.tokens.tolist() != list(ids):
+        return False
+    return logps is None or (
+        len(logps) == len(ids) and bool(np.all(np.abs(t.logp_behav - np.array(logps)) <= LOGP_ERROR))
+    )

@@ -1,0 +1,52 @@
+"""Harnesses of the tests of host.py and process.py. Standard library only."""
+
+import asyncio
+import math
+import os
+import time
+
+from jaxrl_tis.harness.protocol import Result
+
+NUMBER = 3
+
+
+def plain(session):
+    print("a harness may print")
+    return session.record["reward"]
+
+
+async def waiting(session):
+    await asyncio.sleep(session.record["seconds"])
+    return Result(1.0, {"seconds": session.record["seconds"]}, [([1, 2], None), ([3], [-0.5])])
+
+
+class Agent:
+    async def __call__(self, session):
+        return session.seed
+
+
+agent = Agent()
+
+
+def sleeping(session):
+    time.sleep(session.record["seconds"])
+    return 1
+
+
+def dying(session):
+    if session.record.get("dies", True):
+        os._exit(3)
+    time.sleep(0.3)
+    return 2.0
+
+
+def two(session, more):
+    return 0.0
+
+
+def told(session):
+    return {
+        "text": "good", "nan": math.nan, "none": None, "metrics": Result(1.0, {"x": "y"}),
+        "numpy": 2**5000, "list": [1], "calls": Result(1.0, {}, [([1], [math.inf])]),
+        "raise": None,
+    }[session.record["kind"]] if session.record["kind"] != "raise" else 1 / 0

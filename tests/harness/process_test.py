@@ -1,0 +1,127 @@
+import json
+import os
+import queue
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxrl_tis.harness import process
+from jaxrl_tis.harness.process import HarnessProcess, Reply
+from jaxrl_tis.harness.protocol import Session
+
+NAME = "tests.harness.agents:"
+
+
+def session(**record):
+    return Session("s", record, "http://127.0.0.1:1/v1", "k", "m", 0)
+
+
+class Played:
+    """A process, and its replies in a queue."""
+
+    def __init__(self, name, python=""):
+        self.replies = queue.SimpleQueue()
+        self.process = HarnessProcess(NAME + name, self.replies.put, python)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.close()
+
+    def next(self):
+        return self.replies.get(timeout=10)
+
+
+def test_sessions_in_a_process(capfd):
+    with Played("plain") as played:
+        for i in range(3):
+            played.process.start(f"{i}", session(reward=i / 2))
+        found = sorted([played.next() for _ in range(3)], key=lambda r: r.key)
+    assert found == [Reply(f"{i}", i / 2, {}, None) for i in range(3)]
+    shown, limit = "", time.monotonic() + 5
+    while shown.count("a harness may print") < 3 and time.monotonic() < limit:
+        shown += capfd.readouterr().err
+        time.sleep(0.01)
+    assert shown.count("a harness may print") == 3
+
+
+def test_a_cancelled_session_has_no_reply():
+    with Played("waiting") as played:
+        played.process.start("0", session(seconds=0.1))
+        played.process.start("1", session(seconds=0.2))
+        played.process.cancel("0")
+        reply = played.next()
+        assert (reply.key, reply.calls) == ("1", [[[1, 2], None], [[3], [-0.5]]])
+
+
+@pytest.mark.parametrize("name, words", [
+    ("missing", "the harness 'tests.harness.agents:missing' cannot be loaded: AttributeError"),
+    ("NUMBER", "TypeError: .* not a function of a session"),
+])
+def test_a_harness_that_cannot_be_used_is_one_sentence(name, words):
+    with pytest.raises(ValueError, match=words):
+        Played(name)
+
+
+def test_a_missing_python():
+    with pytest.raises(ValueError, match="cannot be (started|loaded)"):
+        Played("plain", python="/missing/python")
+
+
+@pytest.mark.faults
+def test_a_process_that_ends_fails_its_sessions_and_another_starts():
+    with Played("dying") as played:
+        played.process.start("0", session(dies=False))
+        played.process.start("1", session())
+        ended = sorted([played.next(), played.next()], key=lambda r: r.key)
+        assert [r.error for r in ended] == ["the harness's process ended"] * 2
+        played.process.start("2", session(dies=False))
+        assert played.next() == Reply("2", 2.0, {}, None)
+        assert not played.process.error
+
+
+@pytest.mark.faults
+def test_a_process_that_ends_again_and_again_is_an_error():
+    with Played("dying") as played:
+        for i in range(process.MOST_ENDS):
+            assert not played.process.error
+            played.process.start(f"{i}", session())
+            played.next()
+        assert "has ended 5 times without a reply" in played.process.error
+
+
+@pytest.mark.faults
+def test_the_process_ends_with_its_parent(tmp_path):
+    """Also one whose harness waits, and what it started."""
+    code = (
+        "import time; from tests.harness.process_test import Played, session\n"
+        "played = Played('sleeping'); played.process.start('0', session(seconds=60))\n"
+        "print(played.process._process.pid, flush=True); time.sleep(60)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    limit = time.monotonic() + 10
+    while os.path.exists(f"/proc/{child}") and time.monotonic() < limit:
+        if open(f"/proc/{child}/stat").read().split()[2] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        assert not os.path.exists(f"/proc/{child}")
+
+
+def test_another_python_gets_the_folders_outside_of_this_one(tmp_path, monkeypatch):
+    shown = tmp_path / "shown"
+    fake = tmp_path / "python"
+    fake.write_text(f"#!/bin/sh\necho \"$3\" > {shown}\nexec {sys.executable} \"$@\"\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("no_proxy", "")
+    with Played("plain", python=str(fake)) as played:
+        played.process.start("0", session(reward=1))
+        assert played.next().reward == 1
+    path = json.loads(shown.read_text())
+    assert os.getcwd() in path and not any(entry.startswith(sys.prefix) for entry in path)

@@ -1,0 +1,75 @@
+"""A taskset of verifiers 0.4 plays a session. Its Python is an environment of its own, see
+tests/serve/clients_test.py."""
+
+import io
+import os
+import pathlib
+import queue
+import sys
+import types
+
+import pytest
+
+from jaxrl_tis.data.tokenizer_files import load_tokenizer
+from jaxrl_tis.endpoint.sessions import Endpoint
+from jaxrl_tis.engine.records import SamplingParams
+from jaxrl_tis.harness import verifiers
+from jaxrl_tis.harness.process import HarnessProcess
+from jaxrl_tis.harness.protocol import Session
+from tests import arithmetic
+from tests.serve.clients_test import write_tokenizer
+
+NAME = "verifiers:verifiers_client"
+
+
+def test_without_verifiers_it_is_one_sentence():
+    with pytest.raises(ValueError, match="ImportError: .* install 'verifiers>=0.4,<0.5' there"):
+        HarnessProcess(NAME, print)
+
+
+def test_records_name_tasks_by_id_or_index(monkeypatch):
+    dump = lambda mode: {"prompt": "p"}
+    data = lambda id: types.SimpleNamespace(id=id, model_dump=dump)
+    tasks = [types.SimpleNamespace(data=data(id)) for id in (None, "x", None)]
+    env = types.SimpleNamespace(taskset=tasks)
+    monkeypatch.setattr(verifiers, "load", lambda name: env)
+    file = io.StringIO()
+    verifiers.write_records("t", file)
+    assert [line[:10] for line in file.getvalue().splitlines()] == ['{"id": "0"', '{"id": "x"', '{"id": "2"']
+    taskset = verifiers.Taskset("t")
+    assert taskset._task("2") is tasks[2] and taskset._task("x") is tasks[1]
+    with pytest.raises(ValueError, match="the taskset 't' has no task '1'"):
+        taskset._task("1")
+
+
+@pytest.mark.skipif("VERIFIERS_PYTHON" not in os.environ, reason="an environment of its own")
+def test_an_episode_is_played(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(pathlib.Path(__file__).parents[1] / "serve")])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    calls, replies = [], queue.SimpleQueue()
+
+    def answer(call):
+        calls.append(call)
+        scheduler = arithmetic.Scheduler(arithmetic.Engine(slots=1, steps=2, max_length=600), 0)
+        scheduler.add(arithmetic.request("r", call.choice.prompt % arithmetic.VOCAB, max_tokens=4))
+        while scheduler.pending:
+            ended = scheduler.step()
+        call.answer(ended[0])
+
+    endpoint = Endpoint("tiny", 400, tokenizer, max_length=500, logprobs=0, seconds=20.0)
+    harness = HarnessProcess(NAME, replies.put, os.environ["VERIFIERS_PYTHON"])
+    try:
+        key, url = endpoint.open(SamplingParams(max_tokens=8), answer)
+        harness.start(key, Session("s", {"id": "0"}, url, endpoint.token, "tiny", 0))
+        reply = replies.get(timeout=60)
+        assert (reply.error, reply.reward, len(calls)) == ("", 1.0, 2)
+        first, second = (tokenizer.decode(c.choice.prompt) for c in calls)
+        assert "1+2?" in first and "And 3+4?" in second and len(second) > len(first)
+        harness.start(key, Session("s", {"id": "7"}, url, endpoint.token, "tiny", 0))
+        assert "has no task '7'" in replies.get(timeout=60).error
+    finally:
+        harness.close()
+        endpoint.close()

@@ -1,0 +1,106 @@
+"""Whole runs whose rollouts come through their own endpoint, with real clients."""
+
+import contextlib
+
+import jax
+import numpy as np
+import pytest
+
+from jaxrl_tis.rollouts.groups import request, sampling_params
+from jaxrl_tis.rollouts.source import generate
+from jaxrl_tis.serve import setup as serving
+from tests import tiny
+from tests.asynchronous_run_test import params
+
+pytestmark = [
+    pytest.mark.compiles,
+    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
+]
+
+
+def answered(**settings):
+    """Records of 12 samples at the first weights, by id."""
+    setup = tiny.setup(**settings)
+    config, tokenizer = setup.config, setup.tokenizer
+    sampling = sampling_params(config, tokenizer, 0.8, is_filtered=True)
+    weights = serving.load(setup, None)
+    requests = []
+    with contextlib.closing(setup.prompter()) as prompter:
+        for i in range(12):
+            record = {"id": f"x{i}", "prompt": f"{i % 10}+{i // 2}=", "answer": f"{i % 10 + i // 2}"}
+            requests.append(request(config, f"r{i}", prompter.ids(record), sampling, record))
+    with contextlib.closing(setup.scheduler(setup.engine, weights, 0)) as scheduler:
+        return {t.id: t for t in generate(scheduler, requests)}
+
+
+@pytest.mark.all
+def test_a_session_has_the_bits_of_the_episode():
+    """The agent plays the environment by token ids. Observations of both are the same."""
+    same = dict(
+        model__numerics="invariant", engine__quantization="none", task__max_context_tokens=20,
+        reward__name="exact",
+    )
+    episodes = answered(**tiny.EPISODES | same)
+    sessions = answered(rollout__harness="tests.tiny_harness:plays", **same)
+    for id, episode in episodes.items():
+        session = sessions[id]
+        assert (episode.outcome == "failed") == (session.outcome == "failed")
+        for name in ("prompt", "tokens", "mask", "turn", "logp_behav", "logp_raw", "version"):
+            np.testing.assert_array_equal(getattr(session, name), getattr(episode, name))
+        if episode.outcome != "failed":
+            total = np.nansum(episode.turn_rewards, dtype=np.float64)
+            np.testing.assert_allclose(np.nansum(session.turn_rewards), total, rtol=1e-6)
+    assert max(t.num_turns for t in sessions.values()) > 1
+
+
+RUNS = {
+    "sync": dict(steps=2),
+    "workers": dict(steps=4, rollout__schedule="in_flight(staleness=2)", rollout__workers=2),
+}
+
+
+@pytest.mark.parametrize("name", ["sync", pytest.param("workers", marks=pytest.mark.all)])
+def test_a_run_repeats_bit_by_bit(tmp_path, name):
+    settings = tiny.HARNESS | RUNS[name]
+    for folder in ("one", "two"):
+        tiny.run(tmp_path / folder, **settings)
+    one, two = (tiny.lines(tmp_path / folder) for folder in ("one", "two"))
+    assert one == two
+    steps = [r for r in one if r["phase"] == "train"]
+    assert all(r["harness/calls"] > 1 for r in steps) and sum(r["episodes/done"] for r in steps) > 20
+    if name == "workers":
+        assert max(r["training/off_policy/trajectory_staleness_worst/max"] for r in steps) >= 1
+        assert sum(r["async/resumed"] for r in steps) > 0
+        assert sum(r["harness/restarted"] for r in steps) == 0
+    setup = tiny.setup(**settings)
+    jax.tree.map(
+        np.testing.assert_array_equal, params(tmp_path / "one", setup),
+        params(tmp_path / "two", setup),
+    )
+
+
+@pytest.mark.all
+def test_after_a_restart_sessions_begin_anew(tmp_path):
+    settings = tiny.HARNESS | RUNS["workers"]
+    tiny.run(tmp_path / "run", **settings | dict(steps=2))
+    tiny.run(tmp_path / "run", **settings)
+    steps = [r for r in tiny.lines(tmp_path / "run") if r["phase"] == "train"]
+    assert [r["step"] for r in steps] == [1, 2, 3, 4]
+    assert sum(r["harness/restarted"] for r in steps) > 0
+
+
+@pytest.mark.all
+def test_samplers_in_threads(tmp_path):
+    """Agents call while weights change."""
+    settings = tiny.HARNESS | dict(
+        rollout__schedule="areal(staleness=2)", rollout__driver="threads", rollout__workers=2,
+    )
+    tiny.run(tmp_path / "run", steps=4, **settings)
+    steps = [r for r in tiny.lines(tmp_path / "run") if r["phase"] == "train"]
+    assert len(steps) == 4 and max(r.get("harness/calls", 0.0) for r in steps) > 1
+
+
+def test_a_harness_that_cannot_be_used_ends_the_run_before_it_begins(tmp_path):
+    with pytest.raises(ValueError, match="'tests.tiny_harness:missing' cannot be loaded"):
+        tiny.run(tmp_path, **tiny.HARNESS | dict(rollout__harness="tests.tiny_harness:missing"))
+    assert not (tmp_path / "metrics.jsonl").exists()

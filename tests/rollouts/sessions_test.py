@@ -1,0 +1,553 @@
+"""Sessions with an engine of arithmetic and agents of this process, against a plain loop and the
+episodes of an environment."""
+
+import dataclasses
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from jaxrl_tis.endpoint.calls import Ended, Session
+from jaxrl_tis.endpoint.request import Choice, Completion
+from jaxrl_tis.engine.records import SamplingParams
+from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.environments.pool import Call as Step
+from jaxrl_tis.harness.process import Reply
+from jaxrl_tis.rollouts.episodes import environment_seed
+from jaxrl_tis.rollouts.live import Sessions, cut, turn
+from jaxrl_tis.rollouts.record_check import EMPTY
+from jaxrl_tis.rollouts.sessions import SessionScheduler
+from tests import arithmetic
+from tests.rollouts import episodes_test as episodes
+from tests.rollouts.episodes_test import STOPS, TOKENIZER
+
+MAX_LENGTH, MAX_TURNS = 64, 4
+
+
+class FakeEndpoint:
+    """Sessions without HTTP."""
+
+    token = "token"
+
+    def __init__(self):
+        self.sessions, self.version, self.is_closed = {}, 0, False
+
+    def open(self, sampling, take):
+        key = f"key{len(self.sessions)}"
+        self.sessions[key] = Session(sampling, take)
+        return key, f"http://{key}"
+
+    def session(self, key):
+        return self.sessions[key]
+
+    def end(self, key, why):
+        self.sessions[key].close(why)
+
+    def set_version(self, version):
+        self.version = version
+
+    def close(self):
+        self.is_closed = True
+
+
+class FakeProcess:
+    """Sessions that somebody else plays."""
+
+    def __init__(self, on_reply):
+        self.on_reply, self.started, self.cancelled, self.error = on_reply, {}, [], ""
+        self.is_closed = False
+
+    def start(self, key, session):
+        self.started[key] = session
+
+    def cancel(self, key):
+        self.cancelled.append(key)
+
+    def close(self):
+        self.is_closed = True
+
+
+class Client:
+    """What reaches one session: calls of an agent, and its reply."""
+
+    def __init__(self, hub, id):
+        self.live = hub.live[id]
+        self.session, self._process = hub.endpoint.session(self.live.key), hub.process
+        self.got, self.asked = [], 0
+
+    def ask(self, prompt, max_tokens=5, is_retry=False, stops=()):
+        prompt = np.array(prompt, np.int32)
+        sampling = dataclasses.replace(
+            self.session.sampling, max_tokens=max_tokens, stop_strings=stops
+        )
+        choice = Choice("choice", prompt, 0, sampling)
+        call = self.session.enter(choice, str((prompt.tolist(), max_tokens)).encode(), is_retry)
+        call.listen(f"listener{self.asked}", lambda id, result: self.got.append(result))
+        self.asked += 1
+        return call
+
+    def reply(self, reward=1.0, metrics={}, calls=None, error=""):
+        self._process.on_reply(Reply(self.live.key, reward, metrics, calls, error))
+
+
+def request(number=0, **changes):
+    return dataclasses.replace(episodes.request(number), **changes)
+
+
+def made(count=1, timeout=1000.0, on_fork="longest", waits=False, **options):
+    """The shared sessions and `count` schedulers."""
+    hub = Sessions(FakeEndpoint, FakeProcess, "tiny", timeout)
+    hub.enter()
+    start = lambda: SessionScheduler(
+        Scheduler(
+            arithmetic.Engine(slots=3, steps=2, max_length=MAX_LENGTH), 0,
+            decode=arithmetic.text_of, **options,
+        ),
+        hub, max_length=MAX_LENGTH, on_fork=on_fork, waits=waits,
+    )
+    return hub, *(start() for _ in range(count))
+
+
+def opened(number=0, **options):
+    """(scheduler, client, request) of one session."""
+    hub, scheduler = made(**options)
+    added = request(number)
+    scheduler.add(added)
+    return scheduler, Client(hub, added.id), added
+
+
+def answered(scheduler, call, limit=100):
+    """Steps until a call has its answer; returns the record of the turn."""
+    for _ in range(limit):
+        if call.result is not None:
+            return call.result
+        assert scheduler.step() == []
+    raise AssertionError("no answer")
+
+
+def last(scheduler, limit=100):
+    """Steps until one record is returned."""
+    for _ in range(limit):
+        if ended := scheduler.step():
+            [record] = ended
+            return record
+    raise AssertionError("no end")
+
+
+def ids_of(result):
+    return [*result.prompt.tolist(), *result.tokens.tolist()]
+
+
+def play(hub, schedulers, added):
+    """Plays the agents of `episodes_test.play`, whose observations follow the ids so far."""
+    clients = {r.id: Client(hub, r.id) for r in added}
+    state = {r.id: [clients[r.id].ask(r.prompt), [], []] for r in added}
+    found = {}
+    for _ in range(3000):
+        if not any(s.pending for s in schedulers):
+            return found
+        for each in schedulers:
+            found |= {t.id: t for t in (each.step() if each.pending else ())}
+        for r in added:
+            call, answers, rewards = state[r.id]
+            if call is None or call.result is None:
+                continue
+            answers.append(TOKENIZER.decode(call.result.tokens))
+            seed = environment_seed(r.seed, r.example)
+            step = episodes.play(Step(r.id, r.example, seed, tuple(answers)))
+            rewards.append(step.reward or 0.0)
+            if step.is_done or len(answers) == MAX_TURNS:
+                clients[r.id].reply(sum(rewards), {"turns": float(len(answers))})
+                state[r.id][0] = None
+            else:
+                ids = ids_of(call.result) + TOKENIZER.encode(step.observation)
+                state[r.id][0] = clients[r.id].ask(ids)
+    raise AssertionError("never ended")
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_session_is_the_episode_of_the_same_turns(waits):
+    hub, scheduler = made(waits=waits)
+    added = episodes.requests()
+    for each in added:
+        scheduler.add(each)
+    assert scheduler.pending == len(added)
+    found = play(hub, [scheduler], added)
+    assert sorted(found) == sorted(r.id for r in added)
+    for each in added:
+        record = found[each.id]
+        tokens, mask, turns, rewards, _ = episodes.alone(each, max_length=MAX_LENGTH)
+        arithmetic.assert_replays(record, each)
+        assert record.tokens.tolist() == tokens
+        assert (record.mask.tolist(), record.turn.tolist()) == (mask, turns)
+        assert (record.outcome, record.stop_reason) == ("done", "stop")
+        assert np.isnan(record.turn_rewards[:-1]).all()
+        assert record.turn_rewards[-1] == np.float32(np.nansum(rewards))
+        assert record.metrics == {"turns": float(len(rewards))}
+    stats = scheduler.stats
+    assert stats.sessions == len(added) and stats.forks == stats.realigned_tokens == 0
+    assert stats.session_calls == sum(t.num_turns for t in found.values())
+    scheduler.release_cache()
+    scheduler.close()
+    hub.leave()
+    assert hub.process.is_closed and hub.endpoint.is_closed and not hub.live
+
+
+def test_with_waits_a_step_waits_for_every_session():
+    """The second agent is slow: its call comes when the first one's step has begun."""
+    hub, scheduler = made(waits=True)
+    added = [request(i) for i in range(2)]
+    for each in added:
+        scheduler.add(each)
+    clients = [Client(hub, r.id) for r in added]
+    calls = [clients[0].ask(added[0].prompt)]
+    late = threading.Timer(0.1, lambda: calls.append(clients[1].ask(added[1].prompt)))
+    late.start()
+    scheduler.step()
+    assert len(calls) == 2 and scheduler.stats.prefilled == sum(len(r.prompt) for r in added)
+    assert scheduler.stats.environment_seconds > 0.05
+    late.join()
+
+
+def test_an_answer_is_its_turn_alone():
+    scheduler, client, added = opened()
+    first = answered(scheduler, client.ask(added.prompt))
+    assert first.prompt.tolist() == added.prompt.tolist() and 1 <= len(first.tokens) <= 5
+    second = answered(scheduler, client.ask(ids_of(first) + [7, 8], max_tokens=2))
+    assert second.prompt.tolist() == ids_of(first) + [7, 8]
+    assert len(second.tokens) == len(second.logp_behav) == len(second.version) <= 2
+    client.reply()
+    record = last(scheduler)
+    assert ids_of(record) == ids_of(second)
+    np.testing.assert_array_equal(record.logp_behav[-len(second.tokens):], second.logp_behav)
+    assert turn(record, 2).tokens.tolist() == record.tokens[2:].tolist()
+    assert cut(record, 2).tokens.tolist() == record.tokens[:2].tolist()
+
+
+def two_calls(scheduler, client, added, drop):
+    """(answer, prompt of the second call): it changes the last `drop` ids of the answer."""
+    first = answered(scheduler, client.ask(added.prompt))
+    assert len(first.tokens) > drop
+    ids = ids_of(first)
+    changed = [(t + 1) % 20 + 3 if t != 22 else 4 for t in ids[len(ids) - drop:]]
+    return first, ids[: len(ids) - drop] + changed[:1] + [9]
+
+
+def test_a_prompt_that_changes_the_end_of_an_answer_cuts_the_row_there():
+    scheduler, client, added = opened(2)
+    first, prompt = two_calls(scheduler, client, added, drop=2)
+    second = answered(scheduler, client.ask(prompt))
+    client.reply(0.5)
+    record = last(scheduler)
+    assert ids_of(record) == [*prompt, *second.tokens.tolist()]
+    kept = len(first.tokens) - 2
+    mask = [True] * kept + [False] * 2 + [True] * len(second.tokens)
+    assert record.mask.tolist() == mask
+    assert record.turn.tolist() == [0] * kept + [1] * (2 + len(second.tokens))
+    arithmetic.assert_replays(record, added)
+    assert scheduler.stats.realigned_tokens == 2 and scheduler.stats.forks == 0
+
+
+def test_another_prompt_forks_and_the_longest_row_is_the_record():
+    scheduler, client, added = opened(1)
+    first = answered(scheduler, client.ask(added.prompt, max_tokens=1))
+    other = answered(scheduler, client.ask([5, 6, 7], max_tokens=4))
+    client.reply()
+    record = last(scheduler)
+    assert record.prompt.tolist() == [5, 6, 7] and record.tokens.tolist() == other.tokens.tolist()
+    assert record.id == added.id
+    stats = scheduler.stats
+    assert (stats.forks, stats.forked_tokens, stats.session_calls) == (1, len(first.tokens), 2)
+
+
+def test_forks_are_refused_by_choice():
+    scheduler, client, added = opened(1, on_fork="refuse")
+    answered(scheduler, client.ask(added.prompt))
+    call = client.ask([5, 6, 7])
+    record = last(scheduler)
+    assert record.outcome == "failed" and "on_fork" in str(call.result)
+    assert isinstance(call.result, ValueError) and client.session.end
+    assert np.isnan(record.turn_rewards).all() and scheduler.pending == 0
+
+
+def test_the_same_prompt_is_another_sample_and_a_retry_is_the_same_answer():
+    scheduler, client, added = opened(0)
+    first = client.ask(added.prompt)
+    retried_early = client.ask(added.prompt, is_retry=True)
+    assert retried_early is first
+    answered(scheduler, first)
+    assert client.ask(added.prompt, is_retry=True) is first
+    assert [t.tokens.tolist() for t in client.got] == [first.result.tokens.tolist()] * 3
+    second = client.ask(added.prompt)
+    assert second is not first
+    answered(scheduler, second)
+    assert second.result.request != first.result.request  # the sampling noise of the row
+    client.reply()
+    last(scheduler)
+    assert (scheduler.stats.session_retries, scheduler.stats.forks) == (2, 1)
+
+
+def test_parallel_calls_are_rows_of_their_own():
+    scheduler, client, added = opened(0)
+    calls = [client.ask([*added.prompt, token]) for token in (4, 5, 6)]
+    for call in calls:
+        answered(scheduler, call)
+    ends = [ids_of(call.result) for call in calls]
+    later = [client.ask([*ids, 9], max_tokens=3) for ids in reversed(ends)]
+    for call in later:
+        answered(scheduler, call)
+    client.reply()
+    record = last(scheduler)
+    assert ids_of(record) in [ids_of(call.result) for call in later]
+    sampled = [len(c.result.tokens) + len(d.result.tokens) for c, d in zip(calls, reversed(later))]
+    assert record.mask.sum() == max(sampled)
+    assert scheduler.stats.forks == 2
+    assert scheduler.stats.forked_tokens == sum(sampled) - max(sampled)
+
+
+def test_an_answer_that_nobody_got_is_not_trained_on():
+    scheduler, client, added = opened(0)
+    first = answered(scheduler, client.ask(added.prompt, max_tokens=2))
+    call = client.ask([*ids_of(first), 9])
+    scheduler.step()
+    call.leave("listener1")
+    assert call.is_gone
+    while call.result is None:
+        scheduler.step()
+    again = answered(scheduler, client.ask([*ids_of(first), 9], max_tokens=4))
+    client.reply(calls=[(first.tokens.tolist(), None), (again.tokens.tolist(), None)])
+    record = last(scheduler)
+    assert record.outcome == "done" and ids_of(record) == ids_of(again)
+    assert scheduler.stats.forks == 0 and record.num_turns == 2
+
+
+@pytest.mark.parametrize("change, words", [
+    (lambda calls: calls, ""),
+    (lambda calls: calls[::-1], ""),
+    (lambda calls: [(ids, None) for ids, _ in calls], ""),
+    (lambda calls: [(ids, [x + 5e-5 for x in logps]) for ids, logps in calls], ""),
+    (lambda calls: calls[:1], "reports 1 calls, and 2 were answered"),
+    (lambda calls: [calls[0], calls[0]], "of call 1 that no call had"),
+    (lambda calls: [([*calls[0][0][:-1], 5], None), calls[1]], "of call 0"),
+    (lambda calls: [calls[0], (calls[1][0], [x - 0.01 for x in calls[1][1]])], "of call 1"),
+    (lambda calls: [calls[0], (calls[1][0], calls[1][1][:-1])], "of call 1"),
+])
+def test_what_a_harness_says_it_got_is_compared(change, words, capfd):
+    scheduler, client, added = opened(0)
+    first = answered(scheduler, client.ask(added.prompt))
+    second = answered(scheduler, client.ask([*ids_of(first), 9]))
+    calls = [(t.tokens.tolist(), t.logp_behav.tolist()) for t in (first, second)]
+    client.reply(calls=change(calls))
+    record = last(scheduler)
+    assert record.outcome == ("failed" if words else "done")
+    assert words in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("reply, outcome, words", [
+    (dict(), "failed", "made no call"),
+    (dict(error="OSError: of the agent"), "failed", "OSError: of the agent"),
+])
+def test_a_session_without_an_answer_fails(reply, outcome, words, capfd):
+    scheduler, client, added = opened()
+    client.reply(**reply)
+    record = last(scheduler)
+    assert (record.outcome, len(record.tokens), record.id) == (outcome, 0, added.id)
+    assert record.prompt.tolist() == added.prompt.tolist()
+    assert words in capfd.readouterr().err and scheduler.pending == 0
+
+
+def test_an_error_after_a_prompt_without_room_is_overlong():
+    scheduler, client, added = opened()
+    answered(scheduler, client.ask(added.prompt))
+    client.session.is_overlong = True
+    client.reply(None, error="BadRequestError: of the client")
+    record = last(scheduler)
+    assert (record.outcome, record.stop_reason) == ("overlong", "length")
+
+
+def test_a_call_ends_where_the_row_has_no_room():
+    scheduler, client, added = opened()
+    prompt = np.arange(MAX_LENGTH - 2) % 20 + 3
+    result = answered(scheduler, client.ask(prompt, max_tokens=5))
+    assert len(result.tokens) <= 2
+
+
+def test_a_session_that_never_ends_times_out(capfd):
+    scheduler, client, added = opened(timeout=0.05, waits=True)
+    first = answered(scheduler, client.ask(added.prompt))
+    waiting = client.ask([*ids_of(first), 9], max_tokens=5)
+    record = None
+    while record is None:
+        record = next(iter(scheduler.step()), None)
+        time.sleep(0.06)
+    assert record.outcome == "timeout" and record.num_turns == 1
+    assert isinstance(waiting.result, Ended) or waiting.result is not None
+    assert "rollout.harness_timeout" in capfd.readouterr().err
+    assert client.session.end and scheduler.pending == 0
+    scheduler.step()
+
+
+@pytest.mark.parametrize("at", [0, 1, 2, 3, 5])
+def test_an_interrupted_session_goes_on_at_another_scheduler(at):
+    """Its call waits; an update comes in between, and the record says which weights sampled what."""
+    hub, one, two = made(2)
+    added = [request(i) for i in range(4)]
+    for each in added:
+        one.add(each)
+    clients = [Client(hub, r.id) for r in added]
+    calls = [c.ask(r.prompt) for c, r in zip(clients, added)]
+    for _ in range(at):
+        assert one.step() == []
+    paused = one.pause("abort")
+    assert sorted(t.id for t in paused) == sorted(r.id for r in added) and one.pending == 0
+    assert {t.stop_reason for t in paused} == {"abort"}
+    two.set_params(1, 1)
+    assert hub.endpoint.version == 1
+    for each, partial in zip(added, sorted(paused, key=lambda t: t.id)):
+        two.add(dataclasses.replace(each, partial=partial if len(partial.tokens) else None))
+    answers = [answered(two, call) for call in calls]
+    for client, answer in zip(clients, answers):
+        client.reply()
+    found = {}
+    while two.pending:
+        found |= {t.id: t for t in two.step()}
+    partials = {t.id: t for t in paused}
+    for each, answer in zip(added, answers):
+        record, begun = found[each.id], len(partials[each.id].tokens)
+        arithmetic.assert_replays(record, each)
+        assert record.tokens.tolist() == answer.tokens.tolist()
+        assert record.tokens[:begun].tolist() == partials[each.id].tokens.tolist()
+        assert not record.version[:begun].any() and record.version[begun:].all()
+    assert sum(len(t.tokens) for t in paused) == one.stats.tokens
+    assert (at == 0) == (one.stats.tokens == 0)
+    assert two.stats.restarted_sessions == 0
+
+
+def test_new_weights_between_two_turns():
+    scheduler, client, added = opened(0)
+    first = answered(scheduler, client.ask(added.prompt))
+    scheduler.set_params(1, 1)
+    second = answered(scheduler, client.ask([*ids_of(first), 9]))
+    assert set(first.version) == {0} and set(second.version) == {1}
+    client.reply()
+    arithmetic.assert_replays(last(scheduler), added)
+
+
+def test_after_a_restart_of_the_run_a_session_begins_anew():
+    hub, scheduler = made()
+    added = request(0)
+    tokens = np.array([4, 5], np.int32)
+    partial = dataclasses.replace(
+        EMPTY, id=added.id, prompt=added.prompt, tokens=tokens, mask=np.ones(2, bool),
+        turn=np.zeros(2, np.int32), stop_reason="abort",
+    )
+    scheduler.add(dataclasses.replace(added, partial=partial))
+    client = Client(hub, added.id)
+    answered(scheduler, client.ask(added.prompt))
+    client.reply()
+    record = last(scheduler)
+    arithmetic.assert_replays(record, added)
+    assert scheduler.stats.restarted_sessions == 1
+
+
+def test_a_sample_that_has_to_begin_anew_gets_another_agent():
+    """Its tokens are too old: the request comes without them."""
+    hub, scheduler = made()
+    added = request(0)
+    scheduler.add(added)
+    old = Client(hub, added.id)
+    answered(scheduler, old.ask(added.prompt))
+    scheduler.pause("abort")
+    scheduler.add(added)
+    new = Client(hub, added.id)
+    assert new.live is not old.live and "anew" in old.session.end
+    assert hub.process.cancelled == [old.live.key]
+    answered(scheduler, new.ask(added.prompt))
+    new.reply()
+    assert last(scheduler).outcome == "done"
+
+
+def test_a_cancelled_session_ends_its_calls():
+    scheduler, client, added = opened(2)
+    call = client.ask(added.prompt)
+    scheduler.step()
+    scheduler.abort(added.id)
+    assert scheduler.pending == 1 and isinstance(call.result, Ended)
+    assert [t.stop_reason for t in scheduler.step()] == ["abort"]
+    assert scheduler.pending == 0
+    scheduler.release_cache()
+
+
+def test_an_interrupted_session_that_nobody_takes_ends_with_its_time():
+    hub, scheduler = made(timeout=0.01)
+    scheduler.add(request(0))
+    scheduler.pause("abort")
+    assert hub.live
+    time.sleep(0.02)
+    scheduler.step()
+    assert not hub.live
+
+
+def test_a_process_that_ends_again_and_again_ends_the_run():
+    scheduler, client, _ = opened()
+    scheduler._sessions.process.error = "the process has ended 5 times"
+    client.reply(None, error="the harness's process ended")
+    with pytest.raises(RuntimeError, match="ended 5 times"):
+        scheduler.step()
+
+
+def test_requests_without_an_example_are_single_turns():
+    hub, scheduler = made()
+    plain = arithmetic.request("plain", max_tokens=4)
+    scheduler.add(plain)
+    scheduler.add(request(0))
+    client = Client(hub, request(0).id)
+    call = client.ask(request(0).prompt)
+    found = {}
+    while "plain" not in found or call.result is None:
+        found |= {t.id: t for t in scheduler.step()}
+    assert found["plain"].tokens.tolist() == arithmetic.alone(plain)[0]
+    scheduler.pause("abort")
+    assert scheduler.pending == 0
+
+
+def test_a_second_live_request_of_an_id_is_refused():
+    _, scheduler = made()
+    scheduler.add(request(0))
+    with pytest.raises(ValueError, match="another live request has this id"):
+        scheduler.add(request(0))
+
+
+def test_stop_strings_of_a_call_end_its_turn():
+    scheduler, client, added = opened(0)
+    free = answered(scheduler, client.ask(added.prompt, max_tokens=5))
+    stop = arithmetic.text_of([free.tokens[1]])
+    scheduler, client, added = opened(0)
+    ended = answered(scheduler, client.ask(added.prompt, max_tokens=5, stops=(stop,)))
+    assert ended.tokens.tolist() == free.tokens[: len(ended.tokens)].tolist()
+    assert arithmetic.text_of(ended.tokens).endswith(stop) and len(ended.tokens) <= 2
+
+
+def test_the_reward_of_no_number_is_unknown():
+    scheduler, client, added = opened(0)
+    answered(scheduler, client.ask(added.prompt))
+    client.reply(None)
+    record = last(scheduler)
+    assert record.outcome == "done" and math.isnan(record.turn_rewards[0])
+
+
+def test_the_run_imposes_its_sampling():
+    session = Session(SamplingParams(temperature=0.5, top_p=0.9, stop_ids=STOPS, max_tokens=5), None)
+    asked = SamplingParams(
+        temperature=2.0, top_k=3, presence_penalty=1.0, stop_ids=(3, 7), stop_strings=("x",),
+        max_tokens=3, min_tokens=2,
+    )
+    completion = Completion(
+        "c", [Choice("c/0", np.array([1]), 0, asked)], 1, False, False, False, None, False
+    )
+    imposed = session.imposed(completion).choices[0].sampling
+    assert imposed == SamplingParams(
+        temperature=0.5, top_p=0.9, stop_ids=(2, 3, 7), stop_strings=("x",), max_tokens=3
+    )
