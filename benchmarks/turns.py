@@ -158,8 +158,8 @@ class Given:
     def __init__(self):
         self._rng = np.random.default_rng(1)
 
-    def after(self, observation: str, is_stopped: bool, stop_ids) -> np.ndarray:
-        return self._rng.integers(0, SMALL["vocab"], GIVEN)
+    def after(self, observation: str, is_stopped: bool, stop_ids) -> list[int]:
+        return self._rng.integers(0, SMALL["vocab"], GIVEN).tolist()
 
 
 def delayed(scheduler: Scheduler, count: int, mean: float, waits: bool) -> tuple[float, float]:
