@@ -3,7 +3,7 @@
     python -m benchmarks.turns
 
 The model is the small one of benchmarks.rollout with random weights in float32. Environments answer
-at once. Three tables:
+at once, except in the last table. Four tables:
 
 episodes: seconds of `--episodes` episodes in 16 slots. An episode has a prompt of 64 tokens, samples
   192 to 312 tokens in 1, 4 or 8 turns, and is given 16 tokens before each turn but the first. The
@@ -14,9 +14,14 @@ extend: milliseconds from `extend` by 16 tokens to the end of the step that samp
   an extension.
 host: milliseconds that a sequence takes to leave its pages of 16 positions in the cache when it ends,
   with 1 token sampled in each call, and then to write its record.
+delays: episodes of 8 turns whose environments think for random times, exponential with the given mean
+  and all in parallel. With "waits" each step waits for all of them (driver virtual), without it the
+  engine samples other sequences (threads, ray). "busy" is the share of slots that sample, as a mean over
+  the whole time, prefill and waiting included.
 """
 
 import argparse
+import heapq
 import statistics
 import time
 from typing import Any
@@ -28,9 +33,13 @@ from benchmarks.rollout import SMALL, random_engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.sequences import Drawn, Sequence
+from jaxrl_tis.environments.pool import Call, Reply
+from jaxrl_tis.environments.protocol import Step
+from jaxrl_tis.rollouts.episodes import EpisodeScheduler
 from jaxrl_tis.runtime import cli
 
 SLOTS, PROMPT, GIVEN, TURNS = 16, 64, 16, (1, 4, 8)
+DELAYS = (0.0, 0.01, 0.05, 0.2)  # mean seconds that an environment thinks
 
 
 def lengths(count: int) -> list[int]:
@@ -119,6 +128,58 @@ def host_times(length: int, rounds: int) -> dict[str, float]:
     return {kind: 1e3 * statistics.median(of) for kind, of in times.items()}
 
 
+class Thinking:
+    """A pool of environments that answer after random times, and say nothing."""
+
+    def __init__(self, mean: float):
+        self._rng, self._mean = np.random.default_rng(0), mean
+        self._due: list[tuple[float, str, int]] = []
+
+    def submit(self, call: Call) -> None:
+        due = time.perf_counter() + self._rng.exponential(self._mean)
+        heapq.heappush(self._due, (due, call.id, len(call.answers)))
+
+    def ready(self, wait: float) -> list[Reply]:
+        if self._due:
+            time.sleep(min(wait, max(0.0, self._due[0][0] - time.perf_counter())))
+        replies, now = [], time.perf_counter()
+        while self._due and self._due[0][0] <= now:
+            _, id, answers = heapq.heappop(self._due)
+            replies.append(Reply(id, answers, Step(""), ""))
+        return replies
+
+    def forget(self, ids) -> None:
+        """Nothing: every call was answered."""
+
+
+class Given:
+    """The tokens between two turns: GIVEN random ones."""
+
+    def __init__(self):
+        self._rng = np.random.default_rng(1)
+
+    def after(self, observation: str, is_stopped: bool, stop_ids) -> list[int]:
+        return self._rng.integers(0, SMALL["vocab"], GIVEN).tolist()
+
+
+def delayed(scheduler: Scheduler, count: int, mean: float, waits: bool) -> tuple[float, float]:
+    """Returns the share of busy slots, and the sampled tokens per second, of episodes whose
+    environments think."""
+    player = EpisodeScheduler(
+        scheduler, lambda: Thinking(mean), Given(), lambda tokens: "", max_turns=TURNS[-1],
+        max_length=1280, waits=waits,
+    )
+    rng, start = np.random.default_rng(0), time.perf_counter()
+    for i, new in enumerate(lengths(count)):
+        prompt = rng.integers(0, SMALL["vocab"], PROMPT)
+        sampling = SamplingParams(max_tokens=new // TURNS[-1])
+        player.add(Request(f"{i}", prompt, 0, sampling, example={"id": f"{i}"}))
+    while player.pending:
+        player.step()
+    took, stats = time.perf_counter() - start, scheduler.stats
+    return stats.occupancy * stats.seconds / took, stats.tokens / took
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--episodes", type=int, default=48)
@@ -151,6 +212,17 @@ def main() -> None:
     for length in (512, 1024, 4096):
         found = host_times(length, args.rounds)
         print(f"{length:6} {found['keep']:8.3f} {found['record']:10.3f}")
+    print("\nmean delay s  waits: busy  tokens/s  otherwise: busy  tokens/s  ratio")
+    for mean in DELAYS:
+        rounds = [
+            [delayed(Scheduler(engine, params), args.episodes, mean, waits) for waits in (True, False)]
+            for _ in range(args.rounds)
+        ]
+        (busy, speed), (other_busy, other_speed) = np.median(rounds, axis=0)
+        print(
+            f"{mean:12} {busy:12.3f} {speed:9.0f} {other_busy:16.3f} {other_speed:9.0f} "
+            f"{other_speed / speed:6.2f}"
+        )
 
 
 if __name__ == "__main__":

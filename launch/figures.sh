@@ -12,7 +12,7 @@ prepare_venv ""
 
 failed=0
 trained=(rescue critic threshold staleness formats causes routing)
-computed=(parallelism budget frontier router_noise router_noise_trained)
+computed=(parallelism budget frontier router_noise router_noise_trained turns)
 [ $# -gt 0 ] || set -- "${trained[@]}" "${computed[@]}" predictor
 
 for name in "$@"; do

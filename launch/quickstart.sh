@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# Runs the quickstart from a bare clone: ./launch/quickstart.sh [moe] [--compare]
-# With moe the model has experts (configs/quickstart_moe.py). --compare also runs the config's other
-# variants with the same seed. One report overlays all four.
+# Runs the quickstart from a bare clone: ./launch/quickstart.sh [moe|tool] [--compare]
+# With moe the model has experts (configs/quickstart_moe.py), with tool it learns to call a calculator
+# (configs/quickstart_tool.py). --compare also runs the config's other variants with the same seed. One
+# report overlays all four.
 #
 # Examples:
 #   ./launch/quickstart.sh
@@ -16,6 +17,10 @@ variants=(tis off centered f32)
 if [ "${1:-}" = moe ]; then
   name=quickstart_moe
   variants=(r3 none icepop r2)
+  shift
+elif [ "${1:-}" = tool ]; then
+  name=quickstart_tool
+  variants=(tis gap_tis gap_turn gap_off)
   shift
 fi
 [ "${1:-}" = "--compare" ] || variants=("${variants[0]}")

@@ -77,7 +77,7 @@ def get_config(name):
 
 @pytest.mark.parametrize("name", [
     "default", "quickstart", "quickstart:off", "quickstart:centered", "quickstart:f32", "smollm2_135m",
-    "quickstart_tool", "quickstart_tool:turn", "quickstart_tool:off",
+    "quickstart_tool", "quickstart_tool:gap_tis", "quickstart_tool:gap_turn", "quickstart_tool:gap_off",
     "quickstart_moe", "quickstart_moe:none", "quickstart_moe:icepop", "quickstart_moe:r2",
     "async_local", "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing",
     "dapo_qwen25_32b:async", "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b_v5e", *LARGE,

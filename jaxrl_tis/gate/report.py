@@ -19,12 +19,12 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.diagnostics import agreement
 from jaxrl_tis.engine import sampling
-from jaxrl_tis.engine.records import Request, Trajectory
+from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.gate import ladder
 from jaxrl_tis.learner.scoring import make_logits, make_routing
 from jaxrl_tis.learner.setup import MAX_LOGITS
 from jaxrl_tis.learner.trainer import own_routes, route_metrics
-from jaxrl_tis.rollouts.groups import sampling_params
+from jaxrl_tis.rollouts.groups import request, sampling_params
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import processes
 
@@ -38,8 +38,8 @@ class MismatchError(RuntimeError):
 
 
 def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Trajectory]:
-    """Samples groups of responses to the first prompts of the config's task, with its engine; `changes`
-    replace fields of the config's sampling parameters."""
+    """Samples groups of responses, or of episodes, to the first prompts of the config's task, with its
+    engine; `changes` replace fields of the config's sampling parameters."""
     config = setup.config
     params_of = sampling_params(
         config, setup.tokenizer, config.rollout.temperature, is_filtered=True
@@ -53,7 +53,7 @@ def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Traj
             )
         )
         requests = [
-            Request(f"gate/{i}/{record['id']}/{g}", prompter.ids(record), config.seed, params_of)
+            request(config, f"gate/{i}/{record['id']}/{g}", prompter.ids(record), params_of, record)
             for i, record in enumerate(records) for g in range(config.rollout.group_size)
         ]
     with contextlib.closing(

@@ -100,6 +100,17 @@ def test_the_same_engine_agrees_to_the_noise_of_float32(sampled):
 
 
 @BY_JAX
+def test_whole_episodes_are_sampled_where_there_is_an_environment(sampled):
+    """Observations are no tokens of the policy, and the learner scores all turns."""
+    setup, params, episodes = sampled(**SAME, **tiny.EPISODES)
+    assert all(t.outcome for t in episodes)
+    assert max(t.num_turns for t in episodes) > 1 and not all(t.mask.all() for t in episodes)
+    result = report.gap_report(setup, params, episodes)
+    assert result["tokens"] == sum(t.mask.sum() for t in episodes)
+    assert 0 < result["total"]["d_max"] < 2e-5
+
+
+@BY_JAX
 def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
     result = report.gap_report(*sampled())
     by_cause = {r["cause"]: r for r in result["rungs"]}

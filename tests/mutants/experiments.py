@@ -72,6 +72,13 @@ MUTANTS = [
          '(r["phase"], r["step"]) == ("eval", steps)', 'r["phase"] == "eval"'),
     ),
     *of(
+        "experiments/turns.py",
+        ("places begin at 0", "1 + attribution.response_positions(mask)",
+         "attribution.response_positions(mask)"),
+        ("the tokens of each entropy are those after the prompt",
+         "(later[is_common] * mean)", "(others[is_common] * mean)"),
+    ),
+    *of(
         "sweep.py",
         ("every run has all cores", "set(cores[i::count]) if count", "set(cores) if count"),
     ),
