@@ -46,6 +46,9 @@ def get_config() -> ConfigDict:
     c.model.unquantized = ()  # layers that model.quantization skips; as engine.unquantized
     # invariant: sampler and learner compute bit-identical log-probs, more slowly. fast: they differ.
     c.model.numerics = "fast"
+    # Trained weights. none: all; lora(rank=32, alpha=32, targets='all') or rslora(...): low-rank
+    # factors beside a constant base. targets: attention, mlp, all, head or projections, as 'q,v'.
+    c.model.lora = "none"
     # Update-aware quantization (QuRL, which uses 1.5): scale of an update relative to the
     # quantization step. 1: off.
     c.model.uaq_scale = 1.0

@@ -20,6 +20,7 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import MAX_STOP_IDS
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.weights import sent
 from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.environments.pool import Pool
 from jaxrl_tis.estimators import centering
@@ -90,10 +91,11 @@ class Sampling:
         """Returns the parameters for each of `engines`, on its devices. The policy is quantized
         once, on the learner's devices."""
         first = self.serving_params(params, version)
-        others = [jax.device_put(first, engine.serving_shardings) for engine in self.engines[1:]]
-        sent = fingerprint.hex(fingerprint.digest(first)) if others else ""
-        for served in others:
-            fingerprint.check(served, sent)
+        others = [engine.receive(first) for engine in self.engines[1:]]
+        [moved, *copies] = sent([first, *others])
+        digest = fingerprint.hex(fingerprint.digest(moved)) if others else ""
+        for copy in copies:
+            fingerprint.check(copy, digest)
         return [first, *others]
 
     @functools.cached_property
@@ -220,7 +222,7 @@ def assemble(
     """
     _check_positions(config, model)
     training = make_learner_setup(
-        config, choices.correction, choices.schedule, choices.replay, model, devices
+        config, choices.correction, choices.schedule, choices.replay, model, devices, choices.lora
     )
     layouts = _serving_layouts(config, training.layout, devices, model.vocab_size)
     first = layouts[0]

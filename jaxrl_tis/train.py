@@ -7,6 +7,7 @@ import math
 import sys
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import ml_collections
@@ -20,7 +21,7 @@ from jaxrl_tis.gate import probe
 from jaxrl_tis.gate.report import MismatchError, require
 from jaxrl_tis.learner import arriving
 from jaxrl_tis.learner.batch_layout import Rows
-from jaxrl_tis.learner.state import initial_params, initial_state
+from jaxrl_tis.learner.state import initial_params, initial_state, keep_base, policy
 from jaxrl_tis.learner.trainer import Trainer, sample_metrics
 from jaxrl_tis.learner.warmup import examples, warm_up
 from jaxrl_tis.record import changes, failures, goodput, samples, sinks
@@ -144,6 +145,11 @@ class Run:
             source, "training data", reject, heartbeat=self._watchdog.heartbeat
         )
 
+    @property
+    def policy(self) -> Any:
+        """The policy's parameters."""
+        return policy(self.setup.training, self.state)
+
     def begin(self) -> None:
         """Makes the state at step 0, or reads the newest checkpoint. Runs the evaluation of that
         step if it is due and missing."""
@@ -176,8 +182,9 @@ class Run:
                 self._prompter, self._taught,
             )
         self.state = initial_state(self.setup.training, params)
+        keep_base(self.setup.training, self.state, self._mirror.workdir)
         if self.setup.config.gate.required:
-            require(self.setup, self.state["policy"].params)
+            require(self.setup, self.policy)
 
     def _continue(self) -> None:
         workdir, training, changed = self._mirror.workdir, self.setup.training, self._changed
@@ -334,7 +341,7 @@ class Run:
         self._watchdog.heartbeat(f"evaluation at step {step}")
         engine = self.setup.learner_engine
         self.source.release_cache()  # there is room for one cache
-        params = engine.load(self.state["policy"].params)
+        params = engine.load(self.policy)
         scheduler = self.setup.scheduler(engine, params, self.version)
         total = 2 * self.setup.config.eval.prompts
         title, is_shown = f"evaluation at step {step}", processes.is_first()
@@ -468,7 +475,7 @@ def run(
                 with r.profiled(step):
                     # Sync weights
                     with r.phase("sync"):
-                        params = r.state["policy"].params
+                        params = r.policy
                         if source.publish(params, r.version):
                             snapshots.publish(params, r.version)
 
@@ -500,7 +507,7 @@ def run(
 
                 # Measure
                 probed, too_far = probe.of_step(
-                    r.setup, step, rows, r.state["policy"].params, source.reduce_staleness
+                    r.setup, step, rows, r.policy, source.reduce_staleness
                 )
                 values |= probed | measured | sample_metrics(drawn, rows, config)
                 values |= r.data_metrics(drawn)

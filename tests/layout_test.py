@@ -26,7 +26,7 @@ MAY_IMPORT = {
     # Estimators know no model, models no engine, the engine no learner.
     "estimators": ("kernels", "choices"),
     "diagnostics": ("estimators",),
-    "models": ("kernels", "runtime", "sharding"),
+    "models": ("kernels", "runtime", "sharding", "choices"),
     "engine": ("data", "fields", "kernels", "models", "runtime", "sharding", "choices"),
     "rollouts": (
         "data", "engine", "environments", "fields", "record", "runtime", "sharding", "choices",

@@ -21,7 +21,7 @@ from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.spec import Spec
 from jaxrl_tis.engine.state import DecodeState, Slots
 from jaxrl_tis.engine.weights import Weights
-from jaxrl_tis.models import placement, transformer, transforms
+from jaxrl_tis.models import lora, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout, single_device
 
@@ -71,10 +71,18 @@ class Engine:
         """Turns the learner's parameters into serving parameters, see weights.Weights."""
         return self._weights.load(params, noise)
 
+    def receive(self, served: transformer.Params) -> transformer.Params:
+        """Returns the serving parameters of another engine on this one's devices."""
+        return self._weights.receive(served)
+
     @property
     def serving_shardings(self) -> Any:
         """The shardings of serving parameters, in their tree."""
         return self._weights.shardings
+
+    def abstract_factors(self, adapter: lora.Adapter) -> Any:
+        """Returns the shapes and shardings of the served factors of LoRA."""
+        return self._weights.abstract_factors(adapter)
 
     def shardings_in(self, layout: Layout) -> Any:
         """Returns the shardings of serving parameters in the learner's layout, before they move."""

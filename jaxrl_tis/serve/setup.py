@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.warm import warm_up
 from jaxrl_tis.engine.worker import EngineThread
-from jaxrl_tis.learner.state import initial_params, initial_state, read_params
+from jaxrl_tis.learner.state import initial_policy, read_params
 from jaxrl_tis.runtime.addresses import is_loopback
 from jaxrl_tis.serve import app
 from jaxrl_tis.serve.request import Limits
@@ -29,7 +29,7 @@ def read_token(path: str | None) -> str | None:
 def load(setup: Setup, path: str | None) -> Any:
     """Loads serving parameters from `path`; None: the weights that the config starts from."""
     if path is None:
-        params = initial_state(setup.training, initial_params(setup.training))["policy"].params
+        params = initial_policy(setup.training)
     else:
         params = read_params(setup.training, path)
     return jax.block_until_ready(setup.engine.load(params))
