@@ -25,7 +25,7 @@ from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.environments.pool import Pool
 from jaxrl_tis.estimators import centering
 from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
-from jaxrl_tis.models import placement, transforms
+from jaxrl_tis.models import lora, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts import replay
@@ -62,6 +62,13 @@ class Sampling:
         """The KV eviction of `engine`; None if sequences keep all pages."""
         sinks, window = self.config.engine.retention
         return KVEviction(sinks, window) if window else None
+
+    @functools.cached_property
+    def adapter(self) -> lora.Adapter | None:
+        """The adapted weights of model.lora; None where all weights are trained."""
+        recipe = lora.parse(self.config.model.lora)
+        shapes = transformer.abstract_params(self.model)
+        return None if recipe is None else lora.Adapter.of(recipe, self.model, shapes)
 
     @property
     def identity(self) -> dict[str, Any]:

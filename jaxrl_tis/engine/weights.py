@@ -289,10 +289,15 @@ class _Kept:
         return jax.tree.unflatten(self.structure, leaves)
 
 
-def sent(served: Any) -> Any:
-    """Returns the part of serving parameters that a sync moves: the factors of adapted ones."""
-    parts = served if isinstance(served, list) else [served]
-    return [lora.split(part)[0] for part in parts]
+def moving(served: Any) -> tuple[Any, Any]:
+    """Returns (the part of serving parameters that each sync moves, the part that only the first one
+    does): factors and base of adapted ones, and (all, None) of any others."""
+    return lora.split(served)
+
+
+def sent(served: Any) -> list[Any]:
+    """Returns what a sync moves of serving parameters, or of a list with those of each sampler."""
+    return [moving(part)[0] for part in (served if isinstance(served, list) else [served])]
 
 
 def apart(serving: Any, params: Any) -> Any:
