@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ from jaxrl_tis.build import Setup, build, build_sampling
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
-from jaxrl_tis.gate import probe
+from jaxrl_tis.gate import canary, probe
 from jaxrl_tis.gate.report import MismatchError, require
 from jaxrl_tis.learner import arriving
 from jaxrl_tis.learner.batch_layout import Rows
@@ -121,7 +121,8 @@ class Run:
         has_threads = config.rollout.driver == "threads"
         parts = SourceParts(
             config, setup.schedule, setup.replay, groups, batches, self._timer,
-            setup.served_params if has_threads else setup.serving_params, self.heartbeat,
+            self._checked(setup.served_params if has_threads else setup.serving_params),
+            self.heartbeat,
         )
         if setup.schedule.is_sync and parts.replay is None:
             return SyncSource(parts, starts[0])
@@ -138,6 +139,20 @@ class Run:
 
             return ProcessesSource(*arguments)
         return VirtualSource(parts, starts[0], setup.engine.slots, self.snapshots.add_logps)
+
+    def _checked(self, serving_params: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        """Returns `serving_params` with the check of rollout.canary."""
+        if not canary.is_on(self.setup):
+            return serving_params
+        ids = self._prompter.ids(self._batches.source[0])
+        check = canary.Canary(self.setup, [*ids, *ids][: max(len(ids), 2)]).check
+
+        def checked(params, version):
+            served = serving_params(params, version)
+            check(params, served, version)
+            return served
+
+        return checked
 
     def _check(self, source: tasks.Source) -> Checked:
         reject = lacks_answer(self.setup.config)

@@ -59,6 +59,7 @@ ALLOWED = {
     "optimizer.schedule": SCHEDULES,
     "critic.schedule": SCHEDULES,
     "metrics.record": ("full", "compact"),
+    "rollout.canary": ("lora", "always", "never"),
     "rollout.old_logp_source": snapshots.WAYS,
     "task.name": tasks.TASKS,
     "task.on_bad_record": ("error", "skip"),

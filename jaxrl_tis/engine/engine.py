@@ -80,6 +80,10 @@ class Engine:
         """The shardings of serving parameters, in their tree."""
         return self._weights.shardings
 
+    def factor_digest(self, params: transformer.Params) -> str:
+        """Returns the fingerprint that the served factors of adapted parameters must have."""
+        return self._weights.factor_digest(params)
+
     def abstract_factors(self, adapter: lora.Adapter) -> Any:
         """Returns the shapes and shardings of the served factors of LoRA."""
         return self._weights.abstract_factors(adapter)

@@ -125,6 +125,11 @@ class Weights:
         )
         return outer | {"layers": layers}
 
+    def factor_digest(self, params: transformer.Params) -> str:
+        """Returns the fingerprint that the served factors of adapted parameters must have."""
+        adapter = lora.adapter_of(params, self._config)
+        return fingerprint.hex(self._factor_loader(adapter)(lora.split(params)[0])[1])
+
     def _load_factors(self, adapter: lora.Adapter, factors: Any) -> Any:
         """Returns the factors as they are served, each device's copy checked by its fingerprint."""
         served, sent = self._factor_loader(adapter)(factors)
