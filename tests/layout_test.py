@@ -48,7 +48,7 @@ MAY_IMPORT = {
     "evaluate": (
         "build", "cli_flags", "data", "engine", "learner", "record", "rollouts", "runtime",
     ),
-    "export": ("build", "data", "models", "record", "runtime"),
+    "export": ("build", "data", "learner", "models", "record", "runtime"),
     "aot": (
         "build", "cli_flags", "data", "engine", "fields", "learner", "models", "runtime", "sharding",
         "validate",

@@ -9,6 +9,7 @@
 * "ewma": an average of the policy, if it replaces older policies.
 """
 
+import sys
 from typing import Any
 
 import jax
@@ -21,10 +22,10 @@ from jaxrl_tis.learner.optimizer import optimizer_shardings
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.snapshots import Average
 from jaxrl_tis.learner.step import TrainState
-from jaxrl_tis.models import placement, quant, transformer, transforms
+from jaxrl_tis.models import peft, placement, quant, transformer, transforms
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import date
-from jaxrl_tis.runtime import hub, storage
+from jaxrl_tis.runtime import hub, processes, storage
 
 
 def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
@@ -52,12 +53,12 @@ def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
             {"decoder": shardings, "value": replicated},
             setup.critic_optimizer,
         )
-    frozen = jax.eval_shape(lambda params: _frozen(setup, params), whole)
+    constant = jax.eval_shape(lambda params: frozen(setup.learner.program, params), whole)
     if setup.adapter is not None:
-        state["base"] = place(frozen, of_base)
+        state["base"] = place(constant, of_base)
     elif setup.correction.kl is not None:
         kind = "pinned_host" if setup.config.correction.offload_reference else "device"
-        state["reference"] = place(frozen, placement.shardings(setup.layout, setup.model, kind))
+        state["reference"] = place(constant, placement.shardings(setup.layout, setup.model, kind))
     if setup.averages_policy:
         average = jax.eval_shape(Average.of, params)
         state["ewma"] = place(average, Average(shardings, replicated))
@@ -97,7 +98,7 @@ def initial_params(setup: LearnerSetup) -> Any:
     return jax.jit(init, out_shardings=shardings)(jax.random.key(setup.config.seed))
 
 
-def _frozen(setup: LearnerSetup, params: Any) -> Any:
+def frozen(program: transformer.Program, params: Any) -> Any:
     """Returns the reference, or the base of LoRA: the policy in the dtypes of the learner's products.
     The KL between the two then starts at exactly 0.
 
@@ -105,10 +106,10 @@ def _frozen(setup: LearnerSetup, params: Any) -> Any:
     other numbers keep the dtype of the policy: norms, routers, an output head at full precision,
     matrices that are quantised.
     """
-    program, heads = setup.learner.program, ("embed", "head")
+    heads = ("embed", "head")
     is_quantized = program.quantization.scheme != "none"
 
-    def frozen(path, x):
+    def leaf(path, x):
         name = path[-1].key
         is_matrix = name in heads or name in quant.QUANTIZED
         is_rounded = not (program.fp32_head if name in heads else is_quantized)
@@ -116,7 +117,7 @@ def _frozen(setup: LearnerSetup, params: Any) -> Any:
         # A copy in any case, as the updates donate the policy's buffers.
         return jnp.copy(x.astype(program.dtype) if is_rounded else x)
 
-    return jax.tree_util.tree_map_with_path(frozen, params)
+    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def initial_state(setup: LearnerSetup, params: Any) -> dict[str, Any]:
@@ -128,7 +129,7 @@ def initial_state(setup: LearnerSetup, params: Any) -> dict[str, Any]:
     def make(params):
         state = {}
         if setup.adapter is not None:
-            state["base"], params = _frozen(setup, params), _fresh_factors(setup, "policy")
+            state["base"], params = frozen(setup.learner.program, params), _fresh_factors(setup, "policy")
         elif setup.config.model.uaq_scale != 1:
             params = transforms.fold(params, setup.config.model.uaq_scale)
         state["policy"] = TrainState(params, setup.optimizer.init(params))
@@ -140,7 +141,7 @@ def initial_state(setup: LearnerSetup, params: Any) -> dict[str, Any]:
             critic = {"decoder": decoder, "value": jnp.zeros((setup.model.embed_dim,))}
             state["critic"] = TrainState(critic, setup.critic_optimizer.init(critic))
         if setup.correction.kl is not None and setup.adapter is None:
-            state["reference"] = _frozen(setup, params)
+            state["reference"] = frozen(setup.learner.program, params)
         if setup.averages_policy:
             state["ewma"] = Average.of(params)
         if states := control.init(setup.correction):
@@ -197,6 +198,18 @@ def as_begun(config: ml_collections.ConfigDict, path: str) -> ml_collections.Con
     values = config.to_dict()
     values["task"]["date"] = date(values, path)
     return ml_collections.ConfigDict(values)
+
+
+def with_adapter(setup: LearnerSetup, params: Any, folder: str | None) -> Any:
+    """Returns parameters with the adapter in a folder of PEFT; unchanged for None."""
+    if folder is None:
+        return params
+    name, path = peft.base_of(folder), setup.config.model.path
+    if name and path and name != path:
+        processes.report(
+            f"warning: {folder} was trained on {name}, and the model is {path}", sys.stderr
+        )
+    return peft.beside(params, folder, setup.model)
 
 
 def read_params(setup: LearnerSetup, path: str, step: int | None = None) -> Any:

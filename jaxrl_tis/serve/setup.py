@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.warm import warm_up
 from jaxrl_tis.engine.worker import EngineThread
-from jaxrl_tis.learner.state import initial_policy, read_params
+from jaxrl_tis.learner.state import initial_policy, read_params, with_adapter
 from jaxrl_tis.runtime.addresses import is_loopback
 from jaxrl_tis.serve import app
 from jaxrl_tis.serve.request import Limits
@@ -26,12 +26,14 @@ def read_token(path: str | None) -> str | None:
     return token
 
 
-def load(setup: Setup, path: str | None) -> Any:
-    """Loads serving parameters from `path`; None: the weights that the config starts from."""
+def load(setup: Setup, path: str | None, adapter: str | None = None) -> Any:
+    """Loads serving parameters from `path`; None: the weights that the config starts from. `adapter`
+    is the folder of a PEFT adapter."""
     if path is None:
         params = initial_policy(setup.training)
     else:
         params = read_params(setup.training, path)
+    params = with_adapter(setup.training, params, adapter)
     return jax.block_until_ready(setup.engine.load(params))
 
 
