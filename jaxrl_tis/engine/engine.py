@@ -238,13 +238,20 @@ class Engine:
           params: the learner's abstract parameters with their shardings; None takes float32 in the
             serving layout.
 
+        With LoRA "load" is that of the base, which runs once.
+
         Returns: {"load", "prefill", "insert", "decode", "verify" if there are drafts} -> (jitted
         function, arguments). Prompts are of the largest bucket, drafts as long as they may be.
         """
         if params is None:
             params = self._abstract_policy()
-        programs, load = self._programs, self._weights.loader(params)
-        serving = _abstract(jax.eval_shape(load, params)[0], self._weights.shardings)
+        base = lora.split(params)[1]
+        programs, learned = self._programs, params if base is None else base
+        load = self._weights.loader(learned)
+        serving = _abstract(jax.eval_shape(load, learned)[0], self._weights.shardings)
+        if base is not None:
+            adapter = lora.adapter_of(params, self.model)
+            serving = adapter.join(serving, self.abstract_factors(adapter))
         state = _abstract(jax.eval_shape(programs.empty_state), programs.shardings)
         r, table = self.prefill_batch, (self.pages_per_slot,)
         host = lambda *shape: np.zeros(shape, np.int32)
@@ -252,7 +259,7 @@ class Engine:
         pages = host(self.slots, *table), host(self.slots)
         drafts = host(self.slots, self.config.max_draft), host(self.slots)
         named = {
-            "load": (load, (params,)),
+            "load": (load, (learned,)),
             "prefill": (programs.prefill, (serving, state, *rows, host())),
             "insert": (programs.insert, (state, *self._insert_arrays({}))),
             "decode": (programs.generate, (serving, state, *pages)),
