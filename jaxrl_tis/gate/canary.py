@@ -1,16 +1,17 @@
 """One fixed prompt, scored by learner and sampler at every weight sync, before a token is sampled.
 
 A sampler whose adapter is old or absent samples from another policy, and nothing else says so at
-once. The check has two parts. The log-probs of the prompt under the served parameters must be within
-the bounds `gate.max_d_mean` and `gate.max_dp_max` of the learner's. With LoRA the served factors must
-also have the fingerprint of the learner's: an update may move log-probs by less than the bounds.
+once. The check has two parts. After each token of the prompt, the distributions of the next token must
+be within the bounds `gate.max_d_mean` and `gate.max_dp_max`: the mean over positions of
+sum_v p_behav |logp_old - logp_behav|, which the gate estimates from sampled tokens, and the maximum of
+|p_old - p_behav|. With LoRA the served factors must also have the fingerprint of the learner's: an
+update may move distributions by less than the bounds.
 """
 
 import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis.build import Setup
@@ -19,6 +20,7 @@ from jaxrl_tis.gate.report import MismatchError
 from jaxrl_tis.models import transformer
 from jaxrl_tis.runtime import fingerprint
 
+MAX_TOKENS = 32  # of the prompt
 WHEN = ("lora", "always", "never")  # choices of rollout.canary
 
 
@@ -32,11 +34,11 @@ class Canary:
     """Checks serving parameters against the policy's.
 
     Args:
-      ids: token ids of the prompt, at least two.
+      ids: token ids of the prompt; the first MAX_TOKENS are scored.
     """
 
     def __init__(self, setup: Setup, ids: list[int]):
-        self._setup, self._ids = setup, ids
+        self._setup, self._ids = setup, ids[:MAX_TOKENS]
         programs = setup.training.learner.program, setup.engine.program
         self._learner, self._sampler = (
             jax.jit(functools.partial(_log_probs, setup.model, p), compiler_options=p.compiler_options)
@@ -48,7 +50,7 @@ class Canary:
         sampler.
 
         Raises:
-          MismatchError: a sampler has an old or no adapter, or the log-probs are too far apart.
+          MismatchError: a sampler has an old or no adapter, or the distributions are too far apart.
         """
         setup, bounds = self._setup, self._setup.config.gate
         parts = served if isinstance(served, list) else [served]
@@ -64,26 +66,31 @@ class Canary:
         # The first sampler alone: fingerprints compare the others with it.
         learned = self._scored(self._learner, setup.training.layout, params)
         sampled = self._scored(self._sampler, setup.engine.layout, parts[0])
-        gap, gap_p = np.abs(learned - sampled), np.abs(np.exp(learned) - np.exp(sampled))
-        if not (gap.mean() <= bounds.max_d_mean and gap_p.max() <= bounds.max_dp_max):
+        d_mean, dp_max = distances(learned, sampled)
+        if not (d_mean <= bounds.max_d_mean and dp_max <= bounds.max_dp_max):
             raise MismatchError(
                 f"at version {version} sampler and learner disagree on a fixed prompt: d_mean "
-                f"{gap.mean():.3g} (gate.max_d_mean = {bounds.max_d_mean:g}), dp_max "
-                f"{gap_p.max():.3g} (gate.max_dp_max = {bounds.max_dp_max:g}); the run stops before "
+                f"{d_mean:.3g} (gate.max_d_mean = {bounds.max_d_mean:g}), dp_max "
+                f"{dp_max:.3g} (gate.max_dp_max = {bounds.max_dp_max:g}); the run stops before "
                 "it samples. `python -m jaxrl_tis.gate` splits the gap by cause"
             )
 
     def _scored(self, program: Any, layout: Any, params: Any) -> np.ndarray:
-        """Returns the log-probs of the prompt's tokens after the first."""
+        """Returns the log-probs [T,V] of the next token after each token of the prompt."""
         width = layout.mesh.shape["context"]
         length = -(-len(self._ids) // width) * width
         rows = np.zeros((layout.shards, length), np.int32)
         rows[:, : len(self._ids)] = self._ids
         tokens = layout.put(rows, ("batch", None))
-        return layout.fetch(program(params, tokens))[0, : len(self._ids) - 1]
+        return layout.fetch(program(params, tokens))[0, : len(self._ids)]
+
+
+def distances(learned_tv: np.ndarray, sampled_tv: np.ndarray) -> tuple[float, float]:
+    """Returns (d_mean, dp_max) of two log-probs [T,V], see the head of the file."""
+    p_tv = np.exp(sampled_tv)
+    expected_t = np.sum(p_tv * np.abs(learned_tv - sampled_tv), axis=-1)
+    return float(expected_t.mean()), float(np.abs(np.exp(learned_tv) - p_tv).max())
 
 
 def _log_probs(model, program, params, tokens_bt) -> jax.Array:
-    """Returns the log-probs [B,T-1] of each token after its prefix."""
-    logp_btv = jax.nn.log_softmax(transformer.logits(params, model, tokens_bt, program=program))
-    return jnp.take_along_axis(logp_btv[:, :-1], tokens_bt[:, 1:, None], axis=-1)[..., 0]
+    return jax.nn.log_softmax(transformer.logits(params, model, tokens_bt, program=program))

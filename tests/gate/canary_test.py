@@ -1,10 +1,11 @@
 """The check at every sync: an old or absent adapter is caught before a token is sampled."""
 
 import jax
+import numpy as np
 import pytest
 
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.gate.canary import Canary
+from jaxrl_tis.gate.canary import Canary, distances
 from jaxrl_tis.gate.report import MismatchError
 from jaxrl_tis.learner.state import initial_params, initial_state, policy
 from jaxrl_tis.models import lora
@@ -24,6 +25,14 @@ def begun(size, **overrides):
     factors, base = lora.split(params)
     moved = setup.training.adapter.join(base, jax.tree.map(lambda x: x + size, factors))
     return Canary(setup, [3, 1, 4, 1, 5]), setup.engine, params, moved
+
+
+def test_the_distances_by_hand():
+    """Two tokens: p_behav (1/2, 1/2) and (1, 0+), p_old (1/4, 3/4) and the same. At the first position
+    |log 1/2| / 2 + |log 3/2| / 2."""
+    sampled, learned = np.log([[0.5, 0.5], [0.999, 0.001]]), np.log([[0.25, 0.75], [0.999, 0.001]])
+    d_mean, dp_max = distances(learned, sampled)
+    assert d_mean == pytest.approx((np.log(2) + np.log(1.5)) / 4) and dp_max == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("size", [1e-6, 0.1])
@@ -68,12 +77,15 @@ def test_a_run_stops_before_it_samples_from_an_old_adapter(tmp_path, monkeypatch
         tiny.run(tmp_path / "run", **LORA, **short)
     lines = [x for x in tiny.lines(tmp_path / "run") if x["phase"] == "train"]
     assert [x["step"] for x in lines] == [1]
-    tiny.run(tmp_path / "blind", **LORA, **short, rollout__canary="never")
 
 
-def test_a_run_of_all_weights_can_have_it(tmp_path):
-    tiny.run(
-        tmp_path / "run", steps=1, warmup__steps=2, eval__every=8, rollout__canary="always"
-    )
+@pytest.mark.all
+@pytest.mark.parametrize("changes", [dict(), LORA | tiny.EPISODES], ids=["prompts", "episodes"])
+def test_a_run_of_all_weights_or_of_episodes_can_have_it(tmp_path, changes):
+    short = dict(steps=1, warmup__steps=0, eval__every=8)
+    tiny.run(tmp_path / "run", **short, **changes, rollout__canary="always")
+
+
+def test_another_choice_is_refused():
     with pytest.raises(ValueError, match="rollout.canary is 'sometimes'"):
         tiny.setup(rollout__canary="sometimes")
