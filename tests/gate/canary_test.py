@@ -28,11 +28,9 @@ def begun(size, **overrides):
 
 
 def test_the_distances_by_hand():
-    """Two tokens: p_behav (1/2, 1/2) and (1, 0+), p_old (1/4, 3/4) and the same. At the first position
-    |log 1/2| / 2 + |log 3/2| / 2."""
-    sampled, learned = np.log([[0.5, 0.5], [0.999, 0.001]]), np.log([[0.25, 0.75], [0.999, 0.001]])
-    d_mean, dp_max = distances(learned, sampled)
-    assert d_mean == pytest.approx((np.log(2) + np.log(1.5)) / 4) and dp_max == pytest.approx(0.25)
+    """p_behav (1/2, 1/2) and p_old (1/4, 3/4): |log 1/2| / 2 + |log 3/2| / 2."""
+    d, dp_max = distances(np.log([0.25, 0.75]), np.log([0.5, 0.5]))
+    assert d == pytest.approx((np.log(2) + np.log(1.5)) / 2) and dp_max == pytest.approx(0.25)
 
 
 @pytest.mark.parametrize("size", [1e-6, 0.1])
@@ -56,8 +54,8 @@ def test_an_absent_adapter_is_caught():
 def test_another_base_is_caught_by_the_log_probs():
     canary, engine, params, moved = begun(0.1)
     served = engine.load(moved)
-    wrong = served | {"embed": -served["embed"]}
-    with pytest.raises(MismatchError, match="disagree on a fixed prompt: d_mean"):
+    wrong = served | {"embed": 4 * served["embed"][::-1]}
+    with pytest.raises(MismatchError, match="disagree on a fixed prompt: d "):
         canary.check(moved, wrong, 1)
 
 
