@@ -28,11 +28,12 @@ import time
 
 from tests.mutants import Mutant, runner
 from tests.mutants import (
-    algorithms, engine, estimators, experiments, kernels, models, outside, rollouts, surroundings, update,
+    adapters, algorithms, engine, estimators, experiments, kernels, models, outside, rollouts,
+    surroundings, update,
 )
 
 TABLES = (
-    estimators, algorithms, update, engine, rollouts, kernels, models, surroundings, outside,
+    estimators, algorithms, update, engine, rollouts, kernels, models, adapters, surroundings, outside,
     experiments,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
