@@ -46,6 +46,9 @@ def get_config() -> ConfigDict:
     c.model.unquantized = ()  # layers that model.quantization skips; as engine.unquantized
     # invariant: sampler and learner compute bit-identical log-probs, more slowly. fast: they differ.
     c.model.numerics = "fast"
+    # Trained weights. none: all; lora(rank=32, alpha=32, targets='all') or rslora(...): low-rank
+    # factors beside a constant base. targets: attention, mlp, all, head or projections, as 'q,v'.
+    c.model.lora = "none"
     # Update-aware quantization (QuRL, which uses 1.5): scale of an update relative to the
     # quantization step. 1: off.
     c.model.uaq_scale = 1.0
@@ -161,6 +164,9 @@ def get_config() -> ConfigDict:
     # Steps between probes of the gap, split into engine and staleness and compared with the bounds
     # of gate. 0: no probes.
     c.rollout.gap_probe_every = 0
+    # Runs that score one fixed prompt by learner and sampler at every weight sync, and stop where the
+    # sampler has other weights: lora (those with model.lora), always or never.
+    c.rollout.canary = "lora"
     # Action above a bound. warn; sync: warn and lower the bound on staleness by one version; stop.
     c.rollout.on_gap_exceeded = "warn"
     # Weights that compute logp_old of stale tokens. ring: snapshots of the last versions; replica:

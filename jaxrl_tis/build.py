@@ -20,12 +20,13 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import MAX_STOP_IDS
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.weights import sent
 from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.environments.pool import Pool
 from jaxrl_tis.estimators import centering
 from jaxrl_tis.harness.process import HarnessProcess
 from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
-from jaxrl_tis.models import placement, transforms
+from jaxrl_tis.models import lora, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts import replay
@@ -65,6 +66,13 @@ class Sampling:
         sinks, window = self.config.engine.retention
         return KVEviction(sinks, window) if window else None
 
+    @functools.cached_property
+    def adapter(self) -> lora.Adapter | None:
+        """The adapted weights of model.lora; None where all weights are trained."""
+        recipe = lora.parse(self.config.model.lora)
+        shapes = transformer.abstract_params(self.model)
+        return None if recipe is None else lora.Adapter.of(recipe, self.model, shapes)
+
     @property
     def identity(self) -> dict[str, Any]:
         """Returns by name the values that a learner and its rollout workers must share: code,
@@ -93,10 +101,11 @@ class Sampling:
         """Returns the parameters for each of `engines`, on its devices. The policy is quantized
         once, on the learner's devices."""
         first = self.serving_params(params, version)
-        others = [jax.device_put(first, engine.serving_shardings) for engine in self.engines[1:]]
-        sent = fingerprint.hex(fingerprint.digest(first)) if others else ""
-        for served in others:
-            fingerprint.check(served, sent)
+        others = [engine.receive(first) for engine in self.engines[1:]]
+        [moved, *copies] = sent([first, *others])
+        digest = fingerprint.hex(fingerprint.digest(moved)) if others else ""
+        for copy in copies:
+            fingerprint.check(copy, digest)
         return [first, *others]
 
     @functools.cached_property
@@ -255,7 +264,7 @@ def assemble(
     _check_model(config, model)
     _check_positions(config, model)
     training = make_learner_setup(
-        config, choices.correction, choices.schedule, choices.replay, model, devices
+        config, choices.correction, choices.schedule, choices.replay, model, devices, choices.lora
     )
     layouts = _serving_layouts(config, training.layout, devices, model.vocab_size)
     first = layouts[0]

@@ -29,7 +29,7 @@ from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker, worker
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.learner.state import as_begun, read_params
+from jaxrl_tis.learner.state import as_begun, read_params, with_adapter
 from jaxrl_tis.record import intervals
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.rollouts.groups import Sample, request, sampling_params, scores
@@ -160,7 +160,9 @@ def pass_at(k: int, right: np.ndarray) -> np.ndarray:
     return np.array([1 - math.comb(n - c, k) / math.comb(n, k) for c in right.sum(axis=1).tolist()])
 
 
-def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> dict[str, Any]:
+def measure(
+    setup: Setup, path: str, samples: int, step: int | None = None, adapter: str | None = None
+) -> dict[str, Any]:
     """Returns {"n", "samples", "failed", "greedy", "sampled", "pass_at_<k>", ..., "greedy_reward",
     "sampled_reward"}; k are the powers of 2 up to `samples`.
 
@@ -173,7 +175,8 @@ def measure(setup: Setup, path: str, samples: int, step: int | None = None) -> d
     config, engine = setup.config, setup.learner_engine
     prompter = setup.prompter()
     evaluator = Evaluator(config, prompter)
-    scheduler = setup.scheduler(engine, engine.load(read_params(setup.training, path, step)), 0)
+    params = with_adapter(setup.training, read_params(setup.training, path, step), adapter)
+    scheduler = setup.scheduler(engine, engine.load(params), 0)
     total = config.eval.prompts * (1 + samples)
     with (
         contextlib.closing(prompter), contextlib.closing(scheduler),
@@ -211,11 +214,12 @@ def main() -> None:
     samples = flags.DEFINE_integer("samples", 8, "Answers sampled for each prompt.", lower_bound=1)
     step = flags.DEFINE_integer("step", None, "Of the checkpoint; default: the newest.")
     path = flags.DEFINE_string("json", None, "File to write the numbers to.")
+    adapter = flags.DEFINE_string("adapter", None, "Folder of a PEFT adapter of the model.")
 
     def run(model: str) -> None:
         cli.check_folder("json", path.value)
         setup = build(as_begun(config.value, model))
-        measured = measure(setup, model, samples.value, step.value)
+        measured = measure(setup, model, samples.value, step.value, adapter.value)
         failed = f", {measured['failed']} answers without a reward" if measured["failed"] else ""
         print(f"{model}: {measured['n']} prompts, {samples.value} samples each{failed}")
         for name in list(measured)[3:]:

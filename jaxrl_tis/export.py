@@ -7,6 +7,11 @@ Examples:
 
     python -m jaxrl_tis.export runs/first models/first
     python -m jaxrl_tis.export runs/first models/first-50 --step=50 --dtype=float32
+
+A run with model.lora is written as a folder of PEFT, or merged into its base in float32:
+
+    python -m jaxrl_tis.export runs/lora adapters/lora --adapter
+    python -m jaxrl_tis.export runs/lora models/lora --merged
 """
 
 import json
@@ -24,11 +29,12 @@ from jaxrl_tis import models
 from jaxrl_tis.build import small_model
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
-from jaxrl_tis.models import transformer
+from jaxrl_tis.learner.state import BASE, frozen
+from jaxrl_tis.models import lora, peft, quant, transformer
 from jaxrl_tis.models.hf_config import GENERATION
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import saved_config
-from jaxrl_tis.runtime import cli, hub
+from jaxrl_tis.runtime import cli, hub, storage
 
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
@@ -59,14 +65,16 @@ def export(workdir: str, out: str, step: int | None = None, dtype: str = "bfloat
         model = models.read_config(config.model.path)
     else:
         model = small_model(config, tokenizer.vocab_size)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here),
-        transformer.abstract_params(model, config.model.param_dtype),
-    )
-    with Checkpoints(workdir, keep=1) as checkpoints:
-        state, meta = checkpoints.restore({"policy": {"params": abstract}}, step, is_part=True)
-    params = transformer.cast(state["policy"]["params"], dtype)
+    params, meta = _restored(workdir, config, model, step)
+    if (factors := lora.split(params))[1] is not None:
+        if dtype != "float32":
+            raise ValueError(
+                f"the run has model.lora = {config.model.lora!r}, and a merge in {dtype} loses small "
+                "updates; export it with --merged, which is float32, or --adapter"
+            )
+        base = transformer.cast(factors[1], "float32")
+        params = lora.merged(lora.join_like(params, base, factors[0]))
+    params = transformer.cast(params, dtype)
     with tempfile.TemporaryDirectory() as folder:
         source = hub.local(config.task.tokenizer or config.model.path, weights=False)
         if not source.is_dir():  # a .gguf file, or "char"
@@ -78,6 +86,58 @@ def export(workdir: str, out: str, step: int | None = None, dtype: str = "bfloat
         expected = _identity(tokenizer) | {"generation config": _generation(source, fields)}
     _check(out, model, params, dtype, expected)
     return meta["step"]
+
+
+def export_adapter(workdir: str, out: str, step: int | None = None) -> int:
+    """Writes the adapter of a run with model.lora as a folder of PEFT, reads it back, and returns the
+    checkpoint's step. Raises as `export`, and ValueError for a run without an adapter."""
+    if (values := saved_config(workdir)) is None:
+        raise FileNotFoundError(f"{workdir} has no config.json: is it the --workdir of a run?")
+    config = ml_collections.ConfigDict(values)
+    tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
+    model = models.read_config(config.model.path) if config.model.path else small_model(
+        config, tokenizer.vocab_size
+    )
+    params, meta = _restored(workdir, config, model, step)
+    factors, base = lora.split(params)
+    if base is None:
+        raise ValueError(f"{workdir} trained all weights, and has no adapter; leave out --adapter")
+    adapter = lora.adapter_of(params, model)
+    peft.save(out, adapter, factors, config.model.path)
+    read, found = peft.load(out, model)
+    same = jax.tree.map(np.array_equal, found, factors)
+    if read != adapter or not all(jax.tree.leaves(same)):
+        shutil.move(out, f"{out}.wrong")
+        raise RuntimeError(f"{out} reads back as another adapter; it is now {out}.wrong")
+    return meta["step"]
+
+
+def _restored(
+    workdir: str, config: ml_collections.ConfigDict, model: models.ModelConfig, step: int | None
+) -> tuple[Any, dict[str, Any]]:
+    """Returns (the policy's parameters in a checkpoint, adapted with model.lora; its meta)."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    place = lambda tree: jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), tree
+    )
+    shapes, recipe = transformer.abstract_params(model, config.model.param_dtype), None
+    if "lora" in config.model:  # not in runs from before there was one
+        recipe = lora.parse(config.model.lora)
+    adapter = None if recipe is None else lora.Adapter.of(recipe, model, shapes)
+    trained = place(shapes if adapter is None else adapter.abstract(shapes))
+    with Checkpoints(workdir, keep=1) as checkpoints:
+        state, meta = checkpoints.restore({"policy": {"params": trained}}, step, is_part=True)
+    params = state["policy"]["params"]
+    if adapter is None:
+        return params, meta
+    m = config.model
+    program = transformer.Program(
+        m.dtype, fp32_head=m.fp32_head, quantization=quant.Recipe(m.quantization, tuple(m.unquantized))
+    )
+    constant = place(jax.eval_shape(lambda params: frozen(program, params), shapes))
+    with Checkpoints(storage.folder(workdir) / BASE, keep=1) as checkpoints:
+        base = checkpoints.restore({BASE: constant})[0][BASE]
+    return adapter.join(base, params), meta
 
 
 def _described(tokenizer: Tokenizer, folder: pathlib.Path) -> pathlib.Path:
@@ -154,9 +214,16 @@ def main() -> None:
     parser.add_argument("workdir", metavar="WORKDIR", help="folder of a run")
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
+    parser.add_argument("--adapter", action="store_true", help="write a PEFT folder of the adapter")
+    parser.add_argument("--merged", action="store_true", help="merge the adapter, in float32")
     parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights")
     args = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")  # a chip may hold less, and be in use
+    if args.adapter:
+        step = export_adapter(args.workdir, args.out, args.step)
+        print(f"{args.out}: the adapter after step {step}, read back and compared")
+        return
+    args.dtype = "float32" if args.merged else args.dtype
     step = export(args.workdir, args.out, args.step, args.dtype)
     print(f"{args.out}: the policy after step {step}, in {args.dtype}, read back and compared")
 

@@ -1,7 +1,8 @@
 """How a run is saved, and how it goes on from a checkpoint.
 
 A checkpoint holds the state of `learner.state`; under "snapshots" the weights that tokens in the queue
-were sampled with; and meta, which JSON can hold: the fields NEEDED.
+were sampled with; and meta, which JSON can hold: the fields NEEDED. The base of LoRA does not change:
+WORKDIR/base holds it once, see `learner.state.keep_base`.
 """
 
 import pathlib
@@ -15,7 +16,7 @@ from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner import optimizer
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.snapshots import WeightSnapshots
-from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.learner.state import abstract_state, joined, read_base
 from jaxrl_tis.record import changes
 from jaxrl_tis.record.changes import Changes
 from jaxrl_tis.record.checkpoint import Checkpoints, Misfit
@@ -42,7 +43,8 @@ def save(
         "step": step, "version": version, "held_out": held_out, "source": source,
         "snapshots": of_snapshots,
     }
-    checkpoints.save(step, {**state, **({"snapshots": arrays} if arrays else {})}, meta)
+    trained = {name: x for name, x in state.items() if name != "base"}
+    checkpoints.save(step, {**trained, **({"snapshots": arrays} if arrays else {})}, meta)
 
 
 def restore(
@@ -56,7 +58,7 @@ def restore(
         of jaxrl_tis.
     """
     def abstract(meta):
-        shapes = abstract_state(setup)
+        shapes = {name: x for name, x in abstract_state(setup).items() if name != "base"}
         if "snapshots" not in meta:
             return shapes
         of_snapshots = snapshots.abstract(meta["snapshots"], shapes["policy"].params)
@@ -76,7 +78,10 @@ def restore(
             f"the checkpoints in {workdir} have no {' and '.join(missing)}: another version of "
             "jaxrl_tis wrote them; use that version, or a new workdir"
         )
-    snapshots.restore(state.pop("snapshots", {}), meta["snapshots"])
+    kept = state.pop("snapshots", {})
+    if setup.adapter is not None:
+        state["base"] = read_base(setup, workdir)
+    snapshots.restore(kept, meta["snapshots"], lambda trained: joined(setup, state, trained))
     return state, meta
 
 

@@ -6,6 +6,7 @@ Examples:
 
     python -m jaxrl_tis.score --model=models/mine --tokens=in.npy --out=out.npy
     python -m jaxrl_tis.score --model=models/mine.gguf --tokens=in.npy --out=out.npy
+    python -m jaxrl_tis.score --model=models/mine --adapter=adapters/a --tokens=in.npy --out=out.npy
 """
 
 import jax
@@ -14,20 +15,24 @@ import numpy as np
 from absl import flags
 
 from jaxrl_tis import cli_flags, models
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import peft, transformer
 
 MODEL = flags.DEFINE_string("model", None, "Checkpoint folder or .gguf file.")
+ADAPTER = flags.DEFINE_string("adapter", None, "Folder of a PEFT adapter of this model.")
 TOKENS = flags.DEFINE_string("tokens", None, ".npy file with tokens [B,T].")
 OUT = flags.DEFINE_string("out", None, ".npy file to write logits [B,T,V] to.")
 
 
-def score(model: str, tokens_bt: np.ndarray, out: str) -> None:
-    """Writes the logits [B,T,V] in float32 of `tokens_bt` [B,T] to the .npy file `out`.
+def score(model: str, tokens_bt: np.ndarray, out: str, adapter: str | None = None) -> None:
+    """Writes the logits [B,T,V] in float32 of `tokens_bt` [B,T] to the .npy file `out`. `adapter` is
+    the folder of a PEFT adapter, which stays beside the model's weights.
 
     Raises:
       ValueError: the tokens are no [B,T] array of integers below the model's vocabulary.
     """
     config, params = models.load(model)
+    if adapter is not None:
+        params = peft.beside(params, adapter, config)
     _check_tokens(tokens_bt, config.vocab_size)
     row_logits = jax.jit(lambda params, tokens: transformer.logits(params, config, tokens))
     shape = (*tokens_bt.shape, config.vocab_size)
@@ -63,7 +68,7 @@ def read_tokens(path: str) -> np.ndarray:
 
 
 def main() -> None:
-    score(MODEL.value, read_tokens(TOKENS.value), OUT.value)
+    score(MODEL.value, read_tokens(TOKENS.value), OUT.value, ADAPTER.value)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import ml_collections
@@ -16,11 +17,11 @@ from jaxrl_tis.build import Setup, build, build_sampling
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
-from jaxrl_tis.gate import probe
+from jaxrl_tis.gate import canary, probe
 from jaxrl_tis.gate.report import MismatchError, require
 from jaxrl_tis.learner import arriving
 from jaxrl_tis.learner.batch_layout import Rows
-from jaxrl_tis.learner.state import initial_params, initial_state
+from jaxrl_tis.learner.state import initial_params, initial_state, keep_base, policy
 from jaxrl_tis.learner.trainer import Trainer, sample_metrics
 from jaxrl_tis.learner.warmup import examples, warm_up
 from jaxrl_tis.record import changes, failures, goodput, samples, sinks
@@ -125,7 +126,8 @@ class Run:
         has_threads = config.rollout.driver == "threads"
         parts = SourceParts(
             config, setup.schedule, setup.replay, groups, batches, self._timer,
-            setup.served_params if has_threads else setup.serving_params, self.heartbeat,
+            self._checked(setup.served_params if has_threads else setup.serving_params),
+            self.heartbeat,
         )
         if setup.schedule.is_sync and parts.replay is None:
             return SyncSource(parts, starts[0])
@@ -143,11 +145,30 @@ class Run:
             return ProcessesSource(*arguments)
         return VirtualSource(parts, starts[0], setup.engine.slots, self.snapshots.add_logps)
 
+    def _checked(self, serving_params: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        """Returns `serving_params` with the check of rollout.canary."""
+        if not canary.is_on(self.setup):
+            return serving_params
+        ids = self._prompter.ids(self._batches.source[0])
+        check = canary.Canary(self.setup, ids).check
+
+        def checked(params, version):
+            served = serving_params(params, version)
+            check(params, served, version)
+            return served
+
+        return checked
+
     def _check(self, source: tasks.Source) -> Checked:
         reject = lacks_answer(self.setup.config)
         return self._prompter.checked(
             source, "training data", reject, heartbeat=self._watchdog.heartbeat
         )
+
+    @property
+    def policy(self) -> Any:
+        """The policy's parameters."""
+        return policy(self.setup.training, self.state)
 
     def begin(self) -> None:
         """Makes the state at step 0, or reads the newest checkpoint. Runs the evaluation of that
@@ -181,8 +202,9 @@ class Run:
                 self._prompter, self._taught,
             )
         self.state = initial_state(self.setup.training, params)
+        keep_base(self.setup.training, self.state, self._mirror.workdir)
         if self.setup.config.gate.required:
-            require(self.setup, self.state["policy"].params)
+            require(self.setup, self.policy)
 
     def _continue(self) -> None:
         workdir, training, changed = self._mirror.workdir, self.setup.training, self._changed
@@ -342,7 +364,7 @@ class Run:
         self._watchdog.heartbeat(f"evaluation at step {step}")
         engine = self.setup.learner_engine
         self.source.release_cache()  # there is room for one cache
-        params = engine.load(self.state["policy"].params)
+        params = engine.load(self.policy)
         scheduler = self.setup.scheduler(engine, params, self.version)
         total = 2 * self.setup.config.eval.prompts
         title, is_shown = f"evaluation at step {step}", processes.is_first()
@@ -479,7 +501,7 @@ def run(
                 with r.profiled(step):
                     # Sync weights
                     with r.phase("sync"):
-                        params = r.state["policy"].params
+                        params = r.policy
                         if source.publish(params, r.version):
                             snapshots.publish(params, r.version)
 
@@ -511,7 +533,7 @@ def run(
 
                 # Measure
                 probed, too_far = probe.of_step(
-                    r.setup, step, rows, r.state["policy"].params, source.reduce_staleness
+                    r.setup, step, rows, r.policy, source.reduce_staleness
                 )
                 values |= probed | measured | sample_metrics(drawn, rows, config)
                 values |= r.data_metrics(drawn)

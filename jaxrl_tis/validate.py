@@ -20,11 +20,13 @@ from jaxrl_tis.engine.injection import Injection
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import loss, presets, reduce, turn_credit
 from jaxrl_tis.learner import correction, snapshots
-from jaxrl_tis.learner.check import method_problems, staleness_problems, trace_problems
+from jaxrl_tis.learner.check import (
+    adapter_problems, method_problems, staleness_problems, trace_problems,
+)
 from jaxrl_tis.learner.correction import Correction
 from jaxrl_tis.learner.optimizer import SCHEDULES
 from jaxrl_tis.learner.setup import max_length
-from jaxrl_tis.models import quant, transformer
+from jaxrl_tis.models import lora, quant, transformer
 from jaxrl_tis.models.config import MOST_EXPERTS, SCORES
 from jaxrl_tis.record.sinks import SINKS
 from jaxrl_tis.rollouts import replay, schedules
@@ -58,6 +60,7 @@ ALLOWED = {
     "optimizer.schedule": SCHEDULES,
     "critic.schedule": SCHEDULES,
     "metrics.record": ("full", "compact"),
+    "rollout.canary": ("lora", "always", "never"),
     "rollout.old_logp_source": snapshots.WAYS,
     "rollout.on_fork": ON_FORK,
     "task.name": tasks.TASKS,
@@ -100,12 +103,14 @@ class Choices:
       schedule: rollout.schedule.
       replay: rollout.replay; None where groups are trained on once.
       injected: engine.injected.
+      lora: model.lora; None where all weights are trained.
     """
 
     correction: Correction
     schedule: Schedule
     replay: replay.Way | None
     injected: Injection
+    lora: lora.Recipe | None
 
 
 def validate(config: ml_collections.ConfigDict) -> Choices:
@@ -141,6 +146,7 @@ def _parsed(config) -> tuple[dict[str, Any], list[str]]:
         parse("correction", lambda c: correction.parse(c, rate), c, "correction: ")
     parse("schedule", schedules.parse, rollout.schedule, "rollout.")
     parse("replay", replay.parse, rollout.replay, "rollout.")
+    parse("lora", lora.parse, config.model.lora, "model.")
     parse("injected", injection.parse, config.engine.injected, "engine.injected: ")
     return parsed, refused
 
@@ -153,6 +159,8 @@ def _of_rooms(config, parsed: dict[str, Any]):
         yield from method_problems(config, parsed["correction"])
         if is_parsed:
             yield from staleness_problems(config, parsed["correction"], *scheduling)
+        if parsed.get("lora") is not None:
+            yield from adapter_problems(config, parsed["correction"])
     yield from engine_problems(config)
     if is_parsed:
         yield from rollout_problems(config, *scheduling)

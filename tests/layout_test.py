@@ -26,7 +26,7 @@ MAY_IMPORT = {
     # Estimators know no model, models no engine, the engine no learner.
     "estimators": ("kernels", "choices"),
     "diagnostics": ("estimators",),
-    "models": ("kernels", "runtime", "sharding"),
+    "models": ("kernels", "runtime", "sharding", "choices"),
     "engine": ("data", "fields", "kernels", "models", "runtime", "sharding", "choices"),
     "endpoint": ("data", "engine", "runtime"),
     "harness": ("data",),
@@ -51,7 +51,7 @@ MAY_IMPORT = {
     "evaluate": (
         "build", "cli_flags", "data", "engine", "learner", "record", "rollouts", "runtime",
     ),
-    "export": ("build", "data", "models", "record", "runtime"),
+    "export": ("build", "data", "learner", "models", "record", "runtime"),
     "aot": (
         "build", "cli_flags", "data", "engine", "fields", "learner", "models", "runtime", "sharding",
         "validate",

@@ -138,7 +138,7 @@ def test_a_minibatch_without_a_reward_is_no_update():
     ]
     steps, step = [], trainer._train_step
 
-    def spy(state, minibatch):
+    def spy(state, minibatch, base=None):
         steps.append(int(np.asarray(minibatch["mask"]).any(-1).sum()))
         return step(state, minibatch)
 

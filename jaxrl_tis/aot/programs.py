@@ -21,7 +21,7 @@ from jaxrl_tis.aot.hlo import Module
 from jaxrl_tis.aot.report import EVALUATION, entry, header
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.learner.scoring import make_score, make_values
-from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.learner.state import abstract_state, base, joined, policy
 from jaxrl_tis.learner.step import make_critic_step, make_train_step
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.runtime import hub
@@ -90,14 +90,14 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     """Returns the run's programs: name in PROGRAMS -> (jitted function, abstract arguments)."""
     training = setup.training
     state = abstract_state(training)
-    params = state["policy"].params
+    params, of_base = policy(training, state), (base(state),) if training.adapter else ()
     micro, mini = abstract_microbatches(setup), abstract_minibatch(setup)
     learner, sampling = training.update_learner, setup.engine.programs(params)
     evaluating = setup.learner_engine.programs(params)
-    is_scored, has_reference = bool(training.recompute_reason), "reference" in state
+    is_scored, has_reference = bool(training.recompute_reason), training.correction.kl is not None
     update = make_train_step(learner, training.correction, training.optimizer, is_scored)
     by_name = {
-        "train": (update, (state["policy"], mini)),
+        "train": (update, (state["policy"], mini, *of_base)),
         **({"score": (make_score(learner), (params, micro))} if is_scored or has_reference else {}),
         "quantize": sampling["load"],
         "reshard": evaluating["load"],
@@ -107,8 +107,9 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     if training.has_critic:
         clip = setup.config.critic.value_clip
         update = make_critic_step(learner, clip, training.critic_optimizer)
-        by_name["critic"] = update, (state["critic"], mini)
-        by_name["values"] = make_values(learner), (state["critic"].params, micro)
+        by_name["critic"] = update, (state["critic"], mini, *of_base)
+        critic = joined(training, state, state["critic"].params)
+        by_name["values"] = make_values(learner), (critic, micro)
     return {name: by_name[name] for name in PROGRAMS if name in by_name}
 
 
@@ -144,7 +145,8 @@ def resident(setup: build.Setup) -> dict[str, Any]:
     an evaluation."""
     state = abstract_state(setup.training)
     engines = setup.engine, setup.learner_engine
-    sampling, evaluating = (e.programs(state["policy"].params)["decode"][1] for e in engines)
+    params = policy(setup.training, state)
+    sampling, evaluating = (e.programs(params)["decode"][1] for e in engines)
     arrays = {name: state[name] for name in state if name != "controllers"}
     if setup.config.correction.offload_reference:
         arrays.pop("reference", None)

@@ -21,7 +21,7 @@ from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.spec import Spec
 from jaxrl_tis.engine.state import DecodeState, Slots
 from jaxrl_tis.engine.weights import Weights
-from jaxrl_tis.models import placement, transformer, transforms
+from jaxrl_tis.models import lora, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout, single_device
 
@@ -71,10 +71,22 @@ class Engine:
         """Turns the learner's parameters into serving parameters, see weights.Weights."""
         return self._weights.load(params, noise)
 
+    def receive(self, served: transformer.Params) -> transformer.Params:
+        """Returns the serving parameters of another engine on this one's devices."""
+        return self._weights.receive(served)
+
     @property
     def serving_shardings(self) -> Any:
         """The shardings of serving parameters, in their tree."""
         return self._weights.shardings
+
+    def factor_digest(self, params: transformer.Params) -> str:
+        """Returns the fingerprint that the served factors of adapted parameters must have."""
+        return self._weights.factor_digest(params)
+
+    def abstract_factors(self, adapter: lora.Adapter) -> Any:
+        """Returns the shapes and shardings of the served factors of LoRA."""
+        return self._weights.abstract_factors(adapter)
 
     def shardings_in(self, layout: Layout) -> Any:
         """Returns the shardings of serving parameters in the learner's layout, before they move."""
@@ -226,13 +238,20 @@ class Engine:
           params: the learner's abstract parameters with their shardings; None takes float32 in the
             serving layout.
 
+        With LoRA "load" is that of the base, which runs once.
+
         Returns: {"load", "prefill", "insert", "decode", "verify" if there are drafts} -> (jitted
         function, arguments). Prompts are of the largest bucket, drafts as long as they may be.
         """
         if params is None:
             params = self._abstract_policy()
-        programs, load = self._programs, self._weights.loader(params)
-        serving = _abstract(jax.eval_shape(load, params)[0], self._weights.shardings)
+        base = lora.split(params)[1]
+        programs, learned = self._programs, params if base is None else base
+        load = self._weights.loader(learned)
+        serving = _abstract(jax.eval_shape(load, learned)[0], self._weights.shardings)
+        if base is not None:
+            adapter = lora.adapter_of(params, self.model)
+            serving = adapter.join(serving, self.abstract_factors(adapter))
         state = _abstract(jax.eval_shape(programs.empty_state), programs.shardings)
         r, table = self.prefill_batch, (self.pages_per_slot,)
         host = lambda *shape: np.zeros(shape, np.int32)
@@ -240,7 +259,7 @@ class Engine:
         pages = host(self.slots, *table), host(self.slots)
         drafts = host(self.slots, self.config.max_draft), host(self.slots)
         named = {
-            "load": (load, (params,)),
+            "load": (load, (learned,)),
             "prefill": (programs.prefill, (serving, state, *rows, host())),
             "insert": (programs.insert, (state, *self._insert_arrays({}))),
             "decode": (programs.generate, (serving, state, *pages)),

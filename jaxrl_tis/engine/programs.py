@@ -129,9 +129,9 @@ def _prefill_scored_rows(spec: Spec, params, state, *rows_and_targets):
     """Prefills all rows and returns (state, log-probs of the targets [R,T], routes)."""
     *rows, targets_rt = rows_and_targets
     state, x_rtd, routes = _forward_rows(spec, params, state, *rows)
+    head, x_rtd = transformer.output_head(params, spec.program, x_rtd)
     logp_rt = token_logprob(
-        transformer.output_head(params, spec.program), x_rtd, targets_rt,
-        jnp.ones(targets_rt.shape), LOGPROB_CHUNK, layout=spec.layout,
+        head, x_rtd, targets_rt, jnp.ones(targets_rt.shape), LOGPROB_CHUNK, layout=spec.layout,
         numerics=spec.program.numerics,
     ).logp
     return state, *_replicated(spec.layout, (logp_rt, routes))

@@ -1,15 +1,21 @@
-"""Serving parameters: the learner's parameters, cast or quantised, then moved to the engine."""
+"""Serving parameters: the learner's parameters, cast or quantised, then moved to the engine.
+
+The base of adapted parameters is quantised at the first sync, and kept for as long as something
+serves it. A later sync moves float32 factors and their fingerprint alone. Nothing is merged.
+"""
 
 import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_tis import sharding
-from jaxrl_tis.models import placement, quant, transformer, transforms
+from jaxrl_tis.models import lora, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import STACKS, ModelConfig, by_stack
 from jaxrl_tis.runtime import fingerprint
 from jaxrl_tis.sharding import Layout
@@ -46,6 +52,8 @@ class Weights:
         )
         self.shardings = self.shardings_in(self._layout)
         self._loader = functools.cache(self._load_from)
+        self._factor_loader = functools.cache(self._make_factor_loader)
+        self._base: _Kept | None = None
 
     def load(
         self, params: transformer.Params, noise: transforms.Noise | None = None
@@ -59,6 +67,92 @@ class Weights:
         Raises:
           RuntimeError: they differ.
         """
+        factors, base = lora.split(params)
+        if base is None:
+            return self._load(params, noise)
+        adapter = lora.adapter_of(params, self._config)
+        served = self._kept_base(base, lambda: self._load(base, noise))
+        return adapter.join(served, self._load_factors(adapter, factors))
+
+    def receive(self, served: transformer.Params) -> transformer.Params:
+        """Returns the serving parameters of another engine on the devices of this one. The base of
+        adapted ones is moved once."""
+        factors, base = lora.split(served)
+        if base is None:
+            return jax.device_put(served, self.shardings)
+        adapter = lora.adapter_of(served, self._config)
+
+        def moved():
+            here = jax.device_put(base, self.shardings)
+            fingerprint.check(here, fingerprint.hex(fingerprint.digest(base)))
+            return here
+
+        here = self._kept_base(base, moved)
+        return adapter.join(here, jax.device_put(factors, self.factor_shardings(adapter)))
+
+    def _kept_base(self, base: Any, make: Callable[[], Any]) -> Any:
+        """Returns make(), or what it returned for the same base while something still serves that."""
+        served = self._base.served(base) if self._base is not None else None
+        if served is None:
+            served = make()
+            self._base = _Kept.of(base, served)
+        return served
+
+    def factor_shardings(self, adapter: lora.Adapter) -> Any:
+        """Returns the shardings of the served factors, in their tree."""
+        return self._unrolled(placement.of_factors(self._layout, adapter), lambda s: NamedSharding(
+            s.mesh, PartitionSpec(*s.spec[1:])
+        ))
+
+    def abstract_factors(self, adapter: lora.Adapter) -> Any:
+        """Returns the shapes and shardings of the served factors."""
+        shapes = self._unrolled(placement.abstract_factors(adapter), lambda x: (
+            jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+        ))
+        return jax.tree.map(
+            lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s),
+            shapes, self.factor_shardings(adapter),
+        )
+
+    def _unrolled(self, factors: Any, of_layer: Callable[[Any], Any]) -> Any:
+        """Returns a tree of factors in the layout of the serving parameters."""
+        if not self._unroll:
+            return factors
+        outer = {n: x for n, x in factors.items() if n not in STACKS}
+        home = {i: s for s, indices in self._config.stacks.items() for i in indices}
+        layers = tuple(
+            jax.tree.map(of_layer, factors.get(home[i], {})) for i in range(self._config.num_layers)
+        )
+        return outer | {"layers": layers}
+
+    def factor_digest(self, params: transformer.Params) -> str:
+        """Returns the fingerprint that the served factors of adapted parameters must have."""
+        adapter = lora.adapter_of(params, self._config)
+        return fingerprint.hex(self._factor_loader(adapter)(lora.split(params)[0])[1])
+
+    def _load_factors(self, adapter: lora.Adapter, factors: Any) -> Any:
+        """Returns the factors as they are served, each device's copy checked by its fingerprint."""
+        served, sent = self._factor_loader(adapter)(factors)
+        served = jax.device_put(served, self.factor_shardings(adapter))
+        fingerprint.check(served, fingerprint.hex(sent))
+        return served
+
+    def _make_factor_loader(self, adapter: lora.Adapter) -> Any:
+        """Returns the jitted function of the factors: (as they are served, their fingerprint)."""
+
+        def load(factors):
+            # Copies: an update donates the factors of the learner.
+            if not self._unroll:
+                served = jax.tree.map(jnp.copy, factors)
+            else:
+                stacks = {s: factors.get(s, {}) for s in self._config.stacks}
+                outer = {n: jax.tree.map(jnp.copy, x) for n, x in factors.items() if n not in STACKS}
+                served = transformer.unstack(outer | stacks, self._config)
+            return served, fingerprint.digest(served)
+
+        return jax.jit(load, compiler_options=self._program.compiler_options)
+
+    def _load(self, params, noise=None):
         homes = _homes(params)
         if not homes:
             params = placement.put(params, self._layout, self._config)
@@ -176,6 +270,46 @@ class Weights:
     @staticmethod
     def _transposed(layer):
         return {n: quant.transposed(w) if n in TRANSPOSED else w for n, w in layer.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Kept:
+    """A base and how it is served, both held by others."""
+
+    base: tuple[weakref.ref, ...]
+    leaves: tuple[weakref.ref, ...]
+    structure: Any
+
+    @classmethod
+    def of(cls, base: Any, served: Any) -> "_Kept":
+        refs = lambda tree: tuple(map(weakref.ref, jax.tree.leaves(tree)))
+        return cls(refs(base), refs(served), jax.tree.structure(served))
+
+    def served(self, base: Any) -> Any:
+        """Returns how this base is served; None for another base, or once nothing serves it."""
+        mine = zip(self.base, jax.tree.leaves(base), strict=True)
+        leaves = [ref() for ref in self.leaves]
+        if any(ref() is not x for ref, x in mine) or any(x is None for x in leaves):
+            return None
+        return jax.tree.unflatten(self.structure, leaves)
+
+
+def moving(served: Any) -> tuple[Any, Any]:
+    """Returns (the part of serving parameters that each sync moves, the part that only the first one
+    does): factors and base of adapted ones, and (all, None) of any others."""
+    return lora.split(served)
+
+
+def sent(served: Any) -> list[Any]:
+    """Returns what a sync moves of serving parameters, or of a list with those of each sampler."""
+    return [moving(part)[0] for part in (served if isinstance(served, list) else [served])]
+
+
+def apart(serving: Any, params: Any) -> Any:
+    """Returns serving parameters with copies of the arrays that they share with a policy, whose update
+    donates its trained arrays."""
+    own = {id(x) for x in jax.tree.leaves(lora.split(params)[0])}
+    return jax.tree.map(lambda x: jnp.copy(x) if id(x) in own else x, serving)
 
 
 def _homes(params: transformer.Params) -> tuple[NamedSharding, ...]:

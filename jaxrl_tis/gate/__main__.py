@@ -19,13 +19,14 @@ from absl import flags
 from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
 from jaxrl_tis.gate.report import check_prompts, failures, measure, table, to_json
-from jaxrl_tis.learner.state import initial_params, initial_state
+from jaxrl_tis.learner.state import initial_policy, with_adapter
 from jaxrl_tis.runtime import cli, processes
 
 CONFIG = cli_flags.define_config()
 PROMPTS = flags.DEFINE_integer(
     "prompts", None, "Prompts of the batch; default: config.rollout.prompts."
 )
+ADAPTER = flags.DEFINE_string("adapter", None, "Folder of a PEFT adapter of the model.")
 JSON = flags.DEFINE_string("json", None, "Write the report to this file.")
 
 
@@ -44,7 +45,7 @@ def gate() -> int:
     setup = build(CONFIG.value)
     prompts = setup.config.rollout.prompts if PROMPTS.value is None else PROMPTS.value
     check_prompts(setup, prompts)
-    params = initial_state(setup.training, initial_params(setup.training))["policy"].params
+    params = with_adapter(setup.training, initial_policy(setup.training), ADAPTER.value)
     report = measure(setup, params, prompts)
     processes.report(table(report))
     if JSON.value and processes.is_first():

@@ -177,7 +177,8 @@ def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> np.ndar
 
 
 def _with_norms(params: Any, dtype: str) -> Any:
-    cast = lambda path, x: x.astype(dtype) if path[-1].key.endswith("norm") else x
+    is_norm = lambda path: jax.tree_util.keystr(path[-1:], simple=True).endswith("norm")
+    cast = lambda path, x: x.astype(dtype) if is_norm(path) else x
     return jax.tree_util.tree_map_with_path(cast, params)
 
 

@@ -10,6 +10,7 @@ from jaxrl_tis.diagnostics import attribution
 from jaxrl_tis.estimators import rank_masks
 from jaxrl_tis.learner.batch_layout import Rows, num_sequences, update_fields
 from jaxrl_tis.learner.setup import LearnerSetup
+from jaxrl_tis.learner.state import base
 from jaxrl_tis.learner.trainer import WITHOUT_ROUTES, Trainer
 from jaxrl_tis.rollouts.groups import Sample
 
@@ -68,7 +69,7 @@ def update_arriving(
         outputs = []
         for m in range(len(minibatch["mask"])):
             micro = setup.layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
-            sums, found = add(state["policy"].params, sums, micro)
+            sums, found = add(state["policy"].params, sums, micro, base(state))
             outputs.append(jax.tree.map(setup.layout.fetch, found))
         rows |= {name: flat(np.concatenate([x[name] for x in outputs])) for name in outputs[0]}
         samples += ready

@@ -42,6 +42,31 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
         yield from _centering(c, config)
 
 
+def adapter_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterator[str]:
+    """Yields a sentence for each setting that would change the base of model.lora."""
+    base = "keeps its base constant"
+    names = [name for name, _ in c.controllers]
+    constant = {
+        "model.uaq_scale": (1, "scales it"), "optimizer.weight_decay": (0, "decays weights"),
+        "critic.weight_decay": (0, "decays weights"),
+        "engine.noise_start": (0, "adds noise to it at each sync"),
+        "correction.offload_reference": (False, "moves the reference, which is the base,"),
+        "optimizer.freeze_router_bias": (True, "moves the biases of routers if False"),
+    }
+    for field, (wanted, effect) in constant.items():
+        section, name = field.split(".")
+        if (value := config[section][name]) != wanted:
+            yield (
+                f"model.lora = {config.model.lora!r} {base}, and {field} = {value} {effect}; set it "
+                f"to {wanted}"
+            )
+    if "layerwise_perturbation" in names:
+        yield (
+            f"model.lora = {config.model.lora!r} {base}, and the controller 'layerwise_perturbation' "
+            "trains noise beside it; remove the controller"
+        )
+
+
 def trace_problems(c: Correction) -> Iterator[str]:
     """Yields a sentence for each method with parameters that its program refuses."""
     for check in (correction.check, control.check):

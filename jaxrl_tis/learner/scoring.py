@@ -17,7 +17,7 @@ from jaxrl_tis.fields import route_dtype
 from jaxrl_tis.kernels.logprob import Scores, token_logprob
 from jaxrl_tis.kernels.logprob_chunked import Kept
 from jaxrl_tis.learner.batch_layout import without_replay
-from jaxrl_tis.models import moe, transformer
+from jaxrl_tis.models import lora, moe, transformer
 from jaxrl_tis.models.config import ModelConfig
 
 Batch = dict[str, jax.Array]
@@ -32,6 +32,7 @@ class Learner:
       max_targets: most response tokens in a row; only these positions reach the output head.
       chunk: positions with logits in memory at a time.
       max_segments: most sequences of a packed row; None if every row holds one.
+      adapter: the trained weights of LoRA; None trains all weights.
     """
 
     config: ModelConfig
@@ -39,6 +40,16 @@ class Learner:
     max_targets: int
     chunk: int
     max_segments: int | None = None
+    adapter: lora.Adapter | None = None
+
+    def joined(self, trained: Any, base: Any) -> Any:
+        """Returns the parameters of a network from those that are trained: the same without an
+        adapter, else adapted parameters with this base."""
+        if self.adapter is None:
+            return trained
+        if "decoder" in trained:
+            return trained | {"decoder": self.adapter.join(base, trained["decoder"])}
+        return self.adapter.join(base, trained)
 
     @property
     def sums_in_order(self) -> bool:
@@ -107,8 +118,9 @@ def _score_targets(
     x_btd, _, routed = _forward(params, learner, batch, asked)
     gather_hidden, gather, scatter = _targets(batch["mask"], learner.max_targets)
     kept = _kept(gather(batch["kept"])) if "kept" in batch else None
+    head, x_btd = transformer.output_head(params, learner.program, x_btd)
     scores = token_logprob(
-        transformer.output_head(params, learner.program),
+        head,
         gather_hidden(x_btd),
         gather(batch["tokens"]),
         gather(jnp.where(batch["mask"], batch["temperature"], 1.0)),

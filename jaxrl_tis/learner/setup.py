@@ -17,7 +17,7 @@ from jaxrl_tis.learner.batch_layout import (
 from jaxrl_tis.learner.correction import Correction
 from jaxrl_tis.learner.optimizer import align, make_optimizer, perturb, scaled_for, total_updates
 from jaxrl_tis.learner.scoring import Learner
-from jaxrl_tis.models import invariant, placement, quant, transformer
+from jaxrl_tis.models import invariant, lora, placement, quant, transformer
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.rollouts import replay
 from jaxrl_tis.rollouts.schedules import Schedule
@@ -50,6 +50,11 @@ class LearnerSetup:
     packer: Packer | None
     optimizer: optax.GradientTransformation
     critic_optimizer: optax.GradientTransformation
+
+    @property
+    def adapter(self) -> lora.Adapter | None:
+        """The trained weights of LoRA; None trains all weights."""
+        return self.learner.adapter
 
     @property
     def recompute_reason(self) -> str | None:
@@ -195,7 +200,7 @@ def max_response(config: ml_collections.ConfigDict) -> int:
 def make_learner_setup(
     config: ml_collections.ConfigDict, correction: Correction, schedule: Schedule,
     way: replay.Way | None,
-    model: ModelConfig, devices: list | None = None,
+    model: ModelConfig, devices: list | None = None, recipe: lora.Recipe | None = None,
 ) -> LearnerSetup:
     """Makes the learner of a checked config.
 
@@ -203,6 +208,7 @@ def make_learner_setup(
       correction, schedule, way: the config's choices, as `validate.validate` returns them; `way` is
         that of rollout.replay.
       devices: where it trains, by default this machine's; they need not exist, see jaxrl_tis.aot.
+      recipe: of model.lora.
 
     Raises:
       ValueError: a method or the model does not fit the shapes or the mesh.
@@ -221,6 +227,10 @@ def make_learner_setup(
     )
     if program.is_invariant:
         invariant.check(model, dict(layout.mesh.shape), program.quantization.scheme)
+    adapter = None
+    if recipe is not None:
+        adapter = lora.Adapter.of(recipe, model, transformer.abstract_params(model))
+        _check_adapter(adapter, program, layout)
     packer = None
     if config.train.pack_length:
         packer = Packer.of(
@@ -235,7 +245,9 @@ def make_learner_setup(
         config=config, correction=correction, schedule=schedule,
         staleness=replay.max_age(schedule, way, config.rollout.max_age),
         model=model, layout=layout,
-        learner=Learner(model, program, max_response(config), config.train.logprob_chunk),
+        learner=Learner(
+            model, program, max_response(config), config.train.logprob_chunk, adapter=adapter
+        ),
         packer=packer,
         optimizer=scaled(_policy_optimizer(config, correction, model.num_layers)),
         critic_optimizer=scaled(make_optimizer(config.critic, total_updates(config))),
@@ -264,6 +276,29 @@ def _check_mesh(layout: Layout, correction: Correction, model: ModelConfig) -> N
         )
     placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
     placement.check_experts(model, layout.mesh.shape["expert"])
+
+
+def _check_adapter(
+    adapter: lora.Adapter, program: transformer.Program, layout: Layout
+) -> None:
+    """Raises ValueError for a mesh or numerics that the factors do not fit."""
+    placement.of_factors(layout, adapter)
+    ranks, width = dict(adapter.ranks), layout.count(layout.axes("embed"))
+    if program.is_invariant and layout.mesh.shape["tensor"] > 1:
+        raise ValueError(
+            "model.lora with model.numerics = 'invariant' needs whole factors on a device, and the "
+            f"mesh has {layout.mesh.shape['tensor']} tensor shards; set the tensor entry to 1"
+        )
+    if program.is_invariant and lora.HEAD in ranks:
+        raise ValueError(
+            "model.lora targets the head, which model.numerics = 'invariant' does not support; leave "
+            "it out of targets"
+        )
+    if ranks.get(lora.HEAD, 0) % width:
+        raise ValueError(
+            f"model.lora has rank {ranks[lora.HEAD]} at the head, which {width} shards of the "
+            "embedding do not divide; choose a multiple"
+        )
 
 
 def _check_routers(correction: Correction, model: ModelConfig) -> None:

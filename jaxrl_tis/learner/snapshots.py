@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.models import lora
 
 WAYS = ("ring", "replica", "ewma", "none")
 APPROXIMATIONS = ("ewma", "none")
@@ -48,7 +49,8 @@ def num_snapshots(staleness: float) -> int:
 
 
 class RingSnapshots(Mapping):
-    """The parameters of the newest versions, in host memory, each cut over the devices as it was.
+    """The parameters of the newest versions, in host memory, each cut over the devices as it was. Of
+    adapted parameters these are the factors: the versions share their base.
 
     A version that is asked for comes back to the devices; the newest is returned as it was
     published while it is still there, that is until an update donates it.
@@ -72,6 +74,7 @@ class RingSnapshots(Mapping):
                 "rollout.snapshots"
             )
         self._count, self._kept, self._newest = count, {}, None
+        self._join = lambda factors: factors
 
     def publish(self, params: Any, version: int) -> None:
         """Copies the parameters of a version to host memory and drops the oldest version beyond
@@ -80,7 +83,10 @@ class RingSnapshots(Mapping):
             raise ValueError(f"version {version} comes after {max(self._kept)}")
         if version not in self._kept:
             # The update that comes next may donate them: nothing is left to be copied then.
-            self._kept[version] = jax.block_until_ready(_moved(params, "pinned_host"))
+            trained, base = lora.split(params)
+            if base is not None:
+                self._join = functools.partial(lora.join_like, params, base)
+            self._kept[version] = jax.block_until_ready(_moved(trained, "pinned_host"))
         for old in sorted(self._kept)[: -self._count]:
             del self._kept[old]
         self._newest = version, params
@@ -96,7 +102,7 @@ class RingSnapshots(Mapping):
         if self._newest is not None and version == self._newest[0]:
             if not any(x.is_deleted() for x in jax.tree.leaves(self._newest[1])):
                 return self._newest[1]
-        return _moved(kept, "device")
+        return self._join(_moved(kept, "device"))
 
     def __iter__(self) -> Iterator[int]:
         return iter(sorted(self._kept))
@@ -119,10 +125,12 @@ class RingSnapshots(Mapping):
         )
         return {str(version): on_host for version in meta["versions"]}
 
-    def restore(self, arrays: dict[str, Any], meta: Meta) -> None:
-        """Continues from a `state`."""
+    def restore(
+        self, arrays: dict[str, Any], meta: Meta, join: Callable[[Any], Any] = lambda x: x
+    ) -> None:
+        """Continues from a `state`; `join` returns the parameters of what `publish` kept of them."""
         kept = {version: arrays[str(version)] for version in meta["versions"]}
-        self._kept, self._newest = kept, None
+        self._kept, self._newest, self._join = kept, None, join
 
 
 def _moved(params: Any, memory_kind: str) -> Any:
@@ -200,9 +208,11 @@ class ReplicaSnapshots(Mapping):
         known = {"known": jax.ShapeDtypeStruct((total,), np.float32)} if total else {}
         return RingSnapshots.abstract(meta, params) | known
 
-    def restore(self, arrays: dict[str, Any], meta: Meta) -> None:
-        """Continues from a `state`."""
-        self._snapshot.restore(arrays, meta)
+    def restore(
+        self, arrays: dict[str, Any], meta: Meta, join: Callable[[Any], Any] = lambda x: x
+    ) -> None:
+        """Continues from a `state`, see `RingSnapshots.restore`."""
+        self._snapshot.restore(arrays, meta, join)
         self._known = {}
         if meta["ids"]:
             parts = np.split(np.asarray(arrays["known"]), np.cumsum(meta["lengths"])[:-1])
@@ -244,7 +254,9 @@ class NewestSnapshots(Mapping):
         """Returns nothing."""
         return {}
 
-    def restore(self, arrays: dict[str, Any], meta: Meta) -> None:
+    def restore(
+        self, arrays: dict[str, Any], meta: Meta, join: Callable[[Any], Any] = lambda x: x
+    ) -> None:
         """Does nothing."""
 
 

@@ -3,10 +3,13 @@
 * "policy": a TrainState;
 * "critic": a TrainState, with GAE;
 * "reference": parameters, with a KL term;
+* "base": parameters, with LoRA. The policy and the critic then hold factors, and the base is the
+  reference too: it is one copy;
 * "controllers": their states, if one has a state;
 * "ewma": an average of the policy, if it replaces older policies.
 """
 
+import sys
 from typing import Any
 
 import jax
@@ -19,16 +22,19 @@ from jaxrl_tis.learner.optimizer import optimizer_shardings
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.snapshots import Average
 from jaxrl_tis.learner.step import TrainState
-from jaxrl_tis.models import placement, quant, transformer, transforms
+from jaxrl_tis.models import peft, placement, quant, transformer, transforms
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import date
-from jaxrl_tis.runtime import hub, storage
+from jaxrl_tis.runtime import hub, processes, storage
 
 
 def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
     """Returns the state's shapes, dtypes and shardings, without its values."""
-    shardings = placement.shardings(setup.layout, setup.model)
-    params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
+    whole, shardings = abstract_params(setup), placement.shardings(setup.layout, setup.model)
+    params, of_base = whole, shardings
+    if setup.adapter is not None:
+        params = placement.abstract_factors(setup.adapter)
+        shardings = placement.of_factors(setup.layout, setup.adapter)
     replicated = setup.layout.replicated()
     place = lambda tree, where: jax.tree.map(
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
@@ -47,10 +53,12 @@ def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
             {"decoder": shardings, "value": replicated},
             setup.critic_optimizer,
         )
-    if setup.correction.kl is not None:
-        frozen = jax.eval_shape(lambda params: _frozen(setup, params), params)
+    constant = jax.eval_shape(lambda params: frozen(setup.learner.program, params), whole)
+    if setup.adapter is not None:
+        state["base"] = place(constant, of_base)
+    elif setup.correction.kl is not None:
         kind = "pinned_host" if setup.config.correction.offload_reference else "device"
-        state["reference"] = place(frozen, placement.shardings(setup.layout, setup.model, kind))
+        state["reference"] = place(constant, placement.shardings(setup.layout, setup.model, kind))
     if setup.averages_policy:
         average = jax.eval_shape(Average.of, params)
         state["ewma"] = place(average, Average(shardings, replicated))
@@ -58,6 +66,26 @@ def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
     if states:
         state["controllers"] = place(states, jax.tree.map(lambda _: replicated, states))
     return state
+
+
+def abstract_params(setup: LearnerSetup) -> Any:
+    """Returns the shapes of all of the model's parameters, in the dtype that they are read in."""
+    return transformer.abstract_params(setup.model, setup.config.model.param_dtype)
+
+
+def policy(setup: LearnerSetup, state: dict[str, Any]) -> Any:
+    """Returns the parameters of the policy: adapted ones with LoRA."""
+    return joined(setup, state, state["policy"].params)
+
+
+def joined(setup: LearnerSetup, state: dict[str, Any], trained: Any) -> Any:
+    """Returns the parameters of a network from the trained ones, see `Learner.joined`."""
+    return setup.learner.joined(trained, base(state))
+
+
+def base(state: dict[str, Any]) -> Any:
+    """Returns the base of an adapter; None without one."""
+    return state["base"] if "base" in state else None
 
 
 def initial_params(setup: LearnerSetup) -> Any:
@@ -70,18 +98,18 @@ def initial_params(setup: LearnerSetup) -> Any:
     return jax.jit(init, out_shardings=shardings)(jax.random.key(setup.config.seed))
 
 
-def _frozen(setup: LearnerSetup, params: Any) -> Any:
-    """Returns the reference: the policy in the dtypes of the learner's products. The KL between the
-    two then starts at exactly 0.
+def frozen(program: transformer.Program, params: Any) -> Any:
+    """Returns the reference, or the base of LoRA: the policy in the dtypes of the learner's products.
+    The KL between the two then starts at exactly 0.
 
     Products in bfloat16 round a matrix to it, so a reference for them holds half the bytes. All
     other numbers keep the dtype of the policy: norms, routers, an output head at full precision,
     matrices that are quantised.
     """
-    program, heads = setup.learner.program, ("embed", "head")
+    heads = ("embed", "head")
     is_quantized = program.quantization.scheme != "none"
 
-    def frozen(path, x):
+    def leaf(path, x):
         name = path[-1].key
         is_matrix = name in heads or name in quant.QUANTIZED
         is_rounded = not (program.fp32_head if name in heads else is_quantized)
@@ -89,28 +117,31 @@ def _frozen(setup: LearnerSetup, params: Any) -> Any:
         # A copy in any case, as the updates donate the policy's buffers.
         return jnp.copy(x.astype(program.dtype) if is_rounded else x)
 
-    return jax.tree_util.tree_map_with_path(frozen, params)
+    return jax.tree_util.tree_map_with_path(leaf, params)
 
 
 def initial_state(setup: LearnerSetup, params: Any) -> dict[str, Any]:
     """Makes the state at step 0. The policy is folded by `model.uaq_scale`; critic and reference start
-    as copies of it."""
+    as copies of it. With LoRA policy and critic start as fresh factors."""
     shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
     on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings)
 
     def make(params):
-        if setup.config.model.uaq_scale != 1:
+        state = {}
+        if setup.adapter is not None:
+            state["base"], params = frozen(setup.learner.program, params), _fresh_factors(setup, "policy")
+        elif setup.config.model.uaq_scale != 1:
             params = transforms.fold(params, setup.config.model.uaq_scale)
-        state = {"policy": TrainState(params, setup.optimizer.init(params))}
+        state["policy"] = TrainState(params, setup.optimizer.init(params))
         if setup.has_critic:
             # A copy, not the same buffers: each network's update donates its own.
-            critic = {
-                "decoder": jax.tree.map(jnp.copy, params),
-                "value": jnp.zeros((setup.model.embed_dim,)),
-            }
+            decoder = jax.tree.map(jnp.copy, params)
+            if setup.adapter is not None:
+                decoder = _fresh_factors(setup, "critic")
+            critic = {"decoder": decoder, "value": jnp.zeros((setup.model.embed_dim,))}
             state["critic"] = TrainState(critic, setup.critic_optimizer.init(critic))
-        if setup.correction.kl is not None:
-            state["reference"] = _frozen(setup, params)
+        if setup.correction.kl is not None and setup.adapter is None:
+            state["reference"] = frozen(setup.learner.program, params)
         if setup.averages_policy:
             state["ewma"] = Average.of(params)
         if states := control.init(setup.correction):
@@ -118,6 +149,40 @@ def initial_state(setup: LearnerSetup, params: Any) -> dict[str, Any]:
         return state
 
     return jax.device_put(jax.jit(make, out_shardings=on_device)(params), shardings)
+
+
+def initial_policy(setup: LearnerSetup) -> Any:
+    """Returns the policy's parameters at step 0, without a warm-up."""
+    return policy(setup, initial_state(setup, initial_params(setup)))
+
+
+FACTOR_STREAMS = {"policy": 0x6C6F7261, "critic": 0x6C6F7262}  # apart from the run's other draws
+
+
+def _fresh_factors(setup: LearnerSetup, network: str) -> Any:
+    key = jax.random.fold_in(jax.random.key(setup.config.seed), FACTOR_STREAMS[network])
+    return setup.adapter.init(abstract_params(setup), key)
+
+
+BASE = "base"  # folder of a run with the base of LoRA
+
+
+def keep_base(setup: LearnerSetup, state: dict[str, Any], workdir: str) -> None:
+    """Writes the base of LoRA to WORKDIR/base, once."""
+    if setup.adapter is not None:
+        with Checkpoints(_base_folder(workdir), keep=1) as checkpoints:
+            if checkpoints.latest() is None:
+                checkpoints.save(0, {BASE: state["base"]}, {})
+
+
+def read_base(setup: LearnerSetup, workdir: str) -> Any:
+    """Reads what `keep_base` wrote. FileNotFoundError where there is none."""
+    with Checkpoints(_base_folder(workdir), keep=1) as checkpoints:
+        return checkpoints.restore({BASE: abstract_state(setup)[BASE]})[0][BASE]
+
+
+def _base_folder(workdir: str) -> Any:
+    return storage.folder(workdir) / BASE
 
 
 def is_run(path: str) -> bool:
@@ -135,6 +200,18 @@ def as_begun(config: ml_collections.ConfigDict, path: str) -> ml_collections.Con
     return ml_collections.ConfigDict(values)
 
 
+def with_adapter(setup: LearnerSetup, params: Any, folder: str | None) -> Any:
+    """Returns parameters with the adapter in a folder of PEFT; unchanged for None."""
+    if folder is None:
+        return params
+    name, path = peft.base_of(folder), setup.config.model.path
+    if name and path and name != path:
+        processes.report(
+            f"warning: {folder} was trained on {name}, and the model is {path}", sys.stderr
+        )
+    return peft.beside(params, folder, setup.model)
+
+
 def read_params(setup: LearnerSetup, path: str, step: int | None = None) -> Any:
     """Reads the policy's parameters in a run's newest checkpoint, or that of `step`, or those of a
     model folder or .gguf file, in the training layout.
@@ -144,7 +221,8 @@ def read_params(setup: LearnerSetup, path: str, step: int | None = None) -> Any:
     if is_run(path):
         with Checkpoints(path, keep=1) as checkpoints:
             wanted = {"policy": {"params": abstract_state(setup)["policy"].params}}
-            return checkpoints.restore(wanted, step, is_part=True)[0]["policy"]["params"]
+            trained = checkpoints.restore(wanted, step, is_part=True)[0]["policy"]["params"]
+        return setup.learner.joined(trained, read_base(setup, path) if setup.adapter else None)
     found = models.read_config(path)
     if found != setup.model:
         raise ValueError(

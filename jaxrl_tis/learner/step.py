@@ -36,7 +36,8 @@ EXPERT_COUNTS = "expert_counts"  # [L,E] choices of a minibatch, which no record
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class TrainState:
-    """Parameters and optimizer state of one network."""
+    """The trained parameters and the optimizer state of one network. With LoRA these are its factors,
+    and the base is an argument of each step that is not donated."""
 
     params: Any
     opt_state: Any
@@ -57,7 +58,7 @@ class MicroLoss(NamedTuple):
 
 def accumulate_gradients(
     learner: Learner, micro_loss: MicroLoss, params: Any, minibatch: Batch, is_whole: bool = True,
-    scale: jax.Array | None = None,
+    scale: jax.Array | None = None, base: Any = None,
 ):
     """Returns (gradients, metrics) summed over the micro-batches of a minibatch, and the fields
     [M,B,T] that `micro_loss` returns, {} if there are none.
@@ -65,7 +66,8 @@ def accumulate_gradients(
     The loss is divided by the minibatch's own token and sequence counts, or by nothing if the
     minibatch is a part of an unfinished one. The loss is multiplied by `scale` and its gradients are
     divided by it in float32. Metrics named *_loss and `counts` are summed; the others are means over
-    tokens and are weighted by each part's tokens.
+    tokens and are weighted by each part's tokens. The gradients are those of `params`, and none of
+    the `base` of an adapter.
     """
     mask = minibatch["mask"]
     num_tokens = num_seqs = jnp.float32(1)
@@ -74,7 +76,7 @@ def accumulate_gradients(
         num_seqs = jnp.maximum(_count_sequences(minibatch), 1).astype(jnp.float32)
 
     def scaled_loss(params, micro):
-        scores = micro_loss.forward(params, micro)
+        scores = micro_loss.forward(learner.joined(params, base), micro)
         value, (metrics, fields) = learner.replicated(micro_loss.loss)(
             scores, (micro, num_tokens, num_seqs)
         )
@@ -127,20 +129,21 @@ def _count_sequences(minibatch: Batch) -> jax.Array:
 
 def _make_step(
     learner: Learner, micro_loss: MicroLoss, optimizer: optax.GradientTransformation, prefix: str,
-    measure: Callable[[Any, Batch], Batch] = lambda params, minibatch: {},
+    measure: Callable[[Any, Batch, Any], Batch] = lambda params, minibatch, base: {},
     router_bias_rate: float = 0.0,
 ):
     """Makes a jitted update that donates its state and returns (state, metrics), and the fields of
-    `micro_loss`, if any. `measure` computes further fields from the parameters."""
+    `micro_loss`, if any. `measure` computes further fields from the parameters. The base of an
+    adapter is a third argument."""
 
-    def train_step(state: TrainState, minibatch: Batch) -> tuple:
+    def train_step(state: TrainState, minibatch: Batch, base: Any = None) -> tuple:
         minibatch = _laid_out(learner, minibatch)
-        minibatch = minibatch | measure(state.params, minibatch)
+        minibatch = minibatch | measure(state.params, minibatch, base)
         params, seeds = perturbed(state.params, state.opt_state, minibatch)
         minibatch = minibatch | seeds
         scale = loss_scale(state.opt_state)
         grads, metrics, fields = accumulate_gradients(
-            learner, micro_loss, params, minibatch, scale=scale
+            learner, micro_loss, params, minibatch, scale=scale, base=base
         )
         is_slowed = prefix == "actor" and "lr_scale" in minibatch
         factor = minibatch["lr_scale"][0, 0] if is_slowed else None
@@ -215,8 +218,8 @@ def make_arriving_step(
 ) -> tuple[Callable, Callable]:
     """Makes the policy update of an unscored batch that arrives in parts. Returns two functions:
 
-    add: (parameters, sums or None, micro-batch [1, rows, ...]) -> (sums, {"logp_old", "entropy"}
-      [1, rows, T]); the sums are undivided gradients and metrics, and donated.
+    add: (parameters, sums or None, micro-batch [1, rows, ...], base of an adapter or None) -> (sums,
+      {"logp_old", "entropy"} [1, rows, T]); the sums are undivided gradients and metrics, and donated.
     finish: (state, sums, tokens, sequences) -> (state, metrics), with the counts of the whole
       batch; the state is donated.
 
@@ -224,9 +227,9 @@ def make_arriving_step(
     """
     micro_loss = _policy_loss(learner, c, is_scored=False)
 
-    def add(params, sums, micro):
+    def add(params, sums, micro, base=None):
         *part, fields = accumulate_gradients(
-            learner, micro_loss, params, _laid_out(learner, micro), is_whole=False
+            learner, micro_loss, params, _laid_out(learner, micro), is_whole=False, base=base
         )
         return part if sums is None else jax.tree.map(jnp.add, sums, part), fields
 
@@ -326,8 +329,8 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
 
     left_out = MicroLoss(_log_probs(learner), clipping_bias)
 
-    def measure(params, minibatch):
-        grads, *_ = accumulate_gradients(learner, left_out, params, minibatch)
+    def measure(params, minibatch, base):
+        grads, *_ = accumulate_gradients(learner, left_out, params, minibatch, base=base)
         norm = optax.global_norm(learner.on_every_device(grads))
         return {"st_ppo_norm": jnp.full(len(minibatch["mask"]), norm)}
 

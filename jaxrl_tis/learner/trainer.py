@@ -21,8 +21,9 @@ from jaxrl_tis.learner.scoring import (
     make_collisions, make_logits, make_routing, make_score, make_score_norms, make_values,
 )
 from jaxrl_tis.learner.setup import LearnerSetup, max_response
+from jaxrl_tis.learner.state import abstract_params, base, joined, policy as policy_of
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
-from jaxrl_tis.models import placement, transformer
+from jaxrl_tis.models import lora, placement
 from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.rollouts.episodes import episode_metrics
 from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics, reroute_metrics
@@ -96,11 +97,14 @@ class Trainer:
         run = self._passes(rows)
         known = _laid_out(trajectories, known, rows["mask"].shape)
         rows |= self._policy_fields(state, rows, run, sampled_by, known)
-        needs, policy = self.setup.correction.needs, state["policy"].params
+        needs, policy = self.setup.correction.needs, policy_of(self.setup, state)
         if "critic" in state:
-            rows["values"] = run(self._values, state["critic"].params)
-        if "reference" in state:
-            reference = placement.put(state["reference"], self.setup.layout, self.setup.model)
+            critic = joined(self.setup, state, state["critic"].params)
+            rows["values"] = run(self._values, critic)
+        if self.setup.correction.kl is not None:
+            reference = base(state) or placement.put(
+                state["reference"], self.setup.layout, self.setup.model
+            )
             own = self._passes(without_replay(rows))
             rows["logp_ref"] = own(lambda *a: self._score(*a)["logp"], reference)
             if "logits_ref" in needs:
@@ -133,7 +137,7 @@ class Trainer:
     ) -> Rows:
         """Returns logp_prox, entropy and logp_old [N,T], {} where the update computes them; `run`
         is of `_passes`, the other arguments of `score`."""
-        policy, num_recomputed, fields = state["policy"].params, 0, {}
+        policy, num_recomputed, fields = policy_of(self.setup, state), 0, {}
 
         def log_probs(params, is_wanted):
             nonlocal num_recomputed
@@ -142,7 +146,10 @@ class Trainer:
             return flat(self._score(params, micro)["logp"])
 
         if self.setup.recompute_reason:
-            centre = state["ewma"].params(like=policy) if "ewma" in state else policy
+            centre = policy
+            if "ewma" in state:
+                mean = state["ewma"].params(like=state["policy"].params)
+                centre = joined(self.setup, state, mean)
             scores = run(self._score_routes or self._score, centre)
             fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
             if "routes" in scores:
@@ -154,8 +161,8 @@ class Trainer:
                 fields["logp_prox"] if self.setup.approximates_old_logp
                 else at_versions(rows | fields, policy, sampled_by, log_probs, known)
             )
-        elif not self.setup.approximates_old_logp and any(
-            sampled_by[v] is not policy for v in check_versions(rows, sampled_by)
+        elif not self.setup.approximates_old_logp and not all(
+            lora.is_same(sampled_by[v], policy) for v in check_versions(rows, sampled_by)
         ):
             raise ValueError(
                 "tokens were sampled with other weights than the update starts from, and the "
@@ -191,7 +198,9 @@ class Trainer:
         if not setup.staleness or setup.approximates_old_logp:
             return snapshots.NewestSnapshots()
         rollout = setup.config.rollout
-        params = transformer.abstract_params(setup.model, setup.config.model.param_dtype)
+        params = abstract_params(setup)
+        if setup.adapter is not None:
+            params = placement.abstract_factors(setup.adapter)
         size, most = snapshots.num_bytes(params), rollout.snapshot_gib * 2**30
         if rollout.old_logp_source == "ring":
             count = rollout.snapshots or snapshots.num_snapshots(setup.staleness)
@@ -247,10 +256,10 @@ class Trainer:
         prepared, measured = self.prepare(rows) if is_scored else (self.unscored(rows), {})
         collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
         if is_profiled and collisions is None:
-            collisions = self._passes(rows)(self._collisions, state["policy"].params)
+            collisions = self._passes(rows)(self._collisions, policy_of(self.setup, state))
         routing = None
         if is_profiled and self.setup.model.moe is not None:
-            routing = own_routes(self.setup, self._routing, state["policy"].params, rows)
+            routing = own_routes(self.setup, self._routing, policy_of(self.setup, state), rows)
         updated, collected, num_seqs = self.update_fields(rows, prepared), [], []
         fused = dict.fromkeys(("logp_old", "entropy"), np.zeros_like(rows["logp_behav"]))
         for epoch in range(config.train.epochs):
@@ -259,13 +268,17 @@ class Trainer:
                     continue
                 num_seqs.append(num_sequences(minibatch))
                 minibatch = self.setup.layout.put_batch(minibatch)
-                policy, values, *outputs = self._train_step(state["policy"], minibatch)
+                policy, values, *outputs = self._train_step(
+                    state["policy"], minibatch, base(state)
+                )
                 state = state | {"policy": policy}
                 if "ewma" in state:
                     centre = config.rollout.ewma_centre
                     state["ewma"] = snapshots.averaged(state["ewma"], policy.params, centre)
                 if "critic" in state:
-                    critic, critic_values = self._critic_step(state["critic"], minibatch)
+                    critic, critic_values = self._critic_step(
+                        state["critic"], minibatch, base(state)
+                    )
                     state, values = state | {"critic": critic}, values | critic_values
                 if outputs:
                     fused = jax.tree.map(flat, outputs[0])
@@ -357,7 +370,7 @@ def at_versions(
         logp_old = np.where(np.isnan(known), logp_old, known)
     for version in check_versions(rows, sampled_by, known):
         params = sampled_by[version]
-        if params is not policy:
+        if not lora.is_same(params, policy):
             is_its = _unknown(rows, known) & (rows["version"] == version)
             logp_old = np.where(is_its, log_probs(params, is_its.any(axis=1)), logp_old)
     return logp_old

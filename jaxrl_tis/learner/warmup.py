@@ -1,5 +1,6 @@
 """Supervised steps before the first step of reinforcement learning."""
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -52,7 +53,8 @@ def warm_up(
         return params
     fields = ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr})
     tx = scaled_for(config.model.dtype, make_optimizer(fields, config.warmup.steps))
-    train_step = make_supervised_step(setup.learner, tx)
+    # It trains all weights: LoRA begins at the taught base.
+    train_step = make_supervised_step(dataclasses.replace(setup.learner, adapter=None), tx)
     layout = setup.layout
     moments = optimizer_shardings(
         tx, params, placement.shardings(layout, setup.model), layout.replicated()

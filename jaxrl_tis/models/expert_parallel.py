@@ -12,6 +12,7 @@ size.
 Shapes: b row, t token, k expert of a token, e expert, d embed, s source, n copy of a token.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_tis.kernels.grouped_matmul import group_of_rows
-from jaxrl_tis.models import moe, quant
+from jaxrl_tis.models import lora, moe, quant
 from jaxrl_tis.models.grouped import grouped_matmul, grouped_matmul_invariant
 from jaxrl_tis.sharding import Layout
 
@@ -98,6 +99,9 @@ def _specs(layout: Layout, weights: tuple) -> tuple[Any, tuple]:
     spec = lambda *axes: layout.sharding(axes).spec
 
     def of(w, axes):
+        if isinstance(w, lora.Adapted):
+            a, b = spec(*axes[:2], None), spec(axes[0], None, axes[2])
+            return lora.Adapted(of(w.w, axes), a, b, w.scale)
         if isinstance(w, quant.QuantArray):
             scale = spec(axes[0], None, axes[2])  # of whole columns
             return quant.QuantArray(spec(*axes), scale, scheme=w.scheme)
@@ -115,6 +119,10 @@ def _gathered(weights: tuple, layout: Layout, dtype: Any) -> tuple:
         return weights
 
     def whole(w, axis):
+        if isinstance(w, lora.Adapted):  # one of the factors has the width
+            name = "ab"[axis - 1]
+            factor = {name: layout.gather(getattr(w, name), axis, "expert_embed")}
+            return dataclasses.replace(w, w=whole(w.w, axis), **factor)
         w = w if isinstance(w, quant.Master) else w.astype(dtype)
         return jax.tree.map(lambda x: layout.gather(x, axis, "expert_embed"), w)
 
@@ -126,12 +134,22 @@ def _scattered(bars: tuple, weights: tuple, layout: Layout) -> tuple:
     keeps its own part of the width."""
 
     def summed(bar, w, axis):
+        if isinstance(w, lora.Adapted):
+            parts = {
+                name: summed(getattr(bar, name), getattr(w, name), axis if own else None)
+                for name, own in (("a", axis == 1), ("b", axis == 2))
+            }
+            base = jax.tree.map(jnp.zeros_like, w.w)
+            return dataclasses.replace(w, w=base, **parts)
+        if axis is None:
+            return layout.sum_rows(bar, ("expert",)).astype(w.dtype)
         if layout.count(layout.axes("expert_embed")) > 1:
             bar = layout.scatter(bar, axis, "expert_embed")
         return layout.sum_rows(bar, ("expert_embed", "expert")).astype(w.dtype)
 
+    of = lambda axis: functools.partial(summed, axis=axis)
     return tuple(
-        jax.tree.map(functools.partial(summed, axis=axis), bar, w)
+        jax.tree.map(of(axis), bar, w, is_leaf=lambda x: isinstance(x, lora.Adapted))
         for bar, w, axis in zip(bars, weights, WIDTH)
     )
 

@@ -14,7 +14,7 @@ from jaxrl_tis.kernels import tiles
 from jaxrl_tis.kernels.grouped_matmul import (
     by_tiles, group_of_rows, outer_by_tiles, outer_kernel, product_kernel, tile_sizes,
 )
-from jaxrl_tis.models import invariant, quant
+from jaxrl_tis.models import invariant, lora, quant
 
 INVARIANT_TILES = 16 * tiles.ROWS, 2 * tiles.ROWS  # a product of fewer rows is padded to two tiles
 Split = tuple[str | None, int]
@@ -36,6 +36,9 @@ def grouped_matmul(
     Gradient: that of the float product, for x and for float weights and masters. Sums are float32.
     A QuantArray gets no gradient, and x gets that of the product with the dequantized weight.
     """
+    if isinstance(w, lora.Adapted):
+        dot = functools.partial(grouped_matmul, sizes_e=sizes_e, cut=cut)
+        return lora.product(x_mi, w, dot, dot)
     _check(x_mi, w, sizes_e)
     return _grouped(x_mi, w, sizes_e, None, cut)
 
@@ -50,6 +53,10 @@ def grouped_matmul_invariant(
       split: the mesh axis that cuts i, and its size; the products of all parts are summed by
         `tiles.butterfly`. 8-bit weights cannot be cut: their activations have one scale.
     """
+    if isinstance(w, lora.Adapted):
+        dot = functools.partial(grouped_matmul_invariant, sizes_e=sizes_e, split=split)
+        thin = functools.partial(grouped_matmul_invariant, sizes_e=sizes_e)
+        return lora.product(x_mi, w, dot, thin)
     _check(x_mi, w, sizes_e)
     if isinstance(w, quant.Transposed):
         raise ValueError("An invariant product has no transposed weights.")

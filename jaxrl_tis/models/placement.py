@@ -6,7 +6,7 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import lora, transformer
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout
 
@@ -27,9 +27,32 @@ def shardings(layout: Layout, config: ModelConfig, memory_kind: str = "device") 
     )
 
 
+def of_factors(layout: Layout, adapter: lora.Adapter) -> Any:
+    """Returns the tree of shardings for the factors of an adapter: each is cut as the base is along
+    the axis that they share. ValueError if the mesh does not divide them."""
+    shapes, axes = abstract_factors(adapter), adapter.axes(transformer.logical_axes(adapter.config))
+
+    def place(path, abstract, axes):
+        sharding = layout.sharding(axes)
+        _check_divides(jax.tree_util.keystr(path), abstract.shape, axes, sharding)
+        return sharding
+
+    return jax.tree_util.tree_map_with_path(place, shapes, axes)
+
+
+def abstract_factors(adapter: lora.Adapter) -> Any:
+    """Returns the shapes of the factors of an adapter."""
+    return adapter.abstract(transformer.abstract_params(adapter.config))
+
+
 def put(params: Any, layout: Layout, config: ModelConfig) -> Any:
-    """Returns the parameters of a model on the mesh of a layout."""
-    return jax.device_put(params, shardings(layout, config))
+    """Returns the parameters of a model, adapted or not, on the mesh of a layout."""
+    factors, base = lora.split(params)
+    if base is None:
+        return jax.device_put(params, shardings(layout, config))
+    adapter = lora.adapter_of(params, config)
+    factors = jax.device_put(factors, of_factors(layout, adapter))
+    return adapter.join(jax.device_put(base, shardings(layout, config)), factors)
 
 
 def check_tensor_parallel(config: ModelConfig, degree: int) -> None:

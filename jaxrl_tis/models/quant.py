@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_tis.models import lora
 from jaxrl_tis.models.config import by_stack
 
 
@@ -228,5 +229,6 @@ def masters(layer: dict, recipe: Recipe) -> dict:
     """Returns parameters with the recipe's projections as `Master`s: the learner computes the
     sampler's products and gets gradients of the float weights (Jet-RL, arXiv:2601.14243; QaRL,
     arXiv:2604.07853)."""
-    master = lambda name, w: Master(w, recipe.scheme) if recipe.covers(name) else w
-    return {name: master(name, w) for name, w in layer.items()}
+    master = lambda w: Master(w, recipe.scheme)
+    of = lambda name, w: lora.on_base(master, w) if recipe.covers(name) else w
+    return {name: of(name, w) for name, w in layer.items()}

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.kernels.head import Head
-from jaxrl_tis.models import attention, expert_parallel, fsdp, invariant, moe, quant
+from jaxrl_tis.models import attention, expert_parallel, fsdp, invariant, lora, moe, quant
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.models.rope import rope_frequencies
 from jaxrl_tis.sharding import Layout
@@ -87,14 +87,24 @@ class Program:
         return tiles.COMPILER_OPTIONS if self.is_invariant else None
 
     def dot(self, x: jax.Array, w: Any, is_split_in: bool = False) -> jax.Array:
-        """Returns `quant.dot`; a mesh shards w along its input or, by default, its output."""
-        if self.is_invariant:
-            y = invariant.dot(x, w, self.layout, is_split_in)
-        elif fsdp.is_cut(self.layout):
-            y = fsdp.dot(x, w, self.layout, is_split_in)
-        else:
-            y = quant.dot(x, w)
+        """Returns `quant.dot`, or `lora.product`; a mesh shards w along its input or, by default, its
+        output."""
+        dot = functools.partial(self._dot, is_split_in=is_split_in)
+        y = lora.product(x, w, dot, self.thin) if isinstance(w, lora.Adapted) else dot(x, w)
         return checkpoint_name(y, PROJECTION)
+
+    def _dot(self, x: jax.Array, w: Any, is_split_in: bool) -> jax.Array:
+        if self.is_invariant:
+            return invariant.dot(x, w, self.layout, is_split_in)
+        if fsdp.is_cut(self.layout):
+            return fsdp.dot(x, w, self.layout, is_split_in)
+        return quant.dot(x, w)
+
+    def thin(self, x: jax.Array, factor: jax.Array) -> jax.Array:
+        """Returns the product of x [B,T,i] with a factor of LoRA."""
+        if self.is_invariant:
+            return invariant.dot(x, factor, self.layout, False)
+        return quant.dot(x, factor)
 
     def embedded(self, table_vd: jax.Array, tokens_bt: jax.Array) -> jax.Array:
         """Returns the embeddings [B,T,D] of tokens in the compute dtype."""
@@ -633,16 +643,22 @@ def rows_routed(
     )
 
 
-def output_head(params: Params, program: Program) -> Head:
-    """Returns the output head, which is the token table if tied."""
-    if "head" in params:
-        return Head(params["head"], vocab_axis=1, highest=program.fp32_head)
-    return Head(params["embed"], vocab_axis=0, highest=program.fp32_head)
+def output_head(params: Params, program: Program, x: jax.Array) -> tuple[Head, jax.Array]:
+    """Returns the output head, which is the token table if tied, and its input x [B,T,D]. The factors
+    of an adapted head become further rows of its matrix, and x A further columns of x."""
+    if "head" not in params:
+        return Head(params["embed"], vocab_axis=0, highest=program.fp32_head), x
+    w = params["head"]
+    if isinstance(w, lora.Adapted):
+        x_a = program.thin(x.astype(jnp.float32), w.a)
+        x = jnp.concatenate([x, x_a.astype(x.dtype)], axis=-1)
+        w = jnp.concatenate([w.w, w.scaled_b.astype(w.w.dtype)], axis=0)
+    return Head(w, vocab_axis=1, highest=program.fp32_head), x
 
 
 def head_logits(params: Params, program: Program, x: jax.Array) -> jax.Array:
     """Returns the logits [..., V] of x [..., D] in float32."""
-    head = output_head(params, program)
+    head, x = output_head(params, program, x)
     return invariant.logits(x, head, program.layout) if program.is_invariant else head.logits(x)
 
 

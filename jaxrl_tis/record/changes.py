@@ -22,7 +22,7 @@ FREE = (
     "reward.workers", "task.environment_workers", "task.turn_timeout",
     "rollout.ray_address", "rollout.cpus_per_worker", "rollout.gpus_per_worker",
     "rollout.tpus_per_worker", "rollout.worker_timeout", "rollout.start_timeout",
-    "rollout.snapshot_gib", "rollout.harness_timeout", "rollout.harness_python",
+    "rollout.snapshot_gib", "rollout.harness_timeout", "rollout.harness_python", "rollout.canary",
 )
 ROUNDED = (
     "engine.slots", "engine.num_pages", "engine.prefill_batch", "engine.prefill_chunk",

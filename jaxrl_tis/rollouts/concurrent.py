@@ -14,6 +14,7 @@ import jax
 
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.engine.weights import sent
 from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping, Claim, batch_parts
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.queue import Entry, Key
@@ -149,7 +150,7 @@ class ConcurrentSource:
         start = time.monotonic()
         served = jax.block_until_ready(self._serving_params(params, version))
         staged = self.driver.stage(served, version)
-        size = sum(leaf.nbytes for leaf in jax.tree.leaves(served))
+        size = sum(leaf.nbytes for leaf in jax.tree.leaves(sent(served)))
         self._synced = time.monotonic() - start, size
         return staged
 

@@ -14,6 +14,7 @@ import jax
 import ray
 
 from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.weights import moving
 from jaxrl_tis.rollouts.concurrent import ConcurrentSource
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.ray_source import ray_source
@@ -51,6 +52,7 @@ class ProcessesSource:
         self._timer = parts.timer
         self._address, self._part, self._is_complete = address, [], False
         self._source: ConcurrentSource | None = None
+        self._base: Any = None  # of LoRA, as it is served
         # The others are not here while process 0 waits.
         alone = dataclasses.replace(parts, heartbeat=lambda: None)
         name = processes.first(lambda: self._open(alone, engine, facts, build, address))
@@ -70,8 +72,13 @@ class ProcessesSource:
             staged = self._source.stage(params, version)
         elif is_synced:
             served = jax.block_until_ready(self._serving_params(params, version))
-            fingerprint.digest(served)
-            self._put(served)
+            moved, base = moving(served)
+            fingerprint.digest(moved)
+            if base is not None and self._base is None:
+                self._base = base  # held: it is quantised once
+                fingerprint.digest(base)
+                self._put(base)
+            self._put(moved)
         processes.first(lambda: self._source.staged(staged, version))
         return is_synced
 

@@ -21,6 +21,7 @@ import ray
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.engine.weights import moving
 from jaxrl_tis.rollouts import ray_cluster, record_check
 from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping
 from jaxrl_tis.rollouts.concurrent import PULSE_SECONDS, ConcurrentSource, Shared
@@ -43,11 +44,13 @@ class Invalid(ValueError):
 @dataclasses.dataclass(frozen=True)
 class Weights:
     """The serving parameters of a version in the object store: references to the `pieces` of each
-    process of the learner, and the fingerprint of the tree."""
+    process of the learner, and the fingerprint of the tree. With LoRA these are the factors, and the
+    `base` of all versions is (references, fingerprint)."""
 
     version: int
     refs: tuple[ray.ObjectRef, ...]
     fingerprint: str
+    base: tuple[tuple[ray.ObjectRef, ...], str] | None = None
 
 
 @dataclasses.dataclass
@@ -113,6 +116,8 @@ class RayDriver:
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, str] = {}  # workers that do not come back, with the reason
         self._newest: Weights | None = None
+        # As it is served, so that it is quantised once, and in the object store.
+        self._base: tuple[Any, tuple[tuple[ray.ObjectRef, ...], str]] | None = None
         self._is_closed, self._gone, self._left, self._evicted = False, Stats(), 0, 0
         self._since = self._said_at = self._looked_at = time.monotonic()
         self._has_joined = False
@@ -165,11 +170,16 @@ class RayDriver:
     # The learner's thread
 
     def stage(self, served: Any, version: int) -> Weights:
-        sent = fingerprint.hex(fingerprint.digest(served))
+        moved, base = moving(served)
+        sent = fingerprint.hex(fingerprint.digest(moved))
         self._await_room()
         self.look()  # without the node's Ray, `put` would end this process
         try:
-            return Weights(version, self._put(served), sent)
+            if base is not None and self._base is None:
+                digest = fingerprint.hex(fingerprint.digest(base))
+                self._base = base, (self._put(base), digest)
+            of_base = None if self._base is None else self._base[1]
+            return Weights(version, self._put(moved), sent, of_base)
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
             raise Unwritable(
                 f"Ray's object store has no room for version {version} of the weights, "
@@ -286,8 +296,11 @@ class RayDriver:
         return command
 
     def _offer(self, session: Session) -> None:
-        version, refs, sent = self._newest.version, self._newest.refs, self._newest.fingerprint
-        session.calls[session.actor.load.remote(session.id, version, sent, refs)] = version
+        new = self._newest
+        call = session.actor.load.remote(
+            session.id, new.version, new.fingerprint, new.refs, new.base
+        )
+        session.calls[call] = new.version
 
     # Threads of workers
 

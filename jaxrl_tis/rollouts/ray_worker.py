@@ -107,6 +107,14 @@ def assemble(like: Any, parts: Sequence[Pieces]) -> Any:
     return jax.tree.map_with_path(leaf, like)
 
 
+def _received(like: Any, refs: Sequence[ray.ObjectRef], sent: str) -> Any:
+    """Returns the tree whose `Pieces` have these references. RuntimeError if its fingerprint on a
+    device is not `sent`."""
+    tree = jax.block_until_ready(assemble(like, ray.get(list(refs))))
+    fingerprint.check(tree, sent)
+    return tree
+
+
 class RolloutWorker:
     """Samples for a learner, which calls `join` once, then the others.
 
@@ -145,22 +153,32 @@ class RolloutWorker:
         setup = self._build()
         self._sampler = Sampler(functools.partial(setup.scheduler, setup.engine))
         self._like, self._session = setup.engine.abstract_params(), uuid.uuid4().hex
+        self._adapter, self._base = setup.adapter, None
+        if self._adapter is not None:
+            self._factors_like = setup.engine.abstract_factors(self._adapter)
         threading.Thread(target=self._guarded, daemon=True).start()
         return Joined(self._session, ray.get_runtime_context().get_node_id(), setup.identity)
 
     @ray.method(concurrency_group="load")
     def load(
-        self, session: str, version: int, sent: str, refs: Sequence[ray.ObjectRef]
+        self, session: str, version: int, sent: str, refs: Sequence[ray.ObjectRef],
+        base: tuple[Sequence[ray.ObjectRef], str] | None = None,
     ) -> None:
         """Takes the weights of a version, whose `Pieces` have these references. `sent`: the
-        learner's fingerprint of them.
+        learner's fingerprint of them. `base`: the same of the base of LoRA, which the worker keeps.
 
         Raises:
           RuntimeError: the weights on a device are not those that were sent.
         """
         # As arguments of this call, the pieces would hold up all later calls until they are here.
-        params = jax.block_until_ready(assemble(self._like, ray.get(list(refs))))
-        fingerprint.check(params, sent)
+        if base is not None and self._base is None:
+            of_base, digest = base
+            self._base = _received(self._like, of_base, digest)
+        if self._adapter is None:
+            params = _received(self._like, refs, sent)
+        else:
+            factors = _received(self._factors_like, refs, sent)
+            params = self._adapter.join(self._base, factors)
         with self._changed:
             if session == self._session:
                 self._arrived = SetParams(params, version)

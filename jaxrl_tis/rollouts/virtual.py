@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.engine.weights import apart
 from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping, batch_parts
 from jaxrl_tis.rollouts.controller import Decision, SyncWeights
 from jaxrl_tis.rollouts.groups import Sample
@@ -52,7 +52,7 @@ class VirtualSource:
         self.books.published(version)
         is_synced = self.books.controller.sync_version == version
         if is_synced:
-            serving = _apart(self._serving_params(params, version), params)
+            serving = apart(self._serving_params(params, version), params)
             self._synced = SetParams(jax.block_until_ready(serving), version)
         self._settle()
         return is_synced
@@ -153,10 +153,3 @@ class VirtualSource:
 
     def _stats(self) -> Stats:
         return Stats.sum(sampler.stats for sampler in self._samplers.values())
-
-
-def _apart(serving: Any, params: Any) -> Any:
-    """Copies arrays that the serving parameters share with the policy, whose update donates
-    them."""
-    own = {id(x) for x in jax.tree.leaves(params)}
-    return jax.tree.map(lambda x: jnp.copy(x) if id(x) in own else x, serving)

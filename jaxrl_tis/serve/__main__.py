@@ -25,6 +25,7 @@ WORKDIR = flags.DEFINE_string(
     "workdir", None, "Folder of a run whose newest checkpoint is served; default: the weights that "
     "the config starts from."
 )
+ADAPTER = flags.DEFINE_string("adapter", None, "Folder of a PEFT adapter of the model.")
 HOST = flags.DEFINE_string("host", "127.0.0.1", "Address to listen on.")
 PORT = flags.DEFINE_integer("port", 8000, "Port to listen on.", lower_bound=0, upper_bound=65535)
 HOSTS = flags.DEFINE_list(
@@ -53,7 +54,7 @@ def main() -> None:
         MAX_BODY_BYTES.value, setup.engine.max_length, setup.config.rollout.max_new_tokens,
         min(MAX_CHOICES.value, MAX_PENDING.value), LOGPROBS, MAX_SECONDS.value,
     )
-    params = load(setup, WORKDIR.value)
+    params = load(setup, WORKDIR.value, ADAPTER.value)
     application = make_app(setup, params, limits, MAX_PENDING.value, token, HOST.value, HOSTS.value)
     uvicorn.run(application, host=HOST.value, port=PORT.value, **connection.OPTIONS)
 

@@ -12,7 +12,7 @@ from jaxrl_tis.endpoint import app
 from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.engine.warm import warm_up
 from jaxrl_tis.engine.worker import EngineThread
-from jaxrl_tis.learner.state import initial_params, initial_state, read_params
+from jaxrl_tis.learner.state import initial_policy, read_params, with_adapter
 from jaxrl_tis.runtime.addresses import is_loopback
 
 
@@ -26,12 +26,14 @@ def read_token(path: str | None) -> str | None:
     return token
 
 
-def load(setup: Setup, path: str | None) -> Any:
-    """Loads serving parameters from `path`; None: the weights that the config starts from."""
+def load(setup: Setup, path: str | None, adapter: str | None = None) -> Any:
+    """Loads serving parameters from `path`; None: the weights that the config starts from. `adapter`
+    is the folder of a PEFT adapter."""
     if path is None:
-        params = initial_state(setup.training, initial_params(setup.training))["policy"].params
+        params = initial_policy(setup.training)
     else:
         params = read_params(setup.training, path)
+    params = with_adapter(setup.training, params, adapter)
     return jax.block_until_ready(setup.engine.load(params))
 
 

@@ -392,7 +392,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
     assert described == jax.tree.map(lambda x: (x.shape, x.dtype), state)
     steps, train_step = [jax.device_get(state["policy"].params)], trainer._train_step
 
-    def spy(policy, minibatch):
+    def spy(policy, minibatch, base=None):
         policy, *rest = train_step(policy, minibatch)
         steps.append(jax.tree.map(np.array, policy.params))
         return policy, *rest

@@ -121,7 +121,7 @@ def test_the_old_policy_stays_fixed_while_the_learner_moves():
         trainer = Trainer(setup.training)
     step = trainer._train_step
 
-    def spy(state, minibatch):
+    def spy(state, minibatch, base=None):
         seen.append(jax.device_get(minibatch))
         return step(state, minibatch)
 
@@ -228,7 +228,7 @@ def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():
     norms, fields, train_step = [], set(), trainer._train_step
     proxies = mock.Mock(wraps=trainer._variance_proxies)
 
-    def spy(state, minibatch):
+    def spy(state, minibatch, base=None):
         fields.update(minibatch)
         state, metrics = train_step(state, minibatch)
         norms.append(float(metrics["actor/grad_norm"]))

@@ -28,13 +28,14 @@ import time
 
 from tests.mutants import Mutant, runner
 from tests.mutants import (
-    algorithms, engine, environments, estimators, experiments, kernels, models, outside, rollouts,
+    adapters, algorithms, engine, environments, estimators, experiments, kernels, models, outside,
+    rollouts,
     surroundings, update,
 )
 
 TABLES = (
-    estimators, algorithms, update, engine, environments, rollouts, kernels, models, surroundings,
-    outside, experiments,
+    estimators, algorithms, update, engine, environments, rollouts, kernels, models, adapters,
+    surroundings, outside, experiments,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
 

@@ -70,10 +70,10 @@ MUTANTS = [
     *of(
         "export.py",
         ("weights are written as they are kept",
-         'transformer.cast(state["policy"]["params"], dtype)', 'state["policy"]["params"]'),
+         "params = transformer.cast(params, dtype)", "params = params"),
         ("the bias of a router is rounded",
-         'transformer.cast(state["policy"]["params"], dtype)',
-         'jax.tree.map(lambda x: x.astype(dtype), state["policy"]["params"])'),
+         "params = transformer.cast(params, dtype)",
+         "params = jax.tree.map(lambda x: x.astype(dtype), params)"),
         ("only the tokenizer's first file goes along",
          "if (source / name).exists()]", "if (source / name).exists()][:1]"),
         ("end tokens of config.json stay behind",

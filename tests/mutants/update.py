@@ -298,7 +298,7 @@ MUTANTS = [
          "np.mean([len(np.unique(r)) > 1 for r in by_group])",
          "test_metrics_of_the_samples_by_hand"),
         ("old log-probs are those of the newest weights",
-         "        if params is not policy:", "        if False:",
+         "        if not lora.is_same(params, policy):", "        if False:",
          "test_log_probs_are_those_of_the_weights_that_drew_each_token"),
         ("every token has the log-prob of the last weights",
          'np.where(is_its, log_probs(params, is_its.any(axis=1)), logp_old)',

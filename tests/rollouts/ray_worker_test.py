@@ -123,7 +123,9 @@ def worker(monkeypatch):
 
     like = {"w": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=jnp.zeros(2).sharding)}
     engine = types.SimpleNamespace(abstract_params=lambda: like)
-    setup = types.SimpleNamespace(engine=engine, scheduler=scheduler, identity={"model": "a"})
+    setup = types.SimpleNamespace(
+        engine=engine, scheduler=scheduler, identity={"model": "a"}, adapter=None
+    )
     worker = RolloutWorker(lambda config: setup, tiny.config(watchdog__timeout=0.0).to_dict(), True)
     joined = worker.join()
     assert joined.node == "a node" and joined.facts["model"] == "a"

@@ -1,0 +1,121 @@
+"""Folders of PEFT: what PEFT itself wrote and computed, the round trip, and folders that are refused."""
+
+import json
+import pathlib
+import shutil
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from jaxrl_tis import models
+from jaxrl_tis.models import lora, peft, transformer
+from tests.models import lora_test
+
+GOLDEN = pathlib.Path(__file__).parent / "golden" / "peft"
+TOKENS = np.arange(12).reshape(2, 6) * 5 % 24
+
+
+@pytest.mark.by_jax("a whole model, compared with PEFT")
+@pytest.mark.parametrize("name", ["all", "rslora", "regex", "patterns"])
+def test_the_logits_are_those_of_peft(name):
+    """make_golden_peft.py wrote the files. Its adapters move logits by 0.01 at least."""
+    config, params = models.load(GOLDEN / "base")
+    expected = np.load(GOLDEN / f"{name}.npy")
+    adapted = peft.beside(params, GOLDEN / name, config)
+    logits = lambda p: transformer.logits(p, config, jnp.asarray(TOKENS))
+    np.testing.assert_allclose(logits(adapted), expected, rtol=0, atol=1e-5)
+    np.testing.assert_allclose(logits(lora.merged(adapted)), expected, rtol=0, atol=1e-5)
+    assert np.abs(logits(params) - expected).max() > 0.01
+
+
+def test_the_scale_of_rslora_and_of_patterns():
+    config = models.read_config(GOLDEN / "base")
+    adapter, _ = peft.load(GOLDEN / "rslora", config)
+    assert set(dict(adapter.scales).values()) == {32 / 4**0.5}
+    adapter, factors = peft.load(GOLDEN / "patterns", config)
+    assert dict(adapter.ranks) == {"q": 2, "v": 3}
+    assert dict(adapter.scales) == {"q": 5 / 2, "v": 8 / 3}
+    assert not np.any(factors["layers"]["q"]["b"][0]) and np.any(factors["layers"]["q"]["b"][1])
+
+
+@pytest.mark.parametrize("text", ["lora(rank=4, alpha=32, targets='all,head')", "rslora(rank=3)"])
+def test_a_round_trip(tmp_path, text):
+    _, adapted = lora_test.trained(lora_test.UNTIED, text)
+    adapter, factors = lora.adapter_of(adapted, lora_test.UNTIED), lora.split(adapted)[0]
+    peft.save(tmp_path / "out", adapter, factors, "models/mine")
+    read, found = peft.load(tmp_path / "out", lora_test.UNTIED)
+    assert dict(read.ranks) == dict(adapter.ranks)
+    assert dict(read.scales) == pytest.approx(dict(adapter.scales), rel=1e-15)
+    for stack, leaves in factors["layers"].items():
+        for x in "ab":
+            np.testing.assert_array_equal(found["layers"][stack][x], leaves[x])
+    fields = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    assert fields["target_modules"][0] == "down_proj" and fields["lora_alpha"] / fields["r"] == (
+        pytest.approx(dict(adapter.scales)["q"])
+    )
+    assert peft.base_of(tmp_path / "out") == "models/mine"
+    with pytest.raises(FileExistsError):
+        peft.save(tmp_path / "out", adapter, factors)
+
+
+def test_experts_have_no_names_in_a_folder(tmp_path):
+    _, adapted = lora_test.trained(lora_test.EXPERTS, "lora(rank=4)")
+    with pytest.raises(ValueError, match="no names for those of experts"):
+        peft.save(tmp_path / "out", lora.adapter_of(adapted, lora_test.EXPERTS), {})
+
+
+def changed(tmp_path, tensors=lambda t: t, **fields):
+    folder = tmp_path / "changed"
+    shutil.copytree(GOLDEN / "all", folder)
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | fields))
+    path = folder / "adapter_model.safetensors"
+    safetensors.numpy.save_file(tensors(safetensors.numpy.load_file(path)), path)
+    return folder
+
+
+@pytest.mark.parametrize("fields, named", [
+    (dict(use_dora=True), "use_dora = True, which is not implemented"),
+    (dict(bias="all"), "bias = 'all'"),
+    (dict(lora_bias=True), "lora_bias"),
+    (dict(lora_dropout=0.1), "lora_dropout = 0.1"),
+    (dict(modules_to_save=["lm_head"]), "modules_to_save"),
+    (dict(target_parameters=["w"]), "target_parameters"),
+    (dict(fan_in_fan_out=True), "fan_in_fan_out"),
+    (dict(init_lora_weights="pissa"), "init_lora_weights 'pissa', which changes the base"),
+    (dict(use_something_new={"x": 1}), "use_something_new"),
+    (dict(peft_type="IA3"), "peft_type must be 'LORA'"),
+    (dict(r=None), "has no r"),
+    (dict(target_modules=None), "has no target_modules"),
+    (dict(target_modules=["q_proj"]), "targets 2 modules of this model"),
+    (dict(r=8), "is of another base or rank"),
+])
+def test_a_key_that_is_refused_by_name(tmp_path, fields, named):
+    with pytest.raises(ValueError, match=named):
+        peft.load(changed(tmp_path, **fields), models.read_config(GOLDEN / "base"))
+
+
+@pytest.mark.parametrize("tensors, named", [
+    (lambda t: {}, "binds no module"),
+    (lambda t: {n.replace("model.model", "model.other"): x for n, x in t.items()}, "bind no module"),
+    (lambda t: t | {"base_model.model.extra": np.zeros(2, np.float32)}, "1 tensors that bind no"),
+    (lambda t: {n: x for n, x in t.items() if "lm_head.lora_B" not in n}, "has no tensor"),
+    (lambda t: {n: x for n, x in t.items() if "lm_head.lora_A" not in n}, "bind no module"),
+])
+def test_tensors_that_are_of_another_model(tmp_path, tensors, named):
+    with pytest.raises(ValueError, match=named):
+        peft.load(changed(tmp_path, tensors), models.read_config(GOLDEN / "base"))
+
+
+def test_an_adapter_of_another_base(tmp_path):
+    config, params = models.load(GOLDEN / "base")
+    with pytest.raises(ValueError, match="lm_head.base_layer.weight is not this model's head"):
+        peft.beside(params | {"head": params["head"] + 1e-3}, GOLDEN / "all", config)
+    with pytest.raises(ValueError, match="another base"):
+        peft.load(GOLDEN / "all", lora_test.UNTIED)
+    with pytest.raises(ValueError, match="the model's head is its embedding"):
+        peft.load(GOLDEN / "all", lora_test.DENSE)
+    with pytest.raises(FileNotFoundError, match="adapter_config.json"):
+        peft.load(tmp_path, lora_test.DENSE)

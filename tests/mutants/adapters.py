@@ -1,0 +1,60 @@
+"""Mutants of LoRA: its factors, its folders, its sync, the canary."""
+
+from tests.mutants import of
+
+MUTANTS = [
+    *of(
+        "models/lora.py",
+        ("the scale of the factors is left out", "return self.b * self.scale", "return self.b",
+         "test_the_product_by_hand"),
+        ("rslora is plain lora", "(math.sqrt(rank) if self.is_rs else rank)", "rank",
+         "test_the_scale"),
+        ("an expert has the whole rank",
+         "max(1, recipe.rank // config.moe.top_k) if is_expert else recipe.rank", "recipe.rank",
+         "test_experts_have_factors_of_the_rank_divided_by_their_number"),
+        ("a fresh B is not zero", "return jnp.zeros(x.shape, x.dtype)",
+         "return jnp.ones(x.shape, x.dtype)",
+         "test_a_fresh_adapter_changes_no_bit_and_starts_as_peft_does"),
+        ("a base of bfloat16 is merged", "isinstance(w.w, jax.Array) and w.w.dtype == jnp.float32",
+         "isinstance(w.w, jax.Array)", "test_a_merge_is_in_float32_alone_and_leaves_the_base"),
+    ),
+    *of(
+        "models/peft.py",
+        ("rslora of a folder is ignored",
+         '(math.sqrt(rank) if fields.get("use_rslora") else rank)', "rank",
+         "test_the_scale_of_rslora_and_of_patterns"),
+        ("ranks of patterns are ignored",
+         'of("rank_pattern", fields["r"])', 'fields["r"]',
+         "test_the_scale_of_rslora_and_of_patterns"),
+        ("unknown keys are ignored",
+         'if value and not (name == "bias" and value == "none"):', "if False:",
+         "test_a_key_that_is_refused_by_name"),
+        ("tensors without a module are ignored",
+         "if strays := sorted(tensors.keys() - expected):", "if strays := []:",
+         "test_tensors_that_are_of_another_model"),
+    ),
+    *of(
+        "engine/weights.py",
+        ("the base is quantised at every sync",
+         "served = self._base.served(base) if self._base is not None else None", "served = None",
+         "test_the_sampler_has_the_new_adapter_and_the_same_base"),
+        tests="learner/lora_run_test.py",
+    ),
+    *of(
+        "learner/state.py",
+        ("the critic of a run has the factors of the policy's stream",
+         '{"policy": 0x6C6F7261, "critic": 0x6C6F7262}', '{"policy": 0x6C6F7261}',
+         "test_an_update_moves_the_factors_and_no_bit_of_the_base"),
+        tests="learner/lora_run_test.py",
+    ),
+    *of(
+        "gate/canary.py",
+        ("an old adapter passes", "!= expected:", "== None:",
+         "test_an_old_adapter_is_caught_however_small_the_update"),
+        ("another base passes",
+         "if not (d <= bounds.max_d_p99 and dp_max <= bounds.max_dp_max):", "if False:",
+         "test_another_base_is_caught_by_the_log_probs"),
+        ("the other samplers pass", "for part in parts:", "for part in parts[:1]:",
+         "test_an_old_adapter_is_caught_however_small_the_update"),
+    ),
+]
