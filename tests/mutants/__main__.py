@@ -29,8 +29,7 @@ import time
 from tests.mutants import Mutant, runner
 from tests.mutants import (
     adapters, algorithms, engine, environments, estimators, experiments, kernels, models, outside,
-    rollouts,
-    surroundings, update,
+    rollouts, surroundings, update,
 )
 
 TABLES = (
