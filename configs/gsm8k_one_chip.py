@@ -9,18 +9,18 @@ run on one, so there is no expected result.
 
 from configs import gsm8k_qwen25_0p5b
 
-# Hub name, and the rows of a micro-batch.
+# Hub name, slots of the sampler, and rows of a micro-batch.
 MODELS = {
-    "qwen25_0p5b": ("Qwen/Qwen2.5-0.5B-Instruct", 2),
-    "gemma3_1b": ("google/gemma-3-1b-it", 2),
-    "qwen3_1p7b": ("Qwen/Qwen3-1.7B", 1),
+    "qwen25_0p5b": ("Qwen/Qwen2.5-0.5B-Instruct", 128, 4),
+    "gemma3_1b": ("google/gemma-3-1b-it", 64, 2),
+    "qwen3_1p7b": ("Qwen/Qwen3-1.7B", 32, 1),
 }
 
 
 def get_config(model: str = "qwen25_0p5b"):
     if model not in MODELS:
         raise ValueError(f"model {model!r} is none of {', '.join(MODELS)}")
-    name, rows = MODELS[model]
+    name, slots, rows = MODELS[model]
     c = gsm8k_qwen25_0p5b.get_config("grpo")
     c.name = f"gsm8k_one_chip-{model}"
     c.model.path = f"hf://{name}"
@@ -29,7 +29,7 @@ def get_config(model: str = "qwen25_0p5b"):
     c.mesh.train = c.mesh.serve = (1, 1, 1)
     c.rollout.prompts = 128
     c.engine.quantization = "w8a8"
-    c.engine.slots, c.engine.prefill_batch = 64, 8
+    c.engine.slots, c.engine.prefill_batch = slots, 8
     c.train.microbatch_rows = rows
     if model == "qwen3_1p7b":
         c.task.template_kwargs = {"enable_thinking": False}

@@ -2,14 +2,12 @@
 
 The tokenizer's files come along, with its chat template, its end tokens and the defaults that the
 checkpoint gives for sampling. Before the command ends it reads the folder back and compares all of it.
+A run with model.lora is written as a folder of PEFT, or merged into its base in float32.
 
 Examples:
 
     python -m jaxrl_tis.export runs/first models/first
     python -m jaxrl_tis.export runs/first models/first-50 --step=50 --dtype=float32
-
-A run with model.lora is written as a folder of PEFT, or merged into its base in float32:
-
     python -m jaxrl_tis.export runs/lora adapters/lora --adapter
     python -m jaxrl_tis.export runs/lora models/lora --merged
 """
