@@ -69,8 +69,8 @@ staleness counts as the engine's.
 recorded routes of the sampler (`engine.record_routes`). The learner's routes are those that its routers choose
 without replay, so the rates also say what replay corrects.
 
-No source of this project samples several turns or calls tools. Rows by turn and tool are for dumps of other trainers
-([audit.md](audit.md)).""",
+Rows by turn and tool appear for episodes of several turns ([environments.md](environments.md)), for sessions of
+an agent ([harness.md](harness.md)) and for dumps of other trainers ([audit.md](audit.md)).""",
     "Experts": """\
 For models with a mixture of experts. Computed in `diagnostics/routes.py` from the learner's own routes, without
 replay. Mean and worst are over the MoE layers. The worst layer has the largest load, or the smallest entropy.""",
