@@ -502,6 +502,8 @@ def test_requests_without_an_example_are_single_turns():
     hub, scheduler = made()
     plain = arithmetic.request("plain", max_tokens=4)
     scheduler.add(plain)
+    with pytest.raises(ValueError, match="1 requests are pending"):
+        scheduler.release_cache()
     scheduler.add(request(0))
     client = Client(hub, request(0).id)
     call = client.ask(request(0).prompt)
