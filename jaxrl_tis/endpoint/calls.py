@@ -106,7 +106,7 @@ class Session:
         return dataclasses.replace(completion, choices=[choice])
 
     def enter(self, choice: Choice, digest: bytes, is_retry: bool) -> Call:
-        """Returns the new call, or the call that a retry repeats. Ended once the session has ended."""
+        """Returns the new call, or the call that a retry repeats. Raises Ended after `close`."""
         is_failed = lambda call: isinstance(call.result, Exception)
         with self._lock:
             if self.end:

@@ -547,7 +547,7 @@ def test_the_run_imposes_its_sampling():
         max_tokens=3, min_tokens=2,
     )
     completion = Completion(
-        "c", [Choice("c/0", np.array([1]), 0, asked)], 1, False, False, False, None, False
+        "c", [Choice("c/0", np.array([1]), 0, asked)], 1, False, False, False, None, False, ()
     )
     imposed = session.imposed(completion).choices[0].sampling
     assert imposed == SamplingParams(
