@@ -47,10 +47,13 @@ class Call:
             listener(id, result)
 
     def leave(self, id: str) -> None:
-        """Removes a listener that waits for no answer any more."""
+        """Removes a listener that waits for no answer any more. It gets an error."""
         with self._lock:
-            if self._listeners.pop(id, None) is not None:
+            listener = self._listeners.pop(id, None)
+            if listener is not None:
                 self.is_gone = not self._listeners
+        if listener is not None:
+            listener(id, RuntimeError("the answer did not come in time"))
 
     def answer(self, trajectory: Trajectory) -> None:
         """Ends the call with one turn: a record whose prompt is that of the call."""
@@ -86,6 +89,7 @@ class Session:
 
     def __init__(self, sampling: SamplingParams, take: Callable[[Call], None]):
         self.sampling, self._take = sampling, take
+        self._lock = threading.Lock()
         self.calls: list[Call] = []
         self.retries, self.is_overlong, self.end = 0, False, ""
 
@@ -102,19 +106,24 @@ class Session:
         return dataclasses.replace(completion, choices=[choice])
 
     def enter(self, choice: Choice, digest: bytes, is_retry: bool) -> Call:
-        """Returns the new call, or the call that a retry repeats."""
-        known = [c for c in self.calls if c.digest == digest and not isinstance(c.result, Exception)]
-        if is_retry and known:
-            self.retries += 1
-            return known[-1]
-        call = Call(choice, digest)
-        self.calls.append(call)
-        self._take(call)
+        """Returns the new call, or the call that a retry repeats. Raises Ended after `close`."""
+        is_failed = lambda call: isinstance(call.result, Exception)
+        with self._lock:
+            if self.end:
+                raise Ended(self.end)
+            known = [c for c in self.calls if c.digest == digest and not is_failed(c)]
+            if is_retry and known:
+                self.retries += 1
+                return known[-1]
+            call, take = Call(choice, digest), self._take
+            self.calls.append(call)
+        take(call)  # without the lock: the owner may hold its own one and close the session
         return call
 
     def close(self, why: str) -> None:
-        """Ends the session and its open calls."""
-        self.end = why
-        for call in self.calls:
+        """Ends the session and its open calls, and forgets its owner."""
+        with self._lock:
+            self.end, calls = why, self.calls
+            self.calls, self._take = [], None
+        for call in calls:
             call.fail(Ended(why))
-        self.calls = []

@@ -111,12 +111,12 @@ class Host:
     async def _play(self, key: str, session: Session) -> None:
         try:
             reply = reading(await self._called(session)) | {"error": ""}
-        except asyncio.CancelledError:
-            return
         except BaseException as error:
+            if key not in self._tasks:
+                return
             reply = {"error": self._described(error)}
-        del self._tasks[key]
-        self._send({"key": key} | reply)
+        if self._tasks.pop(key, None) is not None:  # else it was cancelled
+            self._send({"key": key} | reply)
 
     def _called(self, session: Session) -> Awaitable[Any]:
         call = getattr(self._harness, "__call__", None)

@@ -1,5 +1,6 @@
 """The process of a harness, from the side of the run; host.py runs in the process."""
 
+import contextlib
 import json
 import os
 import select
@@ -137,6 +138,8 @@ class HarnessProcess:
 
     def _read(self, process: subprocess.Popen) -> None:
         for line in process.stdout:
+            if not line.endswith(b"\n"):
+                break  # the process ended within a reply
             reply = Reply(**json.loads(line))
             with self._lock:
                 is_open = reply.key in self._open
@@ -166,4 +169,5 @@ def _end(process: subprocess.Popen) -> None:
     except ProcessLookupError:
         pass
     process.wait()
-    process.stdin.close()
+    with contextlib.suppress(OSError):  # a message that the process has not read
+        process.stdin.close()

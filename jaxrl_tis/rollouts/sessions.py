@@ -142,7 +142,7 @@ class SessionScheduler:
 
     def release_cache(self) -> None:
         """Frees the KV cache. ValueError while requests are pending."""
-        if self._live:
+        if self.pending:
             raise ValueError(f"{self.pending} requests are pending; step until there are none")
         while self._scheduler.pending:
             self._scheduler.step()  # returns aborted rows

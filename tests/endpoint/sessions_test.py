@@ -1,7 +1,10 @@
 """The endpoint of a run behind a socket, with a real client. The test answers its calls."""
 
+import dataclasses
+import gc
 import threading
 import time
+import weakref
 
 import httpx
 import numpy as np
@@ -10,6 +13,7 @@ import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.endpoint import sessions
+from jaxrl_tis.endpoint.calls import Ended
 from jaxrl_tis.endpoint.sessions import RETRIES, Endpoint
 from jaxrl_tis.engine.records import SamplingParams
 from tests import arithmetic
@@ -156,6 +160,38 @@ def test_an_ended_session_refuses_its_calls_at_once(door):
     ask()
     assert len(found) == 2 and time.monotonic() - start < 0.4  # an SDK's retry waits 0.5 s
     assert all("takes no more calls: its time is over" in str(error) for error in found)
+
+
+def test_a_call_that_arrives_as_its_session_ends_is_refused(door):
+    door.endpoint.end(door.key, "its time is over")
+    with pytest.raises(Ended, match="its time is over"):
+        door.session.enter(None, b"", is_retry=False)
+    assert not door.calls and not door.session.calls
+
+
+def test_an_ended_session_keeps_nothing_of_its_owner(endpoint):
+    class Owner:
+        def take(self, call):
+            pass
+
+    owner = Owner()
+    seen = weakref.ref(owner)
+    key, _ = endpoint.open(SAMPLING, owner.take)
+    endpoint.end(key, "over")
+    del owner
+    gc.collect()
+    assert seen() is None
+
+
+def test_a_call_without_an_answer_in_time_is_an_error(door, endpoint, monkeypatch):
+    door.is_answering = False
+    served = endpoint._sessions._served
+    limits = dataclasses.replace(served.limits, seconds=0.1)
+    monkeypatch.setattr(endpoint._sessions, "_served", dataclasses.replace(served, limits=limits))
+    reply = door.post("/v1/completions", TEXT)
+    assert reply.status_code == 500
+    assert "the answer did not come in time" in reply.json()["error"]["message"]
+    assert door.calls[0].is_gone
 
 
 def test_the_oldest_ended_sessions_are_forgotten(endpoint, monkeypatch):

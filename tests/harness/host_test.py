@@ -69,6 +69,11 @@ def test_what_is_no_result_fails(kind, words, capsys):
     assert ("Traceback" in capsys.readouterr().err) == (kind == "raise")
 
 
+def test_an_agent_that_gives_up_fails(capsys):
+    [reply] = played(agents.giving_up, [{}])
+    assert "CancelledError" in reply["error"]
+
+
 def test_no_reward_is_none():
     assert played(agents.told, [{"kind": "none"}])[0]["reward"] is None
 

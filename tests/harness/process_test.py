@@ -1,6 +1,8 @@
 import json
 import os
 import queue
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -81,6 +83,28 @@ def test_a_process_that_ends_fails_its_sessions_and_another_starts():
         played.process.start("2", session(dies=False))
         assert played.next() == Reply("2", 2.0, {}, None)
         assert not played.process.error
+
+
+@pytest.mark.faults
+def test_a_process_that_ends_within_a_reply_fails_its_session():
+    with Played("torn") as played:
+        played.process.start("0", session())
+        assert played.next() == Reply("0", error="the harness's process ended")
+
+
+@pytest.mark.faults
+def test_a_message_that_an_ended_process_has_not_read():
+    with Played("sleeping") as played:
+        played.process.start("0", session(seconds=60))
+        with played.process._lock:  # its end is not known yet
+            ended = played.process._process
+            os.killpg(ended.pid, signal.SIGKILL)
+            ended.wait()
+            poll = select.poll()
+            poll.register(ended.stdin, 0)
+            assert poll.poll(10_000)  # nothing can read it any more
+            played.process._send({"cancel": "1"})
+        assert played.next() == Reply("0", error="the harness's process ended")
 
 
 @pytest.mark.faults

@@ -502,6 +502,8 @@ def test_requests_without_an_example_are_single_turns():
     hub, scheduler = made()
     plain = arithmetic.request("plain", max_tokens=4)
     scheduler.add(plain)
+    with pytest.raises(ValueError, match="1 requests are pending"):
+        scheduler.release_cache()
     scheduler.add(request(0))
     client = Client(hub, request(0).id)
     call = client.ask(request(0).prompt)
@@ -545,7 +547,7 @@ def test_the_run_imposes_its_sampling():
         max_tokens=3, min_tokens=2,
     )
     completion = Completion(
-        "c", [Choice("c/0", np.array([1]), 0, asked)], 1, False, False, False, None, False
+        "c", [Choice("c/0", np.array([1]), 0, asked)], 1, False, False, False, None, False, ()
     )
     imposed = session.imposed(completion).choices[0].sampling
     assert imposed == SamplingParams(
