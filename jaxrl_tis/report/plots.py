@@ -91,6 +91,8 @@ FLIP_RATE = "mismatch/route_flip_layer_<n>_position_<n>"
 MOST_GRIDS = 4  # runs with a picture of their flips
 LEARNING, GAP, WEIGHTS = "Learning", "Sampler against learner", "Importance weights"
 OPTIMISATION, TIME = "Optimisation", "Time"
+# First distance of a bucket from the tool's last token.
+AFTER_TOOL = {"1": "1 token", "2": "2 to 3", "4": "4 to 7", "none": "before tools"}
 PLOTS = (
     Plot(LEARNING, "Reward", {"reward/mean": "sampler", "reward/learner_snis": "learner (SNIS)"},
          in_overview=True),
@@ -121,6 +123,11 @@ PLOTS = (
     Plot(GAP, "Gap of tokens with and without a flip",
          {"mismatch/route_flip_flipped/log_ratio_abs_mean": "flipped",
           "mismatch/route_flip_unflipped/log_ratio_abs_mean": "unflipped"}, log=True),
+    Plot(GAP, "Gap by turn",
+         {f"mismatch/turn_{n}/log_ratio_abs_mean": f"turn {n}" for n in range(4)}, log=True),
+    Plot(GAP, "Gap after a tool's answer",
+         {f"mismatch/after_tool_{n}/log_ratio_abs_mean": label for n, label in AFTER_TOOL.items()},
+         log=True),
 
     Plot(WEIGHTS, "Mean importance weight", {"rollout_corr/rollout_is_mean": "mean"}),
     Plot(WEIGHTS, "Largest importance weight", {"rollout_corr/rollout_is_max": "max"}, log=True),

@@ -228,3 +228,26 @@ def test_experts_that_the_contract_does_not_cover_are_refused(moe_fields, scheme
     with pytest.raises(ValueError, match=message):
         invariant.check(config, dict(tensor=2, context=1), scheme)
     invariant.check(config, dict(tensor=1, context=1), scheme)
+
+
+@OPTIMIZED
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_a_packed_sequence_has_the_bits_of_one_alone(has_experts):
+    config = dataclasses.replace(CONFIG, num_layers=1)
+    if has_experts:
+        config = dataclasses.replace(config, family="qwen3_moe", moe=MoeConfig(8, 2, 64))
+    params = transformer.init(config, jax.random.key(0))
+    program = transformer.Program(numerics="invariant")
+    run = jax.jit(
+        lambda *rows: transformer.rows_hidden(params, config, program, *rows),
+        compiler_options=program.compiler_options,
+    )
+    first, second = (jnp.asarray(RNG.integers(0, 256, n), jnp.int32) for n in (21, 27))
+    position = lambda *lengths: jnp.concatenate([jnp.arange(n) for n in lengths])[None]
+    rows = jnp.concatenate([first, second])[None], position(21, 27)
+    packed = run(*rows, jnp.repeat(jnp.array([1, 2]), jnp.array([21, 27]))[None])[0]
+    for tokens, found in ((first, packed[:21]), (second, packed[21:])):
+        count = len(tokens)
+        row = jnp.zeros((1, 48), jnp.int32).at[0, :count].set(tokens)
+        alone = run(row, position(48), (jnp.arange(48) < count).astype(jnp.int32)[None])[0, :count]
+        np.testing.assert_array_equal(found, alone)
