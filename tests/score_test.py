@@ -6,8 +6,9 @@ import sys
 import numpy as np
 import pytest
 
-from jaxrl_tis import score
+from tests import commands
 
+score = commands.load("score")
 pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
 
 GOLDEN = pathlib.Path(__file__).parent / "models" / "golden" / "llama_linear"

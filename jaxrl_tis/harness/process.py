@@ -109,8 +109,9 @@ class HarnessProcess:
             )
         except OSError as error:
             raise ValueError(f"{what} cannot be started: {error}") from error
-        shown = process.stderr.raw, what  # each piece as it comes
-        threading.Thread(target=confined.show, args=shown, daemon=True).start()
+        # Each piece as it comes. The thread keeps the process: without it the pipe would be closed.
+        show = lambda: confined.show(process.stderr.raw, what)
+        threading.Thread(target=show, daemon=True).start()
         if error := self._loading(process):
             _end(process)
             raise ValueError(f"{what} cannot be loaded: {error}")

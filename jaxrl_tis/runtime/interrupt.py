@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 import urllib.request
@@ -67,9 +68,9 @@ class Interrupt:
             self._asked_at = time.monotonic()
             with contextlib.suppress(OSError):
                 self._ring.send(bytes([signal.SIGTERM]))
-            print(
+            _print(
                 f"\n{reason}: stopping after this step, or in the middle of it after "
-                f"{self._grace:g} s; press Ctrl-C again to stop at once", flush=True,
+                f"{self._grace:g} s; press Ctrl-C again to stop at once"
             )
 
     def acknowledge(self) -> None:
@@ -121,6 +122,14 @@ class Interrupt:
             if notice not in ("", before):
                 self.ask(notice)
                 return
+
+
+def _print(text: str) -> None:
+    """Prints from the handler of a signal, which may have come within another print."""
+    try:
+        print(text, flush=True)
+    except RuntimeError:  # a reentrant call of the buffer
+        os.write(sys.stdout.fileno(), f"{text}\n".encode())
 
 
 def read_notice() -> str:

@@ -37,7 +37,7 @@ def with_ids_of(sample, dtype):
 ], ids=["critic", "reference", "packed", "r3", "r3, fused", "300 experts", "r2"])
 def test_the_minibatch_is_that_of_a_run(overrides):
     """Names, shapes and dtypes of what a step hands to its first update, where it is stopped."""
-    def stopping(state, minibatch):
+    def stopping(state, minibatch, base):
         raise Reached(minibatch)
 
     setup = tiny.setup(**overrides)

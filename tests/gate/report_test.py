@@ -207,9 +207,9 @@ def test_rows_and_heads_that_are_cut_have_rungs_of_their_own(monkeypatch):
     params = initial_params(setup.training)
     trajectories = report.sample(setup, params, 4)
 
-    def wrong(right, q, k, v, segment_ids, layout, unseen):
+    def wrong(right, q, k, v, segment_ids, layout, *others):
         is_cut = layout.mesh.shape["context"] > 1
-        return right(q, k, v, segment_ids, layout, unseen) * (1.01 if is_cut else 1.0)
+        return right(q, k, v, segment_ids, layout, *others) * (1.01 if is_cut else 1.0)
 
     wrong_attention(monkeypatch, wrong)
     rungs = {r.cause: r for r in ladder.climb(setup, params, trajectories) if not r.is_same}
@@ -471,7 +471,7 @@ def command(config, path, noise=0.0, prompts=None):
     with (
         mock.patch.object(report, "sample", sample),
         mock.patch.object(gate, "CONNECTED", contextlib.nullcontext),
-        commands.exits(gate, CONFIG=config, JSON=path, PROMPTS=prompts) as exited,
+        commands.exits(gate, CONFIG=config, JSON=path, PROMPTS=prompts, ADAPTER=None) as exited,
     ):
         gate.main()
     return exited.value.code, json.loads(path.read_text(), parse_constant=no_number)

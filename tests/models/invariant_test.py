@@ -68,8 +68,8 @@ def kept_sets(count, size):
 def test_log_probs_of_kept_sets_are_those_of_fast_numerics():
     x, ids = normal(2, 9, 64), kept_sets(18, 12).reshape(2, 9, 12)
     kept = Kept(jnp.asarray(ids), jnp.zeros((2, 9), bool).at[0, 3].set(True))
-    head = transformer.output_head({"embed": normal(256, 64)}, transformer.Program())
-    args = head, x, jnp.asarray(ids[..., 5]), jnp.full((2, 9), 0.7)
+    params = {"embed": normal(256, 64)}
+    args = *transformer.output_head(params, transformer.Program(), x), jnp.asarray(ids[..., 5]), jnp.full((2, 9), 0.7)
 
     def scores(numerics, layout):
         options = dict(with_entropy=True, kept=kept, layout=layout, numerics=numerics)
@@ -138,13 +138,12 @@ def test_gradients_are_those_of_fast_numerics():
     tokens = jnp.asarray(RNG.integers(0, 256, (2, 19)), jnp.int32)
 
     def gradient(program):
-        head = lambda params: transformer.output_head(params, program)
-
         def loss(params):
             segments, positions = jnp.ones_like(tokens), jnp.arange(19)[None] + 0 * tokens
             x = transformer.rows_hidden(params, config, program, tokens, positions, segments)
+            head, x = transformer.output_head(params, program, x)
             found = token_logprob(
-                head(params), x, tokens, jnp.ones(tokens.shape), 64, with_entropy=True,
+                head, x, tokens, jnp.ones(tokens.shape), 64, with_entropy=True,
                 layout=program.layout, numerics=program.numerics,
             )
             return jnp.sum(found.logp + 0.1 * found.entropy)

@@ -1,4 +1,4 @@
-"""Writes tests/models/golden/peft: a random Llama, adapters that PEFT made of it, and PEFT's logits.
+"""Writes tests/models/golden_peft: a random Llama, adapters that PEFT made of it, and PEFT's logits.
 
 Needs torch, transformers and peft (0.21.2 wrote the files that are here):
 
@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-FOLDER = pathlib.Path(__file__).parent / "golden" / "peft"
+FOLDER = pathlib.Path(__file__).parent / "golden_peft"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ADAPTERS = {
     "all": dict(r=4, lora_alpha=32, target_modules=[*ALL, "lm_head"]),

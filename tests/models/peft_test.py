@@ -13,7 +13,7 @@ from jaxrl_tis import models
 from jaxrl_tis.models import lora, peft, transformer
 from tests.models import lora_test
 
-GOLDEN = pathlib.Path(__file__).parent / "golden" / "peft"
+GOLDEN = pathlib.Path(__file__).parent / "golden_peft"
 TOKENS = np.arange(12).reshape(2, 6) * 5 % 24
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import http.server
+import io
 import os
 import pathlib
 import signal
@@ -72,6 +73,22 @@ def test_with_other_processes_it_looks_at_them_every_eighth_time(monkeypatch):
         with pytest.raises(cli.Interrupted):  # another one was asked
             asked.check()
     assert looked == [False]
+
+
+class Printing(io.TextIOWrapper):
+    """A standard output within a call of it."""
+
+    def write(self, text):
+        raise RuntimeError("reentrant call inside <_io.BufferedWriter name='<stdout>'>")
+
+
+def test_a_signal_within_a_print_stops_the_run_all_the_same(monkeypatch, tmp_path):
+    path = tmp_path / "stdout"
+    with Printing(open(path, "wb")) as stdout, Interrupt(grace=0) as asked:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        os.kill(os.getpid(), signal.SIGTERM)
+        monkeypatch.undo()
+    assert asked.is_set and "SIGTERM: stopping after this step" in path.read_text()
 
 
 FORCED = """
