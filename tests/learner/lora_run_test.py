@@ -65,6 +65,7 @@ def test_an_update_moves_the_factors_and_no_bit_of_the_base():
     assert trainer._train_step._cache_size() == compiled
 
 
+@pytest.mark.all
 def test_a_packed_update_is_that_of_rows_alone():
     norms = []
     for pack in (0, 24):
@@ -77,6 +78,7 @@ def test_a_packed_update_is_that_of_rows_alone():
     np.testing.assert_allclose(norms[0][1], norms[1][1], rtol=0, atol=1e-4)
 
 
+@pytest.mark.cases("none")
 @pytest.mark.parametrize("scheme", ["none", "w8a16"])
 def test_the_sampler_has_the_new_adapter_and_the_same_base(scheme):
     """After an update the sampler's logits have moved and are the learner's; the quantised base is
@@ -124,6 +126,7 @@ def test_a_second_sampler_receives_the_base_once():
     jax.tree.map(np.testing.assert_array_equal, served, again)
 
 
+@pytest.mark.all
 def test_an_interrupted_run_continues_to_the_same_factors(tmp_path):
     changes = LORA | SHORT
     tiny.run(tmp_path / "whole", steps=4, **changes)
@@ -145,6 +148,7 @@ def test_an_interrupted_run_continues_to_the_same_factors(tmp_path):
         assert checkpoints.steps() == [0]
 
 
+@pytest.mark.cases("schedule0")
 @pytest.mark.parametrize("schedule", [
     dict(rollout__schedule="areal(staleness=1)"),
     dict(rollout__schedule="in_flight(staleness=2)", rollout__old_logp_source="replica"),
