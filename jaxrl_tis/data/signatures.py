@@ -11,7 +11,9 @@ This file imports the standard library only: see confined.py.
 
 import asyncio
 import inspect
+import math
 import os
+import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -307,6 +309,39 @@ def describe(error: BaseException) -> tuple[str, str]:
     text = "".join(traceback.format_exception(type(error), error, trace))
     kind = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
     return confined.printable(kind), confined.printable(text)[-TRACEBACK_CHARACTERS:]
+
+
+class Unusable(ValueError):
+    """The user's code returned something that cannot be used. The message says all."""
+
+
+class Errors:
+    """Describes the errors of one process's user code, and prints the first traceback of each
+    kind."""
+
+    def __init__(self):
+        self._shown: set[str] = set()
+
+    def text(self, error: BaseException) -> str:
+        """Returns an error with its place; of Unusable the message alone."""
+        if isinstance(error, Unusable):
+            return confined.printable(str(error))[:ERROR_CHARACTERS]
+        kind, trace = describe(error)
+        if kind not in self._shown:
+            self._shown.add(kind)
+            print(trace, file=sys.stderr, flush=True)
+        return f"{kind}: {confined.printable(str(error))}"[:ERROR_CHARACTERS]
+
+
+def finite(value: Any) -> float | None:
+    """Returns the value as a finite number; None if it is none, or a text."""
+    if isinstance(value, TEXTS):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def reading(value: Any) -> dict[str, Any]:

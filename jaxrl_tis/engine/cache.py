@@ -198,15 +198,9 @@ def _on_devices(
     heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
     pools = jax.tree.map(lambda x: spec(*axes(x)) if x.ndim else PartitionSpec(), cache)
     by_row = tuple(spec("batch", *(None,) * (x.ndim - 1)) for x in arrays)
-
-    def local(q, k, v, cache, is_used, *arrays):
-        own = None if window is None else attention.Window(window.size, is_used)
-        return step(q, k, v, cache, own, *arrays)
-
-    whole = PartitionSpec()
-    run = layout.shard(local, (heads, kv_heads, kv_heads, pools, whole, *by_row), (heads, pools))
-    is_used = None if window is None else jnp.asarray(window.is_used)
-    return lambda q, k, v, cache: run(q, k, v, cache, is_used, *arrays)
+    specs = heads, kv_heads, kv_heads, pools, PartitionSpec(), *by_row
+    run = layout.shard(step, specs, (heads, pools))
+    return lambda q, k, v, cache: run(q, k, v, cache, window, *arrays)
 
 
 def _layer_cache(cache: Any) -> Any:

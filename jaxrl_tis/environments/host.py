@@ -6,20 +6,15 @@ This file imports the standard library only: see data/confined.py.
 import copy
 import inspect
 import json
-import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from jaxrl_tis.data import confined, signatures
+from jaxrl_tis.data.signatures import ERROR_CHARACTERS, Unusable
 from jaxrl_tis.environments.protocol import Environment, Messages, Step
 
 OBSERVATION_CHARACTERS = 64 << 10  # of a text, or of all messages as JSON
-ERROR_CHARACTERS = 1000
-
-
-class Unusable(ValueError):
-    """The environment returned something that is no prompt or no Step."""
 
 
 def make(setup: Mapping[str, Any]) -> "Host":
@@ -58,7 +53,7 @@ class Host:
     def __init__(self, environment: type[Environment], params: Mapping[str, Any]):
         self._class, self._params = environment, params
         self._episodes: dict[str, Environment] = {}
-        self._shown: set[str] = set()  # kinds of errors whose traceback was printed
+        self._errors = signatures.Errors()
 
     def __call__(self, action: str, id: str, *arguments: Any) -> dict[str, Any]:
         actions = {"reset": self._reset, "step": self._step, "forget": self._forget}
@@ -66,7 +61,7 @@ class Host:
             return {"step": actions[action](id, *arguments), "error": ""}
         except BaseException as error:
             self._forget(id)
-            return {"step": None, "error": self._described(error)}
+            return {"step": None, "error": self._errors.text(error)}
 
     def _reset(self, id: str, record: dict[str, Any], seed: int) -> dict[str, Any]:
         self._forget(id)
@@ -84,18 +79,8 @@ class Host:
             if close is not None:
                 close()
         except BaseException as error:
-            text = f"an environment failed to close: {self._described(error)}"
+            text = f"an environment failed to close: {self._errors.text(error)}"
             print(text, file=sys.stderr, flush=True)
-
-    def _described(self, error: BaseException) -> str:
-        """Returns an error with its place, and prints the first traceback of its kind."""
-        if isinstance(error, Unusable):
-            return confined.printable(str(error))[:ERROR_CHARACTERS]
-        kind, trace = signatures.describe(error)
-        if kind not in self._shown:
-            self._shown.add(kind)
-            print(trace, file=sys.stderr, flush=True)
-        return f"{kind}: {confined.printable(str(error))}"[:ERROR_CHARACTERS]
 
 
 def reading(step: Any, method: str, what: str) -> dict[str, Any]:
@@ -144,13 +129,8 @@ def _is_message(value: Any) -> bool:
 
 
 def _number(value: Any, what: str) -> float:
-    number = math.nan
-    if not isinstance(value, signatures.TEXTS):
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    if not math.isfinite(number):
+    number = signatures.finite(value)
+    if number is None:
         raise Unusable(f"{what} {value!r}, not a finite number"[:ERROR_CHARACTERS])
     return number
 

@@ -11,27 +11,21 @@ import asyncio
 import functools
 import inspect
 import json
-import math
 import os
 import signal
-import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
 from jaxrl_tis.data import confined, signatures
+from jaxrl_tis.data.signatures import ERROR_CHARACTERS, Unusable
 from jaxrl_tis.harness import verifiers
 from jaxrl_tis.harness.protocol import Result, Session
 
-ERROR_CHARACTERS = 1000
 VERIFIERS = "verifiers"  # verifiers:TASKSET
 
 Reply = dict[str, Any]
-
-
-class Unusable(ValueError):
-    """The harness returned something that is no reward and no Result."""
 
 
 def load(name: str) -> Callable[[Session], Any]:
@@ -74,13 +68,8 @@ def reading(result: Any) -> Reply:
 
 
 def _number(value: Any, what: str) -> float:
-    number = math.nan
-    if not isinstance(value, signatures.TEXTS):
-        try:
-            number = float(value)
-        except (TypeError, ValueError, OverflowError):
-            pass
-    if not math.isfinite(number):
+    number = signatures.finite(value)
+    if number is None:
         raise Unusable(f"the harness returned {what} {value!r:.80}, not a finite number")
     return number
 
@@ -97,7 +86,7 @@ class Host:
     def __init__(self, harness: Callable[[Session], Any], send: Callable[[Reply], None]):
         self._harness, self._send = harness, send
         self._tasks: dict[str, asyncio.Task] = {}
-        self._shown: set[str] = set()  # kinds of errors whose traceback was printed
+        self._errors = signatures.Errors()
 
     def start(self, item: tuple[str, Mapping[str, Any]]) -> None:
         key, fields = item
@@ -114,7 +103,7 @@ class Host:
         except BaseException as error:
             if key not in self._tasks:
                 return
-            reply = {"error": self._described(error)}
+            reply = {"error": self._errors.text(error)}
         if self._tasks.pop(key, None) is not None:  # else it was cancelled
             self._send({"key": key} | reply)
 
@@ -123,16 +112,6 @@ class Host:
         if inspect.iscoroutinefunction(self._harness) or inspect.iscoroutinefunction(call):
             return self._harness(session)
         return asyncio.wrap_future(_in_thread(functools.partial(self._harness, session)))
-
-    def _described(self, error: BaseException) -> str:
-        """Returns an error with its place, and prints the first traceback of its kind."""
-        if isinstance(error, Unusable):
-            return confined.printable(str(error))[:ERROR_CHARACTERS]
-        kind, trace = signatures.describe(error)
-        if kind not in self._shown:
-            self._shown.add(kind)
-            print(trace, file=sys.stderr, flush=True)
-        return f"{kind}: {confined.printable(str(error))}"[:ERROR_CHARACTERS]
 
 
 def _in_thread(function: Callable[[], Any]) -> Future:

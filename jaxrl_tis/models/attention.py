@@ -46,9 +46,11 @@ class Window(NamedTuple):
     Attributes:
       size: a token attends to itself and the size - 1 tokens before it.
       is_used: bool, whether the layer has the window. An array where layers are scanned.
+
+    As an argument of a traced function both are arrays.
     """
 
-    size: int
+    size: int | jax.Array
     is_used: bool | jax.Array
 
     def first(self, position: jax.Array) -> jax.Array:
@@ -99,13 +101,11 @@ def row_attention(
         return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, kernels, window)
     axis = layout.rules["length"]
     kernels = _splash_kernels(length, layout.mesh.shape[axis] if axis else 1, unseen_bt, window)
-    is_used = None if window is None else jnp.asarray(window.is_used)
 
-    def attend_locally(q_bthk, k_btnk, v_btnk, segments_bt, unseen_bt, kernels, is_used):
-        own = None if window is None else Window(window.size, is_used)
+    def attend_locally(q_bthk, k_btnk, v_btnk, segments_bt, unseen_bt, kernels, window):
         if axis is None:
             segments = segments_bt, segments_bt
-            return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, kernels, own)
+            return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, kernels, window)
         gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
         first = jax.lax.axis_index(axis) * q_bthk.shape[1]
         segments_bs, unseen_bs = jax.tree.map(gather, (segments_bt, unseen_bt))
@@ -114,7 +114,7 @@ def row_attention(
             q_bthk, k_btnk, v_btnk = heads
             return _attend(
                 q_bthk, gather(k_btnk), gather(v_btnk), segments_bt, segments_bs, unseen_bs,
-                first, kernels, own,
+                first, kernels, window,
             )
 
         is_small = k_btnk.size * layout.mesh.shape[axis] <= q_bthk.size
@@ -131,7 +131,7 @@ def row_attention(
         attend_locally, mesh=layout.mesh,
         in_specs=(queries, keys, keys, segments, segments, blocks, PartitionSpec()),
         out_specs=queries, check_vma=False,
-    )(q_bthk, k_btnk, v_btnk, segment_ids_bt, unseen_bt, kernels, is_used)
+    )(q_bthk, k_btnk, v_btnk, segment_ids_bt, unseen_bt, kernels, window)
 
 
 def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
@@ -149,16 +149,10 @@ def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
 def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, window):
     """Returns the attention of T queries from position `first` in rows of S tokens, on one
     device."""
-    arrays = (q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels)
-    is_used = None if window is None else jnp.asarray(window.is_used)
-    own = lambda is_used: None if window is None else Window(window.size, is_used)
-
-    def by_scores(*arrays_and_use):
-        return _scores_attention(*arrays_and_use[:-2], own(arrays_and_use[-1]))
-
+    arrays = (q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, window)
     if not kernels:
-        return by_scores(*arrays, is_used)
-    return jax.lax.platform_dependent(*arrays, is_used, tpu=_splash, default=by_scores)
+        return _scores_attention(*arrays)
+    return jax.lax.platform_dependent(*arrays, tpu=_splash, default=_scores_attention)
 
 
 def splash_blocks(length: int, keys: int) -> splash_attention.BlockSizes:
@@ -202,7 +196,7 @@ def _splash_kernel(length: int, shards: int, window: int | None = None, interpre
         )
 
 
-def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, is_used):
+def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, window):
     """Returns attention by a splash kernel; its mask contains `first`, and `unseen_bs` is None.
     float16 inputs are computed in float32, because TPU kernels cannot store float16."""
     dtype = jnp.float32 if q_bthk.dtype == jnp.float16 else q_bthk.dtype
@@ -211,14 +205,16 @@ def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, 
     segments = splash_attention.SegmentIds(segments_bt, segments_bs)
     inputs = heads_first(scaled), heads_first(k_bsnk), heads_first(v_bsnk), segments
     run = lambda kernel: jax.vmap(kernel)(*inputs)
-    if is_used is None:
+    if window is None:
         out = run(kernels[0])
     else:
-        out = jax.lax.cond(is_used, lambda: run(kernels[1]), lambda: run(kernels[0]))
+        out = jax.lax.cond(window.is_used, lambda: run(kernels[1]), lambda: run(kernels[0]))
     return jnp.swapaxes(out, 1, 2).astype(q_bthk.dtype)
 
 
-def _scores_attention(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, window):
+def _scores_attention(
+    q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, window
+):
     """Returns attention from its scores: all scores of a short row, one chunk at a time of a long
     row."""
 

@@ -73,9 +73,10 @@ class Live:
       deadline: time at which it ends as "timeout".
       rows: in the order of their first calls.
       calls: that no scheduler has taken.
-      answered: each answer as (token ids, log-probs).
+      answered: the calls that have an answer.
       reply: of the harness, if it has returned.
       num_rows: rows begun.
+      realigned: sampled tokens that later prompts have changed.
     """
 
     request: Request

@@ -152,15 +152,20 @@ def test_a_slot_that_reads_what_another_writes_is_a_race():
         case.run(table=table)
 
 
-@pytest.mark.cases("int8")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
-def test_equals_the_attention_of_other_platforms(dtype):
-    case = Case.of(dtype, 64)
+def appended(case):
+    """(the queries, the layer with a new key and value) as other platforms take them."""
     rng, slots = np.random.default_rng(1), len(case.q)
     k, v = jnp.asarray(rng.normal(0, 1, (2, slots, HEADS, 64)), case.q.dtype)
     case.new = case.pool.beside(k, v)
     layer = cache.LayerOf(case.pool, jnp.int32(LAYER)).append(PAGE, INDEX % SIZE, k, v)
-    q = case.q.reshape(slots, 1, -1, 64)
+    return case.q.reshape(slots, 1, -1, 64), layer
+
+
+@pytest.mark.cases("int8")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_equals_the_attention_of_other_platforms(dtype):
+    case = Case.of(dtype, 64)
+    q, layer = appended(case)
     out = attention.paged_attention(q, layer.read, TABLE, INDEX[:, None]).reshape(case.q.shape)
     found, pool = case.run()
     np.testing.assert_allclose(found, np.asarray(out, np.float64), **TOLERANCE[dtype])
@@ -175,11 +180,7 @@ def test_equals_the_attention_of_other_platforms(dtype):
 def test_a_window_hides_the_positions_before_it(dtype, pages, window):
     """As other platforms hide them, in blocks that begin before it; the pool is that without it."""
     case = Case.of(dtype, 64)
-    rng, slots = np.random.default_rng(1), len(case.q)
-    k, v = jnp.asarray(rng.normal(0, 1, (2, slots, HEADS, 64)), case.q.dtype)
-    case.new = case.pool.beside(k, v)
-    layer = cache.LayerOf(case.pool, jnp.int32(LAYER)).append(PAGE, INDEX % SIZE, k, v)
-    q = case.q.reshape(slots, 1, -1, 64)
+    q, layer = appended(case)
     of_layer = attention.Window(window, True)
     want = attention.paged_attention(q, layer.read, TABLE, INDEX[:, None], of_layer)
     first = np.maximum(INDEX - window + 1, 0)
