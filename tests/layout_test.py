@@ -259,6 +259,20 @@ def modules(text: str) -> set[str]:
     return found & {name_of(path) for path in sources()}
 
 
+def test_no_test_keeps_the_flags_of_a_command():
+    """Two commands may name a flag alike: tests take the modules that define flags when imported by
+    `commands.load`."""
+    defines = {
+        name_of(path) for path in sources()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("flags.DEFINE")
+    }
+    assert {"score", "main", "gate/__main__"} <= defines
+    keeping = {path.stem for path in (ROOT / "tests").rglob("*.py")
+               if modules(path.read_text()) & defines}
+    assert keeping == set()
+
+
 def test_every_file_has_a_test_of_its_name_or_a_named_one():
     """A named one imports the file, or a file that does; a command it starts by its name."""
     tests = ROOT / "tests"

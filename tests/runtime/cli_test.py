@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import libtpu_flags, score, train
+from jaxrl_tis import libtpu_flags, train
 from jaxrl_tis.aot import chips
 from jaxrl_tis.data import tasks
 from jaxrl_tis.doctor.__main__ import _threshold, main as doctor_main
@@ -18,7 +18,9 @@ from jaxrl_tis.learner import state
 from jaxrl_tis.report.__main__ import main as report_main
 from jaxrl_tis.runtime import cli
 from jaxrl_tis.serve import setup as serving
-from tests import forked, tiny
+from tests import commands, forked, tiny
+
+score = commands.load("score")
 
 
 def ended(capsys, function, *arguments, **options):
