@@ -1,6 +1,11 @@
 """Whole runs whose rollouts come through their own endpoint, with real clients."""
 
 import contextlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -11,6 +16,7 @@ from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.serve import setup as serving
 from tests import tiny
 from tests.asynchronous_run_test import params
+from tests.serve.clients_test import write_tokenizer
 
 pytestmark = [
     pytest.mark.compiles,
@@ -104,3 +110,36 @@ def test_a_harness_that_cannot_be_used_ends_the_run_before_it_begins(tmp_path):
     with pytest.raises(ValueError, match="'tests.tiny_harness:missing' cannot be loaded"):
         tiny.run(tmp_path, **tiny.HARNESS | dict(rollout__harness="tests.tiny_harness:missing"))
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+@pytest.mark.all
+@pytest.mark.skipif("VERIFIERS_PYTHON" not in os.environ, reason="an environment of its own")
+def test_a_run_on_a_taskset_of_verifiers(tmp_path, monkeypatch):
+    """By the commands of docs/harness.md. Its agent starts in a process of its own for each session."""
+    root, python = pathlib.Path(__file__).parents[1], os.environ["VERIFIERS_PYTHON"]
+    folders = [str(root / "tests" / part) for part in ("harness", "serve")]
+    monkeypatch.setattr(sys, "path", [*sys.path, *folders])
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    write = "from jaxrl_tis.harness.verifiers import write_records; write_records('verifiers_letters')"
+    listed = subprocess.run(
+        [python, "-c", write], env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *folders])},
+        capture_output=True, text=True, check=True,
+    )
+    records = [json.loads(line) for line in listed.stdout.splitlines()]
+    assert records == [{"id": str(i), "prompt": f"{2 * i + 1}+{2 * i + 2}?"} for i in range(4)]
+    data = tmp_path / "tasks.jsonl"
+    data.write_text(listed.stdout)
+    write_tokenizer(tmp_path)
+    tiny.run(
+        tmp_path / "run", steps=2, rollout__harness="verifiers:verifiers_letters",
+        rollout__harness_python=python, task__name="jsonl", task__params={"path": str(data)},
+        task__tokenizer=str(tmp_path), task__chat=True, task__max_prompt_tokens=100,
+        task__max_context_tokens=300, rollout__max_new_tokens=8, warmup__steps=0,
+        eval__params={"path": str(data)}, eval__prompts=4, reward__name="exact",
+    )
+    steps = [r for r in tiny.lines(tmp_path / "run") if r["phase"] == "train"]
+    for record in steps:
+        assert record["harness/calls"] == 2 and record["episodes/done"] == 16
+        assert 0 < record["reward/mean"] < 1 and record["actor/grad_norm"] > 0
+    assert steps[0]["reward/mean"] != steps[1]["reward/mean"]
