@@ -18,10 +18,7 @@ from tests import tiny
 from tests.asynchronous_run_test import params
 from tests.serve.clients_test import write_tokenizer
 
-pytestmark = [
-    pytest.mark.compiles,
-    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
-]
+pytestmark = pytest.mark.compiles
 
 
 def answered(**settings):

@@ -12,7 +12,7 @@ import pytest
 from jaxrl_tis import cli_flags, train
 from tests import tiny
 
-pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("a run: flax, optax, orbax and XLA together")]
+pytestmark = pytest.mark.compiles
 
 ROOT = pathlib.Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "own_data.md").read_text().partition("\n## Rewards")[0]

@@ -13,7 +13,7 @@ from tests.resume_test import assert_same_run
 
 pytestmark = pytest.mark.faults
 
-KILLS = 20
+KILLS = 12
 SETTINGS = dict(
     steps=3, warmup__steps=2, eval__every=3, checkpoint__every=1, checkpoint__keep=2
 )
@@ -68,7 +68,7 @@ def test_a_run_killed_in_its_second_step_or_save_is_the_uninterrupted_run(tmp_pa
 
 
 @pytest.mark.all
-def test_a_run_killed_twenty_times_is_the_uninterrupted_run(tmp_path):
+def test_a_run_killed_twelve_times_is_the_uninterrupted_run(tmp_path):
     for name in ("first", "second"):  # programs come from the cache from then on
         _, whole = run(tmp_path / name)
         assert_same_run(tmp_path / name, **SETTINGS)

@@ -11,10 +11,7 @@ from jaxrl_tis.learner.state import initial_params, initial_state, policy
 from jaxrl_tis.models import lora
 from tests import tiny
 
-pytestmark = [
-    pytest.mark.compiles,
-    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
-]
+pytestmark = pytest.mark.compiles
 LORA = dict(model__lora="lora(rank=4)", engine__quantization="w8a8")
 
 

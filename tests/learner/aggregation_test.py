@@ -26,9 +26,7 @@ from jaxrl_tis.rollouts import schedules
 from tests import tiny
 from tests.learner.trainer_test import fake_samples
 
-pytestmark = [
-    pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")
-]
+pytestmark = pytest.mark.compiles
 
 KL, ENTROPY, CAP = 0.3, 0.05, 2.0
 WIDTH = 8  # 5 tokens of a prompt and 3 of a response: an unpacked row

@@ -40,7 +40,7 @@ from jaxrl_tis.rollouts.source import generate
 from tests import tiny
 from tests.learner.trainer_test import fake_samples
 
-pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+pytestmark = pytest.mark.compiles
 
 L, K, E = 2, 2, 6
 EXPERTS = dict(

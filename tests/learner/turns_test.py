@@ -19,10 +19,7 @@ from jaxrl_tis.learner.trainer import Trainer, turn_rewards
 from jaxrl_tis.rollouts.groups import Sample
 from tests import tiny
 
-pytestmark = [
-    pytest.mark.compiles,
-    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
-]
+pytestmark = pytest.mark.compiles
 
 TOOL, OTHER = 17, 18  # ids that no policy and no prompt of these records has
 # Sampled (1) and given (0) tokens; the last episode ended with a tool's text, for lack of room.

@@ -17,7 +17,7 @@ from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import invariant, quant
 from jaxrl_tis.models.grouped import grouped_matmul, grouped_matmul_invariant
 
-pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles the loops")]
+pytestmark = pytest.mark.compiles
 
 M, E, I, O = 40, 4, 24, 12
 SIZES = {

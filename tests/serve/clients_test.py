@@ -26,10 +26,7 @@ from tests import tiny
 from tests.asgi import listening
 from tests.data import chat_templates
 
-pytestmark = [
-    pytest.mark.compiles,
-    pytest.mark.by_jax("a run: flax, optax, orbax and XLA together"),
-]
+pytestmark = pytest.mark.compiles
 CONTEXT, NEW = 448, 12  # tokens of a sequence, and of an answer
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 OTHERS = [f"<{slash}{name}>" for name in ("tool_call", "tool_response", "think") for slash in ("", "/")]
