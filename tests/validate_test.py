@@ -276,7 +276,7 @@ def test_a_run_may_measure_and_not_train(name):
      ["rollout.harness = ", "set it to ring"]),
     (tiny.HARNESS | dict(watchdog__timeout=600.0),
      ["rollout.harness_timeout is 600.0", "below watchdog.timeout"]),
-    (tiny.HARNESS | dict(rollout__on_fork="train"), ["rollout.on_fork is 'train'", "longest, refuse"]),
+    (tiny.HARNESS | dict(rollout__on_fork="train"), ["rollout.on_fork is 'train'", "rows, longest, refuse"]),
     (tiny.EPISODES | dict(task__environment="sums"), ["task.environment is 'sums'", "'module:Class'"]),
     (tiny.EPISODES | dict(task__max_context_tokens=5),
      ["task.max_context_tokens = 5", "task.max_prompt_tokens = 5"]),

@@ -185,6 +185,10 @@ class Trajectory:
       turn_rewards: [turns] float32, the environment's reward of each turn, NaN where it gave none.
         Empty without an environment.
       metrics: of the environment, by name.
+      fork: the number of the row in its session, in the order of the first calls; 0 without a
+        harness.
+      forks: the other rows of the session, each a record with the session's id, its own prompt and
+        without a reward.
     """
 
     id: str
@@ -214,6 +218,8 @@ class Trajectory:
     outcome: str = ""
     turn_rewards: np.ndarray = _no(np.float32)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    fork: int = 0
+    forks: tuple["Trajectory", ...] = ()
 
     def __post_init__(self):
         count = len(self.tokens)

@@ -29,6 +29,7 @@ class Row:
 
     Attributes:
       first: the request of its first turn.
+      number: of the row in its session, from 0.
       record: up to its last whole turn; None before.
       before: tokens after the prompt before the newest turn and the tokens given to it.
       start: tokens after the prompt before those that the newest turn samples.
@@ -38,6 +39,7 @@ class Row:
     """
 
     first: Request
+    number: int = 0
     record: Trajectory | None = None
     before: int = 0
     start: int = 0

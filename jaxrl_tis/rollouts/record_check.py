@@ -42,6 +42,9 @@ def malformed(record: Any) -> str | None:
         return f"routes has {len(routes)} rows for {read} tokens"
     if len(again) != (2 if routes.shape[1] else 0):
         return f"rerouted has {len(again)} entries"
+    for fork in record.forks:
+        if why := malformed(fork):
+            return f"a fork: {why}"
     return _bad_episode(record)
 
 
@@ -114,6 +117,7 @@ def problem(
         "tokens": not np.all((record.tokens >= 0) & (record.tokens < engine.vocab_size)),
         "mask": not (_has_turns(record, sampling.max_tokens) if is_episode else _is_single(record)),
         "evict_step": len(record.evict_step) > 0,
+        "forks": len(record.forks) > 0 or record.fork != 0,
         "logp_behav": not np.all(np.isfinite(record.logp_behav) & (record.logp_behav <= ROUNDING)),
         "version": not np.all((new >= oldest) & (new <= newest)) or np.any(np.diff(record.version) < 0),
         "kv_version": len(record.kv_version) != count or np.any(record.kv_version > record.version),
