@@ -258,6 +258,9 @@ def test_another_prompt_forks_and_the_longest_row_is_the_record():
     record = last(scheduler)
     assert record.prompt.tolist() == [5, 6, 7] and record.tokens.tolist() == other.tokens.tolist()
     assert record.id == added.id
+    [fork] = record.forks
+    assert (fork.id, fork.fork, record.fork) == (added.id, 0, 1)
+    assert ids_of(fork) == ids_of(first) and fork.outcome == "" and not len(fork.turn_rewards)
     stats = scheduler.stats
     assert (stats.forks, stats.forked_tokens, stats.session_calls) == (1, len(first.tokens), 2)
 
@@ -303,6 +306,9 @@ def test_parallel_calls_are_rows_of_their_own():
     assert ids_of(record) in [ids_of(call.result) for call in later]
     sampled = [len(c.result.tokens) + len(d.result.tokens) for c, d in zip(calls, reversed(later))]
     assert record.mask.sum() == max(sampled)
+    assert sorted([record.fork, *(fork.fork for fork in record.forks)]) == [0, 1, 2]
+    assert sorted(int(row.mask.sum()) for row in (record, *record.forks)) == sorted(sampled)
+    assert sorted(map(ids_of, (record, *record.forks))) == sorted(ids_of(c.result) for c in later)
     assert scheduler.stats.forks == 2
     assert scheduler.stats.forked_tokens == sum(sampled) - max(sampled)
 
