@@ -329,6 +329,9 @@ ROLLOUTS = (
            "rollout.harness."),
     Metric("episodes/given_ratio", "share",
            "Tokens of the responses that environments gave. The policy did not choose them."),
+    Metric("episodes/template_{realigns,forks}", "turns",
+           "Turns of episodes after which a render by the chat template would change the end of the "
+           "answer, or more. The rows stay as sampled."),
     Metric("harness/calls", "calls", "Answered calls of a session (mean)."),
     Metric("harness/retries", "calls", "Calls that repeated an earlier one, by an SDK's retry."),
     Metric("harness/restarted", "sessions",

@@ -3,8 +3,8 @@
 A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tokens", "logp_behav",
 "logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
 tokens of the response. `length` counts all tokens. An episode with an environment also has "turn",
-the turn of each of these tokens, "outcome", and "turn_rewards", null where a turn has none. A
-session with forks has "fork", the number of its row, and "forks", the number, prompt, response and
+the turn of each of these tokens, "outcome", and "turn_rewards", null where a turn has none, and "joins", see
+`engine.records.Trajectory`. A session with forks has "fork", the number of its row, and "forks", the number, prompt, response and
 length of each other row.
 
 Null values: the values of a token that an environment gave; `answer` if the data has none; `reward`
@@ -90,7 +90,7 @@ def _of_episode(trajectory) -> dict[str, Any]:
     rewards = trajectory.turn_rewards
     return {
         "turn": trajectory.turn[:MAX_TOKENS].tolist(), "outcome": trajectory.outcome,
-        "turn_rewards": _numbers(rewards, ~np.isnan(rewards)),
+        "turn_rewards": _numbers(rewards, ~np.isnan(rewards)), "joins": list(trajectory.joins),
     }
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.protocol import EngineProtocol
-from jaxrl_tis.engine.records import OUTCOMES, Request, Trajectory
+from jaxrl_tis.engine.records import JOINS, OUTCOMES, Request, Trajectory
 from jaxrl_tis.fields import DRAWN, route_dtype
 
 ROUNDING = 1e-3  # by which a log-prob may be above 0
@@ -57,6 +57,8 @@ def _bad_episode(record: Trajectory) -> str | None:
         return f"turn_rewards has {len(rewards)} entries for {turns} turns"
     if np.isinf(rewards).any():
         return "turn_rewards has an infinite entry"
+    if len(record.joins) > max(turns - 1, 0) or not set(record.joins) <= set(JOINS):
+        return f"joins is {record.joins} for {turns} turns"
     for name, value in record.metrics.items():
         if type(name) is not str or type(value) is not float:
             return f"metrics has {name!r}: {value!r}, not a text and a float"
@@ -162,8 +164,8 @@ def _ends_of_episode(record: Trajectory, is_stopped: bool) -> dict[str, bool]:
 
 def _is_single(record: Trajectory) -> bool:
     """Whether a record is one turn, without an environment."""
-    episode = (record.outcome, len(record.turn_rewards), len(record.metrics))
-    return bool(record.mask.all() and not record.turn.any() and episode == ("", 0, 0))
+    said = len(record.turn_rewards) + len(record.metrics) + len(record.joins)
+    return bool(record.mask.all() and not record.turn.any() and not record.outcome and not said)
 
 
 def _has_turns(record: Trajectory, most: int) -> bool:

@@ -44,6 +44,7 @@ def read_trajectory(text: str) -> Trajectory:
         fields = saved["scalars"] | safetensors.numpy.load(packed)
         if missing := [name for name in vars(EMPTY) if name not in fields]:
             raise ValueError(f"it has no {', '.join(missing)}")
+        fields["joins"] = tuple(fields["joins"])
         fields["forks"] = tuple(map(read_trajectory, fields["forks"]))
         why = malformed(trajectory := Trajectory(**fields))
     except (ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:

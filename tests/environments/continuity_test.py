@@ -175,6 +175,43 @@ def test_what_a_template_rewrites_is_named(name, kwargs, rewrites, tool_role):
     assert made.tool_role == tool_role
 
 
+TOOL = [{"role": "tool", "content": "4"}]
+
+
+@pytest.mark.parametrize("name, answer, observation, expected", [
+    ("smollm2", " hello\n", "4", "append"),
+    ("qwen3", "hello", "4", "append"),
+    # Thinking is dropped before the next message of the user, and stays before one of a tool.
+    ("qwen3", "<think>\nwell\n</think>\n\nhello", "4", "fork"),
+    ("qwen3", "<think>\nwell\n</think>\n\nhello", TOOL, "append"),
+    ("llama3", "hello", "4", "append"),
+    ("llama3", "hello \n", "4", "realign"),  # stripped
+    ("llama3", " hello", "4", "fork"),
+    ("gemma3", "hello ", "4", "realign"),
+    ("deepseek", "hello", "4", "fork"),  # begins an earlier answer otherwise
+    ("mistral", "hello", "4", "fork"),
+])
+def test_what_a_render_would_do_to_the_row(name, answer, observation, expected):
+    made = suffixes(name)
+    assert made.join(answer, observation) == expected
+    assert Suffixes(CharTokenizer("12="), chat=False).join(answer, "4") == "append"
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3", "llama3", "gemma3", "olmo"])
+@pytest.mark.parametrize("answer", ["hello", "hello ", " hello", "<think>\nw\n</think>\n\nhello"])
+def test_joins_are_those_of_sessions(name, answer):
+    """Against `joined`, for renders of the whole conversation letter by letter."""
+    talk, made = [user("2+2"), {"role": "assistant", "content": answer}, user("4")], suffixes(name)
+    asked = family(name).chat(talk[:1])
+    short = family(name).chat([talk[0], {**talk[1], "content": "A"}, talk[2]])
+    row = asked + answer + short.partition("A")[2]
+    again, codes = family(name).chat(talk), lambda text: [ord(c) for c in text]
+    found = joined(codes(asked + answer), codes(again), len(asked))
+    expected = {Append: "append", Realign: "realign", Fork: "fork"}[type(found)]
+    assert made.join(answer, "4") == expected
+    assert (expected == "append") == (again == row)
+
+
 def test_messages_of_tools_have_the_role_that_the_template_knows():
     tool = [{"role": "tool", "content": "4"}]
     # Gemma has no such role, Llama calls it "ipython" and quotes the text.

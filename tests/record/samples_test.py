@@ -16,7 +16,7 @@ def sample(group, tokens, score=0.5):
     trajectory = types.SimpleNamespace(
         prompt=np.array([1, 2]), tokens=np.array(tokens), logp_behav=np.zeros(len(tokens)),
         logp_raw=np.full(len(tokens), -0.5), mask=np.ones(len(tokens), bool), outcome="",
-        fork=0, forks=())
+        fork=0, forks=(), joins=())
     record = {"id": f"id{group}", "answer": "right"}
     return types.SimpleNamespace(trajectory=trajectory, record=record, text=decode(tokens),
                                  score=score, reward=score + 1, group=group)
