@@ -276,6 +276,7 @@ class SessionScheduler:
     def _finished(self, live: Live) -> Trajectory:
         reply, is_overlong = live.reply, self._sessions.endpoint.session(live.key).is_overlong
         if reply is None:
+            self._sessions.process.check()
             return self._failed(live, "timeout", "a session exceeded rollout.harness_timeout")
         if reply.error and is_overlong:
             return self._end(live, "overlong")

@@ -57,10 +57,13 @@ class FakeProcess:
 
     def __init__(self, on_reply):
         self.on_reply, self.started, self.cancelled, self.error = on_reply, {}, [], ""
-        self.is_closed = False
+        self.is_closed, self.checks = False, 0
 
     def start(self, key, session):
         self.started[key] = session
+
+    def check(self):
+        self.checks += 1
 
     def cancel(self, key):
         self.cancelled.append(key)
@@ -392,6 +395,7 @@ def test_a_session_that_never_ends_times_out(capfd):
     assert isinstance(waiting.result, Ended) or waiting.result is not None
     assert "rollout.harness_timeout" in capfd.readouterr().err
     assert client.session.end and scheduler.pending == 0
+    assert client._process.checks == 1
     scheduler.step()
 
 
@@ -473,6 +477,28 @@ def test_a_sample_that_has_to_begin_anew_gets_another_agent():
     answered(scheduler, new.ask(added.prompt))
     new.reply()
     assert last(scheduler).outcome == "done"
+
+
+def test_calls_of_other_sessions_do_not_wait_for_the_start_of_an_agent(monkeypatch):
+    """The first session ends while its agent starts, and is cancelled then."""
+    hub, scheduler = made()
+    is_late, goes_on, start = threading.Event(), threading.Event(), FakeProcess.start
+
+    def late(self, key, session):
+        is_late.set()
+        goes_on.wait(20)
+        start(self, key, session)
+
+    monkeypatch.setattr(FakeProcess, "start", late)
+    thread = threading.Thread(target=scheduler.add, args=(request(0),))
+    thread.start()
+    assert is_late.wait(20) and hub.changed.acquire(timeout=10)
+    hub.changed.release()
+    live = hub.live["e0"]
+    hub.end(live, "for the test")
+    goes_on.set()
+    thread.join(20)
+    assert list(hub.process.started) == ["key0"] and hub.process.cancelled == ["key0", "key0"]
 
 
 def test_a_cancelled_session_ends_its_calls():
