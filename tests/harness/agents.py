@@ -21,6 +21,7 @@ async def waiting(session):
 
 
 async def blocking(session):
+    open(session.record["note"], "w").close()
     time.sleep(session.record["seconds"])
     return 1.0
 

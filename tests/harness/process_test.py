@@ -110,13 +110,16 @@ def test_nothing_else_waits_while_another_process_starts(monkeypatch):
 
 
 @pytest.mark.faults
-def test_a_process_whose_event_loop_is_blocked_ends(monkeypatch):
+def test_a_process_whose_event_loop_is_blocked_ends(monkeypatch, tmp_path):
     monkeypatch.setattr(process, "ANSWER_SECONDS", 1.0)
+    note, limit = tmp_path / "note", time.monotonic() + 20
     with Played("blocking") as played:
-        played.process.start("0", session(seconds=60))
+        played.process.start("0", session(seconds=60, note=str(note)))
+        while not note.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
         played.process.check()
         assert played.next() == Reply("0", error="the harness's process ended")
-        played.process.start("1", session(seconds=0))
+        played.process.start("1", session(seconds=0, note=str(note)))
         assert played.next() == Reply("1", 1.0, {}, None)
 
 
