@@ -78,8 +78,9 @@ class Trainer:
         known: list[np.ndarray] | None = None,
     ) -> Rows:
         """Returns the rollout batch [N,T] with everything that is computed once of it before the
-        update, and after the samples the rows of their forks, see `forks.fork_rows`; without the policy's log-probs where the update itself computes them, see
-        `LearnerSetup.recompute_reason`. Its mask is that of the answers of `are_trained_on`.
+        update; without the policy's log-probs where the update itself computes them, see
+        `LearnerSetup.recompute_reason`. Its mask is that of the answers of `are_trained_on`. The
+        rows of forks follow those of the samples, see `forks.fork_rows`.
 
         Args:
           state: as the update starts from it: logp_prox is scored at its policy, or at the average

@@ -3,9 +3,9 @@
 A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tokens", "logp_behav",
 "logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
 tokens of the response. `length` counts all tokens. An episode with an environment also has "turn",
-the turn of each of these tokens, "outcome", and "turn_rewards", null where a turn has none, and "joins", see
-`engine.records.Trajectory`. A session with forks has "fork", the number of its row, and "forks", the number, prompt, response and
-length of each other row.
+the turn of each of these tokens, "outcome", "turn_rewards", null where a turn has none, and
+"joins", see `engine.records.Trajectory`. A session with forks has "fork", the number of its row, and
+"forks", the number, prompt, response and length of each other row.
 
 Null values: the values of a token that an environment gave; `answer` if the data has none; `reward`
 if the reward function failed; `logp_old` and `weight` if the response is not trained on; `weight`
