@@ -161,13 +161,16 @@ class Given:
     def after(self, observation: str, is_stopped: bool, stop_ids) -> list[int]:
         return self._rng.integers(0, SMALL["vocab"], GIVEN).tolist()
 
+    def join(self, answer: str, observation: str) -> str:
+        return "append"
+
 
 def delayed(scheduler: Scheduler, count: int, mean: float, waits: bool) -> tuple[float, float]:
     """Returns the share of busy slots, and the sampled tokens per second, of episodes whose
     environments think."""
     player = EpisodeScheduler(
         scheduler, lambda: Thinking(mean), Given(), lambda tokens: "", max_turns=TURNS[-1],
-        max_length=1280, waits=waits,
+        max_length=1280, on_fork="rows", waits=waits,
     )
     rng, start = np.random.default_rng(0), time.perf_counter()
     for i, new in enumerate(lengths(count)):

@@ -152,9 +152,12 @@ def get_config() -> ConfigDict:
     c.rollout.allow_filter_bias = False
     # Python of the harness's process, for packages that this environment cannot have. "": this Python.
     c.rollout.harness_python = ""
-    # Session whose calls do not continue each other. longest: train on the row with the most sampled
-    # tokens; refuse: the session has failed.
-    c.rollout.on_fork = "longest"
+    # Session of a harness whose calls do not continue each other, and make several rows. rows: train
+    # on all rows; longest: on the one with the most sampled tokens; refuse: the session has failed.
+    c.rollout.on_fork = "rows"
+    # Rows of a batch for forks, where it has any; forks beyond them are left out, the shortest first.
+    # 0: as many as the batch has samples.
+    c.rollout.fork_rows = 0
     c.rollout.max_rounds = 4  # most rounds of new prompts per batch with dynamic_sampling
     c.rollout.worker_timeout = 30.0  # seconds without an answer until a worker is restarted
     c.rollout.start_timeout = 1800.0  # seconds to wait for the first worker, driver ray

@@ -158,7 +158,7 @@ class Sampling:
             return scheduler
         return EpisodeScheduler(
             scheduler, self._pool, self.suffixes, self.tokenizer.decode,
-            max_turns=task.max_turns, max_length=max_length(self.config),
+            max_turns=task.max_turns, max_length=max_length(self.config), on_fork=rollout.on_fork,
             waits=self.config.rollout.driver == "virtual",
         )
 

@@ -120,6 +120,8 @@ FIELDS = {
         "sequence", "float32", "reward", "method", axes=("components",), is_optional=True
     ),
     "group": Field("sequence", "int32", "reward", "method"),
+    # The row that has the reward of this row's session; only in batches with forks.
+    "owner": Field("sequence", "int32", "reward", "batch", is_optional=True),
     # Forward passes over the rollout batch.
     "logp_old": Field("token", "float32", "learner", "update"),
     "logp_prox": Field("token", "float32", "learner", "update"),

@@ -416,7 +416,8 @@ def opened(
         if config.task.environment and (changed := setup.suffixes.rewrites):
             processes.report(
                 f"warning: the chat template changes earlier turns ({', '.join(changed)}); the ids of "
-                "an episode stay as they were sampled", sys.stderr,
+                "an episode stay as they were sampled, and episodes/template_realigns and "
+                "episodes/template_forks count the turns where a render would differ", sys.stderr,
             )
         if config.rollout.harness:
             setup.sessions.enter()

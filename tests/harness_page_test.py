@@ -64,6 +64,6 @@ def test_the_names_of_the_page():
     assert set(re.findall(r"`(\w+)`", cells)) == {field.name for field in dataclasses.fields(Session)}
     fields = ", ".join(field.name for field in dataclasses.fields(Result))
     assert f"`Result({fields})`" in PAGE and RETRIES in PAGE
-    assert f'`rollout.on_fork = "{ON_FORK[1]}"`' in PAGE
+    assert f'`rollout.on_fork = "{ON_FORK[2]}"`' in PAGE
     assert MOST_ENDS == 5 and "ends five times in a row" in PAGE
     assert "takes no more calls" in str(Ended("x"))

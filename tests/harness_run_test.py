@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxrl_tis.record import samples
 from jaxrl_tis.rollouts.groups import request, sampling_params
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.serve import setup as serving
@@ -90,6 +91,24 @@ def test_after_a_restart_sessions_begin_anew(tmp_path):
     steps = [r for r in tiny.lines(tmp_path / "run") if r["phase"] == "train"]
     assert [r["step"] for r in steps] == [1, 2, 3, 4]
     assert sum(r["harness/restarted"] for r in steps) > 0
+
+
+@pytest.mark.all
+def test_forks_are_trained_on(tmp_path):
+    """Each session has two rows. Half of the second rows find room."""
+    size = tiny.config().rollout.prompts * tiny.config().rollout.group_size
+    tiny.run(
+        tmp_path, steps=1, metrics__samples_every=1, rollout__fork_rows=size // 2,
+        **tiny.HARNESS | dict(rollout__harness="tests.tiny_harness:forks"),
+    )
+    [step] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
+    assert step["harness/forks"] == size and step["harness/fork_rows"] == size // 2
+    assert step["harness/left_out_forks"] == step["harness/left_out_tokens"] == size - size // 2
+    [*lines] = [line for line in samples.read(tmp_path) if line["phase"] == "train"]
+    for line in lines:
+        [fork] = line["forks"]
+        assert line["prompt"].endswith("1+" + fork["prompt"][-4:])
+        assert (fork["fork"], fork["length"], line["fork"]) == (0, 1, 1)
 
 
 @pytest.mark.all

@@ -22,6 +22,15 @@ def sums(session):
     return reward
 
 
+def forks(session):
+    """Makes two calls that do not continue each other."""
+    client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
+    text = session.record["prompt"]
+    client.completions.create(model=session.model, prompt=text, max_tokens=1)
+    second = client.completions.create(model=session.model, prompt="1+" + text, max_tokens=3)
+    return closeness(second.choices[0].text + "0", session.record)
+
+
 def plays(session):
     """Plays the environment of tiny runs by token ids."""
 

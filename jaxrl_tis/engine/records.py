@@ -14,6 +14,7 @@ MAX_BIAS = 16  # tokens that a request may add something to
 MAX_STOP_IDS = 32
 NEVER = 2**31 - 1  # evict_step of a key that stayed
 OUTCOMES = ("", "done", "max_turns", "overlong", "failed", "timeout")  # of an episode
+JOINS = ("append", "realign", "fork")
 MAX_INT = 2**31 - 1
 # Programs take smaller float32 for 0, so that larger ones than 1 / TINY have no reciprocal.
 TINY, MAX_FLOAT = 2.0**-126, float(np.finfo(np.float32).max)
@@ -185,6 +186,13 @@ class Trajectory:
       turn_rewards: [turns] float32, the environment's reward of each turn, NaN where it gave none.
         Empty without an environment.
       metrics: of the environment, by name.
+      joins: one of JOINS for each observation that a turn followed: how the row would go on if the
+        chat template rendered the conversation anew. "append": as it does. "realign": the template
+        changes the end of the answer. "fork": it changes more. Empty without an environment.
+      fork: the number of the row in its session, in the order of the first calls; 0 without a
+        harness.
+      forks: the other rows of the session, each a record with the session's id, its own prompt and
+        without a reward.
     """
 
     id: str
@@ -214,6 +222,9 @@ class Trajectory:
     outcome: str = ""
     turn_rewards: np.ndarray = _no(np.float32)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    joins: tuple[str, ...] = ()
+    fork: int = 0
+    forks: tuple["Trajectory", ...] = ()
 
     def __post_init__(self):
         count = len(self.tokens)

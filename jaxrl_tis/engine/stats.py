@@ -27,8 +27,8 @@ class Stats:
         harness.
       sessions: sessions of a harness that ended; session_calls: their answered calls.
       session_retries: calls that repeated an earlier one; restarted_sessions: begun anew.
-      forks: rows of sessions beside the first; forked_tokens: sampled tokens of rows that are not
-        trained on; realigned_tokens: sampled tokens that a later prompt changed.
+      forks: rows of sessions beside the longest; forked_tokens: their sampled tokens;
+        realigned_tokens: sampled tokens that a later prompt changed.
     """
 
     calls: int = 0

@@ -7,6 +7,7 @@ suffix for an observation. `joined` finds the suffix in a prompt that another pr
 
 import functools
 import json
+import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ OBSERVATION = {"role": "user", "content": "observation-3b92"}
 SYSTEM = {"role": "system", "content": "system-71f6"}
 SPACED = f" \n{FIRST}\n "
 THOUGHT = f"<think>\nthought-60a4\n</think>\n\n{FIRST}"
+MOVED_SYSTEM = "the system message"
 CACHED = 4096  # observations
 
 
@@ -41,7 +43,7 @@ class Suffixes:
     Attributes:
       rewrites: what the template changes in earlier turns when a message follows; () for nothing.
         The ids of an episode stay as sampled. There they differ from a render of the whole
-        conversation.
+        conversation, and `join` tells so.
       tool_role: role of messages from tools: "tool", or "user" where the template has no such role.
 
     Raises:
@@ -53,6 +55,7 @@ class Suffixes:
     def __init__(self, tokenizer: Tokenizer, chat: bool):
         self._tokenizer, self._is_chat = tokenizer, chat
         self._ids = functools.lru_cache(CACHED)(self._encoded)
+        self._join = functools.lru_cache(CACHED)(self._compared)
         self._knows = functools.cache(self._renders_role)
         self.rewrites, self.tool_role = (), "tool"
         if chat:
@@ -87,6 +90,33 @@ class Suffixes:
         ends = [i for i, token in enumerate(self._end) if token in eos_ids]
         sampled = self._end[: ends[0] + 1] if is_stopped and ends else []
         return ids[len(sampled) :] if ids[: len(sampled)] == sampled else ids
+
+    def join(self, answer: str, observation: str | Sequence[dict]) -> str:
+        """Compares the row with a render of the conversation. Assumes that the row before the answer
+        is as the template renders it.
+
+        Args:
+          answer: the text of the last turn, without special tokens.
+          observation: of `after`.
+
+        Returns "append" if a render has the answer as sampled, and the suffix after it. "realign" if
+        the render keeps the beginning of the answer. "fork" if it keeps nothing of it, or changes
+        what stands before it; always with a template that moves the system message.
+        """
+        if not self._is_chat:
+            return "append"
+        return self._join(answer, json.dumps(self._messages(observation)))
+
+    def _compared(self, answer: str, messages: str) -> str:
+        turns = [[QUESTION, _answer(a), *json.loads(messages)] for a in (FIRST, answer)]
+        plain, text = self._tokenizer.chats(turns)
+        if isinstance(text, ValueError) or MOVED_SYSTEM in self.rewrites:
+            return "fork"
+        row = f"{self._asked}{answer}{_rest(plain, FIRST)}"
+        if text == row:
+            return "append"
+        kept = len(os.path.commonprefix([text, row])) - len(self._asked)
+        return "realign" if kept > 0 else "fork"
 
     def _messages(self, observation: str | Sequence[dict]) -> list[dict]:
         if isinstance(observation, str):
@@ -144,7 +174,7 @@ class Suffixes:
             [QUESTION], turns, [QUESTION, _answer(SPACED), OBSERVATION],
             [QUESTION, _answer(THOUGHT), OBSERVATION], [SYSTEM, QUESTION], [SYSTEM, *turns],
         ])
-        begin = plain[: plain.index(FIRST)]
+        self._asked, begin = prompt, plain[: plain.index(FIRST)]
         is_kept = lambda text, start: isinstance(text, str) and text.startswith(start)
         asked = lambda text: text.partition(QUESTION["content"])[0]
         kept = {
@@ -152,7 +182,7 @@ class Suffixes:
             "white space around an earlier answer": is_kept(spaced, begin + SPACED),
             "the thinking of an earlier answer": is_kept(thought, begin + THOUGHT),
             # A template without system messages refuses both conversations.
-            "the system message": isinstance(told, ValueError) or is_kept(system, asked(told))
+            MOVED_SYSTEM: isinstance(told, ValueError) or is_kept(system, asked(told))
             and _rest(system, FIRST) == _rest(plain, FIRST),
         }
         return tuple(name for name, is_so in kept.items() if not is_so)

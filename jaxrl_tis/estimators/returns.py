@@ -94,6 +94,19 @@ def group_moments(scores_b: Array, group: Array) -> tuple[Array, Array, Array, A
     return count, mean, jnp.sqrt(variance), highest == -lowest
 
 
+def of_owner(adv: Array, mask: Array, owner: Array) -> Array:
+    """The advantage of each row's owner on the row's valid tokens, [B, T], without gradient.
+
+    Args:
+      adv: [B, T] advantages, one number per row on its valid tokens.
+      mask: [B, T] valid tokens.
+      owner: [B] index of a row; of the row itself where it has an advantage of its own.
+    """
+    first_b = jnp.argmax(ratios.as_bool(mask), axis=1)
+    adv_b = jnp.take_along_axis(adv, first_b[:, None], axis=1)[:, 0]
+    return on_tokens(adv_b[owner], mask)
+
+
 def on_tokens(adv_b: Array, mask: Array) -> Array:
     """One advantage per sequence, on each of its valid tokens, without gradient."""
     adv_bt = jnp.broadcast_to(adv_b[:, None], mask.shape)

@@ -1,8 +1,8 @@
 """Runs sessions of a harness, many at once, in the process that process.py starts.
 
 Messages are JSON lines. In: {"harness": name} once, then {"start": [key, fields of a Session]} and
-{"cancel": key}. Out: {"error": text} once, "" if the harness can be used, then one reply for each
-key that was not cancelled.
+{"cancel": key}, {"ping": null}. Out: {"error": text} once, "" if the harness can be used, then one
+reply for each key that was not cancelled, and PONG for each ping that the event loop takes.
 
 This file imports the standard library only, because the process may be another Python.
 """
@@ -23,6 +23,7 @@ from jaxrl_tis.data.signatures import ERROR_CHARACTERS, Unusable
 from jaxrl_tis.harness import verifiers
 from jaxrl_tis.harness.protocol import Result, Session
 
+PONG = {"pong": True}
 VERIFIERS = "verifiers"  # verifiers:TASKSET
 
 Reply = dict[str, Any]
@@ -97,6 +98,9 @@ class Host:
         if (task := self._tasks.pop(key, None)) is not None:
             task.cancel()
 
+    def ping(self, _: None) -> None:
+        self._send(PONG)
+
     async def _play(self, key: str, session: Session) -> None:
         try:
             reply = reading(await self._called(session)) | {"error": ""}
@@ -158,7 +162,7 @@ def serve() -> None:
 
 async def _run(host: Host, messages: Any) -> None:
     loop = asyncio.get_running_loop()
-    actions = {"start": host.start, "cancel": host.cancel}
+    actions = {"start": host.start, "cancel": host.cancel, "ping": host.ping}
 
     def read():
         for line in messages:

@@ -13,9 +13,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from jaxrl_tis.data import confined
+from jaxrl_tis.harness.host import PONG
 from jaxrl_tis.harness.protocol import Session
 
 START_SECONDS = 120.0
+ANSWER_SECONDS = 30.0  # in which the event loop of a process answers
 LOCAL = "127.0.0.1,localhost"  # calls of the endpoint go through no proxy
 MOST_ENDS = 5  # of the process, one after the other without a reply
 
@@ -59,20 +61,28 @@ class HarnessProcess:
 
     def __init__(self, harness: str, on_reply: Callable[[Reply], None], python: str = ""):
         self._harness, self._python, self._on_reply = harness, python, on_reply
-        self._lock = threading.Lock()
+        # Only `_starting` is held while a process starts, which can take long.
+        self._starting, self._lock = threading.Lock(), threading.Lock()
         self._process: subprocess.Popen | None = None
         self._open: set[str] = set()
-        self._ends, self._is_closed = 0, False
+        self._ends, self._is_closed, self._is_asked = 0, False, False
         self.error = ""
-        self._start()
+        self._use(self._started())
 
     def start(self, key: str, session: Session) -> None:
-        """Starts a session. Its reply comes through `on_reply`, also if the process ends."""
-        with self._lock:
-            if self._process is None:
-                self._start()
-            self._open.add(key)
-            self._send({"start": [key, asdict(session)]})
+        """Starts a session. Its reply comes through `on_reply`, also if the process ends. Waits
+        until a new process is ready, if it takes one; other calls do not wait meanwhile."""
+        is_sent = False
+        while not (is_sent or self._is_closed or self.error):
+            with self._starting:
+                process = self._started() if self._process is None else None
+                with self._lock:
+                    if process is not None:
+                        self._use(process)
+                    is_sent = self._process is not None  # else it ended after the look
+                    if is_sent:
+                        self._open.add(key)
+                        self._send({"start": [key, asdict(session)]})
 
     def cancel(self, key: str) -> None:
         """Ends a session without a reply."""
@@ -80,6 +90,24 @@ class HarnessProcess:
             if key in self._open:
                 self._open.discard(key)
                 self._send({"cancel": key})
+
+    def check(self) -> None:
+        """Asks the process for an answer, and ends it if none comes within ANSWER_SECONDS: a harness
+        blocks its event loop, so that no session can end. Does not wait for the answer."""
+        with self._lock:
+            process = self._process
+            if process is None or self._is_asked:
+                return
+            self._is_asked = True
+            self._send({"ping": None})
+        timer = threading.Timer(ANSWER_SECONDS, self._end_if_silent, (process,))
+        timer.daemon = True
+        timer.start()
+
+    def _end_if_silent(self, process: subprocess.Popen) -> None:
+        with self._lock:  # `_read` waits for it before the id of the group is free
+            if self._is_asked and process is self._process:
+                _kill(process)
 
     def close(self) -> None:
         """Ends the process and its child processes."""
@@ -90,7 +118,8 @@ class HarnessProcess:
         if process is not None:
             _end(process)
 
-    def _start(self) -> None:
+    def _started(self) -> subprocess.Popen:
+        """Starts a process and waits until it can play the harness."""
         what = f"the harness {self._harness!r}"
         code = (
             "import sys, json; sys.path[:0] = json.loads(sys.argv[1]); "
@@ -115,7 +144,13 @@ class HarnessProcess:
         if error := self._loading(process):
             _end(process)
             raise ValueError(f"{what} cannot be loaded: {error}")
-        self._process = process
+        return process
+
+    def _use(self, process: subprocess.Popen) -> None:
+        if self._is_closed:
+            _end(process)
+            return
+        self._process, self._is_asked = process, False
         threading.Thread(target=self._read, args=(process,), daemon=True).start()
 
     def _loading(self, process: subprocess.Popen) -> str:
@@ -141,7 +176,12 @@ class HarnessProcess:
         for line in process.stdout:
             if not line.endswith(b"\n"):
                 break  # the process ended within a reply
-            reply = Reply(**json.loads(line))
+            message = json.loads(line)
+            if message == PONG:
+                with self._lock:
+                    self._is_asked = False
+                continue
+            reply = Reply(**message)
             with self._lock:
                 is_open = reply.key in self._open
                 self._open.discard(reply.key)
@@ -163,12 +203,14 @@ class HarnessProcess:
             self._on_reply(Reply(key, error="the harness's process ended"))
 
 
-def _end(process: subprocess.Popen) -> None:
+def _kill(process: subprocess.Popen) -> None:
     # Before wait(): until then the id of the group cannot be given to another process.
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
+
+
+def _end(process: subprocess.Popen) -> None:
+    _kill(process)
     process.wait()
     with contextlib.suppress(OSError):  # a message that the process has not read
         process.stdin.close()

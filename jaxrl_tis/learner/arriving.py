@@ -19,6 +19,8 @@ def accumulation_blocker(setup: LearnerSetup) -> str | None:
     """Returns the reason why the update needs the whole batch; None if gradients can be accumulated
     from parts."""
     chosen = setup.correction
+    if setup.fork_rows:
+        return "rows for forks of sessions are those of a whole batch"
     if setup.recompute_reason:
         return setup.recompute_reason
     if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:

@@ -106,14 +106,21 @@ def supervised_rows(pairs: list[tuple[list[int], list[int]]], length: int) -> Ro
 
 def minibatches(batch: Rows, count: int, microbatch_rows: int, seed: tuple[int, ...]):
     """Yields `count` minibatches [accumulation, microbatch_rows, ...] in a shuffled order, each with
-    the indices of its sequences.
+    the indices of its sequences. Rows that hold no token are the last of their minibatch, and are
+    divided so that all minibatches have about as many sequences.
 
     Args:
       batch: fields of a rollout batch of N sequences, a multiple of count * microbatch_rows.
       seed: seed of the permutation.
     """
     n, length = batch["mask"].shape
-    order = np.random.default_rng(seed).permutation(n).reshape(count, -1, microbatch_rows)
+    order = np.random.default_rng(seed).permutation(n)
+    is_empty = ~batch["segment_ids"].any(axis=1)[order]
+    parts = np.array_split(order[~is_empty], count)
+    cuts = np.cumsum([n // count - len(part) for part in parts])[:-1]
+    fillers = np.split(order[is_empty], cuts)
+    order = np.stack([np.concatenate(pair) for pair in zip(parts, fillers)])
+    order = order.reshape(count, -1, microbatch_rows)
     batch = {name: _on_tokens(name, x, length) for name, x in batch.items()}
     for index in order:
         yield {name: x[index] for name, x in batch.items()}, index.reshape(-1)

@@ -11,7 +11,7 @@ from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.learner import control, correction
 from jaxrl_tis.learner.batch_layout import MAX_SEGMENTS
 from jaxrl_tis.learner.correction import Correction
-from jaxrl_tis.learner.setup import max_length
+from jaxrl_tis.learner.setup import fork_rows, max_length
 from jaxrl_tis.rollouts import replay
 from jaxrl_tis.rollouts.schedules import Schedule
 
@@ -34,6 +34,7 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
     yield from _weight(c)
     yield from _kl(c)
     yield from _turn_credit(c)
+    yield from _forks(c, config)
     yield from _fields(c, config)
     for name, parameters in (c.weight, c.objective, *c.masks):
         yield from _bounds(name, parameters)
@@ -85,10 +86,7 @@ def _batch(c: Correction, config):
             f"rollout.group_size is 1, but advantage {advantage!r} compares the samples of a "
             "group; use at least 2"
         )
-    is_grouped = objective in WHOLE_GROUPS or (objective, c.objective[1].get("form")) == (
-        "r2vpo", "survey"
-    )
-    if is_grouped and not is_whole:
+    if _is_grouped(c) and not is_whole:
         yield (
             f"objective {objective!r} needs all samples of a prompt at once: set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
@@ -99,6 +97,39 @@ def _batch(c: Correction, config):
             "correction.batch_normalize divides by the mean of the whole batch; set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
         )
+
+
+def _forks(c: Correction, config):
+    """Finds methods for which the forks of a session cannot be rows of a batch."""
+    rollout, train = config.rollout, config.train
+    if not (spare := fork_rows(config)):
+        return
+    setting = "rollout.on_fork = 'rows' gives the forks of a session its advantage"
+    advantage = c.advantage[0]
+    unfit = {
+        f"advantage {advantage!r} has one of each token": advantage in turn_credit.PER_TOKEN,
+        f"correction.turn_credit = {c.turn_credit!r} has one of each turn": c.turn_credit != "episode",
+        f"correction.kl_placement = {c.kl_placement!r} has one of each token":
+            c.kl is not None and c.kl_placement != "loss",
+        f"objective {c.objective[0]!r} compares the samples of a prompt": _is_grouped(c),
+        "correction.batch_normalize in bypass mode needs all rows in a micro-batch":
+            c.mode == "bypass" and c.is_batch_normalized,
+    }
+    for reason, is_so in unfit.items():
+        if is_so:
+            yield f"{setting}, and {reason}; set rollout.on_fork to 'longest' or 'refuse'"
+    size = train.minibatches * (1 if train.pack_length else train.microbatch_rows)
+    if spare % size:
+        yield (
+            f"rollout.fork_rows = {spare} rows cannot be divided into train.minibatches = "
+            f"{train.minibatches} of whole micro-batches; make it a multiple of {size}"
+        )
+
+
+def _is_grouped(c: Correction) -> bool:
+    """Whether the objective computes something of all samples of a prompt."""
+    name, parameters = c.objective
+    return name in WHOLE_GROUPS or (name, parameters.get("form")) == ("r2vpo", "survey")
 
 
 def _routing(c: Correction, config):

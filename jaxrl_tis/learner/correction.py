@@ -239,7 +239,10 @@ def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
     needed = loss.needed("advantage", name, batch)
     function = functools.partial(advantages.ADVANTAGES[name], **needed, **parameters)
     if c.turn_credit == "episode" or name in turn_credit.PER_TOKEN:
-        return function(rewards, batch["sampled"], batch["group"])
+        adv = function(rewards, batch["sampled"], batch["group"])
+        # Forks of a session have no reward of their own, see learner/forks.py.
+        has_forks = "owner" in batch
+        return returns.of_owner(adv, batch["sampled"], batch["owner"]) if has_forks else adv
     is_rest = c.turn_credit == "rest"
     if not is_rest:
         rewards = jnp.where(jnp.isnan(batch["turn_rewards"]), jnp.nan, rewards)

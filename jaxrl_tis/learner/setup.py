@@ -96,6 +96,11 @@ class LearnerSetup:
         return max_length(self.config)
 
     @property
+    def fork_rows(self) -> int:
+        """Rows that a batch with forks of sessions has more than samples."""
+        return fork_rows(self.config)
+
+    @property
     def update_learner(self) -> Learner:
         """The learner of the updates: for packed rows if the config packs them."""
         if self.packer is None:
@@ -189,6 +194,14 @@ def max_length(config: ml_collections.ConfigDict) -> int:
     """Returns the largest number of tokens in a sequence: prompt and response, or an episode."""
     longest = config.task.max_prompt_tokens + config.rollout.max_new_tokens
     return config.task.max_context_tokens or longest
+
+
+def fork_rows(config: ml_collections.ConfigDict) -> int:
+    """Returns the rows that a batch with forks has more than samples; 0 leaves all forks out."""
+    rollout = config.rollout
+    if not rollout.harness or rollout.on_fork != "rows":
+        return 0
+    return rollout.fork_rows or rollout.prompts * rollout.group_size
 
 
 def max_response(config: ml_collections.ConfigDict) -> int:
@@ -327,7 +340,7 @@ def _check_logits(
     """Raises ValueError for a method that keeps more than MAX_LOGITS numbers of every rollout
     batch."""
     needs = {f: user for f, user in correction.needs.items() if "vocabulary" in FIELDS[f].axes}
-    rows = config.rollout.prompts * config.rollout.group_size
+    rows = config.rollout.prompts * config.rollout.group_size + fork_rows(config)
     count = len(needs) * rows * max_length(config) * vocab_size
     if count > MAX_LOGITS:
         users = " and ".join(repr(user) for user in dict.fromkeys(needs.values()))

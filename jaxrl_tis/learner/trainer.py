@@ -13,7 +13,7 @@ import numpy as np
 from jaxrl_tis.diagnostics import attribution, batch_metrics, correction_metrics, routes
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators import counts
-from jaxrl_tis.learner import control, correction, snapshots
+from jaxrl_tis.learner import control, correction, forks, snapshots
 from jaxrl_tis.learner.batch_layout import (
     Rows, minibatches, num_sequences, packed_minibatches, update_fields, without_replay,
 )
@@ -79,7 +79,8 @@ class Trainer:
     ) -> Rows:
         """Returns the rollout batch [N,T] with everything that is computed once of it before the
         update; without the policy's log-probs where the update itself computes them, see
-        `LearnerSetup.recompute_reason`. Its mask is that of the answers of `are_trained_on`.
+        `LearnerSetup.recompute_reason`. Its mask is that of the answers of `are_trained_on`. The
+        rows of forks follow those of the samples, see `forks.fork_rows`.
 
         Args:
           state: as the update starts from it: logp_prox is scored at its policy, or at the average
@@ -92,12 +93,19 @@ class Trainer:
           known: log-probs of each sample's tokens [n] at the weights that drew them, NaN where they
             are still to be scored.
         """
-        trajectories = [s.trajectory for s in samples]
+        needs, policy = self.setup.correction.needs, policy_of(self.setup, state)
+        rewarded = reward_fields(samples, needs)
+        trained = are_trained_on(samples, rewarded, self.setup.config.train.mask_truncated)
+        extra = forks.fork_rows(samples, trained, self.setup.fork_rows)
+        trajectories = [s.trajectory for s in samples] + extra.trajectories
         rows = self.setup.rows(trajectories)
         run = self._passes(rows)
+        if known is not None:
+            known = known + [np.full(len(t.tokens), np.nan) for t in extra.trajectories]
         known = _laid_out(trajectories, known, rows["mask"].shape)
         rows |= self._policy_fields(state, rows, run, sampled_by, known)
-        needs, policy = self.setup.correction.needs, policy_of(self.setup, state)
+        if self.setup.config.rollout.harness:
+            self.score_metrics |= forks.metrics(extra)
         if "critic" in state:
             critic = joined(self.setup, state, state["critic"].params)
             rows["values"] = run(self._values, critic)
@@ -109,7 +117,7 @@ class Trainer:
             rows["logp_ref"] = own(lambda *a: self._score(*a)["logp"], reference)
             if "logits_ref" in needs:
                 rows["logits_ref"] = own(self._logits, reference)
-        rows |= reward_fields(samples, needs)
+        rows |= forks.of_all_rows(rewarded, extra.owners) if extra.trajectories else rewarded
         if "turn_rewards" in needs:
             rows["turn_rewards"] = turn_rewards(samples, rows["mask"].shape[1])
         by_learner = {
@@ -117,8 +125,7 @@ class Trainer:
             "grad_norms": self._score_norms,
         }
         rows |= {name: run(f, policy) for name, f in by_learner.items() if name in needs}
-        trained = are_trained_on(samples, rows, self.setup.config.train.mask_truncated)
-        return rows | {"mask": rows["mask"] & trained[:, None]}
+        return rows | {"mask": rows["mask"] & trained[extra.owners][:, None]}
 
     def _passes(self, rows: Rows) -> Callable[[Callable, Any], Any]:
         """Returns a function (program, params) -> its results for the rows, [N,T,...] each. The rows
@@ -307,7 +314,8 @@ class Trainer:
                 gradient_norm=collected[0]["actor/grad_norm"], num_sequences=num_seqs[0],
             )
         if controllers:
-            state = state | {"controllers": self._end(controllers, measured, count)}
+            num_rows = int(rows["segment_ids"].any(axis=1).sum())
+            state = state | {"controllers": self._end(controllers, measured, num_rows)}
         return state, rows, measured
 
 
@@ -475,11 +483,11 @@ def sample_metrics(
     samples: list[Sample], rows: Rows, config: ml_collections.ConfigDict
 ) -> dict[str, float]:
     """Measures rewards, lengths and the learner's entropy of a rollout batch. Means of rewards cover
-    the known rewards, and are absent if there are none."""
+    the known rewards, and are absent if there are none. Forks count in the entropy alone."""
     prompts = np.array([len(s.trajectory.prompt) for s in samples])
     lengths = np.array([s.trajectory.mask.sum() for s in samples])
     turns = np.array([s.trajectory.turn.max(initial=0) + 1 for s in samples])
-    rewards, groups = rows["rewards"], rows["group"]
+    rewards, groups = (rows[name][: len(samples)] for name in ("rewards", "group"))
     by_group = [_known(rewards[groups == g]) for g in np.unique(groups)]
     parts = components(samples)
     named = {"mean": rewards, "score_mean": np.array([s.score for s in samples])}
@@ -499,7 +507,7 @@ def sample_metrics(
         "reward/zero_std_group_ratio": np.mean([len(np.unique(r)) < 2 for r in by_group]),
         "response_length/truncated_ratio": _are_truncated(samples).mean(),
         "actor/left_out_ratio": np.mean(
-            ~are_trained_on(samples, rows, config.train.mask_truncated)
+            ~are_trained_on(samples, rows | {"rewards": rewards}, config.train.mask_truncated)
         ),
     }
 

@@ -3,7 +3,9 @@
 A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tokens", "logp_behav",
 "logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
 tokens of the response. `length` counts all tokens. An episode with an environment also has "turn",
-the turn of each of these tokens, "outcome", and "turn_rewards", null where a turn has none.
+the turn of each of these tokens, "outcome", "turn_rewards", null where a turn has none, and
+"joins", see `engine.records.Trajectory`. A session with forks has "fork", the number of its row, and
+"forks", the number, prompt, response and length of each other row.
 
 Null values: the values of a token that an environment gave; `answer` if the data has none; `reward`
 if the reward function failed; `logp_old` and `weight` if the response is not trained on; `weight`
@@ -80,6 +82,7 @@ def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
         "length": len(ids), "tokens": pieces(ids[:MAX_TOKENS], decode),
         **{n: None if x is None else _numbers(x[:MAX_TOKENS], mask) for n, x in columns.items()},
         **(_of_episode(trajectory) if trajectory.outcome else {}),
+        **(_of_forks(trajectory, decode) if trajectory.forks else {}),
     }
 
 
@@ -87,8 +90,17 @@ def _of_episode(trajectory) -> dict[str, Any]:
     rewards = trajectory.turn_rewards
     return {
         "turn": trajectory.turn[:MAX_TOKENS].tolist(), "outcome": trajectory.outcome,
-        "turn_rewards": _numbers(rewards, ~np.isnan(rewards)),
+        "turn_rewards": _numbers(rewards, ~np.isnan(rewards)), "joins": list(trajectory.joins),
     }
+
+
+def _of_forks(trajectory, decode) -> dict[str, Any]:
+    forks = [
+        {"fork": row.fork, "prompt": decode(row.prompt.tolist()),
+         "response": decode(row.tokens.tolist()), "length": len(row.tokens)}
+        for row in trajectory.forks
+    ]
+    return {"fork": trajectory.fork, "forks": forks}
 
 
 def pieces(ids: Sequence[int], decode: Decode) -> list[str]:

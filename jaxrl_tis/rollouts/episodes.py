@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_tis.engine.records import OUTCOMES, Request, SamplingParams, Trajectory
+from jaxrl_tis.engine.records import JOINS, OUTCOMES, Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.environments.continuity import Suffixes
@@ -103,6 +103,7 @@ class Episode:
         not seen.
       rewards: the reward of each turn that the environment has answered.
       metrics: the last ones of the environment.
+      joins: of the record.
       ended: the record up to the turn that the environment answers; None while the engine samples.
       is_cancelled: nobody wants it; it ends with its turn.
     """
@@ -112,6 +113,7 @@ class Episode:
     rewards: list[float]
     metrics: dict[str, float]
     digests: list[str]
+    joins: list[str] = dataclasses.field(default_factory=list)
     ended: Trajectory | None = None
     is_cancelled: bool = False
 
@@ -119,7 +121,8 @@ class Episode:
         """Returns the record with what the environment has said so far."""
         rewards = np.array(self.rewards, np.float32)
         return dataclasses.replace(
-            trajectory, turn_rewards=rewards, metrics=dict(self.metrics), **changes
+            trajectory, turn_rewards=rewards, metrics=dict(self.metrics), joins=tuple(self.joins),
+            **changes,
         )
 
 
@@ -135,18 +138,22 @@ class EpisodeScheduler:
       decode: tokens -> text, without special tokens.
       max_turns: most turns of an episode.
       max_length: most tokens of an episode, prompt included.
+      on_fork: rollout.on_fork. With "refuse" an episode fails where a render by the chat template
+        would fork.
       waits: every step waits for all replies. The engine then samples the same sequences together
         in every run, and runs repeat bit by bit. Otherwise it samples while environments think.
     """
 
     def __init__(
         self, scheduler: Scheduler, make_pool: Callable[[], Pool], suffixes: Suffixes,
-        decode: Callable[[Sequence[int]], str], *, max_turns: int, max_length: int, waits: bool,
+        decode: Callable[[Sequence[int]], str], *, max_turns: int, max_length: int, on_fork: str,
+        waits: bool,
     ):
         self._scheduler, self._suffixes, self._decode = scheduler, suffixes, decode
         self._make_pool = make_pool
         self._pool: Pool | None = None
-        self._max_turns, self._max_length, self._waits = max_turns, max_length, waits
+        self._max_turns, self._max_length = max_turns, max_length
+        self._on_fork, self._waits = on_fork, waits
         self._failures = Failures(what="an environment")
         self._episodes: dict[str, Episode] = {}
         self._thinking: dict[str, None] = {}  # ids, in the order of their calls
@@ -182,7 +189,9 @@ class EpisodeScheduler:
         rewards = partial.turn_rewards.tolist()
         answers = [self._answer(partial, turn) for turn in range(len(rewards))]
         unseen = [""] * (1 + len(answers))
-        episode = Episode(request, answers, rewards, dict(partial.metrics), unseen)
+        episode = Episode(
+            request, answers, rewards, dict(partial.metrics), unseen, list(partial.joins)
+        )
         most = self._turn_end(partial, sampling)
         if partial.mask[-1] and (
             partial.tokens[-1] in sampling.stop_ids or len(partial.tokens) >= most
@@ -325,6 +334,11 @@ class EpisodeScheduler:
         room = self._max_length - len(trajectory.prompt) - length
         if room < 1:
             return self._finish(episode, trajectory, "overlong")
+        join = self._suffixes.join(episode.answers[-1], step.observation)
+        if join == "fork" and self._on_fork == "refuse":
+            why = "the chat template rewrites earlier turns, and rollout.on_fork is 'refuse'"
+            return self._failed(episode, trajectory, "failed", why)
+        episode.joins.append(join)
         most = length + min(sampling.max_tokens, room)
         self._scheduler.extend(episode.record(trajectory), suffix, _bounded(sampling, most))
         return None
@@ -374,8 +388,9 @@ def _bounded(sampling: SamplingParams, most: int) -> SamplingParams:
 
 
 def episode_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Returns the number of episodes with each outcome, and the share of response tokens that
-    environments gave; {} without episodes."""
+    """Returns the number of episodes with each outcome, the share of response tokens that
+    environments gave, and the number of turns after which a render by the chat template would differ
+    from the row; {} without episodes."""
     episodes = [t for t in trajectories if t.outcome]
     if not episodes:
         return {}
@@ -383,7 +398,9 @@ def episode_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     for trajectory in episodes:
         counts[trajectory.outcome] += 1
     masks = np.concatenate([t.mask for t in episodes])
+    joins = [join for t in episodes for join in t.joins]
     return {
         "episodes/given_ratio": float(1 - masks.mean()),
         **{f"episodes/{outcome}": count for outcome, count in counts.items()},
+        **({f"episodes/template_{j}s": joins.count(j) for j in JOINS[1:]} if joins else {}),
     }

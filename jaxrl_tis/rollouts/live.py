@@ -29,6 +29,7 @@ class Row:
 
     Attributes:
       first: the request of its first turn.
+      number: of the row in its session, from 0.
       record: up to its last whole turn; None before.
       before: tokens after the prompt before the newest turn and the tokens given to it.
       start: tokens after the prompt before those that the newest turn samples.
@@ -38,6 +39,7 @@ class Row:
     """
 
     first: Request
+    number: int = 0
     record: Trajectory | None = None
     before: int = 0
     start: int = 0
@@ -71,6 +73,7 @@ class Live:
     Attributes:
       key: of the endpoint and the harness's process.
       deadline: time at which it ends as "timeout".
+      url: of its routes.
       rows: in the order of their first calls.
       calls: that no scheduler has taken.
       answered: the calls that have an answer.
@@ -82,6 +85,7 @@ class Live:
     request: Request
     key: str
     deadline: float
+    url: str = ""
     rows: list[Row] = dataclasses.field(default_factory=list)
     calls: collections.deque[Call] = dataclasses.field(default_factory=collections.deque)
     answered: list[Call] = dataclasses.field(default_factory=list)
@@ -161,9 +165,11 @@ class Sessions:
             if not goes_on:
                 if live is not None:
                     self._end(live, "the run begins the sample anew")
-                live = self._start(request)
+                live = self._open(request)
             self._owned.add(request.id)
-            return live, goes_on
+        if not goes_on:
+            self._play(live)
+        return live, goes_on
 
     def disown(self, live: Live) -> None:
         """Keeps an interrupted session for another scheduler."""
@@ -183,16 +189,23 @@ class Sessions:
                 if id not in self._owned and now >= live.deadline:
                     self._end(live, CANCELLED)
 
-    def _start(self, request: Request) -> Live:
-        example = request.example
+    def _open(self, request: Request) -> Live:
         live = Live(request, "", time.monotonic() + self._timeout)
         live.key, url = self.endpoint.open(request.sampling, lambda call: self._called(live, call))
+        live.url = url
         self.live[request.id] = self._by_key[live.key] = live
+        return live
+
+    def _play(self, live: Live) -> None:
+        """Starts the agent, without the lock: it may wait for a new process."""
+        request, example = live.request, live.request.example
         self.process.start(live.key, Session(
-            request.id, dict(example), url, self.endpoint.token, self._model,
+            request.id, dict(example), live.url, self.endpoint.token, self._model,
             environment_seed(request.seed, example),
         ))
-        return live
+        with self.changed:
+            if live.key not in self._by_key:  # it has ended meanwhile
+                self.process.cancel(live.key)
 
     def _end(self, live: Live, why: str) -> None:
         del self.live[live.request.id], self._by_key[live.key]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.protocol import EngineProtocol
-from jaxrl_tis.engine.records import OUTCOMES, Request, Trajectory
+from jaxrl_tis.engine.records import JOINS, OUTCOMES, Request, Trajectory
 from jaxrl_tis.fields import DRAWN, route_dtype
 
 ROUNDING = 1e-3  # by which a log-prob may be above 0
@@ -42,6 +42,9 @@ def malformed(record: Any) -> str | None:
         return f"routes has {len(routes)} rows for {read} tokens"
     if len(again) != (2 if routes.shape[1] else 0):
         return f"rerouted has {len(again)} entries"
+    for fork in record.forks:
+        if why := malformed(fork):
+            return f"a fork: {why}"
     return _bad_episode(record)
 
 
@@ -54,6 +57,8 @@ def _bad_episode(record: Trajectory) -> str | None:
         return f"turn_rewards has {len(rewards)} entries for {turns} turns"
     if np.isinf(rewards).any():
         return "turn_rewards has an infinite entry"
+    if len(record.joins) > max(turns - 1, 0) or not set(record.joins) <= set(JOINS):
+        return f"joins is {record.joins} for {turns} turns"
     for name, value in record.metrics.items():
         if type(name) is not str or type(value) is not float:
             return f"metrics has {name!r}: {value!r}, not a text and a float"
@@ -114,6 +119,7 @@ def problem(
         "tokens": not np.all((record.tokens >= 0) & (record.tokens < engine.vocab_size)),
         "mask": not (_has_turns(record, sampling.max_tokens) if is_episode else _is_single(record)),
         "evict_step": len(record.evict_step) > 0,
+        "forks": len(record.forks) > 0 or record.fork != 0,
         "logp_behav": not np.all(np.isfinite(record.logp_behav) & (record.logp_behav <= ROUNDING)),
         "version": not np.all((new >= oldest) & (new <= newest)) or np.any(np.diff(record.version) < 0),
         "kv_version": len(record.kv_version) != count or np.any(record.kv_version > record.version),
@@ -158,8 +164,8 @@ def _ends_of_episode(record: Trajectory, is_stopped: bool) -> dict[str, bool]:
 
 def _is_single(record: Trajectory) -> bool:
     """Whether a record is one turn, without an environment."""
-    episode = (record.outcome, len(record.turn_rewards), len(record.metrics))
-    return bool(record.mask.all() and not record.turn.any() and episode == ("", 0, 0))
+    said = len(record.turn_rewards) + len(record.metrics) + len(record.joins)
+    return bool(record.mask.all() and not record.turn.any() and not record.outcome and not said)
 
 
 def _has_turns(record: Trajectory, most: int) -> bool:

@@ -19,11 +19,13 @@ REWARDED = ("text", "score", "reward", "components")  # of a Sample, without its
 
 
 def trajectory_text(trajectory: Trajectory) -> str:
-    """Returns a trajectory as JSON, with its arrays as safetensors in base64."""
+    """Returns a trajectory as JSON, with its arrays as safetensors in base64, and its forks as the
+    texts of trajectories."""
     fields = {f.name: getattr(trajectory, f.name) for f in dataclasses.fields(trajectory)}
     # safetensors writes the memory of an array as it lies there, whatever its strides.
     arrays = {n: np.asarray(x, order="C") for n, x in fields.items() if isinstance(x, np.ndarray)}
     scalars = {name: x for name, x in fields.items() if name not in arrays}
+    scalars["forks"] = [trajectory_text(fork) for fork in trajectory.forks]
     packed = base64.b64encode(safetensors.numpy.save(arrays)).decode()
     return json.dumps({"scalars": scalars, "arrays": packed})
 
@@ -42,6 +44,8 @@ def read_trajectory(text: str) -> Trajectory:
         fields = saved["scalars"] | safetensors.numpy.load(packed)
         if missing := [name for name in vars(EMPTY) if name not in fields]:
             raise ValueError(f"it has no {', '.join(missing)}")
+        fields["joins"] = tuple(fields["joins"])
+        fields["forks"] = tuple(map(read_trajectory, fields["forks"]))
         why = malformed(trajectory := Trajectory(**fields))
     except (ValueError, TypeError, KeyError, RecursionError, SafetensorError) as error:
         why = f"{type(error).__name__}: {error}"

@@ -10,7 +10,8 @@ functions:
    this row (`Scheduler.extend`). One that changes the end of the last answer cuts the row there.
    Any other begins a row of its own, a fork.
 3. When the turn has ended, `_answer` sends it to the client. The row keeps what the engine recorded.
-4. When the harness has returned, `step` returns the longest row as the session's record.
+4. When the harness has returned, `step` returns the longest row as the session's record, with the
+   other rows in `forks`.
 
 An interrupted session (`pause`) keeps its rows and its agent in `Sessions`, which all schedulers of
 a process share. Its call waits until its request is added again, at any of them.
@@ -35,7 +36,7 @@ from jaxrl_tis.rollouts.record_check import EMPTY
 
 PULSE_SECONDS = 0.5  # longest wait for a call, if the sampler has nothing else to do
 LOGP_ERROR = 1e-4  # of a log-prob that a harness reports: records of others round to 4 decimals
-ON_FORK = ("longest", "refuse")
+ON_FORK = ("rows", "longest", "refuse")
 
 
 class SessionScheduler:
@@ -47,7 +48,8 @@ class SessionScheduler:
       scheduler: samples the turns. It needs `decode`, because calls may have stop strings.
       sessions: shared by all schedulers of the process.
       max_length: most tokens of a row.
-      on_fork: one of ON_FORK: train on the longest row of a session, or refuse forks.
+      on_fork: one of ON_FORK. "refuse" fails sessions with a fork; the learner tells the others
+        apart.
       waits: every step waits until each session has a call in work or has ended. The engine then
         samples the same sequences together in every run, and runs repeat bit by bit if the harness
         does. Otherwise it samples while agents think.
@@ -245,7 +247,7 @@ class SessionScheduler:
     def _new_row(self, live: Live, prompt: np.ndarray) -> Row:
         request = live.request
         id = f"{request.id}/fork{live.num_rows}" if live.num_rows else request.id
-        return Row(Request(id, prompt, request.seed, request.sampling))
+        return Row(Request(id, prompt, request.seed, request.sampling), live.num_rows)
 
     def _sampling(self, call: Call, row: Row, start: int) -> SamplingParams:
         """Returns the parameters of a turn. Their max_tokens counts the tokens before the turn."""
@@ -274,6 +276,7 @@ class SessionScheduler:
     def _finished(self, live: Live) -> Trajectory:
         reply, is_overlong = live.reply, self._sessions.endpoint.session(live.key).is_overlong
         if reply is None:
+            self._sessions.process.check()
             return self._failed(live, "timeout", "a session exceeded rollout.harness_timeout")
         if reply.error and is_overlong:
             return self._end(live, "overlong")
@@ -294,7 +297,8 @@ class SessionScheduler:
         self, live: Live, outcome: str, reward: float | None = None,
         metrics: dict[str, float] = {},
     ) -> Trajectory:
-        """Returns the record of a session, its longest row; of equal rows the last."""
+        """Returns the record of a session: its longest row, of equal rows the last, with the
+        session's reward. The others are its forks."""
         retries = self._sessions.endpoint.session(live.key).retries
         delivered = sum(call.is_delivered for call in live.answered)
         self._leave(live, "it has ended")
@@ -308,13 +312,16 @@ class SessionScheduler:
         stats.forks += max(len(rows) - 1, 0)
         stats.forked_tokens += sum(sampled) - max(sampled, default=0)
         stats.realigned_tokens += live.realigned
-        record = max(reversed(rows), key=lambda row: row.num_sampled).record if rows else None
-        record = record or self._empty(live)
+        longest = max(reversed(rows), key=lambda row: row.num_sampled, default=None)
+        record = self._empty(live) if longest is None else longest.record
+        id, others = live.request.id, [row for row in rows if row is not longest]
+        forks = [dataclasses.replace(row.record, id=id, fork=row.number) for row in others]
         reasons = {"done": "stop", "overlong": "length"}
         rewards = np.full(record.num_turns, math.nan, np.float32)
         rewards[-1:] = math.nan if reward is None else reward
         return dataclasses.replace(
-            record, id=live.request.id, outcome=outcome, turn_rewards=rewards,
+            record, id=id, outcome=outcome, turn_rewards=rewards, forks=tuple(forks),
+            fork=0 if longest is None else longest.number,
             stop_reason=reasons.get(outcome, record.stop_reason), metrics=dict(metrics),
         )
 

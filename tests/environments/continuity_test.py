@@ -4,13 +4,13 @@ The known mistakes with episodes of several turns, the test of each, and a mutan
 
 | mistake | test | mutant |
 |---|---|---|
-| 1 the newline after an answer is lost at every seam | `test_the_ids_of_every_turn_are_those_of_the_render` | `the newline after an answer is lost` |
+| 1 the newline after an answer is lost at every seam | `test_the_ids_of_every_turn_are_those_of_the_render`, `test_mistake_1_a_newline_that_is_lost_after_the_end` | `the newline after an answer is lost` |
 | 2 the history is tokenised again and splits otherwise | `test_mistake_2_pieces_that_would_merge_stay_as_sampled`, `rollouts/episodes_test.py`: `test_episodes_are_what_a_plain_loop_makes` | `answers are tokenised again` |
 | 3 the template drops the thinking of earlier turns | `test_mistake_3_thinking_that_the_template_drops_stays`, `test_mistake_3_a_talk_without_earlier_thinking_is_a_row_of_its_own` | `an answer without its thinking continues the row` |
 | 4 a prefix of the last turn alone, the first match in place of the longest, a match of texts | `test_mistake_4_matches_are_of_all_ids_and_the_longest` | `the first match wins` |
-| 5 an end is appended that was not sampled | `test_mistake_5_no_end_is_made_up_as_sampled`, `engine/extend_test.py`: `test_a_turn_that_was_cut_by_length_ends_without_a_stop_token` | `an answer that was cut has a sampled end`, `given tokens count as sampled` |
+| 5 an end is appended that was not sampled | `test_mistake_5_no_end_is_made_up_as_sampled`, `test_mistake_5_an_answer_of_a_stop_string_has_no_sampled_end_either`, `engine/extend_test.py`: `test_a_turn_that_was_cut_by_length_ends_without_a_stop_token` | `an answer that was cut has a sampled end`, `given tokens count as sampled` |
 | 6 one path of the loss counts the tokens of tools | `learner/turns_test.py`: `test_mistake_6_tokens_of_tools_change_no_loss` | `tokens of tools are in the loss` |
-| 7 the mask is longer than the ids | `test_mistake_7_lists_have_one_length_after_an_answer_was_shortened` | `an answer that was shortened keeps a token more`, `a list of a record is not extended` |
+| 7 the mask is longer than the ids | `test_mistake_7_lists_have_one_length_after_an_answer_was_shortened`, `engine/extend_test.py`: `test_a_turn_of_every_length_continues_the_sequence` | `an answer that was shortened keeps a token more`, `a list of a record is not extended` |
 | 8 log-probs are cut, or padded with zeros | `engine/extend_test.py`: `test_a_turn_of_every_length_continues_the_sequence` | `log-probs of earlier turns are zeros` |
 | 9 a retried turn is appended to the lists of the first try | `engine/extend_test.py`: `test_a_retried_turn_is_the_turn_of_an_undisturbed_run` | `the record that is extended is changed` |
 | 10 the text of a tool is in the budget of the answer | `rollouts/episodes_test.py`: `test_observations_leave_the_budget_of_a_turn_alone` | `the text of a tool is in the budget of the answer` |
@@ -26,6 +26,8 @@ byte-level BPE that knows their marks.
 
 import copy
 import functools
+import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -37,7 +39,9 @@ from jaxrl_tis.environments.continuity import (
     Append, Fork, Realign, Suffixes, joined, joined_to_one,
 )
 from tests.data import chat_templates
+from tests.mutants.__main__ import MUTANTS as PLANTED
 
+TESTS = pathlib.Path(__file__).parents[1]
 MARKS = [
     "<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|User|>",
@@ -169,6 +173,43 @@ def test_what_a_template_rewrites_is_named(name, kwargs, rewrites, tool_role):
     made = suffixes(name, **kwargs)
     assert made.rewrites == tuple(names[x] for x in rewrites)
     assert made.tool_role == tool_role
+
+
+TOOL = [{"role": "tool", "content": "4"}]
+
+
+@pytest.mark.parametrize("name, answer, observation, expected", [
+    ("smollm2", " hello\n", "4", "append"),
+    ("qwen3", "hello", "4", "append"),
+    # Thinking is dropped before the next message of the user, and stays before one of a tool.
+    ("qwen3", "<think>\nwell\n</think>\n\nhello", "4", "fork"),
+    ("qwen3", "<think>\nwell\n</think>\n\nhello", TOOL, "append"),
+    ("llama3", "hello", "4", "append"),
+    ("llama3", "hello \n", "4", "realign"),  # stripped
+    ("llama3", " hello", "4", "fork"),
+    ("gemma3", "hello ", "4", "realign"),
+    ("deepseek", "hello", "4", "fork"),  # begins an earlier answer otherwise
+    ("mistral", "hello", "4", "fork"),
+])
+def test_what_a_render_would_do_to_the_row(name, answer, observation, expected):
+    made = suffixes(name)
+    assert made.join(answer, observation) == expected
+    assert Suffixes(CharTokenizer("12="), chat=False).join(answer, "4") == "append"
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3", "llama3", "gemma3", "olmo"])
+@pytest.mark.parametrize("answer", ["hello", "hello ", " hello", "<think>\nw\n</think>\n\nhello"])
+def test_joins_are_those_of_sessions(name, answer):
+    """Against `joined`, for renders of the whole conversation letter by letter."""
+    talk, made = [user("2+2"), {"role": "assistant", "content": answer}, user("4")], suffixes(name)
+    asked = family(name).chat(talk[:1])
+    short = family(name).chat([talk[0], {**talk[1], "content": "A"}, talk[2]])
+    row = asked + answer + short.partition("A")[2]
+    again, codes = family(name).chat(talk), lambda text: [ord(c) for c in text]
+    found = joined(codes(asked + answer), codes(again), len(asked))
+    expected = {Append: "append", Realign: "realign", Fork: "fork"}[type(found)]
+    assert made.join(answer, "4") == expected
+    assert (expected == "append") == (again == row)
 
 
 def test_messages_of_tools_have_the_role_that_the_template_knows():
@@ -491,3 +532,37 @@ def test_mistake_7_lists_have_one_length_after_an_answer_was_shortened():
 
     with pytest.raises(AssertionError):
         check_realigned(ids_alone)
+
+
+# The table of mistakes
+
+
+def rows_of_mistakes():
+    """(number, mistake, [(file, test)], names of mutants) of each row of the table above."""
+    for line in re.findall(r"^\| (\d.*) \|$", __doc__, re.MULTILINE):
+        mistake, tests, mutants = line.split(" | ")
+        named = re.findall(r"(?:`([\w/]+\.py)`: )?`(test_\w+)`", tests)
+        number, _, words = mistake.partition(" ")
+        yield int(number), words, named, re.findall(r"`(.+?)`", mutants)
+
+
+def test_the_table_names_tests_and_mutants_that_exist():
+    rows, planted = list(rows_of_mistakes()), {mutant.name: mutant for mutant in PLANTED}
+    assert [number for number, *_ in rows] == list(range(1, 16))
+    own = pathlib.Path(__file__).relative_to(TESTS)
+    for number, words, tests, mutants in rows:
+        assert words and tests and mutants, number
+        for file, name in tests:
+            source = (TESTS / (file or own)).read_text()
+            assert f"\ndef {name}(" in source, f"{number}: {file or own} has no {name}"
+        for name in mutants:
+            assert name in planted, f"{number}: no mutant {name!r}"
+            assert planted[name].problem(TESTS.parent) == "", name
+            files = {f"tests/{file or own}" for file, _ in tests}
+            assert files & {*planted[name].files, planted[name].first_try.partition("::")[0]}, name
+
+
+def test_every_test_of_a_mistake_is_in_the_table():
+    listed = {name for _, _, tests, _ in rows_of_mistakes() for _, name in tests}
+    own = {name for name in globals() if name.startswith("test_mistake_")}
+    assert own and own <= listed

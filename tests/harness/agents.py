@@ -20,6 +20,12 @@ async def waiting(session):
     return Result(1.0, {"seconds": session.record["seconds"]}, [([1, 2], None), ([3], [-0.5])])
 
 
+async def blocking(session):
+    open(session.record["note"], "w").close()
+    time.sleep(session.record["seconds"])
+    return 1.0
+
+
 class Agent:
     async def __call__(self, session):
         return session.seed

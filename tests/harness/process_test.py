@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -83,6 +84,52 @@ def test_a_process_that_ends_fails_its_sessions_and_another_starts():
         played.process.start("2", session(dies=False))
         assert played.next() == Reply("2", 2.0, {}, None)
         assert not played.process.error
+
+
+@pytest.mark.faults
+def test_nothing_else_waits_while_another_process_starts(monkeypatch):
+    goes_on, loading = threading.Event(), HarnessProcess._loading
+
+    def late(self, process):
+        goes_on.wait(20)
+        return loading(self, process)
+
+    with Played("dying") as played:
+        played.process.start("0", session())
+        assert played.next().error
+        monkeypatch.setattr(HarnessProcess, "_loading", late)
+        start = threading.Thread(target=played.process.start, args=("1", session(dies=False)))
+        start.start()
+        cancel = threading.Thread(target=played.process.cancel, args=("2",))
+        cancel.start()
+        cancel.join(10)
+        assert not cancel.is_alive() and start.is_alive()
+        goes_on.set()
+        start.join(10)
+        assert played.next() == Reply("1", 2.0, {}, None)
+
+
+@pytest.mark.faults
+def test_a_process_whose_event_loop_is_blocked_ends(monkeypatch, tmp_path):
+    monkeypatch.setattr(process, "ANSWER_SECONDS", 1.0)
+    note, limit = tmp_path / "note", time.monotonic() + 20
+    with Played("blocking") as played:
+        played.process.start("0", session(seconds=60, note=str(note)))
+        while not note.exists() and time.monotonic() < limit:
+            time.sleep(0.01)
+        played.process.check()
+        assert played.next() == Reply("0", error="the harness's process ended")
+        played.process.start("1", session(seconds=0, note=str(note)))
+        assert played.next() == Reply("1", 1.0, {}, None)
+
+
+def test_a_process_that_answers_stays(monkeypatch):
+    monkeypatch.setattr(process, "ANSWER_SECONDS", 3.0)
+    with Played("waiting") as played:
+        before = played.process._process
+        played.process.start("0", session(seconds=4.0))
+        played.process.check()
+        assert played.next().reward == 1.0 and played.process._process is before
 
 
 @pytest.mark.faults

@@ -12,6 +12,8 @@ MUTANTS = [
         ("an answer without its thinking continues the row",
          "if same > turn_start and suffix else", "if suffix else",
          "test_mistake_3_a_talk_without_earlier_thinking_is_a_row_of_its_own"),
+        ("an answer that a render drops counts as realigned", 'if kept > 0 else "fork"',
+         'if kept >= 0 else "fork"', "test_what_a_render_would_do_to_the_row"),
         ("the first match wins", "match = lambda pair: _common(rows[pair[0]][0], prompt_ids)",
          "match = lambda pair: 0", "test_mistake_4_matches_are_of_all_ids_and_the_longest"),
         ("an answer that was cut has a sampled end", "if is_stopped and ends else []",

@@ -15,7 +15,8 @@ def decode(ids):
 def sample(group, tokens, score=0.5):
     trajectory = types.SimpleNamespace(
         prompt=np.array([1, 2]), tokens=np.array(tokens), logp_behav=np.zeros(len(tokens)),
-        logp_raw=np.full(len(tokens), -0.5), mask=np.ones(len(tokens), bool), outcome="")
+        logp_raw=np.full(len(tokens), -0.5), mask=np.ones(len(tokens), bool), outcome="",
+        fork=0, forks=(), joins=())
     record = {"id": f"id{group}", "answer": "right"}
     return types.SimpleNamespace(trajectory=trajectory, record=record, text=decode(tokens),
                                  score=score, reward=score + 1, group=group)
@@ -67,6 +68,15 @@ def test_tokens_that_an_environment_gave_have_no_values():
     assert line["logp_behav"] == [-0.25, None, -0.5] and line["logp_old"] == [-1.25, None, -1.5]
     assert line["weight"] == [2.0, None, 2.0] and line["version"] == [7, None, 7]
     assert (line["turn"], line["outcome"], line["turn_rewards"]) == ([0, 1, 1], "done", [None, 0.5])
+
+
+def test_a_session_names_its_forks():
+    drawn = sample(0, [3, 4, 5])
+    fork = types.SimpleNamespace(fork=0, prompt=np.array([1, 6]), tokens=np.array([7, 8]))
+    vars(drawn.trajectory).update(fork=1, forks=(fork,))
+    [line] = samples.of_step(4, [drawn], rows(), None, decode, 1)
+    assert line["fork"] == 1 and line["response"] == "cde"
+    assert line["forks"] == [{"fork": 0, "prompt": "af", "response": "gh", "length": 2}]
 
 
 def test_long_answers_are_cut_and_say_so(monkeypatch):

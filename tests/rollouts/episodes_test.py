@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.data.tokenizer import CharTokenizer
+from jaxrl_tis.engine.records import JOINS
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.environments.pool import Call, Reply, digest
@@ -97,13 +98,17 @@ def requests():
     return [request(i, turns=1 + i % 5) for i in range(9)]
 
 
-def started(added, pool=None, waits=True, slots=3, max_length=MAX_LENGTH, **options):
+def started(
+    added, pool=None, waits=True, slots=3, max_length=MAX_LENGTH, suffixes=None, on_fork="rows",
+    **options,
+):
     is_late = "async_scheduling" in options and options["async_scheduling"]
     engine = arithmetic.Engine(slots=slots, steps=2, max_length=64, is_read_late=is_late)
     pool = FakePool() if pool is None else pool
     scheduler = EpisodeScheduler(
-        Scheduler(engine, 0, **options), lambda: pool, Suffixes(TOKENIZER, chat=False),
-        TOKENIZER.decode, max_turns=MAX_TURNS, max_length=max_length, waits=waits,
+        Scheduler(engine, 0, **options), lambda: pool,
+        suffixes or Suffixes(TOKENIZER, chat=False), TOKENIZER.decode, max_turns=MAX_TURNS,
+        max_length=max_length, on_fork=on_fork, waits=waits,
     )
     for each in added:
         scheduler.add(each)
@@ -250,6 +255,9 @@ class Ends:
         assert eos_ids == STOPS
         return TOKENIZER.encode("c" if is_stopped else "d")
 
+    def join(self, answer, observation):
+        return JOINS[len(answer) % 3]
+
 
 def test_every_turn_says_how_it_ended():
     """By a sampled end or by length, also after the first turn."""
@@ -257,7 +265,7 @@ def test_every_turn_says_how_it_ended():
     engine = arithmetic.Engine(slots=3, steps=2, max_length=64)
     scheduler = EpisodeScheduler(
         Scheduler(engine, 0), FakePool, Ends(), TOKENIZER.decode, max_turns=MAX_TURNS,
-        max_length=MAX_LENGTH, waits=True,
+        max_length=MAX_LENGTH, on_fork="rows", waits=True,
     )
     for each in added:
         scheduler.add(each)
@@ -316,6 +324,43 @@ def test_a_turn_that_was_over_is_not_sampled_again():
     assert other.drawn(["e0"])["e0"].tolist() == partial.tokens.tolist()
     assert again.calls[0].answers == pool.calls[0].answers and other.pending == 1
     assert_as_alone(drain(other), [request(0)])
+
+
+def joins_of(record):
+    """How `Ends` joins the turns of a record, but for the last."""
+    texts = [TOKENIZER.decode(record.tokens[record.mask & (record.turn == k)])
+             for k in range(record.num_turns - 1)]
+    return tuple(JOINS[len(text) % 3] for text in texts)
+
+
+def test_a_record_says_how_a_render_would_join_its_turns():
+    scheduler, _ = started(requests(), suffixes=Ends())
+    first = {t.id: t for _ in range(6) for t in scheduler.step()}
+    partials = {t.id: t for t in scheduler.pause("abort")}
+    assert any(t.joins for t in partials.values())
+    again = [dataclasses.replace(r, partial=partials[r.id]) for r in requests() if r.id in partials]
+    found = [*(first | drain(started(again, suffixes=Ends())[0])).values()]
+    assert {join for t in found for join in t.joins} == set(JOINS)
+    for record in found:
+        assert record.joins == joins_of(record)
+    values = episode_metrics(found)
+    counted = [join for t in found for join in joins_of(t)]
+    assert values["episodes/template_realigns"] == counted.count("realign") > 0
+    assert values["episodes/template_forks"] == counted.count("fork") > 0
+
+
+def test_an_episode_that_would_fork_fails_by_choice(capfd):
+    scheduler, _ = started(requests(), suffixes=Ends(), on_fork="refuse")
+    found = drain(scheduler)
+    for id, record in drain(started(requests(), suffixes=Ends())[0]).items():
+        if "fork" not in record.joins:
+            assert found[id].outcome == record.outcome and found[id].joins == record.joins
+            continue
+        kept = record.joins.index("fork")
+        assert found[id].outcome == "failed" and found[id].joins == record.joins[:kept]
+        assert found[id].num_turns == kept + 1 and np.isnan(found[id].turn_rewards[-1])
+    assert any(t.outcome == "failed" for t in found.values())
+    assert "rollout.on_fork is 'refuse'" in capfd.readouterr().err
 
 
 def test_new_weights_between_turns():

@@ -95,6 +95,8 @@ LIES = {
     "none of the likeliest": (dict(top_logps=np.zeros((0, 0), np.float32)), "top_logps"),
     "logits that nobody records": (dict(logits=np.zeros((3, 10), np.float32)), "logits"),
     "a mask that nobody records": (dict(kept=np.zeros((3, 4), np.int32)), "kept"),
+    "a fork": (dict(forks=(RECORD,)), "forks"),
+    "the number of a fork": (dict(fork=1), "forks"),
     "two": (dict(seed=12, quant_id="none"), "request, quant_id"),
 }
 
@@ -384,6 +386,10 @@ FOREIGN = {
     ),
     "log-probs of another prompt": (
         changed(prompt_logps=floats(-1)), "prompt_logps has 1 entries and needs 2"
+    ),
+    "a fork of other lengths": (
+        changed(forks=(RECORD, changed(entropy=floats()))),
+        "a fork: entropy has 0 entries and needs 3",
     ),
 }
 

@@ -54,6 +54,16 @@ def test_a_reward_that_failed_is_still_unknown_afterwards():
     assert all(map(math.isnan, (again.score, again.reward, again.components["a"])))
 
 
+def test_forks_come_back():
+    forks = tuple(dataclasses.replace(trajectory([6, n]), fork=n) for n in (0, 2))
+    saved = dataclasses.replace(trajectory([4, 5]), fork=1, forks=forks)
+    back = serialize.read_trajectory(serialize.trajectory_text(saved))
+    assert [(t.fork, t.tokens.tolist(), t.forks) for t in back.forks] == [
+        (0, [6, 0], ()), (2, [6, 2], ()),
+    ]
+    assert (back.fork, back.tokens.tolist()) == (1, [4, 5])
+
+
 def test_a_deadline_is_a_number():
     assert serialize.read(serialize.written(Entry(1, 4.0))).deadline == 4.0
 

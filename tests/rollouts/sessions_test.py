@@ -57,10 +57,13 @@ class FakeProcess:
 
     def __init__(self, on_reply):
         self.on_reply, self.started, self.cancelled, self.error = on_reply, {}, [], ""
-        self.is_closed = False
+        self.is_closed, self.checks = False, 0
 
     def start(self, key, session):
         self.started[key] = session
+
+    def check(self):
+        self.checks += 1
 
     def cancel(self, key):
         self.cancelled.append(key)
@@ -258,6 +261,9 @@ def test_another_prompt_forks_and_the_longest_row_is_the_record():
     record = last(scheduler)
     assert record.prompt.tolist() == [5, 6, 7] and record.tokens.tolist() == other.tokens.tolist()
     assert record.id == added.id
+    [fork] = record.forks
+    assert (fork.id, fork.fork, record.fork) == (added.id, 0, 1)
+    assert ids_of(fork) == ids_of(first) and fork.outcome == "" and not len(fork.turn_rewards)
     stats = scheduler.stats
     assert (stats.forks, stats.forked_tokens, stats.session_calls) == (1, len(first.tokens), 2)
 
@@ -303,6 +309,9 @@ def test_parallel_calls_are_rows_of_their_own():
     assert ids_of(record) in [ids_of(call.result) for call in later]
     sampled = [len(c.result.tokens) + len(d.result.tokens) for c, d in zip(calls, reversed(later))]
     assert record.mask.sum() == max(sampled)
+    assert sorted([record.fork, *(fork.fork for fork in record.forks)]) == [0, 1, 2]
+    assert sorted(int(row.mask.sum()) for row in (record, *record.forks)) == sorted(sampled)
+    assert sorted(map(ids_of, (record, *record.forks))) == sorted(ids_of(c.result) for c in later)
     assert scheduler.stats.forks == 2
     assert scheduler.stats.forked_tokens == sum(sampled) - max(sampled)
 
@@ -386,6 +395,7 @@ def test_a_session_that_never_ends_times_out(capfd):
     assert isinstance(waiting.result, Ended) or waiting.result is not None
     assert "rollout.harness_timeout" in capfd.readouterr().err
     assert client.session.end and scheduler.pending == 0
+    assert client._process.checks == 1
     scheduler.step()
 
 
@@ -467,6 +477,28 @@ def test_a_sample_that_has_to_begin_anew_gets_another_agent():
     answered(scheduler, new.ask(added.prompt))
     new.reply()
     assert last(scheduler).outcome == "done"
+
+
+def test_calls_of_other_sessions_do_not_wait_for_the_start_of_an_agent(monkeypatch):
+    """The first session ends while its agent starts, and is cancelled then."""
+    hub, scheduler = made()
+    is_late, goes_on, start = threading.Event(), threading.Event(), FakeProcess.start
+
+    def late(self, key, session):
+        is_late.set()
+        goes_on.wait(20)
+        start(self, key, session)
+
+    monkeypatch.setattr(FakeProcess, "start", late)
+    thread = threading.Thread(target=scheduler.add, args=(request(0),))
+    thread.start()
+    assert is_late.wait(20) and hub.changed.acquire(timeout=10)
+    hub.changed.release()
+    live = hub.live["e0"]
+    hub.end(live, "for the test")
+    goes_on.set()
+    thread.join(20)
+    assert list(hub.process.started) == ["key0"] and hub.process.cancelled == ["key0", "key0"]
 
 
 def test_a_cancelled_session_ends_its_calls():
