@@ -229,7 +229,10 @@ def verl(x, variant):
     weights = {} if variant == "none" else verl_weights(x, variant)
     found = {f"rollout_corr/{name}": value for name, value in (offpolicy(x) | weights).items()}
     found |= {f"training/{name}": value for name, value in probabilities(x).items()}
-    return found | {"response_length/mean": x.lengths.mean(), "critic/score/mean": 0.5}
+    return found | {
+        "response_length/mean": x.lengths.mean(), "critic/score/mean": 0.5,
+        "rollout_corr/rollout_log_ppl": -x.means(x.recorded).mean(),
+    }
 
 
 def trl(x, variant):
@@ -334,6 +337,11 @@ LAGS = {"verl": ("training/off_policy/trajectory_staleness_worst/mean",
                  "training/off_policy/trajectory_staleness/mean"),
         "skyrl": ("async/staleness_mean",), "prime_rl": ("off_policy/mean",),
         "nemo_rl": ("train/avg_trajectory_age",)}
+# KL of the policy to its reference. Those of SAMPLER_LOGP also log the sampler's own log-probs.
+KL_REF = {"verl": "actor/kl_loss", "trl": "kl", "openrlhf": "train/kl", "slime": "train/kl_loss",
+          "skyrl": "policy/policy_kl", "nemo_rl": "train/kl_penalty", "tunix": "actor/train/kl",
+          OURS: "actor/kl_loss"}
+SAMPLER_LOGP = ("verl", "slime", OURS)
 SAMPLER = {"verl": ("training/", "rollout_corr/"), "trl": ("sampling/",), "openrlhf": ("train/vllm_kl",)}
 WEIGHTS = {"verl": ("rollout_corr/rollout_is",), "slime": ("train/tis", "train/mis_tis"),
            "skyrl": ("policy/loss_metrics/is_ratio",)}
@@ -348,12 +356,13 @@ BROKEN = {
     "inactive.unrecorded": tuple(SAMPLER), "inactive.copied": tuple(name for name in LAYOUTS if name != OURS),
     "inactive.ones": ("verl", "trl", "slime", "skyrl", "tunix"), "inactive.uncorrected": tuple(WEIGHTS), "inactive.bypass": ("verl",),
     "inactive.trust_region": tuple(TRUST), "blind.cap": ("trl", "tunix"),
+    "frozen": tuple(KL_REF),
     "A": ("verl", "openrlhf", "slime", "prime_rl", "nemo_rl", "tunix", OURS),
     "A.record": ("verl", "openrlhf", "slime", OURS), "A.spike": (OURS,),
     "C": ("verl", OURS), "D": ("verl", "slime", OURS),
     "E": (OURS,), "F": ("verl", "trl", "openrlhf", "slime", "skyrl", "prime_rl", "nemo_rl", "tunix", OURS),
 }
-NEEDS_STEPS = {"E": 120, "F": 120, "weights.lag": 40, "weights.sync": 40}
+NEEDS_STEPS = {"E": 120, "F": 120, "weights.lag": 40, "weights.sync": 40, "frozen": 120}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -369,6 +378,7 @@ RANGES = {"A": (0.08, 0.3), "C": (0.1, 0.4), "D": (0.4, 1.2), "blind.cap": (0.1,
 SAME = ("inactive.ones", "inactive.copied")
 WIDEST = 1.5  # times as large as its usual size a gap swells at most
 CYCLES = ("weights.lag", "weights.sync")
+FARTHEST = (0.05, 0.3)  # KL of the policy to its base at the end of a log with a frozen sampler
 
 
 def policies(rng, cause, length) -> Policies:
@@ -424,6 +434,10 @@ def _by_step(rng, at, size, cause, lags):
         moved = [dataclasses.replace(at, learner=log_softmax(at.learner + k * drift))
                  for k in range(max(lags) + 1)]
         return [moved[lag] for lag in lags]
+    if cause == "frozen":
+        drift = gap_of(rng, at.learner, "normal", rng.uniform(*FARTHEST))
+        return [dataclasses.replace(at, learner=log_softmax(at.learner + (i + 1) / size.steps * drift))
+                for i in range(size.steps)]
     if cause not in (None, "mass"):
         return [at] * size.steps
     gap = at.noisy - at.learner
@@ -431,6 +445,17 @@ def _by_step(rng, at, size, cause, lags):
     noisy = [log_softmax(at.learner + min(x, WIDEST) * gap) for x in sizes]
     sampled = [nucleus(x, at.top_p) for x in noisy] if at.top_p < 1 else noisy
     return [dataclasses.replace(at, sampled=x, recorded=x) for x in sampled]
+
+
+def _to_reference(rng, at, now, cause):
+    """Returns the KL of the policy to its reference at each step: k3 of a learner whose sampler is
+    frozen, and a growing KL of any size for a sampler that follows."""
+    if cause == "frozen":
+        gaps = (at.learner - learner.learner for learner in now)
+        return [at.mean(np.exp(gap) - gap - 1) for gap in gaps]
+    far = math.exp(rng.uniform(math.log(1e-3), math.log(0.3)))
+    noise = np.exp(0.1 * rng.standard_normal(len(now)))
+    return [far * ((i + 1) / len(now)) ** 2 * x for i, x in enumerate(noise)]
 
 
 def simulate(rng, framework: str, cause: str | None = None) -> Log:
@@ -451,12 +476,20 @@ def simulate(rng, framework: str, cause: str | None = None) -> Log:
     lags = [i % period if cause in CYCLES else int(rng.integers(4)) for i in range(size.steps)]
     is_lagging = cause == "weights.lag" or cause is None and rng.random() < 0.5
     clipped = autocorrelated(rng, float(rng.choice((0.001, 0.01, 0.05))), size.steps)
+    other = np.random.default_rng(rng.bit_generator.seed_seq.spawn(1)[0])
+    by_step = _by_step(rng, at, size, cause, lags)
+    kl_ref = _to_reference(other, at, by_step, cause)
+    has_reference = framework in KL_REF and (
+        other.random() < 0.5 or cause == "frozen" and framework not in SAMPLER_LOGP
+    )
     rows = []
-    for i, now in enumerate(_by_step(rng, at, size, cause, lags)):
+    for i, now in enumerate(by_step):
         grown = size.length * (1.6 if cause == "F" and i >= size.steps - 15 else 1.0)
         part = dataclasses.replace(size, sequences=max(size.sequences // every, 4), length=grown)
         parts = [make(batch(rng, now, part), variant) for _ in range(every)]
         row = {name: float(np.mean([part[name] for part in parts])) for name in parts[0]}
+        if has_reference:
+            row[KL_REF[framework]] = kl_ref[i]
         if framework in CLIPPING:
             row[CLIPPING[framework]] = clipped[i] if cause != "E" else 0.1 + 0.3 * i / size.steps
         for bound, value in (("min", 0.7), ("max", 1.4)) if framework in TRUST else ():
@@ -474,7 +507,7 @@ def _sized(rng, cause):
     if cause in NEEDS_STEPS:
         length = min(size.length, 100.0)
         size = dataclasses.replace(size, steps=NEEDS_STEPS[cause], length=length)
-    if cause in (*CYCLES, "blind.cap"):
+    if cause in (*CYCLES, "blind.cap", "frozen"):
         size = dataclasses.replace(size, sequences=math.ceil(4000 / size.length))
     if cause in ("C", "D"):
         size = dataclasses.replace(size, sequences=512, length=min(size.length, 3.0), spread=0.3)

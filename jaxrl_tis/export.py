@@ -212,18 +212,25 @@ def main() -> None:
     parser.add_argument("workdir", metavar="WORKDIR", help="folder of a run")
     parser.add_argument("out", metavar="OUT", help="folder to make")
     parser.add_argument("--step", type=int, help="of the checkpoint; default: the newest")
-    parser.add_argument("--adapter", action="store_true", help="write a PEFT folder of the adapter")
-    parser.add_argument("--merged", action="store_true", help="merge the adapter, in float32")
-    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the weights")
+    of_adapter = parser.add_mutually_exclusive_group()
+    of_adapter.add_argument(
+        "--adapter", action="store_true", help="write a PEFT folder of the adapter"
+    )
+    of_adapter.add_argument("--merged", action="store_true", help="merge the adapter, in float32")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="of the weights; default: bfloat16, and float32 with --merged"
+    )
     args = parser.parse_args()
+    if args.merged and args.dtype == "bfloat16":
+        parser.error("--merged with --dtype=bfloat16 would lose small updates; leave out --dtype")
     jax.config.update("jax_platforms", "cpu")  # a chip may hold less, and be in use
     if args.adapter:
         step = export_adapter(args.workdir, args.out, args.step)
         print(f"{args.out}: the adapter after step {step}, read back and compared")
         return
-    args.dtype = "float32" if args.merged else args.dtype
-    step = export(args.workdir, args.out, args.step, args.dtype)
-    print(f"{args.out}: the policy after step {step}, in {args.dtype}, read back and compared")
+    dtype = args.dtype or ("float32" if args.merged else "bfloat16")
+    step = export(args.workdir, args.out, args.step, dtype)
+    print(f"{args.out}: the policy after step {step}, in {dtype}, read back and compared")
 
 
 if __name__ == "__main__":

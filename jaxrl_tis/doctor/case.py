@@ -74,6 +74,13 @@ THRESHOLDS = {
     "shorter_sigma": -3.0,  # of the difference of those two means, in standard errors (ours)
     "mass_lost": 0.005,  # of a distribution, by which a mean ratio is below 1 (ours)
     "mass_sigma": 5.0,  # of that difference, in standard errors, steps taken as independent (ours)
+    "frozen_steps": 40.0,  # fewest of a record that show growth with a distance (ours)
+    "frozen_correlation": 0.9,  # rank correlation of the means of tenths of the record (ours)
+    "frozen_rise": 2.0,  # of the gap, from the first tenth of the record to the last (ours)
+    "frozen_kl": 1e-3,  # nats; of two programs in float32 it is below 1e-5 (ours)
+    "frozen_share": 0.1,  # of the growth of the KL to the reference, that of the gap; 1 at a base (ours)
+    "samples_move": 0.8,  # rank correlation with the steps; of 10 independent means 1 in 100 (ours)
+    "lag_grown": 1.0,  # versions, from the first tenth of the record to the last (ours)
     "sync_share": 0.9,  # of steps; 20 steps without a period have it once in 250 (ours)
 }
 

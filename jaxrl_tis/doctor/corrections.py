@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from jaxrl_tis.doctor.asynchrony import MEAN_LAG, lag_correlation
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, DP_MAX, K3, KL, LAG, LENGTH, PEARSON, PPL, Clause, Finding, is_so,
+    CHI2, CHI2_SEQ, DP_MAX, K3, KL, LAG, LENGTH, PEARSON, PPL, Case, Clause, Finding, is_so,
 )
 from jaxrl_tis.doctor.effects import is_bypass
 from jaxrl_tis.doctor.frameworks import (
@@ -202,7 +202,8 @@ def _standard_error(values):
     return statistics.stdev(values) / math.sqrt(len(values)) if all(map(math.isfinite, values)) else math.nan
 
 
-def _moving(case):
+def moving(case: Case) -> str:
+    """Returns the metric of the gap that grows with the distance of two policies."""
     for metric in MOVES:
         if metric in case.series:
             return metric
@@ -210,14 +211,14 @@ def _moving(case):
 
 
 def _gap_by_lag(case):
-    metric = _moving(case)
+    metric = moving(case)
     return lag_correlation(case, metric, MEAN_LAG), f"changes of {metric} with those of {MEAN_LAG}"
 
 
 def _gap_by_period(case):
     """Returns (share of the steps that fit a period: rises within, falls from one period to the next, the
     smaller of the two, for the best length and start; its name). Neither noise nor a trend has both."""
-    metric = _moving(case)
+    metric = moving(case)
     values = case.window(metric, case.thresholds["surge_steps"])
     steps = sorted(values)
     needed = max(case.thresholds["window"], 2 * PERIODS)

@@ -1,9 +1,8 @@
 """Tables of other frameworks' metrics: their names, and the doctor's metric that each one is.
 
 Each row was made from the source line that computes the value, in the files that `source` names. Where a
-name changed, each version's name has a row; tests/doctor/names.json has the names of each version. Left
-out, among others: the KL to the reference policy of OpenRLHF, TRL, NeMo-RL and SkyRL, which is not the
-sampler's gap; is_ratio_min and is_ratio_std of SkyRL, in which padding counts as a ratio of 0;
+name changed, each version's name has a row; tests/doctor/names.json has the names of each version. The KL to
+the reference policy is never the sampler's gap. Left out, among others: is_ratio_min and is_ratio_std of SkyRL, in which padding counts as a ratio of 0;
 policy_kl_error of NeMo-RL, which has the other direction; the rs_mask fractions of slime, whose level is a
 setting.
 """
@@ -22,6 +21,9 @@ DP_MEAN = "training/rollout_probs_diff_mean"
 RATIO = "mismatch/ratio_mean_token"  # mean of the ratio before any bound, of tokens or sequences
 WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX = (f"rollout_corr/rollout_is_{x}" for x in ("mean", "min", "max"))
 TRUNCATED = "response_length/truncated_ratio"
+KL_REF = "actor/kl_loss"  # of the policy to its reference
+SAMPLER_LOGP = "rollout_corr/rollout_log_ppl"  # minus the sampler's mean log-prob of its own tokens
+REWARD = "reward/mean"
 # Not ours: whether their correction is on, and their clipped ratio of learner and old policy.
 CORRECTED, PPO_MIN, PPO_MAX = "theirs/corrected", "theirs/ppo_ratio_min", "theirs/ppo_ratio_max"
 NORMALIZED = "rollout_corr/rollout_is_batch_norm_factor"  # mean that the weights are divided by
@@ -113,7 +115,11 @@ VERL = Framework(
     "verl/utils/py_functional.py, verl/utils/tracking.py, verl/experimental/agent_loop",
     names=(
         *_same(PEARSON, DP_MAX, DP_MEAN, IS_VALID, CLIPPED, PPO_KL, LENGTH, LAG, MEAN_LAG),
-        *_same(*GAP_NAMES),
+        *_same(*GAP_NAMES, KL_REF),
+        *_alternatives(
+            SAMPLER_LOGP, SAMPLER_LOGP, BYPASS + SAMPLER_LOGP, V06 + "mismatch_rollout_log_ppl"
+        ),
+        Named(REWARD, ("critic/score/mean",)),
         *_rows({name: BYPASS + name for name in GAP_NAMES}),
         *(Named(WEIGHT_MIN, (name,), _not_zero) for name in (WEIGHT_MIN, BYPASS + WEIGHT_MIN)),
         *_rows({
@@ -170,7 +176,7 @@ TRL = Framework(
             WEIGHT_MIN: "sampling/importance_sampling_ratio/min",
             WEIGHT_MAX: "sampling/importance_sampling_ratio/max",
             CORRECTED: "sampling/importance_sampling_ratio/mean",
-            TRUNCATED: "completions/clipped_ratio",
+            TRUNCATED: "completions/clipped_ratio", KL_REF: "kl",
         }),
         *_alternatives(CLIPPED, "clip_ratio/region_mean", "clip_ratio"),
         *_alternatives(LENGTH, "completions/mean_length", "completion_length"),
@@ -215,7 +221,7 @@ OPENRLHF = Framework(
     names=(
         *_rows({
             KL: "vllm_kl", CORRECTED: "vllm_kl", PPO_KL: "ppo_kl", CLIPPED: "ppo_clip_ratio",
-            TRUNCATED: "rollout/truncated_rate",
+            TRUNCATED: "rollout/truncated_rate", KL_REF: "kl",
         }),
         *_alternatives(LENGTH, "rollout/response_length_mean", "response_length"),
     ),
@@ -242,8 +248,10 @@ SLIME = Framework(
             CHI2: "train/mis_chi2_token", CHI2_SEQ: "train/mis_chi2_seq",
             PPO_KL: "train/ppo_kl", CLIPPED: "train/pg_clipfrac",
             LENGTH: "rollout/response_len/mean", TRUNCATED: "rollout/truncated_ratio",
-            WEIGHT_MEAN: "train/mis_tis_weight_after_bound",
+            WEIGHT_MEAN: "train/mis_tis_weight_after_bound", KL_REF: "train/kl_loss",
         }),
+        Named(SAMPLER_LOGP, ("rollout/rollout_log_probs",), lambda logp: -logp),
+        Named(SAMPLER_LOGP, ("train/mis_rollout_log_ppl",)),
         Named(KL, ("train/mis_kl",)),
         Named(
             KL, ("rollout/rollout_log_probs", "rollout/log_probs"),
@@ -286,7 +294,7 @@ SKYRL = Framework(
             RATIO: LOSS + "is_ratio_mean", CORRECTED: LOSS + "is_ratio_mean",
             REJECTED: LOSS + "token_mask_ratio",
             LAG: "async/staleness_mean", MEAN_LAG: "async/staleness_mean",
-            LENGTH: "generate/avg_num_tokens",
+            LENGTH: "generate/avg_num_tokens", KL_REF: "policy/policy_kl",
         }),
         *_alternatives(CLIPPED, LOSS + "clip_ratio", "policy/ppo_clip_ratio"),
     ),
@@ -369,7 +377,7 @@ NEMO_RL = Framework(
         *_rows({
             PPO_MIN: "train/probs_ratio_min", PPO_MAX: "train/probs_ratio_max",
             LAG: "train/avg_trajectory_age", MEAN_LAG: "train/avg_trajectory_age",
-            LENGTH: "train/mean_gen_tokens_per_sample",
+            LENGTH: "train/mean_gen_tokens_per_sample", KL_REF: "train/kl_penalty",
         }),
     ),
     marks=(
@@ -404,6 +412,7 @@ TUNIX = Framework(
             WEIGHT_MIN: "actor/train/sampler_is/weight_min",
             CLIPPED: "actor/train/pg_clipfrac", PPO_KL: "actor/train/ppo_kl",
             PPO_MIN: "actor/train/is_ratio/min", PPO_MAX: "actor/train/is_ratio/max",
+            KL_REF: "actor/train/kl", REWARD: "rewards/train/score/mean",
         }),
         *_alternatives(WEIGHT_MEAN, "sampler_is/train/weight_mean", "actor/train/sampler_is/weight_mean"),
         Named(

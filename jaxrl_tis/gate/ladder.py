@@ -1,9 +1,10 @@
 """Splits the gap of learner and sampler into causes, by one change of settings at a time.
 
-Every rung is a pair of log-probs of the same tokens under the same parameters, by two programs
-that differ in one thing. All but the last two are the learner's program over whole rows, with ever
-more of the sampler's settings:
+Every rung is a pair of log-probs of the same tokens by two programs that differ in one thing. All
+but the last two are the learner's program over whole rows, with ever more of the sampler's settings:
 
+  adapter           the learner's factors of LoRA -> the factors that the sampler serves, here and in
+                    all that follow, beside the learner's base
   dtype             compute dtype, and the dtype in which the sampler keeps the norms
   excess_precision  XLA may keep results in more precision than the dtype's -> it may not, here and
                     in all that follow, so that another program is not also another rounding
@@ -23,6 +24,9 @@ more of the sampler's settings:
 `correction.routing` is r3 or keep: the learner then replays the recorded routes on every rung, and
 other experts are no part of its gap.
 
+`adapter` is "same" where the served factors have the bits of the learner's, and without LoRA. The
+quantization of the base is in `weights` and `activations`.
+
 The signed differences of the rungs add up to logp_old - logp_behav at every token.
 """
 
@@ -40,7 +44,9 @@ from jaxrl_tis.engine.records import SamplingParams, Trajectory
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.learner.batch_layout import without_replay
 from jaxrl_tis.learner.scoring import make_score
-from jaxrl_tis.models import placement, quant
+from jaxrl_tis.models import lora, placement, quant
+from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.runtime import fingerprint
 
 EXCESS_PRECISION = "xla_allow_excess_precision"
 
@@ -182,12 +188,41 @@ def _with_norms(params: Any, dtype: str) -> Any:
     return jax.tree_util.tree_map_with_path(cast, params)
 
 
-def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Rung]:
+def _with_served_factors(setup: Setup, params: Any, served: Any) -> tuple[Any, bool]:
+    """Returns (the learner's base with the factors of serving parameters, or the base alone if those
+    have none; whether these are the learner's own factors, bit by bit)."""
+    (factors, base), (theirs, is_adapted) = lora.split(params), lora.split(served)
+    if base is None:
+        return params, True
+    if is_adapted is None:
+        return base, False
+    adapter = lora.adapter_of(served, setup.model)
+    digest = fingerprint.hex(fingerprint.digest(theirs))
+    if adapter == lora.adapter_of(params, setup.model) and digest == setup.engine.factor_digest(params):
+        return params, True
+    return adapter.join(base, _stacked(theirs, setup.model)), False
+
+
+def _stacked(factors: Any, model: ModelConfig) -> Any:
+    """Returns served factors with stacked layers, see `transformer.unstack`."""
+    layers = factors["layers"] if "layers" in factors else {}
+    if not isinstance(layers, tuple):
+        return factors
+    stack = jax.jit(lambda *of_layers: jax.tree.map(lambda *x: jnp.stack(x), *of_layers))
+    outer = {name: x for name, x in factors.items() if name != "layers"}
+    stacks = {s: stack(*(layers[i] for i in indices)) for s, indices in model.stacks.items()}
+    return outer | {s: of for s, of in stacks.items() if of}
+
+
+def climb(
+    setup: Setup, params: Any, trajectories: list[Trajectory], served: Any = None
+) -> list[Rung]:
     """Returns the rungs from the learner's log-probs to the recorded ones; 0 at padding.
 
     Args:
-      params: the learner's parameters, those that sampled.
+      params: the learner's parameters. The sampler's differ in nothing but format and factors.
       trajectories: N whole micro-batches of records of `setup.engine`.
+      served: the serving parameters that sampled; None takes the learner's factors.
     """
     rows = setup.training.rows(trajectories)
     recorded = {}
@@ -196,7 +231,11 @@ def climb(setup: Setup, params: Any, trajectories: list[Trajectory]) -> list[Run
     micro, flat = setup.training.micro_batches(rows | recorded)
     settings = learner_settings(setup)
     before = flat(score(setup, settings, params, micro))
-    rungs = []
+    is_same = served is None
+    if not is_same:
+        params, is_same = _with_served_factors(setup, params, served)
+    after = before if is_same else flat(score(setup, settings, params, micro))
+    rungs, before = [Rung("adapter", before, after, is_same)], after
     for cause, fields in changes(setup).items():
         following = dataclasses.replace(settings, **fields)
         is_same = following == settings

@@ -24,6 +24,7 @@ from jaxrl_tis.gate import ladder
 from jaxrl_tis.learner.scoring import make_logits, make_routing
 from jaxrl_tis.learner.setup import MAX_LOGITS
 from jaxrl_tis.learner.trainer import own_routes, route_metrics
+from jaxrl_tis.models import lora
 from jaxrl_tis.rollouts.groups import request, sampling_params
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import processes
@@ -37,9 +38,16 @@ class MismatchError(RuntimeError):
     """Learner and sampler differ by more than config.gate allows."""
 
 
-def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Trajectory]:
+def sample(
+    setup: Setup, params: Any, prompts: int, served: Any = None, **changes: Any
+) -> list[Trajectory]:
     """Samples groups of responses, or of episodes, to the first prompts of the config's task, with its
-    engine; `changes` replace fields of the config's sampling parameters."""
+    engine.
+
+    Args:
+      served: serving parameters; None makes them of the learner's `params`.
+      changes: new values of fields of the config's sampling parameters.
+    """
     config = setup.config
     params_of = sampling_params(
         config, setup.tokenizer, config.rollout.temperature, is_filtered=True
@@ -56,9 +64,8 @@ def sample(setup: Setup, params: Any, prompts: int, **changes: Any) -> list[Traj
             request(config, f"gate/{i}/{record['id']}/{g}", prompter.ids(record), params_of, record)
             for i, record in enumerate(records) for g in range(config.rollout.group_size)
         ]
-    with contextlib.closing(
-        setup.scheduler(setup.engine, setup.engine.load(params), 0)
-    ) as scheduler:
+    served = setup.engine.load(params) if served is None else served
+    with contextlib.closing(setup.scheduler(setup.engine, served, 0)) as scheduler:
         return generate(scheduler, requests)
 
 
@@ -139,9 +146,11 @@ def route_flips(
     }
 
 
-def gap_report(setup: Setup, params: Any, trajectories: list[Trajectory]) -> dict[str, Any]:
-    """Returns the report on records of `setup.engine` with these parameters, see docs/gate.md."""
-    rungs = ladder.climb(setup, params, trajectories)
+def gap_report(
+    setup: Setup, params: Any, trajectories: list[Trajectory], served: Any = None
+) -> dict[str, Any]:
+    """Returns the report on records of `setup.engine`, see docs/gate.md; arguments of `ladder.climb`."""
+    rungs = ladder.climb(setup, params, trajectories, served)
     rows = setup.training.rows(trajectories)
     mask = rows["mask"]
     logp_old, logp_behav = rungs[0].before, rungs[-1].after
@@ -185,7 +194,11 @@ def above(setup: Setup, measured: dict[str, float]) -> list[str]:
 def measure(setup: Setup, params: Any, prompts: int) -> dict[str, Any]:
     """Returns the report on a fresh batch of so many prompts."""
     check_prompts(setup, prompts)
-    return gap_report(setup, params, sample(setup, params, prompts))
+    served = setup.engine.load(params)
+    trajectories = sample(setup, params, prompts, served=served)
+    if lora.split(params)[1] is None:
+        served = None  # frees a copy of all weights
+    return gap_report(setup, params, trajectories, served)
 
 
 def failures(report: dict[str, Any]) -> list[str]:

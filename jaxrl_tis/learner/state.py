@@ -204,10 +204,13 @@ def with_adapter(setup: LearnerSetup, params: Any, folder: str | None) -> Any:
     """Returns parameters with the adapter in a folder of PEFT; unchanged for None."""
     if folder is None:
         return params
-    name, path = peft.base_of(folder), setup.config.model.path
-    if name and path and name != path:
+    (name, revision), path = peft.base_of(folder), setup.config.model.path
+    own_name, own_revision = hub.name_and_revision(path)
+    is_other_revision = revision and own_revision and revision != own_revision
+    if name and path and (name != own_name or is_other_revision):
+        at = f" at revision {revision}" if is_other_revision else ""
         processes.report(
-            f"warning: {folder} was trained on {name}, and the model is {path}", sys.stderr
+            f"warning: {folder} was trained on {name}{at}, and the model is {path}", sys.stderr
         )
     return peft.beside(params, folder, setup.model)
 

@@ -298,6 +298,8 @@ class Trainer:
             measured |= self._profile(profiled, bool(rows["turn"].any()))
         if routing is not None:
             measured |= self._route_metrics(rows, *routing)
+        if self.setup.adapter is not None:
+            measured |= {"lora/norm": _adapter_norm(policy_of(self.setup, state))}
         measured |= self.score_metrics | {f"control/{name}": x for name, x in settings.items()}
         rows = self.with_prepared(rows, prepared)
         measured, collected = jax.device_get((measured, collected))
@@ -476,6 +478,7 @@ def turn_rewards(samples: list[Sample], length: int) -> np.ndarray:
     return rows
 
 
+_adapter_norm = jax.jit(lora.relative_norm)
 _length_metrics = jax.jit(batch_metrics.length_metrics)
 
 

@@ -290,6 +290,17 @@ def join_like(like: Mapping[str, Any], base: Any, factors: Any) -> dict:
     return adapter_of(like, None).join(base, factors)
 
 
+def relative_norm(params: Mapping[str, Any]) -> jax.Array:
+    """Returns |s A B| / |W| of adapted parameters with float bases, both over all adapted weights: how
+    far the adapter is from its base. |A B|^2 is the sum of (A^T A) * (B B^T), so no product is made."""
+    weights = [w for tree in _trees(params) for w in tree.values() if _is_adapted(w)]
+    gram = lambda equation, x: jnp.einsum(equation, x, x, preferred_element_type=jnp.float32)
+    squared = lambda w: w.scale**2 * jnp.sum(gram("...ir,...is->...rs", w.a) * gram("...ro,...so->...rs", w.b))
+    of_base = lambda w: jnp.sum(jnp.square(w.w.astype(jnp.float32)))
+    # Rounding can make the sum of B near 0 negative.
+    return jnp.sqrt(jnp.maximum(sum(map(squared, weights)), 0.0) / sum(map(of_base, weights)))
+
+
 def merged(params: dict) -> dict:
     """Returns adapted parameters as one weight each, W + s A B in float32. ValueError if a base has
     another dtype: a narrower sum loses small factors."""

@@ -4,6 +4,7 @@ Reading is strict. A key that would change the arithmetic and is not implemented
 every tensor must bind a module of the model, and every targeted module must have its tensors.
 """
 
+import collections
 import json
 import math
 import os
@@ -23,17 +24,18 @@ from jaxrl_tis.models.config import STACKS, ModelConfig
 from jaxrl_tis.models.safetensors import NAMES
 from jaxrl_tis.models.stacking import slots
 from jaxrl_tis.models.transformer import abstract_params
+from jaxrl_tis.runtime import hub
 
 CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
 HEAD_COPY = f"{PREFIX}lm_head.base_layer.weight"
 READ = (
     "peft_type", "task_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern",
     "exclude_modules", "layers_to_transform", "layers_pattern", "use_rslora",
-    "base_model_name_or_path",
+    "base_model_name_or_path", "revision",
 )
 # Keys without an effect on a loaded adapter.
 UNREAD = (
-    "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size", "revision",
+    "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size",
 )
 # Values of init_lora_weights that leave the base as it is.
 PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -46,7 +48,7 @@ def save(
 
     Args:
       folder: must not exist yet.
-      base: base_model_name_or_path.
+      base: path of the base; its name and revision are written.
 
     Raises:
       FileExistsError: the folder exists.
@@ -60,8 +62,10 @@ def save(
         )
     if folder.exists():
         raise FileExistsError(f"{folder} exists; give the adapter a folder of its own.")
-    [rank], tensors, targets = set(ranks.values()), {}, set()
-    [alpha] = {scale * rank for scale in scales.values()}
+    # The most frequent setting stands for all; the others are patterns of single modules.
+    settings = {name: (rank, _alpha(scales[name] * rank)) for name, rank in ranks.items()}
+    (rank, alpha), _ = collections.Counter(settings.values()).most_common(1)[0]
+    tensors, targets, rank_pattern, alpha_pattern = {}, set(), {}, {}
     for module, name, stack, i in _modules(adapter.config):
         if name not in ranks:
             continue
@@ -70,9 +74,14 @@ def save(
         tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a.T)
         tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b.T)
         targets.add(module.rpartition(".")[2])
+        own_rank, own_alpha = settings[name]
+        rank_pattern |= {module: own_rank} if own_rank != rank else {}
+        alpha_pattern |= {module: own_alpha} if own_alpha != alpha else {}
+    base, revision = hub.name_and_revision(base)
     fields = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
-        "r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha, "use_rslora": False,
+        "revision": revision or None, "r": rank, "lora_alpha": alpha, "use_rslora": False,
+        "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern,
         "target_modules": sorted(targets), "lora_dropout": 0.0, "bias": "none",
         "init_lora_weights": True, "inference_mode": True,
     }
@@ -86,6 +95,11 @@ def save(
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _alpha(alpha: float) -> float:
+    """Returns alpha without the rounding of a scale times its rank."""
+    return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
 
 
 def load(folder: str | os.PathLike, config: ModelConfig) -> tuple[lora.Adapter, dict[str, Any]]:
@@ -162,9 +176,10 @@ def beside(
     return adapter.join(base, factors)
 
 
-def base_of(folder: str | os.PathLike) -> str:
-    """Returns the name of the base that an adapter was trained on, "" if the folder has none."""
-    return _read_fields(pathlib.Path(folder) / CONFIG).get("base_model_name_or_path") or ""
+def base_of(folder: str | os.PathLike) -> tuple[str, str]:
+    """Returns (name, revision) of the base that an adapter was trained on, "" if the folder has none."""
+    fields = _read_fields(pathlib.Path(folder) / CONFIG)
+    return fields.get("base_model_name_or_path") or "", fields.get("revision") or ""
 
 
 def _modules(config: ModelConfig) -> Iterator[tuple[str, str, str, int]]:

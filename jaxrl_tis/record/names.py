@@ -121,6 +121,9 @@ UPDATE = (
     Metric("actor/kl_coef", "coefficient", "Coefficient of the KL term in the loss.", VERL),
     Metric("actor/kl_to_reference", "nats per token",
            "Mean of π_old − π_ref, where the KL is in the reward."),
+    compact("lora/norm", "ratio",
+            "Norm of the adapter's products s A B over the norm of their base weights, after the "
+            "update."),
     Metric("actor/rejected_fraction", "share", "Tokens rejected by masks inside the update."),
     compact("centering/{learner,sampler}_mass", "probability",
             "Probability that learner and sampler give to the head: the recorded tokens of a "

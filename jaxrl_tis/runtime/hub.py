@@ -61,6 +61,14 @@ def is_hub(path: Any) -> bool:
     return isinstance(path, str) and path.startswith(SCHEME)
 
 
+def name_and_revision(path: str) -> tuple[str, str]:
+    """Returns (OWNER/NAME, revision or "") of a path of the hub, and (path, "") of any other path."""
+    if not is_hub(path):
+        return path, ""
+    reference = Reference.parse(path)
+    return reference.repository, reference.revision
+
+
 def local(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
     """Returns the local folder or file of a model; downloads it if the path is a hub path.
 

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, KL, LAG, LENGTH, NOISE, OUT_OF_BAND,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, K3, KL, LAG, LENGTH, NOISE, OUT_OF_BAND,
     PEARSON, PPL, PPO_KL, REJECTED, WEIGHTS_ESS,
 )
 from jaxrl_tis.doctor.diagnose import diagnose
+from jaxrl_tis.doctor.frameworks import KL_REF, REWARD, SAMPLER_LOGP
 from tests.doctor.runs import HEALTHY, late, names, write_run
 
 PAGE = pathlib.Path(__file__).parents[2] / "docs" / "doctor.md"
@@ -221,6 +222,45 @@ given(
     ("verl's ess alone", {LENGTH: late(100.0, 125.0), ESS: None, WEIGHTS_ESS: 0.9}),
     ("length alone", only(length=late(100.0, 125.0))),
 )
+# An adapter that never reaches the sampler, or pinned weights: the gap is the distance of the policy
+# from its base. Samples do not change.
+STANDING = {SAMPLER_LOGP: noisy(0.5, 0.02, 10), REWARD: noisy(0.3, 0.05, 11)}
+ADAPTER = {"model.lora": "lora(rank=8)"}
+given(
+    "frozen",
+    ("adapter, early", {K3: linear(0.0, 0.02), KL: linear(0.0, 0.019)} | STANDING, ADAPTER),
+    ("adapter, late", {K3: linear(0.0, 0.3), KL: linear(0.0, 0.3), PEARSON: linear(1.0, 0.7)} | STANDING,
+     ADAPTER),
+    ("pinned weights", {K3: linear(0.0, 0.04)} | STANDING),
+    ("above a quantized base", {K3: noisy(linear(0.004, 0.05), 0.002)} | STANDING, {
+        "engine.quantization": "w8a8"} | ADAPTER),
+    ("kl to the reference, no log-probs", {
+        K3: linear(0.001, 0.04), KL_REF: noisy(linear(0.0, 0.05), 0.001)}, ADAPTER),
+    ("kl in one step of ten", {
+        K3: noisy(linear(0.001, 0.06), 0.004), KL_REF: noisy(linear(0.0, 0.05), 0.004)} | STANDING),
+    ("samplers that run ahead", {K3: linear(0.0, 0.04), LAG: 2.0, ENGINE_SHARE: 0.9} | STANDING, ADAPTER),
+    ("50 steps", {K3: linear(0.0, 0.04, 50)} | STANDING, ADAPTER, 50),
+)
+# The gap grows, or is there, for another reason.
+given(
+    "healthy",
+    ("grows with the lag", {K3: linear(0.001, 0.015), LAG: linear(0.0, 7.0), ENGINE_SHARE: 0.9} | STANDING,
+     ADAPTER),
+    ("quantization", {K3: noisy(0.012, 0.002)} | STANDING, {"engine.quantization": "w8a8"} | ADAPTER),
+    ("grows with a falling entropy", {K3: linear(0.001, 0.015)} | STANDING | {
+        SAMPLER_LOGP: noisy(linear(0.6, 0.2), 0.02)}, ADAPTER),
+    ("grows with the length", {K3: linear(0.001, 0.015), LENGTH: noisy(linear(100.0, 118.0), 2.0)}
+     | STANDING, ADAPTER),
+    ("grows as the samples get better", {K3: linear(0.001, 0.015)} | STANDING | {
+        REWARD: noisy(linear(0.1, 0.7), 0.05)}, ADAPTER),
+    ("far from its reference, small gap", {
+        K3: linear(0.001, 0.015), KL_REF: linear(0.0, 1.0)} | STANDING, ADAPTER),
+    ("follows the lag from step to step", {
+        K3: lambda s: (0.001 + 0.0001 * s) * (1 + s % 2), LAG: 1.5, ENGINE_SHARE: 0.9,
+    } | STANDING, ADAPTER),
+    ("grows by half", {K3: linear(0.008, 0.013)} | STANDING, ADAPTER),
+    ("30 steps of growth", {K3: linear(0.0, 0.015, 30)} | STANDING, ADAPTER, 30),
+)
 # Several causes at once.
 given("A C", ("engine and tokens", {PEARSON: 0.9, CHI2: 0.5}))
 given("A D", ("engine and tails", {KL: 0.06, CHI2: 1.5}), ("spike, product", {
@@ -275,7 +315,7 @@ def table(diagnoses):
         counts.update(("found", x) for x in expected & found)
         counts.update(("missed", x) for x in expected - found)
         counts.update(("wrong", x) for x in found - expected)
-    order = ("healthy", "watch", *"ABCDEF", "escalate", "noted", "open")
+    order = ("healthy", "watch", *"ABCDEF", "frozen", "escalate", "noted", "open")
     return [
         f"| {x} | {counts['found', x] + counts['missed', x]} | {counts['found', x]} | "
         f"{counts['missed', x]} | {counts['wrong', x]} |" for x in order

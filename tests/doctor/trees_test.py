@@ -336,8 +336,9 @@ def test_the_set_up_leads_to_the_corrections_it_needs(case, tmp_path):
 
 
 def test_every_leaf_has_a_record():
-    """Those of effects.py and asynchrony.py have it in their own tests."""
-    elsewhere = {f.name for f in (*effects.CAUSES, *asynchrony.CAUSES, *asynchrony.SETUP)}
+    """Those of frozen.py, effects.py and asynchrony.py have it in their own tests."""
+    others = (*frozen.CAUSES, *effects.CAUSES, *asynchrony.CAUSES, *asynchrony.SETUP)
+    elsewhere = {f.name for f in others}
     of = lambda cases: set().union(*(e for _, _, e in cases.values())) | elsewhere
     assert {f.name for f in CAUSES} <= of(CAUSE_CASES)
     assert {f.name for f in SETUP} <= of(SETUP_CASES)

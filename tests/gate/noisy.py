@@ -3,6 +3,7 @@
     python -m tests.gate.noisy NOISE --config=... [other flags of jaxrl_tis.gate]
 """
 
+import functools
 import sys
 from typing import Any
 from unittest import mock
@@ -23,7 +24,7 @@ def perturbed(params: Any, noise: float) -> Any:
     return tree.unflatten([x * factor(x, key) for x, key in zip(leaves, keys)])
 
 
-def sample(noise: float, setup, params, prompts: int):
+def sample(noise: float, setup, params, prompts: int, **_):
     return _sample(setup, perturbed(params, noise), prompts)
 
 
@@ -31,5 +32,5 @@ if __name__ == "__main__":
     from jaxrl_tis.gate import __main__
 
     noise = float(sys.argv.pop(1))
-    with mock.patch.object(report, "sample", lambda *args: sample(noise, *args)):
+    with mock.patch.object(report, "sample", functools.partial(sample, noise)):
         cli_flags.run(__main__.main, required=["config"])

@@ -14,6 +14,7 @@ from jaxrl_tis.learner.state import initial_params, initial_state, policy, read_
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import lora, placement, transformer
 from jaxrl_tis.record.checkpoint import Checkpoints
+from jaxrl_tis.runtime import fingerprint
 from tests import tiny
 from tests.learner.trainer_test import fake_samples
 
@@ -193,3 +194,39 @@ def test_factors_on_a_mesh_are_whole_ones():
 def test_settings_that_cannot_be(field, value, named):
     with pytest.raises(ValueError, match=named):
         tiny.setup(**LORA | {field: value})
+
+
+def after_an_update(**overrides):
+    """Returns (norm of the gradient, the trained factors, the sampler's logits) on some mesh."""
+    setup, trainer, state = begun(
+        model__num_kv_heads=2, train__epochs=1, train__minibatches=1, **overrides
+    )
+    state, _, metrics = updated(setup, trainer, state)
+    served = setup.engine.load(policy(setup.training, state))
+    assert setup.engine.factor_digest(policy(setup.training, state)) == fingerprint.hex(
+        fingerprint.digest(sent(served)[0])
+    )
+    tokens = setup.engine.layout.put(np.arange(64, dtype=np.int32).reshape(8, 8) % 12, ("batch", None))
+    logits = jax.jit(lambda p, t: transformer.logits(p, setup.model, t, program=setup.engine.program))
+    factors = jax.tree.map(np.asarray, state["policy"].params)
+    return metrics["actor/grad_norm"], factors, np.asarray(logits(served, tokens))
+
+
+EXPERTS = dict(model__num_experts=4, model__expert_dim=16)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("meshes, changes", [
+    (dict(mesh__train=(1, 4, 2), mesh__serve=(4, 1, 2), train__microbatch_rows=8), {}),
+    (dict(mesh__train=(1, 2, 2, 1, 2), mesh__serve=(1, 1, 2, 1, 2)), EXPERTS),
+    (dict(mesh__train=(1, 1, 1, 1, 4), mesh__serve=(1, 1, 1, 1, 4)), EXPERTS),
+], ids=["fsdp and tensor", "fsdp, tensor and experts", "experts"])
+def test_an_update_on_a_mesh_is_that_of_one_device(meshes, changes):
+    alone = after_an_update(
+        **changes, engine__quantization="none", train__microbatch_rows=meshes.get("train__microbatch_rows", 4)
+    )
+    cut = after_an_update(**changes, **meshes, engine__quantization="none")
+    assert cut[0] == pytest.approx(alone[0], rel=1e-4)
+    for a, b in zip(*map(jax.tree.leaves, (cut[1], alone[1])), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(cut[2], alone[2], rtol=0, atol=1e-3)

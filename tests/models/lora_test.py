@@ -184,6 +184,18 @@ def test_a_choice_that_the_model_cannot_have(config, text, named):
         adapter(config, text)
 
 
+def test_the_relative_norm_by_hand():
+    """s A B = 4 (3, 1) (0.5, -1) has the squares 16 (2.25 + 9 + 0.25 + 1) = 200, and W = 1 has 2."""
+    w = lora.Adapted(jnp.eye(2), jnp.array([[3.0], [1.0]]), jnp.array([[0.5, -1.0]]), scale=4.0)
+    assert lora.relative_norm({"q": w, "other": jnp.ones(3)}) == pytest.approx(10)
+    _, adapted = trained(EXPERTS, "lora(rank=4)")
+    merged, base = lora.merged(adapted), lora.split(adapted)[1]
+    names = dict(lora.adapter_of(adapted, EXPERTS).ranks)
+    of = lambda tree: np.sqrt(sum(float(jnp.sum(tree["layers"][n] ** 2)) for n in names))
+    moved = jax.tree.map(lambda x, y: x - y, merged, base)
+    assert lora.relative_norm(adapted) == pytest.approx(of(moved) / of(base), rel=1e-4)
+
+
 def test_none_has_no_adapter():
     assert lora.parse("none") is None
     params = transformer.init(DENSE, jax.random.key(0))

@@ -4,6 +4,7 @@ import json
 import pathlib
 import shutil
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -55,9 +56,20 @@ def test_a_round_trip(tmp_path, text):
     assert fields["target_modules"][0] == "down_proj" and fields["lora_alpha"] / fields["r"] == (
         pytest.approx(dict(adapter.scales)["q"])
     )
-    assert peft.base_of(tmp_path / "out") == "models/mine"
+    assert peft.base_of(tmp_path / "out") == ("models/mine", "")
     with pytest.raises(FileExistsError):
         peft.save(tmp_path / "out", adapter, factors)
+
+
+def test_an_adapter_of_several_ranks_is_written_with_patterns(tmp_path):
+    """One that PEFT wrote with patterns, written again: rank 4 stands for all but the others."""
+    config = models.read_config(GOLDEN / "base")
+    adapter, factors = peft.load(GOLDEN / "patterns", config)
+    assert len(set(adapter.ranks)) > 1 and len({rank for _, rank in adapter.ranks}) > 1
+    peft.save(tmp_path / "out", adapter, factors, "hf://owner/name@v1")
+    again, read = peft.load(tmp_path / "out", config)
+    assert again == adapter and peft.base_of(tmp_path / "out") == ("owner/name", "v1")
+    jax.tree.map(np.testing.assert_array_equal, read, factors)
 
 
 def test_experts_have_no_names_in_a_folder(tmp_path):

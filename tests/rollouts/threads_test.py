@@ -7,15 +7,18 @@ import random
 import threading
 import time
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.learner.state import initial_params
+from jaxrl_tis.learner.state import initial_params, initial_state, policy
+from jaxrl_tis.models import lora
 from jaxrl_tis.rollouts import schedules
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.source import SourceParts, next_batch
+from jaxrl_tis.rollouts.synchronous import SyncSource
 from jaxrl_tis.rollouts.threads import thread_source
 from tests import tiny
 from tests.rollouts.virtual_test import (
@@ -228,3 +231,39 @@ def test_a_run_trains_and_resumes(tmp_path):
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["sync/bytes"] > 0 for line in lines)
     assert all(np.isfinite(line["actor/pg_loss"]) for line in lines)
+
+
+@pytest.mark.all
+def test_two_samplers_with_an_adapter_draw_what_one_draws():
+    """Each has the base once, and at every version the learner's factors: those of a synchronous run."""
+    lora_of = dict(model__lora="lora(rank=4, alpha=32)", rollout__max_new_tokens=6)
+    threaded = dict(rollout__driver="threads", rollout__workers=2, rollout__schedule="areal(staleness=1)")
+    found = []
+    for overrides in ({}, threaded):
+        setup = tiny.setup(**lora_of, **overrides)
+        params = policy(setup.training, initial_state(setup.training, initial_params(setup.training)))
+        factors, base = lora.split(params)
+        params = setup.training.adapter.join(base, jax.tree.map(lambda x: x + 0.05, factors))
+        prompter = Prompter(setup.tokenizer, setup.config.task)
+        reward = FakeRewards(lambda text, record: float(len(text)))
+        groups = Groups(setup.config, prompter, reward, with_greedy=False)
+        task = setup.config.task
+        batches = Batches(
+            task.name, task.params, batch_size=setup.config.rollout.prompts, seed=setup.config.seed
+        )
+        schedule = schedules.parse(setup.config.rollout.schedule)
+        served = setup.served_params if overrides else setup.serving_params
+        parts = SourceParts(setup.config, schedule, None, groups, batches, Timer(), served)
+        starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
+        made = thread_source(parts, starts, setup.engine.slots) if overrides else (
+            SyncSource(parts, starts[0])
+        )
+        try:
+            found.append(drawn(made, params, 1, 4))
+        finally:
+            made.close(is_over=True)
+    assert_same(found[1], found[0])
+    base_alone = in_order()
+    differ = [id for id, s in found[0].items() if id in base_alone and not np.array_equal(
+        s.trajectory.tokens, base_alone[id].trajectory.tokens)]
+    assert len(differ) > 8

@@ -8,7 +8,9 @@ import threading
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
+from jaxrl_tis import export
 from jaxrl_tis.build import build
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.record import checkpoint, failures
@@ -227,6 +229,25 @@ def test_two_processes_train_to_the_parameters_of_one(tmp_path):
     (ours, _), (theirs, _) = (state_of(tmp_path / f"run{n}") for n in (2, 1))
     for a, b in zip(*map(jax.tree.leaves, (ours["policy"].params, theirs["policy"].params))):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
+
+
+@pytest.mark.all
+def test_two_processes_train_and_export_the_adapter_of_one(tmp_path):
+    """Each holds a part of the factors. A fresh process exports and compares what both have saved."""
+    adapters = []
+    for count in (1, 2):
+        workdir, adapter = tmp_path / f"run{count}", tmp_path / f"adapter{count}"
+        codes, texts = run(
+            workdir, count, "--config.steps=2", "--config.eval.every=2",
+            "--config.model.lora=lora(rank=4, alpha=32)",
+        )
+        assert codes == [0] * count, texts
+        export.export_adapter(str(workdir), str(adapter))
+        adapters.append(safetensors.numpy.load_file(adapter / "adapter_model.safetensors"))
+    alone, both = adapters
+    assert alone.keys() == both.keys() and any(np.abs(x).max() > 1e-4 for x in alone.values())
+    for name, x in alone.items():
+        np.testing.assert_allclose(both[name], x, rtol=0, atol=1e-5)
 
 
 @pytest.mark.all
