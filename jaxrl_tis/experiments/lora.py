@@ -2,8 +2,8 @@
 
 Reads docs/experiments/lora.jsonl, the runs of `configs/fig_lora.py`. Three sizes are counted from the shapes
 of each arm's config: a weight sync after the first one; the trained parameters with Adam's moments; the
-constant base beside them. The time of a sync includes the canary, which runs with LoRA alone. The memory is
-the peak of the whole process, with compilation and the warm-up, which trains all weights.
+constant base beside them. The memory is the peak of the whole process, with compilation and the warm-up, which
+trains all weights. The ratio of step times is the geometric mean over seeds.
 
 Examples:
 
@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import ml_collections
+import numpy as np
 from matplotlib.figure import Figure
 
 from configs import fig_lora
@@ -26,12 +27,11 @@ from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.report.plots import COLORS
 
 FULL = "full"  # the arm that trains all weights
-# Column -> metric, share of the run whose mean is taken, format. The first steps also compile.
+# Column -> metric, share of the run whose mean is taken, format
 COSTS = {
     "k3": ("rollout_corr/k3_kl", 1.0, ".1e"),
-    "seconds of a step": ("time/step_s", 0.9, ".3f"),
-    "seconds of a sync": ("time/sync_s", 0.9, ".4f"),
     "peak memory of the process, GiB": ("time/host_peak_gib", 0.1, ".3f"),
+    "seconds of a step": ("time/step_s", 0.9, ".2f"),  # the first steps also compile
 }
 SIZES = ("bytes of a sync", "trained parameters and moments, bytes", "constant base, bytes")
 
@@ -44,6 +44,12 @@ def start(run: Run) -> float:
 def end(run: Run) -> float:
     """Returns the greedy accuracy at the end."""
     return figures.at_end(run, "greedy")
+
+
+def log_seconds(run: Run) -> float:
+    """Returns log10 of the mean seconds of a step."""
+    name, share, _ = COSTS["seconds of a step"]
+    return float(np.log10(records.at_end(run, name, share)))
 
 
 def sizes(config: ml_collections.ConfigDict) -> tuple[int, int, int]:
@@ -78,24 +84,23 @@ def table(runs: Sequence[Run], sizes_by_arm: Mapping[str, Sequence[int]]) -> str
     accuracies, costs = [], []
     for arm, own in by_arm.items():
         mean = lambda measure, form=".3f": figures.mean([measure(r) for r in own], form)
-        to_full = lambda measure: figures.interval(
-            None if arm == FULL else figures.beside(own, by_arm[FULL], measure)
-        )
+        beside = lambda measure: None if arm == FULL else figures.beside(own, by_arm[FULL], measure)
+        ratio = beside(log_seconds)
         accuracies.append([
-            arm, str(len(own)), mean(start), mean(end), to_full(end), mean(figures.gain, "+.3f"),
-            to_full(figures.gain),
+            arm, str(len(own)), mean(start), mean(end), figures.interval(beside(end)),
+            mean(figures.gain, "+.3f"), figures.interval(beside(figures.gain)),
         ])
         costs.append([arm, *(
             mean(figures.of(name, share), form) if all(name in r.series for r in own) else "–"
             for name, share, form in COSTS.values()
-        )])
+        ), figures.interval(ratio and tuple(10.0**x for x in ratio), ".2f")])
     header = [
         "arm", "seeds", "greedy accuracy at the start", "at the end", "minus full",
         "gain in sampled accuracy", "minus full",
     ]
     counted = [[arm, *(f"{size:,}" for size in sizes_by_arm[arm])] for arm in by_arm]
     return "\n\n".join([
-        figures.rows(header, accuracies), figures.rows(["arm", *COSTS], costs),
+        figures.rows(header, accuracies), figures.rows(["arm", *COSTS, "over full"], costs),
         figures.rows(["arm", *SIZES], counted),
     ])
 

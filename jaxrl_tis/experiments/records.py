@@ -34,7 +34,7 @@ METRICS = (
     "mismatch/route_flip_router", "mismatch/route_flip_token", "response_length/mean", "reward/mean", "rollout_corr/chi2_seq", "rollout_corr/chi2_token",
     "rollout_corr/k3_kl", "rollout_corr/kept_eff_sample_size", "rollout_corr/kl",
     "training/off_policy/trajectory_staleness/mean", "training/rollout_probs_diff_max",
-    "training/rollout_probs_diff_mean", "time/step_s", "time/sync_s", "time/host_peak_gib",
+    "training/rollout_probs_diff_mean", "time/step_s", "time/host_peak_gib",
 )
 ACCURACIES = ("eval/greedy_accuracy", "eval/sampled_accuracy")
 NAME = re.compile(r"(.+)-seed(\d+)")  # of a workdir
