@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Makes the figures of docs/experiments.md: ./launch/figures.sh [NAME ...]; all figures without names.
 # Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
+# lora_smollm2 trains SmolLM2-135M for an hour or more and is not among "all figures".
 #
 # Examples:
 #   ./launch/figures.sh rescue
@@ -11,7 +12,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv ""
 
 failed=0
-trained=(rescue critic threshold staleness formats causes routing)
+trained=(rescue critic threshold staleness formats causes routing lora)
+by_name=(lora_smollm2)
 computed=(parallelism budget frontier router_noise router_noise_trained turns)
 [ $# -gt 0 ] || set -- "${trained[@]}" "${computed[@]}" predictor
 
@@ -19,7 +21,8 @@ for name in "$@"; do
   seeds=0,1,2,3,4
   if [ "$name" = causes ]; then seeds=0,1,2,3,4,5,6,7,8,9; fi
   if [ "$name" = routing ]; then seeds=0,1; fi
-  if [[ " ${trained[*]} " == *" $name "* ]]; then
+  if [ "$name" = lora_smollm2 ]; then seeds=0,1 && ./launch/smollm2.sh --fetch; fi
+  if [[ " ${trained[*]} ${by_name[*]} " == *" $name "* ]]; then
     "$PY" -m jaxrl_tis.sweep --config="configs/fig_$name.py" --seeds="$seeds" --jobs="${JOBS:-2}" \
       --out="runs/figures/$name" || failed=1  # the others are drawn, and those that failed are named
     "$PY" -m jaxrl_tis.experiments.records "runs/figures/$name" --out "docs/experiments/$name.jsonl"

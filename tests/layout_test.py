@@ -115,6 +115,7 @@ COVERED = {
     "environments/protocol": "environments/host_test",
     "experiments/critic": "experiments/rescue_test",
     "experiments/frontier": "experiments/horizon_test",
+    "experiments/lora_smollm2": "experiments/lora_test",
     "experiments/oracle": "runtime/cli_test",
     "gate/__main__": "gate/report_test",
     "gate/ladder": "gate/report_test",

@@ -56,9 +56,13 @@ def parts(arm: str) -> tuple[str, float]:
 
 
 def gain(run: Run) -> float:
-    """Returns the sampled accuracy over the last evaluations minus that before the first step."""
-    values = run.series["eval/sampled_accuracy"]
-    return float(values[-LAST:].mean() - values[0])
+    """Returns the sampled accuracy at the end minus that before the first step."""
+    return at_end(run, "sampled") - float(run.series["eval/sampled_accuracy"][0])
+
+
+def at_end(run: Run, kind: str) -> float:
+    """Returns the mean accuracy, "greedy" or "sampled", of the last evaluations after the first step."""
+    return float(run.series[f"eval/{kind}_accuracy"][1:][-LAST:].mean())
 
 
 def of(name: str, share: float = 0.1) -> Measure:

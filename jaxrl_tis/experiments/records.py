@@ -34,7 +34,7 @@ METRICS = (
     "mismatch/route_flip_router", "mismatch/route_flip_token", "response_length/mean", "reward/mean", "rollout_corr/chi2_seq", "rollout_corr/chi2_token",
     "rollout_corr/k3_kl", "rollout_corr/kept_eff_sample_size", "rollout_corr/kl",
     "training/off_policy/trajectory_staleness/mean", "training/rollout_probs_diff_max",
-    "training/rollout_probs_diff_mean",
+    "training/rollout_probs_diff_mean", "time/step_s", "time/host_peak_gib",
 )
 ACCURACIES = ("eval/greedy_accuracy", "eval/sampled_accuracy")
 NAME = re.compile(r"(.+)-seed(\d+)")  # of a workdir
@@ -73,6 +73,15 @@ def thinned(name: str, records: Sequence[dict[str, Any]]) -> list[float]:
     return blocks
 
 
+def series_of(records: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
+    """Returns the values of `Run.series` from the records of a run."""
+    trained = [r for r in records if r["phase"] == "train"]
+    evaluated = [r for r in records if r["phase"] == "eval"]
+    series = {"eval/steps": [r["step"] for r in evaluated]}
+    series |= {name: thinned(name, trained) for name in METRICS}
+    return series | {name: [r[name] for r in evaluated] for name in ACCURACIES}
+
+
 def _round(x: float) -> float | str:
     return float(f"{x:.4g}") if math.isfinite(x) else str(x)
 
@@ -85,16 +94,12 @@ def line_of(workdir: epath.Path) -> dict[str, Any]:
     config = json.loads((workdir / "config.json").read_bytes())["config"]
     if not metrics.has_ended(records, config["steps"]):
         return line | {"unfinished": max((r["step"] for r in records), default=0)}
-    trained = [r for r in records if r["phase"] == "train"]
-    evaluated = [r for r in records if r["phase"] == "eval"]
     found = diagnose(workdir)
-    line |= {
-        "verdict": found["verdict"], "findings": [f["name"] for f in found["findings"]],
-        "eval/steps": [r["step"] for r in evaluated],
+    line |= {"verdict": found["verdict"], "findings": [f["name"] for f in found["findings"]]}
+    series = series_of(records)
+    return line | {"eval/steps": series.pop("eval/steps")} | {
+        name: [_round(x) for x in values] for name, values in series.items()
     }
-    series = {name: thinned(name, trained) for name in METRICS}
-    series |= {name: [r[name] for r in evaluated] for name in ACCURACIES}
-    return line | {name: [_round(x) for x in values] for name, values in series.items()}
 
 
 def gather(folder: str | os.PathLike, out: str | os.PathLike) -> list[dict[str, Any]]:

@@ -9,6 +9,9 @@ from tests.experiments import made
 def test_a_gain_is_the_mean_of_the_last_three_evaluations_less_the_first():
     run = made.run("a", 0, accuracy=(0.2, 0.9, 0.3, 0.4, 0.5))
     assert figures.gain(run) == pytest.approx(0.4 - 0.2)
+    assert figures.gain(made.run("a", 0, accuracy=(0.2, 0.4))) == pytest.approx(0.4 - 0.2)  # no third one
+    run.series["eval/greedy_accuracy"] = run.series["eval/sampled_accuracy"] + 0.1
+    assert figures.at_end(run, "greedy") == pytest.approx(0.5)
 
 
 def ending(arm, seed, end):

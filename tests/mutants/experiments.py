@@ -13,7 +13,8 @@ MUTANTS = [
     ),
     *of(
         "experiments/figures.py",
-        ("the last evaluation alone is the end", "values[-LAST:].mean()", "values[-1]"),
+        ("the last evaluation alone is the end", "[1:][-LAST:].mean()", "[-1]"),
+        ("the start is part of the end", "[1:][-LAST:].mean()", "[-LAST:].mean()"),
         ("arms are compared without their seeds",
          "for seed in values if seed in theirs]", "for seed in sorted(theirs) if seed in values][:1]"),
         ("a curve is of the first seed", "axes.plot(steps, found[:, 0]", "axes.plot(steps, values[0]"),

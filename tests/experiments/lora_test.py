@@ -1,0 +1,105 @@
+"""LoRA beside full training: sizes by hand, the tables, the picture, and recorded runs."""
+
+import json
+import types
+
+import pytest
+from matplotlib.figure import Figure
+
+from configs import fig_lora
+from jaxrl_tis.experiments import lora, lora_smollm2, records
+from tests.experiments import made
+
+SIZES = {"full": (1000, 12, 0), "rank-32": (40, 5, 3), "absent": (1, 1, 1)}
+
+
+def runs():
+    """Full training ends 0.1 higher, and 0.12 with seed 1. Its steps take 2 s instead of 3 s, and the first
+    ones 9 s."""
+    return [
+        made.run(
+            arm, seed, accuracy=(0.3, 0.9, *[end + 0.02 * seed * (arm == "full")] * 3),
+            time__step_s=[9.0] + [2.0 if arm == "full" else 3.0] * 11, rollout_corr__k3_kl=1e-4,
+        )
+        for arm, end in (("rank-32", 0.5), ("full", 0.6)) for seed in range(2)
+    ]
+
+
+def test_the_tables():
+    accuracies, costs, sizes = (part.splitlines() for part in lora.table(runs(), SIZES).split("\n\n"))
+    full, low_rank = accuracies[2:]  # in the order of the config, without the arm that has no runs
+    assert full.startswith("| full | 2 | 0.300 [0.300, 0.300] | 0.610 [") and full.endswith("| – |")
+    # The mean of -0.1 and -0.12, +- 12.7062 * 0.01
+    assert low_rank.startswith("| rank-32 | 2 | 0.300 [0.300, 0.300] | 0.500 [0.500, 0.500] | -0.110 [-0.237, +0.017]")
+    assert costs[2] == (
+        "| full | 1.0e-04 [1.0e-04, 1.0e-04] | 1.000 [1.000, 1.000] | 2.00 [2.00, 2.00] | – |")
+    assert costs[3].endswith("| 3.00 [3.00, 3.00] | 1.50 [1.50, 1.50] |")
+    assert sizes[2:] == ["| full | 1,000 | 12 | 0 |", "| rank-32 | 40 | 5 | 3 |"]
+
+
+def test_a_run_without_a_measure_has_no_value_for_it():
+    found = runs()
+    del found[0].series["time/host_peak_gib"]
+    full, low_rank = lora.table(found, SIZES).split("\n\n")[1].splitlines()[2:]
+    assert " | – | 3.00 [" in low_rank and " | 1.000 [1.000, 1.000] | 2.00 [" in full
+
+
+def test_the_sizes_of_the_quickstart():
+    """4 layers of width 128: q 128x128, k and v 128x64, o 128x128, gate and up 128x384, down 384x128, two norms;
+    a final norm, and an embedding for each character."""
+    widths = [(128, 128), (128, 64), (128, 64), (128, 128), (128, 384), (128, 384), (384, 128)]
+    configs = lora.configs_of(fig_lora)
+    vocab = lora.build(configs["full"]).model.vocab_size
+    matrices = 4 * sum(i * o for i, o in widths)
+    others = (vocab + 1 + 4 * 2) * 128
+    scales = 4 * sum(o for _, o in widths)
+    counts = 2 * 4  # steps of Adam and of its schedule, int32
+    synced, trained, base = lora.sizes(configs["full"])
+    assert (synced, base) == (matrices + 4 * (others + scales), 0)
+    assert abs(trained - 12 * (matrices + others)) <= 2 * counts
+    factors = 4 * sum(32 * (i + o) for i, o in widths)
+    synced, trained, base = lora.sizes(configs["rank-32"])
+    assert (synced, base) == (4 * factors, 4 * (matrices + others))
+    assert abs(trained - 12 * factors) <= 2 * counts
+
+
+def test_the_picture():
+    page = Figure()
+    lora.draw(page, runs())
+    assert [[x.get_text() for x in axes.get_legend().texts] for axes in page.axes] == [["rank-32", "full"]] * 2
+
+
+def write_recorded(folder):
+    """Writes 8 steps with k3 = 1, 2, ..., and two evaluations, as the record of seed 3."""
+    values = lambda step: {"rollout_corr/k3_kl": float(step), "time/step_s": 2.0}
+    lines = [{"step": s, "phase": "train", **values(s)} for s in range(1, 9)]
+    lines += [{"step": s, "phase": "eval", **dict.fromkeys(records.ACCURACIES, s / 16)} for s in (0, 8)]
+    (folder / "seed3").mkdir()
+    (folder / "seed3" / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_recorded_runs_are_those_of_full_training(tmp_path):
+    write_recorded(tmp_path)
+    [run] = lora_smollm2.recorded_runs(tmp_path)
+    assert (run.arm, run.seed, lora.start(run), lora.end(run)) == ("full", 3, 0.0, 0.5)
+    assert list(run.series["rollout_corr/k3_kl"]) == [4.5]
+    assert "time/host_peak_gib" not in run.series
+
+
+def test_the_command_joins_recorded_runs(tmp_path, monkeypatch, capsys):
+    write_recorded(tmp_path)
+    made.write(tmp_path / "x.jsonl", [made.run("rank-32", 3, accuracy=(0.0, 0.25))])
+    monkeypatch.setattr("sys.argv", ["x", str(tmp_path)])
+    monkeypatch.setattr(lora, "sizes", lambda config: (1, 2, 3))
+    config = types.SimpleNamespace(get_config=fig_lora.get_config, sweep=lambda: {"rank-32": {}})
+    lora.run("x", config, lora_smollm2.recorded_runs(tmp_path))
+    assert "| rank-32 | 1 | 0.000 [-inf, inf] | 0.250 [-inf, inf] | -0.250 [-inf, +inf] |" in capsys.readouterr().out
+    assert (tmp_path / "x.png").exists()
+
+
+def test_a_figure_without_full_training_is_refused(tmp_path, monkeypatch, capsys):
+    made.write(tmp_path / "x.jsonl", [made.run("rank-32", 0)])
+    monkeypatch.setattr("sys.argv", ["x", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        lora.run("x", fig_lora)
+    assert "has no finished run of full" in capsys.readouterr().err
