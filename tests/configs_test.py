@@ -81,7 +81,7 @@ def get_config(name):
     "quickstart_moe", "quickstart_moe:none", "quickstart_moe:icepop", "quickstart_moe:r2",
     "async_local", "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing",
     "dapo_qwen25_32b:async", "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b_v5e", "gsm8k_one_chip",
-    "gsm8k_one_chip:gemma3_1b", "gsm8k_one_chip:qwen3_1p7b", *LARGE,
+    "gsm8k_one_chip:gemma3_1b", "gsm8k_one_chip:qwen3_1p7b", "gsm8k_qwen3_8b_lora", *LARGE,
 ])
 def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
     config = get_config(name)
@@ -103,8 +103,8 @@ def test_every_file_in_configs_is_tested_here():
     assert files - figures == {
         "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing",
         "default", "quickstart", "quickstart_moe", "quickstart_tool", "smollm2_135m", "async_local",
-        "gsm8k_qwen25_0p5b", "gsm8k_one_chip", "dapo_qwen25_32b", "dapo_qwen3_8b",
-        "dapo_qwen3_30b_a3b",
+        "gsm8k_qwen25_0p5b", "gsm8k_one_chip", "gsm8k_qwen3_8b_lora", "dapo_qwen25_32b",
+        "dapo_qwen3_8b", "dapo_qwen3_30b_a3b",
         "dapo_qwen3_30b_a3b_v5e",
     }
 

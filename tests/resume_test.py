@@ -169,6 +169,39 @@ def test_with_episodes_of_an_environment(tmp_path):
 
 
 @pytest.mark.all
+SLEEPERS = {
+    "plain": {}, "episodes": tiny.EPISODES,
+    "lora": dict(model__lora="lora(rank=4, alpha=32)"),
+    "rounds": dict(rollout__dynamic_sampling=True, engine__async_scheduling=True),
+}
+
+
+@pytest.mark.cases("plain")
+@pytest.mark.parametrize("overrides", SLEEPERS.values(), ids=SLEEPERS)
+def test_a_run_whose_sampler_never_sleeps_is_the_same_run(tmp_path, overrides):
+    assert tiny.setup(**overrides).sleeps
+    tiny.run(tmp_path, engine__sleep="never", **overrides)
+    assert_same_run(tmp_path, tiny.finished(**overrides), **overrides)
+
+
+@pytest.mark.all
+def test_a_run_may_sleep_from_some_step_on(tmp_path):
+    with cut_at(3, Cut):
+        tiny.run(tmp_path, engine__sleep="never")
+    tiny.run(tmp_path)
+    assert_same_run(tmp_path)
+
+
+@pytest.mark.parametrize("overrides", [
+    dict(engine__sleep="never"), dict(rollout__schedule="one_step"),
+    dict(rollout__replay="uniform(uses=2, most=4)"),
+    dict(rollout__driver="threads"),
+])
+def test_a_sampler_does_not_sleep(overrides):
+    """It is told not to, has sequences in flight, serves a replayed batch, or has its own devices."""
+    assert not tiny.setup(**overrides).sleeps
+
+
 def test_controllers_act_on_every_step():
     records = [r for r in tiny.lines(tiny.finished(**CRITIC)) if r["phase"] == "train"]
     column = lambda name: [r[name] for r in records]
