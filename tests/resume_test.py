@@ -168,7 +168,6 @@ def test_with_episodes_of_an_environment(tmp_path):
     assert all(r["num_turns/max"] > 1 and r["episodes/done"] > 0 for r in records)
 
 
-@pytest.mark.all
 SLEEPERS = {
     "plain": {}, "episodes": tiny.EPISODES,
     "lora": dict(model__lora="lora(rank=4, alpha=32)"),
@@ -176,7 +175,7 @@ SLEEPERS = {
 }
 
 
-@pytest.mark.cases("plain")
+@pytest.mark.all
 @pytest.mark.parametrize("overrides", SLEEPERS.values(), ids=SLEEPERS)
 def test_a_run_whose_sampler_never_sleeps_is_the_same_run(tmp_path, overrides):
     assert tiny.setup(**overrides).sleeps
@@ -202,6 +201,7 @@ def test_a_sampler_does_not_sleep(overrides):
     assert not tiny.setup(**overrides).sleeps
 
 
+@pytest.mark.all
 def test_controllers_act_on_every_step():
     records = [r for r in tiny.lines(tiny.finished(**CRITIC)) if r["phase"] == "train"]
     column = lambda name: [r[name] for r in records]

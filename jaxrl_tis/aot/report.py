@@ -39,6 +39,7 @@ def header(setup: Setup, topology: Topology, resident: dict[str, Any]) -> dict[s
             "serve": dict(setup.engine.layout.mesh.shape),
         },
         "layers": c.num_layers,
+        "sleeps": setup.sleeps,
         "resident_bytes": {name: device_bytes(tree) for name, tree in resident.items()},
     }
 
@@ -281,10 +282,12 @@ def title(setup: Setup, topology: Topology) -> str:
     meshes = (setup.training.layout.mesh.shape, setup.engine.layout.mesh.shape)
     train, serve = ("x".join(str(n) for n in m.values()) for m in meshes)
     where = " on other devices" if setup.is_apart else ""
+    sleeps = " The sampler sleeps during the update." if setup.sleeps else ""
     return (
         f"{setup.config.name} for {topology.num_chips} chips {topology.name} "
         f"({topology.product_name}), {setup.model.num_layers} layers. "
         f"Mesh {' x '.join(MESH_AXES)}: {train} to train, {serve} to serve{where}."
+        f"{sleeps}"
     )
 
 

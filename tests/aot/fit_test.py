@@ -82,6 +82,7 @@ def test_the_search_leaves_learner_and_sampler_their_own_devices():
     assert {r["mesh"] for r in rows if r["program"] == "train"} == {(1, 32, 1)}
 
 
+@pytest.mark.all
 def test_slots_that_an_evaluation_has_no_room_for_do_not_fit():
     """Its cache is of the learner's dtype: twice the bytes of the sampler's."""
     tpu.devices("v5e:2x2")

@@ -107,7 +107,8 @@ class Batches:
 
 
 def sync_source(
-    config, reward, scheduler=None, timer=None, examples=None, with_greedy=False, **options
+    config, reward, scheduler=None, timer=None, examples=None, with_greedy=False, sleeps=False,
+    **options
 ):
     """A source that has published its first weights to the scheduler."""
     prompter = Prompter(TOKENIZER, config.task)
@@ -116,7 +117,7 @@ def sync_source(
         Batches(examples or batches()), timer or Timer(),
         serving_params=lambda params, version: params, **options,
     )
-    c = SyncSource(parts, start=lambda params, version: scheduler or FakeScheduler())
+    c = SyncSource(parts, lambda params, version: scheduler or FakeScheduler(), sleeps)
     c.publish(None, 0)
     return c
 
@@ -223,6 +224,25 @@ def live_bytes():
     return sum(x.nbytes for x in jax.live_arrays())
 
 
+def test_a_sampler_sleeps_after_the_last_round_of_a_batch():
+    class Sleeping(FakeScheduler):
+        slept_after = ()  # so many requests
+
+        def sleep(self):
+            assert not self.pending
+            self.slept_after += (len(self.requests),)
+
+    config = fields(rollout__dynamic_sampling=True)
+    reward = lambda text, record: float(text) if int(record["id"]) > 1 else 1.0
+    for sleeps, slept_after in ((True, (12, 18)), (False, ())):
+        scheduler = Sleeping()
+        source = sync_source(config, reward, scheduler, sleeps=sleeps)
+        for step in (1, 2):  # of two rounds and one, each of two prompts with three samples
+            assert len(next_batch(source, step)[0]) == 6
+        assert scheduler.slept_after == slept_after
+
+
+@pytest.mark.all
 @pytest.mark.compiles
 def test_a_sampler_that_sleeps_frees_its_weights_and_pages_and_samples_the_same(monkeypatch):
     """Two batches under two versions. The freed bytes are those of weights and decode state."""
