@@ -170,7 +170,6 @@ def test_with_episodes_of_an_environment(tmp_path):
 
 SLEEPERS = {
     "plain": {}, "episodes": tiny.EPISODES,
-    "lora": dict(model__lora="lora(rank=4, alpha=32)"),
     "rounds": dict(rollout__dynamic_sampling=True, engine__async_scheduling=True),
 }
 
@@ -184,6 +183,15 @@ def test_a_run_whose_sampler_never_sleeps_is_the_same_run(tmp_path, overrides):
 
 
 @pytest.mark.all
+def test_a_base_that_is_quantised_again_at_every_sync_is_the_same_run(tmp_path):
+    """Every record: that of step 5 has the losses of the weights after 4 updates."""
+    overrides = dict(model__lora="lora(rank=4, alpha=32)")
+    assert tiny.setup(**overrides).sleeps
+    tiny.run(tmp_path, engine__sleep="never", **overrides)
+    assert tiny.lines(tmp_path) == tiny.lines(tiny.finished(**overrides))
+
+
+@pytest.mark.all
 def test_a_run_may_sleep_from_some_step_on(tmp_path):
     with cut_at(3, Cut):
         tiny.run(tmp_path, engine__sleep="never")
@@ -194,10 +202,9 @@ def test_a_run_may_sleep_from_some_step_on(tmp_path):
 @pytest.mark.parametrize("overrides", [
     dict(engine__sleep="never"), dict(rollout__schedule="one_step"),
     dict(rollout__replay="uniform(uses=2, most=4)"),
-    dict(rollout__driver="threads"),
 ])
 def test_a_sampler_does_not_sleep(overrides):
-    """It is told not to, has sequences in flight, serves a replayed batch, or has its own devices."""
+    """It is told not to, has sequences in flight, or samples for a replay."""
     assert not tiny.setup(**overrides).sleeps
 
 
