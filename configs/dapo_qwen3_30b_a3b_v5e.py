@@ -14,7 +14,7 @@ def get_config():
     c.name = "dapo_qwen3_30b_a3b_v5e"
     c.model.remat = "host"
     c.engine.cache_dtype = "int8"
-    c.engine.slots = 96
+    c.engine.slots = 384  # need the memory that the sampler frees during the update
     c.engine.prefill_batch = 64
     c.mesh.serve = (-1, 1, 4, 1, 16)
     c.train.microbatch_rows = 64

@@ -193,6 +193,9 @@ def get_config() -> ConfigDict:
     c.engine.quantization = "w8a8"
     # Longest speculative draft, from n-grams of the response, in tokens: 2^n - 1. 0: no drafts.
     c.engine.max_draft = 0
+    # auto: a synchronous run frees the sampler's weights and KV cache during the update, if both use the
+    # same devices; never: it keeps them (docs/engine.md#sleep).
+    c.engine.sleep = "auto"
     # Unroll the layers (faster on CPU) or scan over them (TPU: compiles one layer).
     c.engine.unroll = True
     # For experts

@@ -211,6 +211,13 @@ class Setup(Sampling):
         learning, serving = (set(x.mesh.devices.flat) for x in layouts)
         return learning.isdisjoint(serving)
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the sampler frees its weights and KV cache from the end of a rollout to the next
+        weight sync, see `Scheduler.sleep`."""
+        is_sync = self.schedule.is_sync and self.replay is None
+        return self.config.engine.sleep == "auto" and is_sync and not self.is_apart
+
 
 def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
     """Checks the config, reads the tokenizer and the model's shape, and makes the programs.

@@ -130,7 +130,7 @@ class Run:
             self.heartbeat,
         )
         if setup.schedule.is_sync and parts.replay is None:
-            return SyncSource(parts, starts[0])
+            return SyncSource(parts, starts[0], setup.sleeps)
         if has_threads:
             return thread_source(parts, starts, setup.engine.slots)
         if config.rollout.driver == "ray":

@@ -52,6 +52,7 @@ ALLOWED = {
     "engine.dtype": COMPUTE_DTYPES,
     "engine.cache_dtype": (*COMPUTE_DTYPES, *EIGHT_BIT),
     "engine.policy": tuple(POLICIES),
+    "engine.sleep": ("auto", "never"),
     "model.dtype": COMPUTE_DTYPES,
     "model.numerics": transformer.NUMERICS,
     "model.param_dtype": DTYPES,

@@ -168,6 +168,46 @@ def test_with_episodes_of_an_environment(tmp_path):
     assert all(r["num_turns/max"] > 1 and r["episodes/done"] > 0 for r in records)
 
 
+SLEEPERS = {
+    "plain": {}, "episodes": tiny.EPISODES,
+    "rounds": dict(rollout__dynamic_sampling=True, engine__async_scheduling=True),
+}
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("overrides", SLEEPERS.values(), ids=SLEEPERS)
+def test_a_run_whose_sampler_never_sleeps_is_the_same_run(tmp_path, overrides):
+    assert tiny.setup(**overrides).sleeps
+    tiny.run(tmp_path, engine__sleep="never", **overrides)
+    assert_same_run(tmp_path, tiny.finished(**overrides), **overrides)
+
+
+@pytest.mark.all
+def test_a_base_that_is_quantised_again_at_every_sync_is_the_same_run(tmp_path):
+    """Every record: that of step 5 has the losses of the weights after 4 updates."""
+    overrides = dict(model__lora="lora(rank=4, alpha=32)")
+    assert tiny.setup(**overrides).sleeps
+    tiny.run(tmp_path, engine__sleep="never", **overrides)
+    assert tiny.lines(tmp_path) == tiny.lines(tiny.finished(**overrides))
+
+
+@pytest.mark.all
+def test_a_run_may_sleep_from_some_step_on(tmp_path):
+    with cut_at(3, Cut):
+        tiny.run(tmp_path, engine__sleep="never")
+    tiny.run(tmp_path)
+    assert_same_run(tmp_path)
+
+
+@pytest.mark.parametrize("overrides", [
+    dict(engine__sleep="never"), dict(rollout__schedule="one_step"),
+    dict(rollout__replay="uniform(uses=2, most=4)"),
+])
+def test_a_sampler_does_not_sleep(overrides):
+    """It is told not to, has sequences in flight, or samples for a replay."""
+    assert not tiny.setup(**overrides).sleeps
+
+
 @pytest.mark.all
 def test_controllers_act_on_every_step():
     records = [r for r in tiny.lines(tiny.finished(**CRITIC)) if r["phase"] == "train"]

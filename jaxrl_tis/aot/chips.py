@@ -92,6 +92,7 @@ TOPOLOGIES = {
     "smollm2_135m": "v5e:2x2",
     "gsm8k_qwen25_0p5b": "v5e:2x4",
     "gsm8k_one_chip": "v5e:1x1",
+    "gsm8k_qwen3_8b_lora": "v5e:2x4",
     "dapo_qwen25_32b": "v5p:4x4x4",
     "dapo_qwen3_8b": "v5e:4x4",
     "dapo_qwen3_30b_a3b": "v5p:4x4x2",

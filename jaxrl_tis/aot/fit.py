@@ -1,10 +1,12 @@
 """Searches the largest settings of a config that fit a topology, by compiling its programs.
 
 For serving it searches the decode slots for each tensor split, with pages for all slots at full
-length. For training it searches the rows of a micro-batch for each mesh split and remat policy. The
-advised setting is the fastest in the roofline model among those that fit. All other fields stay
-unchanged. A compilation takes 10 to 60 seconds or more. Rows and slots are therefore powers of two
-times the shards, found by bisection, and the number of compilations is limited.
+length. The slots must fit in evaluations too, whose cache has the learner's dtype. For training it
+searches the rows of a micro-batch for each mesh split and remat policy. If the sampler sleeps
+(engine.sleep), neither search depends on the result of the other. The advised setting is the fastest
+in the roofline model among those that fit. All other fields stay unchanged. A compilation takes 10
+to 60 seconds or more. Rows and slots are therefore powers of two times the shards, found by
+bisection, and the number of settings is limited.
 """
 
 import itertools
@@ -20,7 +22,8 @@ from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.build import Setup
 from jaxrl_tis.models import placement, transformer
 
-MAX_COMPILATIONS = 50
+MAX_SETTINGS = 50
+COMPILED = {"decode": ("decode", "eval_decode"), "train": ("train",)}  # for each setting
 _LINE = "{:8} {:10} {:6} {:>13}  {:>9}  {}"
 HEADER = _LINE.format("program", "mesh", "remat", "rows or slots", "HBM use", "of")
 
@@ -29,13 +32,13 @@ class Search:
     """Compiles settings one after the other.
 
     Attributes:
-      rows: one entry for each compilation.
-      is_whole: whether the limit of compilations was enough for all settings.
+      rows: one entry for each setting.
+      is_whole: whether the limit was enough for all settings.
     """
 
     def __init__(
         self, config: ml_collections.ConfigDict, shapes: pathlib.Path, topology: Topology,
-        layers: int | None = None, limit: int = MAX_COMPILATIONS,
+        layers: int | None = None, limit: int = MAX_SETTINGS,
     ):
         self._config, self._shapes, self._topology = config, shapes, topology
         self._layers, self._limit = layers, limit
@@ -47,8 +50,9 @@ class Search:
         """Compiles settings until the largest that fit are known, and returns all entries.
 
         An entry is {program, mesh, remat, size, fits, use_bytes, hbm_bytes, over_in, seconds} and
-        is passed to `on_row`. The seconds are from the roofline model. Sizes that do not divide the
-        batch are skipped. ValueError if no split is legal.
+        is passed to `on_row`. The use is that of the fullest program of COMPILED. The seconds are
+        from the roofline model. Sizes that do not divide the batch are skipped. ValueError if no
+        split is legal.
         """
         self._on_row = on_row
         config = self._config
@@ -92,12 +96,12 @@ class Search:
             except ValueError as error:
                 self._refusal = error
                 return
-            entry = self._entry(name, setup)
-            memory = entry["memory"]
+            entries = [self._entry(program, setup) for program in COMPILED[name]]
+            entry = max(entries, key=lambda e: (not e["fits"], _use(e)))
             self.rows.append({
                 "program": name, "mesh": mesh, "remat": remat, "size": sizes[middle],
-                "fits": entry["fits"], "use_bytes": memory["peak_bytes"] + memory["beside_bytes"],
-                "hbm_bytes": memory["hbm_bytes"], "over_in": entry["over_in"],
+                "fits": entry["fits"], "use_bytes": _use(entry),
+                "hbm_bytes": entry["memory"]["hbm_bytes"], "over_in": entry["over_in"],
                 "seconds": entry["roofline"]["seconds"] if entry["fits"] else None,
             })
             self._on_row(self.rows[-1])
@@ -119,6 +123,10 @@ class Search:
             name, *programs.programs(setup)[name], FLAGS[self._topology.kind]
         )
         return report.entry(setup, self._topology, compiled, programs.resident(setup))
+
+
+def _use(entry: dict[str, Any]) -> int:
+    return entry["memory"]["peak_bytes"] + entry["memory"]["beside_bytes"]
 
 
 def _divisors(count: int) -> list[int]:

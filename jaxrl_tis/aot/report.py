@@ -16,6 +16,7 @@ from jaxrl_tis.sharding import MESH_AXES
 # Programs of an evaluation, see programs.py.
 EVALUATION = ("reshard", "eval_prefill", "eval_insert", "eval_decode")
 OF_EVALUATION = ("evaluation weights", "evaluation state")
+OF_SAMPLER = ("prefill", "insert", "decode", "verify")
 OF_LEARNER = ("train", "critic", "score", "values")
 BETWEEN = ("quantize", "reshard")  # begin in the learner's layout, and end in the sampler's
 LARGEST = 8  # arrays named of a program
@@ -38,6 +39,7 @@ def header(setup: Setup, topology: Topology, resident: dict[str, Any]) -> dict[s
             "serve": dict(setup.engine.layout.mesh.shape),
         },
         "layers": c.num_layers,
+        "sleeps": setup.sleeps,
         "resident_bytes": {name: device_bytes(tree) for name, tree in resident.items()},
     }
 
@@ -47,7 +49,7 @@ def entry(
 ) -> dict[str, Any]:
     """Returns the JSON entry of a `programs.Compiled`; all bytes are for one device."""
     hbm, job = _hbm(setup, topology), work.work(compiled.name, setup, compiled.args)
-    beside = _beside(compiled.args, _alive(compiled.name, compiled.args, resident))
+    others = beside(setup, compiled.name, compiled.args, resident)
     result = {
         "name": compiled.name, "runs_on": runs_on(setup, compiled.name),
         "compile_seconds": round(compiled.seconds, 2),
@@ -58,11 +60,11 @@ def entry(
         },
     }
     if compiled.refusal:
-        memory, over, where = _refused(compiled, beside, hbm)
+        memory, over, where = _refused(compiled, others, hbm)
         result |= {"refusal": compiled.refusal[:2000]}
     else:
-        memory, where = _memory(compiled.memory, beside, hbm), "hbm"
-        over = memory["peak_bytes"] + beside - hbm
+        memory, where = _memory(compiled.memory, others, hbm), "hbm"
+        over = memory["peak_bytes"] + others - hbm
         result |= _hlo(setup, topology, compiled, job)
     fits = not compiled.refusal and over <= 0
     return result | {
@@ -89,15 +91,26 @@ def _hbm(setup: Setup, topology: Topology) -> int:
 # Memory
 
 
-def _alive(program: str, args: tuple, resident: dict[str, Any]) -> dict[str, Any]:
+def beside(setup: Setup, program: str, args: tuple, resident: dict[str, Any]) -> int:
+    """Returns the bytes on a device of the arrays that a run keeps while a program runs, without the
+    program's arguments."""
+    return _beside(args, _alive(program, args, resident, setup.sleeps))
+
+
+def _alive(
+    program: str, args: tuple, resident: dict[str, Any], sleeps: bool
+) -> dict[str, Any]:
     """Returns the arrays that a run keeps on the devices of a program while the program runs.
 
     From `reshard` on an evaluation has its own weights and cache. The sampler's cache is freed
-    during this time, and no weights arrive.
+    during this time, and no weights arrive. A sampler that sleeps has weights and cache in its own
+    programs alone.
     """
     absent = {"decode state", "arriving weights"} if program in EVALUATION else set(OF_EVALUATION)
     if program == "reshard":
         absent |= set(OF_EVALUATION)
+    if sleeps and program not in OF_SAMPLER:
+        absent |= {"serving weights", "decode state"}
     here = _devices(args)
     return {
         name: tree for name, tree in resident.items()
@@ -269,10 +282,12 @@ def title(setup: Setup, topology: Topology) -> str:
     meshes = (setup.training.layout.mesh.shape, setup.engine.layout.mesh.shape)
     train, serve = ("x".join(str(n) for n in m.values()) for m in meshes)
     where = " on other devices" if setup.is_apart else ""
+    sleeps = " The sampler sleeps during the update." if setup.sleeps else ""
     return (
         f"{setup.config.name} for {topology.num_chips} chips {topology.name} "
         f"({topology.product_name}), {setup.model.num_layers} layers. "
         f"Mesh {' x '.join(MESH_AXES)}: {train} to train, {serve} to serve{where}."
+        f"{sleeps}"
     )
 
 

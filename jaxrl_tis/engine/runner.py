@@ -23,6 +23,7 @@ class Runner:
       stats: where the seconds are counted.
 
     Attributes:
+      params: the weights; None after `release_params`, until others are set.
       state: the decode state; None before `start` and after `release_cache`.
     """
 
@@ -32,13 +33,19 @@ class Runner:
         self.state: Any = None
 
     def start(self) -> None:
-        """Allocates the decode state if there is none."""
+        """Allocates the decode state if there is none. RuntimeError without weights."""
+        if self.params is None:
+            raise RuntimeError("the sampler has no weights since it slept; call set_params first")
         if self.state is None:
             self.state = self._engine.init_state()
 
     def release_cache(self) -> None:
         """Frees the memory of slots and pages."""
         self.state = None
+
+    def release_params(self) -> None:
+        """Frees the memory of the weights. Arrays that the learner holds as well stay."""
+        self.params = None
 
     def prefill(self, chunks: list[Chunk]) -> Prefilled:
         self.state, result = self._timed(self._engine.prefill, self.params, self.state, chunks)

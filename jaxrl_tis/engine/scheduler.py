@@ -251,6 +251,12 @@ class Scheduler:
         self._routes.forget()
         self._runner.release_cache()
 
+    def sleep(self) -> None:
+        """Frees the memory of slots, pages and weights; call `set_params` before the next step.
+        ValueError while requests are pending."""
+        self.release_cache()
+        self._runner.release_params()
+
     def close(self) -> None:
         """Ends the thread that searches for stop strings."""
         self._stop_strings.close()

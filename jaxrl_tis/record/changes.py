@@ -23,6 +23,7 @@ FREE = (
     "rollout.ray_address", "rollout.cpus_per_worker", "rollout.gpus_per_worker",
     "rollout.tpus_per_worker", "rollout.worker_timeout", "rollout.start_timeout",
     "rollout.snapshot_gib", "rollout.harness_timeout", "rollout.harness_python", "rollout.canary",
+    "engine.sleep",
 )
 ROUNDED = (
     "engine.slots", "engine.num_pages", "engine.prefill_batch", "engine.prefill_chunk",

@@ -255,6 +255,11 @@ class EpisodeScheduler:
             raise ValueError(f"{self.pending} requests are pending; step until there are none")
         self._scheduler.release_cache()
 
+    def sleep(self) -> None:
+        """Frees the KV cache and the weights, see `Scheduler.sleep`."""
+        self.release_cache()
+        self._scheduler.sleep()
+
     def close(self) -> None:
         """Ends the processes of the environments, and the scheduler's thread."""
         if self._pool is not None:

@@ -151,6 +151,11 @@ class SessionScheduler:
         self._dropped.clear()
         self._scheduler.release_cache()
 
+    def sleep(self) -> None:
+        """Frees the KV cache and the weights, see `Scheduler.sleep`."""
+        self.release_cache()
+        self._scheduler.sleep()
+
     def close(self) -> None:
         """Ends the sessions of this scheduler; with the last scheduler of the process, the harness
         and the endpoint."""

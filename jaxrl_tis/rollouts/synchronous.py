@@ -17,12 +17,15 @@ class SyncSource:
 
     Args:
       start: (serving parameters, version) -> a scheduler.
+      sleeps: free the sampler's weights and KV cache after each batch. `publish` makes them again.
     """
 
-    def __init__(self, parts: SourceParts, start: Callable[[Any, int], Scheduler]):
+    def __init__(
+        self, parts: SourceParts, start: Callable[[Any, int], Scheduler], sleeps: bool = False
+    ):
         self._config, self._groups, self._batches = parts.config, parts.groups, parts.batches
         self._timer, self._heartbeat = parts.timer, parts.heartbeat
-        self._serving_params, self._start = parts.serving_params, start
+        self._serving_params, self._start, self._sleeps = parts.serving_params, start, sleeps
         self._scheduler: Scheduler | None = None
         self._published: tuple[int | None, dict[str, Any]] = None, {}
         self._metrics: dict[str, float] = {}
@@ -57,6 +60,8 @@ class SyncSource:
         metrics = {f"reward/{name}": n - failed[name] for name, n in self._groups.counts.items()}
         metrics["rollout/discarded_groups"] = len(useful) + len(others) - len(chosen)
         self._metrics = metrics | engine_metrics(self._config.engine, scheduler.stats.since(before))
+        if self._sleeps:
+            scheduler.sleep()
         yield [
             dataclasses.replace(sample, group=index)
             for index, group in enumerate(chosen) for sample in group

@@ -82,6 +82,23 @@ def test_the_search_leaves_learner_and_sampler_their_own_devices():
     assert {r["mesh"] for r in rows if r["program"] == "train"} == {(1, 32, 1)}
 
 
+@pytest.mark.all
+def test_slots_that_an_evaluation_has_no_room_for_do_not_fit():
+    """Its cache is of the learner's dtype: twice the bytes of the sampler's."""
+    tpu.devices("v5e:2x2")
+
+    def entry(self, name, setup):
+        used = setup.config.engine.slots * (2 if name == "eval_decode" else 1)
+        memory = {"peak_bytes": used, "beside_bytes": 1, "hbm_bytes": 17}
+        roofline = {"seconds": 1.0}
+        return {"memory": memory, "fits": used <= 16, "over_in": "hbm", "roofline": roofline}
+
+    with mock.patch.object(fit.Search, "_entry", entry):
+        rows = fit.Search(small("quickstart"), SHAPES, Topology.parse("v5e:2x2")).run()
+    assert fit.largest(rows)["decode"]["size"] == 8
+    assert fit.largest(rows)["decode"]["use_bytes"] == 2 * 8 + 1
+
+
 def test_of_equal_times_the_most_rows_are_advised_and_of_these_what_recomputes_least():
     """A third more work weighs more than twice the rows."""
     row = lambda program, mesh, remat, size, seconds, fits=True: {

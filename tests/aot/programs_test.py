@@ -441,3 +441,23 @@ def test_what_stays_beside_a_program():
     assert report._beside((a,), kept) == 4 * (256 + 512)
     assert report._beside((a, a, b), kept) == 0
     assert report._beside((), kept) == 4 * (2 * 256 + 512)
+
+
+@pytest.mark.parametrize("program, alive, asleep", [
+    ("train", {"policy", "serving weights", "decode state"}, {"policy"}),
+    ("quantize", {"policy", "serving weights", "decode state"}, {"policy"}),
+    ("decode", {"policy", "serving weights", "decode state"},
+     {"policy", "serving weights", "decode state"}),
+    ("reshard", {"policy", "serving weights"}, {"policy"}),
+    ("eval_decode", {"policy", "serving weights", "evaluation weights", "evaluation state"},
+     {"policy", "evaluation weights", "evaluation state"}),
+])
+def test_what_is_in_memory_while_a_program_runs(program, alive, asleep):
+    """A sampler that sleeps has weights and cache in its own programs alone."""
+    mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=whole)
+    names = "policy", "serving weights", "decode state", *report.OF_EVALUATION
+    kept = {name: [x] for name in names}
+    assert report._alive(program, (x,), kept, sleeps=False).keys() == alive
+    assert report._alive(program, (x,), kept, sleeps=True).keys() == asleep

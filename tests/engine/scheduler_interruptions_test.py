@@ -600,6 +600,22 @@ def test_a_scheduler_at_rest_holds_no_cache_and_goes_on():
     assert engine.made == 2
 
 
+def test_a_scheduler_that_sleeps_holds_no_weights_and_needs_others():
+    scheduler = started(Engine(slots=2), [request(i, max_tokens=6) for i in "abc"])
+    with pytest.raises(ValueError, match="3 requests are pending"):
+        scheduler.sleep()
+    drain(scheduler)
+    state = weakref.ref(scheduler._runner.state)
+    scheduler.sleep()
+    assert scheduler._runner.params is None and state() is None
+    scheduler.add(request("d", max_tokens=6))
+    with pytest.raises(RuntimeError, match="the sampler has no weights"):
+        scheduler.step()
+    scheduler.set_params(1, 1)
+    [found] = drain(scheduler)
+    assert set(found.version.tolist()) == {1}
+
+
 # Statistics
 
 

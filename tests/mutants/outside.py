@@ -12,6 +12,12 @@ MUTANTS = [
         ("slices are not multiplied", "self.chips_per_slice * self.num_slices", "self.chips_per_slice"),
     ),
     *of(
+        "aot/report.py",
+        ("a sampler that sleeps counts beside the update", "if sleeps and program", "if False and program",
+         "test_what_is_in_memory_while_a_program_runs"),
+        tests="aot/programs_test.py",
+    ),
+    *of(
         "runtime/processes.py",
         ("two --process_id are the same for all", "and index < count", "or index < count"),
         ("parts of a list overlap",

@@ -214,6 +214,8 @@ MUTANTS = [
         ("equal groups are preferred", "(useful + others)[", "(others + useful)["),
         ("rounds of a step share their noise",
          'f"{tag[0]}/{tag[1]}/{i}"', 'f"{tag[0]}/{i}"'),
+        ("a sampler keeps its memory during the update", "if self._sleeps:", "if False:",
+         "test_a_sampler_sleeps_after_the_last_round_of_a_batch"),
     ),
     *of(
         "rollouts/groups.py",

@@ -181,7 +181,7 @@ def test_episodes_are_what_a_plain_loop_makes(waits, delay):
     assert_as_alone(found, requests())
     assert {t.outcome for t in found.values()} == {"done", "max_turns"}
     assert sorted(set(pool.forgotten)) == sorted(found) and not pool.waiting
-    scheduler.release_cache()
+    scheduler.sleep()
     scheduler.close()
     assert pool.is_closed
 
@@ -425,7 +425,7 @@ def test_an_id_is_refused_while_it_is_pending():
     with pytest.raises(ValueError, match="another live request"):
         scheduler.add(request(0))
     with pytest.raises(ValueError, match="1 requests are pending"):
-        scheduler.release_cache()
+        scheduler.sleep()
 
 
 def test_an_observation_that_cannot_be_tokens_fails_its_episode(capfd):

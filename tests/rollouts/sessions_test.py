@@ -192,7 +192,7 @@ def test_a_session_is_the_episode_of_the_same_turns(waits):
     stats = scheduler.stats
     assert stats.sessions == len(added) and stats.forks == stats.realigned_tokens == 0
     assert stats.session_calls == sum(t.num_turns for t in found.values())
-    scheduler.release_cache()
+    scheduler.sleep()
     scheduler.close()
     hub.leave()
     assert hub.process.is_closed and hub.endpoint.is_closed and not hub.live
@@ -535,7 +535,7 @@ def test_requests_without_an_example_are_single_turns():
     plain = arithmetic.request("plain", max_tokens=4)
     scheduler.add(plain)
     with pytest.raises(ValueError, match="1 requests are pending"):
-        scheduler.release_cache()
+        scheduler.sleep()
     scheduler.add(request(0))
     client = Client(hub, request(0).id)
     call = client.ask(request(0).prompt)

@@ -1,16 +1,22 @@
 """The collection of rewarded groups, with a sampler made of arithmetic."""
 
 import contextlib
+import functools
+import gc
 import itertools
 import math
 
+import jax
 import ml_collections
 import numpy as np
+import pytest
 
 from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.rollouts import schedules
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -101,7 +107,8 @@ class Batches:
 
 
 def sync_source(
-    config, reward, scheduler=None, timer=None, examples=None, with_greedy=False, **options
+    config, reward, scheduler=None, timer=None, examples=None, with_greedy=False, sleeps=False,
+    **options
 ):
     """A source that has published its first weights to the scheduler."""
     prompter = Prompter(TOKENIZER, config.task)
@@ -110,7 +117,7 @@ def sync_source(
         Batches(examples or batches()), timer or Timer(),
         serving_params=lambda params, version: params, **options,
     )
-    c = SyncSource(parts, start=lambda params, version: scheduler or FakeScheduler())
+    c = SyncSource(parts, lambda params, version: scheduler or FakeScheduler(), sleeps)
     c.publish(None, 0)
     return c
 
@@ -207,3 +214,69 @@ def test_equal_groups_are_kept_when_the_rounds_are_used_up():
 def test_without_dynamic_sampling_equal_groups_stay():
     samples, _ = next_batch(sync_source(fields(), lambda *_: 1.0), 1)
     assert [s.record["id"] for s in samples] == ["0"] * 3 + ["1"] * 3
+
+
+# Sleep
+
+
+def live_bytes():
+    gc.collect()
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_a_sampler_sleeps_after_the_last_round_of_a_batch():
+    class Sleeping(FakeScheduler):
+        slept_after = ()  # so many requests
+
+        def sleep(self):
+            assert not self.pending
+            self.slept_after += (len(self.requests),)
+
+    config = fields(rollout__dynamic_sampling=True)
+    reward = lambda text, record: float(text) if int(record["id"]) > 1 else 1.0
+    for sleeps, slept_after in ((True, (12, 18)), (False, ())):
+        scheduler = Sleeping()
+        source = sync_source(config, reward, scheduler, sleeps=sleeps)
+        for step in (1, 2):  # of two rounds and one, each of two prompts with three samples
+            assert len(next_batch(source, step)[0]) == 6
+        assert scheduler.slept_after == slept_after
+
+
+@pytest.mark.all
+@pytest.mark.compiles
+def test_a_sampler_that_sleeps_frees_its_weights_and_pages_and_samples_the_same(monkeypatch):
+    """Two batches under two versions. The freed bytes are those of weights and decode state."""
+    setup = tiny.setup(rollout__prompts=2)
+    config, params = setup.config, initial_params(setup.training)
+    versions = [params, jax.tree.map(lambda x: x + 0.05, params)]
+    freed, held = [], []
+
+    def sleep(scheduler, _sleep=Scheduler.sleep):
+        parts = scheduler._runner.params, scheduler._runner.state
+        held.append(sum(x.nbytes for x in jax.tree.leaves(parts)))
+        del parts
+        before = live_bytes()
+        _sleep(scheduler)
+        freed.append(before - live_bytes())
+
+    monkeypatch.setattr(Scheduler, "sleep", sleep)
+
+    def sampled(sleeps):
+        groups = Groups(config, Prompter(setup.tokenizer, config.task), FakeRewards(lambda *_: 1.0), False)
+        parts = SourceParts(
+            config, schedules.sync(), None, groups, Batches(batches()), Timer(), setup.serving_params
+        )
+        source = SyncSource(parts, functools.partial(setup.scheduler, setup.engine), sleeps)
+        tokens, logps = [], []
+        for step, version in enumerate(versions):
+            source.publish(version, step)
+            for sample in next_batch(source, step)[0]:
+                tokens.append(sample.trajectory.tokens.tolist())
+                logps.append(sample.trajectory.logp_behav.tolist())
+        digest = source.sync_digest()
+        source.close(True)
+        return tokens, logps, str(digest)
+
+    awake = sampled(False)
+    assert not freed and sampled(True) == awake
+    assert len(freed) == 2 and freed == held and min(held) > 0
