@@ -122,4 +122,4 @@ def test_a_test_names_it(kind, name):
 
 
 def test_presets():
-    assert len(presets.PRESETS) == 19 + 5 + 2 + 1 + 6
+    assert len(presets.PRESETS) == 19 + 5 + 2 + 1 + 2 + 6
