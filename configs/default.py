@@ -246,6 +246,8 @@ def get_config() -> ConfigDict:
     c.correction.kl = "k3"  # estimator of the KL to the reference model
     c.correction.kl_coeff = 0.0  # coefficient of the KL; 0: no reference model in memory
     c.correction.kl_placement = "loss"  # add the KL to the loss, or subtract it from token rewards
+    # Coefficient of the KL to the sampler, (logp - logp_behav)^2 / 2 on all trained tokens.
+    c.correction.sampler_kl_coeff = 0.0
     c.correction.entropy_coeff = 0.0  # coefficient of the entropy bonus
     # Routes that the learner replays in models with experts (docs/moe.md). none: its own. r2: those
     # of its pass before the update. r3: the sampler's. keep: r3, and no token without a route.

@@ -176,6 +176,8 @@ ABOUT_PRESETS = """\
 | `normal`, `ppo_is`, `vanilla_is`, `tis_2`, `tis_8` | Yao et al. 2025 |
 | `centered`, `centered_tis_2` | [2609.20807](https://arxiv.org/abs/2609.20807) |
 | `flash_reinforce` | Hu et al. 2026 |
+| `ipo` | prime-rl's default loss |
+| `kpop` | [2606.15079](https://arxiv.org/abs/2606.15079) |
 | the others | named after systems: `same_engine` equals `normal`; `colocated` and `disaggregated` equal `tis_2` |
 
 `async` and `async_moe` have no weight of their own, because the objective `decoupled` has one. `moe` and `async_moe`

@@ -23,6 +23,7 @@ RUNS = {
         "correction__weight": "token_mis(upper=2.0)", "correction__masks": "seq_mean_k1(upper=1.5)",
         "correction__controllers": "adaptive_kl(kl_target=0.05)",
         "correction__kl_coeff": 0.01, "correction__entropy_coeff": 0.01,
+        "correction__sampler_kl_coeff": 0.01,
         "correction__batch_normalize": True, "reward__name": "tests.tiny_rewards:parts",
     },
     "bypass": {

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxrl_tis.diagnostics import mismatch
 from jaxrl_tis.estimators import rank_masks, ratios
 
+TAIL_RATIO = 2.0  # beyond it, or its inverse, a ratio is of the tail
 
 def _total_variation(log_ratio, mask):
     """Returns the total variation E[max(1 - rho, 0)], which needs no clamp."""
@@ -84,13 +85,20 @@ def divergence_metrics(
     Returns mismatch/{tv_token,tv_seq,tv_seq_bound}; rollout_corr/{chi2_token,chi2_seq};
     mismatch/{ess_token,ess_seq}, effective sample sizes of the untruncated ratios as fractions;
     mismatch/{ratio_mean_token,ratio_mean_seq}, whose expectation is 1 if the recorded log-probs are
-    those of the sampling distribution; mismatch/{log_ratio_abs_mean,log_ratio_abs_max} over tokens.
+    those of the sampling distribution; mismatch/{log_ratio_abs_mean,log_ratio_abs_max} over tokens;
+    mismatch/{tail_above,tail_below}, the shares of tokens with a ratio above 2 and below 1/2
+    (AReaL's tail shares).
     """
     chex.assert_rank([log_ratio, mask], 2)
     log_ratio_bt = ratios.zero_padding(log_ratio, mask)
     stats = ratios.log_ratio_stats(log_ratio, mask, seg)
     statistics = ratio_statistics(log_ratio_bt, stats.log_ratio_sum, mask, stats.count > 0)
     chi2 = {name: statistics.pop(name) for name in ("chi2_token", "chi2_seq")}
+    tail = ratios.log_bound(TAIL_RATIO)
+    statistics |= {
+        "tail_above": ratios.masked_mean(log_ratio_bt > tail, mask),
+        "tail_below": ratios.masked_mean(log_ratio_bt < -tail, mask),
+    }
     detached = mismatch.detached
     return detached(statistics, "mismatch/") | detached(chi2, "rollout_corr/")
 

@@ -22,13 +22,16 @@ from jaxrl_tis.estimators import ratios
 MARGIN = 1e-6  # of probabilities to 0 and 1, as in the code of FlashREINFORCE's authors
 
 
-def binary_kl(log_ratio: Array, logp_behav: Array, mask: Array) -> Array:
+def binary_kl(
+    log_ratio: Array, logp_behav: Array, mask: Array, is_reverse: bool = False
+) -> Array:
     """d_t of the module [B, T] in nats, never below 0; 0 at padding, without gradient.
 
     Args:
       log_ratio: [B, T] nats, logp_old - logp_behav.
       logp_behav: [B, T] log-probs of the sampler, nats.
       mask: [B, T] valid tokens.
+      is_reverse: KL(pi_old || mu), d_t with p and q exchanged.
     """
     chex.assert_equal_shape([log_ratio, logp_behav, mask])
 
@@ -39,10 +42,11 @@ def binary_kl(log_ratio: Array, logp_behav: Array, mask: Array) -> Array:
         return jnp.log(-jnp.expm1(logp_bt))  # log(1 - p), also where p is close to 1
 
     raw_bt = ratios.zero_padding(logp_behav, mask)
-    behav_bt = within(raw_bt)
-    learner_bt = within(raw_bt + ratios.detached_log_ratio(log_ratio, mask))
-    own_bt = jnp.exp(behav_bt) * (behav_bt - learner_bt)
-    rest_bt = -jnp.expm1(behav_bt) * (log_rest(behav_bt) - log_rest(learner_bt))
+    p_bt, q_bt = within(raw_bt), within(raw_bt + ratios.detached_log_ratio(log_ratio, mask))
+    if is_reverse:
+        p_bt, q_bt = q_bt, p_bt
+    own_bt = jnp.exp(p_bt) * (p_bt - q_bt)
+    rest_bt = -jnp.expm1(p_bt) * (log_rest(p_bt) - log_rest(q_bt))
     return jax.lax.stop_gradient(jnp.maximum(own_bt + rest_bt, 0.0))  # rounding may put it below
 
 
@@ -62,6 +66,30 @@ def token_binary_kl(
     """
     del seg
     return ratios.as_bool(mask) & (binary_kl(log_ratio, logp_behav, mask) <= upper)
+
+
+def token_kpop(
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    logp_behav: Array, upper: Numeric = 0.1,
+) -> Array:
+    """KPop (Ring 2.6, arXiv:2606.15079): tokens by the binary KL in both directions.
+
+    prime-rl and AReaL go with the ratio as weight, unclipped: `token_vanilla` in bypass mode.
+
+    Unit: token. Trust region: binary KL(mu || pi_old) and KL(pi_old || mu) of the drawn token <=
+    upper. Use: as `token_binary_kl`, which lets a token pass that the learner finds likely and the
+    sampler drew by chance.
+
+    Args:
+      log_ratio, mask, seg: see `masks`.
+      logp_behav: [B, T] log-probs of the sampler, nats.
+      upper: largest divergence kept, nats, inclusive; 0.1 as in the paper.
+    """
+    del seg
+    forward_bt, reverse_bt = (
+        binary_kl(log_ratio, logp_behav, mask, is_reverse) for is_reverse in (False, True)
+    )
+    return ratios.as_bool(mask) & (jnp.maximum(forward_bt, reverse_bt) <= upper)
 
 
 def seq_mean_binary_kl(
@@ -92,6 +120,7 @@ def seq_mean_binary_kl(
 
 MASKS = {
     "token_binary_kl": token_binary_kl,
+    "token_kpop": token_kpop,
     "seq_mean_binary_kl": seq_mean_binary_kl,
 }
 

@@ -60,6 +60,7 @@ class LossSpec:
     rejected_in_denominator: bool = False
     kl: Method | None = None
     kl_coeff: chex.Numeric = 0.0
+    sampler_kl_coeff: float = 0.0
     entropy_coeff: float = 0.0
     scale: chex.Numeric | None = None
 
@@ -209,12 +210,13 @@ def policy_loss(
     weight: Method | str = NO_WEIGHT, masks: tuple[Method, ...] | str = (), mode: str = "decoupled",
     aggregation: str = "token-mean", is_batch_normalized: bool = False,
     rejected_in_denominator: bool = False, kl: Method | str | None = None,
-    kl_coeff: chex.Numeric = 0.0,
+    kl_coeff: chex.Numeric = 0.0, sampler_kl_coeff: float = 0.0,
     entropy: chex.Array | None = None, entropy_coeff: float = 0.0,
     logp_top: chex.Array | None = None, num_tokens: chex.Numeric | None = None,
     num_seqs: chex.Numeric | None = None, scale: chex.Numeric | None = None,
 ) -> tuple[chex.Array, dict[str, chex.Array]]:
-    """aggregate(w * objective) + kl_coeff * aggregate(kl) - entropy_coeff * aggregate(entropy).
+    """aggregate(w * objective) + kl_coeff * aggregate(kl) + sampler_kl_coeff * aggregate(k2)
+    - entropy_coeff * aggregate(entropy).
 
     A method is text as in a config, "token_tis(cap=2.0)", or a pair ("token_tis", {"cap": 2.0}).
 
@@ -236,6 +238,8 @@ def policy_loss(
       stay.
       kl: name in `kl.KL`, or None for no KL term.
       kl_coeff: weight of the KL term per nat.
+      sampler_kl_coeff: weight of the KL to the sampler, k2 = (logp - logp_behav)^2 / 2, on all
+        tokens of the mask, rejected ones too. It is twice prime-rl's kl_tau.
       entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
       entropy_coeff: weight of the entropy bonus per nat.
       logp_top: [B,T,K] log-probs of the tokens `top_ids` under the policy that is trained, nats.
@@ -251,8 +255,8 @@ def policy_loss(
     spec = LossSpec(
         parsed("objective", objective), parsed("weight", weight),
         methods.parse_all("mask", masks) if isinstance(masks, str) else masks, mode, aggregation,
-        is_batch_normalized, rejected_in_denominator, parsed("kl", kl), kl_coeff, entropy_coeff,
-        scale,
+        is_batch_normalized, rejected_in_denominator, parsed("kl", kl), kl_coeff,
+        sampler_kl_coeff, entropy_coeff, scale,
     )
     return compute_loss(
         logp, batch, spec, entropy=entropy, logp_top=logp_top, num_tokens=num_tokens,
@@ -272,15 +276,16 @@ def compute_loss(
     logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
     seg = batch["seg"] if "seg" in batch else None
     w_bt, is_accepted_bt, method_counts = _apply_at_update(batch, spec)
+    trained_bt = mask
     if spec.rejected_in_denominator or "weights" in batch:
         w_bt = jnp.where(is_accepted_bt, w_bt, 0.0)
     else:
         mask = is_accepted_bt
     batch = seen | {"weights": jax.lax.stop_gradient(ratios.zero_padding(w_bt, mask))}
 
-    def aggregate(x_bt):
+    def aggregate(x_bt, mask_bt):
         return reduce.aggregate(
-            x_bt, mask, spec.aggregation, num_tokens=num_tokens, num_seqs=num_seqs, seg=seg,
+            x_bt, mask_bt, spec.aggregation, num_tokens=num_tokens, num_seqs=num_seqs, seg=seg,
             scale=spec.scale,
         )
 
@@ -289,21 +294,27 @@ def compute_loss(
     loss_bt, metrics = function(logp, logp_old, adv, mask, seg, **extra, **parameters)
     if "weights" not in extra:  # otherwise the objective has used them
         loss_bt = batch["weights"] * loss_bt
-    loss = aggregate(loss_bt)
+    loss = aggregate(loss_bt, mask)
     metrics = metrics | method_counts | {"actor/pg_loss": loss}
     if logp_top is not None:
         f = centering.rule(spec.weight, spec.masks, spec.objective, spec.mode)
         centered_bt, measured = centering.centered(logp_top, batch, entropy, f)
-        loss = loss + aggregate(centered_bt)
+        loss = loss + aggregate(centered_bt, mask)
         metrics |= measured
     if spec.kl is not None:
-        kl_loss = aggregate(kl_term(logp, batch | {"mask": mask}, spec.kl))
+        kl_loss = aggregate(kl_term(logp, batch | {"mask": mask}, spec.kl), mask)
         loss = loss + spec.kl_coeff * kl_loss
         metrics |= {"actor/kl_loss": kl_loss, "actor/kl_coef": jnp.asarray(spec.kl_coeff)}
+    if spec.sampler_kl_coeff != 0.0:
+        behav_bt = _field(batch, "logp_behav", "sampler_kl_coeff")
+        gap_bt = ratios.safe_log_ratio(logp, jax.lax.stop_gradient(behav_bt), trained_bt)
+        sampler_kl_loss = aggregate(0.5 * jnp.square(gap_bt), trained_bt)
+        loss = loss + spec.sampler_kl_coeff * sampler_kl_loss
+        metrics |= {"actor/sampler_kl_loss": sampler_kl_loss}
     if spec.entropy_coeff != 0.0:
         if entropy is None:
             raise ValueError(f"entropy_coeff is {spec.entropy_coeff}, so pass entropy [B,T] too.")
-        entropy_loss = aggregate(entropy)
+        entropy_loss = aggregate(entropy, mask)
         loss = loss - spec.entropy_coeff * entropy_loss
         metrics |= {"actor/entropy_loss": entropy_loss}
     return loss, jax.lax.stop_gradient(metrics)

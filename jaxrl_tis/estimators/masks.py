@@ -28,6 +28,8 @@ Args of every entry:
     1 / upper, as a single number is in verl.
 """
 
+import math
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -195,20 +197,41 @@ def token_dp(
 
 
 def veto(
-    log_ratio: Array, mask: Array, seg: Array | None = None, *, veto_ratio: Numeric = 1e-4
+    log_ratio: Array, mask: Array, seg: Array | None = None, *,
+    veto_ratio: Numeric = 1e-4, veto_upper: Numeric = math.inf,
 ) -> Array:
     """Sequences without a catastrophic token (slime; no paper).
 
-    Unit: sequence. Trust region: rho_t >= veto_ratio at every token. Use: beside another mask or
-    weight, against responses with a token that the learner all but excludes; smaller gaps pass.
+    Unit: sequence. Trust region: veto_ratio <= rho_t <= veto_upper at every token. Use: beside
+    another mask or weight, against responses with a token that the learner, or with veto_upper the
+    sampler, all but excludes; smaller gaps pass.
 
     Args:
       log_ratio, mask, seg: see the module.
       veto_ratio: smallest ratio that is tolerated, inclusive; 1e-4 is slime's example.
+      veto_upper: largest one; without a bound, as in slime. SkyRL's outlier mask has 100.
     """
-    lowest_bs = -ratios.log_ratio_stats(log_ratio, mask, seg).k1_max
-    lowest_bt = ratios.to_tokens(lowest_bs, seg, mask.shape[1])
-    return ratios.as_bool(mask) & (lowest_bt >= ratios.log_bound(veto_ratio))
+    l_bt = ratios.detached_log_ratio(log_ratio, mask)
+    return _whole_sequences(ratios.is_inside(l_bt, veto_ratio, veto_upper), mask, seg)
+
+
+def seq_logprob_error(
+    log_ratio: Array, mask: Array, seg: Array | None = None, *, upper: Numeric = 2.0
+) -> Array:
+    """Sequences by the mean factor between both probabilities (NeMo-RL's
+    seq_logprob_error_threshold; no paper).
+
+    Unit: sequence. Trust region: mean_t exp(|log rho_t|) <= upper, at least 1; all rho_t finite.
+    Use: against responses whose record is broken, at any length; gaps of both signs add up, which
+    cancel in the geometric mean. One bad token hides in a long mean: add `veto`.
+
+    Args:
+      log_ratio, mask, seg: see the module.
+      upper: largest mean kept, inclusive; 2.0 as in NeMo-RL's recipes.
+    """
+    factor_bt = jnp.exp(jnp.abs(ratios.detached_log_ratio(log_ratio, mask)))
+    mean_bs = ratios.sequence_mean(factor_bt, mask, seg)
+    return ratios.as_bool(mask) & (ratios.to_tokens(mean_bs, seg, mask.shape[1]) <= upper)
 
 
 def trm(
@@ -341,6 +364,7 @@ MASKS = {
     "seq_sum_ratio": seq_sum_ratio,
     "seq_mean_ratio": seq_mean_ratio,
     "veto": veto,
+    "seq_logprob_error": seq_logprob_error,
     "trm": trm,
     "trm_k3": trm_k3,
     "opsm": opsm,

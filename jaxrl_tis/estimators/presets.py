@@ -72,6 +72,9 @@ PRESETS = {
     "centered_tis_2": _centered("token_tis(cap=2.0)"),
     # FlashREINFORCE (Hu et al. 2026); its advantage and aggregation are fields of their own.
     "flash_reinforce": _bypass("reinforce", "token_vanilla", "seq_mean_binary_kl(upper=0.003)"),
+    # Unclipped ratios inside a trust region: prime-rl's default loss, and KPop (arXiv:2606.15079).
+    "ipo": _bypass("reinforce", "token_vanilla", "token_dp(upper=0.3)"),
+    "kpop": _bypass("reinforce", "token_vanilla", "token_kpop(upper=0.1)"),
     # By system: what samples, and how far behind the learner.
     "same_engine": NORMAL,
     "colocated": TIS_2,

@@ -116,6 +116,31 @@ def gspo(
     return loss_bt, ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
+def luspo(
+    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
+    clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4,
+) -> ppo.Loss:
+    """LUSPO (arXiv:2602.05261): `gspo` times the number of tokens of the response.
+
+    With GSPO's aggregation, seq-mean-token-mean, the gradient is -s A on each token inside the
+    band, however long its response is.
+
+    Unit: sequence. Trust region: that of `gspo`. Gradient: n times that of `gspo`. Use: where
+    responses shrink under `gspo`, whose long responses count less per token; very long ones
+    dominate a batch.
+
+    Args:
+      clip_low, clip_high: as `gspo`.
+
+    Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
+    """
+    loss_bt, metrics = gspo(
+        logp, logp_old, adv, mask, seg, clip_low=clip_low, clip_high=clip_high
+    )
+    count_bs = ratios.sequence_count(loss_bt, mask, seg)
+    return loss_bt * ratios.to_tokens(count_bs, seg, mask.shape[1]), metrics
+
+
 def gspo_token(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4,
@@ -315,6 +340,7 @@ def ctpo(
 OBJECTIVES = {
     "seq_ppo": seq_ppo,
     "gspo": gspo,
+    "luspo": luspo,
     "gspo_token": gspo_token,
     "gmpo": gmpo,
     "tbpo": tbpo,

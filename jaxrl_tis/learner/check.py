@@ -402,13 +402,19 @@ def _bounds(name, parameters):
     if name == "token_dp":
         if not 0 < high <= 1:
             yield f"upper is {high} in {name!r}, a probability difference; set it above 0, up to 1"
-    elif name.endswith("_binary_kl"):
+    elif name == "seq_logprob_error":
+        if not high >= 1:
+            yield f"upper is {high} in {name!r}, a mean of factors of 1 or more; set it to 1 or more"
+    elif name.endswith(("_binary_kl", "_kpop")):
         if not high >= 0:
             yield f"upper is {high} in {name!r}, a divergence; set it to at least 0"
     elif not name.endswith(("_k2", "_k3")) and high is not None:
         low = (1 / high if name.endswith("_k1") else 0.0) if low is None else low
         if not 0 <= low <= 1 <= high:
             yield f"the band [{low}, {high}] of {name!r} excludes the ratio 1; set bounds around 1"
+    low, high = (parameters.get(key, 1.0) for key in ("veto_ratio", "veto_upper"))
+    if not 0 <= low <= 1 <= high:
+        yield f"the band [{low}, {high}] of {name!r} excludes the ratio 1; set bounds around 1"
     clip_low, clip_high = (parameters.get(key, 0.0) for key in ("clip_low", "clip_high"))
     if clip_low < 0 or (clip_low > 1 and name in ("ppo", "dual_clip", "dis")):
         yield f"clip_low is {clip_low} in {name!r}, with lower bound 1 - clip_low; give 0 to 1"

@@ -40,6 +40,7 @@ class Correction:
     kl: Method | None
     kl_coeff: float
     kl_placement: str
+    sampler_kl_coeff: float
     entropy_coeff: float
     controllers: tuple[Method, ...]
     routing: str
@@ -166,6 +167,7 @@ def parse(fields: ml_collections.ConfigDict, router_bias_rate: float = 0.0) -> C
         kl=methods.parse("kl", fields.kl) if fields.kl_coeff else None,
         kl_coeff=fields.kl_coeff,
         kl_placement=fields.kl_placement,
+        sampler_kl_coeff=fields.sampler_kl_coeff,
         entropy_coeff=fields.entropy_coeff,
         controllers=methods.parse_all("controller", fields.controllers),
         routing=fields.routing,
@@ -335,7 +337,7 @@ def loss_spec(c: Correction, batch: Batch) -> loss.LossSpec:
         aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
         rejected_in_denominator=c.rejected_in_denominator or c.mode == "bypass",
         kl=c.kl if c.kl_placement == "loss" else None, kl_coeff=now.kl_coeff,
-        entropy_coeff=c.entropy_coeff, scale=c.scale or None,
+        sampler_kl_coeff=c.sampler_kl_coeff, entropy_coeff=c.entropy_coeff, scale=c.scale or None,
     )
 
 

@@ -111,6 +111,8 @@ UPDATE = (
             "Absent, as every value of an update, in a step with nothing to train on.", VERL),
     compact("actor/entropy", "nats per token",
             "Entropy of the learner's distribution at π_prox. A fall to 0 is a collapse.", VERL),
+    compact("actor/sampler_kl_loss", "nats per token",
+            "KL to the sampler by k2, with sampler_kl_coeff.", "prime-rl"),
     compact("actor/entropy_loss", "nats per token", "Entropy term, with entropy_coeff.", VERL),
     compact("actor/ppo_kl", "nats per token",
             "Mean of π_c − π: how far the learner moved. π_c is the centre of the clipped ratio: "
@@ -185,6 +187,8 @@ MISMATCH = (
            "Absolute log-ratio, |log ρ|."),
     Metric("mismatch/{ratio_mean_token,ratio_mean_seq}", "ratio",
            "Mean of ρ and of Π ρ. Both are 1 in expectation if the recorded log-probs are exact."),
+    Metric("mismatch/{tail_above,tail_below}", "share",
+           "Tokens with ρ above 2, and below 1/2. The two cancel in a mean.", "AReaL"),
     Metric("mismatch/{tv_token,tv_seq,tv_seq_bound}", "probability",
            "Total variation: mean of max(0, 1 − ρ) over tokens, the same over sequences, and the "
            "bound of the latter from the tokens."),

@@ -51,6 +51,8 @@ def test_divergences_equal_those_of_the_distributions():
         "mismatch/ratio_mean_token": 1.0,
         "mismatch/ess_seq": 1.0 / np.sum(mu_s * rho_s**2),
         "mismatch/ess_token": 1.0 / np.mean(np.exp(2.0 * log_ratio)),
+        "mismatch/tail_above": np.mean(log_ratio > np.log(2.0)),
+        "mismatch/tail_below": np.mean(log_ratio < -np.log(2.0)),
         "mismatch/log_ratio_abs_mean": np.abs(log_ratio).mean(),
         "mismatch/log_ratio_abs_max": np.log(0.75 / 0.2),
         "rollout_corr/chi2_seq": np.sum(pi_s**2 / mu_s) - 1.0,
@@ -87,6 +89,14 @@ def test_total_variation_where_the_policies_share_no_token():
         assert metrics[f"mismatch/{name}"] == 1.0, name
     assert metrics["mismatch/ess_token"] == 0.0
     assert metrics["mismatch/ess_seq"] == 0.0
+
+
+def test_the_tails_of_both_sides_by_hand():
+    # Above 2: 2.01 and 9. Below 1/2: 0.49. The entry at padding is no token.
+    ratio = np.array([[2.01, 1.99, 9.0, 0.51], [0.49, 1.0, 1.0, 100.0]])
+    metrics = divergence_metrics(jnp.log(ratio), jnp.array([[1, 1, 1, 1], [1, 1, 1, 0]]))
+    np.testing.assert_allclose(metrics["mismatch/tail_above"], 2 / 7, rtol=1e-6)
+    np.testing.assert_allclose(metrics["mismatch/tail_below"], 1 / 7, rtol=1e-6)
 
 
 def test_sample_sizes_need_no_clamp():

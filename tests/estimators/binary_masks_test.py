@@ -33,6 +33,28 @@ def test_by_hand():
     assert kept.tolist() == [[False, False, True], [True, True, False]]
 
 
+def test_kpop_looks_both_ways():
+    # With p and q exchanged: 0.4 log(0.8) + 0.6 log(1.2) = 0.020136; 0.8 log(0.8 / 0.9) + 0.2 log(2)
+    # = 0.044403; 0.01 log(10) + 0.99 log(0.99 / 0.999) = 0.014066. The largest of each pair counts.
+    log_ratio, behav = given(SAMPLER, LEARNER)
+    reverse = binary_masks.binary_kl(log_ratio, behav, MASK, is_reverse=True)
+    np.testing.assert_allclose(reverse, [[0.020136, 0.044403, 0.014066], [0, 0, 0]], atol=1e-6)
+    kept = lambda upper: binary_masks.token_kpop(log_ratio, MASK, logp_behav=behav, upper=upper)[0]
+    assert kept(0.0203).tolist() == [False, False, True]
+    assert kept(0.0205).tolist() == [True, False, True]
+    assert kept(0.0443).tolist() == [True, False, True]
+    assert kept(0.0445).tolist() == [True, True, True] and kept(0.0140).tolist() == [False] * 3
+
+
+def test_kpop_has_the_papers_bound():
+    # p = 0.5, q = 0.5 + x: -0.5 log(1 - 4 x^2) is 0.1 at x = 0.2129, where the reverse is 0.0937.
+    behav = jnp.log(jnp.array([[0.5]]))
+    for learner, is_kept in ((0.7127, True), (0.7131, False), (0.2873, True), (0.2869, False)):
+        log_ratio = jnp.log(jnp.array([[learner]])) - behav
+        kept = binary_masks.token_kpop(log_ratio, jnp.ones((1, 1)), logp_behav=behav)
+        assert bool(kept[0, 0]) == is_kept
+
+
 def test_a_sequence_is_kept_by_its_mean():
     # (0.020411 + 0.036690 + 0.006738) / 3 = 0.021280; of the first two tokens 0.028551.
     log_ratio, behav = given(SAMPLER, LEARNER)

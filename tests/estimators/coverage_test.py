@@ -28,7 +28,9 @@ PUBLISHED = {
         "token_ratio", "seq_sum_ratio", "seq_mean_ratio")],
     "a band on the probabilities": [("mask", "token_dp")],
     "binary KL of tokens": [("mask", "token_binary_kl")],
-    "veto": [("mask", "veto")],
+    "KPop": [("mask", "token_kpop")],
+    "veto and outlier mask": [("mask", "veto")],
+    "sequence log-prob error": [("mask", "seq_logprob_error")],
     "TRM": [("mask", "trm"), ("mask", "trm_k3")],
     "OPSM": [("mask", "opsm")],
     "staleness filter": [("mask", "staleness")],
@@ -42,6 +44,7 @@ PUBLISHED = {
     "A-3PO": [("objective", "a3po")],
     "PPO on sequences": [("objective", "seq_ppo")],
     "GSPO": [("objective", "gspo"), ("objective", "gspo_token")],
+    "LUSPO": [("objective", "luspo")],
     "GMPO": [("objective", "gmpo")],
     "CTPO": [("objective", "ctpo")],
     "ESPO": [("objective", "espo")],
@@ -119,4 +122,4 @@ def test_a_test_names_it(kind, name):
 
 
 def test_presets():
-    assert len(presets.PRESETS) == 19 + 5 + 2 + 1 + 6
+    assert len(presets.PRESETS) == 19 + 5 + 2 + 1 + 2 + 6

@@ -60,6 +60,27 @@ def test_kl_and_entropy_terms():
     np.testing.assert_allclose(gradient, -0.01 / 5 * BATCH["mask"], rtol=1e-5)
 
 
+def test_the_kl_to_the_sampler_is_of_rejected_tokens_too():
+    """prime-rl's IPO with its quadratic term, tau = 0.1."""
+    # logp - logp_behav: 0.5, -0.2, 0.1, 0.2, 0.7; differences of the probabilities by hand.
+    parts = {"mode": "bypass", "objective": "reinforce", "weight": "token_vanilla",
+             "aggregation": "token-sum", "rejected_in_denominator": True}
+    gap = np.array([0.5, -0.2, 0.1, 0.2, 0.7])
+    behav = np.asarray(BATCH["logp_behav"])[np.asarray(BATCH["mask"]) > 0]
+    is_kept = np.abs(np.exp(behav + gap) - np.exp(behav)) <= 0.1
+    assert 0 < is_kept.sum() < 5
+    adv = np.array([1.0, 1.0, 1.0, -0.5, -0.5])
+    total = lambda logp: policy_loss(
+        logp, BATCH, masks="token_dp(upper=0.1)", sampler_kl_coeff=0.2, **parts
+    )
+    (_, metrics), gradient = jax.value_and_grad(total, has_aux=True)(LOGP)
+    np.testing.assert_allclose(metrics["actor/sampler_kl_loss"], np.sum(gap**2) / 2, rtol=1e-5)
+    expected = -1.0 * is_kept * adv * np.exp(gap) + 2 * 0.1 * gap
+    found = np.asarray(gradient)[np.asarray(BATCH["mask"]) > 0]
+    np.testing.assert_allclose(found, expected, rtol=1e-4)
+    assert not np.any(np.asarray(gradient)[np.asarray(BATCH["mask"]) == 0])
+
+
 def test_dis_is_reinforce_with_the_masked_weight_in_bypass_mode():
     # Ratios to the sampler: e^0.5, e^-0.2, e^0.1, e^0.2 and e^0.7; the first and last are above 1.5.
     parts = {"aggregation": "token-mean", "mode": "bypass", "rejected_in_denominator": True}

@@ -36,13 +36,15 @@ BANDS = {
 }
 PARAMETERS = BANDS | {
     "token_dp": {"upper": 0.1},
-    "veto": {"veto_ratio": 0.6},
+    "veto": {"veto_ratio": 0.6, "veto_upper": 1.7},
+    "seq_logprob_error": {"upper": 1.4},
     "trm": {"trm_delta": 0.4},
     "trm_k3": {"trm_delta": 0.2},
     "opsm": {"opsm_delta": 0.05},
     "staleness": {"staleness_max": 2},
     "token_binary_kl": {"upper": 0.05},
     "seq_mean_binary_kl": {"upper": 0.2},
+    "token_kpop": {"upper": 0.05},
 }
 OF_THE_BATCH = {"m2po", "clip_cov", "top_entropy"}  # in rank_masks_test
 
@@ -79,11 +81,13 @@ def kl(p_logits, q_logits):
     return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0)
 
 
-def binary_kl(logp, log_ratio):
+def binary_kl(logp, log_ratio, is_reverse=False):
     p, q = (
         min(max(math.exp(x), 1e-6), 1 - 1e-6)
         for x in (logp, logp + max(-20.0, min(20.0, log_ratio)))
     )
+    if is_reverse:
+        p, q = q, p
     return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
@@ -106,7 +110,13 @@ def oracle(name, inputs):
             value = own if name.startswith("token_") else math.fsum(gaps) / len(gaps)
             keep[b, t] = value <= PARAMETERS[name]["upper"]
         elif name == "veto":
-            keep[b, t] = all(math.exp(x) >= 0.6 for x in peers)
+            keep[b, t] = all(0.6 <= math.exp(x) <= 1.7 for x in peers)
+        elif name == "seq_logprob_error":
+            factors = [math.exp(min(20.0, abs(x))) for x in peers]
+            keep[b, t] = math.fsum(factors) / len(factors) <= 1.4
+        elif name == "token_kpop":
+            pair = inputs["logp_behav"][b, t], log_ratio[b, t]
+            keep[b, t] = max(binary_kl(*pair), binary_kl(*pair, is_reverse=True)) <= 0.05
         elif name == "trm":
             logits = zip(
                 inputs["logits_behav"][b, is_peer], inputs["logits"][b, is_peer]
@@ -186,6 +196,24 @@ def test_a_band_on_the_probabilities_by_hand():
         learner - sampler, jnp.ones((1, 3), bool), logp_behav=sampler, upper=0.1001
     )
     assert kept.tolist() == [[True, False, True]]
+
+
+def test_the_error_of_a_sequence_by_hand():
+    # Ratios 3 and 1/3 are a factor of 3 each, and their geometric mean is 1. A ratio that is not
+    # finite is never kept.
+    mask = np.array([[1, 1, 0], [1, 1, 1], [1, 1, 0], [1, 1, 0]])
+    ratio = np.array([[3, 1 / 3, 9], [1, 1, 4], [np.inf, 1, 1], [np.nan, 1, 1]])
+    kept = lambda **bound: masks.seq_logprob_error(jnp.log(ratio), mask, **bound)[:, 0].tolist()
+    assert kept() == [False, True, False, False]  # 3 and 2
+    assert kept(upper=3.0001) == [True, True, False, False]
+    assert kept(upper=1.9999) == [False] * 4
+
+
+def test_the_veto_has_two_sides():
+    log_ratio = jnp.log(jnp.array([[1.0, 100.1], [1.0, 99.9], [0.99e-4, 1.0], [1.01e-4, 1.0]]))
+    kept = lambda **bound: masks.veto(log_ratio, jnp.ones((4, 2)), **bound)[:, 0].tolist()
+    assert kept(veto_upper=100.0) == [False, True, False, True]
+    assert kept() == [True, True, False, True]
 
 
 def test_every_entry_has_parameters_in_these_tests():

@@ -1,5 +1,7 @@
 """Methods as a config spells them."""
 
+import math
+
 import pytest
 
 from jaxrl_tis.estimators import methods
@@ -34,7 +36,7 @@ def test_a_name_that_is_no_python_name():
 def test_masks_are_joined_by_and_in_order():
     found = methods.parse_all("mask", "token_k3(upper=0.1) & veto & seq_mean_k1(upper=1.5)")
     assert found == (
-        ("token_k3", {"upper": 0.1}), ("veto", {"veto_ratio": 1e-4}),
+        ("token_k3", {"upper": 0.1}), ("veto", {"veto_ratio": 1e-4, "veto_upper": math.inf}),
         ("seq_mean_k1", {"upper": 1.5, "lower": None}),
     )
     assert methods.parse_all("mask", "  ") == ()

@@ -94,6 +94,12 @@ def test_flash_reinforce():
     )
 
 
+def test_unclipped_ratios_inside_a_trust_region():
+    """prime-rl: a ratio of each token without a cap, tokens dropped outside the region, no clip."""
+    for name, mask in (("ipo", ("token_dp", {"upper": 0.3})), ("kpop", ("token_kpop", {"upper": 0.1}))):
+        assert parsed(name) == ("bypass", ("token_vanilla", {}), (mask,), ("reinforce", {}))
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_every_preset_parses(name):
     parsed(name)

@@ -23,6 +23,11 @@ def seq_ppo_loop(x):
     return loss, np.outer(slope, np.ones(n)), is_clipped
 
 
+def luspo_loop(x):
+    loss, jacobian, is_clipped = gspo_loop(x)
+    return len(x["l"]) * loss, len(x["l"]) * jacobian, is_clipped
+
+
 def gspo_token_loop(x):
     loss, jacobian, is_clipped = gspo_loop(x)
     return loss, np.diag(jacobian.sum(1)), is_clipped
@@ -78,6 +83,7 @@ def ctpo_loop(x):
 LOOPS = {
     "seq_ppo": seq_ppo_loop,
     "gspo": gspo_loop,
+    "luspo": luspo_loop,
     "gspo_token": gspo_token_loop,
     "gmpo": gmpo_loop,
     "tbpo": tbpo_loop,
