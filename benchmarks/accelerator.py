@@ -32,8 +32,8 @@ from jaxrl_tis.runtime import cli
 
 # Part -> its share of the eight minutes, seconds.
 SECONDS = {
-    "device": 30, "correctness": 100, "gate": 70, "decode": 90, "step": 90, "sync": 30,
-    "quickstart": 70,
+    "device": 30, "correctness": 130, "gate": 80, "decode": 80, "step": 80, "sync": 20,
+    "quickstart": 60,
 }
 SCHEMA = pathlib.Path(__file__).with_name("accelerator_schema.json")
 MARK = "result: "  # begins a line of a part's output

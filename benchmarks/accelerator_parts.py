@@ -141,8 +141,7 @@ def gate() -> Iterator[Result]:
     for name, quantization in FORMATS.items():
         config = quickstart_config.get_config()
         config.engine.update(
-            quantization=quantization, dtype="bfloat16", cache_dtype="bfloat16",
-            **model.engine_options(),
+            quantization=quantization, dtype="bfloat16", cache_dtype="bfloat16"
         )
         setup = build.build(config.lock())
         measured = report.measure(setup, initial_params(setup.training), of.gate_prompts)

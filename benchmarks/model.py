@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import time
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,15 +61,12 @@ SMALL = Sizes(ModelConfig(
 ))
 
 
-def engine_options() -> dict[str, Any]:
-    """Returns the engine's options for the platform. On a CPU its layers are unrolled; elsewhere they are
-    scanned, with pages that the TPU's decode kernel supports."""
-    return {} if jax.default_backend() == "cpu" else dict(unroll=False, page_size=128)
-
-
 def engine_config(dtype: str, **options) -> EngineConfig:
-    """Returns the config of an engine that computes and caches in a dtype."""
-    return EngineConfig(dtype=dtype, cache_dtype=dtype, **engine_options(), **options)
+    """Returns the config of an engine that computes and caches in a dtype. On a CPU its layers are
+    unrolled; elsewhere they are scanned, with pages that the TPU's decode kernel supports."""
+    is_cpu = jax.default_backend() == "cpu"
+    by_platform = {} if is_cpu else dict(unroll=False, page_size=128)
+    return EngineConfig(dtype=dtype, cache_dtype=dtype, **by_platform, **options)
 
 
 def setup(
