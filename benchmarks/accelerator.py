@@ -4,10 +4,11 @@
     python -m benchmarks.accelerator --json=docs/accelerators/NAME.json
 
 Parts: the device and its rates; logits and kernels against float64; the gate of bfloat16 and W8A8
-samplers; decode; a GRPO step; a weight sync; 30 steps of the quickstart. Each part is a process of its
-own, and a part that fails or is stopped does not end the others. A part may use the seconds that
+samplers; decode; a GRPO step; a weight sync; 30 steps of the quickstart. Each part is a process of
+its own, and a part that fails or is stopped does not end the others. A part may use the seconds that
 earlier parts left of their share. Nothing is downloaded. A CPU gets smaller sizes (`sizes` in
-benchmarks/accelerator_parts.py). The exit code is 1 if logits, kernels or the gate failed, 0 otherwise.
+benchmarks/accelerator_parts.py). The exit code is 1 if logits, kernels or the gate failed, 0
+otherwise.
 
 Examples:
 
@@ -40,8 +41,8 @@ MARK = "result: "  # begins a line of a part's output
 LONGEST_ERROR = 2000  # characters
 IDLE_LOAD = 0.5  # processes that wait for a core at the start; above it the page says so
 COLUMNS = (
-    "machine", "sizes", "logits", "kernels", "gate", "decode W8A8", "decode bfloat16", "step", "MFU",
-    "sync", "quickstart",
+    "machine", "sizes", "logits", "kernels", "gate", "decode W8A8", "decode bfloat16", "step",
+    "MFU", "sync", "quickstart",
 )
 
 
@@ -91,8 +92,8 @@ def run_part(name: str, seconds: float, command: list[str] | None = None) -> dic
 
 
 def environment() -> dict[str, str]:
-    """Returns the environment of a part. The host computes the float64 results, so that its backend has
-    to be there too."""
+    """Returns the environment of a part. The host computes the float64 results, and so jax also needs
+    its CPU backend."""
     platforms = os.environ.get("JAX_PLATFORMS", "")
     if not platforms or "cpu" in platforms.split(","):
         return dict(os.environ)

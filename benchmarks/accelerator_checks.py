@@ -1,4 +1,4 @@
-"""Compares logits and kernels on a device with float64 on the host, for benchmarks/accelerator.py."""
+"""Compares logits and kernels with float64 on the host, for benchmarks/accelerator.py."""
 
 import dataclasses
 from collections.abc import Callable
@@ -37,18 +37,19 @@ class Case:
 
 
 def logits(model: ModelConfig, tokens: int) -> dict[str, dict[str, Any]]:
-    """Returns {dtype: {error, bound, is_ok}} of random parameters. The error is the root mean square of
-    the difference over that of the float64 logits."""
+    """Returns {dtype: {error, bound, is_ok}} of random parameters. The error is the root mean square
+    of the difference over that of the float64 logits."""
     params = transformer.init(model, jax.random.key(0))
     ids = np.random.default_rng(0).integers(0, model.vocab_size, tokens).astype(np.int32)
     expected = float64_decoder.logits(jax.device_get(params), model, ids)
     found = {}
+    run = jax.jit(transformer.logits, static_argnames=("config", "program"))
     for dtype, (precision, bound) in PROGRAMS.items():
         program = transformer.Program(dtype=dtype)
         with jax.default_matmul_precision(precision):
-            run = jax.jit(lambda params, ids, p=program: transformer.logits(params, model, ids, program=p))
-            computed = np.asarray(run(params, ids[None])[0], np.float64)
-        error = np.sqrt(np.mean((computed - expected) ** 2) / np.mean(expected**2))
+            found_tv = run(params, model, ids[None], program=program)[0]
+        difference = np.asarray(found_tv, np.float64) - expected
+        error = np.sqrt(np.mean(difference**2) / np.mean(expected**2))
         found[dtype] = judged(float(error), bound)
     return found
 
@@ -58,8 +59,8 @@ def judged(error: float, bound: float) -> dict[str, Any]:
 
 
 def check(case: Case) -> dict[str, Any]:
-    """Returns {kernel, error, bound, is_ok}. `kernel` is "Pallas" if the compiled program calls a TPU
-    kernel, else "XLA"."""
+    """Returns {kernel, error, bound, is_ok}. `kernel` is "Pallas" if the compiled program calls a
+    TPU kernel, else "XLA"."""
     compiled = jax.jit(case.run).lower(*case.inputs).compile()
     kernel = "Pallas" if "tpu_custom_call" in compiled.as_text() else "XLA"
     found = jax.tree.map(lambda x: np.asarray(x, np.float64), compiled(*case.inputs))
@@ -70,8 +71,8 @@ def check(case: Case) -> dict[str, Any]:
 
 
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Returns the largest difference over the largest expected number. An infinity has to be the same
-    infinity."""
+    """Returns the largest difference over the largest expected number. An infinity has to be the
+    same infinity."""
     is_finite = np.isfinite(expected)
     if not np.array_equal(found[~is_finite], expected[~is_finite]):
         return np.nan
@@ -106,7 +107,7 @@ def cases(width: int, vocab: int) -> dict[str, Case]:
         return jnp.take_along_axis(logp, targets[..., None], axis=-1)[..., 0]
 
     of_heads = {
-        "token_logprob": Case(lambda *x: score(*x).logp, inputs, log_probs),
+        "token_logprob": Case(lambda *x: score(*x).logp, inputs, log_probs, FLOAT32),
         "token_logprob gradient": Case(
             scores["token_logprob gradient"][0], inputs,
             jax.grad(lambda *x: jnp.sum(log_probs(*x)), (0, 1)),
@@ -150,8 +151,8 @@ def attention_cases() -> dict[str, Case]:
 
 
 def cache_cases() -> dict[str, Case]:
-    """Returns decode attention over pages of a bfloat16 and an int8 cache, with the page's content after
-    it."""
+    """Returns decode attention over pages of a bfloat16 and an int8 cache, with the content of the
+    pages after it."""
     return {f"decode_attention {dtype}": _cache_case(dtype) for dtype in ("bfloat16", "int8")}
 
 

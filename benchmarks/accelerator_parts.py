@@ -71,7 +71,7 @@ class Sizes:
 
 def sizes() -> tuple[str, Sizes]:
     """Returns the name of the sizes and the sizes. A CPU gets the model of the learner's benchmarks,
-    a quarter of the tokens, and smaller matrices. Every other device gets the full sizes."""
+    a quarter of the tokens and prompts, and smaller matrices. Other devices get the full sizes."""
     if jax.default_backend() == "cpu":
         return "cpu", Sizes(
             "4 layers, width 256, vocabulary 49,152", model.SMALL, (1, 32, 128), 32, 16, 4096, 16,
@@ -119,7 +119,8 @@ def nvidia_driver() -> str | None:
 def processor() -> str:
     """Returns the name of the host's processor."""
     path = pathlib.Path("/proc/cpuinfo")
-    found = re.search(r"^model name\s*: (.*)$", path.read_text(), re.MULTILINE) if path.exists() else None
+    text = path.read_text() if path.exists() else ""
+    found = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     return found[1] if found else platform.processor() or platform.machine()
 
 
@@ -135,7 +136,7 @@ def correctness() -> Iterator[Result]:
 
 
 def gate() -> Iterator[Result]:
-    """Yields the gate's measures for samplers in two formats, with the quickstart's random model."""
+    """Yields the gate's measures of samplers in two formats, with the quickstart's random model."""
     _, of = sizes()
     found = {}
     for name, quantization in FORMATS.items():
@@ -154,8 +155,8 @@ def gate() -> Iterator[Result]:
 def decode() -> Iterator[Result]:
     """Yields tokens/s of decoding, the scheduler included and prefill excluded.
 
-    The bytes of a token are the least that must move: the served weights once for all sequences, and
-    the keys and values of the sequence at its mean length.
+    The bytes of a token are the least that must move: the served weights once for all sequences,
+    and the keys and values of the sequence at its mean length.
     """
     _, of = sizes()
     shape, length = of.step.model, of.decode_tokens
@@ -196,8 +197,8 @@ def decode_rate(engine: Engine, served: Any, batch: int, length: int, rounds: in
 
 
 def weight_bytes(served: dict[str, Any]) -> int:
-    """Returns the bytes of the served weights that a decode step reads: all but a token table beside a
-    head of its own."""
+    """Returns the bytes of the served weights that a decode step reads: all but a token table in a
+    model that also has a head."""
     read = {name: x for name, x in served.items() if name != "embed" or "head" not in served}
     return sum(x.nbytes for x in jax.tree.leaves(read))
 
@@ -210,9 +211,9 @@ def kv_bytes(shape: ModelConfig, length: int) -> int:
 def step() -> Iterator[Result]:
     """Yields seconds and model FLOPs of a GRPO step with a W8A8 sampler, fused and not.
 
-    A fused update also computes logp_old, so nothing is scored before it. `mfu` and `update_mfu` are
-    shares of the published rate of bfloat16, `matrix_share` is the share of the matrix rate that this
-    process measured in the learner's dtype.
+    A fused update also computes logp_old, so nothing is scored before it. `mfu` and `update_mfu`
+    are shares of the published rate of bfloat16. `matrix_share` is the share of the matrix rate that
+    this process measured in the learner's dtype.
     """
     _, of = sizes()
     rate = model.matrix_rate(of.step.dtype, of.matrix)
@@ -257,7 +258,8 @@ def sync() -> Iterator[Result]:
 
 
 def quickstart() -> Iterator[Result]:
-    """Yields what a run of the quickstart took and reached. This process does not use the device."""
+    """Yields seconds and accuracies of a run of the quickstart. This process leaves the device to the
+    run."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         subprocess.run(
@@ -269,7 +271,8 @@ def quickstart() -> Iterator[Result]:
     accuracies = [x["eval/greedy_accuracy"] for x in lines if x["phase"] == "eval"]
     steps = [x["time/step_s"] for x in lines if x["phase"] == "train"]
     yield {
-        "steps": len(steps), "seconds": seconds, "step_seconds": statistics.median(steps[len(steps) // 3 :]),
+        "steps": len(steps), "seconds": seconds,
+        "step_seconds": statistics.median(steps[len(steps) // 3 :]),
         "first_accuracy": accuracies[0], "last_accuracy": accuracies[-1],
     }
 

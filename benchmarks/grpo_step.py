@@ -5,7 +5,7 @@
 
 The model is random, with 4 layers, width 256 and vocabulary 49,152. The batch has 4 prompts x 8
 samples of 64 + 64 tokens. The last line divides the model FLOPs of a step by its time and by the
-machine's own matrix rate, measured before and after (a float32 product of width 2,048, the best of ten).
+machine's own matrix rate: a float32 product of width 2,048, the best of five before and five after.
 With --trl_python and --tunix_python TRL and Tunix run the same step (grpo_trl.py, grpo_tunix.py)
 before and after ours, and the ratio to ours is printed.
 """
@@ -105,8 +105,8 @@ def main() -> None:
     is_fused = step.trainer.setup.recompute_reason is None
     work, rate = sum(model.flops(model.SMALL, is_fused).values()), max(rates)
     median = statistics.median(parts["step"])
-    print(f"model FLOPs of a step: {work / 1e9:.0f} GF in {median:.2f} s, {work / median / rate:.0%} of the "
-          f"machine's {rate / 1e9:.0f} GF/s")
+    print(f"model FLOPs of a step: {work / 1e9:.0f} GF in {median:.2f} s, "
+          f"{work / median / rate:.0%} of the machine's {rate / 1e9:.0f} GF/s")
     measure_peers(args, peers)
     for way, seconds in peers.items():
         ratio = statistics.mean(seconds) / statistics.median(parts["step"])

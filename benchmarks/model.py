@@ -104,8 +104,8 @@ def setup(
 
 
 def flops(sizes: Sizes, is_fused: bool) -> dict[str, int]:
-    """Returns the model FLOPs of the parts of a step. Nothing that is recomputed counts. A fused update
-    also computes logp_old, so that nothing is scored before it."""
+    """Returns the model FLOPs of the parts of a step. Nothing that is recomputed counts. A fused
+    update also computes logp_old, so nothing is scored before it."""
     length = sizes.prompt_tokens + sizes.new_tokens
     forward = work.forward_flops(sizes.model, sizes.rows, length, sizes.new_tokens)
     mean_length = sizes.prompt_tokens + sizes.new_tokens // 2
@@ -117,8 +117,8 @@ def flops(sizes: Sizes, is_fused: bool) -> dict[str, int]:
 
 
 def matrix_rate(dtype: str, width: int, rounds: int = 5) -> float:
-    """Returns the FLOP/s of the product of two square matrices, the best of `rounds`. Float32 has the
-    default precision of the platform; int8 counts operations."""
+    """Returns the FLOP/s of the product of two square matrices, the best of `rounds`. Float32 has
+    the default precision of the platform; int8 counts operations."""
     draw = lambda key: jax.random.normal(jax.random.key(key), (width, width))
     cast = (lambda x: (20 * x).astype("int8")) if dtype == "int8" else lambda x: x.astype(dtype)
     a, b = cast(draw(0)), cast(draw(1))
@@ -157,10 +157,9 @@ class Step:
         ]
         done = generate(self._scheduler, requests)
         sample = Sample(done[0], {}, "", 0.0, 0.0, 0)
+        rewards, size = self._rng.random(len(done)).tolist(), rollout.group_size
         return [
-            dataclasses.replace(
-                sample, trajectory=t, reward=float(self._rng.random()), group=i // rollout.group_size
-            )
+            dataclasses.replace(sample, trajectory=t, reward=rewards[i], group=i // size)
             for i, t in enumerate(done)
         ]
 

@@ -1,7 +1,7 @@
 """Published peak rates of accelerators, by the name that jax gives to a device.
 
-No program reaches these rates. TPU rates are those of jaxrl_tis/aot/chips.py. GPU rates are for dense
-products, half of those that NVIDIA publishes "with sparsity":
+No program reaches these rates. TPU rates are those of jaxrl_tis/aot/chips.py. GPU rates are for
+dense products, half of those that NVIDIA publishes "with sparsity":
 
 * H100, H200: https://www.nvidia.com/en-us/data-center/h100/ and /h200/
 * A100: https://www.nvidia.com/en-us/data-center/a100/

@@ -5,7 +5,7 @@
 # sampler and token-level truncated importance sampling (TIS). The config is
 # `configs/gsm8k_one_chip.py`. Model and data come from the Hugging Face hub, without a login.
 #
-# Without a TPU the same cells train the tiny model of the quickstart on sums, in about three minutes.
+# Without a TPU the same cells train the tiny model of the quickstart on sums.
 #
 # **No chip has run this notebook.** The programs of its config were compiled for a TPU v5e chip. How
 # long a step takes there, and what the run reaches, was never measured.

@@ -30,16 +30,16 @@ kernels or the gate failed. Times and rates never decide it.
 Each part is a process of its own with a share of the eight minutes. A part that fails or is stopped is `failed` here,
 and the report has its error and its results until then. The other parts go on.
 
-The sizes depend on the device. Figures of different sizes are in different tables.
+All models are random. The sizes depend on the device. Figures of different sizes are in different tables.
 
 | sizes | device | model | decode | GRPO step | gate |
 |---|---|---|---|---|---|
-| `cpu` | a CPU | random, 4 layers, width 256, vocabulary 49,152 | 32 + 32 tokens | 32 x (64 + 64), float32 | 16 prompts |
-| `full` | every other | random, Qwen2.5-0.5B's shape | 128 + 128 tokens | 32 x (256 + 256), bfloat16 | 64 prompts |
+| `cpu` | a CPU | 4 layers, width 256, vocabulary 49,152 | 32 + 32 tokens | 32 x (64 + 64), float32 | 16 prompts |
+| `full` | every other | Qwen2.5-0.5B's shape | 128 + 128 tokens | 32 x (256 + 256), bfloat16 | 64 prompts |
 
 | column | meaning |
 |---|---|
-| logits | root mean square of the error over that of the float64 logits on the host; float32 with precision HIGHEST, bfloat16 |
+| logits | error relative to float64 on the host, root mean square: float32 at precision HIGHEST, bfloat16 |
 | kernels | kernels within their bound of float64, of all |
 | gate | the [gate](gate.md) of a bfloat16 and of a W8A8 sampler, the quickstart's random model |
 | decode | tokens/s of 1, 32 and 128 sequences, scheduler included, prefill excluded |
@@ -131,10 +131,11 @@ def details(report: Mapping[str, Any]) -> str:
             [[name, f"{1e3 * x['seconds']:.1f}", f"{1e-6 * x['bytes']:.1f}"] for name, x in found.items()],
         ))
     if found := parts.get("gate"):
+        names = "d_mean", "d_p99", "dp_max", "k3"
         texts.append(table(
-            ["gate", "`d_mean`", "`d_p99`", "`dp_max`", "`k3`", "largest cause"],
-            [[name, *(accelerator.number(x[n], ".2g") for n in ("d_mean", "d_p99", "dp_max", "k3")), f"`{x['largest']}`"]
-             for name, x in found.items()],
+            ["gate", *(f"`{name}`" for name in names), "largest cause"],
+            [[sampler, *(accelerator.number(x[name], ".2g") for name in names), f"`{x['largest']}`"]
+             for sampler, x in found.items()],
         ))
     if found := parts.get("quickstart"):
         texts.append(
@@ -144,7 +145,8 @@ def details(report: Mapping[str, Any]) -> str:
     if found := parts.get("correctness"):
         texts.append(table(
             ["kernel", "ran as", "error", "bound"],
-            [[name, x["kernel"], accelerator.number(x["error"], ".1e"), f"{x['bound']:.0e}"] for name, x in found["kernels"].items()],
+            [[name, x["kernel"], accelerator.number(x["error"], ".1e"), f"{x['bound']:.0e}"]
+             for name, x in found["kernels"].items()],
         ))
     return "\n".join(texts)
 

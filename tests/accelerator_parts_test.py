@@ -1,5 +1,6 @@
 """The parts of benchmarks/accelerator.py, with a tiny model: every result has the schema of its part."""
 
+import dataclasses
 import json
 
 import jsonschema
@@ -8,8 +9,9 @@ import pytest
 
 from benchmarks import accelerator, accelerator_parts as parts, model
 from jaxrl_tis.aot import work
-from tests.accelerator_checks_test import MODEL
+from tests import accelerator_checks_test
 
+MODEL = dataclasses.replace(accelerator_checks_test.MODEL, vocab_size=1024)  # prompts have ids below
 SCHEMA = json.loads(accelerator.SCHEMA.read_text())
 TINY = parts.Sizes(
     "tiny", model.Sizes(MODEL, prompts=2, group=2, prompt_tokens=16, new_tokens=16, microbatch_rows=2),
@@ -48,7 +50,7 @@ def test_the_bytes_of_a_token():
 
 
 def test_the_model_flops_of_a_step_by_hand():
-    """docs/performance.md has these: five passes of the head and four of the layers, with attention."""
+    """docs/performance.md has these numbers."""
     separate, fused = (model.flops(model.SMALL, is_fused) for is_fused in (False, True))
     head, layers = 2 * 256 * 49152 * 2048, 2 * 4 * (256 * 32 * 24 + 3 * 256 * 768) * 4096
     attention = 2 * 128**2 * 256 * 4 * 32
