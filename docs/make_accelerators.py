@@ -51,8 +51,8 @@ All models are random. The sizes depend on the device. Figures of different size
 For a TPU v5e chip libtpu compiled the update of the `full` step: 13.2 of 15.75 GiB are in use. This is a fact of the
 compiler; the script never ran there.
 
-"Beside other work" means that other processes kept the machine busy at the start. `benchmarks/peaks.py` has the
-published rates and their sources.
+"Beside other work" means that other processes kept the machine busy at the start or during the run.
+`benchmarks/peaks.py` has the published rates and their sources.
 """
 TITLES = {
     "cpu": "CPUs, sizes `cpu`", "full": "Accelerators, sizes `full`", None: "Reports without a device",
