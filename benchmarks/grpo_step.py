@@ -4,8 +4,10 @@
         [--trl_python=/path/to/python] [--tunix_python=/path/to/python]
 
 The model is random, with 4 layers, width 256 and vocabulary 49,152. The batch has 4 prompts x 8
-samples of 64 + 64 tokens. With --trl_python and --tunix_python TRL and Tunix run the same step
-(grpo_trl.py, grpo_tunix.py) before and after ours, and the ratio to ours is printed.
+samples of 64 + 64 tokens. The last line divides the model FLOPs of a step by its time and by the
+machine's own matrix rate: a float32 product of width 2,048, the best of five before and five after.
+With --trl_python and --tunix_python TRL and Tunix run the same step (grpo_trl.py, grpo_tunix.py)
+before and after ours, and the ratio to ours is printed.
 """
 
 import argparse
@@ -59,6 +61,14 @@ def measure_peers(args: argparse.Namespace, found: dict[str, list[float]]) -> No
                 found.setdefault(way, []).append(seconds)
 
 
+def step_seconds(step: model.Step, number: int) -> dict[str, float]:
+    """Runs one step and returns the seconds of its parts."""
+    rollout, samples = timed(step.rollout)
+    score, rows = timed(step.score, samples)
+    update, _ = timed(step.update, rows, number)
+    return {"rollout": rollout, "score": score, "update": update}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10)
@@ -76,26 +86,27 @@ def main() -> None:
         step.state["policy"].params, step.trainer.setup.micro_batches(rows)[0]
     )
     prepared(step.rows), collisions(step.rows)
-    names = "rollout", "score", "correction", "variance proxies", "update", "step"
-    parts = {name: [] for name in names}
+    names = "rollout", "score", "update", "step", "correction", "variance proxies"
+    parts, rates = {name: [] for name in names}, [model.matrix_rate("float32", 2048)]
     for index in range(args.rounds):
-        seconds, samples = timed(step.rollout)
-        parts["rollout"].append(seconds)
-        seconds, rows = timed(step.score, samples)
-        parts["score"].append(seconds)
-        seconds, _ = timed(step.update, rows, 1 + 10 * index)
-        parts["update"].append(seconds)
+        found = step_seconds(step, 1 + 10 * index)
+        found["step"] = sum(found.values())
         # `update` runs the correction and its metrics too; timed alone for its share.
-        correction, _ = timed(prepared, step.rows)
-        parts["correction"].append(correction)
+        found["correction"], _ = timed(prepared, step.rows)
         # What a step takes longer where the profiles fall due; elsewhere no step has it.
-        proxies, _ = timed(collisions, step.rows)
-        parts["variance proxies"].append(proxies)
-        parts["step"].append(parts["rollout"][-1] + parts["score"][-1] + seconds)
+        found["variance proxies"], _ = timed(collisions, step.rows)
+        for name, seconds in found.items():
+            parts[name].append(seconds)
+    rates.append(model.matrix_rate("float32", 2048))
     for name, values in parts.items():
         print(f"{name:16s} median {statistics.median(values):.4f} s, max {max(values):.4f} s")
     share = statistics.median(parts["correction"]) / statistics.median(parts["step"])
     print(f"correction and metrics: {share:.2%} of the step")
+    is_fused = step.trainer.setup.recompute_reason is None
+    work, rate = sum(model.flops(model.SMALL, is_fused).values()), max(rates)
+    median = statistics.median(parts["step"])
+    print(f"model FLOPs of a step: {work / 1e9:.0f} GF in {median:.2f} s, "
+          f"{work / median / rate:.0%} of the machine's {rate / 1e9:.0f} GF/s")
     measure_peers(args, peers)
     for way, seconds in peers.items():
         ratio = statistics.mean(seconds) / statistics.median(parts["step"])

@@ -7,6 +7,7 @@ vocabulary * 4 bytes. This product is printed for comparison.
 """
 
 import argparse
+import dataclasses
 
 import jax
 
@@ -20,7 +21,8 @@ FLOATS = ("logp_old", "logp_prox", "logp_behav", "weights", "adv")
 
 def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
     """Returns (temporary bytes of the update, parameter bytes)."""
-    made, _ = model.setup(vocab_size, new_tokens=new_tokens)
+    shape = dataclasses.replace(model.SMALL.model, vocab_size=vocab_size)
+    made, _ = model.setup(dataclasses.replace(model.SMALL, model=shape, new_tokens=new_tokens))
     training = made.training
     state = abstract_state(training)["policy"]
     rows, t = made.config.train.microbatch_rows, training.row_length

@@ -17,12 +17,14 @@ import numpy as np
 import pytest
 from matplotlib import pyplot as plt
 
+from configs import gsm8k_one_chip, quickstart
+from jaxrl_tis import validate
 from jaxrl_tis.estimators import kl, masks, objectives, weights
 from jaxrl_tis.experiments import frontier
 
 FOLDER = pathlib.Path(__file__).parents[1] / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"), key=lambda path: path.name)
-NAMES = ["estimators", "quickstart", "read_a_run", "tpu_fit"]
+NAMES = ["estimators", "one_chip", "quickstart", "read_a_run", "tpu_fit"]
 LONGEST_S = 120.0
 LONGEST_TEXT = 6000  # characters of a cell's text or HTML
 LONGEST_PICTURE = 200_000  # characters of base64
@@ -34,7 +36,8 @@ E = math.e
 IS_SHORT = "OPTIMIZED" not in os.environ
 SHORTER = {'\\"steps\\": 60': '\\"steps\\": 2', '\\"warmup.steps\\": 220': '\\"warmup.steps\\": 4',
            '\\"eval.every\\": 20': '\\"eval.every\\": 2', '\\"eval.prompts\\": 128': '\\"eval.prompts\\": 64',
-           "(256, 2048, 16384)": "(256, 16384)"}
+           "(256, 2048, 16384)": "(256, 16384)", '\\"steps\\": 40': '\\"steps\\": 2',
+           '\\"warmup.steps\\": 200': '\\"warmup.steps\\": 4'}
 
 
 def code_cells(path):
@@ -215,6 +218,15 @@ def check_quickstart(outputs):
     assert "image/png" in outputs["train"][0]
 
 
+def check_one_chip(outputs):
+    """The same cells as on a chip, on the tiny model."""
+    assert text_of(outputs, "setup") == "no TPU: the tiny model\n"
+    assert "largest cause" in text_of(outputs, "gate")
+    assert "image/png" in outputs["train"][0]
+    assert text_of(outputs, "result").startswith(
+        f"greedy accuracy on {64 if IS_SHORT else 128} unseen problems")
+
+
 def check_read_a_run(outputs):
     assert "24 steps" in text_of(outputs, "record")
     assert "title=" in outputs["answers"][0]["text/html"]
@@ -232,7 +244,8 @@ def check_tpu_fit(outputs):
 @pytest.mark.all
 @pytest.mark.compiles
 @pytest.mark.parametrize("name, check", [
-    ("estimators", lambda outputs: None), ("quickstart", check_quickstart),
+    ("estimators", lambda outputs: None), ("one_chip", check_one_chip),
+    ("quickstart", check_quickstart),
     ("read_a_run", check_read_a_run), ("tpu_fit", check_tpu_fit),
 ])
 def test_a_notebook_runs_in_a_kernel_and_says_little(name, check, tmp_path):
@@ -244,6 +257,21 @@ def test_a_notebook_runs_in_a_kernel_and_says_little(name, check, tmp_path):
             longest = LONGEST_PICTURE if kind.startswith("image/") else LONGEST_TEXT
             assert len(text) <= longest, (cell, kind)
     check(outputs)
+
+
+@pytest.mark.parametrize("has_tpu, get_config", [
+    (True, gsm8k_one_chip.get_config), (False, quickstart.get_config),
+])
+def test_one_chip_sets_fields_of_its_config(has_tpu, get_config):
+    """Also on a TPU, where no test runs the notebook."""
+    [settings] = [cell for cell in code_cells(FOLDER / "one_chip.ipynb") if cell["id"] == "settings"]
+    variables = {"HAS_TPU": has_tpu, "pathlib": pathlib}
+    exec("".join(settings["source"]), variables)
+    name, _, variant = variables["CONFIG"].partition(":")
+    assert (FOLDER.parent / name).exists() and variant == ("qwen25_0p5b" if has_tpu else "")
+    config = get_config(*filter(None, [variant]))
+    config.update_from_flattened_dict(variables["SETTINGS"])
+    validate.validate(config.lock())
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)

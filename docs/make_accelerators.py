@@ -1,0 +1,170 @@
+"""Writes docs/accelerators.md from docs/accelerators/*.json: python docs/make_accelerators.py."""
+
+import json
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+FOLDER = pathlib.Path(__file__).with_name("accelerators")
+PAGE = FOLDER.with_suffix(".md")
+sys.path.insert(0, str(FOLDER.parents[1]))  # of `python docs/make_accelerators.py`
+
+from benchmarks import accelerator  # noqa: E402  (of the line above)
+
+HEAD = """\
+# Accelerators
+
+One command checks and measures the package on one GPU, one TPU chip or a CPU. It takes at most eight minutes after the
+installation, and downloads nothing meanwhile:
+
+```
+./launch/accelerator.sh NAME
+```
+
+`docs/accelerators/NAME.json` is the report, and `python docs/make_accelerators.py` writes this page from all reports.
+In an installed environment `python -m benchmarks.accelerator --json=docs/accelerators/NAME.json` makes the same report.
+[accelerator_schema.json](../benchmarks/accelerator_schema.json) describes its fields. The exit code is 1 if logits,
+kernels or the gate failed. Times and rates never decide it.
+
+Each part is a process of its own with a share of the eight minutes. A part that fails or is stopped is `failed` here,
+and the report has its error and its results until then. The other parts go on.
+
+All models are random. The sizes depend on the device. Figures of different sizes are in different tables.
+
+| sizes | device | model | decode | GRPO step | gate |
+|---|---|---|---|---|---|
+| `cpu` | a CPU | 4 layers, width 256, vocabulary 49,152 | 32 + 32 tokens | 32 x (64 + 64), float32 | 16 prompts |
+| `full` | every other | Qwen2.5-0.5B's shape | 128 + 128 tokens | 32 x (256 + 256), bfloat16 | 64 prompts |
+
+| column | meaning |
+|---|---|
+| logits | error relative to float64 on the host, root mean square: float32 at precision HIGHEST, bfloat16 |
+| kernels | kernels within their bound of float64, of all |
+| gate | the [gate](gate.md) of a bfloat16 and of a W8A8 sampler, the quickstart's random model |
+| decode | tokens/s of 1, 32 and 128 sequences, scheduler included, prefill excluded |
+| step | seconds of a GRPO step with a W8A8 sampler: logp_old within the update (fused), and scored before it |
+| MFU | model FLOPs of the step over its time and the published bfloat16 rate; empty for an unknown device |
+| sync | milliseconds of a weight sync to a bfloat16 and to a W8A8 sampler on the same device |
+| quickstart | seconds of 30 steps with warm-up, two evaluations and compilation |
+
+For a TPU v5e chip libtpu compiled the update of the `full` step: 13.2 of 15.75 GiB are in use. This is a fact of the
+compiler; the script never ran there.
+
+"Beside other work" means that other processes kept the machine busy at the start or during the run.
+`benchmarks/peaks.py` has the published rates and their sources.
+"""
+TITLES = {
+    "cpu": "CPUs, sizes `cpu`", "full": "Accelerators, sizes `full`", None: "Reports without a device",
+}
+MISSING = {
+    "full": "No accelerator has run this script yet: there was none to borrow. No number here is from a chip.\n",
+    "cpu": "No CPU has run this script yet.\n",
+}
+
+
+def reports() -> list[dict[str, Any]]:
+    """Returns all reports, by the names of their files."""
+    return [json.loads(path.read_text()) for path in sorted(FOLDER.glob("*.json"))]
+
+
+def sizes_of(report: Mapping[str, Any]) -> str | None:
+    found = report["parts"]["device"]["result"]
+    return found["sizes"] if found else None
+
+
+def table(heads: list[str], rows: list[list[Any]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines)
+
+
+def share(x: float | None) -> str:
+    return "" if x is None else f"{x:.0%}"
+
+
+def details(report: Mapping[str, Any]) -> str:
+    """Returns the tables of one report."""
+    parts = {name: part["result"] for name, part in report["parts"].items() if part["is_ok"]}
+    texts = [f"### {accelerator.name_of(report)}\n"]
+    outcome = "Logits, kernels and the gate passed" if report["passed"] else "The checks failed"
+    texts.append(f"{report['date']}, {report['seconds']:.0f} s in all. {outcome}.\n")
+    if failed := {n: x["error"] for n, x in report["parts"].items() if not x["is_ok"]}:
+        last = {name: error.strip().splitlines()[-1] for name, error in failed.items()}
+        texts.append(table(["failed part", "error"], [[f"`{n}`", x] for n, x in last.items()]))
+    if found := parts.get("device"):
+        versions = ", ".join(f"{name} {x}" for name, x in found["versions"].items())
+        driver = f", driver {found['driver']}" if found["driver"] else ""
+        runtime = found["runtime"].splitlines()[0] if found["runtime"] else ""
+        texts.append(
+            f"{found['kind']} ({found['platform']}{driver}, {runtime}); host: {found['cores']} cores "
+            f"of {found['processor']}; {versions}.\n"
+        )
+        rates = [f"{1e-9 * x:,.0f}" for x in found["matrix_rates"].values()]
+        peak = found["peak"] or dict.fromkeys(("bfloat16", "int8", "memory"))
+        published = ["", *("" if x is None else f"{1e-9 * x:,.0f}" for x in peak.values())]
+        texts.append(table(
+            ["rates", "float32 GF/s", "bfloat16 GF/s", "int8 GOP/s", "memory GB/s"],
+            [["measured", *rates, f"{1e-9 * found['copy_rate']:,.1f}"], ["published", *published]],
+        ))
+    if found := parts.get("step"):
+        rows = []
+        for name in ("fused", "separate"):
+            way = found[name]
+            rows.append([
+                name, *(f"{x:.2f}" for x in way["seconds"].values()),
+                f"{1e-9 * way['model_flops']['step']:,.0f}", share(way["mfu"]),
+                share(way["update_mfu"]), share(way["matrix_share"]),
+            ])
+        texts.append(table(
+            ["GRPO step, s", "rollout", "score", "update", "step", "model GF", "MFU", "of the update",
+             f"of the measured {1e-9 * found['matrix_rate']:,.0f} GF/s"], rows,
+        ))
+    if found := parts.get("decode"):
+        texts.append(table(
+            ["decode", "sequences", "tokens/s", "MB a token", "share of the bandwidth"],
+            [[x["format"], x["batch"], f"{x['tokens_per_s']:,.0f}", f"{1e-6 * x['bytes_per_token']:.2f}",
+              share(x["bandwidth_share"])] for x in found["rows"]],
+        ))
+    if found := parts.get("sync"):
+        texts.append(table(
+            ["weight sync", "ms", "MB"],
+            [[name, f"{1e3 * x['seconds']:.1f}", f"{1e-6 * x['bytes']:.1f}"] for name, x in found.items()],
+        ))
+    if found := parts.get("gate"):
+        names = "d_mean", "d_p99", "dp_max", "k3"
+        texts.append(table(
+            ["gate", *(f"`{name}`" for name in names), "largest cause"],
+            [[sampler, *(accelerator.number(x[name], ".2g") for name in names), f"`{x['largest']}`"]
+             for sampler, x in found.items()],
+        ))
+    if found := parts.get("quickstart"):
+        texts.append(
+            f"Quickstart: {found['steps']} steps, {found['step_seconds']:.2f} s a step, greedy accuracy "
+            f"{found['first_accuracy']:.3f} to {found['last_accuracy']:.3f}.\n"
+        )
+    if found := parts.get("correctness"):
+        texts.append(table(
+            ["kernel", "ran as", "error", "bound"],
+            [[name, x["kernel"], accelerator.number(x["error"], ".1e"), f"{x['bound']:.0e}"]
+             for name, x in found["kernels"].items()],
+        ))
+    return "\n".join(texts)
+
+
+def page() -> str:
+    """Returns the page of all reports."""
+    found, texts = reports(), [HEAD]
+    for sizes, title in TITLES.items():
+        of_sizes = [report for report in found if sizes_of(report) == sizes]
+        if of_sizes:
+            heads = [accelerator.COLUMNS, ["---"] * len(accelerator.COLUMNS)]
+            lines = [f"| {' | '.join(cells)} |" for cells in heads]
+            texts.append(f"## {title}\n\n" + "\n".join([*lines, *map(accelerator.row, of_sizes)]) + "\n")
+            texts += map(details, of_sizes)
+        elif sizes in MISSING:
+            texts.append(f"## {title}\n\n{MISSING[sizes]}")
+    return "\n".join(texts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")
