@@ -153,7 +153,8 @@ def get_config() -> ConfigDict:
     # Python of the harness's process, for packages that this environment cannot have. "": this Python.
     c.rollout.harness_python = ""
     # Session of a harness whose calls do not continue each other, and make several rows. rows: train
-    # on all rows; longest: on the one with the most sampled tokens; refuse: the session has failed.
+    # on all rows; longest: on the one with the most sampled tokens; refuse: the session has failed,
+    # and so has an episode whose earlier turns the chat template would change.
     c.rollout.on_fork = "rows"
     # Rows of a batch for forks, where it has any; forks beyond them are left out, the shortest first.
     # 0: as many as the batch has samples.

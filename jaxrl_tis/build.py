@@ -5,6 +5,7 @@ import functools
 import hashlib
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -140,11 +141,12 @@ class Sampling:
         )
 
     def scheduler(
-        self, engine: Engine, params: Any, version: int, **options
+        self, engine: Engine, params: Any, version: int,
+        heartbeat: Callable[[], None] = lambda: None, **options,
     ) -> Scheduler | EpisodeScheduler | SessionScheduler:
         """Makes a scheduler for one of the engines with these serving parameters; `options` are
         further arguments of Scheduler. With an environment it plays episodes, with a harness
-        sessions. Close it after use."""
+        sessions, which call `heartbeat` while they wait. Close it after use."""
         task, rollout = self.config.task, self.config.rollout
         if rollout.harness:
             options = {"decode": self.tokenizer.decode} | options
@@ -153,6 +155,7 @@ class Sampling:
             return SessionScheduler(
                 scheduler, self.sessions, max_length=max_length(self.config),
                 on_fork=rollout.on_fork, waits=rollout.driver == "virtual",
+                heartbeat=heartbeat,
             )
         if not task.environment:
             return scheduler

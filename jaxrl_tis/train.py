@@ -122,7 +122,10 @@ class Run:
         )
         self._data = batches.source
         groups = Groups(config, self._prompter, self.rewards, "greedy_rewards" in needs)
-        starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
+        starts = [
+            functools.partial(setup.scheduler, engine, heartbeat=self.heartbeat)
+            for engine in setup.engines
+        ]
         has_threads = config.rollout.driver == "threads"
         parts = SourceParts(
             config, setup.schedule, setup.replay, groups, batches, self._timer,
@@ -365,7 +368,9 @@ class Run:
         engine = self.setup.learner_engine
         self.source.release_cache()  # there is room for one cache
         params = engine.load(self.policy)
-        scheduler = self.setup.scheduler(engine, params, self.version)
+        scheduler = self.setup.scheduler(
+            engine, params, self.version, heartbeat=self.heartbeat
+        )
         total = 2 * self.setup.config.eval.prompts
         title, is_shown = f"evaluation at step {step}", processes.is_first()
         with contextlib.closing(scheduler), Progress(total, title, is_shown=is_shown) as progress:

@@ -114,7 +114,8 @@ class Session:
             known = [c for c in self.calls if c.digest == digest and not is_failed(c)]
             if is_retry and known:
                 self.retries += 1
-                return known[-1]
+                # Of equal calls in parallel, the one whose client has gone.
+                return next((call for call in known if call.is_gone), known[-1])
             call, take = Call(choice, digest), self._take
             self.calls.append(call)
         take(call)  # without the lock: the owner may hold its own one and close the session

@@ -125,6 +125,9 @@ def _in_thread(function: Callable[[], Any]) -> Future:
     def run():
         try:
             result = function()
+        except StopIteration as error:  # which no asyncio.Future can hold
+            wrapped = RuntimeError(f"StopIteration: {error}").with_traceback(error.__traceback__)
+            outcome = functools.partial(future.set_exception, wrapped)
         except BaseException as error:
             outcome = functools.partial(future.set_exception, error)
         else:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import queue
 import select
 import signal
 import subprocess
@@ -64,6 +65,7 @@ class HarnessProcess:
         # Only `_starting` is held while a process starts, which can take long.
         self._starting, self._lock = threading.Lock(), threading.Lock()
         self._process: subprocess.Popen | None = None
+        self._outbox: queue.SimpleQueue = queue.SimpleQueue()  # of the process; None ends it
         self._open: set[str] = set()
         self._ends, self._is_closed, self._is_asked = 0, False, False
         self.error = ""
@@ -115,6 +117,7 @@ class HarnessProcess:
             self._is_closed, self._open = True, set()
             process = self._process
             self._process = None
+            self._outbox.put(None)
         if process is not None:
             _end(process)
 
@@ -127,8 +130,8 @@ class HarnessProcess:
         )
         path = [os.path.abspath(entry) for entry in sys.path]
         if self._python:
-            own = (sys.prefix, sys.base_prefix)
-            path = [entry for entry in path if not entry.startswith(own)]
+            own = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
+            path = [entry for entry in path if not os.path.join(entry, "").startswith(own)]
         command = [*confined.namespaces(True), self._python or sys.executable, "-c", code]
         try:
             process = subprocess.Popen(
@@ -150,15 +153,18 @@ class HarnessProcess:
         if self._is_closed:
             _end(process)
             return
-        self._process, self._is_asked = process, False
-        threading.Thread(target=self._read, args=(process,), daemon=True).start()
+        self._process, self._outbox, self._is_asked = process, queue.SimpleQueue(), False
+        for target in (self._read, self._write):
+            threading.Thread(target=target, args=(process, self._outbox), daemon=True).start()
 
     def _loading(self, process: subprocess.Popen) -> str:
         """Returns why the process cannot play the harness; "" if it can."""
         try:
             process.stdin.write(json.dumps({"harness": self._harness}).encode() + b"\n")
             process.stdin.flush()
-            if not select.select([process.stdout], [], [], START_SECONDS)[0]:
+            poll = select.poll()  # `select` knows no descriptor above 1023
+            poll.register(process.stdout, select.POLLIN)
+            if not poll.poll(1000 * START_SECONDS):
                 return f"its process does not start within {START_SECONDS:g} seconds"
             line = process.stdout.readline()
         except OSError:
@@ -166,22 +172,28 @@ class HarnessProcess:
         return json.loads(line)["error"] if line else "its process ended"
 
     def _send(self, message: Any) -> None:
-        try:
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
-            self._process.stdin.flush()
-        except (OSError, AttributeError):
-            pass  # the process has ended, and `_read` fails its sessions
+        self._outbox.put(message)
 
-    def _read(self, process: subprocess.Popen) -> None:
+    def _write(self, process: subprocess.Popen, outbox: queue.SimpleQueue) -> None:
+        """Writes what `_send` got: a process that reads nothing holds up this thread alone."""
+        while (message := outbox.get()) is not None:
+            try:
+                process.stdin.write(json.dumps(message).encode() + b"\n")
+                process.stdin.flush()
+            except (OSError, ValueError):
+                return  # the process has ended, and `_read` fails its sessions
+
+    def _read(self, process: subprocess.Popen, outbox: queue.SimpleQueue) -> None:
         for line in process.stdout:
-            if not line.endswith(b"\n"):
-                break  # the process ended within a reply
-            message = json.loads(line)
-            if message == PONG:
+            try:
+                message = json.loads(line)
+                reply = None if message == PONG else Reply(**message)
+            except (ValueError, TypeError):
+                break  # the process ended within a reply, or the harness wrote among its replies
+            if reply is None:
                 with self._lock:
                     self._is_asked = False
                 continue
-            reply = Reply(**message)
             with self._lock:
                 is_open = reply.key in self._open
                 self._open.discard(reply.key)
@@ -189,6 +201,7 @@ class HarnessProcess:
             if is_open:
                 self._on_reply(reply)
         with self._lock:
+            outbox.put(None)
             if self._is_closed or process is not self._process:
                 return
             failed, self._open, self._process = sorted(self._open), set(), None

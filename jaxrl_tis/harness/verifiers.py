@@ -60,8 +60,9 @@ class Taskset:
 
         async with self._lock:
             if self._serving is None:
-                self._serving = self._env.serving()
-                await self._serving.__aenter__()  # until the process ends
+                serving = self._env.serving()
+                await serving.__aenter__()  # until the process ends
+                self._serving = serving
         os.environ[KEY] = session.api_key
         client = vf.EvalClientConfig(base_url=session.base_url, api_key_var=KEY)
         [slot] = self._env.slots(self._task(str(session.record["id"])), 1)

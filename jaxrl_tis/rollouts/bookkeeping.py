@@ -372,12 +372,12 @@ class AsyncBookkeeping:
 def check_versions(entry: Entry, version: int, staleness: float) -> None:
     """Raises RuntimeError if a token of a group is more than `staleness` versions older than the
     policy, or of a version newer than the learner's."""
-    for row in entry.columns.values():
-        versions = row["tokens"].version
+    for trajectory in _trajectories(entry):
+        versions = trajectory.version
         oldest, latest = versions.min(initial=version), versions.max(initial=0)
         if not version - staleness <= oldest <= latest <= version:
             raise RuntimeError(
-                f"sequence {row['tokens'].id} has tokens of versions {oldest} to {latest}, and "
+                f"sequence {trajectory.id} has tokens of versions {oldest} to {latest}, and "
                 f"the update starts from {version}; the bound on staleness is {staleness:g}"
             )
 
@@ -389,7 +389,13 @@ def newest(partial: Trajectory | None) -> int | None:
 
 def _oldest(entry: Entry, version: int) -> int:
     """Returns the oldest weight version among a group's tokens."""
-    return int(min(row["tokens"].version.min(initial=version) for row in entry.columns.values()))
+    return int(min(t.version.min(initial=version) for t in _trajectories(entry)))
+
+
+def _trajectories(entry: Entry) -> Iterator[Trajectory]:
+    """Yields the records of a group, and their forks."""
+    for row in entry.columns.values():
+        yield from (row["tokens"], *row["tokens"].forks)
 
 
 def batch_parts(

@@ -20,7 +20,7 @@ a process share. Its call waits until its request is added again, at any of them
 import dataclasses
 import math
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -53,13 +53,14 @@ class SessionScheduler:
       waits: every step waits until each session has a call in work or has ended. The engine then
         samples the same sequences together in every run, and runs repeat bit by bit if the harness
         does. Otherwise it samples while agents think.
+      heartbeat: called while a step waits.
     """
 
     def __init__(
         self, scheduler: Scheduler, sessions: Sessions, *, max_length: int, on_fork: str,
-        waits: bool,
+        waits: bool, heartbeat: Callable[[], None] = lambda: None,
     ):
-        self._scheduler, self._sessions = scheduler, sessions
+        self._scheduler, self._sessions, self._heartbeat = scheduler, sessions, heartbeat
         self._max_length, self._on_fork, self._waits = max_length, on_fork, waits
         self._failures = Failures(what="a harness")
         self._live: dict[str, Live] = {}
@@ -175,7 +176,8 @@ class SessionScheduler:
         """
         finished, self._ended = self._ended, []
         self._sessions.expire()
-        self._wait()
+        if not self._sessions.process.error:
+            self._wait()
         if self._sessions.process.error:
             raise RuntimeError(self._sessions.process.error)
         for live in list(self._live.values()):
@@ -198,12 +200,16 @@ class SessionScheduler:
         if not self._live or not self._waits and self._scheduler.pending:
             return
         start, live = time.perf_counter(), self._live.values()
-        left = max(0.0, min(x.deadline for x in live) - time.monotonic())
+        deadline = min(x.deadline for x in live)
         is_ready = lambda: all(x.has_news or x.is_running for x in live)
         if not self._waits:
-            left, is_ready = min(left, PULSE_SECONDS), lambda: any(x.has_news for x in live)
-        with self._sessions.changed:
-            self._sessions.changed.wait_for(is_ready, left)
+            deadline = min(deadline, time.monotonic() + PULSE_SECONDS)
+            is_ready = lambda: any(x.has_news for x in live)
+        while (left := deadline - time.monotonic()) > 0:
+            with self._sessions.changed:
+                if self._sessions.changed.wait_for(is_ready, min(left, PULSE_SECONDS)):
+                    break
+            self._heartbeat()
         self.stats.environment_seconds += time.perf_counter() - start
 
     def _begin(self, live: Live, call: Call) -> Trajectory | None:

@@ -3,6 +3,7 @@
 import asyncio
 import math
 import os
+import re
 import time
 
 from jaxrl_tis.harness.protocol import Result
@@ -55,6 +56,26 @@ def torn(session):
         except OSError:
             pass
     os._exit(3)
+
+
+def chatty(session):
+    """Writes a line of its own to every pipe of its process, and stays."""
+    for number in map(int, os.listdir("/proc/self/fd")):
+        try:
+            if number > 2 and os.readlink(f"/proc/self/fd/{number}").startswith("pipe"):
+                os.write(number, b'{"note": 1}\n')
+        except OSError:
+            pass
+    time.sleep(60)
+
+
+def holding(session):
+    """A search that holds the interpreter's lock for longer than anybody waits."""
+    return re.match("(a+)+$", "a" * 60 + "b")
+
+
+def exhausted(session):
+    return next(iter(()))
 
 
 async def giving_up(session):

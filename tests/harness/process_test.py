@@ -123,6 +123,35 @@ def test_a_process_whose_event_loop_is_blocked_ends(monkeypatch, tmp_path):
         assert played.next() == Reply("1", 1.0, {}, None)
 
 
+@pytest.mark.faults
+def test_a_process_that_reads_nothing_holds_up_nobody(monkeypatch):
+    """Messages of more bytes than a pipe holds."""
+    monkeypatch.setattr(process, "ANSWER_SECONDS", 1.0)
+    with Played("holding") as played:
+        before = time.monotonic()
+        for i in range(40):
+            played.process.start(str(i), session(text="x" * 10_000))
+        played.process.cancel("39")
+        played.process.check()
+        assert time.monotonic() - before < 5.0
+        found = {played.next() for _ in range(39)}
+        assert found == {Reply(str(i), error="the harness's process ended") for i in range(39)}
+
+
+def test_a_session_that_ends_by_stop_iteration_has_failed():
+    with Played("exhausted") as played:
+        played.process.start("0", session())
+        error = played.next().error
+        assert "StopIteration" in error and "agents.py" in error
+
+
+@pytest.mark.faults
+def test_a_process_that_writes_among_its_replies_is_ended():
+    with Played("chatty") as played:
+        played.process.start("0", session())
+        assert played.next() == Reply("0", error="the harness's process ended")
+
+
 def test_a_process_that_answers_stays(monkeypatch):
     monkeypatch.setattr(process, "ANSWER_SECONDS", 3.0)
     with Played("waiting") as played:

@@ -15,6 +15,7 @@ from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.environments.pool import Call as Step
 from jaxrl_tis.harness.process import Reply
+from jaxrl_tis.rollouts import sessions
 from jaxrl_tis.rollouts.episodes import environment_seed
 from jaxrl_tis.rollouts.live import Sessions, cut, turn
 from jaxrl_tis.rollouts.record_check import EMPTY
@@ -99,7 +100,9 @@ def request(number=0, **changes):
     return dataclasses.replace(episodes.request(number), **changes)
 
 
-def made(count=1, timeout=1000.0, on_fork="longest", waits=False, **options):
+def made(
+    count=1, timeout=1000.0, on_fork="longest", waits=False, heartbeat=lambda: None, **options
+):
     """The shared sessions and `count` schedulers."""
     hub = Sessions(FakeEndpoint, FakeProcess, "tiny", timeout)
     hub.enter()
@@ -108,7 +111,7 @@ def made(count=1, timeout=1000.0, on_fork="longest", waits=False, **options):
             arithmetic.Engine(slots=3, steps=2, max_length=MAX_LENGTH), 0,
             decode=arithmetic.text_of, **options,
         ),
-        hub, max_length=MAX_LENGTH, on_fork=on_fork, waits=waits,
+        hub, max_length=MAX_LENGTH, on_fork=on_fork, waits=waits, heartbeat=heartbeat,
     )
     return hub, *(start() for _ in range(count))
 
@@ -562,6 +565,30 @@ def test_stop_strings_of_a_call_end_its_turn():
     ended = answered(scheduler, client.ask(added.prompt, max_tokens=5, stops=(stop,)))
     assert ended.tokens.tolist() == free.tokens[: len(ended.tokens)].tolist()
     assert arithmetic.text_of(ended.tokens).endswith(stop) and len(ended.tokens) <= 2
+
+
+def test_a_wait_for_agents_beats_and_can_be_given_up(monkeypatch):
+    monkeypatch.setattr(sessions, "PULSE_SECONDS", 0.01)
+    beats = []
+
+    def heartbeat():
+        beats.append(1)
+        if len(beats) == 3:
+            raise InterruptedError
+
+    scheduler, _, _ = opened(0, waits=True, heartbeat=heartbeat)
+    with pytest.raises(InterruptedError):
+        scheduler.step()
+
+
+def test_a_retry_is_of_the_call_whose_client_has_gone():
+    """Two equal calls at once; the client of the first has left."""
+    scheduler, client, added = opened(0)
+    first, second = (client.ask(added.prompt) for _ in range(2))
+    first.is_gone = True
+    assert client.ask(added.prompt, is_retry=True) is first
+    first.is_gone = False
+    assert client.ask(added.prompt, is_retry=True) is second
 
 
 def test_the_reward_of_no_number_is_unknown():

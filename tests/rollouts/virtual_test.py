@@ -2,6 +2,7 @@
 
 import functools
 import json
+import types
 
 import jax
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.state import initial_params
-from jaxrl_tis.rollouts import replay, schedules
+from jaxrl_tis.rollouts import bookkeeping, replay, schedules
 from jaxrl_tis.rollouts.bookkeeping import check_versions
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -183,6 +184,16 @@ def test_a_record_that_is_too_old_stops_the_run():
     entry.columns[0] = {"tokens": next(iter(in_order().values())).trajectory}
     with pytest.raises(RuntimeError, match="versions 0 to 0.*starts from 2; the bound on staleness is 1"):
         check_versions(entry, c.books.controller.version, staleness=1)
+
+
+def test_a_fork_counts_as_the_tokens_of_its_group():
+    fork = types.SimpleNamespace(id="a/fork1", version=np.array([1, 4]), forks=())
+    record = types.SimpleNamespace(id="a", version=np.array([3, 4]), forks=(fork,))
+    entry = types.SimpleNamespace(columns={0: {"tokens": record}})
+    check_versions(entry, 4, staleness=3)
+    with pytest.raises(RuntimeError, match="a/fork1 has tokens of versions 1 to 4"):
+        check_versions(entry, 4, staleness=2)
+    assert bookkeeping._oldest(entry, 4) == 1
 
 
 def test_the_policy_may_be_given_away_after_it_was_published():
