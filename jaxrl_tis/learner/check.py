@@ -412,9 +412,9 @@ def _bounds(name, parameters):
         low = (1 / high if name.endswith("_k1") else 0.0) if low is None else low
         if not 0 <= low <= 1 <= high:
             yield f"the band [{low}, {high}] of {name!r} excludes the ratio 1; set bounds around 1"
-    low, high = (parameters.get(key, 1.0) for key in ("veto_ratio", "veto_upper"))
-    if not 0 <= low <= 1 <= high:
-        yield f"the band [{low}, {high}] of {name!r} excludes the ratio 1; set bounds around 1"
+    least, most = (parameters.get(key, 1.0) for key in ("veto_ratio", "veto_upper"))
+    if not 0 <= least <= 1 <= most:
+        yield f"{name!r} keeps ratios from {least} to {most}, without 1; set bounds around 1"
     clip_low, clip_high = (parameters.get(key, 0.0) for key in ("clip_low", "clip_high"))
     if clip_low < 0 or (clip_low > 1 and name in ("ppo", "dual_clip", "dis")):
         yield f"clip_low is {clip_low} in {name!r}, with lower bound 1 - clip_low; give 0 to 1"

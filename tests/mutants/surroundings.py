@@ -622,7 +622,7 @@ MUTANTS = [
         ("sessions of a process that ended wait for ever",
          'self._on_reply(Reply(key, error="the harness\'s process ended"))', "pass",
          "test_a_process_that_ends_fails_its_sessions_and_another_starts"),
-        ("another Python gets the packages of this one", "if not entry.startswith(own)]", "]",
+        ("another Python gets the packages of this one", 'if not os.path.join(entry, "").startswith(own)]', "]",
          "test_another_python_gets_the_folders_outside_of_this_one"),
     ),
     *of(
