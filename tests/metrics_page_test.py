@@ -59,6 +59,7 @@ RUNS = {
         "rollout__replay": "uniform(uses=2)",
     },
     "episodes": tiny.EPISODES,
+    "lora": {"model__lora": "lora(rank=4)"},
     "sessions": tiny.HARNESS,
     "threads": {"rollout__schedule": "one_step", "rollout__driver": "threads"},
     "ray": {

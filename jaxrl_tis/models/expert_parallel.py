@@ -135,9 +135,12 @@ def _scattered(bars: tuple, weights: tuple, layout: Layout) -> tuple:
 
     def summed(bar, w, axis):
         if isinstance(w, lora.Adapted):
+            # The factor with the embedding width is whole on the devices that "mlp" is cut over.
+            wide, cut = ("a", "b") if axis == 1 else ("b", "a")
+            of_wide = layout.summed(getattr(bar, wide), "mlp")
             parts = {
-                name: summed(getattr(bar, name), getattr(w, name), axis if own else None)
-                for name, own in (("a", axis == 1), ("b", axis == 2))
+                wide: summed(of_wide, getattr(w, wide), axis),
+                cut: summed(getattr(bar, cut), getattr(w, cut), None),
             }
             base = jax.tree.map(jnp.zeros_like, w.w)
             return dataclasses.replace(w, w=base, **parts)

@@ -126,7 +126,7 @@ def test_a_run_whose_sampler_never_receives_the_adapter(tmp_path, monkeypatch):
         return load(self, params, noise)
 
     settings = dict(
-        steps=60, model__lora="lora(rank=4, alpha=32)", optimizer__lr=2e-3, eval__every=60,
+        steps=60, model__lora="lora(rank=4, alpha=32)", optimizer__lr=5e-4, eval__every=60,
         checkpoint__every=60, warmup__steps=12, train__epochs=1, train__minibatches=1,
         rollout__canary="never", engine__quantization="w8a8", metrics__diagnostics_every=60,
     )

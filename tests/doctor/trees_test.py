@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_tis import validate as validation
 from jaxrl_tis.diagnostics import attribution, batch_metrics, mismatch, routes
-from jaxrl_tis.doctor import asynchrony, case, effects
+from jaxrl_tis.doctor import asynchrony, case, effects, frozen
 from jaxrl_tis.doctor.asynchrony import STALENESS_GAP
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, IS_VALID, K3, KL, LAG, LENGTH,

@@ -217,15 +217,13 @@ EXPERTS = dict(model__num_experts=4, model__expert_dim=16)
 
 @pytest.mark.all
 @pytest.mark.parametrize("meshes, changes", [
-    (dict(mesh__train=(1, 4, 2), mesh__serve=(4, 1, 2), train__microbatch_rows=8), {}),
+    (dict(mesh__train=(1, 4, 2), mesh__serve=(4, 1, 2)), {}),
     (dict(mesh__train=(1, 2, 2, 1, 2), mesh__serve=(1, 1, 2, 1, 2)), EXPERTS),
     (dict(mesh__train=(1, 1, 1, 1, 4), mesh__serve=(1, 1, 1, 1, 4)), EXPERTS),
 ], ids=["fsdp and tensor", "fsdp, tensor and experts", "experts"])
 def test_an_update_on_a_mesh_is_that_of_one_device(meshes, changes):
-    alone = after_an_update(
-        **changes, engine__quantization="none", train__microbatch_rows=meshes.get("train__microbatch_rows", 4)
-    )
-    cut = after_an_update(**changes, **meshes, engine__quantization="none")
+    rows = dict(train__microbatch_rows=8, engine__quantization="none")
+    alone, cut = after_an_update(**changes, **rows), after_an_update(**changes, **meshes, **rows)
     assert cut[0] == pytest.approx(alone[0], rel=1e-4)
     for a, b in zip(*map(jax.tree.leaves, (cut[1], alone[1])), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
