@@ -243,6 +243,17 @@ def test_refusals(run, tmp_path):
         export.export(str(run), str(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("options, words", [
+    (["--merged", "--dtype=bfloat16"], "would lose small updates"),
+    (["--merged", "--adapter"], "not allowed with"),
+])
+def test_a_merge_that_would_lose_an_adapter_is_refused(monkeypatch, capsys, options, words):
+    monkeypatch.setattr(sys, "argv", ["export", "run", "out", *options])
+    with pytest.raises(SystemExit) as ended:
+        export.main()
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
 @pytest.mark.all
 def test_the_command(run, tmp_path):
     done = subprocess.run(

@@ -1,5 +1,6 @@
 """Runs with LoRA: what is trained, saved, shared and sent; and that the sampler has the adapter."""
 
+import contextlib
 import dataclasses
 import json
 
@@ -9,11 +10,13 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import sharding
+from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.weights import sent
 from jaxrl_tis.learner.state import initial_params, initial_state, policy, read_params
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import lora, placement, transformer
 from jaxrl_tis.record.checkpoint import Checkpoints
+from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import fingerprint
 from tests import tiny
 from tests.learner.trainer_test import fake_samples
@@ -228,3 +231,30 @@ def test_an_update_on_a_mesh_is_that_of_one_device(meshes, changes):
     for a, b in zip(*map(jax.tree.leaves, (cut[1], alone[1])), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-4)
     np.testing.assert_allclose(cut[2], alone[2], rtol=0, atol=1e-3)
+
+
+@pytest.mark.all
+def test_cached_keys_are_dropped_with_the_adapter_that_made_them():
+    """The same prompt before and after the factors change: as in an engine that never had others."""
+    setup, _, state = begun(task__max_prompt_tokens=48)
+    params = policy(setup.training, state)
+    factors, base = lora.split(params)
+    other = setup.training.adapter.join(base, jax.tree.map(lambda x: x + 0.05, factors))
+    prompt = np.arange(40, dtype=np.int32) % 9 + 3
+
+    def drawn(scheduler):
+        sampling = SamplingParams(temperature=1.0, max_tokens=4)
+        [record] = generate(scheduler, [Request("a", prompt, 5, sampling)])
+        return record.logp_behav, scheduler.stats.cached
+
+    with contextlib.closing(setup.scheduler(setup.engine, setup.engine.load(params), 0)) as used:
+        first, _ = drawn(used)
+        again, cached = drawn(used)
+        assert cached >= 32, "two pages of the prompt"
+        np.testing.assert_allclose(again, first, atol=1e-5)
+        used.set_params(setup.engine.load(other), 1)
+        found, after = drawn(used)
+    with contextlib.closing(setup.scheduler(setup.engine, setup.engine.load(other), 1)) as fresh:
+        expected, _ = drawn(fresh)
+    assert after == cached and np.abs(expected - first).max() > 1e-3
+    np.testing.assert_array_equal(found, expected)
