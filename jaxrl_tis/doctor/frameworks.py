@@ -2,9 +2,9 @@
 
 Each row was made from the source line that computes the value, in the files that `source` names. Where a
 name changed, each version's name has a row; tests/doctor/names.json has the names of each version. The KL to
-the reference policy is never the sampler's gap. Left out, among others: is_ratio_min and is_ratio_std of SkyRL, in which padding counts as a ratio of 0;
-policy_kl_error of NeMo-RL, which has the other direction; the rs_mask fractions of slime, whose level is a
-setting.
+the reference policy is never the sampler's gap. Left out, among others: is_ratio_min and is_ratio_std of
+SkyRL, in which padding counts as a ratio of 0; policy_kl_error of NeMo-RL, which has the other direction;
+the rs_mask fractions of slime, whose level is a setting.
 """
 
 import dataclasses
