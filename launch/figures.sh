@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Makes the figures of docs/experiments.md: ./launch/figures.sh [NAME ...]; all figures without names.
 # Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
-# lora_smollm2 trains SmolLM2-135M for an hour or more and is not among "all figures".
+# lora_smollm2 trains SmolLM2-135M for an hour or more, and referee trains 896 small runs for some hours; these
+# two are not among "all figures".
 #
 # Examples:
 #   ./launch/figures.sh rescue
@@ -17,6 +18,17 @@ by_name=(lora_smollm2)
 computed=(parallelism budget frontier router_noise router_noise_trained turns)
 [ $# -gt 0 ] || set -- "${trained[@]}" "${computed[@]}" predictor
 
+referee() {  # its runs and gradients; one process for each part, two at a time
+  local parts
+  parts=$("$PY" -c 'from jaxrl_tis.experiments.referee_runs import PARTS; print(*PARTS)') || return
+  local what
+  for what in runs gradients; do
+    # shellcheck disable=SC2086  # the parts are words
+    printf '%s\n' $parts | xargs -P "${JOBS:-2}" -n 1 "$PY" -m "jaxrl_tis.experiments.referee_$what" || failed=1
+  done
+  "$PY" -m jaxrl_tis.experiments.referee_runs --gather docs/experiments
+}
+
 for name in "$@"; do
   seeds=0,1,2,3,4
   if [ "$name" = causes ]; then seeds=0,1,2,3,4,5,6,7,8,9; fi
@@ -27,6 +39,7 @@ for name in "$@"; do
       --out="runs/figures/$name" || failed=1  # the others are drawn, and those that failed are named
     "$PY" -m jaxrl_tis.experiments.records "runs/figures/$name" --out "docs/experiments/$name.jsonl"
   fi
+  if [ "$name" = referee ]; then referee; fi
   case "$name" in
     frontier)
       "$PY" -m jaxrl_tis.experiments.oracle --centred | tee docs/experiments/frontier.md

@@ -75,7 +75,7 @@ def test_a_reward_of_ones_own_needs_a_module():
     validate(tiny.config(reward__name="my.module:function"))
     validate(tiny.config(reward__name="my.module:function, exact"))
     [problem] = problems(reward__name="my.module:function,exactly")
-    assert "choose one of exact, last_number, math" in problem
+    assert "choose one of exact, last_number, math, parts" in problem
 
 
 @pytest.mark.parametrize("text", ["drop", "0", "-1.5"])

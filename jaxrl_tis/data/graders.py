@@ -38,6 +38,13 @@ def exact(text: str, record: Record) -> float:
     return float(text.strip() == answer_of(record).strip())
 
 
+def parts(text: str, record: Record) -> float:
+    """Returns the share of the answer's words that the text has in their places. Further words of
+    the text count for nothing."""
+    expected = answer_of(record).split()
+    return sum(a == b for a, b in zip(text.split(), expected)) / max(len(expected), 1)
+
+
 def find_last_number(text: str) -> Decimal | None:
     """Returns the last number of a text: "-$1,234.50" is -1234.5, and "7-4" ends in 4, not in -4."""
     matches = list(_NUMBER.finditer(text.replace("\N{MINUS SIGN}", "-")))
@@ -172,6 +179,7 @@ REWARDS: dict[str, Callable[[str, Record], float]] = {
     "exact": exact,
     "last_number": last_number,
     "math": math,
+    "parts": parts,
     "reasoning_gym": reasoning_gym,
 }
 NEEDS = {"math": ("math_verify", "math"), "reasoning_gym": ("reasoning_gym", "tasks")}

@@ -104,6 +104,7 @@ class _Arithmetic(Generated):
     terms: int
     ops: str
     calls: float
+    problems: int
 
     def __len__(self) -> int:
         return self.size
@@ -112,17 +113,15 @@ class _Arithmetic(Generated):
         _check_index(index, self.size)
         rng = random.Random(f"arithmetic {self.seed} {self.split} {index}")
         for _ in range(MAX_DRAWS):
-            values = [rng.randrange(10**self.digits) for _ in range(self.terms)]
-            ops = [rng.choice(self.ops) for _ in range(self.terms - 1)]
-            pairs = zip(ops, values[1:], strict=True)
-            problem = f"{values[0]}" + "".join(f"{op}{value}" for op, value in pairs) + "="
+            drawn = [self._problem(rng) for _ in range(self.problems)]
+            problem = " ".join(text for text, _ in drawn) + "="
             if in_split(problem, self.split):
                 break
         else:
             raise ValueError(
                 f"no problem for split {self.split!r} after {MAX_DRAWS} attempts; use more digits"
             )
-        value = str(_sum_of_products(values, ops))
+        value = " ".join(str(value) for _, value in drawn)
         record = {
             "prompt": problem, "answer": value,
             "id": f"arithmetic-{self.split}-{self.seed}-{index}",
@@ -131,10 +130,17 @@ class _Arithmetic(Generated):
             return record
         return record | rng.choice(({"answer": problem}, {"turns": [[problem, f"{value} "]]}))
 
+    def _problem(self, rng: random.Random) -> tuple[str, int]:
+        values = [rng.randrange(10**self.digits) for _ in range(self.terms)]
+        ops = [rng.choice(self.ops) for _ in range(self.terms - 1)]
+        pairs = zip(ops, values[1:], strict=True)
+        text = f"{values[0]}" + "".join(f"{op}{value}" for op, value in pairs)
+        return text, _sum_of_products(values, ops)
+
 
 def arithmetic(
     *, size: int, split: str = "train", seed: int = 0, digits: int = 2, terms: int = 2,
-    ops: str = "+", calls: float = 0.0,
+    ops: str = "+", calls: float = 0.0, problems: int = 1,
 ) -> Source:
     """Problems such as "37+48=" with answer "85".
 
@@ -145,15 +151,19 @@ def arithmetic(
     A share `calls` of the examples is for the warm-up of `environments/calculator.py`. Half of these
     have the problem itself as the answer, which is a call. The others have the call and its reply as
     "turns" before the answer.
+
+    With several `problems` an example is a list of them, "3+4 5+8=" with answer "7 13".
     """
     _check_split_and_size(split, size)
+    if problems < 1:
+        raise ValueError(f"problems={problems}; give at least 1")
     if digits < 1 or terms < 2:
         raise ValueError(f"digits={digits} and terms={terms}; give at least 1 digit and 2 terms")
     if not ops or set(ops) - set("+-*"):
         raise ValueError(f"ops={ops!r}; give one or more of the operators '+-*'")
     if not 0 <= calls <= 1:
         raise ValueError(f"calls={calls}; give a share from 0 to 1")
-    return _Arithmetic(size, split, seed, digits, terms, ops, calls)
+    return _Arithmetic(size, split, seed, digits, terms, ops, calls, problems)
 
 
 def jsonl(

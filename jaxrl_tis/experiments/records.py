@@ -82,7 +82,8 @@ def series_of(records: Sequence[dict[str, Any]]) -> dict[str, list[float]]:
     return series | {name: [r[name] for r in evaluated] for name in ACCURACIES}
 
 
-def _round(x: float) -> float | str:
+def rounded(x: float) -> float | str:
+    """Returns four digits of a number, or the text "nan" or "inf", which JSON has no number for."""
     return float(f"{x:.4g}") if math.isfinite(x) else str(x)
 
 
@@ -98,7 +99,7 @@ def line_of(workdir: epath.Path) -> dict[str, Any]:
     line |= {"verdict": found["verdict"], "findings": [f["name"] for f in found["findings"]]}
     series = series_of(records)
     return line | {"eval/steps": series.pop("eval/steps")} | {
-        name: [_round(x) for x in values] for name, values in series.items()
+        name: [rounded(x) for x in values] for name, values in series.items()
     }
 
 

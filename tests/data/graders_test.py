@@ -48,6 +48,14 @@ def test_last_number(text, number, expected):
     assert REWARDS["last_number"](text, answer(number)) == expected
 
 
+@pytest.mark.parametrize(("text", "expected"), [
+    ("7 13 4", 1.0), (" 7  13 4 ", 1.0), ("7 12 4", 2 / 3), ("7", 1 / 3), ("13 4", 0.0), ("", 0.0),
+    ("7 13 4 9", 1.0), ("7134", 0.0),
+])
+def test_parts(text, expected):
+    assert REWARDS["parts"](text, answer("7 13 4")) == expected
+
+
 def test_last_number_of_an_answer_without_one():
     with pytest.raises(ValueError, match="the answer 'five' of x has no number"):
         REWARDS["last_number"]("5", answer("five"))
@@ -165,7 +173,7 @@ def test_reasoning_gym_uses_the_score_of_the_package():
     assert REWARDS["reasoning_gym"]("it is 1000", record) == pytest.approx(0.4)
 
 
-@pytest.mark.parametrize("name", ["exact", "last_number", "math"])
+@pytest.mark.parametrize("name", ["exact", "last_number", "math", "parts"])
 def test_a_record_without_an_answer(name):
     with pytest.raises(ValueError, match="example x has no answer to compare with"):
         REWARDS[name]("5", {"id": "x", "prompt": "2+3="})

@@ -53,6 +53,13 @@ def test_arithmetic_answers_are_right():
     assert any("*" in example["prompt"] for example in read_all(source))
 
 
+def test_arithmetic_of_several_problems():
+    for example in read_all(TASKS["arithmetic"](size=50, digits=1, problems=3)):
+        problems = example["prompt"].removesuffix("=").split(" ")
+        assert len(problems) == 3 and all(re.fullmatch(r"[0-9]\+[0-9]", p) for p in problems)
+        assert example["answer"] == " ".join(str(eval(p)) for p in problems)
+
+
 def test_arithmetic_with_calls_of_a_calculator():
     """Of 400 examples about 100 are calls, and 100 answers after a reply; the problems stay."""
     plain, source = (read_all(TASKS["arithmetic"](size=400, ops="+*", calls=c)) for c in (0.0, 0.5))
@@ -91,6 +98,8 @@ def test_arithmetic_refuses_wrong_parameters():
         arithmetic(size=1, digits=0)
     with pytest.raises(ValueError, match="digits=2 and terms=1"):
         arithmetic(size=1, terms=1)
+    with pytest.raises(ValueError, match="problems=0"):
+        arithmetic(size=1, problems=0)
     with pytest.raises(ValueError, match="calls=1.5"):
         arithmetic(size=1, calls=1.5)
     with pytest.raises(ValueError, match="ops='/'"):

@@ -1,0 +1,85 @@
+"""The referee: which correction, for which gap, at which length of the answers.
+
+    ./launch/figures.sh referee    # 112 arms of 8 seeds; docs/referee.md has the protocol
+
+An arm is "GAP/LENGTH/CORRECTION". Short answers are two-digit sums of at most 4 tokens, with the model of
+configs/fig_base.py. Long answers are lists of eight one-digit sums, 24 tokens at most, rewarded by the share
+of right sums. Thresholds are those of the cited defaults; the band of geometric means is slime's 0.8 to 1.2,
+because the 0.1 to 0.2 % of others leaves nothing at these gaps.
+"""
+
+from configs import fig_base, fig_routing
+from jaxrl_tis.estimators.presets import PRESETS
+from jaxrl_tis.sweep import Arm
+
+INT8 = {"engine.quantization": "w8a8"}
+EXPERTS = ("num_experts", "experts_per_token", "expert_dim", "shared_expert_dim", "router")
+MODEL = {f"model.{name}": fig_routing.get_config().model[name] for name in EXPERTS}
+# Gap -> (fields of all arms, fields that make the gap)
+GAPS = {
+    "int8": ({}, INT8),
+    "noise": ({}, {"engine.injected": "weights(scale=0.3)"}),
+    "routes": (MODEL, INT8 | {"engine.injected": "router(scale=0.3)"}),
+    "stale": ({}, {"rollout.schedule": "areal(staleness=4)"}),
+}
+LENGTHS = {
+    "short": {},
+    "long": {
+        "task.params.digits": 1,
+        "task.params.problems": 8,
+        "task.max_prompt_tokens": 40,
+        "rollout.max_new_tokens": 24,
+        "reward.name": "parts",
+    },
+}
+
+
+def _preset(name: str) -> Arm:
+    return {f"correction.{part}": text for part, text in PRESETS[name].items()}
+
+
+def _weight(text: str) -> Arm:
+    return {"correction.weight": text}
+
+
+CORRECTIONS = {
+    "none": _weight("none"),
+    "token TIS": _weight("token_tis(cap=2.0)"),
+    "token MIS": _weight("token_mis(upper=2.0)"),
+    "sequence TIS": _weight("seq_tis(cap=2.0)"),
+    "geometric mask": {"correction.masks": "seq_mean_k1(lower=0.8, upper=1.2)"},
+    "IcePop": _weight("token_icepop(lower=0.5, upper=5.0)"),
+    "KPop": _preset("kpop"),
+    "IPO": _preset("ipo"),
+    "seq-mask-tis": _weight("seq_mask_tis(lower=0.8, upper=1.2)"),
+    "centering": _preset("centered"),
+    "centering + TIS": _preset("centered_tis_2"),
+    "GSPO bypass": {"correction.mode": "bypass", "correction.objective": "gspo"},
+    "decoupled PPO": _preset("async"),
+}
+EXACT = "exact engine"  # the arm without a gap
+
+
+def get_config():
+    c = fig_base.get_config()
+    c.steps = c.checkpoint.every = 80
+    c.warmup.steps = 300
+    c.task.params.problems = 1
+    c.eval.prompts = 256
+    c.metrics.diagnostics_every = c.steps
+    return c
+
+
+def arms_of(gap: str, length: str) -> dict[str, Arm]:
+    """Returns the arms of a gap and a length, by correction."""
+    model, fields = GAPS[gap]
+    shared = LENGTHS[length] | model
+    arms = {name: shared | fields | correction for name, correction in CORRECTIONS.items()}
+    return arms | {EXACT: shared | _weight("none")}
+
+
+def sweep():
+    return {
+        f"{gap}/{length}/{name}": arm
+        for gap in GAPS for length in LENGTHS for name, arm in arms_of(gap, length).items()
+    }

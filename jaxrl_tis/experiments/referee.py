@@ -1,0 +1,219 @@
+"""Draws the referee and writes its tables, by the rules of docs/referee.md.
+
+Reads docs/experiments/referee.jsonl, the runs of experiments/referee_runs.py, and
+docs/experiments/referee_gradients.jsonl of experiments/referee_gradients.py.
+
+Examples:
+
+    python -m jaxrl_tis.experiments.referee
+    python -m jaxrl_tis.experiments.referee docs/experiments
+"""
+
+import collections
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from scipy import stats
+
+from configs import fig_referee
+from jaxrl_tis.experiments import figures, records, referee_runs
+from jaxrl_tis.experiments.figures import Interval
+from jaxrl_tis.experiments.records import Run
+from jaxrl_tis.runtime import cli
+
+NONE, EXACT = "none", fig_referee.EXACT
+RESAMPLES = 2000
+Gains = dict[str, dict[int, float]]  # correction -> seed -> gain
+
+
+def gain(run: Run) -> float:
+    """Returns the held-out reward at the end minus that before the first step."""
+    values = run.series[referee_runs.REWARD]
+    return float(values[1:][-figures.LAST :].mean() - values[0])
+
+
+def collapsed(run: Run) -> bool:
+    """Whether the held-out reward ends below half of that before the first step."""
+    values = run.series[referee_runs.REWARD]
+    return bool(values[-1] < values[0] / 2)
+
+
+def by_part(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
+    """Returns part -> correction -> runs."""
+    parts: dict[str, dict[str, list[Run]]] = {}
+    for run in runs:
+        gap, length, name = run.arm.split("/")
+        parts.setdefault(f"{gap}/{length}", {}).setdefault(name, []).append(run)
+    return parts
+
+
+def gains_of(arms: Mapping[str, Sequence[Run]]) -> Gains:
+    return {name: {run.seed: gain(run) for run in runs} for name, runs in arms.items()}
+
+
+def paired(one: Mapping[int, float], other: Mapping[int, float]) -> np.ndarray:
+    """Returns the differences over the seeds that both have, in their order."""
+    return np.array([one[seed] - other[seed] for seed in sorted(one) if seed in other])
+
+
+def simultaneous(values: np.ndarray, count: int) -> Interval:
+    """Returns the mean and its Student interval at 95 % for `count` intervals together (Bonferroni)."""
+    mean, n = float(values.mean()), len(values)
+    if n < 2:
+        return mean, -np.inf, np.inf
+    half = stats.t.ppf(1 - 0.025 / count, n - 1) * values.std(ddof=1) / np.sqrt(n)
+    return mean, float(mean - half), float(mean + half)
+
+
+def beside(gains: Gains, other: str) -> dict[str, Interval]:
+    """Returns the paired difference of each arm to another one, with intervals that hold together."""
+    arms = [name for name in gains if name != other]
+    return {name: simultaneous(paired(gains[name], gains[other]), len(arms)) for name in arms}
+
+
+def overall(parts: Mapping[str, Gains], name: str, other: str = NONE) -> Interval:
+    """Returns the mean over parts of the difference of two arms. Its 95 % interval is that of a
+    bootstrap that draws parts, and then seeds within each."""
+    cells = [paired(g[name], g[other]) for g in parts.values() if name in g and other in g]
+    rng, drawn = np.random.default_rng(0), []
+    for _ in range(RESAMPLES):
+        chosen = rng.integers(len(cells), size=len(cells))
+        drawn.append(np.mean([rng.choice(cells[i], len(cells[i])).mean() for i in chosen]))
+    mean = float(np.mean([cell.mean() for cell in cells]))
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return mean, float(low), float(high)
+
+
+def decision(gains: Gains) -> tuple[list[str], list[str]]:
+    """Returns (the corrections to take, simplest first; those that are worse than none).
+
+    To take are the best of those that are better than none, and all that are better than none and not
+    worse than the best. The list is empty where no correction is better than none.
+    """
+    corrections = {name: x for name, x in gains.items() if name != EXACT}
+    differences = beside(corrections, NONE)
+    better = [name for name, (_, low, _) in differences.items() if low > 0]
+    worse = [name for name, (_, _, high) in differences.items() if high < 0]
+    if not better:
+        return [], worse
+    best = max(better, key=lambda name: differences[name][0])
+    to_best = {n: simultaneous(paired(gains[n], gains[best]), len(corrections) - 1) for n in better}
+    simplest = list(fig_referee.CORRECTIONS)
+    return sorted((n for n in better if to_best[n][2] >= 0), key=simplest.index), worse
+
+
+def advice(gains: Gains) -> str:
+    """Says what to take for a part."""
+    taken, _ = decision(gains)
+    if taken:
+        return taken[0] + (f" (as good: {', '.join(taken[1:])})" if taken[1:] else "")
+    if EXACT not in gains:
+        return "not decided"
+    cost = beside({NONE: gains[NONE], EXACT: gains[EXACT]}, NONE)[EXACT]
+    return "none: the gap costs nothing that is seen" if cost[1] <= 0 else "not decided"
+
+
+def size_of_gap(runs: Sequence[Run]) -> float:
+    """Returns k3 in nats a token over the first steps, mean over seeds."""
+    return float(np.mean([run.series["rollout_corr/k3_kl"][0] for run in runs]))
+
+
+def tables(runs: Sequence[Run], gradients: Sequence[Mapping]) -> str:
+    """Returns Markdown: the decisions, all arms over all parts, and each part."""
+    parts = by_part(runs)
+    gains = {part: gains_of(arms) for part, arms in parts.items()}
+    lines = []
+    for part, arms in parts.items():
+        _, worse = decision(gains[part])
+        gap, length = part.split("/")
+        lines.append([
+            gap, f"{size_of_gap(arms[NONE]):.2g}", length, advice(gains[part]), ", ".join(worse) or "–",
+        ])
+    header = ["gap", "k3, nats per token", "answers", "take", "worse than none"]
+    blocks = [figures.rows(header, lines)]
+    names = [n for n in (*fig_referee.CORRECTIONS, EXACT) if n != NONE and any(n in g for g in gains.values())]
+    lines = [[name, figures.interval(overall(gains, name))] for name in names]
+    blocks.append(figures.rows(["arm", "gain minus that of none, mean over all parts"], lines))
+    for part, arms in parts.items():
+        blocks.append(f"**{part}**\n\n{part_table(arms, [g for g in gradients if g['part'] == part])}")
+    return "\n\n".join(blocks)
+
+
+def part_table(arms: Mapping[str, Sequence[Run]], gradients: Sequence[Mapping]) -> str:
+    """Returns the table of a part."""
+    gains, found = gains_of(arms), gradient_measures(gradients)
+    to_none, to_exact = beside(gains, NONE), beside(gains, EXACT)
+    lines = []
+    for name, runs in arms.items():
+        measures = found[name] if name in found else ("–",) * 3
+        lines.append([
+            name, figures.mean(list(gains[name].values()), "+.3f"),
+            figures.interval(to_none[name]) if name in to_none else "–",
+            figures.interval(to_exact[name]) if name in to_exact else "–",
+            f"{sum(map(collapsed, runs))} of {len(runs)}", *measures,
+        ])
+    header = [
+        "arm", "gain", "minus none", "minus exact engine", "collapsed", "bias", "cosine", "noise",
+    ]
+    return figures.rows(header, lines)
+
+
+def gradient_measures(lines: Sequence[Mapping]) -> dict[str, tuple[str, str, str]]:
+    """Returns arm -> (relative bias, cosine, relative standard deviation of one batch's gradient), from
+    means over seeds and checkpoints. A negative estimate of a square counts as 0."""
+    sums: dict[str, collections.Counter] = {}
+    for line in lines:
+        total = sums.setdefault(line["arm"].rpartition("/")[2], collections.Counter())
+        total.update({n: line[n] for n in ("true2", "own2", "dot", "bias2", "variance")})
+    out = {}
+    for name, s in sums.items():
+        root = lambda x: float(np.sqrt(max(x, 0.0)))
+        norms = root(s["own2"]) * root(s["true2"])
+        cosine = f"{s['dot'] / norms:.3f}" if norms else "–"
+        relative = lambda x: f"{root(x) / root(s['true2']):.2f}" if s["true2"] > 0 else "–"
+        out[name] = relative(s["bias2"]), cosine, relative(s["variance"])
+    return out
+
+
+def draw(page: Figure, runs: Sequence[Run]) -> None:
+    """Draws for each part the difference of every arm to none, with intervals that hold together."""
+    parts, gaps, lengths = by_part(runs), tuple(fig_referee.GAPS), tuple(fig_referee.LENGTHS)
+    axes = page.subplots(len(lengths), len(gaps), sharey=True, squeeze=False)
+    names = [name for name in (*fig_referee.CORRECTIONS, EXACT) if name != NONE][::-1]
+    for row, length in zip(axes, lengths):
+        for ax, gap in zip(row, gaps):
+            ax.set_title(f"{gap}, {length} answers")
+            ax.axvline(0, color=figures.GREY, linewidth=0.8)
+            ax.set_yticks(range(len(names)), names)
+            if (part := f"{gap}/{length}") not in parts:
+                continue
+            for name, (mean, low, high) in beside(gains_of(parts[part]), NONE).items():
+                color = "C2" if low > 0 else "C3" if high < 0 else "C0"
+                ax.errorbar(
+                    mean, names.index(name), xerr=[[mean - low], [high - mean]], fmt="o",
+                    markersize=3, color=color,
+                )
+    for ax in axes[-1]:
+        ax.set_xlabel("gain minus that of none")
+
+
+def read_gradients(path: pathlib.Path) -> list[dict]:
+    """Reads the lines of experiments/referee_gradients.py, with the part of each."""
+    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
+    return [line | {"part": line["arm"].rpartition("/")[0]} for line in lines]
+
+
+def main() -> None:
+    """Command line: see the top of the file."""
+    folder = figures.folder_of("referee")
+    runs, _ = records.read(folder / "referee.jsonl")
+    gradients = read_gradients(folder / "referee_gradients.jsonl")
+    size = (13.0, 7.5)
+    figures.write(folder, "referee", tables(runs, gradients), {"referee": (draw, size)}, runs)
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,66 @@
+"""Runs of the referee on small settings: what several seeds in one process share changes no number."""
+
+import contextlib
+
+import numpy as np
+import pytest
+
+from configs import fig_referee
+from jaxrl_tis.data.rewards import worker
+from jaxrl_tis.experiments import figures, records, referee_runs
+from jaxrl_tis.learner.trainer import Trainer
+
+SMALL = {
+    "steps": 8, "eval.every": 4, "eval.prompts": 16, "warmup.steps": 10, "rollout.prompts": 4,
+    "train.microbatch_rows": 16, "engine.slots": 32, "checkpoint.every": 8,
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    real = fig_referee.arms_of
+    of_part = lambda *part: {name: arm | SMALL for name, arm in real(*part).items()}
+    monkeypatch.setattr(fig_referee, "arms_of", of_part)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("part", ["noise/short", "stale/short"])
+def test_seeds_in_one_process_are_runs_of_their_own(small, tmp_path, part):
+    referee_runs.train_part(part, [0, 1], tmp_path, ["none", "token TIS"])
+    referee_runs.train_part(part, [1], tmp_path / "alone", ["token TIS"])
+    runs, _ = records.read(referee_runs.path_of(tmp_path, part))
+    [alone], _ = records.read(referee_runs.path_of(tmp_path / "alone", part))
+    assert [(r.arm, r.seed) for r in runs] == [
+        (f"{part}/{arm}", seed) for arm in ("none", "token TIS") for seed in (0, 1)
+    ]
+    for name in ("reward/mean", "actor/grad_norm", "eval/sampled_reward"):
+        np.testing.assert_array_equal(runs[3].series[name], alone.series[name])
+    assert runs[2].series["actor/grad_norm"] != runs[3].series["actor/grad_norm"]
+
+
+@pytest.mark.all
+def test_what_is_done_is_not_trained_again(small, tmp_path, monkeypatch):
+    referee_runs.train_part("noise/short", [0], tmp_path, ["none"])
+    before = referee_runs.path_of(tmp_path, "noise/short").read_text()
+    monkeypatch.setattr(referee_runs, "trained", None)
+    referee_runs.train_part("noise/short", [0], tmp_path, ["none"])
+    assert referee_runs.path_of(tmp_path, "noise/short").read_text() == before
+
+
+@pytest.mark.all
+def test_a_run_whose_numbers_are_not_finite_ends_at_zero(small, monkeypatch):
+    arm = fig_referee.arms_of("noise", "short")["none"]
+    setup = referee_runs.Programs().build(arm)
+    trainer = Trainer(setup.training)
+    update, steps = Trainer.update, []
+
+    def broken(self, state, rows, step, version):
+        steps.append(step)
+        state, rows, measured = update(self, state, rows, step, version)
+        return state, rows, measured | ({"actor/grad_norm": np.inf} if step == 3 else {})
+
+    monkeypatch.setattr(Trainer, "update", broken)
+    with contextlib.closing(worker(setup.config.reward)) as rewards:
+        lines = referee_runs.trained(setup, trainer, figures.taught(setup), rewards)
+    assert steps == [1, 2, 3]
+    assert [r["eval/sampled_reward"] for r in lines if r["phase"] == "eval"][1:] == [0.0, 0.0]

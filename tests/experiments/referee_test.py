@@ -1,0 +1,123 @@
+"""Expected values by hand; Student's quantiles from tables."""
+
+import json
+
+import numpy as np
+import pytest
+
+from configs import fig_referee
+from jaxrl_tis.experiments import records, referee
+from jaxrl_tis.experiments.records import Run
+
+
+def run(arm, seed, rewards, k3=0.5):
+    series = {"eval/steps": np.arange(len(rewards)) * 20.0, "eval/sampled_reward": np.array(rewards)}
+    return Run(arm, seed, [], [], series | {"rollout_corr/k3_kl": np.array([k3, 9.0])})
+
+
+def gains(**of_arms):
+    return {name.replace("_", " "): dict(enumerate(values)) for name, values in of_arms.items()}
+
+
+def test_the_gain_is_that_of_the_last_three_evaluations():
+    assert referee.gain(run("a/b/none", 0, [0.2, 0.9, 0.3, 0.4, 0.8])) == pytest.approx(0.3)
+    assert referee.gain(run("a/b/none", 0, [0.2, 0.5])) == pytest.approx(0.3)
+
+
+@pytest.mark.parametrize(("last", "expected"), [(0.09, True), (0.11, False), (0.5, False)])
+def test_a_run_that_loses_half_of_its_reward_has_collapsed(last, expected):
+    assert referee.collapsed(run("a/b/none", 0, [0.2, 0.4, last])) is expected
+
+
+def test_intervals_hold_together():
+    """Mean 2, standard deviation 1, n = 3: one interval is 4.303 / sqrt(3) wide on each side, and each
+    of five has the quantile 0.995, 9.925."""
+    values = np.array([1.0, 2.0, 3.0])
+    assert referee.simultaneous(values, 1) == pytest.approx((2, 2 - 2.4841, 2 + 2.4841), abs=1e-3)
+    assert referee.simultaneous(values, 5) == pytest.approx((2, 2 - 5.7301, 2 + 5.7301), abs=1e-3)
+    assert referee.simultaneous(values[:1], 5) == (1.0, -np.inf, np.inf)
+
+
+def test_seeds_are_paired():
+    found = referee.paired({0: 1.0, 2: 5.0, 3: 7.0}, {3: 1.0, 0: 0.5, 1: 9.0})
+    assert found.tolist() == [0.5, 6.0]
+
+
+NOISE = np.array([0.001, -0.001, 0.002, -0.002])  # of four seeds
+BASE = np.zeros(4)
+
+
+def test_the_best_are_taken_and_the_worse_named():
+    g = gains(
+        none=BASE, token_TIS=0.3 + NOISE, token_MIS=0.3 - NOISE, sequence_TIS=0.1 + NOISE,
+        IcePop=-0.2 + NOISE, KPop=0.5 * NOISE, exact_engine=0.9 + NOISE,
+    )
+    assert referee.decision(g) == (["token TIS", "token MIS"], ["IcePop"])
+    assert referee.advice(g) == "token TIS (as good: token MIS)"
+
+
+def test_the_order_of_the_arms_decides_among_equals():
+    g = gains(none=BASE, KPop=0.3 + NOISE, token_TIS=0.3 - NOISE)
+    assert referee.decision(g)[0] == ["token TIS", "KPop"]
+
+
+def test_where_nothing_is_better_than_none():
+    g = gains(none=BASE, token_TIS=3 * NOISE, exact_engine=2 * NOISE)
+    assert referee.decision(g) == ([], [])
+    assert referee.advice(g) == "none: the gap costs nothing that is seen"
+    g["exact engine"] = dict(enumerate(0.4 + NOISE))
+    assert referee.advice(g) == "not decided"
+
+
+def test_the_mean_over_parts():
+    parts = {"a": gains(none=BASE, KPop=BASE + 0.2), "b": gains(none=BASE, KPop=BASE + 0.4)}
+    mean, low, high = referee.overall(parts, "KPop")
+    assert mean == pytest.approx(0.3)
+    assert (low, high) == pytest.approx((0.2, 0.4))  # one part may be drawn twice
+
+
+def test_gradients_are_relative_to_that_without_a_gap():
+    """Sums over two lines: true2 4, own2 16, dot 6, bias2 1, variance 36."""
+    line = {"arm": "int8/short/none", "true2": 1.0, "own2": 7.0, "dot": 2.0, "bias2": 3.0, "variance": 6.0}
+    other = {"arm": "int8/short/none", "true2": 3.0, "own2": 9.0, "dot": 4.0, "bias2": -2.0, "variance": 30.0}
+    assert referee.gradient_measures([line, other]) == {"none": ("0.50", "0.750", "3.00")}
+
+
+def test_a_squared_bias_below_zero_is_none():
+    line = {"arm": "int8/short/KPop", "true2": 1.0, "own2": 1.0, "dot": 1.0, "bias2": -2.0, "variance": 1.0}
+    assert referee.gradient_measures([line])["KPop"] == ("0.00", "1.000", "1.00")
+
+
+def test_the_page(tmp_path, monkeypatch, capsys):
+    lines = [
+        {"arm": f"int8/short/{name}", "seed": seed, "verdict": [], "findings": [], "eval/steps": [0, 20],
+         "eval/sampled_reward": [0.2, 0.3 + gain + 0.002 * seed], "rollout_corr/k3_kl": [0.25]}
+        for name, gain in {"none": 0.0, "token TIS": 0.2, fig_referee.EXACT: 0.3}.items()
+        for seed in range(4)
+    ]
+    (tmp_path / "referee.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    monkeypatch.setattr("sys.argv", ["referee", str(tmp_path)])
+    referee.main()
+    text = (tmp_path / "referee.md").read_text()
+    assert "| int8 | 0.25 | short | token TIS | – |" in text
+    assert "| token TIS | +0.303" in text and "0 of 4" in text
+    assert (tmp_path / "referee.png").stat().st_size > 1000
+
+
+def test_every_arm_is_of_a_part():
+    assert len(fig_referee.sweep()) == 4 * 2 * 14
+    assert all(arm.count("/") == 2 for arm in fig_referee.sweep())
+
+
+def test_a_run_is_written_as_it_is_read(tmp_path):
+    from jaxrl_tis.experiments import referee_runs
+
+    steps = [{"step": s, "phase": "train", "reward/mean": 0.5, "other": 1.0} for s in range(1, 9)]
+    tests = [{"step": s, "phase": "eval", "eval/sampled_reward": s / 10} for s in (0, 8)]
+    path = tmp_path / "a.jsonl"
+    path.write_text(referee_runs.line_of("int8/short/none", 3, steps + tests) + "\n")
+    [found], others = records.read(path)
+    assert (found.arm, found.seed, others) == ("int8/short/none", 3, [])
+    assert found.series["eval/sampled_reward"].tolist() == [0.0, 0.8]
+    assert found.series["reward/mean"].tolist() == [0.5]
+    assert "other" not in found.series
