@@ -55,7 +55,11 @@ CORRECTIONS = {
     "centering": _preset("centered"),
     "centering + TIS": _preset("centered_tis_2"),
     "GSPO bypass": {"correction.mode": "bypass", "correction.objective": "gspo"},
-    "decoupled PPO": _preset("async"),
+    # On tokens of one version this is the loss of `decoupled`, which is then refused.
+    "decoupled PPO": _weight("token_mis(upper=5.0)"),
+}
+DECOUPLED = {
+    "correction.weight": "none", "correction.objective": "decoupled(upper=5.0, clip_high=0.28)",
 }
 EXACT = "exact engine"  # the arm without a gap
 
@@ -75,6 +79,8 @@ def arms_of(gap: str, length: str) -> dict[str, Arm]:
     model, fields = GAPS[gap]
     shared = LENGTHS[length] | model
     arms = {name: shared | fields | correction for name, correction in CORRECTIONS.items()}
+    if gap == "stale":
+        arms["decoupled PPO"] |= DECOUPLED
     return arms | {EXACT: shared | _weight("none")}
 
 

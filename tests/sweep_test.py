@@ -235,8 +235,11 @@ def test_cores_are_dealt_out():
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system deals out no cores")
 def test_each_of_several_runs_has_its_share_of_the_cores(tmp_path):
-    body = "import os\n(folder / 'cores').write_text(repr(sorted(os.sched_getaffinity(0))))"
-    found = [scripted(tmp_path, name, body=body) for name in "abc"]
+    body = "import os\n(folder / 'cores').write_text(repr(sorted(os.sched_getaffinity(0))))\n"
+    # The first two run at the same time: each ends after the other has begun.
+    others = {"a": "b", "b": "a", "c": "c"}
+    met = "while not (folder.parent / '{}-seed0' / 'cores').exists(): time.sleep(0.02)"
+    found = [scripted(tmp_path, name, body=body + met.format(others[name])) for name in "abc"]
     assert set(sweep.Runner(2).run(found).values()) == {0}
     expected = sweep.shares(sorted(os.sched_getaffinity(0)), 2)
     cores = [set(json.loads(pathlib.Path(job.workdir, "cores").read_text())) for job in found]
