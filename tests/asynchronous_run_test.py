@@ -53,7 +53,7 @@ def params(folder, setup):
 
 
 @pytest.mark.parametrize("name", [
-    name if name in ("ring", "episodes") else pytest.param(name, marks=pytest.mark.all)
+    name if name == "episodes" else pytest.param(name, marks=pytest.mark.all)
     for name in RUNS
 ])
 def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):

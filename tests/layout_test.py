@@ -64,8 +64,8 @@ MAY_IMPORT = {
     ),
     "score": ("cli_flags", "models"),
     "experiments": (
-        "build", "cli_flags", "diagnostics", "doctor", "engine", "estimators", "gate", "learner",
-        "models", "record", "report", "rollouts", "runtime", "sharding",
+        "build", "cli_flags", "data", "diagnostics", "doctor", "engine", "estimators", "evaluate",
+        "gate", "learner", "models", "record", "report", "rollouts", "runtime", "sharding",
     ),
     "serve": ("build", "cli_flags", "endpoint", "engine", "learner", "runtime"),
     "sweep": ("cli_flags", "record", "report", "runtime", "validate"),

@@ -134,6 +134,7 @@ def test_recorded_routes_are_those_of_the_learner(model, name, monkeypatch):
     assert (max(used) > 255) == (model == "many")
 
 
+@pytest.mark.all
 def test_tokens_after_accepted_and_rejected_drafts_have_the_routes_of_the_learner():
     engine = engine_of("softmax", "scanned", max_draft=3)
     asked = [Request(f"r{i}", [3, 1, 4, 1, 5], 7, SamplingParams(max_tokens=12, temperature=0.2))

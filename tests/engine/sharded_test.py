@@ -110,7 +110,7 @@ def trajectories(quantization, layout):
     return {t.id: t for t in out}
 
 
-@pytest.mark.cases("w8a8")
+@pytest.mark.all
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
 def test_scanned_layers_on_eight_devices_draw_what_one_device_draws(quantization):
     """In int8 an activation may by chance lie so near to the middle of two codes that sums over

@@ -58,7 +58,8 @@ def bytes_of_a_run():
 
 
 @NEEDS
-@pytest.mark.parametrize("share", [0.6, pytest.param(1.0, marks=pytest.mark.all)])
+@pytest.mark.all
+@pytest.mark.parametrize("share", [0.6, 1.0])
 def test_a_disk_that_fills_up_stops_the_run_and_more_room_continues_it(
     tmp_path, bytes_of_a_run, share
 ):

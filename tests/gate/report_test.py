@@ -381,8 +381,8 @@ def with_noisy_router(setup, params):
     return report.sample(setup, other, 4)
 
 
+@pytest.mark.all
 @BY_JAX
-@pytest.mark.cases("none-0")
 @pytest.mark.parametrize("routing, pack_length", [("none", 0), ("r3", 0), ("none", 16)])
 def test_other_routes_have_a_rung_of_their_own(sampled, routing, pack_length):
     """The only gate of a token is 1, so another router does nothing but choose other experts."""
@@ -403,6 +403,7 @@ def test_other_routes_have_a_rung_of_their_own(sampled, routing, pack_length):
     assert "route flips: token 0." in report.table(result)
 
 
+@pytest.mark.all
 @BY_JAX
 def test_a_flip_is_found_in_its_layer(sampled):
     """One sampled token of one record was sent to another expert in the second layer."""

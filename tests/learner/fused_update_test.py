@@ -61,7 +61,7 @@ def both_ways(changes):
     return out
 
 
-@pytest.mark.cases("masks", "entropy and reference")
+@pytest.mark.cases("entropy and reference")
 @pytest.mark.parametrize("case", FUSED)
 def test_an_update_that_scores_its_batch_is_that_of_a_scored_one(case):
     """The gradient by what it moves, every field of the rows, every metric."""

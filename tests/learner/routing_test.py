@@ -137,6 +137,7 @@ def test_a_record_with_a_row_of_its_last_token_is_laid_out_too():
     np.testing.assert_array_equal(rows["routes"][0, :5], code(rows["tokens"][0, :5]))
 
 
+@pytest.mark.all
 def test_a_continued_record_has_the_routes_of_all_its_tokens():
     """A sequence that is cut after two of its tokens has the routes of one that never was."""
     made, engine, params = engine_of(EXPERTS)
@@ -471,6 +472,7 @@ def updated_by_parts(samples):
     )
 
 
+@pytest.mark.all
 def test_samples_without_routes_are_counted_over_all_parts():
     *_, metrics = updated_by_parts(samples_with_routes(without={1: 1, 9: 99}))
     assert metrics["moe/samples_without_routes"] == 2
@@ -561,6 +563,7 @@ def test_with_equal_engines_every_routing_is_the_same():
         np.testing.assert_allclose(logp, none[1], atol=1e-6)
 
 
+@pytest.mark.all
 def test_replay_lowers_the_gap_of_a_noisy_router():
     noisy = EXPERTS | dict(engine__injected="router(scale=0.3)")
     samples = drawn(noisy)
@@ -687,7 +690,7 @@ def test_the_bias_moves_against_the_load():
     assert moved_bias(plain, jnp.ones((1, 3)), 0.25) is plain
 
 
-@pytest.mark.cases("none")
+@pytest.mark.all
 @pytest.mark.parametrize("routing", ["none", "r3"])
 def test_a_frozen_bias_keeps_every_bit(routing):
     """Over several updates with weight decay, in the learner and in the sampler's parameters."""
@@ -711,6 +714,7 @@ def test_a_frozen_bias_keeps_every_bit(routing):
         assert np.asarray(layer["router_bias"]).tobytes() == expected.tobytes()
 
 
+@pytest.mark.all
 def test_a_bias_that_is_not_frozen_moves_by_its_rate_alone():
     settings = EXPERTS | ONE | dict(
         optimizer__freeze_router_bias=False, optimizer__router_bias_rate=0.01,

@@ -118,9 +118,8 @@ def stacked_gathers(module, dtype="bf16"):
     return [dims for dims, _ in weight_gathers(module, dtype) if len(dims) == 3 and dims[0] > 1]
 
 
-@pytest.mark.parametrize("chips", [
-    "v5e:2x4", pytest.param("v5p:2x2x2", marks=pytest.mark.all),
-])
+@pytest.mark.all
+@pytest.mark.parametrize("chips", ["v5e:2x4", "v5p:2x2x2"])
 def test_weights_are_gathered_layer_by_layer_inside_the_scan(chips):
     _, module = update(chips=chips)
     gathers = weight_gathers(module)

@@ -242,7 +242,7 @@ def without_bias(params):
     return params | {"layers": layers}
 
 
-@pytest.mark.cases("(1, 1, 2, 2, 2)-replayed", "(1, 2, 2, 1, 2)-native")
+@pytest.mark.cases("(1, 1, 2, 2, 2)-replayed")
 @pytest.mark.parametrize("is_replayed", [False, True], ids=["native", "replayed"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_a_decoder_gives_the_numbers_of_one_device(shape, is_replayed):
@@ -309,7 +309,7 @@ def sampled(shape, scheme):
     return out
 
 
-@pytest.mark.cases("none-(1, 1, 2, 1, 2)")
+@pytest.mark.all
 @pytest.mark.parametrize("shape", [(1, 1, 2, 1, 2), (1, 1, 1, 1, 8), (2, 1, 2, 1, 2)], ids=str)
 @pytest.mark.parametrize("scheme", ["none", "w8a16", "w8a8"])
 def test_an_engine_samples_the_tokens_and_routes_of_one_device(scheme, shape):

@@ -360,8 +360,8 @@ def equal_bits(a, b):
         assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.cases("unrolled")
 @pytest.mark.parametrize("unrolled", [False, True], ids=["scanned", "unrolled"])
 def test_replay_of_a_programs_own_routes_changes_no_bit(unrolled):
     run = value_and_gradient(unrolled=unrolled)
@@ -374,8 +374,8 @@ def test_replay_of_a_programs_own_routes_changes_no_bit(unrolled):
     equal_bits(run(params_of(), partly), native)
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("optimized")
-@pytest.mark.cases("full")
 @pytest.mark.parametrize("remat", ["dots", "full"])
 def test_recomputation_repeats_the_replayed_routes(remat):
     """Recording first-in-first-out is wrong under recomputation: a layer would pop the routes of
