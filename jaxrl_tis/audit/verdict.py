@@ -61,6 +61,10 @@ def _of_gap(report):
     unweighted = next(row for row in report["rules"] if row["name"] == "none")
     values = report["metrics"] | {ESS: unweighted["ess"]}
     values.setdefault(ENGINE_SHARE, 1.0)  # of what is known: logp_old is of the weights that sampled
+    values |= {
+        f"mismatch/{bucket}/{name}": x
+        for bucket, profile in report["profiles"].items() for name, x in profile.items()
+    }
     series = {name: {1: value} for name, value in values.items()}
     diagnosis = diagnosis_of(adapted(Case(series, CONFIG, THRESHOLDS | ONE_STEP, 1)), "")
     kept = ("name", "title", "parent", "advice", "mistake", "evidence")

@@ -81,6 +81,10 @@ THRESHOLDS = {
     "frozen_share": 0.1,  # of the growth of the KL to the reference, that of the gap; 1 at a base (ours)
     "samples_move": 0.8,  # rank correlation with the steps; of 10 independent means 1 in 100 (ours)
     "lag_grown": 1.0,  # versions, from the first tenth of the record to the last (ours)
+    "depth_least": 512.0,  # first position of the deepest tokens (ours)
+    "depth_share": 0.01,  # of the tokens, those of the deepest octave (ours)
+    "depth_gap": 0.02,  # mean |log ratio| of the deepest tokens, nats (ours)
+    "depth_rise": 4.0,  # of that gap over the gap of tokens at less than an eighth of the depth (ours)
     "sync_share": 0.9,  # of steps; 20 steps without a period have it once in 250 (ours)
 }
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from etils import epath
 
-from jaxrl_tis.doctor import asynchrony, corrections, effects, frozen
+from jaxrl_tis.doctor import asynchrony, corrections, depth, effects, frozen
 from jaxrl_tis.doctor.case import (
     FLIPS, IS_VALID, OPS, THRESHOLDS, TREE_FACTS, Case, Clause, Finding,
 )
@@ -19,7 +19,7 @@ from jaxrl_tis.record import failures, metrics
 from jaxrl_tis.runtime import storage
 
 SINGLE = ("mean", "max", "steady")  # statistics of one window
-FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS | corrections.FACTS | frozen.FACTS
+FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS | corrections.FACTS | frozen.FACTS | depth.FACTS
 
 # Reading
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_tis.doctor import asynchrony, effects, frozen
+from jaxrl_tis.doctor import asynchrony, depth, effects, frozen
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE, OUT_OF_BAND,
     PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_own_weight, is_ahead, is_direct,
@@ -145,12 +145,16 @@ UNCENTRED, INDIRECT = is_not("config/is_centered"), is_not("config/is_direct")
 DIFFERENT, SAME = Clause(DP_MAX, ">", 0, "max"), Clause(DP_MAX, "<=", 0, "max")
 EXPLAINED = ("A.filter", "A.noise", "A.injected", "A.routing", "A.quantized", "A.dtype", "A.parallel")
 ESCALATIONS = ("escalate.system", "escalate.ess", "escalate.weights")
-RUN = tuple(f.name for f in (*frozen.CAUSES, *effects.CAUSES, *asynchrony.CAUSES) if f.parent is None)
+RUN = tuple(
+    f.name for f in (*frozen.CAUSES, *depth.CAUSES, *effects.CAUSES, *asynchrony.CAUSES)
+    if f.parent is None
+)
 BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "D.noise", "C", "E")
 NOTED = ("rejected.many", "rejected.blind", "clipped.many", "F", *RUN)
 
 CAUSES = (
     *frozen.CAUSES,
+    *depth.CAUSES,
     Finding(
         "A", "sampler and learner give different probabilities at the same weights",
         "Remove the difference first: precision, then tensor parallelism, then kernels "
