@@ -55,7 +55,7 @@ def test_on_policy_the_expected_step_is_the_true_gradient(name):
     logits = exact.random_logits(3, 3, np.random.default_rng(0))
     problem = exact.Problem(logits, logits, reward, 3, stop=2, tool=(1,))
     factor = FACTORS[name] if name in FACTORS else 1.0
-    is_of_sequence = name in ("oapl", "seq_ppo")  # the sequence's loss on each of its tokens
+    is_of_sequence = name in ("oapl", "seq_ppo", "luspo")  # the sequence's loss on each of its tokens
     aggregation = "seq-mean-token-mean" if is_of_sequence else "seq-mean-token-sum"
     step = expected_step(problem, name, aggregation)
     np.testing.assert_allclose(step, factor * problem.true_gradient(), rtol=1e-6, atol=1e-9)
