@@ -44,7 +44,7 @@ def test_sessions_in_a_process(capfd):
             played.process.start(f"{i}", session(reward=i / 2))
         found = sorted([played.next() for _ in range(3)], key=lambda r: r.key)
     assert found == [Reply(f"{i}", i / 2, {}, None) for i in range(3)]
-    shown, limit = "", time.monotonic() + 5
+    shown, limit = "", time.monotonic() + 60
     while shown.count("a harness may print") < 3 and time.monotonic() < limit:
         shown += capfd.readouterr().err
         time.sleep(0.01)
