@@ -52,10 +52,10 @@ class Door:
     def post(self, path, body, token=None, **headers):
         url = self.url.removesuffix("/v1") + path
         given = {"authorization": f"Bearer {token or self.endpoint.token}"} | headers
-        return httpx.post(url, json=body, headers=given, timeout=10.0)
+        return httpx.post(url, json=body, headers=given, timeout=60.0)
 
     def wait(self, count):
-        limit = time.monotonic() + 5
+        limit = time.monotonic() + 60
         while len(self.calls) < count and time.monotonic() < limit:
             time.sleep(0.005)
         assert len(self.calls) == count
@@ -155,7 +155,7 @@ def test_an_ended_session_refuses_its_calls_at_once(door):
     thread.start()
     door.wait(1)
     door.endpoint.end(door.key, "its time is over")
-    thread.join(5)
+    thread.join(60)
     start = time.monotonic()
     ask()
     assert len(found) == 2 and time.monotonic() - start < 0.4  # an SDK's retry waits 0.5 s
@@ -212,12 +212,12 @@ def test_a_retry_gets_the_answer_of_the_call_it_repeats(door):
     for thread in threads:
         thread.start()
         door.wait(1)
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 60
     while not door.session.retries and time.monotonic() < limit:
         time.sleep(0.005)
     door.answer(door.calls[0])
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     ask(**{RETRIES: "2"})
     assert len(replies) == 3 and door.session.retries == 2 and len(door.calls) == 1
     assert len({reply["choices"][0]["text"] for reply in replies}) == 1
@@ -235,7 +235,7 @@ def test_a_client_that_leaves_and_comes_back(door):
             headers={"authorization": f"Bearer {door.endpoint.token}"},
         )
     [call] = door.calls
-    limit = time.monotonic() + 5
+    limit = time.monotonic() + 60
     while not call.is_gone and time.monotonic() < limit:
         time.sleep(0.005)
     assert call.is_gone
