@@ -11,7 +11,7 @@ from jaxrl_tis.experiments import figures, records, referee_runs
 from jaxrl_tis.learner.trainer import Trainer
 
 SMALL = {
-    "steps": 8, "eval.every": 4, "eval.prompts": 16, "warmup.steps": 10, "rollout.prompts": 4,
+    "steps": 8, "eval.every": 4, "eval.prompts": 16, "warmup.steps": 100, "rollout.prompts": 4,
     "train.microbatch_rows": 16, "engine.slots": 32, "checkpoint.every": 8,
 }
 
@@ -33,9 +33,10 @@ def test_seeds_in_one_process_are_runs_of_their_own(small, tmp_path, part):
     assert [(r.arm, r.seed) for r in runs] == [
         (f"{part}/{arm}", seed) for arm in ("none", "token TIS") for seed in (0, 1)
     ]
-    for name in ("reward/mean", "actor/grad_norm", "eval/sampled_reward"):
+    for name in ("reward/mean", "response_length/mean", "actor/grad_norm", "eval/sampled_reward"):
         np.testing.assert_array_equal(runs[3].series[name], alone.series[name])
-    assert runs[2].series["actor/grad_norm"] != runs[3].series["actor/grad_norm"]
+    lengths = [run.series["response_length/mean"][0] for run in runs]
+    assert lengths[2] != lengths[3]
 
 
 @pytest.mark.all
