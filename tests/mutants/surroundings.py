@@ -627,6 +627,9 @@ MUTANTS = [
     ),
     *of(
         "endpoint/request.py",
+        ("no stop string ends an answer with log-probs", "stop_strings=tuple(stops)",
+         'stop_strings=() if values.get("logprobs") else tuple(stops)',
+         "endpoint/app_test.py::test_a_stop_string_ends_an_answer_with_log_probs_too"),
         ("a prompt of the largest length is refused",
          "1 <= len(prompt) < limits.context_tokens", "1 <= len(prompt) < limits.context_tokens - 1"),
         ("an answer goes on beyond the context",
