@@ -31,6 +31,7 @@ class Reply:
         key: of the session.
         reward, metrics, calls: see protocol.Result.
         error: why the session failed; "" if it did not.
+        is_lost: its process ended before the session did.
     """
 
     key: str
@@ -38,6 +39,7 @@ class Reply:
     metrics: Mapping[str, float] | None = None
     calls: Sequence[tuple[Sequence[int], Sequence[float] | None]] | None = None
     error: str = ""
+    is_lost: bool = False
 
 
 class HarnessProcess:
@@ -213,7 +215,7 @@ class HarnessProcess:
                 )
         _end(process)
         for key in failed:
-            self._on_reply(Reply(key, error="the harness's process ended"))
+            self._on_reply(Reply(key, error="the harness's process ended", is_lost=True))
 
 
 def _kill(process: subprocess.Popen) -> None:

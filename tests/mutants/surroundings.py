@@ -620,7 +620,8 @@ MUTANTS = [
     *of(
         "harness/process.py",
         ("sessions of a process that ended wait for ever",
-         'self._on_reply(Reply(key, error="the harness\'s process ended"))', "pass",
+         'self._on_reply(Reply(key, error="the harness\'s process ended", is_lost=True))',
+         "pass",
          "test_a_process_that_ends_fails_its_sessions_and_another_starts"),
         ("another Python gets the packages of this one", 'if not os.path.join(entry, "").startswith(own)]', "]",
          "test_another_python_gets_the_folders_outside_of_this_one"),
