@@ -193,8 +193,8 @@ TOOL = [{"role": "tool", "content": "4"}]
 ])
 def test_what_a_render_would_do_to_the_row(name, answer, observation, expected):
     made = suffixes(name)
-    assert made.join(answer, observation) == expected
-    assert Suffixes(CharTokenizer("12="), chat=False).join(answer, "4") == "append"
+    assert made.join([answer], [observation]) == expected
+    assert Suffixes(CharTokenizer("12="), chat=False).join([answer], ["4"]) == "append"
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen3", "llama3", "gemma3", "olmo"])
@@ -208,8 +208,35 @@ def test_joins_are_those_of_sessions(name, answer):
     again, codes = family(name).chat(talk), lambda text: [ord(c) for c in text]
     found = joined(codes(asked + answer), codes(again), len(asked))
     expected = {Append: "append", Realign: "realign", Fork: "fork"}[type(found)]
-    assert made.join(answer, "4") == expected
+    assert made.join([answer], ["4"]) == expected
     assert (expected == "append") == (again == row)
+
+
+THINKS = "<think>\nwell\n</think>\n\nhello"
+
+
+@pytest.mark.parametrize("name, answers, observations, expected", [
+    # Before a message of the user all thinking is dropped, that of turns before the last one too.
+    ("qwen3", [THINKS, "one"], [TOOL, "5"], "fork"),
+    ("qwen3", [THINKS, THINKS], [TOOL, TOOL], "append"),
+    ("qwen3", ["one", "one"], [TOOL, "5"], "append"),
+    ("qwen3", [THINKS, "one", "one"], [TOOL, "5", "6"], "append"),  # after the fork
+    ("qwen3", [THINKS, "one"], ["4", "5"], "append"),
+    ("smollm2", [THINKS, "one"], [TOOL, "5"], "append"),
+    ("llama3", ["hello", "hello \n"], ["4", "5"], "realign"),
+    ("llama3", ["hello \n", "hello"], ["4", "5"], "append"),
+])
+def test_a_render_is_of_all_turns(name, answers, observations, expected):
+    """Against `joined`, for renders letter by letter."""
+    made, tokens, talk = suffixes(name), family(name), [user("2+2")]
+    codes = lambda text: [ord(c) for c in text]
+    for answer, observation in zip(answers, observations):
+        asked = tokens.chat(talk)
+        talk.append(assistant(answer))
+        talk += [user(observation)] if isinstance(observation, str) else observation
+    found = joined(codes(asked + answers[-1]), codes(tokens.chat(talk)), len(asked))
+    assert {Append: "append", Realign: "realign", Fork: "fork"}[type(found)] == expected
+    assert made.join(answers, observations) == expected
 
 
 def test_messages_of_tools_have_the_role_that_the_template_knows():
