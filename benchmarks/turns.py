@@ -161,7 +161,7 @@ class Given:
     def after(self, observation: str, is_stopped: bool, stop_ids) -> list[int]:
         return self._rng.integers(0, SMALL["vocab"], GIVEN).tolist()
 
-    def join(self, answer: str, observation: str) -> str:
+    def join(self, answers: list[str], observations: list[str]) -> str:
         return "append"
 
 

@@ -32,7 +32,8 @@ def abstract_minibatch(setup: Setup) -> Structs:
 
 
 def _rollout_batch(setup: Setup) -> Structs:
-    """Returns the fields [N,...] of a rollout batch before the methods are applied."""
+    """Returns the fields [N,...] of a rollout batch before the methods are applied. With the forks
+    of sessions it has `LearnerSetup.fork_rows` more rows than samples."""
     config, training = setup.config, setup.training
     c = training.correction
     components = c.advantage[1].get("gdpo_weights")
@@ -45,13 +46,15 @@ def _rollout_batch(setup: Setup) -> Structs:
     }
     asked = set(c.needs) | ({"logp_ref"} if c.kl is not None else set())
     asked |= {"routes", "routed"} if c.routing != "none" else set()
+    asked |= {"owner"} if training.fork_rows else set()
 
     def is_there(name, field):
         is_asked = not field.is_optional or name in asked
         is_evicting = name != "evict_step" or training.has_evictions
         return field.source in fields.SCORED and is_asked and is_evicting
 
-    moe, count = setup.model.moe, config.rollout.prompts * config.rollout.group_size
+    count = config.rollout.prompts * config.rollout.group_size + training.fork_rows
+    moe = setup.model.moe
     dtypes = {}
     if moe:
         dtypes = dict.fromkeys(("routes", "routes_behav"), fields.route_dtype(moe.num_experts))

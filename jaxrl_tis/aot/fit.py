@@ -10,6 +10,7 @@ bisection, and the number of settings is limited.
 """
 
 import itertools
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ from jaxrl_tis.aot import programs, report
 from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.build import Setup
+from jaxrl_tis.learner.setup import fork_rows
 from jaxrl_tis.models import placement, transformer
 
 MAX_SETTINGS = 50
@@ -57,7 +59,8 @@ class Search:
         self._on_row = on_row
         config = self._config
         samples = config.rollout.prompts * config.rollout.group_size
-        per_update = samples // config.train.minibatches
+        # A micro-batch divides the samples of an update, and its rows for forks.
+        per_update = math.gcd(samples, fork_rows(config)) // config.train.minibatches
         learning, serving = self._num_devices()
         for mesh in [(n, 1, serving // n) for n in _divisors(serving)]:
             sizes = _doubled(mesh[0], max(samples, mesh[0]))

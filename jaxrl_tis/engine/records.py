@@ -292,6 +292,8 @@ class Request:
       sampling: sampling parameters.
       partial: the aborted or extended trajectory of the same request, to be continued. All its
         tokens count towards sampling.max_tokens and min_tokens.
+      start: tokens of `partial` in which no stop string can begin, because the request did not ask
+        for them.
       example: the record that an environment is made of, for a request that is an episode. The
         engine does not read it.
     """
@@ -301,6 +303,7 @@ class Request:
     seed: int
     sampling: SamplingParams
     partial: Trajectory | None = None
+    start: int = 0
     example: Mapping[str, Any] | None = None
 
     def __post_init__(self):

@@ -105,7 +105,7 @@ class Sequence:
         return cls(
             request, order, admitted_after, [partial], len(partial.tokens),
             segment=int(partial.segment[-1]), prompt_logps=partial.prompt_logps, routes=routes,
-            turn_start=int(given[-1]) + 1 if len(given) else 0,
+            turn_start=max(request.start, int(given[-1]) + 1 if len(given) else 0),
         )
 
     @property

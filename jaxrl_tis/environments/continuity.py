@@ -55,7 +55,7 @@ class Suffixes:
     def __init__(self, tokenizer: Tokenizer, chat: bool):
         self._tokenizer, self._is_chat = tokenizer, chat
         self._ids = functools.lru_cache(CACHED)(self._encoded)
-        self._join = functools.lru_cache(CACHED)(self._compared)
+        self._between = functools.lru_cache(CACHED)(self._rendered)
         self._knows = functools.cache(self._renders_role)
         self.rewrites, self.tool_role = (), "tool"
         if chat:
@@ -91,32 +91,34 @@ class Suffixes:
         sampled = self._end[: ends[0] + 1] if is_stopped and ends else []
         return ids[len(sampled) :] if ids[: len(sampled)] == sampled else ids
 
-    def join(self, answer: str, observation: str | Sequence[dict]) -> str:
-        """Compares the row with a render of the conversation. Assumes that the row before the answer
-        is as the template renders it.
+    def join(
+        self, answers: Sequence[str], observations: Sequence[str | Sequence[dict]]
+    ) -> str:
+        """Compares the row with a render of the conversation. The row is the render up to the last
+        answer, this answer as sampled, and the suffix. A message of the user stands for the prompt.
 
         Args:
-          answer: the text of the last turn, without special tokens.
-          observation: of `after`.
+          answers: the texts of all turns, in order, without special tokens.
+          observations: of `after`, the one that follows each answer.
 
-        Returns "append" if a render has the answer as sampled, and the suffix after it. "realign" if
-        the render keeps the beginning of the answer. "fork" if it keeps nothing of it, or changes
-        what stands before it; always with a template that moves the system message.
+        Returns "append" if a render of everything is the row. "realign" if it keeps the beginning of
+        the last answer. "fork" if it keeps nothing of it, or changes what stands before it; always
+        with a template that moves the system message.
         """
         if not self._is_chat:
             return "append"
-        return self._join(answer, json.dumps(self._messages(observation)))
-
-    def _compared(self, answer: str, messages: str) -> str:
-        turns = [[QUESTION, _answer(a), *json.loads(messages)] for a in (FIRST, answer)]
-        plain, text = self._tokenizer.chats(turns)
-        if isinstance(text, ValueError) or MOVED_SYSTEM in self.rewrites:
+        if MOVED_SYSTEM in self.rewrites:
             return "fork"
-        row = f"{self._asked}{answer}{_rest(plain, FIRST)}"
+        talk, given = [QUESTION], [self._messages(x) for x in observations]
+        for answer, messages in zip(answers[:-1], given):
+            talk += [_answer(answer), *messages]
+        asked, text = self._tokenizer.chats([talk, [*talk, _answer(answers[-1]), *given[-1]]])
+        if isinstance(asked, ValueError) or isinstance(text, ValueError):
+            return "fork"
+        row = f"{asked}{answers[-1]}{self._between(json.dumps(given[-1]))}"
         if text == row:
             return "append"
-        kept = len(os.path.commonprefix([text, row])) - len(self._asked)
-        return "realign" if kept > 0 else "fork"
+        return "realign" if len(os.path.commonprefix([text, row])) > len(asked) else "fork"
 
     def _messages(self, observation: str | Sequence[dict]) -> list[dict]:
         if isinstance(observation, str):
@@ -135,10 +137,14 @@ class Suffixes:
         return [{**message, "role": role} for message, role in zip(observation, roles)]
 
     def _encoded(self, messages: str) -> tuple[int, ...]:
+        return tuple(self._encode(self._between(messages)))
+
+    def _rendered(self, messages: str) -> str:
+        """Returns the text from an answer to the next one, between which messages stand."""
         [text] = self._tokenizer.chats([[QUESTION, _answer(FIRST), *json.loads(messages)]])
         if isinstance(text, ValueError):
             raise ValueError(f"the chat template refuses an observation: {text}")
-        return tuple(self._encode(_rest(text, FIRST)))
+        return _rest(text, FIRST)
 
     def _encode(self, text: str) -> list[int]:
         [ids] = self._tokenizer.encodes([text])
@@ -174,7 +180,7 @@ class Suffixes:
             [QUESTION], turns, [QUESTION, _answer(SPACED), OBSERVATION],
             [QUESTION, _answer(THOUGHT), OBSERVATION], [SYSTEM, QUESTION], [SYSTEM, *turns],
         ])
-        self._asked, begin = prompt, plain[: plain.index(FIRST)]
+        begin = plain[: plain.index(FIRST)]
         is_kept = lambda text, start: isinstance(text, str) and text.startswith(start)
         asked = lambda text: text.partition(QUESTION["content"])[0]
         kept = {

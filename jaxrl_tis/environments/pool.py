@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxrl_tis.data import confined
-from jaxrl_tis.environments.protocol import Step
+from jaxrl_tis.environments.protocol import Messages, Step
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Reply:
         digest: of the step, see `digest`.
         fault: "" for none, "errors" or "timeouts".
         error: the text of the fault.
+        observations: the prompt and the observations of all answers so far; () for a fault.
     """
 
     id: str
@@ -59,6 +60,7 @@ class Reply:
     digest: str
     fault: str = ""
     error: str = ""
+    observations: tuple[str | Messages, ...] = ()
 
 
 def digest(step: Step) -> str:
@@ -184,7 +186,8 @@ class _Worker:
         self.episodes = 0
         self.items = queue.SimpleQueue()
         self._process, self._what, self._is_open, self._arrive = process, what, is_open, arrive
-        self._played: dict[str, tuple] = {}  # episodes in the process: record, seed, answers
+        # Episodes in the process: record, seed and answers, and what the environment has said.
+        self._played: dict[str, tuple[tuple, tuple[str | Messages, ...]]] = {}
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -202,32 +205,36 @@ class _Worker:
     def _reply(self, call: Call) -> Reply:
         try:
             try:
-                step = self._play(call)
+                step, said = self._play(call)
             except _Ended:
-                step = self._play(call)
+                step, said = self._play(call)
         except _Fault as fault:
             return Reply(call.id, len(call.answers), None, "", *fault.args)
         except Exception as error:  # a record that is no JSON
             text = f"{type(error).__name__}: {error}"
             return Reply(call.id, len(call.answers), None, "", "errors", text)
-        return Reply(call.id, len(call.answers), step, digest(step))
+        return Reply(call.id, len(call.answers), step, digest(step), observations=said)
 
-    def _play(self, call: Call) -> Step:
-        """Takes the last answer of an episode that is here; else makes it anew and repeats all."""
+    def _play(self, call: Call) -> tuple[Step, tuple[str | Messages, ...]]:
+        """Takes the last answer of an episode that is here; else makes it anew and repeats all.
+        Returns the last step and all observations."""
         count = len(call.answers)
         before = call.record, call.seed, call.answers[:-1]
-        known = self._played.pop(call.id, None)
+        known, said = self._played.pop(call.id, (None, ()))
         number = count if known == before else 0  # of the next step; the prompt is step 0
         if number == 0:
+            said = ()
             step = self._ask("reset", call.id, dict(call.record), int(call.seed))
         else:
             step = self._ask("step", call.id, call.answers[-1])
         while number < count:
             self._compare(call, number, step)
+            said += (step.observation,)
             step = self._ask("step", call.id, call.answers[number])
             number += 1
-        self._played[call.id] = call.record, call.seed, call.answers
-        return step
+        said += (step.observation,)
+        self._played[call.id] = (call.record, call.seed, call.answers), said
+        return step, said
 
     def _compare(self, call: Call, number: int, step: Step) -> None:
         """Raises _Fault if a repeated step is another one than before."""

@@ -5,6 +5,7 @@ import json
 import os
 import queue
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ class Reply:
         key: of the session.
         reward, metrics, calls: see protocol.Result.
         error: why the session failed; "" if it did not.
+        is_lost: its process ended before the session did.
     """
 
     key: str
@@ -38,6 +40,7 @@ class Reply:
     metrics: Mapping[str, float] | None = None
     calls: Sequence[tuple[Sequence[int], Sequence[float] | None]] | None = None
     error: str = ""
+    is_lost: bool = False
 
 
 class HarnessProcess:
@@ -132,6 +135,11 @@ class HarnessProcess:
         if self._python:
             own = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
             path = [entry for entry in path if not os.path.join(entry, "").startswith(own)]
+        if shutil.which(self._python or sys.executable) is None:
+            raise ValueError(
+                f"{what} cannot be started: rollout.harness_python is {self._python!r}; give the path of "
+                "a Python"
+            )
         command = [*confined.namespaces(True), self._python or sys.executable, "-c", code]
         try:
             process = subprocess.Popen(
@@ -169,7 +177,7 @@ class HarnessProcess:
             line = process.stdout.readline()
         except OSError:
             line = b""
-        return json.loads(line)["error"] if line else "its process ended"
+        return json.loads(line)["error"] if line else "its process ended; its output is above"
 
     def _send(self, message: Any) -> None:
         self._outbox.put(message)
@@ -213,7 +221,7 @@ class HarnessProcess:
                 )
         _end(process)
         for key in failed:
-            self._on_reply(Reply(key, error="the harness's process ended"))
+            self._on_reply(Reply(key, error="the harness's process ended", is_lost=True))
 
 
 def _kill(process: subprocess.Popen) -> None:

@@ -339,7 +339,7 @@ class EpisodeScheduler:
         room = self._max_length - len(trajectory.prompt) - length
         if room < 1:
             return self._finish(episode, trajectory, "overlong")
-        join = self._suffixes.join(episode.answers[-1], step.observation)
+        join = self._suffixes.join(episode.answers, reply.observations[1:])
         if join == "fork" and self._on_fork == "refuse":
             why = "the chat template rewrites earlier turns, and rollout.on_fork is 'refuse'"
             return self._failed(episode, trajectory, "failed", why)

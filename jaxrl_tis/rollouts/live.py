@@ -31,8 +31,10 @@ class Row:
       first: the request of its first turn.
       number: of the row in its session, from 0.
       record: up to its last whole turn; None before.
-      before: tokens after the prompt before the newest turn and the tokens given to it.
+      before: the record when the newest turn began; None for the first turn.
       start: tokens after the prompt before those that the newest turn samples.
+      lost: sampled tokens of `before` that the prompt of the newest turn changed.
+      realigned: sampled tokens that prompts of answered turns changed.
       call: of the newest turn; None before.
       running: what the engine samples now, or sampled when it was interrupted; None if the newest
         turn is whole.
@@ -41,8 +43,10 @@ class Row:
     first: Request
     number: int = 0
     record: Trajectory | None = None
-    before: int = 0
+    before: Trajectory | None = None
     start: int = 0
+    lost: int = 0
+    realigned: int = 0
     call: Call | None = None
     running: Request | None = None
 
@@ -63,7 +67,8 @@ class Row:
     def keep_delivered(self) -> None:
         """Drops the newest turn if it is whole and no client has its answer."""
         if self.running is None and not self.call.is_delivered:
-            self.record = cut(self.record, self.before) if self.before else None
+            self.record, self.realigned = self.before, self.realigned - self.lost
+            self.lost = 0
 
 
 @dataclasses.dataclass(eq=False)
@@ -79,7 +84,6 @@ class Live:
       answered: the calls that have an answer.
       reply: of the harness, if it has returned.
       num_rows: rows begun.
-      realigned: sampled tokens that later prompts have changed.
     """
 
     request: Request
@@ -91,7 +95,6 @@ class Live:
     answered: list[Call] = dataclasses.field(default_factory=list)
     reply: Reply | None = None
     num_rows: int = 0
-    realigned: int = 0
 
     @property
     def is_running(self) -> bool:

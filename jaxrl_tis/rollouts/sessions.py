@@ -228,31 +228,28 @@ class SessionScheduler:
                 return self._failed(live, "failed", why)
             row = self._new_row(live, prompt)
             running = dataclasses.replace(row.first, sampling=self._sampling(call, row, 0))
-            before = start = 0
+            start = lost = 0
         else:
-            row, record = idle[index], idle[index].record
+            row = idle[index]
+            partial, lost = dataclasses.replace(row.record, stop_reason="abort"), 0
             if isinstance(how, Realign):
-                kept = cut(record, how.start - len(record.prompt))
-                live.realigned += int(record.mask.sum() - kept.mask.sum())
-                record = kept
-            before = len(record.tokens)
-            partial = dataclasses.replace(record, stop_reason="abort")
+                partial = cut(partial, how.start - len(partial.prompt))
+                lost = row.num_sampled - int(partial.mask.sum())
             partial = extended(partial, how.suffix) if how.suffix else partial
             start = len(partial.tokens)
             running = dataclasses.replace(
-                row.first, sampling=self._sampling(call, row, start), partial=partial
+                row.first, sampling=self._sampling(call, row, start), partial=partial, start=start
             )
         try:
             self._run(live, row, running)
         except ValueError as error:
             call.fail(error)
             return None
-        row.running, row.call, row.before, row.start = running, call, before, start
+        row.before, row.running, row.call = row.record, running, call
+        row.start, row.lost = start, lost
         if row not in live.rows:
             live.rows.append(row)
             live.num_rows += 1
-        if row.record is not None:
-            row.record = record
         return None
 
     def _new_row(self, live: Live, prompt: np.ndarray) -> Row:
@@ -273,6 +270,7 @@ class SessionScheduler:
     def _answer(self, live: Live, row: Row, trajectory: Trajectory) -> None:
         """Sends a whole turn to its client."""
         row.record, row.running = trajectory, None
+        row.realigned += row.lost
         row.call.answer(turn(trajectory, row.start))
         live.answered.append(row.call)
 
@@ -289,7 +287,7 @@ class SessionScheduler:
         if reply is None:
             self._sessions.process.check()
             return self._failed(live, "timeout", "a session exceeded rollout.harness_timeout")
-        if reply.error and is_overlong:
+        if reply.error and is_overlong and not reply.is_lost:
             return self._end(live, "overlong")
         if reply.error:
             return self._failed(live, "failed", reply.error)
@@ -322,7 +320,7 @@ class SessionScheduler:
         stats.session_retries += retries
         stats.forks += max(len(rows) - 1, 0)
         stats.forked_tokens += sum(sampled) - max(sampled, default=0)
-        stats.realigned_tokens += live.realigned
+        stats.realigned_tokens += sum(row.realigned for row in rows)
         longest = max(reversed(rows), key=lambda row: row.num_sampled, default=None)
         record = self._empty(live) if longest is None else longest.record
         id, others = live.request.id, [row for row in rows if row is not longest]
@@ -341,7 +339,6 @@ class SessionScheduler:
         for row in live.rows:
             if row.running:
                 row.running = None
-                row.record = cut(row.record, row.before) if row.before else None
                 if self._rows.pop(row.first.id, None):
                     self._dropped.add(row.first.id)
                     self._scheduler.abort(row.first.id)

@@ -26,6 +26,11 @@ def with_ids_of(sample, dtype):
     return dataclasses.replace(sample, trajectory=trajectory)
 
 
+def with_fork(sample):
+    trajectory = dataclasses.replace(sample.trajectory, forks=(sample.trajectory,))
+    return dataclasses.replace(sample, trajectory=trajectory)
+
+
 @pytest.mark.parametrize("overrides", [
     {"correction__advantage": "gae", "rollout__group_size": 1, "rollout__prompts": 16},
     {"correction__kl_coeff": 0.1, "train__minibatches": 1},
@@ -34,7 +39,9 @@ def with_ids_of(sample, dtype):
     R3 | {"train__minibatches": 1, "train__epochs": 1},  # scored by its update
     R3 | {"model__num_experts": 300, "train__pack_length": 100},
     R3 | {"correction__routing": "r2"},
-], ids=["critic", "reference", "packed", "r3", "r3, fused", "300 experts", "r2"])
+    tiny.HARNESS,
+    tiny.HARNESS | {"train__pack_length": 100, "rollout__fork_rows": 8},
+], ids=["critic", "reference", "packed", "r3", "r3, fused", "300 experts", "r2", "forks", "forks, packed"])
 def test_the_minibatch_is_that_of_a_run(overrides):
     """Names, shapes and dtypes of what a step hands to its first update, where it is stopped."""
     def stopping(state, minibatch, base):
@@ -47,6 +54,8 @@ def test_the_minibatch_is_that_of_a_run(overrides):
     samples = samples_with_routes() if setup.model.moe else fake_samples()
     if setup.model.moe:
         samples = [with_ids_of(s, route_dtype(setup.model.moe.num_experts)) for s in samples]
+    if setup.config.rollout.harness:
+        samples[0] = with_fork(samples[0])
     rows = trainer.score(state, samples, {0: state["policy"].params})
     with mock.patch.object(trainer, "_train_step", stopping), pytest.raises(Reached) as reached:
         trainer.update(state, rows, 1, 0)

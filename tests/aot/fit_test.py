@@ -45,6 +45,23 @@ def test_the_search_finds_the_largest_that_fits():
     assert "100.0%" in fit.line(rows[2]) and "does not fit in hbm" in fit.line(rows[0])
 
 
+@pytest.mark.all
+def test_rows_divide_those_of_forks_too():
+    """32 samples and 24 rows for forks, in micro-batches of a divisor of both."""
+    tpu.devices("v5e:2x2")
+    config = configured("quickstart_tool")
+    config.task.environment, config.rollout.harness = "", "my_agent:play"
+    config.rollout.prompts, config.rollout.group_size, config.rollout.fork_rows = 4, 8, 24
+    config.train.microbatch_rows, config.train.pack_length = 8, 0
+    memory = {"peak_bytes": 1, "beside_bytes": 1, "hbm_bytes": 17}
+    fits = lambda self, name, setup: {
+        "memory": memory, "fits": True, "over_in": "hbm", "roofline": {"seconds": 1.0},
+    }
+    with mock.patch.object(fit.Search, "_entry", fits):
+        rows = fit.Search(config.lock(), SHAPES, Topology.parse("v5e:2x2")).run()
+    assert max(r["size"] for r in rows if r["program"] == "train") == 8
+
+
 def test_the_search_tries_no_split_that_a_run_refuses():
     """Prefills of 32 prompts cannot be cut into 64 shards, nor 8 key/value heads into 16."""
     tpu.devices("v5p:4x4x4")

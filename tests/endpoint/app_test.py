@@ -325,6 +325,29 @@ def test_a_stop_string_is_never_shown():
     assert events[-1]["choices"][0]["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("path, prompt, ids, extra", [
+    (TEXT, {"prompt": "abc"}, PROMPT, {"logprobs": 1}),
+    (CHAT, {"messages": [{"role": "user", "content": "abc"}]}, PROMPT[1:], {"logprobs": True}),
+    ("/inference/v1/generate", {"token_ids": PROMPT}, PROMPT, {"logprobs": 1}),
+])
+def test_a_stop_string_ends_an_answer_with_log_probs_too(path, prompt, ids, extra):
+    """An agent stops at the end of a tool call, and a trainer asks for log-probs."""
+    seed = next(s for s in range(999) if len(expected(ids, seed=s)[0]) == 20)
+    text = expected(ids, seed=seed)[0]
+    count = text.index(text[8:11]) + 3
+    found = []
+    for more in ({}, extra):
+        params = {"seed": seed, "stop": text[8:11]} | more
+        is_generate = path == "/inference/v1/generate"
+        given = {"sampling_params": params} if is_generate else params | {"return_token_ids": True}
+        [choice] = ask(prompt | given, path).json["choices"]
+        assert TOKENIZER.decode(choice["token_ids"]) == text[:count]
+        assert choice["finish_reason"] == "stop"
+        found.append(choice["logprobs"])
+    without, logprobs = found
+    assert not without and len(logprobs.get("content") or logprobs["token_logprobs"]) == count
+
+
 def test_a_stream_of_a_chat():
     body = {"messages": [{"role": "user", "content": "abc"}], "seed": SEED, "stream": True}
     events = ask(body, CHAT).events

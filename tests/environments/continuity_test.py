@@ -12,7 +12,7 @@ The known mistakes with episodes of several turns, the test of each, and a mutan
 | 6 one path of the loss counts the tokens of tools | `learner/turns_test.py`: `test_mistake_6_tokens_of_tools_change_no_loss` | `tokens of tools are in the loss` |
 | 7 the mask is longer than the ids | `test_mistake_7_lists_have_one_length_after_an_answer_was_shortened`, `engine/extend_test.py`: `test_a_turn_of_every_length_continues_the_sequence` | `an answer that was shortened keeps a token more`, `a list of a record is not extended` |
 | 8 log-probs are cut, or padded with zeros | `engine/extend_test.py`: `test_a_turn_of_every_length_continues_the_sequence` | `log-probs of earlier turns are zeros` |
-| 9 a retried turn is appended to the lists of the first try | `engine/extend_test.py`: `test_a_retried_turn_is_the_turn_of_an_undisturbed_run` | `the record that is extended is changed` |
+| 9 a retried turn is appended to the lists of the first try; no stop at a tool call where log-probs are asked for | `engine/extend_test.py`: `test_a_retried_turn_is_the_turn_of_an_undisturbed_run`, `endpoint/app_test.py`: `test_a_stop_string_ends_an_answer_with_log_probs_too` | `the record that is extended is changed`, `no stop string ends an answer with log-probs` |
 | 10 the text of a tool is in the budget of the answer | `rollouts/episodes_test.py`: `test_observations_leave_the_budget_of_a_turn_alone` | `the text of a tool is in the budget of the answer` |
 | 11 the end by length is lost after the first turn | `rollouts/episodes_test.py`: `test_every_turn_says_how_it_ended` | `a later turn that was cut counts as whole` |
 | 12 an episode without a reward has reward 0 | `rollouts/episodes_test.py`: `test_the_reward_is_the_sum_of_what_is_known` | `an episode without a reward has the reward 0`, `a failed turn has the reward of the turn before` |
@@ -193,8 +193,8 @@ TOOL = [{"role": "tool", "content": "4"}]
 ])
 def test_what_a_render_would_do_to_the_row(name, answer, observation, expected):
     made = suffixes(name)
-    assert made.join(answer, observation) == expected
-    assert Suffixes(CharTokenizer("12="), chat=False).join(answer, "4") == "append"
+    assert made.join([answer], [observation]) == expected
+    assert Suffixes(CharTokenizer("12="), chat=False).join([answer], ["4"]) == "append"
 
 
 @pytest.mark.parametrize("name", ["smollm2", "qwen3", "llama3", "gemma3", "olmo"])
@@ -208,8 +208,35 @@ def test_joins_are_those_of_sessions(name, answer):
     again, codes = family(name).chat(talk), lambda text: [ord(c) for c in text]
     found = joined(codes(asked + answer), codes(again), len(asked))
     expected = {Append: "append", Realign: "realign", Fork: "fork"}[type(found)]
-    assert made.join(answer, "4") == expected
+    assert made.join([answer], ["4"]) == expected
     assert (expected == "append") == (again == row)
+
+
+THINKS = "<think>\nwell\n</think>\n\nhello"
+
+
+@pytest.mark.parametrize("name, answers, observations, expected", [
+    # Before a message of the user all thinking is dropped, that of turns before the last one too.
+    ("qwen3", [THINKS, "one"], [TOOL, "5"], "fork"),
+    ("qwen3", [THINKS, THINKS], [TOOL, TOOL], "append"),
+    ("qwen3", ["one", "one"], [TOOL, "5"], "append"),
+    ("qwen3", [THINKS, "one", "one"], [TOOL, "5", "6"], "append"),  # after the fork
+    ("qwen3", [THINKS, "one"], ["4", "5"], "append"),
+    ("smollm2", [THINKS, "one"], [TOOL, "5"], "append"),
+    ("llama3", ["hello", "hello \n"], ["4", "5"], "realign"),
+    ("llama3", ["hello \n", "hello"], ["4", "5"], "append"),
+])
+def test_a_render_is_of_all_turns(name, answers, observations, expected):
+    """Against `joined`, for renders letter by letter."""
+    made, tokens, talk = suffixes(name), family(name), [user("2+2")]
+    codes = lambda text: [ord(c) for c in text]
+    for answer, observation in zip(answers, observations):
+        asked = tokens.chat(talk)
+        talk.append(assistant(answer))
+        talk += [user(observation)] if isinstance(observation, str) else observation
+    found = joined(codes(asked + answers[-1]), codes(tokens.chat(talk)), len(asked))
+    assert {Append: "append", Realign: "realign", Fork: "fork"}[type(found)] == expected
+    assert made.join(answers, observations) == expected
 
 
 def test_messages_of_tools_have_the_role_that_the_template_knows():

@@ -60,11 +60,12 @@ def end(pid):
 def test_an_episode():
     with made() as play:
         first = asked(play, "a")
-        assert first == Reply("a", 0, Step("p 1"), pool.digest(Step("p 1")))
+        assert first == Reply("a", 0, Step("p 1"), pool.digest(Step("p 1")), observations=("p 1",))
         second = asked(play, "a", ("one",), (first.digest,))
         assert (second.answers, text(second)) == (1, "p 1: one")
         last = asked(play, "a", ("one", "done"), (first.digest, second.digest))
         assert last.step == Step("", 1.0, True, {"turns": 2.0})
+        assert last.observations == ("p 1", "p 1: one", "")
         assert len({first.digest, second.digest, last.digest}) == 3
         assert play.ready() == []
 
@@ -216,6 +217,7 @@ def test_an_episode_goes_on_elsewhere(play):
     for id, known in (("r", digests), ("s", ()), ("t", ("", digests[1]))):
         reply = asked(play, id, ("one", "two"), known)
         assert (text(reply), reply.answers) == ("p 1: one two", 2)
+        assert reply.observations == ("p 1", "p 1: one", "p 1: one two")
     # The same call again, as of a reply that was lost, and another past of the same id.
     assert text(asked(play, "r", ("one", "two"), digests)) == "p 1: one two"
     assert text(asked(play, "r", ("1", "2", "3"))) == "p 1: 1 2 3"

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import queue
@@ -69,9 +70,14 @@ def test_a_harness_that_cannot_be_used_is_one_sentence(name, words):
         Played(name)
 
 
-def test_a_missing_python():
-    with pytest.raises(ValueError, match="cannot be (started|loaded)"):
-        Played("plain", python="/missing/python")
+@pytest.mark.parametrize("python, words", [
+    ("/missing/python", "cannot be started: rollout.harness_python is '/missing/python'; give the path"),
+    (os.getcwd(), "cannot be started: rollout.harness_python is"),
+    ("/bin/true", "cannot be loaded: its process ended; its output is above"),
+])
+def test_a_python_that_is_none(python, words):
+    with pytest.raises(ValueError, match=words):
+        Played("plain", python=python)
 
 
 @pytest.mark.faults
@@ -118,7 +124,7 @@ def test_a_process_whose_event_loop_is_blocked_ends(monkeypatch, tmp_path):
         while not note.exists() and time.monotonic() < limit:
             time.sleep(0.01)
         played.process.check()
-        assert played.next() == Reply("0", error="the harness's process ended")
+        assert played.next() == Reply("0", error="the harness's process ended", is_lost=True)
         played.process.start("1", session(seconds=0, note=str(note)))
         assert played.next() == Reply("1", 1.0, {}, None)
 
@@ -135,7 +141,8 @@ def test_a_process_that_reads_nothing_holds_up_nobody(monkeypatch):
         played.process.check()
         assert time.monotonic() - before < 5.0
         found = {played.next() for _ in range(39)}
-        assert found == {Reply(str(i), error="the harness's process ended") for i in range(39)}
+        lost = Reply("", error="the harness's process ended", is_lost=True)
+        assert found == {dataclasses.replace(lost, key=str(i)) for i in range(39)}
 
 
 def test_a_session_that_ends_by_stop_iteration_has_failed():
@@ -149,7 +156,7 @@ def test_a_session_that_ends_by_stop_iteration_has_failed():
 def test_a_process_that_writes_among_its_replies_is_ended():
     with Played("chatty") as played:
         played.process.start("0", session())
-        assert played.next() == Reply("0", error="the harness's process ended")
+        assert played.next() == Reply("0", error="the harness's process ended", is_lost=True)
 
 
 def test_a_process_that_answers_stays(monkeypatch):
@@ -165,7 +172,7 @@ def test_a_process_that_answers_stays(monkeypatch):
 def test_a_process_that_ends_within_a_reply_fails_its_session():
     with Played("torn") as played:
         played.process.start("0", session())
-        assert played.next() == Reply("0", error="the harness's process ended")
+        assert played.next() == Reply("0", error="the harness's process ended", is_lost=True)
 
 
 @pytest.mark.faults
@@ -180,7 +187,7 @@ def test_a_message_that_an_ended_process_has_not_read():
             poll.register(ended.stdin, 0)
             assert poll.poll(10_000)  # nothing can read it any more
             played.process._send({"cancel": "1"})
-        assert played.next() == Reply("0", error="the harness's process ended")
+        assert played.next() == Reply("0", error="the harness's process ended", is_lost=True)
 
 
 @pytest.mark.faults

@@ -620,13 +620,17 @@ MUTANTS = [
     *of(
         "harness/process.py",
         ("sessions of a process that ended wait for ever",
-         'self._on_reply(Reply(key, error="the harness\'s process ended"))', "pass",
+         'self._on_reply(Reply(key, error="the harness\'s process ended", is_lost=True))',
+         "pass",
          "test_a_process_that_ends_fails_its_sessions_and_another_starts"),
         ("another Python gets the packages of this one", 'if not os.path.join(entry, "").startswith(own)]', "]",
          "test_another_python_gets_the_folders_outside_of_this_one"),
     ),
     *of(
         "endpoint/request.py",
+        ("no stop string ends an answer with log-probs", "stop_strings=tuple(stops)",
+         'stop_strings=() if values.get("logprobs") else tuple(stops)',
+         "endpoint/app_test.py::test_a_stop_string_ends_an_answer_with_log_probs_too"),
         ("a prompt of the largest length is refused",
          "1 <= len(prompt) < limits.context_tokens", "1 <= len(prompt) < limits.context_tokens - 1"),
         ("an answer goes on beyond the context",

@@ -72,10 +72,12 @@ class FakePool:
             step = play(call)
         except Fault:
             return Reply(call.id, len(call.answers), None, "", self.kind, "Fault: of the test")
-        for number, known in enumerate(call.digests):
-            before = play(dataclasses.replace(call, answers=call.answers[:number]))
-            assert known in ("", digest(before))
-        return Reply(call.id, len(call.answers), step, digest(step))
+        before = [
+            play(dataclasses.replace(call, answers=call.answers[:n])) for n in range(len(call.answers))
+        ]
+        assert all(known in ("", digest(x)) for known, x in zip(call.digests, before, strict=True))
+        said = tuple(x.observation for x in (*before, step))
+        return Reply(call.id, len(call.answers), step, digest(step), observations=said)
 
     def forget(self, ids):
         for id in ids:
@@ -255,8 +257,9 @@ class Ends:
         assert eos_ids == STOPS
         return TOKENIZER.encode("c" if is_stopped else "d")
 
-    def join(self, answer, observation):
-        return JOINS[len(answer) % 3]
+    def join(self, answers, observations):
+        assert len(answers) == len(observations)
+        return JOINS[len(answers[-1]) % 3]
 
 
 def test_every_turn_says_how_it_ended():

@@ -92,8 +92,8 @@ class Client:
         self.asked += 1
         return call
 
-    def reply(self, reward=1.0, metrics={}, calls=None, error=""):
-        self._process.on_reply(Reply(self.live.key, reward, metrics, calls, error))
+    def reply(self, reward=1.0, metrics={}, calls=None, error="", is_lost=False):
+        self._process.on_reply(Reply(self.live.key, reward, metrics, calls, error, is_lost))
 
 
 def request(number=0, **changes):
@@ -335,6 +335,33 @@ def test_an_answer_that_nobody_got_is_not_trained_on():
     assert scheduler.stats.forks == 0 and record.num_turns == 2
 
 
+def test_an_answer_that_nobody_got_leaves_the_row_as_it_was():
+    """Its prompt changed the end of the answer before. The tokens there, their number and the reason
+    of their end are those of a session without it."""
+    scheduler, client, added = opened(2)
+    first, prompt = two_calls(scheduler, client, added, drop=2)
+    call = client.ask(prompt, max_tokens=9)
+    call.leave("listener1")
+    while call.result is None:
+        scheduler.step()
+    assert call.result.stop_reason != first.stop_reason
+    client.reply(None, error="Timeout: of the client")
+    record = last(scheduler)
+    assert ids_of(record) == ids_of(first) and record.stop_reason == first.stop_reason
+    assert scheduler.stats.realigned_tokens == 0
+
+
+def test_a_call_that_the_engine_refuses_changes_nothing():
+    scheduler, client, added = opened(2)
+    first, prompt = two_calls(scheduler, client, added, drop=2)
+    refused = client.ask([*prompt, *[4] * MAX_LENGTH])
+    scheduler.step()
+    assert "as many as may be drawn" in str(refused.result)
+    client.reply()
+    assert ids_of(last(scheduler)) == ids_of(first)
+    assert scheduler.stats.realigned_tokens == 0
+
+
 @pytest.mark.parametrize("change, words", [
     (lambda calls: calls, ""),
     (lambda calls: calls[::-1], ""),
@@ -377,6 +404,15 @@ def test_an_error_after_a_prompt_without_room_is_overlong():
     client.reply(None, error="BadRequestError: of the client")
     record = last(scheduler)
     assert (record.outcome, record.stop_reason) == ("overlong", "length")
+
+
+def test_the_end_of_the_process_is_a_failure_also_after_a_prompt_without_room(capfd):
+    scheduler, client, added = opened()
+    answered(scheduler, client.ask(added.prompt))
+    client.session.is_overlong = True
+    client.reply(None, error="the harness's process ended", is_lost=True)
+    record = last(scheduler)
+    assert (record.outcome, "process ended" in capfd.readouterr().err) == ("failed", True)
 
 
 def test_a_call_ends_where_the_row_has_no_room():
@@ -565,6 +601,51 @@ def test_stop_strings_of_a_call_end_its_turn():
     ended = answered(scheduler, client.ask(added.prompt, max_tokens=5, stops=(stop,)))
     assert ended.tokens.tolist() == free.tokens[: len(ended.tokens)].tolist()
     assert arithmetic.text_of(ended.tokens).endswith(stop) and len(ended.tokens) <= 2
+
+
+def continued(number, stops=()):
+    """(first answer, second answer) of two calls. The second one's prompt is the row so far."""
+    scheduler, client, added = opened(number)
+    first = answered(scheduler, client.ask(added.prompt, max_tokens=3))
+    return first, answered(scheduler, client.ask(ids_of(first), max_tokens=6, stops=stops))
+
+
+def free_number():
+    """The number of a request whose answers of `continued` have 3 and 6 tokens, the second one new
+    ones."""
+    for number in range(99):
+        first, free = continued(number)
+        is_new = not {*first.tokens} & {*free.tokens}
+        if len(first.tokens) == 3 and len({*free.tokens}) == 6 and is_new:
+            return number
+    raise AssertionError("no such request")
+
+
+def test_a_stop_string_counts_in_the_answer_to_its_own_call():
+    """A call that goes on where the last answer was cut: stop strings neither begin in that answer,
+    nor does one that it holds end the next answer early."""
+    number = free_number()
+    first, free = continued(number)
+    before, text = arithmetic.text_of(first.tokens), arithmetic.text_of(free.tokens)
+    for stop, count in ((before[2] + text[0], 6), (text[3], 4)):
+        stops = (stop, before[1])
+        assert continued(number, stops)[1].tokens.tolist() == free.tokens[:count].tolist(), stop
+
+
+def test_a_stop_string_of_an_interrupted_call_may_begin_before_the_interruption():
+    number = free_number()
+    stop = arithmetic.text_of(continued(number)[1].tokens[1:3])
+    hub, one, two = made(2)
+    added = request(number)
+    one.add(added)
+    client = Client(hub, added.id)
+    first = answered(one, client.ask(added.prompt, max_tokens=3))
+    call = client.ask(ids_of(first), max_tokens=6, stops=(stop,))
+    assert one.step() == [] and call.result is None
+    [partial] = one.pause("abort")
+    assert len(partial.tokens) == 3 + 2  # of a call of two steps
+    two.add(dataclasses.replace(added, partial=partial))
+    assert arithmetic.text_of(answered(two, call).tokens[1:]) == stop
 
 
 def test_a_wait_for_agents_beats_and_can_be_given_up(monkeypatch):
