@@ -113,16 +113,15 @@ def test_forks_are_trained_on(tmp_path):
 
 @pytest.mark.all
 def test_samplers_in_threads(tmp_path):
-    """Weights change between the calls of a session, and no token is older than the bound."""
+    """No token is older than the bound, and some are of older weights than the learner's."""
     settings = tiny.HARNESS | dict(
         rollout__schedule="areal(staleness=2)", rollout__driver="threads", rollout__workers=2,
-        rollout__harness="tests.tiny_harness:slow_sums",
     )
     tiny.run(tmp_path / "run", steps=4, **settings)
     steps = [r for r in tiny.lines(tmp_path / "run") if r["phase"] == "train"]
     assert len(steps) == 4 and max(r.get("harness/calls", 0.0) for r in steps) > 1
-    of_all = lambda name: [r[f"training/off_policy/{name}/max"] for r in steps]
-    assert max(of_all("trajectory_spans")) > 1 and max(of_all("trajectory_staleness_worst")) <= 2
+    oldest = [r["training/off_policy/trajectory_staleness_worst/max"] for r in steps]
+    assert 1 <= max(oldest) <= 2
 
 
 def test_a_harness_that_cannot_be_used_ends_the_run_before_it_begins(tmp_path):

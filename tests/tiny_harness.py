@@ -1,7 +1,6 @@
 """Harnesses of tiny runs: agents that know base URL, key and model alone."""
 
 import json
-import time
 import urllib.request
 
 import openai
@@ -10,23 +9,17 @@ from tests.tiny_environment import Sums
 from tests.tiny_rewards import closeness
 
 
-def sums(session, pause=0.0):
+def sums(session):
     """Asks for the sum, shows the answer with a digit, and asks again."""
     client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
     text = session.record["prompt"]
     first = client.completions.create(model=session.model, prompt=text, max_tokens=3)
     text += first.choices[0].text + f"{session.seed % 10}+"
-    time.sleep(pause)
     second = client.completions.create(model=session.model, prompt=text, max_tokens=3)
     reward = closeness(second.choices[0].text + "0", session.record)
     if reward < 0.01:
         raise RuntimeError("no such answer")
     return reward
-
-
-def slow_sums(session):
-    """`sums` of an agent that thinks between its calls."""
-    return sums(session, pause=0.2)
 
 
 def forks(session):
