@@ -139,7 +139,7 @@ class Run:
         if config.rollout.driver == "ray":
             address = ray_cluster.connect(config.rollout)
             arguments = (
-                parts, setup.engine, setup.adapter, setup.identity, build_sampling, address
+                parts, setup.engine, setup.abstract_served, setup.identity, build_sampling, address
             )
             if processes.is_alone():
                 from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray

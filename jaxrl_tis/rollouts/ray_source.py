@@ -22,7 +22,6 @@ from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.engine.weights import moving
-from jaxrl_tis.models import lora
 from jaxrl_tis.rollouts import ray_cluster, record_check
 from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping
 from jaxrl_tis.rollouts.concurrent import PULSE_SECONDS, ConcurrentSource, Shared
@@ -83,25 +82,22 @@ def _num_bytes(tree: Any) -> int:
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _stored_bytes(engine: Engine, adapter: lora.Adapter | None) -> int:
+def _stored_bytes(served: Any) -> int:
     """Returns the bytes of two versions of the weights; with LoRA of the base and two versions of the
     factors."""
-    whole = _num_bytes(engine.abstract_params())
-    if adapter is None:
-        return 2 * whole
-    return whole + 2 * _num_bytes(engine.abstract_factors(adapter))
+    moved, base = moving(served)
+    return 2 * _num_bytes(moved) + _num_bytes(base)
 
 
 def ray_source(
-    parts: SourceParts, engine: Engine, adapter: lora.Adapter | None, facts: Mapping[str, Any],
-    build: Callable, address: str | None = None,
-    put: Callable[[Any], tuple[ray.ObjectRef, ...]] = _put,
+    parts: SourceParts, engine: Engine, served: Any, facts: Mapping[str, Any], build: Callable,
+    address: str | None = None, put: Callable[[Any], tuple[ray.ObjectRef, ...]] = _put,
 ) -> ConcurrentSource:
     """Makes a source whose samplers are Ray actors.
 
     Args:
       engine: of the workers; their records must fit it.
-      adapter: of model.lora; None where all weights are trained.
+      served: the serving parameters, maybe as shapes alone.
       facts: the values that must be the same at a worker, by name.
       build: see `RolloutWorker`.
       address: that `ray_cluster.connect` returned; without one the connection stays when the source
@@ -112,7 +108,7 @@ def ray_source(
       ValueError: the cluster lacks resources or memory.
     """
     shared = Shared(AsyncBookkeeping(parts))
-    driver = RayDriver(parts, shared, engine, adapter, facts, build, address, put)
+    driver = RayDriver(parts, shared, engine, served, facts, build, address, put)
     return ConcurrentSource(parts, shared, driver)
 
 
@@ -120,14 +116,14 @@ class RayDriver:
     """Workers and a thread for each, see `ray_source`."""
 
     def __init__(
-        self, parts: SourceParts, shared: Shared, engine: Engine, adapter: lora.Adapter | None,
+        self, parts: SourceParts, shared: Shared, engine: Engine, served: Any,
         facts: Mapping[str, Any], build: Callable, address: str | None, put: Callable,
     ):
         config = parts.config
         self._rollout, self._shared, self._engine = config.rollout, shared, engine
         self._books, self._changed, self._heartbeat = shared.books, shared.changed, parts.heartbeat
         self._facts = facts
-        self._stored_bytes = _stored_bytes(engine, adapter)
+        self._stored_bytes = _stored_bytes(served)
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, str] = {}  # workers that do not come back, with the reason
         self._newest: Weights | None = None

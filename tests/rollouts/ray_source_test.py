@@ -61,7 +61,7 @@ def learner():
                 config, schedules.parse(schedule), None, groups, batches, Timer(),
                 setup.serving_params,
             )
-            source = ray_source(parts, setup.engine, setup.adapter, setup.identity, build)
+            source = ray_source(parts, setup.engine, setup.abstract_served, setup.identity, build)
             stack.callback(source.close, is_over=True)
             return source, params
         yield make
@@ -176,6 +176,7 @@ def test_workers_receive_the_base_of_an_adapter_once_and_then_factors(learner, t
     source, params = learner("areal(staleness=2)", build, of=adapted, **LORA)
     factors, base = moving(adapted()[0].serving_params(params, 0))
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert source.driver._stored_bytes == size(base) + 2 * size(factors)
     found, left = {}, 0
     for step in range(1, 5):
         source.publish(params, step - 1)
