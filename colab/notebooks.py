@@ -1,6 +1,7 @@
 """Writes each notebook from the .py file of the same name: python colab/notebooks.py.
 
-Cells begin with "# %% id" or "# %% [markdown] id". Edit the .py files."""
+Cells begin with "# %% id" or "# %% [markdown] id". Edit the .py files. An empty cell has the source in
+SHARED. Every notebook has the install cell."""
 
 import json
 import pathlib
@@ -59,6 +60,39 @@ else:
     CLONE = pathlib.Path(found.origin).parents[1]
 os.chdir(CLONE)
 '''
+# A run of FLAGS in WORKDIR, with plots of SHOWN: {title: (phase, metric)}.
+TRAIN = '''\
+LOG = pathlib.Path(WORKDIR + ".log")
+
+
+def draw():
+    records = metrics.read(WORKDIR)
+    figure, axes = plt.subplots(1, 3, figsize=(11, 2.6), layout="constrained")
+    for ax, (title, (phase, name)) in zip(axes, SHOWN.items()):
+        points = [(r["step"], r[name]) for r in records if r["phase"] == phase and name in r]
+        ax.plot(*zip(*points) if points else ([], []), ".-", color=plots.COLORS[0])
+        ax.set(title=title, xlabel="step", xlim=(0, SETTINGS["steps"]))
+    return figure
+
+
+command = [sys.executable, "-m", "jaxrl_tis.main", *FLAGS, f"--workdir={WORKDIR}"]
+LOG.parent.mkdir(exist_ok=True)
+with open(LOG, "w") as log:
+    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+try:
+    while process.poll() is None:
+        time.sleep(3)
+        if pathlib.Path(WORKDIR, metrics.FILE_NAME).exists():
+            figure = draw()
+            clear_output(wait=True)
+            display(figure)
+            plt.close(figure)
+finally:
+    process.terminate()
+    process.wait()
+assert process.returncode == 0, LOG.read_text()
+'''
+SHARED = {"train": TRAIN}  # the source of a cell that is empty in the .py file, by its id
 
 
 def cells(text: str) -> list[tuple[str, str, str]]:
@@ -77,6 +111,7 @@ def notebook(path: pathlib.Path) -> str:
     """Returns the .ipynb of a .py file: a badge under the title, the install cell after it."""
     made, install = [], INSTALL.strip("\n").replace("REPOSITORY", f"https://github.com/{REPOSITORY}")
     for kind, name, body in cells(path.read_text(encoding="utf-8")):
+        body = body or SHARED[name].strip("\n")
         if not made:
             title, _, rest = body.partition("\n")
             body = f"{title}\n\n{BADGE.replace('NAME', path.stem)}\n{rest}"

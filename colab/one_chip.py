@@ -46,8 +46,10 @@ else:
         "eval.every": 20, "eval.prompts": 128, "checkpoint.every": 20,
     }
 WORKDIR = f"runs/notebook-{NAME}"
-LOG = pathlib.Path(WORKDIR + ".log")
 FLAGS = [f"--config={CONFIG}", *(f"--config.{name}={value}" for name, value in SETTINGS.items())]
+SHOWN = {"Reward": ("train", "reward/mean"),
+         "Held-out accuracy, greedy": ("eval", "eval/greedy_accuracy"),
+         "KL of sampler to learner": ("train", "rollout_corr/k3_kl")}
 print("python -m jaxrl_tis.main", " ".join(FLAGS), f"--workdir={WORKDIR}")
 
 # %% [markdown] gate-text
@@ -68,37 +70,6 @@ print(done.stdout)
 # The run is a separate process. Interrupt this cell to stop the run. Run the cell again to continue it.
 
 # %% train
-SHOWN = {"Reward": ("train", "reward/mean"),
-         "Held-out accuracy, greedy": ("eval", "eval/greedy_accuracy"),
-         "KL of sampler to learner": ("train", "rollout_corr/k3_kl")}
-
-
-def draw():
-    records = metrics.read(WORKDIR)
-    figure, axes = plt.subplots(1, 3, figsize=(11, 2.6), layout="constrained")
-    for ax, (title, (phase, name)) in zip(axes, SHOWN.items()):
-        points = [(r["step"], r[name]) for r in records if r["phase"] == phase and name in r]
-        ax.plot(*zip(*points) if points else ([], []), ".-", color=plots.COLORS[0])
-        ax.set(title=title, xlabel="step", xlim=(0, SETTINGS["steps"]))
-    return figure
-
-
-command = [sys.executable, "-m", "jaxrl_tis.main", *FLAGS, f"--workdir={WORKDIR}"]
-LOG.parent.mkdir(exist_ok=True)
-with open(LOG, "w") as log:
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-try:
-    while process.poll() is None:
-        time.sleep(3)
-        if pathlib.Path(WORKDIR, metrics.FILE_NAME).exists():
-            figure = draw()
-            clear_output(wait=True)
-            display(figure)
-            plt.close(figure)
-finally:
-    process.terminate()
-    process.wait()
-assert process.returncode == 0, LOG.read_text()
 
 # %% result
 first, *_, last = [r for r in metrics.read(WORKDIR) if r["phase"] == "eval"]

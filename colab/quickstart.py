@@ -25,14 +25,16 @@ plt.rcParams.update(plots.STYLE | {"figure.dpi": 60})
 
 # %% settings
 WORKDIR = "runs/notebook-quickstart"
-LOG = pathlib.Path(WORKDIR + ".log")
 SETTINGS = {
     "steps": 60, "warmup.steps": 220, "eval.every": 20, "eval.prompts": 128,
     "checkpoint.every": 20, "metrics.samples_every": 20,
 }
-command = [sys.executable, "-m", "jaxrl_tis.main", "--config=configs/quickstart.py",
-           f"--workdir={WORKDIR}", *(f"--config.{name}={value}" for name, value in SETTINGS.items())]
-print(" ".join(command[1:]))
+FLAGS = ["--config=configs/quickstart.py",
+         *(f"--config.{name}={value}" for name, value in SETTINGS.items())]
+SHOWN = {"Reward": ("train", "reward/mean"),
+         "Held-out accuracy, greedy": ("eval", "eval/greedy_accuracy"),
+         "Largest difference of probability": ("train", "training/rollout_probs_diff_max")}
+print("python -m jaxrl_tis.main", " ".join(FLAGS), f"--workdir={WORKDIR}")
 
 # %% [markdown] train-text
 # ## Train
@@ -40,36 +42,6 @@ print(" ".join(command[1:]))
 # The run is a separate process. Interrupt this cell to stop the run. Run the cell again to continue it.
 
 # %% train
-SHOWN = {"Reward": ("train", "reward/mean"),
-         "Held-out accuracy, greedy": ("eval", "eval/greedy_accuracy"),
-         "Largest difference of probability": ("train", "training/rollout_probs_diff_max")}
-
-
-def draw():
-    records = metrics.read(WORKDIR)
-    figure, axes = plt.subplots(1, 3, figsize=(11, 2.6), layout="constrained")
-    for ax, (title, (phase, name)) in zip(axes, SHOWN.items()):
-        points = [(r["step"], r[name]) for r in records if r["phase"] == phase and name in r]
-        ax.plot(*zip(*points) if points else ([], []), ".-", color=plots.COLORS[0])
-        ax.set(title=title, xlabel="step", xlim=(0, SETTINGS["steps"]))
-    return figure
-
-
-LOG.parent.mkdir(exist_ok=True)
-with open(LOG, "w") as log:
-    process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-try:
-    while process.poll() is None:
-        time.sleep(3)
-        if pathlib.Path(WORKDIR, metrics.FILE_NAME).exists():
-            figure = draw()
-            clear_output(wait=True)
-            display(figure)
-            plt.close(figure)
-finally:
-    process.terminate()
-    process.wait()
-assert process.returncode == 0, LOG.read_text()
 
 # %% result
 first, *_, last = [r for r in metrics.read(WORKDIR) if r["phase"] == "eval"]

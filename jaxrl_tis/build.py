@@ -75,6 +75,14 @@ class Sampling:
         return None if recipe is None else lora.Adapter.of(recipe, self.model, shapes)
 
     @property
+    def abstract_served(self) -> Any:
+        """The shapes and shardings of the serving parameters, with the factors of model.lora."""
+        served = self.engine.abstract_params()
+        if self.adapter is None:
+            return served
+        return self.adapter.join(served, self.engine.abstract_factors(self.adapter))
+
+    @property
     def identity(self) -> dict[str, Any]:
         """Returns by name the values that a learner and its rollout workers must share: code,
         packages, model, engine and tokenizer."""

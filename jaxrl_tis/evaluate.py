@@ -175,7 +175,8 @@ def measure(
     config, engine = setup.config, setup.learner_engine
     prompter = setup.prompter()
     evaluator = Evaluator(config, prompter)
-    params = with_adapter(setup.training, read_params(setup.training, path, step), adapter)
+    read = lambda: read_params(setup.training, path, step)
+    params = with_adapter(setup.training, read, adapter)
     scheduler = setup.scheduler(engine, engine.load(params), 0)
     total = config.eval.prompts * (1 + samples)
     with (

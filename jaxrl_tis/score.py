@@ -9,6 +9,8 @@ Examples:
     python -m jaxrl_tis.score --model=models/mine --adapter=adapters/a --tokens=in.npy --out=out.npy
 """
 
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,9 +32,12 @@ def score(model: str, tokens_bt: np.ndarray, out: str, adapter: str | None = Non
     Raises:
       ValueError: the tokens are no [B,T] array of integers below the model's vocabulary.
     """
+    if adapter is not None and (why := peft.other_base(adapter, model)):
+        print(f"warning: {why}", file=sys.stderr)
+    loaded = None if adapter is None else peft.load(adapter, models.read_config(model))
     config, params = models.load(model)
-    if adapter is not None:
-        params = peft.beside(params, adapter, config)
+    if loaded is not None:
+        params = peft.join(params, adapter, *loaded)
     _check_tokens(tokens_bt, config.vocab_size)
     row_logits = jax.jit(lambda params, tokens: transformer.logits(params, config, tokens))
     shape = (*tokens_bt.shape, config.vocab_size)

@@ -138,7 +138,9 @@ class Run:
             return thread_source(parts, starts, setup.engine.slots)
         if config.rollout.driver == "ray":
             address = ray_cluster.connect(config.rollout)
-            arguments = parts, setup.engine, setup.identity, build_sampling, address
+            arguments = (
+                parts, setup.engine, setup.abstract_served, setup.identity, build_sampling, address
+            )
             if processes.is_alone():
                 from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray
 

@@ -41,3 +41,10 @@ def test_bad_tokens_are_refused(tmp_path, tokens, message):
     with pytest.raises(ValueError, match=message):
         score.score(GOLDEN, tokens, tmp_path / "out.npy")
     assert not (tmp_path / "out.npy").exists()
+
+
+def test_an_adapter_of_another_base_is_named_on_stderr(tmp_path, capsys):
+    """This one was trained on "base", a folder elsewhere."""
+    folder = GOLDEN.parents[1] / "golden_peft"
+    score.score(folder / "base", np.zeros((1, 2), np.int32), tmp_path / "out.npy", folder / "all")
+    assert f"warning: {folder / 'all'} was trained on base, and the model is" in capsys.readouterr().err

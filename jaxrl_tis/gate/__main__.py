@@ -45,7 +45,7 @@ def gate() -> int:
     setup = build(CONFIG.value)
     prompts = setup.config.rollout.prompts if PROMPTS.value is None else PROMPTS.value
     check_prompts(setup, prompts)
-    params = with_adapter(setup.training, initial_policy(setup.training), ADAPTER.value)
+    params = with_adapter(setup.training, lambda: initial_policy(setup.training), ADAPTER.value)
     report = measure(setup, params, prompts)
     processes.report(table(report))
     if JSON.value and processes.is_first():

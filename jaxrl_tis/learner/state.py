@@ -10,6 +10,7 @@
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -200,19 +201,16 @@ def as_begun(config: ml_collections.ConfigDict, path: str) -> ml_collections.Con
     return ml_collections.ConfigDict(values)
 
 
-def with_adapter(setup: LearnerSetup, params: Any, folder: str | None) -> Any:
-    """Returns parameters with the adapter in a folder of PEFT; unchanged for None."""
+def with_adapter(setup: LearnerSetup, read: Callable[[], Any], folder: str | None) -> Any:
+    """Returns the parameters read() with the adapter in a folder of PEFT; None leaves them unchanged.
+    An adapter that does not fit is refused before `read`, and one that names another base is a
+    warning."""
     if folder is None:
-        return params
-    (name, revision), path = peft.base_of(folder), setup.config.model.path
-    own_name, own_revision = hub.name_and_revision(path)
-    is_other_revision = revision and own_revision and revision != own_revision
-    if name and path and (name != own_name or is_other_revision):
-        at = f" at revision {revision}" if is_other_revision else ""
-        processes.report(
-            f"warning: {folder} was trained on {name}{at}, and the model is {path}", sys.stderr
-        )
-    return peft.beside(params, folder, setup.model)
+        return read()
+    if why := peft.other_base(folder, setup.config.model.path):
+        processes.report(f"warning: {why}", sys.stderr)
+    adapter, factors = peft.load(folder, setup.model)
+    return peft.join(read(), folder, adapter, factors)
 
 
 def read_params(setup: LearnerSetup, path: str, step: int | None = None) -> Any:

@@ -122,7 +122,7 @@ class Recipe:
     def __post_init__(self):
         if type(self.rank) is not int or self.rank < 1:
             raise ValueError(f"rank={self.rank!r} must be a whole number of at least 1")
-        if not 0 < self.alpha < math.inf:
+        if type(self.alpha) not in (int, float) or not 0 < self.alpha < math.inf:
             raise ValueError(f"alpha={self.alpha!r} must be a finite number above 0")
         self.modules()
 

@@ -5,13 +5,14 @@ every tensor must bind a module of the model, and every targeted module must hav
 """
 
 import collections
+import functools
 import json
 import math
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax.numpy as jnp
@@ -113,10 +114,7 @@ def load(folder: str | os.PathLike, config: ModelConfig) -> tuple[lora.Adapter, 
       ValueError: a file is damaged, a key is not implemented, or the tensors do not fit the model.
     """
     folder = pathlib.Path(folder)
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}: is it the folder of a PEFT adapter?")
-    fields = _read_fields(folder / CONFIG)
+    fields = _read_fields(folder)
     try:
         tensors = safetensors.numpy.load_file(folder / WEIGHTS)
     except safetensors.SafetensorError as error:
@@ -151,6 +149,12 @@ def load(folder: str | os.PathLike, config: ModelConfig) -> tuple[lora.Adapter, 
                             f"{folder} is of another base or rank: lora_{x} of {module} is "
                             f"{list(pair[x].shape)}, and this model needs {list(shape)}"
                         )
+                    is_float = jnp.issubdtype(pair[x].dtype, jnp.floating)
+                    if not (is_float and np.isfinite(pair[x].astype(np.float32)).all()):
+                        raise ValueError(
+                            f"{folder}: lora_{x} of {module} must have finite floats, and its dtype is "
+                            f"{pair[x].dtype}; copy {WEIGHTS} again, or export the adapter again"
+                        )
                 a[place][:, :rank] = pair["A"].astype(np.float32).T
                 b[place][:rank] = pair["B"].astype(np.float32).T * (1.0 if alike else scale)
             home = factors.setdefault(stack, {}) if stack else factors
@@ -162,12 +166,16 @@ def load(folder: str | os.PathLike, config: ModelConfig) -> tuple[lora.Adapter, 
 def beside(
     params: dict[str, Any], folder: str | os.PathLike, config: ModelConfig
 ) -> dict[str, Any]:
-    """Returns parameters with the adapter in a folder of PEFT, in place of any that they have.
+    """Returns parameters with the adapter in a folder of PEFT, in place of any that they have. Raises as
+    `load` and `join`."""
+    return join(params, folder, *load(folder, config))
 
-    Raises:
-      ValueError: see `load`; or the folder has a copy of another head.
-    """
-    adapter, factors = load(folder, config)
+
+def join(
+    params: dict[str, Any], folder: str | os.PathLike, adapter: lora.Adapter, factors: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns parameters with the adapter that `load` has read from a folder, in place of any that they
+    have. ValueError if the folder has a copy of another head."""
     base = lora.split(params)[1] or params
     with safetensors.safe_open(pathlib.Path(folder) / WEIGHTS, framework="numpy") as file:
         copy = file.get_tensor(HEAD_COPY) if HEAD_COPY in file.keys() else None
@@ -178,8 +186,20 @@ def beside(
 
 def base_of(folder: str | os.PathLike) -> tuple[str, str]:
     """Returns (name, revision) of the base that an adapter was trained on, "" if the folder has none."""
-    fields = _read_fields(pathlib.Path(folder) / CONFIG)
+    fields = _read_fields(pathlib.Path(folder))
     return fields.get("base_model_name_or_path") or "", fields.get("revision") or ""
+
+
+def other_base(folder: str | os.PathLike, path: str | os.PathLike) -> str:
+    """Returns a sentence if an adapter names another base than the model at `path`, else "". A name
+    or a revision that one side lacks is no difference."""
+    (name, revision), path = base_of(folder), os.fspath(path)
+    own_name, own_revision = hub.name_and_revision(path)
+    is_other_revision = bool(revision and own_revision) and revision != own_revision
+    if not (name and path) or name == own_name and not is_other_revision:
+        return ""
+    at = f" at revision {revision}" if revision else ""
+    return f"{folder} was trained on {name}{at}, and the model is {path}"
 
 
 def _modules(config: ModelConfig) -> Iterator[tuple[str, str, str, int]]:
@@ -194,7 +214,12 @@ def _modules(config: ModelConfig) -> Iterator[tuple[str, str, str, int]]:
     yield "lm_head", lora.HEAD, "", 0
 
 
-def _read_fields(path: pathlib.Path) -> dict[str, Any]:
+def _read_fields(folder: pathlib.Path) -> dict[str, Any]:
+    """Returns the checked fields of a folder's adapter_config.json. Raises as `load`."""
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder} has no {name}: is it the folder of a PEFT adapter?")
+    path = folder / CONFIG
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -207,11 +232,65 @@ def _read_fields(path: pathlib.Path) -> dict[str, Any]:
     unread = {n: x for n, x in fields.items() if n not in (*READ, *UNREAD, "init_lora_weights")}
     for name, value in unread.items():
         if value and not (name == "bias" and value == "none"):
-            raise ValueError(f"{path} has {name} = {value!r}, which is not implemented")
+            why = "acts in training alone; set it to 0" if name == "lora_dropout" else (
+                "is not implemented"
+            )
+            raise ValueError(f"{path} has {name} = {value!r}, which {why}")
     for name in ("r", "lora_alpha", "target_modules"):
-        if not fields.get(name):
+        if fields.get(name) is None:
             raise ValueError(f"{path} has no {name}; write it, since its default differs by version")
+    for name, (is_one, words) in KINDS.items():
+        if (value := fields.get(name)) is not None and not is_one(value):
+            raise ValueError(f"{path} has {name} = {value!r}, which must be {words}")
     return fields
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_alpha(value: Any) -> bool:
+    return type(value) in (int, float) and 0 < value < math.inf
+
+
+def _is_regex(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and re.compile(value) is not None
+    except re.error:
+        return False
+
+
+def _is_pattern(of: Callable[[Any], bool], value: Any) -> bool:
+    """Whether a value maps regular expressions to values of a kind."""
+    return isinstance(value, dict) and all(_is_regex(k) and of(x) for k, x in value.items())
+
+
+def _are_modules(value: Any) -> bool:
+    return _is_regex(value) or isinstance(value, list) and all(isinstance(x, str) for x in value)
+
+
+def _are_layers(value: Any) -> bool:
+    layers = value if isinstance(value, list) else [value]
+    return all(type(x) is int and x >= 0 for x in layers)
+
+
+_MODULES = _are_modules, "a list of names or a regular expression"
+_TEXT = lambda value: isinstance(value, str), "a text"
+# Fields that are read, and what they must be where they are not null.
+KINDS = {
+    "r": (_is_count, "a whole number of at least 1"),
+    "lora_alpha": (_is_alpha, "a finite number above 0"),
+    "rank_pattern": (
+        functools.partial(_is_pattern, _is_count),
+        "regular expressions with whole numbers of at least 1",
+    ),
+    "alpha_pattern": (
+        functools.partial(_is_pattern, _is_alpha), "regular expressions with finite numbers above 0",
+    ),
+    "target_modules": _MODULES, "exclude_modules": _MODULES,
+    "layers_to_transform": (_are_layers, "a layer's number or a list of them"),
+    "base_model_name_or_path": _TEXT, "revision": _TEXT,
+}
 
 
 def _setting(fields: Mapping[str, Any], module: str) -> tuple[int, float]:

@@ -132,12 +132,12 @@ def lacking(rollout: ml_collections.ConfigDict, count: int) -> str:
     )
 
 
-def small_store(node: str, tree_bytes: int) -> str:
-    """Returns a sentence if the object store of a node cannot hold two versions of the weights and
-    records, else ""."""
+def small_store(node: str, stored_bytes: int) -> str:
+    """Returns a sentence if the object store of a node cannot hold records and `stored_bytes`, those
+    of two versions of the weights, else ""."""
     import ray
 
-    needed = 2 * tree_bytes + RECORDS
+    needed = stored_bytes + RECORDS
     [found] = [n["Resources"] for n in ray.nodes() if n["NodeID"] == node]
     size = int(found.get("object_store_memory", 0))
     if size >= needed:

@@ -45,8 +45,8 @@ class ProcessesSource:
     """
 
     def __init__(
-        self, parts: SourceParts, engine: Engine, facts: Mapping[str, Any], build: Callable,
-        address: str | None,
+        self, parts: SourceParts, engine: Engine, served: Any, facts: Mapping[str, Any],
+        build: Callable, address: str | None,
     ):
         self._serving_params, self._heartbeat = parts.serving_params, parts.heartbeat
         self._timer = parts.timer
@@ -55,7 +55,7 @@ class ProcessesSource:
         self._base: Any = None  # of LoRA, as it is served
         # The others are not here while process 0 waits.
         alone = dataclasses.replace(parts, heartbeat=lambda: None)
-        name = processes.first(lambda: self._open(alone, engine, facts, build, address))
+        name = processes.first(lambda: self._open(alone, engine, served, facts, build, address))
         if self._source is None:
             self._board = ray.get_actor(name)
 

@@ -78,14 +78,26 @@ def _put(served: Any) -> tuple[ray.ObjectRef, ...]:
     return (ray.put(pieces(served)),)
 
 
+def _num_bytes(tree: Any) -> int:
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _stored_bytes(served: Any) -> int:
+    """Returns the bytes of two versions of the weights; with LoRA of the base and two versions of the
+    factors."""
+    moved, base = moving(served)
+    return 2 * _num_bytes(moved) + _num_bytes(base)
+
+
 def ray_source(
-    parts: SourceParts, engine: Engine, facts: Mapping[str, Any], build: Callable,
+    parts: SourceParts, engine: Engine, served: Any, facts: Mapping[str, Any], build: Callable,
     address: str | None = None, put: Callable[[Any], tuple[ray.ObjectRef, ...]] = _put,
 ) -> ConcurrentSource:
     """Makes a source whose samplers are Ray actors.
 
     Args:
       engine: of the workers; their records must fit it.
+      served: the serving parameters, maybe as shapes alone.
       facts: the values that must be the same at a worker, by name.
       build: see `RolloutWorker`.
       address: that `ray_cluster.connect` returned; without one the connection stays when the source
@@ -96,7 +108,7 @@ def ray_source(
       ValueError: the cluster lacks resources or memory.
     """
     shared = Shared(AsyncBookkeeping(parts))
-    driver = RayDriver(parts, shared, engine, facts, build, address, put)
+    driver = RayDriver(parts, shared, engine, served, facts, build, address, put)
     return ConcurrentSource(parts, shared, driver)
 
 
@@ -104,15 +116,14 @@ class RayDriver:
     """Workers and a thread for each, see `ray_source`."""
 
     def __init__(
-        self, parts: SourceParts, shared: Shared, engine: Engine, facts: Mapping[str, Any],
-        build: Callable, address: str | None, put: Callable,
+        self, parts: SourceParts, shared: Shared, engine: Engine, served: Any,
+        facts: Mapping[str, Any], build: Callable, address: str | None, put: Callable,
     ):
         config = parts.config
         self._rollout, self._shared, self._engine = config.rollout, shared, engine
         self._books, self._changed, self._heartbeat = shared.books, shared.changed, parts.heartbeat
         self._facts = facts
-        leaves = jax.tree.leaves(engine.abstract_params())
-        self._bytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
+        self._stored_bytes = _stored_bytes(served)
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, str] = {}  # workers that do not come back, with the reason
         self._newest: Weights | None = None
@@ -147,7 +158,7 @@ class RayDriver:
     def _check_cluster(self) -> None:
         node = ray.get_runtime_context().get_node_id()
         self._services = ray_cluster.services(node)
-        if why := ray_cluster.small_store(node, self._bytes):
+        if why := ray_cluster.small_store(node, self._stored_bytes):
             raise ValueError(why)
         if not (why := ray_cluster.lacking(self._rollout, self._rollout.workers)):
             return
@@ -181,9 +192,10 @@ class RayDriver:
             of_base = None if self._base is None else self._base[1]
             return Weights(version, self._put(moved), sent, of_base)
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
+            size = _num_bytes(moved if self._base is not None else (moved, base))
             raise Unwritable(
                 f"Ray's object store has no room for version {version} of the weights, "
-                f"{self._bytes / 2**20:.0f} MiB; free memory or the disk of /tmp/ray. The same command "
+                f"{size / 2**20:.0f} MiB; free memory or the disk of /tmp/ray. The same command "
                 "continues the run"
             ) from error
 
@@ -343,7 +355,7 @@ class RayDriver:
                     f"{field}: learner {ours.get(field)!r}, worker {theirs.get(field)!r}; install the "
                     "same code and packages on all nodes, and the same model files"
                 )
-        if why := ray_cluster.small_store(joined.node, self._bytes):
+        if why := ray_cluster.small_store(joined.node, self._stored_bytes):
             raise ValueError(why)
         with self._changed:
             session = self._sessions[name] = Session(name, self._actors[name], joined.session)

@@ -29,11 +29,9 @@ def read_token(path: str | None) -> str | None:
 def load(setup: Setup, path: str | None, adapter: str | None = None) -> Any:
     """Loads serving parameters from `path`; None: the weights that the config starts from. `adapter`
     is the folder of a PEFT adapter."""
-    if path is None:
-        params = initial_policy(setup.training)
-    else:
-        params = read_params(setup.training, path)
-    params = with_adapter(setup.training, params, adapter)
+    learner = setup.training
+    read = lambda: initial_policy(learner) if path is None else read_params(learner, path)
+    params = with_adapter(learner, read, adapter)
     return jax.block_until_ready(setup.engine.load(params))
 
 

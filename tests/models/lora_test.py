@@ -164,6 +164,7 @@ def test_a_merge_is_in_float32_alone_and_leaves_the_base():
     ("lora(rank=0)", "rank=0 must be a whole number of at least 1"),
     ("lora(rank=1.5)", "rank=1.5 must be"),
     ("lora(alpha=0)", "alpha=0 must be a finite number above 0"),
+    ("lora(alpha=None)", "alpha=None must be a finite number above 0"),
     ("lora(targets='query')", "'query', which matches nothing"),
     ("lora(dropout=0.1)", "has no parameter 'dropout'"),
     ("dora(rank=4)", "lora 'dora' is unknown"),

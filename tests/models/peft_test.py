@@ -3,6 +3,7 @@
 import json
 import pathlib
 import shutil
+import types
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,9 @@ import pytest
 import safetensors.numpy
 
 from jaxrl_tis import models
+from jaxrl_tis.learner import state
 from jaxrl_tis.models import lora, peft, transformer
+from tests import tiny
 from tests.models import lora_test
 
 GOLDEN = pathlib.Path(__file__).parent / "golden_peft"
@@ -103,6 +106,15 @@ def changed(tmp_path, tensors=lambda t: t, **fields):
     (dict(target_modules=None), "has no target_modules"),
     (dict(target_modules=["q_proj"]), "targets 2 modules of this model"),
     (dict(r=8), "is of another base or rank"),
+    (dict(r=0), "r = 0, which must be a whole number of at least 1"),
+    (dict(r="4"), "r = '4', which must be a whole number"),
+    (dict(lora_alpha=float("nan")), "lora_alpha = nan, which must be a finite number above 0"),
+    (dict(rank_pattern={"q_proj": 0}), "rank_pattern = .*, which must be regular expressions with whole"),
+    (dict(alpha_pattern={"(": 2}), "alpha_pattern = .*, which must be regular expressions with finite"),
+    (dict(target_modules="(q_proj"), "target_modules = '.q_proj', which must be a list of names or a"),
+    (dict(exclude_modules=3), "exclude_modules = 3, which must be a list of names"),
+    (dict(layers_to_transform="0"), "layers_to_transform = '0', which must be a layer's number"),
+    (dict(revision=3), "revision = 3, which must be a text"),
 ])
 def test_a_key_that_is_refused_by_name(tmp_path, fields, named):
     with pytest.raises(ValueError, match=named):
@@ -115,6 +127,8 @@ def test_a_key_that_is_refused_by_name(tmp_path, fields, named):
     (lambda t: t | {"base_model.model.extra": np.zeros(2, np.float32)}, "1 tensors that bind no"),
     (lambda t: {n: x for n, x in t.items() if "lm_head.lora_B" not in n}, "has no tensor"),
     (lambda t: {n: x for n, x in t.items() if "lm_head.lora_A" not in n}, "bind no module"),
+    (lambda t: {n: x * np.nan for n, x in t.items()}, "must have finite floats, and its dtype is float32"),
+    (lambda t: {n: x.astype(np.int8) for n, x in t.items()}, "and its dtype is int8"),
 ])
 def test_tensors_that_are_of_another_model(tmp_path, tensors, named):
     with pytest.raises(ValueError, match=named):
@@ -131,3 +145,41 @@ def test_an_adapter_of_another_base(tmp_path):
         peft.load(GOLDEN / "all", lora_test.DENSE)
     with pytest.raises(FileNotFoundError, match="adapter_config.json"):
         peft.load(tmp_path, lora_test.DENSE)
+
+
+MODEL = "hf://owner/name"
+
+
+@pytest.mark.parametrize("name, revision, path, named", [
+    ("owner/name", None, MODEL, ""),
+    ("owner/name", "v1", MODEL, ""),  # of the newest revision, whose name is not known
+    ("owner/name", None, f"{MODEL}@v1", ""),
+    ("owner/name", "v1", f"{MODEL}@v1", ""),
+    ("owner/name", "v1", f"{MODEL}@v2", "trained on owner/name at revision v1, and the model is hf://owner/name@v2"),
+    ("owner/other", None, MODEL, "trained on owner/other, and the model is hf://owner/name"),
+    ("owner/other", "v1", f"{MODEL}@v1", "trained on owner/other at revision v1, and the model is"),
+    ("models/a", None, pathlib.Path("models/a"), ""),
+    ("models/a", None, "models/b", "trained on models/a, and the model is models/b"),
+    (None, "v1", f"{MODEL}@v2", ""),  # the folder names no base
+    ("owner/name", "v1", "", ""),  # a model without a path
+])
+def test_an_adapter_that_names_another_base_or_revision(tmp_path, name, revision, path, named):
+    folder = changed(tmp_path, base_model_name_or_path=name, revision=revision)
+    found = peft.other_base(folder, path)
+    assert found.startswith(f"{folder} was {named}") if named else found == ""
+
+
+def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read():
+    setup = types.SimpleNamespace(config=tiny.config(), model=lora_test.UNTIED)
+    with pytest.raises(ValueError, match="another base"):
+        state.with_adapter(setup, lambda: pytest.fail("read"), GOLDEN / "all")
+
+
+def test_an_adapter_of_another_revision_is_used_with_a_warning(tmp_path, capsys):
+    config, params = models.load(GOLDEN / "base")
+    folder = changed(tmp_path, base_model_name_or_path="owner/name", revision="v1")
+    for path, is_told in ((f"{MODEL}@v1", False), (f"{MODEL}@v2", True)):
+        setup = types.SimpleNamespace(config=tiny.config(model__path=path), model=config)
+        adapted = state.with_adapter(setup, lambda: params, folder)
+        assert lora.adapter_of(adapted, config).ranks
+        assert ("warning: " in capsys.readouterr().err) == is_told

@@ -131,10 +131,10 @@ def test_resources_that_are_not_there(nodes):
 
 def test_an_object_store_that_is_too_small(nodes):
     nodes({"object_store_memory": 100 << 20}, {"object_store_memory": 300 << 20})
-    why = ray_cluster.small_store("0" * 20, 100 << 20)
+    why = ray_cluster.small_store("0" * 20, 200 << 20)
     assert "has 100 MiB" in why and "need 264 MiB" in why and "--object-store-memory=276824064" in why
-    assert ray_cluster.small_store("1" * 20, 100 << 20) == ""
-    assert ray_cluster.small_store("1" * 20, 119 << 20) != ""
+    assert ray_cluster.small_store("1" * 20, 200 << 20) == ""
+    assert ray_cluster.small_store("1" * 20, 238 << 20) != ""
     nodes({})
     assert "has 0 MiB" in ray_cluster.small_store("0" * 20, 1)
 

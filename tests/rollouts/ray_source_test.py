@@ -7,12 +7,14 @@ import threading
 import time
 from unittest import mock
 
+import jax
 import pytest
 import ray
 
 from jaxrl_tis.build import build_sampling
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.engine.weights import moving
 from jaxrl_tis.rollouts import ray_cluster, schedules
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -23,8 +25,8 @@ from jaxrl_tis.runtime import cli
 from jaxrl_tis.runtime.cli import Interrupted, Unwritable
 from tests import hosts, tiny
 from tests.ray_nodes import wait_for
-from tests.rollouts import ray_builds
-from tests.rollouts.virtual_test import assert_same, drawn, in_order, made
+from tests.rollouts import ray_builds, virtual_test
+from tests.rollouts.virtual_test import LORA, adapted, assert_same, drawn, in_order, made
 from tests.rollouts.synchronous_test import FakeRewards, Timer
 
 
@@ -39,9 +41,10 @@ def local_ray():
 def learner():
     with contextlib.ExitStack() as stack:
         def make(
-            schedule="areal(staleness=1)", build=build_sampling, timeout=60.0, cpus=0.01, **overrides
+            schedule="areal(staleness=1)", build=build_sampling, timeout=60.0, cpus=0.01, of=made,
+            **overrides,
         ):
-            setup, params = made()
+            setup, params = of()
             config = tiny.config(
                 rollout__schedule=schedule, rollout__max_new_tokens=6, rollout__driver="ray",
                 rollout__worker_timeout=timeout, rollout__cpus_per_worker=cpus, **overrides,
@@ -58,7 +61,7 @@ def learner():
                 config, schedules.parse(schedule), None, groups, batches, Timer(),
                 setup.serving_params,
             )
-            source = ray_source(parts, setup.engine, setup.identity, build)
+            source = ray_source(parts, setup.engine, setup.abstract_served, setup.identity, build)
             stack.callback(source.close, is_over=True)
             return source, params
         yield make
@@ -128,26 +131,66 @@ def test_the_learner_does_not_wait_for_a_slow_worker_before_its_sequences_are_du
     assert_same(found, in_order())
 
 
+def stored(monkeypatch):
+    """The bytes of each object that this process puts from now on, by name."""
+    put, sizes = ray.put, {}
+
+    def noted(value):
+        ref = put(value)
+        sizes[ref.hex()] = sum(x.nbytes for x in value.values())
+        return ref
+
+    monkeypatch.setattr(ray, "put", noted)
+    return sizes
+
+
+def held(objects):
+    """The names of those to which this process, a call or a worker that borrows it refers."""
+    counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts
+    return objects.keys() & {name.decode() for name in counts()}
+
+
 def test_the_object_store_holds_two_versions_at_most(learner, monkeypatch):
     """Also where weights are published faster than a worker takes them."""
-    put, refs = ray.put, []
-    monkeypatch.setattr(ray, "put", lambda value: refs.append((ref := put(value)).hex()) or ref)
+    objects = stored(monkeypatch)
     source, params = learner(build=functools.partial(ray_builds.slow_loads, 0.4))
     driver, served = source.driver, made()[0].serving_params(params, 0)
     while not driver._sessions:
         time.sleep(0.05)
-    # Counts references of this process, of calls, and of workers that borrow an object.
-    counts = ray._private.worker.global_worker.core_worker.get_all_reference_counts
-    held = lambda: set(refs) & {name.decode() for name in counts()}
     start = time.monotonic()
     for version in range(5):
         staged = driver.stage(served, version)
-        assert len(held()) <= 2 and refs[-1] in held()
+        assert len(held(objects)) <= 2 and [*objects][-1] in held(objects)
         with source._shared.changed:
             driver.publish(staged, version)
     assert time.monotonic() - start > 3 * 0.4  # the third waits for the first, and so on
     del staged
-    wait_for(lambda: not driver._sessions["0"].calls and held() == {refs[-1]})
+    wait_for(lambda: not driver._sessions["0"].calls and held(objects) == {[*objects][-1]})
+
+
+@pytest.mark.all
+def test_workers_receive_the_base_of_an_adapter_once_and_then_factors(learner, tmp_path, monkeypatch):
+    """The worker dies. Its successor has the same base, and samples what a synchronous run samples."""
+    objects = stored(monkeypatch)
+    build = functools.partial(ray_builds.once, str(tmp_path / "flag"), "killed")
+    source, params = learner("areal(staleness=2)", build, of=adapted, **LORA)
+    factors, base = moving(adapted()[0].serving_params(params, 0))
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert source.driver._stored_bytes == size(base) + 2 * size(factors)
+    found, left = {}, 0
+    for step in range(1, 5):
+        source.publish(params, step - 1)
+        assert len(held(objects)) <= 3 and [*objects][0] in held(objects)
+        samples, values = next_batch(source, step)
+        found |= {s.trajectory.id: s for s in samples}
+        assert values["sync/bytes"] == size(factors)
+        left += values["async/left"]
+    assert left == 1
+    assert list(objects.values()) == [size(base), *4 * [size(factors)]]
+    expected = drawn(*virtual_test.source("sync", of=adapted), 1, 4)
+    assert_same(found, expected)
+    tokens = lambda samples, id: samples[id].trajectory.tokens.tolist()
+    assert sum(tokens(expected, id) != tokens(in_order(), id) for id in expected) > 8  # of the base
 
 
 # Without actors: Ray has no room to start them. A session is entered by hand.

@@ -199,6 +199,29 @@ def test_damaged_weights_are_not_used(worker):
     assert worker.report(session)[0] == [] and not made
 
 
+def test_a_damaged_base_is_not_kept_and_a_whole_one_is(worker):
+    worker, session, made = worker
+    worker._adapter = types.SimpleNamespace(join=lambda base, factors: base | factors)
+    worker._factors_like = {"factors": worker._like["w"]}
+    sent = lambda name, value: {name: jnp.full(2, value, jnp.float32)}
+    refs = lambda tree: [pieces(tree)]
+    digest = lambda tree: fingerprint.hex(fingerprint.digest(tree))
+    bases, factors = [sent("w", i) for i in range(2)], [sent("factors", i) for i in range(2)]
+    of = lambda i: (digest(factors[i]), refs(factors[i]))
+    with pytest.raises(RuntimeError, match="fingerprint"):
+        worker.load(session, 0, *of(0), (refs(bases[0]), "0" * 16))
+    with pytest.raises(RuntimeError, match="fingerprint"):
+        worker.load(session, 0, "0" * 16, refs(factors[0]), (refs(bases[0]), digest(bases[0])))
+    for version in range(2):
+        base = refs(bases[version]), digest(bases[version])
+        worker.load(session, version, *of(version), base)  # the second base is not read
+        worker.tell(session, Sync(), version)
+        assert reported(worker, session, 1) == [("synced", version)]
+    found = [params for params, _ in made[0].weights]
+    assert [float(p["w"][0]) for p in found] == [0, 0]
+    assert [float(p["factors"][0]) for p in found] == [0, 1]
+
+
 def test_reports_of_unfinished_sequences_do_not_pile_up(worker, monkeypatch):
     monkeypatch.setattr(ray_worker, "PARTIAL_SECONDS", 0.0)
     worker, session, made = worker

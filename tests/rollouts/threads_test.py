@@ -7,13 +7,11 @@ import random
 import threading
 import time
 
-import jax
 import numpy as np
 import pytest
 
 from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.learner.state import initial_params, initial_state, policy
-from jaxrl_tis.models import lora
+from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.rollouts import schedules
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -22,7 +20,7 @@ from jaxrl_tis.rollouts.synchronous import SyncSource
 from jaxrl_tis.rollouts.threads import thread_source
 from tests import tiny
 from tests.rollouts.virtual_test import (
-    SCHEDULES, assert_same, check_equal_groups_make_room, drawn, in_order,
+    SCHEDULES, adapted, assert_same, check_equal_groups_make_room, drawn, in_order,
 )
 from tests.rollouts.synchronous_test import FakeRewards, Timer
 
@@ -236,14 +234,10 @@ def test_a_run_trains_and_resumes(tmp_path):
 @pytest.mark.all
 def test_two_samplers_with_an_adapter_draw_what_one_draws():
     """Each has the base once, and at every version the learner's factors: those of a synchronous run."""
-    lora_of = dict(model__lora="lora(rank=4, alpha=32)", rollout__max_new_tokens=6)
     threaded = dict(rollout__driver="threads", rollout__workers=2, rollout__schedule="areal(staleness=1)")
     found = []
     for overrides in ({}, threaded):
-        setup = tiny.setup(**lora_of, **overrides)
-        params = policy(setup.training, initial_state(setup.training, initial_params(setup.training)))
-        factors, base = lora.split(params)
-        params = setup.training.adapter.join(base, jax.tree.map(lambda x: x + 0.05, factors))
+        setup, params = adapted(**overrides)
         prompter = Prompter(setup.tokenizer, setup.config.task)
         reward = FakeRewards(lambda text, record: float(len(text)))
         groups = Groups(setup.config, prompter, reward, with_greedy=False)

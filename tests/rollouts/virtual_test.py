@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.learner.state import initial_params
+from jaxrl_tis.learner.state import initial_params, initial_state, policy
+from jaxrl_tis.models import lora
 from jaxrl_tis.rollouts import bookkeeping, replay, schedules
 from jaxrl_tis.rollouts.bookkeeping import check_versions
 from jaxrl_tis.rollouts.groups import Groups
@@ -26,6 +27,7 @@ SCHEDULES = [
     "in_flight(staleness=3)", "dora(staleness=2)", "roll_flash(alpha=1, redundant=1)",
     "laminar(staleness=2, repack=0.9)",
 ]
+LORA = dict(model__lora="lora(rank=4, alpha=32)")
 
 
 @functools.cache
@@ -34,10 +36,18 @@ def made(**overrides):
     return setup, initial_params(setup.training)
 
 
-def source(schedule, reward=lambda text, record: float(len(text)), start=None, **overrides):
+@functools.cache
+def adapted(**overrides):
+    """As `made`, with an adapter that changes samples."""
+    setup, params = made(**LORA, **overrides)
+    factors, base = lora.split(policy(setup.training, initial_state(setup.training, params)))
+    return setup, setup.adapter.join(base, jax.tree.map(lambda x: x + 0.05, factors))
+
+
+def source(schedule, reward=lambda text, record: float(len(text)), start=None, of=made, **overrides):
     """A source of the tiny config, and its parameters."""
     is_parallel = schedule.startswith(("dora", "laminar"))
-    setup, params = made()
+    setup, params = of()
     config = tiny.config(
         rollout__schedule=schedule, rollout__max_new_tokens=6,
         rollout__workers=2 if is_parallel else 1,
