@@ -87,6 +87,10 @@ S is its number of sequences with a valid token.
 | `seq-mean-token-sum` | `sum_s sum_t l / S` | |
 | `seq-mean-token-sum-norm` | `sum_s sum_t l / (S scale)`, with `correction.scale` (0: the row length) | Dr. GRPO |
 | `seq-mean-token-mean` | `sum_s mean_t l / S` | GRPO |
+| `prompt-mean` | `sum_p (sum_s sum_t l / N_p) / P`, with `N_p` tokens of prompt p and P prompts | ScaleRL ([2510.13786](https://arxiv.org/abs/2510.13786)), SkyRL's `prompt_mean` |
+
+`prompt-mean` counts the prompts of the minibatch. With several minibatches a prompt can have samples in more than one.
+A fork of a session counts in the prompt of the session. An update with `prompt-mean` waits for its whole batch.
 
 ## Rejected and unscored responses
 

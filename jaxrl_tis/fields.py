@@ -153,6 +153,7 @@ FIELDS = {
     # What an update computes.
     "logp": Field("token", "float32", "update", "method"),
     "key": Field("step", "uint32", "update", "method"),
+    "prompt_divisor": Field("token", "float32", "update", "method", is_optional=True),
     "st_ppo_norm": Field("step", "float32", "update", "method", is_optional=True),
     "noise_seed": Field("step", "uint32", "update", "method", is_optional=True),
 }

@@ -226,6 +226,7 @@ def policy_loss(
       batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav`
         with a weight or masks; `logp_ref` with kl; and the fields of `methods.needs`. `weights`
         replaces `weight` and the masks of the gap by what was computed once for the rollout batch.
+        `group` with "prompt-mean", and `prompt_divisor` of the full batch, see `reduce.aggregate`.
       objective: name in `objectives.OBJECTIVES`.
       weight: name in `weights.WEIGHTS`; multiplies the objective, detached.
       masks: names in `masks.MASKS`, joined by "&" in text; a token counts if all of them keep it.
@@ -286,7 +287,7 @@ def compute_loss(
     def aggregate(x_bt, mask_bt):
         return reduce.aggregate(
             x_bt, mask_bt, spec.aggregation, num_tokens=num_tokens, num_seqs=num_seqs, seg=seg,
-            scale=spec.scale,
+            scale=spec.scale, group=batch.get("group"), divisor=batch.get("prompt_divisor"),
         )
 
     extra = needed("objective", name, batch)

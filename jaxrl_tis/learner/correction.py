@@ -72,7 +72,8 @@ class Correction:
         if self.kl is not None:
             chosen.append(("kl", self.kl))
         of_turns = () if self.turn_credit == "episode" else ("turn", "turn_rewards")
-        return _needs(chosen) | self._head | dict.fromkeys(of_turns, "turn_credit")
+        more = self._head | self._of_loss
+        return _needs(chosen) | more | dict.fromkeys(of_turns, "turn_credit")
 
     @property
     def is_centered(self) -> bool:
@@ -83,6 +84,11 @@ class Correction:
     def _head(self) -> dict[str, str]:
         """The fields of the head (the recorded tokens) of score centering."""
         return dict.fromkeys(("top_ids", "top_logps"), "centering") if self.is_centered else {}
+
+    @property
+    def _of_loss(self) -> dict[str, str]:
+        """The fields that the reduction of the loss takes."""
+        return {"group": self.aggregation} if self.aggregation == "prompt-mean" else {}
 
     @property
     def recompute_reason(self) -> str | None:
@@ -128,7 +134,7 @@ class Correction:
         if self.kl is not None and self.kl_placement == "loss":
             at_update.append(("kl", self.kl))
         use = FIELDS[field].use
-        needed = _needs(at_update) | self._head
+        needed = _needs(at_update) | self._head | self._of_loss
         return use in ("forward", "update") or (use == "method" and field in needed)
 
 

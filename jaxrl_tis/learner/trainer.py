@@ -217,8 +217,11 @@ class Trainer:
         return snapshots.ReplicaSnapshots(size, most, self.log_probs, groups * of_group)
 
     def update_fields(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
-        """Returns the fields for the updates: of a batch and of the results of `prepare`."""
+        """Returns the fields for the updates: of a batch and of the results of `prepare`. There a
+        fork of a session is in its session's group."""
         merged = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        if "owner" in merged:
+            merged["group"] = merged["group"][merged["owner"]]
         is_scored, is_taken = bool(self.setup.recompute_reason), self.setup.correction.is_in_update
         return {name: x for name, x in merged.items() if is_taken(name, is_scored)}
 

@@ -135,6 +135,14 @@ def test_the_denominators_of_the_full_batch_are_handed_on():
         own, _ = policy_loss(LOGP, BATCH, aggregation=mode, **parts)
         part, _ = policy_loss(LOGP, BATCH, aggregation=mode, **parts, **whole)
         np.testing.assert_allclose(4.0 * part, own, rtol=1e-6, err_msg=mode)
+    of_prompts = BATCH | {"group": np.repeat([[3], [8]], 3, axis=1)}
+    own, _ = policy_loss(LOGP, of_prompts, aggregation="prompt-mean", **parts)
+    means, _ = policy_loss(LOGP, BATCH, aggregation="seq-mean-token-mean", **parts)
+    np.testing.assert_allclose(own, means, rtol=1e-6)
+    whole = BATCH | {"prompt_divisor": np.full((2, 3), 20.0)}
+    part, _ = policy_loss(LOGP, whole, aggregation="prompt-mean", **parts)
+    total, _ = policy_loss(LOGP, BATCH, aggregation="token-sum", **parts)
+    np.testing.assert_allclose(part, total / 20, rtol=1e-6)
 
 
 def test_bypass_counts_the_whole_drift_once():
