@@ -26,7 +26,7 @@ from jaxrl_tis.learner.correction import (
 from jaxrl_tis.learner.optimizer import loss_scale, perturbed, update_metrics, without_perturbation
 from jaxrl_tis.learner.scoring import (
     Batch, Learner, Metrics, prefix_values, response_logits, response_logprobs, response_scores,
-    zeros_like,
+    targets, zeros_like,
 )
 from jaxrl_tis.models import moe
 
@@ -92,7 +92,7 @@ def accumulate_gradients(
 
     def gradient_if_any(params, micro):
         # The total is not part of the choice, which would keep a second one.
-        return jax.lax.cond(jnp.any(micro["mask"]), gradient, lambda *_: empty, params, micro)
+        return jax.lax.cond(jnp.any(targets(micro)), gradient, lambda *_: empty, params, micro)
 
     def add(total, micro):
         take = gradient_if_any if "seg" in minibatch else gradient
@@ -216,6 +216,8 @@ def make_train_step(
     measures = []
     if c.aggregation == "prompt-mean":
         measures.append(_prompt_divisor)
+    if c.environment_ce_coeff:
+        measures.append(_count_environment_tokens)
     if "st_ppo_norm" in c.needs:
         measures.append(_clipping_bias_norm(learner, c))
 
@@ -278,7 +280,10 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
         batch, num_tokens, num_seqs = inputs
         returned = {}
         if not is_scored:
-            batch = batch | fused_fields(scores["logp"], scores["entropy"])
+            own = scores["logp"], scores["entropy"]
+            if c.environment_ce_coeff:
+                own = (ratios.zero_padding(x, batch["mask"]) for x in own)
+            batch = batch | fused_fields(*own)
             returned = {name: batch[name] for name in ("logp_old", "entropy")}
         if "logits" in scores:
             batch = batch | {"logits": scores["logits"]}
@@ -324,6 +329,12 @@ def router_loss(
     if c.router_bias_rate:
         metrics[EXPERT_COUNTS] = load_le
     return c.load_balance_coeff * balance + c.router_z_coeff * z, metrics
+
+
+def _count_environment_tokens(params: Any, minibatch: Batch, base: Any) -> Batch:
+    """Returns the number of the minibatch's tokens in `environment`, one number a row [M,B]."""
+    count = jnp.sum(minibatch["environment"]).astype(jnp.float32)
+    return {"num_environment_tokens": jnp.full(minibatch["mask"].shape[:2], count)}
 
 
 def _prompt_divisor(params: Any, minibatch: Batch, base: Any) -> Batch:

@@ -60,6 +60,8 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
      "the mask clip_cov ranks the tokens of the batch"),
     (dict(correction__aggregation="prompt-mean"),
      "the aggregation prompt-mean counts the tokens of each prompt in the batch"),
+    (dict(correction__environment_ce_coeff=0.1, **tiny.EPISODES),
+     "the cross-entropy of environment tokens is a mean over those of the batch"),
     (dict(correction__objective="clip_cov"), "clip_cov samples at random from the whole batch"),
     (dict(correction__advantage="gae", rollout__group_size=1, rollout__prompts=16),
      "the critic is updated after the policy"),
