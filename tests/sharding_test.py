@@ -279,10 +279,9 @@ def two_updates(setup):
         25, {"train__epochs": 1, "correction__preset": "centered_tis_2"}, False,
         marks=pytest.mark.all,
     ),
-    # Prompts in packed rows of several micro-batches.
+    # Prompts in two micro-batches.
     pytest.param(
-        24, {"correction__aggregation": "prompt-mean", "train__pack_length": 24}, True,
-        marks=pytest.mark.all,
+        24, CRITIC | {"correction__aggregation": "prompt-mean"}, True, marks=pytest.mark.all,
     ),
 ])
 def test_eight_devices_give_the_numbers_of_one(vocab_size, others, in_order, tmp_path, monkeypatch):

@@ -214,7 +214,8 @@ def test_the_environments_tokens_add_their_cross_entropy_to_the_loss(path):
             jax.device_get(started(plain)["policy"].params), plain, left_out
         ))
         assert metrics["actor/environment_ce_loss"] == pytest.approx(float(expected), rel=1e-4)
-        assert metrics["actor/pg_loss"] == pytest.approx(without["actor/pg_loss"], abs=1e-6)
+        # Where every token is rejected there is no update without the cross-entropy.
+        assert metrics["actor/pg_loss"] == pytest.approx(without.get("actor/pg_loss", 0), abs=1e-6)
         moved = jax.tree.map(
             lambda a, b: a - b, before["policy"].params, state["policy"].params
         )
