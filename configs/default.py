@@ -250,6 +250,9 @@ def get_config() -> ConfigDict:
     # Coefficient of the KL to the sampler, (logp - logp_behav)^2 / 2 on all trained tokens.
     c.correction.sampler_kl_coeff = 0.0
     c.correction.entropy_coeff = 0.0  # coefficient of the entropy bonus
+    # Coefficient of the cross-entropy on the tokens that an environment or an agent wrote between
+    # two answers (ECHO). 0: those tokens are in no loss.
+    c.correction.environment_ce_coeff = 0.0
     # Routes that the learner replays in models with experts (docs/moe.md). none: its own. r2: those
     # of its pass before the update. r3: the sampler's. keep: r3, and no token without a route.
     c.correction.routing = "none"

@@ -87,6 +87,22 @@ S is its number of sequences with a valid token.
 | `seq-mean-token-sum` | `sum_s sum_t l / S` | |
 | `seq-mean-token-sum-norm` | `sum_s sum_t l / (S scale)`, with `correction.scale` (0: the row length) | Dr. GRPO |
 | `seq-mean-token-mean` | `sum_s mean_t l / S` | GRPO |
+| `prompt-mean` | `sum_p (sum_s sum_t l / N_p) / P`, with `N_p` tokens of prompt p and P prompts | ScaleRL ([2510.13786](https://arxiv.org/abs/2510.13786)), SkyRL's `prompt_mean` |
+
+`prompt-mean` counts the prompts of the minibatch. With several minibatches a prompt can have samples in more than one.
+A fork of a session counts in the prompt of the session. An update with `prompt-mean` waits for its whole batch.
+
+## Further terms of the loss
+
+| coefficient | term | tokens | source |
+|---|---|---|---|
+| `correction.kl_coeff` | KL to the reference, by `correction.kl` | in the loss | the [KL estimators](#kl-estimators) |
+| `correction.sampler_kl_coeff` | `(log(pi / mu))^2 / 2` | in the loss, rejected ones too | prime-rl, whose `kl_tau` is half of the coefficient |
+| `correction.entropy_coeff` | minus the entropy of `pi` | in the loss | |
+| `correction.environment_ce_coeff` | `-log pi` at temperature 1 | written by an [environment](environments.md) or an agent between two answers | ECHO, [2605.24517](https://arxiv.org/abs/2605.24517) |
+
+`correction.aggregation` reduces the first three. The last is the mean over the environment's tokens of the minibatch,
+as in prime-rl; rLLM averages within each episode first.
 
 ## Rejected and unscored responses
 
@@ -121,7 +137,7 @@ the run, such as the overlong penalty, belong to the last turn.
 
 `rollout.dynamic_sampling` compares the rewards of whole episodes with any credit.
 
-Tokens of tools are in no loss. The methods whose unit is a turn are {of_turns}.
+Tokens of tools are in no loss, except with `correction.environment_ce_coeff`. The methods whose unit is a turn are {of_turns}.
 `tir_otb` counts positions in sampled tokens alone.
 
 ## Centred scores
@@ -144,6 +160,10 @@ With weight `token_vanilla` the mean is 0 already. Centering works with these me
 
 The evidence is mixed. The paper (0.6B to 30B) reports results at or above those of weights under quantized rollouts. A
 replication with a Qwen model found no effect.
+
+## Not included
+
+No primary source gives the formulas of StableReinforce, MIPU, SAT, AIS, DCMDP, mu-GRPO and DVP.
 
 ## To add a method
 

@@ -111,6 +111,8 @@ FIELDS = {
     "routed_behav": Field("token", "bool", "record", "batch"),
     "version": Field("token", "int32", "record", "method", padding=-1, record="version"),
     "turn": Field("token", "int32", "record", "method", record="turn"),
+    # Tokens between two answers, which the policy did not sample, in rows that are trained on.
+    "environment": Field("token", "bool", "rows", "method", is_optional=True),
     # Rewards.
     "rewards": Field("sequence", "float32", "reward", "batch"),
     # Of each turn, on its last sampled token; NaN where the environment gave none.
@@ -153,6 +155,8 @@ FIELDS = {
     # What an update computes.
     "logp": Field("token", "float32", "update", "method"),
     "key": Field("step", "uint32", "update", "method"),
+    "num_environment_tokens": Field("step", "float32", "update", "method", is_optional=True),
+    "prompt_divisor": Field("token", "float32", "update", "method", is_optional=True),
     "st_ppo_norm": Field("step", "float32", "update", "method", is_optional=True),
     "noise_seed": Field("step", "uint32", "update", "method", is_optional=True),
 }

@@ -88,7 +88,7 @@ NOT_NEGATIVE = (
     "rollout.top_k",
     "rollout.sampling_mask_size", "rollout.fork_rows", "rollout.overlong_buffer", "rollout.snapshots",
     "rollout.ewma_centre", "correction.kl_coeff", "correction.sampler_kl_coeff",
-    "correction.scale", "optimizer.lr", "critic.lr",
+    "correction.environment_ce_coeff", "correction.scale", "optimizer.lr", "critic.lr",
     "optimizer.warmup", "optimizer.weight_decay", "critic.warmup", "critic.weight_decay",
     "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max", "gate.max_dp_max", "gate.max_k3",
     "model.num_experts", "model.shared_expert_dim", "correction.load_balance_coeff",

@@ -88,6 +88,7 @@ def test_a_field_without_a_line_is_told_where_it_belongs():
     ({"masks": "trm(trm_delta=1.0)"}, ("logits_behav",), ("logits",)),
     ({"kl": "exact_reverse", "kl_coeff": 0.1}, ("logits_ref", "logp_ref"), ("logits",)),
     ({"objective": "quatro(quatro_delta=0.3, quatro_floor=0.5)"}, ("group",), ("entropy",)),
+    ({"aggregation": "prompt-mean"}, ("group",), ("rewards", "prompt_divisor")),
 ])
 def test_updates_take_what_they_and_their_methods_read(changes, taken, dropped):
     config = default.get_config().correction

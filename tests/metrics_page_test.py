@@ -58,7 +58,7 @@ RUNS = {
         "rollout__schedule": "areal(staleness=1)", "rollout__gap_probe_every": 1,
         "rollout__replay": "uniform(uses=2)",
     },
-    "episodes": tiny.EPISODES,
+    "episodes": tiny.EPISODES | {"correction__environment_ce_coeff": 0.01},
     "lora": {"model__lora": "lora(rank=4)"},
     "sessions": tiny.HARNESS,
     "threads": {"rollout__schedule": "one_step", "rollout__driver": "threads"},

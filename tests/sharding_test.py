@@ -279,6 +279,10 @@ def two_updates(setup):
         25, {"train__epochs": 1, "correction__preset": "centered_tis_2"}, False,
         marks=pytest.mark.all,
     ),
+    # Prompts in two micro-batches.
+    pytest.param(
+        24, CRITIC | {"correction__aggregation": "prompt-mean"}, True, marks=pytest.mark.all,
+    ),
 ])
 def test_eight_devices_give_the_numbers_of_one(vocab_size, others, in_order, tmp_path, monkeypatch):
     """Policy, critic and reference, with sums in order; and, as on a TPU, where XLA adds the gradients

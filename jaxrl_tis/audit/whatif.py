@@ -36,6 +36,7 @@ CHOSEN = {
     "seq_mean_ratio": "seq_mean_ratio(lower=0.999, upper=1.001)",
     "seq_mean_k2": "seq_mean_k2(upper=0.01)",
     "seq_mean_k3": presets.K3_BOUND,
+    "veto": "veto(veto_upper=100.0)",  # SkyRL's two sides
 }
 
 # A field that methods name -> what the dump would have to hold.

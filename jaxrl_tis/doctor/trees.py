@@ -167,7 +167,8 @@ CAUSES = (
     Finding(
         "A.record", "the recorded log-probs are not those of the distribution that was sampled",
         "Check the sampler's temperature, its filters and the weights behind its log-probs. On "
-        "average no policy gives its own samples a lower probability than another policy does.",
+        "average no policy gives its own samples a lower probability than another policy does. If "
+        "few responses are affected, the mask seq_logprob_error leaves them out (NeMo-RL).",
         any_of=(
             Clause(PPL, "<", "ppl_low", "steady"), Clause(KL, "<", "kl_negative", "steady"),
         ), parent="A",
@@ -231,7 +232,8 @@ CAUSES = (
     ),
     Finding(
         "A.spike", "only the largest probability difference shows the gap",
-        "Look at this token: its position, cache page and experts.",
+        "Look at this token: its position, cache page and experts. A mask on the difference drops "
+        "such tokens meanwhile (token_dp, as in the preset ipo).",
         all_of=(
             Clause(PEARSON, ">=", "pearson_broken"), Clause(KL, "<=", "kl_bug"),
             Clause(DP_MAX, ">", "dp_max", "max"),
@@ -336,7 +338,8 @@ CAUSES = (
         "C", "the token ratios drift moderately",
         "Reject responses by their geometric mean: this drops outliers and leaves the gradient of "
         "the other responses unchanged. Gaps of opposite sign cancel in this mean. They add up in "
-        "seq_mean_k2, and in seq_mean_binary_kl, where rare tokens count little (FlashREINFORCE).",
+        "seq_mean_k2, in seq_logprob_error (NeMo-RL), and in seq_mean_binary_kl, where rare tokens "
+        "count little (FlashREINFORCE).",
         all_of=(Clause(CHI2, ">", "chi2_moderate", "steady"),), unless=("D", *ESCALATIONS),
         changes=GEO,
     ),

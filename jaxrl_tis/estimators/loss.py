@@ -62,6 +62,7 @@ class LossSpec:
     kl_coeff: chex.Numeric = 0.0
     sampler_kl_coeff: float = 0.0
     entropy_coeff: float = 0.0
+    environment_ce_coeff: float = 0.0
     scale: chex.Numeric | None = None
 
 
@@ -212,11 +213,12 @@ def policy_loss(
     rejected_in_denominator: bool = False, kl: Method | str | None = None,
     kl_coeff: chex.Numeric = 0.0, sampler_kl_coeff: float = 0.0,
     entropy: chex.Array | None = None, entropy_coeff: float = 0.0,
-    logp_top: chex.Array | None = None, num_tokens: chex.Numeric | None = None,
-    num_seqs: chex.Numeric | None = None, scale: chex.Numeric | None = None,
+    environment_ce_coeff: float = 0.0, logp_top: chex.Array | None = None,
+    num_tokens: chex.Numeric | None = None, num_seqs: chex.Numeric | None = None,
+    scale: chex.Numeric | None = None,
 ) -> tuple[chex.Array, dict[str, chex.Array]]:
     """aggregate(w * objective) + kl_coeff * aggregate(kl) + sampler_kl_coeff * aggregate(k2)
-    - entropy_coeff * aggregate(entropy).
+    - entropy_coeff * aggregate(entropy) + environment_ce_coeff * mean(-logp of the environment).
 
     A method is text as in a config, "token_tis(cap=2.0)", or a pair ("token_tis", {"cap": 2.0}).
 
@@ -226,11 +228,14 @@ def policy_loss(
       batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav`
         with a weight or masks; `logp_ref` with kl; and the fields of `methods.needs`. `weights`
         replaces `weight` and the masks of the gap by what was computed once for the rollout batch.
+        `environment` [B,T] bool with environment_ce_coeff: the tokens that an environment wrote,
+        none of them in `mask`.
+        `group` with "prompt-mean", and `prompt_divisor` of the full batch, see `reduce.aggregate`.
       objective: name in `objectives.OBJECTIVES`.
       weight: name in `weights.WEIGHTS`; multiplies the objective, detached.
       masks: names in `masks.MASKS`, joined by "&" in text; a token counts if all of them keep it.
       mode: "decoupled" or "bypass", see the top of the file.
-      aggregation: one of `reduce.MODES`, used for all terms.
+      aggregation: one of `reduce.MODES`, used for all terms but the cross-entropy.
       is_batch_normalized: divide the weights by their mean over the batch at hand.
       rejected_in_denominator: rejected tokens have weight 0 but stay in the denominators. Otherwise
         they leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not
@@ -242,6 +247,9 @@ def policy_loss(
         tokens of the mask, rejected ones too. It is twice prime-rl's kl_tau.
       entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
       entropy_coeff: weight of the entropy bonus per nat.
+      environment_ce_coeff: weight of the cross-entropy on the tokens of `environment`, whose
+        log-probs are in `logp`, too (ECHO, arXiv:2605.24517). It is a mean over all these tokens, as
+        in prime-rl. rLLM averages within each episode first.
       logp_top: [B,T,K] log-probs of the tokens `top_ids` under the policy that is trained, nats.
         With it scores are centred, see `centering`: the batch then has `tokens`, `top_ids`,
         `top_logps` and `logp_behav`, and rejected tokens must be counted.
@@ -256,7 +264,7 @@ def policy_loss(
         parsed("objective", objective), parsed("weight", weight),
         methods.parse_all("mask", masks) if isinstance(masks, str) else masks, mode, aggregation,
         is_batch_normalized, rejected_in_denominator, parsed("kl", kl), kl_coeff,
-        sampler_kl_coeff, entropy_coeff, scale,
+        sampler_kl_coeff, entropy_coeff, environment_ce_coeff, scale,
     )
     return compute_loss(
         logp, batch, spec, entropy=entropy, logp_top=logp_top, num_tokens=num_tokens,
@@ -286,7 +294,7 @@ def compute_loss(
     def aggregate(x_bt, mask_bt):
         return reduce.aggregate(
             x_bt, mask_bt, spec.aggregation, num_tokens=num_tokens, num_seqs=num_seqs, seg=seg,
-            scale=spec.scale,
+            scale=spec.scale, group=batch.get("group"), divisor=batch.get("prompt_divisor"),
         )
 
     extra = needed("objective", name, batch)
@@ -311,6 +319,12 @@ def compute_loss(
         sampler_kl_loss = aggregate(0.5 * jnp.square(gap_bt), trained_bt)
         loss = loss + spec.sampler_kl_coeff * sampler_kl_loss
         metrics |= {"actor/sampler_kl_loss": sampler_kl_loss}
+    if spec.environment_ce_coeff != 0.0:
+        given_bt = _field(batch, "environment", "environment_ce_coeff")
+        count = batch["num_environment_tokens"][0] if "num_environment_tokens" in batch else None
+        ce_loss = -reduce.aggregate(logp, given_bt, "token-mean", num_tokens=count)
+        loss = loss + spec.environment_ce_coeff * ce_loss
+        metrics |= {"actor/environment_ce_loss": ce_loss}
     if spec.entropy_coeff != 0.0:
         if entropy is None:
             raise ValueError(f"entropy_coeff is {spec.entropy_coeff}, so pass entropy [B,T] too.")

@@ -191,6 +191,13 @@ def sequence_max(x: Array, mask: Array, seg: Array | None = None) -> Array:
     return _reduce("max", x, mask, seg)
 
 
+def sequence_group(group: Array, mask: Array, seg: Array | None = None) -> Array:
+    """The group of each sequence, [B, S] int, from its valid tokens; any number without them."""
+    chex.assert_equal_shape([group, mask])
+    here = segments(seg, mask)
+    return segment_reference.reduce(group, here.ids, here.num_segments, "max")
+
+
 def log_ratio_stats(log_ratio: Array, mask: Array, seg: Array | None = None) -> RatioStats:
     """Per-sequence statistics [B, S] of a log-ratio [B, T], without gradient.
 

@@ -7,13 +7,11 @@ The regressions (`oapl`, `dro`) use the log-ratio without the clamp. Nothing is 
 actor/pg_clipfrac is 0, except for a survey's form of `r2vpo`.
 """
 
-import chex
 import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import controllers, ppo, ratios, returns
-from jaxrl_tis.kernels import segment_reference
 
 
 def _inputs(logp, logp_old, adv, mask):
@@ -53,16 +51,9 @@ def sapo(
     return -gate_bt * adv_bt, _drift(log_ratio_bt, mask)
 
 
-def _sequence_group(group, mask, seg):
-    """The group of each sequence, [B, S] int, from its valid tokens; any number without them."""
-    chex.assert_equal_shape([group, mask])
-    here = ratios.segments(seg, mask)
-    return segment_reference.reduce(group, here.ids, here.num_segments, "max")
-
-
 def _group_variance(x_bt, group, mask, seg):
     """Variance of x [B, T] over the valid tokens of each token's group, [B, T], no gradient."""
-    ids_n = returns.group_ids(_sequence_group(group, mask, seg).reshape(-1))
+    ids_n = returns.group_ids(ratios.sequence_group(group, mask, seg).reshape(-1))
     count_bs = ratios.sequence_count(x_bt, mask, seg)
     count_n = returns.group_sum(count_bs.reshape(-1), ids_n)
 
@@ -214,7 +205,7 @@ def quatro(
     is_sequence_bs = ratios.sequence_count(adv_bt, mask, seg) > 0
     lambda_n = quatro_multiplier(
         ratios.sequence_mean(adv_bt, mask, seg).reshape(-1),
-        _sequence_group(group, mask, seg).reshape(-1),
+        ratios.sequence_group(group, mask, seg).reshape(-1),
         is_sequence_bs.reshape(-1),
         quatro_delta=quatro_delta,
         quatro_floor=quatro_floor,

@@ -66,6 +66,11 @@ STEPS = {
     "kl_cov": Step(objective="kl_cov", mode="bypass"),
     "top_entropy": Step(weight="token_vanilla", masks="top_entropy"),
     "espo": Step(objective="espo(vocab_size=3)", mode="bypass"),
+    # Under GSPO's aggregation, by which long responses count less in one of the two.
+    **{
+        name: Step(objective=name, mode="bypass", aggregation="seq-mean-token-mean")
+        for name in ("gspo", "luspo")
+    },
     **{
         name: Step(advantage=spelled, weight="seq_vanilla")
         for name, spelled in ADVANTAGES.items()

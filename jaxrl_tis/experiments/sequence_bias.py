@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from jaxrl_tis.estimators import centering, methods
+from jaxrl_tis.estimators import centering, methods, presets
 from jaxrl_tis.estimators.loss import MODES
 from jaxrl_tis.experiments import exact, group_bias
 from jaxrl_tis.experiments.group_bias import Row, Step
@@ -36,6 +36,9 @@ OBJECTIVES = (
     "sapo",
     "r2vpo(r2vpo_lambda=0.04)",
 )
+# Of whole responses, with the weight that is unbiased without a mask.
+MASKS = ("seq_logprob_error", "veto(veto_upper=100.0)")
+UNCLIPPED = ("ipo", "kpop")  # presets that drop tokens outside of a trust region, and clip nothing
 # The mean of a group of one is no baseline: the advantage is the reward.
 STEPS = {
     **{name: Step("dr_grpo", weight=name) for name in WEIGHTS},
@@ -43,6 +46,20 @@ STEPS = {
     **{
         f"objective {spelled.split('(')[0]}": Step("dr_grpo", objective=spelled, mode="bypass")
         for spelled in OBJECTIVES
+    },
+    # Responses have one length here, so the mean over tokens leaves the step of `gspo`.
+    "objective luspo": Step(
+        "dr_grpo", objective="luspo", mode="bypass", aggregation="seq-mean-token-mean"
+    ),
+    **{
+        f"mask {spelled.split('(')[0]}": Step("dr_grpo", weight="seq_vanilla", masks=spelled)
+        for spelled in MASKS
+    },
+    **{
+        f"preset {name}": Step("dr_grpo", **{
+            part: presets.PRESETS[name][part] for part in ("mode", "weight", "masks", "objective")
+        })
+        for name in UNCLIPPED
     },
 }
 

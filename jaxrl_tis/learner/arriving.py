@@ -25,6 +25,10 @@ def accumulation_blocker(setup: LearnerSetup) -> str | None:
         return setup.recompute_reason
     if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:
         return f"the mask {ranking[0]} ranks the tokens of the batch"
+    if chosen.aggregation == "prompt-mean":
+        return "the aggregation prompt-mean counts the tokens of each prompt in the batch"
+    if chosen.environment_ce_coeff:
+        return "the cross-entropy of environment tokens is a mean over those of the batch"
     if "key" in chosen.needs:
         return f"{chosen.needs['key']} samples at random from the whole batch"
     if chosen.counts_experts:

@@ -64,6 +64,14 @@ def trajectory_rows(
     return out
 
 
+def environment_tokens(rows: Rows) -> np.ndarray:
+    """Returns which tokens [N,T] an environment or an agent wrote between two answers or after the
+    last one, in rows with a token in the mask. Those tokens begin a turn after the first. The
+    prompt is in the first turn."""
+    is_given = (rows["turn"] > 0) & ~rows["sampled"]
+    return is_given & rows["mask"].any(axis=1, keepdims=True)
+
+
 def _padded(name: str, shape: tuple[int, ...]) -> np.ndarray:
     """Returns an array full of the field's padding."""
     return np.full(shape, field(name).padding, field(name).dtype)

@@ -33,6 +33,7 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
     yield from _routing(c, config)
     yield from _weight(c)
     yield from _kl(c)
+    yield from _environment_ce(c, config)
     yield from _turn_credit(c)
     yield from _forks(c, config)
     yield from _fields(c, config)
@@ -231,6 +232,23 @@ def _kl(c: Correction):
         yield (
             f"advantage {c.advantage[0]!r} uses the components of the reward, and a KL penalty in "
             "the reward is not a component; set correction.kl_placement to 'loss'"
+        )
+
+
+def _environment_ce(c: Correction, config):
+    """Finds a cross-entropy on tokens of environments in a run without such tokens."""
+    task, setting = config.task, f"correction.environment_ce_coeff = {c.environment_ce_coeff:g}"
+    if not c.environment_ce_coeff or config.rollout.harness:
+        return
+    if not task.environment:
+        yield (
+            f"{setting} trains on tokens between two answers, and this run has single answers; set "
+            "task.environment or rollout.harness, or the coefficient to 0"
+        )
+    elif task.max_turns == 1:
+        yield (
+            f"{setting} trains on tokens between two answers, and task.max_turns = 1 has one answer; "
+            "raise task.max_turns, or set the coefficient to 0"
         )
 
 

@@ -42,6 +42,7 @@ class Correction:
     kl_placement: str
     sampler_kl_coeff: float
     entropy_coeff: float
+    environment_ce_coeff: float
     controllers: tuple[Method, ...]
     routing: str
     routing_missing: str
@@ -72,7 +73,8 @@ class Correction:
         if self.kl is not None:
             chosen.append(("kl", self.kl))
         of_turns = () if self.turn_credit == "episode" else ("turn", "turn_rewards")
-        return _needs(chosen) | self._head | dict.fromkeys(of_turns, "turn_credit")
+        more = self._head | self._of_loss
+        return _needs(chosen) | more | dict.fromkeys(of_turns, "turn_credit")
 
     @property
     def is_centered(self) -> bool:
@@ -83,6 +85,12 @@ class Correction:
     def _head(self) -> dict[str, str]:
         """The fields of the head (the recorded tokens) of score centering."""
         return dict.fromkeys(("top_ids", "top_logps"), "centering") if self.is_centered else {}
+
+    @property
+    def _of_loss(self) -> dict[str, str]:
+        """The fields of the loss's reduction and of its cross-entropy."""
+        taken = {"group": self.aggregation} if self.aggregation == "prompt-mean" else {}
+        return taken | ({"environment": "environment_ce_coeff"} if self.environment_ce_coeff else {})
 
     @property
     def recompute_reason(self) -> str | None:
@@ -128,7 +136,7 @@ class Correction:
         if self.kl is not None and self.kl_placement == "loss":
             at_update.append(("kl", self.kl))
         use = FIELDS[field].use
-        needed = _needs(at_update) | self._head
+        needed = _needs(at_update) | self._head | self._of_loss
         return use in ("forward", "update") or (use == "method" and field in needed)
 
 
@@ -169,6 +177,7 @@ def parse(fields: ml_collections.ConfigDict, router_bias_rate: float = 0.0) -> C
         kl_placement=fields.kl_placement,
         sampler_kl_coeff=fields.sampler_kl_coeff,
         entropy_coeff=fields.entropy_coeff,
+        environment_ce_coeff=fields.environment_ce_coeff,
         controllers=methods.parse_all("controller", fields.controllers),
         routing=fields.routing,
         routing_missing=fields.routing_missing,
@@ -337,7 +346,8 @@ def loss_spec(c: Correction, batch: Batch) -> loss.LossSpec:
         aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
         rejected_in_denominator=c.rejected_in_denominator or c.mode == "bypass",
         kl=c.kl if c.kl_placement == "loss" else None, kl_coeff=now.kl_coeff,
-        sampler_kl_coeff=c.sampler_kl_coeff, entropy_coeff=c.entropy_coeff, scale=c.scale or None,
+        sampler_kl_coeff=c.sampler_kl_coeff, entropy_coeff=c.entropy_coeff,
+        environment_ce_coeff=c.environment_ce_coeff, scale=c.scale or None,
     )
 
 

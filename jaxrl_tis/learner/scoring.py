@@ -109,14 +109,16 @@ def _score_targets(
     params: Any, learner: Learner, batch: Batch, asked: moe.Asked = moe.Asked(), **options
 ) -> tuple[Scores, moe.Routed | None]:
     """Computes `token_logprob` of the masked tokens at their temperatures, and of `top_ids` where the
-    batch has them, [B,T] and [B,T,K]; 0 elsewhere. Also returns what was asked of the routers.
+    batch has them, [B,T] and [B,T,K]; 0 elsewhere. Also returns what was asked of the routers. Tokens
+    of the field `environment` count as masked, at temperature 1.
 
     With recorded supports all distributions are restricted to the supports, as in the sampler. This
     includes the entropy, the collisions and both sides of the KL to the reference. Its estimators are
     means over the sampler's tokens.
     """
     x_btd, _, routed = _forward(params, learner, batch, asked)
-    gather_hidden, gather, scatter = _targets(batch["mask"], learner.max_targets)
+    mask = targets(batch)
+    gather_hidden, gather, scatter = _targets(mask, learner.max_targets)
     kept = _kept(gather(batch["kept"])) if "kept" in batch else None
     head, x_btd = transformer.output_head(params, learner.program, x_btd)
     scores = token_logprob(
@@ -131,7 +133,6 @@ def _score_targets(
         numerics=learner.program.numerics,
         **options,
     )
-    mask = batch["mask"]
     *single, others = map(scatter, scores)
     single = (ratios.zero_padding(x, mask) for x in single)
     scores = Scores(*single, ratios.zero_padding(others, mask[..., None]))
@@ -141,6 +142,12 @@ def _score_targets(
 def _kept(ids_bnk: jax.Array) -> Kept:
     """Returns the supports of a Trajectory's `kept`; values at padding do not matter."""
     return Kept(ids_bnk, jnp.all(ids_bnk < 0, axis=-1))
+
+
+def targets(batch: Batch) -> jax.Array:
+    """Returns the tokens [...,T] whose log-probs an update needs: of the mask and of environments."""
+    mask = batch["mask"]
+    return mask | batch["environment"] if "environment" in batch else mask
 
 
 def _targets(mask_bt: jax.Array, max_targets: int):
@@ -168,8 +175,9 @@ def response_scores(
     asked: moe.Asked = moe.Asked(),
 ) -> Batch:
     """Computes `logp` and `entropy` [B,T] of the masked tokens at their temperatures and, where the
-    batch has `top_ids`, `logp_top` [B,T,K] of these; 0 elsewhere. Without `pulls_entropy` the
-    entropies have no gradient. What was asked of the routers is under `routed`, a row first."""
+    batch has `top_ids`, `logp_top` [B,T,K] of these; 0 elsewhere. The tokens of `environment` count
+    as masked, at temperature 1. Without `pulls_entropy` the entropies have no gradient. What was
+    asked of the routers is under `routed`, a row first."""
     scores, routed = _score_targets(
         params, learner, batch, asked, with_entropy=with_entropy, pulls_entropy=pulls_entropy
     )

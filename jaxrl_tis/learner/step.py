@@ -9,6 +9,7 @@ load-balancing loss, a product of two means of a micro-batch. Rows hold one sequ
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from jaxrl_tis.learner.correction import (
 from jaxrl_tis.learner.optimizer import loss_scale, perturbed, update_metrics, without_perturbation
 from jaxrl_tis.learner.scoring import (
     Batch, Learner, Metrics, prefix_values, response_logits, response_logprobs, response_scores,
-    zeros_like,
+    targets, zeros_like,
 )
 from jaxrl_tis.models import moe
 
@@ -91,7 +92,7 @@ def accumulate_gradients(
 
     def gradient_if_any(params, micro):
         # The total is not part of the choice, which would keep a second one.
-        return jax.lax.cond(jnp.any(micro["mask"]), gradient, lambda *_: empty, params, micro)
+        return jax.lax.cond(jnp.any(targets(micro)), gradient, lambda *_: empty, params, micro)
 
     def add(total, micro):
         take = gradient_if_any if "seg" in minibatch else gradient
@@ -123,8 +124,13 @@ def _count_sequences(minibatch: Batch) -> jax.Array:
     mask = minibatch["mask"]
     if "seg" not in minibatch:
         return jnp.sum(jnp.any(mask, axis=-1))
-    mask, seg = jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), (mask, minibatch["seg"]))
+    mask, seg = _as_rows((mask, minibatch["seg"]))
     return jnp.sum(ratios.sequence_count(mask, mask, seg) > 0)
+
+
+def _as_rows(tree: Any) -> Any:
+    """Returns arrays [M,B,T] of micro-batches as the rows [M*B,T] of one batch."""
+    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), tree)
 
 
 def _make_step(
@@ -207,10 +213,20 @@ def make_train_step(
     returns (state, metrics, {"logp_old", "entropy"} [accumulation, rows, T]).
     """
     micro_loss = _policy_loss(learner, c, is_scored)
-    make = functools.partial(
-        _make_step, learner, micro_loss, optimizer, "actor", router_bias_rate=c.router_bias_rate
+    measures = []
+    if c.aggregation == "prompt-mean":
+        measures.append(_prompt_divisor)
+    if c.environment_ce_coeff:
+        measures.append(_count_environment_tokens)
+    if "st_ppo_norm" in c.needs:
+        measures.append(_clipping_bias_norm(learner, c))
+
+    def measure(params, minibatch, base):
+        return functools.reduce(operator.or_, (f(params, minibatch, base) for f in measures), {})
+
+    return _make_step(
+        learner, micro_loss, optimizer, "actor", measure, router_bias_rate=c.router_bias_rate
     )
-    return make() if "st_ppo_norm" not in c.needs else make(_clipping_bias_norm(learner, c))
 
 
 def make_arriving_step(
@@ -264,7 +280,10 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
         batch, num_tokens, num_seqs = inputs
         returned = {}
         if not is_scored:
-            batch = batch | fused_fields(scores["logp"], scores["entropy"])
+            own = scores["logp"], scores["entropy"]
+            if c.environment_ce_coeff:
+                own = (ratios.zero_padding(x, batch["mask"]) for x in own)
+            batch = batch | fused_fields(*own)
             returned = {name: batch[name] for name in ("logp_old", "entropy")}
         if "logits" in scores:
             batch = batch | {"logits": scores["logits"]}
@@ -310,6 +329,20 @@ def router_loss(
     if c.router_bias_rate:
         metrics[EXPERT_COUNTS] = load_le
     return c.load_balance_coeff * balance + c.router_z_coeff * z, metrics
+
+
+def _count_environment_tokens(params: Any, minibatch: Batch, base: Any) -> Batch:
+    """Returns the number of the minibatch's tokens in `environment`, one number a row [M,B]."""
+    count = jnp.sum(minibatch["environment"]).astype(jnp.float32)
+    return {"num_environment_tokens": jnp.full(minibatch["mask"].shape[:2], count)}
+
+
+def _prompt_divisor(params: Any, minibatch: Batch, base: Any) -> Batch:
+    """Returns the divisor of each token [M,B,T] in "prompt-mean", from the prompts of the whole
+    minibatch."""
+    names = ("mask", "group", "seg") if "seg" in minibatch else ("mask", "group")
+    rows = {name: _as_rows(minibatch[name]) for name in names}
+    return {"prompt_divisor": reduce.prompt_divisor(**rows).reshape(minibatch["mask"].shape)}
 
 
 def _clipping_bias_norm(learner: Learner, c: Correction):

@@ -15,10 +15,11 @@ from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators import counts
 from jaxrl_tis.learner import control, correction, forks, snapshots
 from jaxrl_tis.learner.batch_layout import (
-    Rows, minibatches, num_sequences, packed_minibatches, update_fields, without_replay,
+    Rows, environment_tokens, minibatches, num_sequences, packed_minibatches, update_fields,
+    without_replay,
 )
 from jaxrl_tis.learner.scoring import (
-    make_collisions, make_logits, make_routing, make_score, make_score_norms, make_values,
+    make_collisions, make_logits, make_routing, make_score, make_score_norms, make_values, targets,
 )
 from jaxrl_tis.learner.setup import LearnerSetup, max_response
 from jaxrl_tis.learner.state import abstract_params, base, joined, policy as policy_of
@@ -125,7 +126,8 @@ class Trainer:
             "grad_norms": self._score_norms,
         }
         rows |= {name: run(f, policy) for name, f in by_learner.items() if name in needs}
-        return rows | {"mask": rows["mask"] & trained[extra.owners][:, None]}
+        rows |= {"mask": rows["mask"] & trained[extra.owners][:, None]}
+        return rows | ({"environment": environment_tokens(rows)} if "environment" in needs else {})
 
     def _passes(self, rows: Rows) -> Callable[[Callable, Any], Any]:
         """Returns a function (program, params) -> its results for the rows, [N,T,...] each. The rows
@@ -217,8 +219,11 @@ class Trainer:
         return snapshots.ReplicaSnapshots(size, most, self.log_probs, groups * of_group)
 
     def update_fields(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
-        """Returns the fields for the updates: of a batch and of the results of `prepare`."""
+        """Returns the fields for the updates: of a batch and of the results of `prepare`. There a
+        fork of a session is in its session's group."""
         merged = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        if "owner" in merged:
+            merged["group"] = merged["group"][merged["owner"]]
         is_scored, is_taken = bool(self.setup.recompute_reason), self.setup.correction.is_in_update
         return {name: x for name, x in merged.items() if is_taken(name, is_scored)}
 
@@ -271,7 +276,7 @@ class Trainer:
         fused = dict.fromkeys(("logp_old", "entropy"), np.zeros_like(rows["logp_behav"]))
         for epoch in range(config.train.epochs):
             for minibatch, packing, flat in self.minibatches(updated, (config.seed, step, epoch)):
-                if not minibatch["mask"].any():
+                if not targets(minibatch).any():
                     continue
                 num_seqs.append(num_sequences(minibatch))
                 minibatch = self.setup.layout.put_batch(minibatch)

@@ -113,6 +113,9 @@ UPDATE = (
             "Entropy of the learner's distribution at π_prox. A fall to 0 is a collapse.", VERL),
     compact("actor/sampler_kl_loss", "nats per token",
             "KL to the sampler by k2, with sampler_kl_coeff.", "prime-rl"),
+    compact("actor/environment_ce_loss", "nats per token",
+            "Cross-entropy of the tokens that the environment wrote, with environment_ce_coeff.",
+            "ECHO"),
     compact("actor/entropy_loss", "nats per token", "Entropy term, with entropy_coeff.", VERL),
     compact("actor/ppo_kl", "nats per token",
             "Mean of π_c − π: how far the learner moved. π_c is the centre of the clipped ratio: "

@@ -14,8 +14,9 @@ RULES = (
     ("weight", "none"), ("weight", "token_tis"), ("weight", "token_clip"), ("weight", "seq_tis"),
     ("weight", "geo_mis"), ("weight", "token_icepop"), ("weight", "turn_tis"),
     ("mask", "token_k1"), ("mask", "seq_mean_k3"), ("mask", "seq_sum_k1"), ("mask", "staleness"),
-    ("mask", "opsm"), ("preset", "decoupled_k3_rs_token_tis"), ("preset", "bypass_ppo_clip"),
-    ("preset", "bypass_pg_token_icepop"), ("preset", "async"),
+    ("mask", "opsm"), ("mask", "token_kpop"), ("mask", "seq_logprob_error"), ("mask", "veto"),
+    ("preset", "decoupled_k3_rs_token_tis"), ("preset", "bypass_ppo_clip"),
+    ("preset", "bypass_pg_token_icepop"), ("preset", "async"), ("preset", "ipo"), ("preset", "kpop"),
 )
 
 
@@ -24,6 +25,13 @@ RULES = (
 
 def ratio(tokens, learner):
     return [math.exp(token[learner] - token[0]) for token in tokens]
+
+
+def both_ways(token, learner):
+    """The larger binary KL of the two probabilities of a token."""
+    q, p = (min(max(math.exp(x), 1e-6), 1 - 1e-6) for x in (token[0], token[learner]))
+    kl = lambda a, b: a * math.log(a / b) + (1 - a) * math.log((1 - a) / (1 - b))
+    return max(kl(p, q), kl(q, p))
 
 
 def weights_of(kind, name, tokens, line, sign):
@@ -48,6 +56,9 @@ def weights_of(kind, name, tokens, line, sign):
         return {
             "token_k1": [float(0.5 <= 1 / r <= 2) for r in rho],
             "seq_mean_k3": keep(np.mean(k3) <= 0.01), "seq_sum_k1": keep(0.5 <= 1 / product <= 2),
+            "token_kpop": [float(both_ways(token, 1) <= 0.1) for token in tokens],
+            "seq_logprob_error": keep(np.mean([max(r, 1 / r) for r in rho]) <= 2),
+            "veto": keep(all(1e-4 <= r <= 100 for r in rho)),
             "staleness": keep(9 - line["version"] <= 4), "opsm": keep(sign >= 0 or gap <= 0.1),
         }[name]
     # PPO's gradient is r, and 0 where it clips. Decoupled, r is that of the learner since it sampled.
@@ -59,6 +70,8 @@ def weights_of(kind, name, tokens, line, sign):
         "bypass_ppo_clip": [clip(r) for r in now],
         "bypass_pg_token_icepop": [inside(r, 0.5, 5) for r in now],
         "async": [r if r <= 5 else 0.0 for r in now],
+        "ipo": [r if abs(math.exp(t[2]) - math.exp(t[0])) <= 0.3 else 0.0 for r, t in zip(now, tokens)],
+        "kpop": [r if both_ways(t, 2) <= 0.1 else 0.0 for r, t in zip(now, tokens)],
     }[name]
 
 

@@ -60,6 +60,29 @@ def test_kl_and_entropy_terms():
     np.testing.assert_allclose(gradient, -0.01 / 5 * BATCH["mask"], rtol=1e-5)
 
 
+def test_the_cross_entropy_of_the_environment_by_hand():
+    """ECHO: 1.7 and 0.3 nats at two tokens outside of the mask, whatever the aggregation is."""
+    logp = jnp.array([[-0.9, -1.1, -1.7], [-0.8, -0.3, jnp.nan]])
+    batch = BATCH | {"mask": jnp.array([[1, 1, 0], [1, 0, 0]])}
+    batch |= {"environment": jnp.array([[0, 0, 1], [0, 1, 0]])}
+    parts = {"weight": TIS, "objective": PPO, "aggregation": "seq-mean-token-sum"}
+    total = lambda logp, batch=batch, **more: policy_loss(logp, batch, **parts, **more)
+    base, plain = jax.grad(total, has_aux=True)(logp)
+    found, metrics = jax.grad(
+        functools.partial(total, environment_ce_coeff=0.25), has_aux=True
+    )(logp)
+    np.testing.assert_allclose(metrics["actor/environment_ce_loss"], 1.0, rtol=1e-6)
+    np.testing.assert_allclose(found - base, [[0, 0, -0.125], [0, -0.125, 0]], atol=1e-7)
+    assert metrics["actor/pg_loss"] == plain["actor/pg_loss"]
+    assert "actor/environment_ce_loss" not in plain
+    # A part of a minibatch with eight of these tokens.
+    part = batch | {"num_environment_tokens": jnp.array([8.0, 8.0])}
+    _, metrics = total(logp, part, environment_ce_coeff=0.25)
+    np.testing.assert_allclose(metrics["actor/environment_ce_loss"], 0.25, rtol=1e-6)
+    with pytest.raises(KeyError, match="environment_ce_coeff needs the batch field 'environment'"):
+        total(logp, BATCH, environment_ce_coeff=0.25)
+
+
 def test_the_kl_to_the_sampler_is_of_rejected_tokens_too():
     """prime-rl's IPO with its quadratic term, tau = 0.1."""
     # logp - logp_behav: 0.5, -0.2, 0.1, 0.2, 0.7; differences of the probabilities by hand.
@@ -135,6 +158,14 @@ def test_the_denominators_of_the_full_batch_are_handed_on():
         own, _ = policy_loss(LOGP, BATCH, aggregation=mode, **parts)
         part, _ = policy_loss(LOGP, BATCH, aggregation=mode, **parts, **whole)
         np.testing.assert_allclose(4.0 * part, own, rtol=1e-6, err_msg=mode)
+    of_prompts = BATCH | {"group": np.repeat([[3], [8]], 3, axis=1)}
+    own, _ = policy_loss(LOGP, of_prompts, aggregation="prompt-mean", **parts)
+    means, _ = policy_loss(LOGP, BATCH, aggregation="seq-mean-token-mean", **parts)
+    np.testing.assert_allclose(own, means, rtol=1e-6)
+    whole = BATCH | {"prompt_divisor": np.full((2, 3), 20.0)}
+    part, _ = policy_loss(LOGP, whole, aggregation="prompt-mean", **parts)
+    total, _ = policy_loss(LOGP, BATCH, aggregation="token-sum", **parts)
+    np.testing.assert_allclose(part, total / 20, rtol=1e-6)
 
 
 def test_bypass_counts_the_whole_drift_once():

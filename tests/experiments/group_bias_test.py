@@ -131,7 +131,7 @@ def test_whitening_does_not_see_the_mean_of_the_group_nor_its_deviation():
 
 # Without a gap.
 
-INERT = ("sequence, normalised", "sequence, ESS-scaled", "m2po, drops", "m2po, clips", "kl_cov")
+INERT = ("sequence, normalised", "sequence, ESS-scaled", "m2po, drops", "m2po, clips", "kl_cov", "luspo")
 
 
 @pytest.mark.parametrize("name", INERT)

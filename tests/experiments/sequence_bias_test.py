@@ -36,8 +36,25 @@ def test_centred_scores_leave_out_what_the_mean_after_a_prefix_adds():
     assert abs(rows["token_tis, centred"] - rows["token_tis"]) > 1e-3
 
 
+def test_rows_of_masks_and_of_unclipped_ratios():
+    """Only ratios of single tokens in both presets. The veto keeps every response."""
+    names = ("mask veto", "mask seq_logprob_error", "preset ipo", "preset kpop", "token_vanilla")
+    steps = {name: sequence_bias.STEPS[name] for name in names}
+    bias = {row.name: row.bias for row in sequence_bias.rows(steps, 2, 3, drift=1.5)}
+    assert bias["mask veto"] < 1e-9 < 1e-3 < bias["mask seq_logprob_error"]
+    for name in ("preset ipo", "preset kpop"):
+        assert bias[name] != pytest.approx(bias["token_vanilla"], abs=1e-4) and bias[name] < 1
+
+
+def test_luspo_is_gspo_where_responses_have_one_length():
+    steps = {name: sequence_bias.STEPS[name] for name in ("objective luspo", "objective gspo")}
+    luspo, gspo = sequence_bias.rows(steps, 2, 3)
+    assert (luspo.bias, luspo.variance) == pytest.approx((gspo.bias, gspo.variance))
+
+
 def test_without_a_gap_every_row_is_the_gradient():
-    steps = {name: sequence_bias.STEPS[name] for name in ("geo_mis", "objective vespo")}
+    names = ("geo_mis", "objective vespo", "preset ipo", "preset kpop", "mask seq_logprob_error")
+    steps = {name: sequence_bias.STEPS[name] for name in names}
     for row in sequence_bias.rows(steps, 2, 3, drift=0.0):
         assert row.bias < 1e-9
 

@@ -82,12 +82,15 @@ def advantages(samples: list) -> np.ndarray:
 def coefficients(aggregation: str, mask: np.ndarray) -> np.ndarray:
     """What the loss of each token is multiplied by, [N,T]."""
     lengths, tokens, sequences = mask.sum(1, keepdims=True), mask.sum(), mask.any(1).sum()
+    of_prompts = mask.reshape(4, -1).sum(1)  # groups of four
+    per_prompt = np.repeat(np.maximum(of_prompts, 1), 4)[:, None]
     return mask * {
         "token-mean": 1 / tokens,
         "token-sum": 1.0,
         "seq-mean-token-sum": 1 / sequences,
         "seq-mean-token-sum-norm": 1 / sequences / WIDTH,
         "seq-mean-token-mean": 1 / (np.maximum(lengths, 1) * sequences),
+        "prompt-mean": 1 / (per_prompt * (of_prompts > 0).sum()),
     }[aggregation]
 
 
@@ -120,6 +123,7 @@ def trainer_of(way: str, pack_length: int, microbatch_rows: int, aggregation: st
     if aggregation == "seq-mean-token-sum-norm" and pack_length:
         assert correction.scale == WIDTH
     trainer = copy.copy(trainer)
+    trainer.setup = dataclasses.replace(setup, correction=correction)
     parts = setup.update_learner, correction, KEEP
     trainer._train_step = make_train_step(*parts, is_scored=bool(setup.recompute_reason))
     trainer.arriving_step = make_arriving_step(*parts)
@@ -172,6 +176,7 @@ def reference():
 @pytest.mark.cases(
     "rows-token-mean-fused", "rows-token-mean-scored", "rows-token-mean-arriving",
     "packed-seq-mean-token-mean-scored", "packed-seq-mean-token-sum-norm-scored",
+    "packed-prompt-mean-fused",
 )
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("aggregation", reduce.MODES)

@@ -272,6 +272,7 @@ CASES = {
     "turn": dict(objective="turn_ppo"),
     "turn, clipping bias": dict(objective="st_ppo"),
     "group": dict(objective="quatro(quatro_delta=0.3, quatro_floor=0.5)"),
+    "group, mean of prompts": dict(aggregation="prompt-mean", kl_coeff=0.1),
 }
 
 
@@ -317,8 +318,10 @@ def test_packed_rows_give_the_same_loss_and_gradient(case):
         assert packed_metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-5), name
 
 
-@pytest.mark.cases("sequence, bypass")
-@pytest.mark.parametrize("case", ["sequence, bypass", "turn, clipping bias"])
+@pytest.mark.cases("sequence, bypass", "group, mean of prompts")
+@pytest.mark.parametrize(
+    "case", ["sequence, bypass", "turn, clipping bias", "group, mean of prompts"]
+)
 def test_packed_rows_give_the_same_update(case):
     (c, fields), tx = chosen(case), optax.sgd(1.0)
     dense, packed = minibatches(fields, 2)

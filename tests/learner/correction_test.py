@@ -215,6 +215,7 @@ def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
 @pytest.mark.parametrize("aggregation, expected", [
     ("token-mean", 0.9 / 4), ("token-sum", 0.9), ("seq-mean-token-sum", 0.9 / 2),
     ("seq-mean-token-sum-norm", 0.9 / 2 / 3), ("seq-mean-token-mean", 0.9 / 3 / 2),
+    ("prompt-mean", 0.9 / 3 / 2),
 ])
 @pytest.mark.parametrize("is_packed, rejected_in_denominator", [(False, False), (True, True)])
 def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
@@ -227,6 +228,7 @@ def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
     far = np.array([[0, 0, 1], [1, 0, 0]], np.float32)
     logp = np.full((2, 3), -1, np.float32)
     data = {"adv": adv, "mask": mask, "logp_behav": logp - far, "logp_old": logp, "logp_prox": logp}
+    data["group"] = np.array([[6, 6, 6], [2, 2, 2]])
     if is_packed:
         packed = lambda x: np.concatenate([x[0], x[1, :1]])[None]
         data, logp = {name: packed(x) for name, x in data.items()}, packed(logp)

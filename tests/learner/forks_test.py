@@ -183,6 +183,29 @@ def test_the_update_is_that_of_all_rows(packed):
 
 @pytest.mark.all
 @pytest.mark.compiles
+@pytest.mark.parametrize("packed", [0, 40])
+def test_a_fork_counts_in_the_prompt_of_its_session(packed):
+    """Against a sum over tokens, whose advantages are divided by the tokens of both prompts."""
+    prompt = np.array([0, 0, 0, 0, 1, 1, 1, 1, 0, 1, 1, 0])
+    adv = np.float32([-0.75, 0.25, 1.25, -0.75, 0, 1, -1, 0, 0.25, -1, -1, 0])
+
+    def alone(rows):
+        tokens = np.array([rows["mask"][prompt == p].sum() for p in prompt])
+        rows = {name: x for name, x in rows.items() if name != "owner"}
+        return rows | {"rewards": adv / np.float32(2 * tokens), "group": np.arange(12, dtype=np.int32)}
+
+    means = trainer(train__pack_length=packed, correction__aggregation="prompt-mean")
+    sums = trainer(train__pack_length=packed, correction__aggregation="token-sum")
+    params, rows, metrics = updated(means, batch())
+    expected, _, told = updated(sums, batch(), alone)
+    close = functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6)
+    jax.tree.map(close, params, expected)
+    assert metrics["actor/grad_norm"] == pytest.approx(told["actor/grad_norm"], rel=1e-4)
+    assert metrics["actor/grad_norm"] > 1e-3 and rows["group"][8:].tolist() == [2, 3, 4, 5]
+
+
+@pytest.mark.all
+@pytest.mark.compiles
 def test_forks_without_room_leave_the_update_of_the_longest_rows():
     params, rows, metrics = updated(trainer(rollout__on_fork="longest"), batch())
     expected, *_ = updated(trainer(), batch(has_forks=False))

@@ -41,6 +41,7 @@ CONFIG = ModelConfig(
 )
 LEARNER = Learner(CONFIG, transformer.Program(), max_targets=6, chunk=10)
 CAP, LOW, HIGH = 1.2, 0.2, 0.28
+PROMPTS = (4, 9, 9, 4, 9, 9, 2, 4)  # of the rows of `batch`
 WEIGHT, PPO = f"token_tis(cap={CAP})", f"ppo(clip_low={LOW}, clip_high={HIGH})"
 
 
@@ -81,6 +82,7 @@ def batch():
         "segment_ids": segments, "mask": mask, "temperature": temperature,
         "logp_old": old + normal(0.3), "logp_behav": old + normal(0.3),
         "logp_ref": old + normal(0.5), "adv": normal(1.0), "weights": np.exp(normal(0.3)),
+        "group": np.repeat(np.int32(PROMPTS)[:, None], T, axis=1),
         "values": normal(0.3), "returns": normal(1.0),
     }
     out["logp_prox"] = out["logp_old"] + normal(0.2)
@@ -115,12 +117,14 @@ def coefficients(mask, mode):
     """What each token's loss is multiplied with, [B,T]; by the definition of each mode."""
     tokens, sequences = mask.sum(), mask.any(1).sum()
     per_row = np.maximum(mask.sum(1, keepdims=True), 1)
+    per_prompt = np.array([[mask[np.equal(PROMPTS, p)].sum()] for p in PROMPTS])
     return mask * {
         "token-mean": 1 / tokens,
         "token-sum": 1.0,
         "seq-mean-token-sum": 1 / sequences,
         "seq-mean-token-sum-norm": 1 / sequences / T,
         "seq-mean-token-mean": 1 / sequences / per_row,
+        "prompt-mean": 1 / 3 / per_prompt,
     }[mode]
 
 
@@ -229,7 +233,7 @@ def test_score_runs_micro_batches_one_by_one():
 # The policy update
 
 
-@pytest.mark.cases("seq-mean-token-mean")
+@pytest.mark.cases("seq-mean-token-mean", "prompt-mean")
 @pytest.mark.parametrize("mode", reduce.MODES)
 def test_update_is_the_reference_gradient_whole_and_in_micro_batches(mode):
     data = batch()
@@ -240,7 +244,7 @@ def test_update_is_the_reference_gradient_whole_and_in_micro_batches(mode):
     assert scale > 1e-3
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient)))
     chosen, found = correction.parse(fields(aggregation=mode)), []
-    for count in (1, 4) if mode in ("token-mean", "seq-mean-token-mean") else (4,):
+    for count in (4,) if mode in ("token-sum", "seq-mean-token-sum") else (1, 4):
         ours, metrics = updated(chosen, with_nan_padding(data), count)
         assert_trees_close(ours, expected, atol=1e-5 * max(1, scale))
         assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)

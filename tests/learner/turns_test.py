@@ -7,15 +7,18 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.learner.arriving import update_arriving
+from jaxrl_tis.learner.batch_layout import environment_tokens, trajectory_rows
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer, turn_rewards
+from jaxrl_tis.models import transformer
 from jaxrl_tis.rollouts.groups import Sample
 from tests import tiny
 
@@ -162,6 +165,88 @@ def test_a_mask_that_holds_the_tokens_of_tools_is_found(monkeypatch):
     monkeypatch.setattr(LearnerSetup, "rows", with_tools)
     changed = differing("packed", tool=OTHER)
     assert "actor/pg_loss" in changed and "row logp_old" in changed
+
+
+# ECHO: the cross-entropy of the tokens that the environment wrote
+
+ECHO, COLD = 0.3, 0.8
+ECHOING = {
+    "dense": scored(**tiny.EPISODES),
+    "one micro-batch": scored(train__microbatch_rows=16, **tiny.EPISODES),
+    "packed": scored(train__pack_length=40, train__microbatch_rows=1, **tiny.EPISODES),
+    "fused": tuple(tiny.EPISODES.items()),
+    "rejecting": scored(correction__masks="token_ratio(lower=0.999, upper=1.001)", **tiny.EPISODES),
+}
+
+
+def cold_episodes(left_out=()):
+    """Records at another temperature than that of the cross-entropy. Some have no reward."""
+    return [
+        dataclasses.replace(s, trajectory=dataclasses.replace(s.trajectory, temperature=COLD),
+                            reward=float("nan") if i in left_out else s.reward)
+        for i, s in enumerate(episodes())
+    ]
+
+
+def cross_entropy(params, trainer, left_out=()):
+    """Mean over the tokens of tools, from whole logits at temperature 1."""
+    rows = trainer.setup.rows([s.trajectory for s in episodes()])
+    logits = transformer.logits(
+        params, trainer.setup.model, rows["tokens"], None, rows["segment_ids"]
+    )
+    targets = rows["tokens"][:, 1:]
+    logp = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), targets[..., None], 2)[..., 0]
+    is_tool = (targets == TOOL) & ~np.isin(np.arange(16), left_out)[:, None]
+    return -jnp.sum(jnp.where(is_tool, logp, 0.0)) / is_tool.sum()
+
+
+@pytest.mark.cases("packed")
+@pytest.mark.parametrize("path", ECHOING)
+def test_the_environments_tokens_add_their_cross_entropy_to_the_loss(path):
+    """Value and gradient, however the batch is cut, and whatever the masks reject."""
+    plain = made(ECHOING[path])
+    trainer = made((*ECHOING[path], ("correction__environment_ce_coeff", ECHO)))
+    for left_out in ((), (1, 2, 6)):
+        samples = cold_episodes(left_out)
+        state, rows, metrics = update(trainer, samples)
+        before, _, without = update(plain, samples)
+        expected, gradient = jax.device_get(jax.value_and_grad(cross_entropy)(
+            jax.device_get(started(plain)["policy"].params), plain, left_out
+        ))
+        assert metrics["actor/environment_ce_loss"] == pytest.approx(float(expected), rel=1e-4)
+        # Where every token is rejected there is no update without the cross-entropy.
+        assert metrics["actor/pg_loss"] == pytest.approx(without.get("actor/pg_loss", 0), abs=1e-6)
+        moved = jax.tree.map(
+            lambda a, b: a - b, before["policy"].params, state["policy"].params
+        )
+        for (where, a), (_, b) in zip(
+            *map(jax.tree_util.tree_leaves_with_path, (moved, gradient)), strict=True
+        ):
+            np.testing.assert_allclose(
+                a, ECHO * b, rtol=2e-3, atol=1e-5, err_msg=jax.tree_util.keystr(where)
+            )
+        assert not rows["logp_old"][~rows["sampled"]].any()
+    assert not without.keys() & {"actor/environment_ce_loss"}
+
+
+def test_which_tokens_the_environment_wrote():
+    """After the prompt of five tokens; none in a row that is not trained on."""
+    rows = trajectory_rows([episode(i, SHAPES[i]) for i in range(8)], 13)
+    rows["mask"][1] = False
+    found = environment_tokens(rows)
+    shapes = ["".join("01"[int(x)] for x in row[5:]) for row in found]
+    flipped = [s.translate(str.maketrans("01", "10")) for s in SHAPES]
+    expected = [s.ljust(8, "0") for s in flipped]
+    expected[1] = "0" * 8
+    assert shapes == expected and not found[:, :5].any()
+
+
+def test_without_a_coefficient_no_update_takes_the_environments_tokens():
+    trainer = made(PATHS["dense"])
+    state = started(trainer)
+    rows = trainer.score(state, episodes(), {0: state["policy"].params})
+    assert "environment" not in rows
+    assert not trainer.setup.correction.is_in_update("environment")
 
 
 # Every method of turns, by hand of the rows that the record made

@@ -124,6 +124,7 @@ MUTANTS = [
         ("a sum over tokens that arrive in parts is divided by the sequences",
          'if mode == "token-sum":\n        return 1.0', 'if mode == "none":\n        return 1.0',
          "estimators/reduce_test.py::test_what_the_sum_over_parts_of_a_batch_is_divided_by"),
+        ("prompts without tokens count", "(count_n > 0)", "(count_n >= 0)"),
         ("the scale is ignored", "seq_mean / scale", "seq_mean / loss_bt.shape[1]"),
         ("a sequence's mean is its sum",
          "jnp.sum(ratios.sequence_mean(loss_bt, mask, seg))",

@@ -316,7 +316,7 @@ MUTANTS = [
          "return are_known & ~(without_truncated & _are_truncated(samples))", "return are_known",
          "learner/aggregation_test.py::test_every_way_gives_the_gradient_and_the_losses_of_the_definition"),
         ("an update of nothing moves the weights",
-         'if not minibatch["mask"].any():', "if False:",
+         "if not targets(minibatch).any():", "if False:",
          "left_out_test.py::test_a_batch_without_a_reward_leaves_the_state_as_it_is"),
         ("groups count as equal when they differ",
          "np.mean([len(np.unique(r)) < 2 for r in by_group])",
