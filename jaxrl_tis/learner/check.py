@@ -238,7 +238,7 @@ def _kl(c: Correction):
 def _environment_ce(c: Correction, config):
     """Finds a cross-entropy on tokens of environments in a run without such tokens."""
     task, setting = config.task, f"correction.environment_ce_coeff = {c.environment_ce_coeff:g}"
-    if not c.environment_ce_coeff or config.rollout.harness:
+    if c.environment_ce_coeff <= 0 or config.rollout.harness:
         return
     if not task.environment:
         yield (

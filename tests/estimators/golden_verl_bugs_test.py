@@ -157,7 +157,8 @@ def test_a_batch_without_tokens_has_loss_0():
 
     def loss(logp, mode, counts):
         loss_bt, _ = ppo.dual_clip_ppo(logp, x, row(1.0, 1.0), mask)
-        return reduce.aggregate(loss_bt, mask, mode, **counts)
+        group = jnp.zeros(mask.shape, int)
+        return reduce.aggregate(loss_bt, mask, mode, group=group, **counts)
 
     for mode in reduce.MODES:
         for counts in ({}, {"num_tokens": 4.0, "num_seqs": 2.0}):

@@ -151,7 +151,7 @@ def aggregations_of(batch):
 
     return {
         f"{mode} {is_global}": jax.value_and_grad(value)(batch["logp"], mode, is_global)
-        for mode in reduce.MODES
+        for mode in reduce.MODES if mode != "prompt-mean"  # which verl does not have
         for is_global in counts
     }
 
