@@ -52,6 +52,7 @@ def test_a_record_without_the_samplers_log_probs(layout, changes, tmp_path):
     (logs.TRL, {f"{TRL_GAP}/mean": 0.0, f"{TRL_GAP}/max": 0.0}),
     (logs.OPENRLHF, {"train/vllm_kl": 0.0}),
     (logs.PRIME, {"mismatch_kl/all/mean": 0.0}),
+    (logs.TINKER, {"optim/kl_sample_train_v1": 0.0}),
 ])
 def test_log_probs_that_are_the_same_ones(layout, zeros, tmp_path):
     assert "inactive.copied" in held(tmp_path, layout, zeros)
