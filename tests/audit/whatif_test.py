@@ -13,7 +13,7 @@ from tests.audit import dumps
 RULES = (
     ("weight", "none"), ("weight", "token_tis"), ("weight", "token_clip"), ("weight", "seq_tis"),
     ("weight", "geo_mis"), ("weight", "token_icepop"), ("weight", "turn_tis"),
-    ("mask", "token_k1"), ("mask", "seq_mean_k3"), ("mask", "seq_sum_k1"), ("mask", "staleness"),
+    ("mask", "token_kpop"), ("mask", "token_k1"), ("mask", "seq_mean_k3"), ("mask", "seq_sum_k1"), ("mask", "staleness"),
     ("mask", "opsm"), ("preset", "decoupled_k3_rs_token_tis"), ("preset", "bypass_ppo_clip"),
     ("preset", "bypass_pg_token_icepop"), ("preset", "async"),
 )
@@ -24,6 +24,12 @@ RULES = (
 
 def ratio(tokens, learner):
     return [math.exp(token[learner] - token[0]) for token in tokens]
+
+
+def binary_kl(logp, logp_base):
+    """KL of the two-way distributions of a token: drawn or another one."""
+    p, q = (min(math.exp(x), 1 - 1e-6) for x in (logp, logp_base))
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
 
 
 def weights_of(kind, name, tokens, line, sign):
@@ -47,6 +53,7 @@ def weights_of(kind, name, tokens, line, sign):
         gap = np.mean([token[0] - token[2] for token in tokens])
         return {
             "token_k1": [float(0.5 <= 1 / r <= 2) for r in rho],
+            "token_kpop": [float(max(binary_kl(b, o), binary_kl(o, b)) <= 0.1) for b, o, _ in tokens],
             "seq_mean_k3": keep(np.mean(k3) <= 0.01), "seq_sum_k1": keep(0.5 <= 1 / product <= 2),
             "staleness": keep(9 - line["version"] <= 4), "opsm": keep(sign >= 0 or gap <= 0.1),
         }[name]
@@ -75,12 +82,14 @@ def by_hand(kind, name, lines):
     learner = 2 if kind == "preset" else 1
     rho = [ratio(tokens, learner) for tokens in sequences]
     flat, all_rho = np.concatenate(w), np.concatenate(rho)
+    k3 = all_rho - 1 - np.log(all_rho)
     each = np.concatenate([[a] * len(x) for a, x in zip(adv, w)])
     mean, of_sequences = flat.mean(), np.array([np.mean(x) for x in w])
     missed = [np.mean([max(0, y / of_sequences.mean() - math.prod(r)) for y in x])
               for x, r in zip(w, rho)] if mean else [1.0]
     return {
         "tokens_kept": np.mean(flat != 0), "sequences_kept": np.mean([any(x) for x in w]),
+        "k3_kept": np.mean(k3[flat != 0]) if mean else 0.0,
         "ess": mean**2 / np.mean(flat**2) if mean else 0.0, "mean": mean, "largest": flat.max(),
         "bias_token": np.mean(np.maximum(flat / mean - all_rho, 0)) if mean else 1.0,
         "bias_seq": np.mean(missed),
