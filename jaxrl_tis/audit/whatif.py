@@ -196,7 +196,7 @@ def numbers(
         "tokens_kept": ratios.masked_mean(w != 0, mask),
         "sequences_kept": ratios.masked_mean(
             ratios.sequence_sum(w != 0, mask, seg) > 0, is_sequence),
-        "k3_kept": ratios.masked_mean(rho[2], ratios.as_bool(mask) & (w != 0)),
+        "kept_k3": ratios.masked_mean(rho[2], ratios.as_bool(mask) & (w != 0)),
         "ess": ratios.effective_sample_size(w, mask),
         "mean": mean,
         "largest": ratios.masked_max(w, mask),

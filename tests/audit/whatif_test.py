@@ -89,7 +89,7 @@ def by_hand(kind, name, lines):
               for x, r in zip(w, rho)] if mean else [1.0]
     return {
         "tokens_kept": np.mean(flat != 0), "sequences_kept": np.mean([any(x) for x in w]),
-        "k3_kept": np.mean(k3[flat != 0]) if mean else 0.0,
+        "kept_k3": np.mean(k3[flat != 0]) if mean else 0.0,
         "ess": mean**2 / np.mean(flat**2) if mean else 0.0, "mean": mean, "largest": flat.max(),
         "bias_token": np.mean(np.maximum(flat / mean - all_rho, 0)) if mean else 1.0,
         "bias_seq": np.mean(missed),
