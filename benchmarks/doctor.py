@@ -1,4 +1,4 @@
-"""Measures how often the doctor is right about simulated logs of eight frameworks.
+"""Measures how often the doctor is right about simulated logs of nine frameworks.
 
     python -m benchmarks.doctor [--logs=200] [--broken=50] [--only=trl,verl] [--write]
 
@@ -314,6 +314,14 @@ def tunix(x, variant):
     }
 
 
+def tinker(x, variant):
+    return {
+        "optim/kl_sample_train_v1": -x.gap.mean(), "optim/kl_sample_train_v2": np.square(x.gap).mean() / 2,
+        "optim/entropy": -x.recorded.mean(), "env/all/total_ac_tokens": len(x.recorded),
+        "env/all/total_episodes": len(x.starts), "env/all/turns_per_episode": 1.0,
+    }
+
+
 LAYOUTS: dict[str, tuple[Callable[[Batch, str], dict[str, float]], tuple[str, ...]]] = {
     # The framework's default comes first, and is taken for half of the logs.
     "verl": (verl, ("token", "sequence")),
@@ -324,6 +332,7 @@ LAYOUTS: dict[str, tuple[Callable[[Batch, str], dict[str, float]], tuple[str, ..
     "prime_rl": (prime_rl, ("default",)),
     "nemo_rl": (nemo_rl, ("token", "tis", "icepop", "sequence")),
     "tunix": (tunix, ("token",)),
+    "tinker": (tinker, ("default",)),
     OURS: (verl, ("token", "sequence")),
 }
 
@@ -341,7 +350,7 @@ LAGS = {"verl": ("training/off_policy/trajectory_staleness_worst/mean",
 KL_REF = {"verl": "actor/kl_loss", "trl": "kl", "openrlhf": "train/kl", "slime": "train/kl_loss",
           "skyrl": "policy/policy_kl", "nemo_rl": "train/kl_penalty", "tunix": "actor/train/kl",
           OURS: "actor/kl_loss"}
-SAMPLER_LOGP = ("verl", "slime", OURS)
+SAMPLER_LOGP = ("verl", "slime", "tinker", OURS)
 SAMPLER = {"verl": ("training/", "rollout_corr/"), "trl": ("sampling/",), "openrlhf": ("train/vllm_kl",)}
 WEIGHTS = {"verl": ("rollout_corr/rollout_is",), "slime": ("train/tis", "train/mis_tis"),
            "skyrl": ("policy/loss_metrics/is_ratio",)}
@@ -352,15 +361,15 @@ BROKEN = {
     "mass": ("verl", "trl", "slime", "skyrl", "nemo_rl", "tunix"),
     "shrunk": ("verl", "trl", "slime", OURS),
     "weights.lag": tuple(LAGS),
-    "weights.sync": ("trl", "slime", "openrlhf", "skyrl", "prime_rl", "nemo_rl", "tunix"),
+    "weights.sync": ("trl", "slime", "openrlhf", "skyrl", "prime_rl", "nemo_rl", "tunix", "tinker"),
     "inactive.unrecorded": tuple(SAMPLER), "inactive.copied": tuple(name for name in LAYOUTS if name != OURS),
     "inactive.ones": ("verl", "trl", "slime", "skyrl", "tunix"), "inactive.uncorrected": tuple(WEIGHTS), "inactive.bypass": ("verl",),
     "inactive.trust_region": tuple(TRUST), "blind.cap": ("trl", "tunix"),
-    "frozen": tuple(KL_REF),
-    "A": ("verl", "openrlhf", "slime", "prime_rl", "nemo_rl", "tunix", OURS),
-    "A.record": ("verl", "openrlhf", "slime", OURS), "A.spike": (OURS,),
+    "frozen": (*KL_REF, "tinker"),
+    "A": ("verl", "openrlhf", "slime", "prime_rl", "nemo_rl", "tunix", "tinker", OURS),
+    "A.record": ("verl", "openrlhf", "slime", "tinker", OURS), "A.spike": (OURS,),
     "C": ("verl", OURS), "D": ("verl", "slime", OURS),
-    "E": (OURS,), "F": ("verl", "trl", "openrlhf", "slime", "skyrl", "prime_rl", "nemo_rl", "tunix", OURS),
+    "E": (OURS,), "F": ("verl", "trl", "openrlhf", "slime", "skyrl", "prime_rl", "nemo_rl", "tunix", "tinker", OURS),
 }
 NEEDS_STEPS = {"E": 120, "F": 120, "weights.lag": 40, "weights.sync": 40, "frozen": 120}
 

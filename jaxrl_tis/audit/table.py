@@ -60,6 +60,7 @@ PROFILES = {
 COLUMNS = (
     ("tokens_kept", "tokens", 7, "share of the tokens with a weight other than 0"),
     ("sequences_kept", "seqs", 7, "share of the sequences with such a token"),
+    ("kept_k3", "KL kept", 9, "KL (k3) per token of the tokens with a weight other than 0, nats"),
     ("truncated", "bound", 7, "share of the tokens whose weight a cap or floor changed, but not to 0"),
     ("ess", "ESS", 7, "effective sample size of the weighted tokens, 1 is all of them"),
     ("mean", "mean w", 8, "mean weight, 0 for dropped tokens; it scales the step"),
@@ -219,4 +220,6 @@ def _row(row, columns):
 def _number(name, x):
     if name in ("tokens_kept", "sequences_kept", "truncated"):
         return f"{x:.1%}" if x < 0.9995 or x == 1 else "99.9%"
+    if name == "kept_k3":
+        return f"{x:.2g}"
     return f"{x:.3f}" if abs(x) < 1000 else f"{x:.1e}"

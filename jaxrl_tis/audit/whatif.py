@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_tis.diagnostics import mismatch
 from jaxrl_tis.estimators import counts, loss, methods, presets, ratios, weights
 from jaxrl_tis.estimators.masks import AT_UPDATE
 
@@ -177,10 +178,10 @@ def _factor(objective, mode, batch):
 
 
 def numbers(
-    w: jax.Array, rho: tuple[jax.Array, jax.Array], batch: Batch
+    w: jax.Array, rho: tuple[jax.Array, jax.Array, jax.Array], batch: Batch
 ) -> dict[str, jax.Array]:
     """Returns the columns of docs/audit.md for a weight w [R,T]. rho has the ratios of tokens and of
-    sequences that the weight stands for, [R,T] each. Other arguments as `table`."""
+    sequences that the weight stands for, and k3 of the tokens, [R,T] each. Other arguments as `table`."""
     mask, seg = batch["mask"], batch["seg"]
     w = ratios.zero_padding(w, mask)
     mean, w_rs = ratios.masked_mean(w, mask), ratios.sequence_mean(w, mask, seg)
@@ -196,6 +197,7 @@ def numbers(
         "tokens_kept": ratios.masked_mean(w != 0, mask),
         "sequences_kept": ratios.masked_mean(
             ratios.sequence_sum(w != 0, mask, seg) > 0, is_sequence),
+        "kept_k3": ratios.masked_mean(rho[2], ratios.as_bool(mask) & (w != 0)),
         "ess": ratios.effective_sample_size(w, mask),
         "mean": mean,
         "largest": ratios.masked_max(w, mask),
@@ -257,7 +259,8 @@ _numbers = jax.jit(numbers)
 def _ratios(learner, batch):
     mask, seg = batch["mask"], batch["seg"]
     log_ratio = ratios.safe_log_ratio(learner, batch["logp_behav"], mask)
-    return weights.raw_token(log_ratio, mask), weights.raw_seq(log_ratio, mask, seg)
+    k3 = jnp.expm1(jnp.minimum(log_ratio, mismatch.FINITE_BOUND)) - log_ratio
+    return weights.raw_token(log_ratio, mask), weights.raw_seq(log_ratio, mask, seg), k3
 
 
 def _made(known, batch):

@@ -4,7 +4,8 @@ Each row was made from the source line that computes the value, in the files tha
 name changed, each version's name has a row; tests/doctor/names.json has the names of each version. The KL to
 the reference policy is never the sampler's gap. Left out, among others: is_ratio_min and is_ratio_std of
 SkyRL, in which padding counts as a ratio of 0; policy_kl_error of NeMo-RL, which has the other direction;
-the rs_mask fractions of slime, whose level is a setting.
+the rs_mask fractions of slime, whose level is a setting; kl_policy_base of the Tinker cookbook, which is the
+sampler's KL to the base and not the learner's, and its kl_sample_train_v2, half the mean square of log ratios.
 """
 
 import dataclasses
@@ -301,7 +302,6 @@ SKYRL = Framework(
     marks=(
         LOSS + "clip_ratio", LOSS + "is_ratio_mean", "policy/policy_entropy", "policy/final_loss",
         "policy/rollout_train_logprobs_abs_diff_mean", "generate/avg_num_tokens",
-        "async/staleness_mean",
     ),
     ahead=("async/",),
     switches={
@@ -439,8 +439,45 @@ TUNIX = Framework(
     ),
 )
 
+# Tinker cookbook
+
+V1, BATCH, SAMPLED_AT = "optim/kl_sample_train_v1", "progress/batch", "sampling_client/step_mean"
+TINKER = Framework(
+    source="thinking-machines-lab/tinker-cookbook, PyPI 0.6.1 and 0.5.5, 9dfcc3a2 (2026-08-19): "
+    "tinker_cookbook/rl/metrics.py, metric_util.py, train.py, data_processing.py, "
+    "tinker_cookbook/utils/ml_log.py, tinker_cookbook/stores/training_store.py",
+    names=(
+        *_rows({
+            KL: V1, CORRECTED: V1, SAMPLER_LOGP: "optim/entropy", REWARD: "env/all/reward/total",
+            TURNS: "env/all/turns_per_episode",
+        }),
+        Named(
+            LENGTH, ("env/all/total_ac_tokens", "env/all/total_episodes"),
+            lambda tokens, episodes: tokens / episodes if episodes else None,
+        ),
+        *(
+            Named(ours, ("training_client/step", SAMPLED_AT), lambda step, sampled: step - sampled)
+            for ours in (LAG, MEAN_LAG)
+        ),
+        # The synchronous loops alone log the batch. They sample with the weights of this step.
+        *(Named(ours, (BATCH,), lambda batch: 0.0) for ours in (LAG, MEAN_LAG)),
+    ),
+    marks=(V1, "optim/kl_sample_train_v2", "env/all/turns_per_episode", SAMPLED_AT),
+    steps=("training/step",), ahead=("training_client/",), silent=(REJECTED, CLIPPED),
+    switches={
+        LAG: f"training_client/step and {SAMPLED_AT}, which async_config logs; {BATCH} of a synchronous run",
+    },
+    notes=(
+        "kl_sample_train_v1 is k1 of the learner of the update against the sampler. It includes staleness, "
+        "and with num_substeps above 1 the update of the earlier substeps",
+        "no weight, clipped share or rejected share is logged. The default loss_fn, importance_sampling, "
+        "weighs every token and bounds nothing; ppo and cispo bound the ratio. From 0.6 on, asynchronous runs "
+        "use stable_reinforce, which the service computes",
+    ),
+)
+
 FRAMEWORKS = {
     "verl": VERL, "trl": TRL, "openrlhf": OPENRLHF, "slime": SLIME, "skyrl": SKYRL,
-    "prime_rl": PRIME_RL, "nemo_rl": NEMO_RL, "tunix": TUNIX,
+    "prime_rl": PRIME_RL, "nemo_rl": NEMO_RL, "tunix": TUNIX, "tinker": TINKER,
 }
 VARIANTS = {"trl": TRL_ASYNC}  # takes the place where a log has one of its marks

@@ -170,7 +170,7 @@ def test_the_table_says_all_of_it(report):
 def test_a_row_that_keeps_nothing_has_no_numbers():
     values = dict.fromkeys((name for name, *_ in table.COLUMNS), 0.0)
     row = {"kind": "mask", "name": "veto", "rule": "veto", "reason": None, **values}
-    assert table._row(row, table.COLUMNS).split()[1:] == ["0.0%", "0.0%"] + ["-"] * 8
+    assert table._row(row, table.COLUMNS).split()[1:] == ["0.0%", "0.0%"] + ["-"] * 9
 
 
 def test_the_page_has_the_table_and_its_pictures(report):

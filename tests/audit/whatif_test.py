@@ -55,6 +55,7 @@ def weights_of(kind, name, tokens, line, sign):
         gap = np.mean([token[0] - token[2] for token in tokens])
         return {
             "token_k1": [float(0.5 <= 1 / r <= 2) for r in rho],
+            "token_kpop": [float(max(binary_kl(b, o), binary_kl(o, b)) <= 0.1) for b, o, _ in tokens],
             "seq_mean_k3": keep(np.mean(k3) <= 0.01), "seq_sum_k1": keep(0.5 <= 1 / product <= 2),
             "token_kpop": [float(both_ways(token, 1) <= 0.1) for token in tokens],
             "seq_logprob_error": keep(np.mean([max(r, 1 / r) for r in rho]) <= 2),
@@ -88,12 +89,14 @@ def by_hand(kind, name, lines):
     learner = 2 if kind == "preset" else 1
     rho = [ratio(tokens, learner) for tokens in sequences]
     flat, all_rho = np.concatenate(w), np.concatenate(rho)
+    k3 = all_rho - 1 - np.log(all_rho)
     each = np.concatenate([[a] * len(x) for a, x in zip(adv, w)])
     mean, of_sequences = flat.mean(), np.array([np.mean(x) for x in w])
     missed = [np.mean([max(0, y / of_sequences.mean() - math.prod(r)) for y in x])
               for x, r in zip(w, rho)] if mean else [1.0]
     return {
         "tokens_kept": np.mean(flat != 0), "sequences_kept": np.mean([any(x) for x in w]),
+        "kept_k3": np.mean(k3[flat != 0]) if mean else 0.0,
         "ess": mean**2 / np.mean(flat**2) if mean else 0.0, "mean": mean, "largest": flat.max(),
         "bias_token": np.mean(np.maximum(flat / mean - all_rho, 0)) if mean else 1.0,
         "bias_seq": np.mean(missed),

@@ -6,11 +6,13 @@ import math
 import pathlib
 import random
 
+import numpy as np
 import pytest
 
 from jaxrl_tis.doctor import foreign
-from jaxrl_tis.doctor.case import LAG
-from tests.doctor import logs
+from jaxrl_tis.doctor.case import KL, LAG
+from jaxrl_tis.doctor.frameworks import SAMPLER_LOGP
+from tests.doctor import logs, make_tinker_run
 from tests.doctor.runs import names
 
 TRL_RUNS = json.loads((pathlib.Path(__file__).parent / "trl_runs.json").read_text())
@@ -52,6 +54,7 @@ def test_a_record_without_the_samplers_log_probs(layout, changes, tmp_path):
     (logs.TRL, {f"{TRL_GAP}/mean": 0.0, f"{TRL_GAP}/max": 0.0}),
     (logs.OPENRLHF, {"train/vllm_kl": 0.0}),
     (logs.PRIME, {"mismatch_kl/all/mean": 0.0}),
+    (logs.TINKER, {"optim/kl_sample_train_v1": 0.0}),
 ])
 def test_log_probs_that_are_the_same_ones(layout, zeros, tmp_path):
     assert "inactive.copied" in held(tmp_path, layout, zeros)
@@ -406,3 +409,24 @@ def test_five_runs_of_trl(run, shown, tmp_path):
     [mass] = [f for f in diagnosis["corrections"] if f["name"] == "mass"] or [None]
     if mass:  # at first a tenth; the policy becomes sharper, and top_p 0.9 keeps more
         assert 0.03 < mass["evidence"][0]["value"] < 0.1
+
+
+# Logs that the Tinker cookbook's code wrote; make_tinker_run.py
+
+
+@pytest.mark.parametrize("run, is_far", [("near", False), ("far", True)])
+def test_two_logs_of_the_tinker_cookbook(run, is_far):
+    """The doctor's values are those of the same log-probs in numpy."""
+    path = pathlib.Path(__file__).parent / f"tinker_{run}.jsonl"
+    record = foreign.load([str(path)], "auto")
+    assert record.name == "tinker" and record.steps == tuple(range(make_tinker_run.STEPS))
+    for step in record.steps:
+        sampler, learner = (np.concatenate(x) for x in zip(*make_tinker_run.batch(run, step)))
+        gap = np.float64(sampler) - learner
+        assert record.series[KL][step + 1] == pytest.approx(gap.mean(), abs=1e-6)
+        assert record.series[SAMPLER_LOGP][step + 1] == pytest.approx(-sampler.mean(), rel=1e-5)
+        lag = 0.0 if is_far else step - np.mean(make_tinker_run.sampled_at(step))
+        assert record.series[LAG][step + 1] == lag
+    assert record.is_ahead == (not is_far)
+    diagnosis = foreign.diagnose([str(path)], "auto")
+    assert ("A" in diagnosis["verdict"]) == is_far and not diagnosis["corrections"]

@@ -66,6 +66,7 @@ LOGS = {
     "prime_rl": prime_rl,
     "nemo_rl": lambda p, **x: [logs.write_csv(p / "a.csv", logs.rows(logs.NEMO, **x), "run-1 - {}")],
     "tunix": lambda p, **x: [logs.write_events(p / "tb", logs.rows(logs.TUNIX, **x))],
+    "tinker": lambda p, **x: [logs.write_jsonl(p / "metrics.jsonl", logs.rows(logs.TINKER, **x))],
 }
 
 
@@ -88,6 +89,9 @@ def test_each_is_recognised_by_its_names(name, tmp_path):
     ("nemo_rl", {"train/gen_kl_error": 0.06}, "A"),
     ("tunix", {"sampler_trainer/train/probs_pearson_corr": 0.9}, "A"),
     ("trl", {"completions/mean_length": late(100.0, 130.0)}, "F"),
+    ("tinker", {"optim/kl_sample_train_v1": 0.06}, "A"),
+    ("tinker", {"optim/kl_sample_train_v1": -0.03}, "A"),
+    ("tinker", {"env/all/total_ac_tokens": late(6400, 8320)}, "F"),  # 100 and 130 per episode
 ])
 def test_a_finding_by_their_names(name, changes, found, tmp_path):
     assert found in verdict(*LOGS[name](tmp_path, changes=changes))
@@ -122,6 +126,23 @@ def test_a_gap_of_stale_samples_is_neither_as_nor_bs(tmp_path):
     assert found["verdict"] == ["not enough data"] and {"A", "B.lag"} <= undecided
     fresh = prime_rl(tmp_path, {"mismatch_kl/all/mean": 0.2}, {"off_policy/mean": 0})
     assert verdict(*fresh) == ["A"]
+
+
+def test_tinkers_lag_is_the_difference_of_two_steps(tmp_path):
+    """Its asynchronous loop logs both steps and no batch. The batch of a synchronous loop is a lag of 0."""
+    ahead = {"progress/batch": None, "optim/kl_sample_train_v1": 0.2, "training_client/step": lambda s: s,
+             "sampling_client/step_mean": lambda s: s - 0.5 * (s % 5),
+             "async/staleness_mean": lambda s: 0.5 * (s % 5)}  # SkyRL has this name, too
+    [path] = LOGS["tinker"](tmp_path, changes=ahead)
+    record = foreign.load([path], "auto")
+    assert record.name == "tinker" and record.is_ahead and set(record.series[LAG].values()) == {0.0, 0.5, 1.0, 1.5, 2.0}
+    assert record.theirs[LAG] == ("training_client/step", "sampling_client/step_mean")
+    found = foreign.diagnose([path], "auto")
+    assert found["verdict"] == ["not enough data"] and {"A", "B.lag"} <= names(found["undecided"])
+    [path] = LOGS["tinker"](tmp_path, changes={"optim/kl_sample_train_v1": 0.2})
+    assert set(foreign.load([path], "auto").series[LAG].values()) == {0.0}
+    found = foreign.diagnose([path], "auto")
+    assert found["verdict"] == ["A"] and found["assumed"] == []
 
 
 def test_samplers_that_run_ahead_without_a_lag_leave_it_open(tmp_path):

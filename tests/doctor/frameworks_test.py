@@ -14,7 +14,7 @@ from jaxrl_tis.doctor.case import (
     WEIGHTS_ESS,
 )
 from jaxrl_tis.doctor.frameworks import (
-    ABS_GAP, CORRECTED, DP_MEAN, FRAMEWORKS, RATIO, VARIANTS, WEIGHT_MEAN,
+    ABS_GAP, CORRECTED, DP_MEAN, FRAMEWORKS, RATIO, REWARD, SAMPLER_LOGP, VARIANTS, WEIGHT_MEAN,
 )
 from jaxrl_tis.record import names
 
@@ -105,6 +105,7 @@ READ = {
         "0.1.5": {CLIPPED}, "0.1.6": {CLIPPED, PPO_KL},
         "": {PEARSON, DP_MAX, ABS_GAP, CORRECTED, RATIO, CLIPPED},
     },
+    "tinker": {"": {KL, CORRECTED, SAMPLER_LOGP, LAG, LENGTH, TURNS, REWARD}},
 }
 
 
@@ -179,3 +180,9 @@ def test_tunix_weights_are_the_ratio_where_none_is_clipped(clipped, ratio):
     found = value(frameworks.TUNIX, RATIO, sampler_is__train__weight_mean=0.98,
                   sampler_is__train__frac_clipped_at_threshold=clipped)
     assert found == ratio
+
+
+@pytest.mark.parametrize("episodes, length", [(4, 25.0), (0, None)])
+def test_tinkers_length_is_tokens_by_episodes(episodes, length):
+    theirs = {"env__all__total_ac_tokens": 100, "env__all__total_episodes": episodes}
+    assert value(frameworks.TINKER, LENGTH, **theirs) == length

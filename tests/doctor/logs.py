@@ -60,6 +60,11 @@ TUNIX = {
     "actor/train/is_ratio/min": 0.8, "actor/train/is_ratio/max": 1.2,
     "completions/train/mean_length": 100.0,
 }
+TINKER = {
+    "optim/kl_sample_train_v1": 0.01, "optim/kl_sample_train_v2": 0.01, "optim/entropy": 0.4,
+    "env/all/total_ac_tokens": 6400, "env/all/total_episodes": 64, "env/all/turns_per_episode": 1.0,
+    "env/all/reward/total": 0.5, "progress/batch": lambda s: s,
+}
 
 
 def rows(layout, changes=(), steps=range(1, 121)):

@@ -21,6 +21,7 @@ WANTED = re.compile(
     r"kl(_|$|/)|ratio|clip|diff|pearson|ppl|chi2|/[to]is$|/tis|is_m|is_eff|is_oob|weight_|mask|stale"
     r"|off_policy/|_age$|len/|lengths?($|/|_mean)|num_tokens|_tokens|turns/|truncated|log_probs$|score/mean|reward_zero"
     r"|entropy|grad_norm|/step$|global_step|prob_error|kl_error|divergence|policy_lr|final_loss|norm_factor|timing/make"
+    r"|progress/batch|client/step|_episodes?$|reward/total"
 )
 NOISE = re.compile(r"attention_mask|prompt_mask|_mask$|^generation$|/mean/mean$|sequence_|^max_|^logp")
 # framework -> (repository, {file: forms of the names in it}, {version: git revision, or folder of a wheel}).
@@ -99,6 +100,13 @@ FRAMEWORKS = {
             "grpo/grpo_learner.py", "agentic/agentic_grpo_learner.py", "ppo/ppo_learner.py",
         )
     }, {"0.1.5": "v0.1.5", "0.1.6": "v0.1.6", "0.1.7": "v0.1.7", "main": "c7d8950f"}),
+    "tinker": ("thinking-machines-lab/tinker-cookbook", {
+        "tinker_cookbook/rl/metrics.py": ("{0}",), "tinker_cookbook/rl/train.py": ("{0}",),
+        "tinker_cookbook/rl/metric_util.py": ("env/all/{0}",),
+    }, {
+        "0.1.0": "v0.1.0", "0.2.0": "v0.2.0", "0.3.0": "v0.3.0", "0.4.0": "v0.4.0", "0.5.5": "v0.5.5",
+        "0.6.1": "tinker_cookbook-0.6.1",
+    }),
 }
 
 
