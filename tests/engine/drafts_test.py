@@ -255,7 +255,6 @@ def invariant_engine():
     ))
 
 
-@pytest.mark.all
 def test_a_stop_token_ends_a_draft():
     engine, requests = invariant_engine(), list(asked())
     plain, _ = sampled(engine, requests)

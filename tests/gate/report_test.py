@@ -381,7 +381,7 @@ def with_noisy_router(setup, params):
     return report.sample(setup, other, 4)
 
 
-@pytest.mark.all
+@pytest.mark.cases("none-0")
 @BY_JAX
 @pytest.mark.parametrize("routing, pack_length", [("none", 0), ("r3", 0), ("none", 16)])
 def test_other_routes_have_a_rung_of_their_own(sampled, routing, pack_length):

@@ -472,7 +472,6 @@ def updated_by_parts(samples):
     )
 
 
-@pytest.mark.all
 def test_samples_without_routes_are_counted_over_all_parts():
     *_, metrics = updated_by_parts(samples_with_routes(without={1: 1, 9: 99}))
     assert metrics["moe/samples_without_routes"] == 2
@@ -563,7 +562,6 @@ def test_with_equal_engines_every_routing_is_the_same():
         np.testing.assert_allclose(logp, none[1], atol=1e-6)
 
 
-@pytest.mark.all
 def test_replay_lowers_the_gap_of_a_noisy_router():
     noisy = EXPERTS | dict(engine__injected="router(scale=0.3)")
     samples = drawn(noisy)

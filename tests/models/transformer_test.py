@@ -326,7 +326,7 @@ def routed_of(config, unrolled):
     return jax.jit(run)
 
 
-@pytest.mark.all
+@pytest.mark.cases("alternating")
 @pytest.mark.parametrize("name", MIXED)
 def test_routes_are_in_the_order_of_the_layers_with_experts(name):
     config = mixed(MIXED[name])
