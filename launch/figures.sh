@@ -18,15 +18,15 @@ by_name=(lora_smollm2)
 computed=(parallelism budget frontier router_noise router_noise_trained turns)
 [ $# -gt 0 ] || set -- "${trained[@]}" "${computed[@]}" predictor
 
-referee() {  # its runs and gradients; one process for each part, two at a time
-  local parts
-  parts=$("$PY" -c 'from jaxrl_tis.experiments.referee_runs import PARTS; print(*PARTS)') || return
-  local what
+referee() {  # its runs and gradients; one process for each part, each on a core of its own
+  local parts what
+  parts=$("$PY" -c 'from jaxrl_tis.experiments.referee_runs import PARTS; print(*PARTS, sep="\n")')
   for what in runs gradients; do
-    # shellcheck disable=SC2086  # the parts are words
-    printf '%s\n' $parts | xargs -P "${JOBS:-2}" -n 1 "$PY" -m "jaxrl_tis.experiments.referee_$what" || failed=1
+    # shellcheck disable=SC2016  # the inner shell has SLOT
+    xargs -P "${JOBS:-2}" --process-slot-var=SLOT -I PART sh -c \
+      'exec taskset -c "$((SLOT % $(nproc)))" "$0" -m "jaxrl_tis.experiments.referee_$1" "$2"' \
+      "$PY" "$what" PART <<<"$parts" || failed=1
   done
-  "$PY" -m jaxrl_tis.experiments.referee_runs --gather docs/experiments
 }
 
 for name in "$@"; do

@@ -1,7 +1,7 @@
 """Draws the referee and writes its tables, by the rules of docs/referee.md.
 
-Reads docs/experiments/referee.jsonl, the runs of experiments/referee_runs.py, and
-docs/experiments/referee_gradients.jsonl of experiments/referee_gradients.py.
+Reads docs/experiments/referee/, the runs of experiments/referee_runs.py and the gradients of
+experiments/referee_gradients.py.
 
 Examples:
 
@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from configs import fig_referee
-from jaxrl_tis.experiments import figures, records, referee_runs
+from jaxrl_tis.experiments import figures, records, referee_gradients, referee_runs
 from jaxrl_tis.experiments.figures import Interval
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.runtime import cli
@@ -200,17 +200,25 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
         ax.set_xlabel("gain minus that of none")
 
 
-def read_gradients(path: pathlib.Path) -> list[dict]:
-    """Reads the lines of experiments/referee_gradients.py, with the part of each."""
-    lines = map(json.loads, path.read_text().splitlines()) if path.exists() else ()
-    return [line | {"part": line["arm"].rpartition("/")[0]} for line in lines]
+def read(folder: pathlib.Path) -> tuple[list[Run], list[dict]]:
+    """Returns the runs of all parts, and the lines of their gradients, each with its part. ValueError
+    where no run is stored."""
+    runs, gradients = [], []
+    for part in referee_runs.PARTS:
+        path = referee_runs.path_of(folder, part)
+        runs += records.read(path)[0] if path.exists() else []
+        path = referee_gradients.path_of(folder, part)
+        lines = path.read_text().splitlines() if path.exists() else []
+        gradients += [json.loads(line) | {"part": part} for line in lines]
+    if not runs:
+        raise ValueError(f"{folder} has no run of the referee; ./launch/figures.sh referee trains them")
+    return runs, gradients
 
 
 def main() -> None:
     """Command line: see the top of the file."""
     folder = figures.folder_of("referee")
-    runs, _ = records.read(folder / "referee.jsonl")
-    gradients = read_gradients(folder / "referee_gradients.jsonl")
+    runs, gradients = read(folder / "referee")
     size = (13.0, 7.5)
     figures.write(folder, "referee", tables(runs, gradients), {"referee": (draw, size)}, runs)
 

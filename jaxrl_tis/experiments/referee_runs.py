@@ -8,7 +8,6 @@ Examples:
 
     python -m jaxrl_tis.experiments.referee_runs int8/short
     python -m jaxrl_tis.experiments.referee_runs noise/long --seeds=0,1 --arms="none,token TIS"
-    python -m jaxrl_tis.experiments.referee_runs --gather=docs/experiments   # joins the files of all parts
 """
 
 import contextlib
@@ -42,9 +41,12 @@ from jaxrl_tis.rollouts.virtual import VirtualSource
 from jaxrl_tis.runtime import cli
 
 CONFIG = "configs/fig_referee.py"
-FOLDER = "runs/referee"
+FOLDER = f"{figures.FOLDER}/referee"
 SEEDS = tuple(range(8))
-PARTS = tuple(f"{gap}/{length}" for gap in fig_referee.GAPS for length in fig_referee.LENGTHS)
+# The longest come first, so that no process has one left at the end.
+PARTS = tuple(
+    f"{gap}/{length}" for length in reversed(fig_referee.LENGTHS) for gap in fig_referee.GAPS
+)
 REWARD = "eval/sampled_reward"
 BROKEN = 0.0  # reward of a policy whose numbers are no longer finite
 
@@ -138,10 +140,10 @@ def trained(
                 known = snapshots.pop_logps([s.trajectory for s in drawn])
                 rows = trainer.score(state, drawn, snapshots, known)
                 state, rows, measured = trainer.update(state, rows, step, step - 1)
-                values = {n: float(v) for n, v in measured.items() if n in records.METRICS}
-                values |= sample_metrics(drawn, rows, config)
+                values = measured | sample_metrics(drawn, rows, config)
                 values |= {"time/step_s": time.monotonic() - start}
-                lines.append({"step": step, "phase": "train"} | values)
+                kept = {n: float(v) for n, v in values.items() if n in records.METRICS}
+                lines.append({"step": step, "phase": "train"} | kept)
                 is_broken = not math.isfinite(float(measured["actor/grad_norm"]))
             if step % config.eval.every == 0:
                 line = {"step": step, "phase": "eval", REWARD: BROKEN}
@@ -194,33 +196,21 @@ def train_part(
                 )
 
 
-def gather(folder: str, out: str) -> None:
-    """Joins the files of all parts to OUT/referee.jsonl and OUT/referee_gradients.jsonl."""
-    for suffix, name in ((".jsonl", "referee"), (".gradients.jsonl", "referee_gradients")):
-        paths = [path_of(folder, part).with_suffix(suffix) for part in PARTS]
-        lines = [line for p in paths if p.exists() for line in p.read_text().splitlines()]
-        (pathlib.Path(out) / f"{name}.jsonl").write_text("".join(line + "\n" for line in lines))
-        print(f"{out}/{name}.jsonl: {len(lines)} lines")
-
-
 def main() -> None:
     """Command line: see the top of the file."""
     parser = cli.parser(
         "jaxrl_tis.experiments.referee_runs", "Trains the runs of the referee.", __doc__
     )
-    parser.add_argument("parts", nargs="*", help=f"GAP/LENGTH: {', '.join(PARTS)}")
+    parser.add_argument("parts", nargs="+", help=f"GAP/LENGTH: {', '.join(PARTS)}")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="default: %(default)s")
     parser.add_argument("--arms", default="", help="names of corrections; default: all")
     parser.add_argument("--folder", default=FOLDER, help="default: %(default)s")
-    parser.add_argument("--gather", metavar="OUT", help="join the files of all parts in this folder")
     args = parser.parse_args()
     if unknown := sorted({*args.parts} - {*PARTS}):
         raise ValueError(f"no part is called {', '.join(unknown)}; choose from {', '.join(PARTS)}")
     arms = [name for name in args.arms.split(",") if name]
     for part in args.parts:
         train_part(part, [int(s) for s in args.seeds.split(",")], args.folder, arms)
-    if args.gather:
-        gather(args.folder, args.gather)
 
 
 if __name__ == "__main__":

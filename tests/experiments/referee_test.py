@@ -95,13 +95,20 @@ def test_the_page(tmp_path, monkeypatch, capsys):
         for name, gain in {"none": 0.0, "token TIS": 0.2, fig_referee.EXACT: 0.3}.items()
         for seed in range(4)
     ]
-    (tmp_path / "referee.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "referee").mkdir()
+    path = tmp_path / "referee" / "int8-short.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr("sys.argv", ["referee", str(tmp_path)])
     referee.main()
     text = (tmp_path / "referee.md").read_text()
     assert "| int8 | 0.25 | short | token TIS | – |" in text
     assert "| token TIS | +0.303" in text and "0 of 4" in text
     assert (tmp_path / "referee.png").stat().st_size > 1000
+
+
+def test_without_a_run_there_is_no_page(tmp_path):
+    with pytest.raises(ValueError, match="no run of the referee"):
+        referee.read(tmp_path)
 
 
 def test_every_arm_is_of_a_part():
