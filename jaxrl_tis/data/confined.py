@@ -244,6 +244,7 @@ def serve() -> None:
     # The function must not read our messages or write among them.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # a pipe, whose lines are shown as they come
     setup = json.loads(items.readline())
     batches, process = queue.SimpleQueue(), os.getpid()
     reader = threading.Thread(target=_read_batches, args=(items, batches), daemon=True)

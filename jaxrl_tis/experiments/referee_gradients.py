@@ -10,6 +10,7 @@ the noise of one half adds nothing to them.
 Examples:
 
     python -m jaxrl_tis.experiments.referee_gradients int8/short
+    python -m jaxrl_tis.experiments.referee_gradients noise/long stale/long --seeds=0,1
 """
 
 import dataclasses

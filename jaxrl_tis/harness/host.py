@@ -13,6 +13,7 @@ import inspect
 import json
 import os
 import signal
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Future
@@ -145,6 +146,7 @@ def serve() -> None:
     # The harness must not read our messages or write among them.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # a pipe, whose lines are shown as they come
     lock = threading.Lock()
 
     def send(reply: Reply) -> None:
