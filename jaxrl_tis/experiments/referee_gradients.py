@@ -50,9 +50,11 @@ def path_of(folder: str, part: str) -> pathlib.Path:
     return referee_runs.path_of(folder, part).with_suffix(".gradients.jsonl")
 
 
-def policies(setup: Setup, params: Params, rewards: RewardWorker) -> dict[int, Params]:
+def policies(
+    setup: Setup, trainer: Trainer, params: Params, rewards: RewardWorker
+) -> dict[int, Params]:
     """Trains without a gap; returns the policy after each of the steps that CHECKPOINTS need."""
-    kept, trainer = {}, Trainer(setup.training)
+    kept = {}
     wanted = {step - lag for step in CHECKPOINTS for lag in (0, LAG)}
     with referee_runs.sampling(setup, trainer, rewards) as (source, snapshots, _):
         state = initial_state(setup.training, params)
@@ -116,14 +118,26 @@ def measures(found: np.ndarray, true: np.ndarray) -> dict[str, float]:
     }
 
 
-def of_seed(setups: Mapping[str, Setup], part: str, seed: int) -> list[dict[str, Any]]:
-    """Returns the lines of one seed: of each checkpoint and arm."""
+def of_seed(
+    setups: Mapping[str, Setup], learner: Trainer, descents: Mapping[str, Trainer], part: str,
+    seed: int,
+) -> list[dict[str, Any]]:
+    """Returns the lines of one seed: of each checkpoint and arm.
+
+    Args:
+      setups: of the arms and of SAMPLER.
+      learner: trains without a gap; descents: of each arm, see `descending`.
+    """
     own = {name: referee_runs.with_seed(setup, seed) for name, setup in setups.items()}
     exact, sampler, lines = own[fig_referee.EXACT], own.pop(SAMPLER), []
     lag = LAG if part.startswith("stale") else 0
-    trainers = {name: Trainer(descending(setup).training) for name, setup in own.items()}
+    learner = referee_runs.of_seed(learner, exact)
+    trainers = {
+        name: referee_runs.of_seed(trainer, descending(own[name]))
+        for name, trainer in descents.items()
+    }
     with worker(exact.config.reward) as rewards:
-        kept = policies(exact, figures.taught(exact), rewards)
+        kept = policies(exact, learner, figures.taught(exact), rewards)
         for step in CHECKPOINTS:
             params = jax.device_put(kept[step])
             older = jax.device_put(kept[step - lag]) if lag else params
@@ -149,11 +163,13 @@ def measure_part(part: str, seeds: Sequence[int], folder: str = referee_runs.FOL
     programs, arms = referee_runs.Programs(), fig_referee.arms_of(*part.split("/"))
     once = {"train.minibatches": 1}  # the update of a whole batch
     setups = {name: programs.build(arm | once) for name, arm in arms.items()}
+    learner = Trainer(setups[fig_referee.EXACT].training)
+    descents = {name: Trainer(descending(setup).training) for name, setup in setups.items()}
     # The lag of "stale" is in the sampler's weights.
     setups[SAMPLER] = programs.build(arms[RECORDS_ALL] | once | {"rollout.schedule": "sync"})
     for seed in seeds:
         if seed not in done:
-            found = of_seed(setups, part, seed)
+            found = of_seed(setups, learner, descents, part, seed)
             with path.open("a") as file:
                 file.writelines(json.dumps(line) + "\n" for line in found)
             print(f"{part}, seed {seed}: {len(found)} gradients", flush=True)
