@@ -259,8 +259,8 @@ _numbers = jax.jit(numbers)
 def _ratios(learner, batch):
     mask, seg = batch["mask"], batch["seg"]
     log_ratio = ratios.safe_log_ratio(learner, batch["logp_behav"], mask)
-    k3 = jnp.expm1(jnp.minimum(log_ratio, mismatch.FINITE_BOUND)) - log_ratio
-    return weights.raw_token(log_ratio, mask), weights.raw_seq(log_ratio, mask, seg), k3
+    of_tokens = weights.raw_token(log_ratio, mask), weights.raw_seq(log_ratio, mask, seg)
+    return *of_tokens, mismatch.token_k3(log_ratio)
 
 
 def _made(known, batch):

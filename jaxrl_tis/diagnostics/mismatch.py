@@ -46,6 +46,11 @@ def relative_weights(log_w: chex.Array, mask: chex.Array) -> chex.Array:
     return jnp.where(is_positive, jnp.exp(log_w - ratios.masked_max(log_w, mask)), 0.0)
 
 
+def token_k3(log_ratio: chex.Array) -> chex.Array:
+    """Returns k3 = rho - 1 - log rho of each token, nats, finite for every finite log-ratio."""
+    return jnp.expm1(jnp.minimum(log_ratio, FINITE_BOUND)) - log_ratio
+
+
 def chi2(log_ratio: chex.Array, mask: chex.Array) -> chex.Array:
     """Returns chi2 = E[rho^2] - 1 with the log-ratio clamped to +-20; 0 for an empty mask.
 
@@ -108,7 +113,7 @@ def offpolicy_metrics(
     behav_bs = ratios.safe_divide(stats.logp_behav_sum, stats.count)
     gap_bs = -ratios.safe_divide(stats.log_ratio_sum, stats.count)
     is_sequence_bs = stats.count > 0
-    k3_bt = jnp.expm1(jnp.minimum(log_ratio_bt, FINITE_BOUND)) - log_ratio_bt
+    k3_bt = token_k3(log_ratio_bt)
     metrics = _perplexity("training", behav_bs - gap_bs, is_sequence_bs)
     metrics |= _perplexity("rollout", behav_bs, is_sequence_bs)
     metrics |= {

@@ -115,7 +115,7 @@ def gap_metrics(
     """
     flipped_bt = jnp.any(_is_flipped(overlap_btl, mask, num_chosen), axis=-1)
     log_ratio_bt = ratios.safe_log_ratio(logp_old, logp_behav, mask)
-    k3_bt = jnp.expm1(jnp.minimum(log_ratio_bt, mismatch.FINITE_BOUND)) - log_ratio_bt
+    k3_bt = mismatch.token_k3(log_ratio_bt)
     metrics = {}
     for name, is_part_bt in {"flipped": flipped_bt, "unflipped": ~flipped_bt}.items():
         part = ratios.as_bool(mask) & is_part_bt
