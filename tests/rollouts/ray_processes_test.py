@@ -18,11 +18,14 @@ FIELDS = {
 }
 
 
-def test_both_processes_train_on_the_same_batches_and_stop_together(tmp_path):
+@pytest.mark.parametrize("lora", ["none", "lora(rank=4, alpha=8)"])
+def test_both_processes_train_on_the_same_batches_and_stop_together(tmp_path, lora):
     """processes.consistency_every of the config is 1: each step compares the processes' batches.
-    The fingerprint at the workers is of the whole tree, whose halves two processes have put."""
+    The fingerprint at the workers is of the whole tree, whose halves two processes have put. With
+    adapters the base goes to the workers once, and the factors at each update."""
     command = [
         *hosts.MAIN, "--config=tests/small_run.py", f"--workdir={tmp_path / 'run'}",
+        f"--config.model.lora={lora}",
         *(f"--config.{name}={value}" for name, value in FIELDS.items()),
     ]
     with hosts.Hosts(tmp_path / "first", command, devices=2) as pair:
