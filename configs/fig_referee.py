@@ -27,9 +27,10 @@ LENGTHS = {
     "long": {
         "task.params.digits": 1,
         "task.params.problems": 8,
-        "task.max_prompt_tokens": 40,
+        "task.max_prompt_tokens": 33,
         "rollout.max_new_tokens": 24,
         "reward.name": "parts",
+        "train.microbatch_rows": 32,
     },
 }
 
