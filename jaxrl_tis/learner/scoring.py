@@ -61,14 +61,14 @@ class Learner:
 
     def by_parts(self, measure: Callable[[Any, "Learner", Any], Any], params: Any, batch: "Batch"):
         """Computes measure(params, learner, batch) -> [B,...]. With `sums_in_order` its gradients are
-        summed over devices in order."""
+        summed over devices in order, and `measure` gets no scalars of the batch."""
         if not self.sums_in_order:
             return measure(params, self, batch)
         layout = self.program.layout
         inside = dataclasses.replace(
             self, program=dataclasses.replace(self.program, layout=layout.inside())
         )
-        rows = {name: x for name, x in batch.items() if name != "seg"}
+        rows = {name: x for name, x in batch.items() if name != "seg" and jnp.ndim(x)}
         return layout.by_parts(lambda p, part: measure(p, inside, part), params, rows)
 
     def on_every_device(self, tree: Any) -> Any:

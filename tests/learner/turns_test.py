@@ -167,6 +167,17 @@ def test_a_mask_that_holds_the_tokens_of_tools_is_found(monkeypatch):
     assert "actor/pg_loss" in changed and "row logp_old" in changed
 
 
+@pytest.mark.parametrize("path", ["bypassed turns", "turns"])
+def test_a_mesh_gives_the_update_of_one_device(path):
+    """Scalars of the whole minibatch, such as ST-PPO's norm, are no rows to be cut."""
+    expected, _, metrics = update(made(PATHS[path]), episodes())
+    mesh = (("mesh__train", (1, 4, 1)), ("train__microbatch_rows", 4))
+    state, _, found = update(made(PATHS[path] + mesh), episodes())
+    assert float(found["actor/pg_loss"]) == pytest.approx(float(metrics["actor/pg_loss"]), rel=1e-5)
+    for a, b in zip(*(jax.tree.leaves(x["policy"].params) for x in (state, expected)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
 # ECHO: the cross-entropy of the tokens that the environment wrote
 
 ECHO, COLD = 0.3, 0.8
