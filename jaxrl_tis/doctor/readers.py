@@ -81,7 +81,7 @@ class Log:
 
 def read(path: epath.Path) -> list[Log]:
     """Reads one file, standard input, or a folder. In a folder it reads trainer_state.json, else the newest
-    checkpoint's, else event files, else the logs.
+    checkpoint's, else metrics.jsonl, else event files, else the logs.
 
     Raises:
       FileNotFoundError: there is no such file, or no log in the folder.
@@ -128,17 +128,27 @@ def is_log(path: epath.Path) -> bool:
     """Returns whether `read` can read this file or folder."""
     if str(path) == STDIN or path.is_file():
         return True
-    return path.is_dir() and not (path / OURS).exists() and bool(_logs_in(path))
+    return path.is_dir() and not _is_ours(path) and bool(_logs_in(path))
+
+
+def _is_ours(folder):
+    """Returns whether metrics.jsonl of a folder is not of another framework, whose lines have no phase."""
+    if not (folder / OURS).exists():
+        return False
+    line = (folder / OURS).read_text().partition("\n")[0]
+    return not _is_json(line) or "phase" in json.loads(line)
 
 
 def _logs_in(path):
-    """Returns the files of a folder to read: a state, event files, or all logs."""
+    """Returns the files of a folder to read: a state, metrics.jsonl, event files, or all logs."""
     files = sorted(path.iterdir())
     checkpoints = {int(found[1]): p for p in files if (found := CHECKPOINT.fullmatch(p.name))}
     states = [path / STATE, *(checkpoints[step] / STATE for step in sorted(checkpoints, reverse=True))]
     for state in states:  # of checkpoints the newest has the whole history
         if state.exists():
             return [state]
+    if (path / OURS).exists():
+        return [path / OURS]
     events = [p for p in files if EVENTS in p.name]
     return events or [p for p in files if p.is_file() and p.name.removesuffix(GZIP).endswith(LOGS)]
 

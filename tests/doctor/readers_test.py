@@ -257,6 +257,16 @@ def test_a_folder_of_several_logs(tmp_path):
     assert not readers.is_log(epath.Path(tmp_path))
 
 
+def test_metrics_jsonl_of_a_folder_is_ours_or_its_only_log(tmp_path):
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    for folder, more in ((ours, ', "phase": "train"'), (theirs, "")):
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text(f'{{"step": 1, "kl": 0.5{more}}}\n')
+        (folder / "checkpoints.jsonl").write_text('{"step": 7, "path": "x"}\n')
+    assert not readers.is_log(epath.Path(ours)) and readers.is_log(epath.Path(theirs))
+    assert values(read(theirs)) == [{"step": 1, "kl": 0.5}]
+
+
 @pytest.mark.parametrize("text", ['{"step": 1, "kl": 0.5}\n', "step:1 - kl:0.5\n"])
 def test_standard_input(text, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
