@@ -20,7 +20,10 @@ GAPS = {
     "int8": ({}, INT8),
     "noise": ({}, {"engine.injected": "weights(scale=0.3)"}),
     "routes": (MODEL, INT8 | {"engine.injected": "router(scale=0.3)"}),
-    "stale": ({}, {"rollout.schedule": "areal(staleness=4)"}),
+    "stale": (
+        {"correction.mode": "bypass", "correction.objective": "reinforce"},
+        {"rollout.schedule": "areal(staleness=4)", "rollout.update_turns": 4, "rollout.old_logp_source": "none"},
+    ),
 }
 LENGTHS = {
     "short": {},
@@ -60,7 +63,8 @@ CORRECTIONS = {
     "decoupled PPO": _weight("token_mis(upper=5.0)"),
 }
 DECOUPLED = {
-    "correction.weight": "none", "correction.objective": "decoupled(upper=5.0, clip_high=0.28)",
+    "correction.mode": "decoupled", "correction.weight": "none",
+    "correction.objective": "decoupled(upper=5.0, clip_high=0.28)",
 }
 EXACT = "exact engine"  # the arm without a gap
 

@@ -117,8 +117,8 @@ def advice(gains: Gains) -> str:
 
 
 def size_of_gap(runs: Sequence[Run]) -> float:
-    """Returns k3 in nats a token over the first steps, mean over seeds."""
-    return float(np.mean([run.series["rollout_corr/k3_kl"][0] for run in runs]))
+    """Returns k3 in nats a token, mean over steps and seeds."""
+    return float(np.mean([run.series["rollout_corr/k3_kl"] for run in runs]))
 
 
 def tables(runs: Sequence[Run], gradients: Sequence[Mapping]) -> str:

@@ -43,6 +43,7 @@ BATCHES = 16
 SEEDS = tuple(range(4))
 SAMPLER = "sampler"
 RECORDS_ALL = "centering"  # the arm whose engine records what every arm needs
+SYNC = {"rollout.schedule": "sync", "rollout.update_turns": 0, "rollout.old_logp_source": "ring"}
 
 
 def path_of(folder: str, part: str) -> pathlib.Path:
@@ -166,7 +167,7 @@ def measure_part(part: str, seeds: Sequence[int], folder: str = referee_runs.FOL
     learner = Trainer(setups[fig_referee.EXACT].training)
     descents = {name: Trainer(descending(setup).training) for name, setup in setups.items()}
     # The lag of "stale" is in the sampler's weights.
-    setups[SAMPLER] = programs.build(arms[RECORDS_ALL] | once | {"rollout.schedule": "sync"})
+    setups[SAMPLER] = programs.build(arms[RECORDS_ALL] | once | SYNC)
     for seed in seeds:
         if seed not in done:
             found = of_seed(setups, learner, descents, part, seed)

@@ -23,6 +23,14 @@ def small(monkeypatch):
     monkeypatch.setattr(fig_referee, "arms_of", of_part)
 
 
+def test_weights_of_stale_arms_see_the_age():
+    """In decoupled mode logp_old has the age of the token, and the ratio to the sampler is 1."""
+    for name, arm in fig_referee.arms_of("stale", "short").items():
+        is_whole = arm["correction.mode"] == "bypass"
+        assert is_whole or arm["correction.objective"].startswith("decoupled("), name
+        assert arm.get("rollout.old_logp_source") == (None if name == fig_referee.EXACT else "none")
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("part", ["noise/short", "stale/short"])
 def test_seeds_in_one_process_are_runs_of_their_own(small, tmp_path, part):
@@ -35,6 +43,8 @@ def test_seeds_in_one_process_are_runs_of_their_own(small, tmp_path, part):
     ]
     for name in ("reward/mean", "response_length/mean", "actor/grad_norm", "eval/sampled_reward"):
         np.testing.assert_array_equal(runs[3].series[name], alone.series[name])
+    ages = [run.series["training/off_policy/trajectory_staleness/mean"].max() for run in runs]
+    assert all(age > 1 for age in ages) if part.startswith("stale") else not any(ages)
     lengths = [run.series["response_length/mean"][0] for run in runs]
     assert lengths[2] != lengths[3]
 

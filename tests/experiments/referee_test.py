@@ -91,7 +91,7 @@ def test_a_squared_bias_below_zero_is_none():
 def test_the_page(tmp_path, monkeypatch, capsys):
     lines = [
         {"arm": f"int8/short/{name}", "seed": seed, "verdict": [], "findings": [], "eval/steps": [0, 20],
-         "eval/sampled_reward": [0.2, 0.3 + gain + 0.002 * seed], "rollout_corr/k3_kl": [0.25]}
+         "eval/sampled_reward": [0.2, 0.3 + gain + 0.002 * seed], "rollout_corr/k3_kl": [0.125, 0.375]}
         for name, gain in {"none": 0.0, "token TIS": 0.2, fig_referee.EXACT: 0.3}.items()
         for seed in range(4)
     ]
