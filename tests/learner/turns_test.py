@@ -167,6 +167,7 @@ def test_a_mask_that_holds_the_tokens_of_tools_is_found(monkeypatch):
     assert "actor/pg_loss" in changed and "row logp_old" in changed
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("path", ["bypassed turns", "turns"])
 def test_a_mesh_gives_the_update_of_one_device(path):
     """Scalars of the whole minibatch, such as ST-PPO's norm, are no rows to be cut."""
