@@ -456,7 +456,9 @@ MUTANTS = [
         ("what a continued run hides stays", "if row.values[STEP] < event.step]", "]"),
         ("null is no value", "    if value is None:\n        return math.nan\n", ""),
         ("of checkpoints the oldest is read", "sorted(checkpoints, reverse=True)", "sorted(checkpoints)"),
-        ("a workdir of ours is a folder of logs", "not (path / OURS).exists() and ", ""),
+        ("a workdir of ours is a folder of logs", "not _is_ours(path) and ", ""),
+        ("every metrics.jsonl is of a workdir of ours", 'return not _is_json(line) or "phase" in json.loads(line)',
+         "return True"),
         tests="doctor/readers_test.py",
     ),
     *of(
