@@ -121,11 +121,23 @@ def size_of_gap(runs: Sequence[Run]) -> float:
     return float(np.mean([run.series["rollout_corr/k3_kl"] for run in runs]))
 
 
+def complete(runs: Sequence[Run]) -> tuple[dict[str, dict[str, list[Run]]], list[str]]:
+    """Returns (the parts that have all of their runs, as `by_part` does; what the others have)."""
+    parts, others = by_part(runs), []
+    for part, arms in list(parts.items()):
+        wanted = {(n, seed) for n in fig_referee.arms_of(*part.split("/")) for seed in referee_runs.SEEDS}
+        missing = wanted - {(name, run.seed) for name, runs in arms.items() for run in runs}
+        if missing:
+            others.append(f"{part} ({len(wanted) - len(missing)} of {len(wanted)} runs)")
+            del parts[part]
+    return parts, others
+
+
 def tables(runs: Sequence[Run], gradients: Sequence[Mapping]) -> str:
-    """Returns Markdown: the decisions, all arms over all parts, and each part."""
-    parts = by_part(runs)
+    """Returns Markdown: the decisions, all arms over all parts, and each part, of the complete parts."""
+    parts, others = complete(runs)
     gains = {part: gains_of(arms) for part, arms in parts.items()}
-    lines = []
+    lines, blocks = [], [f"Not complete, and left out: {', '.join(others)}."] if others else []
     for part, arms in parts.items():
         _, worse = decision(gains[part])
         gap, length = part.split("/")
@@ -133,10 +145,12 @@ def tables(runs: Sequence[Run], gradients: Sequence[Mapping]) -> str:
             gap, f"{size_of_gap(arms[NONE]):.2g}", length, advice(gains[part]), ", ".join(worse) or "–",
         ])
     header = ["gap", "k3, nats per token", "answers", "take", "worse than none"]
-    blocks = [figures.rows(header, lines)]
-    names = [n for n in (*fig_referee.CORRECTIONS, EXACT) if n != NONE and any(n in g for g in gains.values())]
+    blocks.append(figures.rows(header, lines))
+    has_run = lambda name: any(name in g for g in gains.values())
+    names = [n for n in (*fig_referee.CORRECTIONS, EXACT) if n != NONE and has_run(n)]
     lines = [[name, figures.interval(overall(gains, name))] for name in names]
-    blocks.append(figures.rows(["arm", "gain minus that of none, mean over all parts"], lines))
+    title = f"gain minus that of none, mean over {len(parts)} part{'s' * (len(parts) != 1)}"
+    blocks.append(figures.rows(["arm", title], lines))
     for part, arms in parts.items():
         blocks.append(f"**{part}**\n\n{part_table(arms, [g for g in gradients if g['part'] == part])}")
     return "\n\n".join(blocks)
@@ -179,8 +193,9 @@ def gradient_measures(lines: Sequence[Mapping]) -> dict[str, tuple[str, str, str
 
 
 def draw(page: Figure, runs: Sequence[Run]) -> None:
-    """Draws for each part the difference of every arm to none, with intervals that hold together."""
-    parts, gaps, lengths = by_part(runs), tuple(fig_referee.GAPS), tuple(fig_referee.LENGTHS)
+    """Draws for each complete part the difference of every arm to none, with intervals that hold
+    together."""
+    (parts, _), gaps, lengths = complete(runs), tuple(fig_referee.GAPS), tuple(fig_referee.LENGTHS)
     axes = page.subplots(len(lengths), len(gaps), sharey=True, squeeze=False)
     names = [name for name in (*fig_referee.CORRECTIONS, EXACT) if name != NONE][::-1]
     for row, length in zip(axes, lengths):

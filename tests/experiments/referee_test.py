@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from configs import fig_referee
-from jaxrl_tis.experiments import records, referee
+from jaxrl_tis.experiments import records, referee, referee_runs
 from jaxrl_tis.experiments.records import Run
 
 
@@ -88,20 +88,26 @@ def test_a_squared_bias_below_zero_is_none():
     assert referee.gradient_measures([line])["KPop"] == ("0.00", "1.000", "1.00")
 
 
-def test_the_page(tmp_path, monkeypatch, capsys):
-    lines = [
-        {"arm": f"int8/short/{name}", "seed": seed, "verdict": [], "findings": [], "eval/steps": [0, 20],
-         "eval/sampled_reward": [0.2, 0.3 + gain + 0.002 * seed], "rollout_corr/k3_kl": [0.125, 0.375]}
-        for name, gain in {"none": 0.0, "token TIS": 0.2, fig_referee.EXACT: 0.3}.items()
-        for seed in range(4)
-    ]
+def test_the_page(tmp_path, monkeypatch):
+    """Of the parts that have all of their runs."""
+    arms = {"none": 0.0, "token TIS": 0.2, fig_referee.EXACT: 0.3}
+    monkeypatch.setattr(fig_referee, "arms_of", lambda gap, length: arms)
+    monkeypatch.setattr(referee_runs, "SEEDS", tuple(range(4)))
     (tmp_path / "referee").mkdir()
-    path = tmp_path / "referee" / "int8-short.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for gap, names in (("int8", list(arms)), ("noise", ["none"])):
+        lines = [
+            {"arm": f"{gap}/short/{name}", "seed": seed, "verdict": [], "findings": [], "eval/steps": [0, 20],
+             "eval/sampled_reward": [0.2, 0.3 + arms[name] + 0.002 * seed], "rollout_corr/k3_kl": [0.125, 0.375]}
+            for name in names for seed in range(4)
+        ]
+        path = tmp_path / "referee" / f"{gap}-short.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr("sys.argv", ["referee", str(tmp_path)])
     referee.main()
     text = (tmp_path / "referee.md").read_text()
-    assert "| int8 | 0.25 | short | token TIS | – |" in text
+    assert text.startswith("Not complete, and left out: noise/short (4 of 12 runs).\n")
+    assert "| int8 | 0.25 | short | token TIS | – |" in text and "| noise | 0" not in text
+    assert "mean over 1 part |" in text
     assert "| token TIS | +0.303" in text and "0 of 4" in text
     assert (tmp_path / "referee.png").stat().st_size > 1000
 
