@@ -26,6 +26,7 @@ from jaxrl_tis.runtime import cli
 
 NONE, EXACT = "none", fig_referee.EXACT
 RESAMPLES = 2000
+MARGIN = 0.05  # of the reward; a gap whose cost is surely below it needs no correction
 Gains = dict[str, dict[int, float]]  # correction -> seed -> gain
 
 
@@ -113,7 +114,7 @@ def advice(gains: Gains) -> str:
     if EXACT not in gains:
         return "not decided"
     cost = beside({NONE: gains[NONE], EXACT: gains[EXACT]}, NONE)[EXACT]
-    return "none: the gap costs nothing that is seen" if cost[1] <= 0 else "not decided"
+    return f"none: the gap costs less than {MARGIN}" if cost[2] < MARGIN else "not decided"
 
 
 def size_of_gap(runs: Sequence[Run]) -> float:
