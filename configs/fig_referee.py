@@ -22,7 +22,10 @@ GAPS = {
     "routes": (MODEL, INT8 | {"engine.injected": "router(scale=0.3)"}),
     "stale": (
         {"correction.mode": "bypass", "correction.objective": "reinforce"},
-        {"rollout.schedule": "areal(staleness=4)", "rollout.update_turns": 4, "rollout.old_logp_source": "none"},
+        {
+            "rollout.schedule": "areal(staleness=4)", "rollout.update_turns": 4,
+            "rollout.old_logp_source": "none",
+        },
     ),
 }
 LENGTHS = {

@@ -135,7 +135,8 @@ def _is_ours(folder):
     """Returns whether metrics.jsonl of a folder is not of another framework, whose lines have no phase."""
     if not (folder / OURS).exists():
         return False
-    line = (folder / OURS).read_text().partition("\n")[0]
+    with (folder / OURS).open("rb") as file:
+        line = file.readline().decode(errors="replace")
     return not _is_json(line) or "phase" in json.loads(line)
 
 

@@ -216,7 +216,7 @@ def _joined(pieces: list[Drawn | Trajectory], name: str) -> np.ndarray:
     """Returns a field of all tokens of the pieces. Only the first piece may be a Trajectory."""
     if not isinstance(pieces[0], Trajectory):
         return _drawn(pieces, name)
-    earlier = getattr(pieces[0], name)
+    earlier = getattr(pieces[0], name).astype(_dtype(name), copy=False)
     return np.concatenate([earlier, _drawn(pieces[1:], name)]) if pieces[1:] else earlier
 
 

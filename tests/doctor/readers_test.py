@@ -264,6 +264,8 @@ def test_metrics_jsonl_of_a_folder_is_ours_or_its_only_log(tmp_path):
         (folder / "metrics.jsonl").write_text(f'{{"step": 1, "kl": 0.5{more}}}\n')
         (folder / "checkpoints.jsonl").write_text('{"step": 7, "path": "x"}\n')
     assert not readers.is_log(epath.Path(ours)) and readers.is_log(epath.Path(theirs))
+    (ours / "metrics.jsonl").write_bytes(b"\xff\n")  # broken, and told by the reader of our records
+    assert not readers.is_log(epath.Path(ours))
     assert values(read(theirs)) == [{"step": 1, "kl": 0.5}]
 
 

@@ -85,7 +85,7 @@ MUTANTS = [
     *of(
         "engine/sequences.py",
         ("log-probs of earlier turns are zeros", "earlier = getattr(pieces[0], name)",
-         'earlier = getattr(pieces[0], name) * (name != "logp_behav")',
+         'earlier = (getattr(pieces[0], name) * (name != "logp_behav"))',
          "engine/extend_test.py::test_a_turn_of_every_length_continues_the_sequence"),
         ("a first admission begins a second segment",
          "self.segment += self.count > 0", "self.segment += 1",
