@@ -62,10 +62,10 @@ SMALL = Sizes(ModelConfig(
 
 
 def engine_config(dtype: str, **options) -> EngineConfig:
-    """Returns the config of an engine that computes and caches in a dtype. On a CPU its layers are
-    unrolled; elsewhere they are scanned, with pages that the TPU's decode kernel supports."""
-    is_cpu = jax.default_backend() == "cpu"
-    by_platform = {} if is_cpu else dict(unroll=False, page_size=128)
+    """Returns the config of an engine that computes and caches in a dtype. On a TPU its layers are
+    scanned, with pages that the decode kernel supports; elsewhere they are unrolled."""
+    is_tpu = jax.default_backend() == "tpu"
+    by_platform = dict(unroll=False, page_size=128) if is_tpu else {}
     return EngineConfig(dtype=dtype, cache_dtype=dtype, **by_platform, **options)
 
 

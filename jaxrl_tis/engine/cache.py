@@ -10,6 +10,7 @@ value) of a head.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,12 @@ BITS = {
 }
 VALUES = {bits: values for values, bits in BITS.items()}
 PAGED = {"fast": attention.paged_attention, "invariant": invariant.paged_attention}
+FAST_DECODE = {
+    "cpu": attention.paged_attention_by_length,
+    "gpu": functools.partial(
+        attention.paged_attention, block_size=attention.GPU_PAGED_BLOCK
+    ),
+}
 
 
 def _codes(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array | None]:
@@ -245,8 +252,8 @@ def append(
     its pages. A token with is_written False writes to page 0: its key is in the pages already, or
     its slot is free."""
     paged = PAGED[numerics]
-    if numerics == "fast" and layout.platform == "cpu":
-        paged = attention.paged_attention_by_length
+    if numerics == "fast":
+        paged = FAST_DECODE.get(layout.platform, paged)
 
     def step(q_bthk, k_btnk, v_btnk, cache, window, index_bt, is_written_bt, table_bp):
         page_bt = jnp.take_along_axis(table_bp, index_bt // cache.size, axis=1)

@@ -31,7 +31,8 @@ from jaxrl_tis.sharding import Layout
 MASKED = -1e30
 LONG_ROW = 1024
 QUERY_CHUNK = 512
-PAGED_BLOCK = 64  # positions of pages that are attended to together
+# Positions of pages that are attended to together. A GPU waits for the host at every turn of a loop.
+PAGED_BLOCK, GPU_PAGED_BLOCK = 64, 4096
 # Rows are attended to in groups of so many, where they have room for more than two blocks: a group
 # then does not wait for longer rows.
 GROUPED_FROM, GROUP = 32, 8
@@ -256,13 +257,13 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
     n = k_bsnk.shape[2]
     q_btngk = q_bthk.reshape(b, t, n, h // n, k)
     scores = jnp.einsum(
-        "btngk,bsnk->bngts", q_btngk, k_bsnk.astype(q_bthk.dtype),
+        "btngk,bsnk->bntgs", q_btngk, k_bsnk.astype(q_bthk.dtype),
         preferred_element_type=jnp.float32,
     )
-    scores = jnp.where(mask_bts[:, None, None], scores * k**-0.5, MASKED)
+    scores = jnp.where(mask_bts[:, None, :, None], scores * k**-0.5, MASKED)
     probs = jax.nn.softmax(scores, axis=-1).astype(q_bthk.dtype)
     out = jnp.einsum(
-        "bngts,bsnk->btngk", probs, v_bsnk.astype(q_bthk.dtype),
+        "bntgs,bsnk->btngk", probs, v_bsnk.astype(q_bthk.dtype),
         preferred_element_type=jnp.float32,
     )
     return out.reshape(b, t, h, k).astype(q_bthk.dtype)
@@ -270,12 +271,12 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
 
 def paged_attention(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
-    window: Window | None = None,
+    window: Window | None = None, block_size: int = PAGED_BLOCK,
 ) -> jax.Array:
     """Returns attention to keys and values in pages, [B,T,H,K].
 
     Blocks are processed in the order of the table, from the first to the last block that a query
-    needs. A block is one page or several small pages.
+    needs. A block is one page or several pages.
 
     Args:
       q_bthk: [B,T,H,K] queries, at any places of the same sequence in a row.
@@ -284,13 +285,14 @@ def paged_attention(
       index_bt: [B,T] int32 position of each query in its pages; it attends to positions up to its
         own. Positions after a row's last query have no influence, NaN included.
       window: of the layer.
+      block_size: positions of a block, if pages are not larger.
 
     Returns: [B,T,H,K] in q's dtype; softmax and sums are float32.
     """
     b, t, h, k = q_bthk.shape
     first_bt = None if window is None else window.first(index_bt)
     n, size = jax.eval_shape(read, table_bp).k.shape[2:4]
-    count = min(max(PAGED_BLOCK // size, 1), table_bp.shape[1])
+    count = min(max(block_size // size, 1), table_bp.shape[1])
     table_bp = jnp.pad(table_bp, ((0, 0), (0, -table_bp.shape[1] % count)))
     q_btngk = q_bthk.reshape(b, t, n, h // n, k)
     last_b = jnp.max(index_bt, axis=1)
@@ -324,9 +326,12 @@ def paged_attention(
 
     shape = b, n, t, h // n
     carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, k))
-    blocks = jnp.max(last_b) // (count * size) + 1
-    start = 0 if window is None else jnp.min(first_bt) // (count * size)
-    _, total_bntg, out_bntgk = jax.lax.fori_loop(start, blocks, block, carry)
+    if table_bp.shape[1] == count:
+        _, total_bntg, out_bntgk = block(0, carry)
+    else:
+        blocks = jnp.max(last_b) // (count * size) + 1
+        start = 0 if window is None else jnp.min(first_bt) // (count * size)
+        _, total_bntg, out_bntgk = jax.lax.fori_loop(start, blocks, block, carry)
     out_bntgk = out_bntgk / total_bntg[..., None]
     return cast(jnp.moveaxis(out_bntgk, 1, 2).reshape(b, t, h, k))
 

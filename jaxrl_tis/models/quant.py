@@ -167,7 +167,9 @@ def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Ar
         return _straight_through(x, w.w, w.scheme)
     bare = w.w if isinstance(w, Transposed) else w
     if not isinstance(bare, QuantArray):
-        return _product(x, w, jnp.float32).astype(x.dtype)
+        if isinstance(w, Transposed) or x.dtype == jnp.float32:
+            return _product(x, w, jnp.float32).astype(x.dtype)
+        return _narrow_product(x, w.astype(x.dtype))
     scheme = SCHEMES[bare.scheme]
     if not scheme.has_activations:
         return (_product(x, w, jnp.float32) * _scale(bare, x.ndim)).astype(x.dtype)
@@ -198,6 +200,31 @@ def _product(x: jax.Array, w: jax.Array | QuantArray | Transposed, accumulator: 
         x, values = jax.lax.optimization_barrier((x, values))
     dims = (((x.ndim - 1,), (int(is_transposed),)), ((), ()))
     return jax.lax.dot_general(x, values.astype(x.dtype), dims, preferred_element_type=accumulator)
+
+
+@jax.custom_vjp
+def _narrow_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """Returns x [..., i] @ w [i, o] -> [..., o] of one narrow dtype, with float32 sums.
+
+    Its gradient has the products that JAX derives, of the same narrow values. But JAX widens the
+    incoming gradient before them, and a GPU then multiplies in TF32, at half the rate of bfloat16."""
+    return _product(x, w, jnp.float32).astype(x.dtype)
+
+
+def _narrow_product_fwd(x, w):
+    return _narrow_product(x, w), (x, w)
+
+
+def _narrow_product_bwd(operands, y_bar):
+    x, w = operands
+    rows = tuple(range(x.ndim - 1))
+    dot_general = functools.partial(jax.lax.dot_general, preferred_element_type=jnp.float32)
+    x_bar = dot_general(y_bar, w, (((y_bar.ndim - 1,), (1,)), ((), ())))
+    w_bar = dot_general(x, y_bar, ((rows, rows), ((), ())))
+    return x_bar.astype(x.dtype), w_bar.astype(w.dtype)
+
+
+_narrow_product.defvjp(_narrow_product_fwd, _narrow_product_bwd)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
