@@ -5,6 +5,7 @@ stopped keeps the results before. benchmarks/accelerator_schema.json describes t
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from importlib import metadata
 from typing import Any
 
@@ -156,35 +158,46 @@ def decode() -> Iterator[Result]:
     """Yields tokens/s of decoding, the scheduler included and prefill excluded.
 
     The bytes of a token are the least that must move: the served weights once for all sequences,
-    and the keys and values of the sequence at its mean length.
+    and the keys and values of the sequence at its mean length. The programs of all engines are
+    compiled at the same time, before the first is timed.
     """
     _, of = sizes()
     shape, length = of.step.model, of.decode_tokens
     params, found = transformer.init(shape, jax.random.key(0)), {"tokens": length, "rows": []}
     peak = peaks.PEAKS.get(jax.devices()[0].device_kind)
-    for name, quantization in FORMATS.items():
-        for batch in of.batches:
-            engine = Engine(shape, model.engine_config(
-                "bfloat16", slots=batch, max_length=2 * length, steps=length // 8,
-                prefill_batch=min(batch, 32), quantization=quantization,
-            ))
-            served = engine.load(params)
-            rate = decode_rate(engine, served, batch, length, of.rounds)
-            bytes_per_token = weight_bytes(served) / batch + kv_bytes(shape, length + length // 2)
-            found["rows"].append({
-                "format": name, "batch": batch, "tokens_per_s": rate,
-                "bytes_per_token": bytes_per_token,
-                "bandwidth_share": peaks.share(rate * bytes_per_token, peak and peak.memory),
-            })
-            del served
-            yield found
+    cases = list(itertools.product(FORMATS, of.batches))
+    engines = [
+        Engine(shape, model.engine_config(
+            "bfloat16", slots=batch, max_length=2 * length, steps=length // 8,
+            prefill_batch=min(batch, 32), quantization=FORMATS[name],
+        ))
+        for name, batch in cases
+    ]
+
+    def compiled(engine: Engine) -> Any:
+        served = engine.load(params)
+        decode_rates(engine, served, length, 1)
+        return served
+
+    with futures.ThreadPoolExecutor(len(engines)) as pool:
+        of_engines = list(pool.map(compiled, engines))
+    for (name, batch), engine, served in zip(cases, engines, of_engines, strict=True):
+        rate = statistics.median(decode_rates(engine, served, length, of.rounds))
+        bytes_per_token = weight_bytes(served) / batch + kv_bytes(shape, length + length // 2)
+        found["rows"].append({
+            "format": name, "batch": batch, "tokens_per_s": rate,
+            "bytes_per_token": bytes_per_token,
+            "bandwidth_share": peaks.share(rate * bytes_per_token, peak and peak.memory),
+        })
+        yield found
 
 
-def decode_rate(engine: Engine, served: Any, batch: int, length: int, rounds: int) -> float:
-    """Returns the median of sampled tokens per second after the first call of each round."""
+def decode_rates(engine: Engine, served: Any, length: int, rounds: int) -> list[float]:
+    """Returns the sampled tokens per second of all slots after the first call of each round."""
     scheduler, rates = Scheduler(engine, served), []
-    prompts = np.random.default_rng(0).integers(0, 1000, (batch, length)).astype(np.int32)
-    for number in range(rounds + 1):  # the first compiles
+    shape = engine.slots, length
+    prompts = np.random.default_rng(0).integers(0, 1000, shape).astype(np.int32)
+    for number in range(rounds):
         for i, prompt in enumerate(prompts):
             scheduler.add(Request(f"{number}/{i}", prompt, 0, SamplingParams(max_tokens=length)))
         scheduler.step()
@@ -193,7 +206,7 @@ def decode_rate(engine: Engine, served: Any, batch: int, length: int, rounds: in
             scheduler.step()
         rates.append((scheduler.stats.tokens - before) / (time.perf_counter() - start))
         scheduler.release_cache()
-    return statistics.median(rates[1:])
+    return rates
 
 
 def weight_bytes(served: dict[str, Any]) -> int:
@@ -213,8 +226,16 @@ def step() -> Iterator[Result]:
 
     A fused update also computes logp_old, so nothing is scored before it. `mfu` and `update_mfu`
     are shares of the published rate of bfloat16. `matrix_share` is the share of the matrix rate that
-    this process measured in the learner's dtype.
+    this process measured in the learner's dtype. Both ways have the same sampler, whose programs are
+    compiled once and then loaded from a temporary folder.
     """
+    with tempfile.TemporaryDirectory() as folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        yield from _steps()
+
+
+def _steps() -> Iterator[Result]:
     _, of = sizes()
     rate = model.matrix_rate(of.step.dtype, of.matrix)
     found = {

@@ -197,7 +197,7 @@ def get_config() -> ConfigDict:
     # auto: a synchronous run frees the sampler's weights and KV cache during the update, if both use the
     # same devices; never: it keeps them (docs/engine.md#sleep).
     c.engine.sleep = "auto"
-    # Unroll the layers (faster on CPU) or scan over them (TPU: compiles one layer).
+    # Unroll the layers (faster on CPU and GPU) or scan over them (TPU: compiles one layer).
     c.engine.unroll = True
     # For experts
     # KV eviction: (first, last) full pages that a sequence keeps. The learner attends to the same

@@ -28,7 +28,8 @@ In an installed environment `python -m benchmarks.accelerator --json=docs/accele
 kernels or the gate failed. Times and rates never decide it.
 
 Each part is a process of its own with a share of the eight minutes. A part that fails or is stopped is `failed` here,
-and the report has its error and its results until then. The other parts go on.
+and the report has its error and its results until then. The other parts go on. Below, a stopped `step` has the ways
+that ended.
 
 All models are random. The sizes depend on the device. Figures of different sizes are in different tables.
 
@@ -106,10 +107,11 @@ def details(report: Mapping[str, Any]) -> str:
             ["rates", "float32 GF/s", "bfloat16 GF/s", "int8 GOP/s", "memory GB/s"],
             [["measured", *rates, f"{1e-9 * found['copy_rate']:,.1f}"], ["published", *published]],
         ))
-    if found := parts.get("step"):
+    if found := report["parts"]["step"]["result"]:
         rows = []
         for name in ("fused", "separate"):
-            way = found[name]
+            if not (way := found.get(name)):
+                continue
             rows.append([
                 name, *(f"{x:.2f}" for x in way["seconds"].values()),
                 f"{1e-9 * way['model_flops']['step']:,.0f}", share(way["mfu"]),

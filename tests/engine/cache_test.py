@@ -141,6 +141,20 @@ def test_nan_in_pages_beyond_a_sequence_has_no_influence():
     assert np.isnan(append(*new, own, *args, TABLE)[0][0]).any()
 
 
+def test_a_decode_on_a_gpu_has_no_loop(monkeypatch):
+    """Every turn of a loop waits for the host there."""
+    pages = 4096 // SIZE
+    state = cache.empty(CONFIG, pages + 1, SIZE, "float32", True)[LAYER]
+    new = normal(1, 1, 4, 8), normal(1, 1, 2, 8), normal(1, 1, 2, 8)
+    args = np.array([4000]), np.array([True])
+    program = lambda table: str(jax.make_jaxpr(
+        lambda state: append(*new, state, *args, table)[0]
+    )(state))
+    monkeypatch.setattr(sharding.Layout, "platform", "gpu")
+    assert "while" not in program(np.arange(pages)[None])
+    assert "while" in program(np.arange(pages + 1)[None])
+
+
 @FEW
 @pytest.mark.parametrize("dtype, unrolled", FORMS)
 def test_copies_of_pages(dtype, unrolled):

@@ -47,9 +47,9 @@ def test_grouped_queries_equal_numpy(h, n):
     np.testing.assert_allclose(out, reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("size", [16, 24, 64, 100])
-def test_pages_in_blocks_equal_numpy(size):
-    """Blocks of four pages, two, one and one; the last block of the table is not whole."""
+@pytest.mark.parametrize("size, block", [(16, 64), (24, 64), (64, 64), (100, 64), (16, 4096)])
+def test_pages_in_blocks_equal_numpy(size, block):
+    """Blocks of four pages, two, one, one and all; the last block of the table is not whole."""
     pages, places = 5, np.array([[5 * size - 1, 0], [size, 2 * size + 3], [7, 8]])
     q, k, v = arrays(3, 2, pages * size, 4, 2, 8)
     table = 1 + RNG.permutation(3 * pages).reshape(3, pages)
@@ -59,7 +59,11 @@ def test_pages_in_blocks_equal_numpy(size):
             kept = np.where(np.arange(pages * size)[:, None, None] <= last, x[row], np.nan)
             pool[i, table[row]] = np.swapaxes(kept.reshape(pages, size, 2, 8), 1, 2)
     read = lambda numbers: cache.KV(*jnp.asarray(pool), None, None).read(numbers)
-    attend = lambda q: attention.paged_attention(q, read, jnp.asarray(table), jnp.asarray(places))
+    attend = lambda q: attention.paged_attention(
+        q, read, jnp.asarray(table), jnp.asarray(places), block_size=block
+    )
+    has_loop = "while" in str(jax.make_jaxpr(attend)(q))
+    assert has_loop == (block == attention.PAGED_BLOCK)
     mask = np.arange(pages * size) <= places[..., None]
     np.testing.assert_allclose(jax.jit(attend)(q), reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
 

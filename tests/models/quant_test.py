@@ -239,6 +239,29 @@ def test_float_weights_are_a_plain_product_in_the_dtype_of_x():
     np.testing.assert_allclose(dot(jnp.asarray(x), jnp.asarray(w)), x @ w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("batch", [(), (5,), (2, 3)], ids=str)
+def test_gradients_of_bfloat16_products_are_sums_of_bfloat16_products(batch):
+    """Small integers, so that every sum is exact, rounded once; no operand is wider."""
+    x, w, y_bar = (RNG.integers(-9, 10, shape) for shape in ((*batch, 40), (40, 7), (*batch, 7)))
+    narrow = lambda x: jnp.asarray(x, jnp.bfloat16)
+
+    def gradients(x, w, y_bar):
+        return jax.vjp(quant.dot, x, w)[1](y_bar)
+
+    inputs = narrow(x), jnp.asarray(w, jnp.float32), narrow(y_bar)
+    x_bar, w_bar = jax.jit(gradients)(*inputs)
+    assert (x_bar.dtype, w_bar.dtype) == (jnp.bfloat16, jnp.float32)
+    np.testing.assert_array_equal(x_bar, narrow(y_bar @ w.T))
+    rows = x.reshape(-1, 40).T @ y_bar.reshape(-1, 7)
+    np.testing.assert_array_equal(w_bar, narrow(rows).astype(np.float32))
+    products = [
+        equation.invars for equation in jax.make_jaxpr(gradients)(*inputs).jaxpr.eqns
+        if equation.primitive.name == "dot_general"
+    ]
+    assert len(products) >= 2
+    assert {x.aval.dtype for operands in products for x in operands} == {jnp.dtype("bfloat16")}
+
+
 def test_quantize_params_touches_the_projections_only():
     names = ["q", "k", "v", "o", "gate", "up", "down"]
     kept = {"attn_norm": jnp.ones((2, 6)), "mlp_norm": jnp.ones((2, 6)), "q_bias": jnp.ones((2, 4))}
