@@ -122,6 +122,27 @@ def test_one_token_is_ppo(name):
     check_one_token(name)
 
 
+def test_luspo_by_hand():
+    """Two answers of 3 tokens and 1, A = 2 and 5, s = exp(0.0002) and exp(-0.0001), both in the band.
+
+    Tokens of the first have the loss 3 * -2 s = -6.0012, and the mean of answers is
+    (-6.0012 - 4.9995) / 2. Every token has the gradient -A s / 2, however long its answer is."""
+    mask = jnp.array([[1, 1, 1], [1, 0, 0]])
+    logp = jnp.array([[0.0005, -0.0003, 0.0004], [-0.0001, 9.0, 9.0]])
+    adv = jnp.array([[2.0], [5.0]]) * mask
+
+    @jax.value_and_grad
+    def mean(logp):
+        loss_bt, _ = sequence_clipped.luspo(logp, jnp.zeros_like(logp), adv, mask)
+        return reduce.aggregate(loss_bt, mask, "seq-mean-token-mean")
+
+    value, gradient = mean(logp)
+    np.testing.assert_allclose(value, -5.50035, rtol=1e-6)
+    np.testing.assert_allclose(
+        gradient, [[-1.0002, -1.0002, -1.0002], [-2.49975, 0, 0]], rtol=1e-6
+    )
+
+
 def test_seq_ppo_clips_the_product():
     # R = exp(0.3 - 0.1 + 0.2) = 1.4918 is outside 1.2 and inside 1.6, each r but the first is not.
     mask = jnp.array([[1, 1, 1, 0]])
