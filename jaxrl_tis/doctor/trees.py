@@ -183,7 +183,8 @@ CAUSES = (
     Finding(
         "A.routing", "the routers of sampler and learner choose different experts",
         "Replay the sampler's routes in the learner (arXiv:2510.11370). As a cheap first step, "
-        "mask tokens whose ratio leaves a band (IcePop, arXiv:2510.18855).",
+        "mask tokens whose ratio leaves a band (IcePop, arXiv:2510.18855). In docs/referee.md a k3 of "
+        "0.03 nats with answers of 4 tokens needed neither; GSPO's ratio to the sampler did harm.",
         all_of=(ROUTED, Clause("run/route_gap_share", ">=", "route_share")), parent="A",
         changes=REPLAYED,
     ),
@@ -193,7 +194,8 @@ CAUSES = (
         "If you need the speed, let the learner multiply as the sampler does (model.quantization; "
         "arXiv:2601.14243, 2604.07853). Or keep the gap and correct it, with token weights "
         "(arXiv:2601.18150, 2602.13953) or centred scores (arXiv:2609.20807; correction.preset "
-        "centered or centered_tis_2).",
+        "centered or centered_tis_2). In docs/referee.md int8 alone (k3 of 0.0004 nats, answers of 4 "
+        "tokens) cost nothing with or without a correction.",
         all_of=(is_so("config/is_quantized"),), parent="A", changes=SAME_QUANTIZATION,
     ),
     Finding(
