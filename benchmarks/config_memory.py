@@ -9,6 +9,7 @@ are an estimate for other devices, as the kernels and the order of operations di
 compiler of a GPU, which need not exist; it needs the extra cuda13.
 """
 
+import importlib.util
 import os
 import pathlib
 
@@ -30,6 +31,10 @@ LAYERS = flags.DEFINE_integer(
     "layers", None, "Number of layers to compile instead of the model's.", lower_bound=1
 )
 GPU = flags.DEFINE_enum("gpu", None, ["l4"], "Compile for this GPU instead of this machine.")
+flags.register_validator(
+    "gpu", lambda name: name is None or importlib.util.find_spec("jax_cuda13_plugin"),
+    "needs the compiler of GPUs: pip install -e '.[cuda13]'",
+)
 # From the data sheet and the whitepaper of NVIDIA's Ada architecture.
 L4 = """
 gpu_device_info {
