@@ -68,9 +68,12 @@ def run_part(name: str, seconds: float, command: list[str] | None = None) -> dic
     """
     command = command or [sys.executable, "-m", "benchmarks.accelerator", f"--part={name}"]
     start, error = time.monotonic(), None
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log:
+    with (
+        tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log,
+        tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache,
+    ):
         process = subprocess.Popen(
-            command, stdout=out, stderr=log, env=environment(), start_new_session=True
+            command, stdout=out, stderr=log, env=environment(cache), start_new_session=True
         )
         try:
             if process.wait(max(seconds, 0)):
@@ -91,13 +94,15 @@ def run_part(name: str, seconds: float, command: list[str] | None = None) -> dic
     }
 
 
-def environment() -> dict[str, str]:
+def environment(cache: str) -> dict[str, str]:
     """Returns the environment of a part. The host computes the float64 results, and so jax also needs
-    its CPU backend."""
+    its CPU backend. A part keeps its compiled programs in the folder `cache`, and so it compiles an
+    equal one only once."""
+    own = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     platforms = os.environ.get("JAX_PLATFORMS", "")
-    if not platforms or "cpu" in platforms.split(","):
-        return dict(os.environ)
-    return os.environ | {"JAX_PLATFORMS": f"{platforms},cpu"}
+    if platforms and "cpu" not in platforms.split(","):
+        own["JAX_PLATFORMS"] = f"{platforms},cpu"
+    return os.environ | own
 
 
 def passed(parts: Mapping[str, Mapping[str, Any]]) -> bool:

@@ -226,16 +226,8 @@ def step() -> Iterator[Result]:
 
     A fused update also computes logp_old, so nothing is scored before it. `mfu` and `update_mfu`
     are shares of the published rate of bfloat16. `matrix_share` is the share of the matrix rate that
-    this process measured in the learner's dtype. Both ways have the same sampler, whose programs are
-    compiled once and then loaded from a temporary folder.
+    this process measured in the learner's dtype.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        jax.config.update("jax_compilation_cache_dir", folder)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        yield from _steps()
-
-
-def _steps() -> Iterator[Result]:
     _, of = sizes()
     rate = model.matrix_rate(of.step.dtype, of.matrix)
     found = {

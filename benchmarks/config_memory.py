@@ -54,15 +54,15 @@ device_description_str: "NVIDIA L4"
 """
 
 
-def devices() -> list[jax.Device]:
+def chosen_device() -> jax.Device:
     """Returns the device of `--gpu`, or the first of this machine."""
     if GPU.value is None:
-        return jax.devices()[:1]
+        return jax.devices()[0]
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # that of the driver
     tuning = "--xla_gpu_autotune_level=0"  # which would run kernels
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {tuning}"
     described = topologies.get_topology_desc(platform="cuda", target_config=L4, topology="1x1x1")
-    return list(described.devices)
+    return described.devices[0]
 
 
 def main() -> None:
@@ -71,7 +71,7 @@ def main() -> None:
     choices, model = validate(config), programs.model_of(config, path.parent / "shapes")
     if LAYERS.value is not None:
         model = model.first_layers(LAYERS.value)
-    device, *_ = devices()
+    device = chosen_device()
     setup = build.assemble(config, choices, model, None, [device])
     resident, available = programs.resident(setup), programs.programs(setup)
     line = "{:13} {:>10} {:>12} {:>10} {:>10}"

@@ -97,8 +97,8 @@ def details(report: Mapping[str, Any]) -> str:
         driver = f", driver {found['driver']}" if found["driver"] else ""
         runtime = found["runtime"].splitlines()[0] if found["runtime"] else ""
         texts.append(
-            f"{found['kind']} ({found['platform']}{driver}, {runtime}); host: {found['cores']} cores "
-            f"of {found['processor']}; {versions}.\n"
+            f"{found['kind']} ({found['platform']}{driver}, {runtime}). Host: {found['cores']} cores "
+            f"of {found['processor']}. Versions: {versions}.\n"
         )
         rates = [f"{1e-9 * x:,.0f}" for x in found["matrix_rates"].values()]
         peak = found["peak"] or dict.fromkeys(("bfloat16", "int8", "memory"))

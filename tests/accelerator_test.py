@@ -112,9 +112,10 @@ def test_results_are_strict_json():
 def test_the_host_is_there_for_float64(monkeypatch):
     for given, expected in (("cuda", "cuda,cpu"), ("cpu", "cpu"), ("tpu,cpu", "tpu,cpu")):
         monkeypatch.setenv("JAX_PLATFORMS", given)
-        assert accelerator.environment()["JAX_PLATFORMS"] == expected
+        assert accelerator.environment("cache")["JAX_PLATFORMS"] == expected
     monkeypatch.delenv("JAX_PLATFORMS")
-    assert "JAX_PLATFORMS" not in accelerator.environment()
+    assert "JAX_PLATFORMS" not in accelerator.environment("cache")
+    assert accelerator.environment("cache")["JAX_COMPILATION_CACHE_DIR"] == "cache"
 
 
 def test_eight_minutes_and_what_a_part_leaves_to_the_next(monkeypatch):

@@ -32,9 +32,7 @@ VALUES = {bits: values for values, bits in BITS.items()}
 PAGED = {"fast": attention.paged_attention, "invariant": invariant.paged_attention}
 FAST_DECODE = {
     "cpu": attention.paged_attention_by_length,
-    "gpu": functools.partial(
-        attention.paged_attention, block_size=attention.GPU_PAGED_BLOCK
-    ),
+    "gpu": functools.partial(attention.paged_attention, block_size=attention.GPU_PAGED_BLOCK),
 }
 
 

@@ -23,7 +23,7 @@ class EngineConfig:
       steps: decode steps per `generate` call.
       max_draft: longest draft of the `verify` program that `Engine.programs` returns; 0: none.
       prefill_batch: prompts per prefill call; prefill_chunk: most tokens of each.
-      unroll: unroll the layers (faster on CPU and GPU) instead of scanning them (compiles once per layer).
+      unroll: unroll the layers (faster on CPU and GPU) instead of scanning them (compiles one layer).
       records_logits: record the whole distribution of every token; for small models.
       penalties: accept requests with penalties, a bias or min_tokens. The engine then counts
         tokens per vocabulary entry in every slot.
