@@ -168,7 +168,7 @@ def get_config() -> ConfigDict:
     # Steps between probes of the gap, split into engine and staleness and compared with the bounds
     # of gate. 0: no probes.
     c.rollout.gap_probe_every = 0
-    # Runs that score one fixed prompt by learner and sampler at every weight sync, and stop where the
+    # Runs that score a fixed prompt by learner and sampler at every weight sync, and stop where the
     # sampler has other weights: lora (those with model.lora), always or never.
     c.rollout.canary = "lora"
     # Action above a bound. warn; sync: warn and lower the bound on staleness by one version; stop.

@@ -83,73 +83,97 @@ def share(x: float | None) -> str:
     return "" if x is None else f"{x:.0%}"
 
 
+def _device(found: Mapping[str, Any]) -> list[str]:
+    versions = ", ".join(f"{name} {x}" for name, x in found["versions"].items())
+    driver = f", driver {found['driver']}" if found["driver"] else ""
+    runtime = found["runtime"].splitlines()[0] if found["runtime"] else ""
+    rates = [f"{1e-9 * x:,.0f}" for x in found["matrix_rates"].values()]
+    peak = found["peak"] or dict.fromkeys(("bfloat16", "int8", "memory"))
+    published = ["", *("" if x is None else f"{1e-9 * x:,.0f}" for x in peak.values())]
+    return [
+        f"{found['kind']} ({found['platform']}{driver}, {runtime}). Host: {found['cores']} cores "
+        f"of {found['processor']}. Versions: {versions}.\n",
+        table(
+            ["rates", "float32 GF/s", "bfloat16 GF/s", "int8 GOP/s", "memory GB/s"],
+            [["measured", *rates, f"{1e-9 * found['copy_rate']:,.1f}"], ["published", *published]],
+        ),
+    ]
+
+
+def _step(found: Mapping[str, Any]) -> list[str]:
+    rows = [
+        [
+            name, *(f"{x:.2f}" for x in way["seconds"].values()),
+            f"{1e-9 * way['model_flops']['step']:,.0f}", share(way["mfu"]),
+            share(way["update_mfu"]), share(way["matrix_share"]),
+        ]
+        for name in ("fused", "separate") if (way := found.get(name))
+    ]
+    return [table(
+        ["GRPO step, s", "rollout", "score", "update", "step", "model GF", "MFU", "of the update",
+         f"of the measured {1e-9 * found['matrix_rate']:,.0f} GF/s"], rows,
+    )]
+
+
+def _decode(found: Mapping[str, Any]) -> list[str]:
+    return [table(
+        ["decode", "sequences", "tokens/s", "MB a token", "share of the bandwidth"],
+        [[x["format"], x["batch"], f"{x['tokens_per_s']:,.0f}", f"{1e-6 * x['bytes_per_token']:.2f}",
+          share(x["bandwidth_share"])] for x in found["rows"]],
+    )]
+
+
+def _sync(found: Mapping[str, Any]) -> list[str]:
+    return [table(
+        ["weight sync", "ms", "MB"],
+        [[name, f"{1e3 * x['seconds']:.1f}", f"{1e-6 * x['bytes']:.1f}"] for name, x in found.items()],
+    )]
+
+
+def _gate(found: Mapping[str, Any]) -> list[str]:
+    names = "d_mean", "d_p99", "dp_max", "k3"
+    return [table(
+        ["gate", *(f"`{name}`" for name in names), "largest cause"],
+        [[sampler, *(accelerator.number(x[name], ".2g") for name in names), f"`{x['largest']}`"]
+         for sampler, x in found.items()],
+    )]
+
+
+def _quickstart(found: Mapping[str, Any]) -> list[str]:
+    return [
+        f"Quickstart: {found['steps']} steps, {found['step_seconds']:.2f} s a step, greedy accuracy "
+        f"{found['first_accuracy']:.3f} to {found['last_accuracy']:.3f}.\n"
+    ]
+
+
+def _correctness(found: Mapping[str, Any]) -> list[str]:
+    return [table(
+        ["kernel", "ran as", "error", "bound"],
+        [[name, x["kernel"], accelerator.number(x["error"], ".1e"), f"{x['bound']:.0e}"]
+         for name, x in found["kernels"].items()],
+    )]
+
+
+PARTS = {
+    "device": _device, "step": _step, "decode": _decode, "sync": _sync, "gate": _gate,
+    "quickstart": _quickstart, "correctness": _correctness,
+}
+
+
 def details(report: Mapping[str, Any]) -> str:
-    """Returns the tables of one report."""
-    parts = {name: part["result"] for name, part in report["parts"].items() if part["is_ok"]}
+    """Returns the tables of one report. A part that failed has none, unless it is `step`: what it measured
+    before it failed is shown."""
+    parts = report["parts"]
     texts = [f"### {accelerator.name_of(report)}\n"]
     outcome = "Logits, kernels and the gate passed" if report["passed"] else "The checks failed"
     texts.append(f"{report['date']}, {report['seconds']:.0f} s in all. {outcome}.\n")
-    if failed := {n: x["error"] for n, x in report["parts"].items() if not x["is_ok"]}:
+    if failed := {n: x["error"] for n, x in parts.items() if not x["is_ok"]}:
         last = {name: error.strip().splitlines()[-1] for name, error in failed.items()}
         texts.append(table(["failed part", "error"], [[f"`{n}`", x] for n, x in last.items()]))
-    if found := parts.get("device"):
-        versions = ", ".join(f"{name} {x}" for name, x in found["versions"].items())
-        driver = f", driver {found['driver']}" if found["driver"] else ""
-        runtime = found["runtime"].splitlines()[0] if found["runtime"] else ""
-        texts.append(
-            f"{found['kind']} ({found['platform']}{driver}, {runtime}). Host: {found['cores']} cores "
-            f"of {found['processor']}. Versions: {versions}.\n"
-        )
-        rates = [f"{1e-9 * x:,.0f}" for x in found["matrix_rates"].values()]
-        peak = found["peak"] or dict.fromkeys(("bfloat16", "int8", "memory"))
-        published = ["", *("" if x is None else f"{1e-9 * x:,.0f}" for x in peak.values())]
-        texts.append(table(
-            ["rates", "float32 GF/s", "bfloat16 GF/s", "int8 GOP/s", "memory GB/s"],
-            [["measured", *rates, f"{1e-9 * found['copy_rate']:,.1f}"], ["published", *published]],
-        ))
-    if found := report["parts"]["step"]["result"]:
-        rows = []
-        for name in ("fused", "separate"):
-            if not (way := found.get(name)):
-                continue
-            rows.append([
-                name, *(f"{x:.2f}" for x in way["seconds"].values()),
-                f"{1e-9 * way['model_flops']['step']:,.0f}", share(way["mfu"]),
-                share(way["update_mfu"]), share(way["matrix_share"]),
-            ])
-        texts.append(table(
-            ["GRPO step, s", "rollout", "score", "update", "step", "model GF", "MFU", "of the update",
-             f"of the measured {1e-9 * found['matrix_rate']:,.0f} GF/s"], rows,
-        ))
-    if found := parts.get("decode"):
-        texts.append(table(
-            ["decode", "sequences", "tokens/s", "MB a token", "share of the bandwidth"],
-            [[x["format"], x["batch"], f"{x['tokens_per_s']:,.0f}", f"{1e-6 * x['bytes_per_token']:.2f}",
-              share(x["bandwidth_share"])] for x in found["rows"]],
-        ))
-    if found := parts.get("sync"):
-        texts.append(table(
-            ["weight sync", "ms", "MB"],
-            [[name, f"{1e3 * x['seconds']:.1f}", f"{1e-6 * x['bytes']:.1f}"] for name, x in found.items()],
-        ))
-    if found := parts.get("gate"):
-        names = "d_mean", "d_p99", "dp_max", "k3"
-        texts.append(table(
-            ["gate", *(f"`{name}`" for name in names), "largest cause"],
-            [[sampler, *(accelerator.number(x[name], ".2g") for name in names), f"`{x['largest']}`"]
-             for sampler, x in found.items()],
-        ))
-    if found := parts.get("quickstart"):
-        texts.append(
-            f"Quickstart: {found['steps']} steps, {found['step_seconds']:.2f} s a step, greedy accuracy "
-            f"{found['first_accuracy']:.3f} to {found['last_accuracy']:.3f}.\n"
-        )
-    if found := parts.get("correctness"):
-        texts.append(table(
-            ["kernel", "ran as", "error", "bound"],
-            [[name, x["kernel"], accelerator.number(x["error"], ".1e"), f"{x['bound']:.0e}"]
-             for name, x in found["kernels"].items()],
-        ))
+    for name, tables in PARTS.items():
+        part = parts.get(name, {})
+        if (found := part.get("result")) and (part["is_ok"] or name == "step"):
+            texts += tables(found)
     return "\n".join(texts)
 
 

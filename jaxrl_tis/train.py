@@ -154,8 +154,9 @@ class Run:
         """Returns `serving_params` with the check of rollout.canary."""
         if not canary.is_on(self.setup):
             return serving_params
-        ids = self._prompter.ids(self._batches.source[0])
-        check = canary.Canary(self.setup, ids).check
+        source = self._batches.source
+        prompts = [self._prompter.ids(source[i]) for i in range(min(canary.PROMPTS, len(source)))]
+        check = canary.Canary(self.setup, prompts).check
 
         def checked(params, version):
             served = serving_params(params, version)

@@ -5,10 +5,11 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.gate import canary as canary_module
 from jaxrl_tis.gate.canary import Canary, distances
 from jaxrl_tis.gate.report import MismatchError
 from jaxrl_tis.learner.state import initial_params, initial_state, policy
-from jaxrl_tis.models import lora
+from jaxrl_tis.models import lora, transformer
 from tests import tiny
 
 pytestmark = pytest.mark.compiles
@@ -21,7 +22,7 @@ def begun(size, **overrides):
     params = policy(setup.training, initial_state(setup.training, initial_params(setup.training)))
     factors, base = lora.split(params)
     moved = setup.training.adapter.join(base, jax.tree.map(lambda x: x + size, factors))
-    return Canary(setup, [3, 1, 4, 1, 5]), setup.engine, params, moved
+    return Canary(setup, [[3, 1, 4, 1, 5], [9, 2], [6, 5, 3]]), setup.engine, params, moved
 
 
 def test_the_distances_by_hand():
@@ -52,8 +53,37 @@ def test_another_base_is_caught_by_the_log_probs():
     canary, engine, params, moved = begun(0.1)
     served = engine.load(moved)
     wrong = served | {"embed": 4 * served["embed"][::-1]}
-    with pytest.raises(MismatchError, match="disagree on a fixed prompt: d "):
+    with pytest.raises(MismatchError, match="disagree on 3 fixed prompts: median d "):
         canary.check(moved, wrong, 1)
+
+
+@pytest.mark.parametrize("pairs, scored, alarm", [
+    ([(0.3, 0.25), (9.0, 9.0), (9.0, 9.0)], 1, None),  # within the bounds, so no other is scored
+    ([(0.4, 0.0), (0.1, 0.0), (0.2, 0.0)], 3, None),
+    ([(0.4, 0.0), (0.31, 0.0), (0.2, 0.0)], 3, "median d 0.31 "),
+    ([(0.0, 0.3), (0.0, 0.1), (0.0, 0.26)], 3, "median dp_max 0.26 "),
+    ([(float("nan"), 0.0)] * 3, 3, "median d nan "),
+])
+def test_a_prompt_above_a_bound_is_an_alarm_if_most_are(monkeypatch, pairs, scored, alarm):
+    canary, engine, params, _ = begun(0.1)
+    served, rest = engine.load(params), list(pairs)
+    monkeypatch.setattr(canary_module, "distances", lambda learned, sampled: rest.pop(0))
+    if alarm is None:
+        canary.check(params, served, 1)
+    else:
+        with pytest.raises(MismatchError, match=alarm):
+            canary.check(params, served, 1)
+    assert len(pairs) - len(rest) == scored
+
+
+@pytest.mark.parametrize("index", [0, 1, 2])
+def test_each_prompt_is_scored_after_its_last_token(index):
+    canary, _, params, _ = begun(0.1)
+    ids = canary._prompts[index]
+    setup = canary._setup
+    found = canary._scored(canary._learner, setup.training.layout, params, ids)
+    logits_tv = transformer.logits(params, setup.model, np.array([ids]))[0]
+    np.testing.assert_allclose(found, jax.nn.log_softmax(logits_tv[-1]), atol=1e-5)
 
 
 def test_a_run_stops_before_it_samples_from_an_old_adapter(tmp_path, monkeypatch):
