@@ -1,24 +1,43 @@
 #!/usr/bin/env bash
 # Compiles the TPU configs at full size, without a TPU: ./launch/aot.sh [folder for logs and JSON]
-# Writes their tables to docs/tpu_programs.md. About 50 minutes on two cores.
+# Writes their tables to docs/tpu_programs.md. Two configs compile at a time; JOBS=1 takes one.
 #
 # Examples:
 #   ./launch/aot.sh
-#   ./launch/aot.sh runs/aot-new
+#   JOBS=1 ./launch/aot.sh runs/aot-new
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv tpu
 out=${1:-runs/aot}
 mkdir -p "$out"
+rm -f "$out/failed"
 version() { "$PY" -c "import importlib.metadata as m; print(m.version('$1'))"; }
 compile() {  # $1: name of the log and the JSON; the rest: arguments of jaxrl_tis.aot
   local name=$1
   shift
+  while [ "$(jobs -rp | wc -l)" -ge "${JOBS:-2}" ]; do wait -n || true; done
   echo "== $name (log in $out/$name.log)"
-  "$PY" -m jaxrl_tis.aot "$@" --json="$out/$name.json" --markdown \
-    2>"$out/$name.err" >"$out/$name.log" || { tail "$out/$name.log" "$out/$name.err" >&2; exit 1; }
+  {
+    "$PY" -m jaxrl_tis.aot "$@" --json="$out/$name.json" --markdown \
+      2>"$out/$name.err" >"$out/$name.log" || { tail "$out/$name.log" "$out/$name.err" >&2; touch "$out/failed"; }
+  } &
 }
+file_of() { local file=configs/${1%%:*}.py; [[ $1 == *:* ]] && file+=:${1#*:}; echo "$file"; }
+
+configs=(gsm8k_qwen25_0p5b:grpo gsm8k_qwen25_0p5b:ppo dapo_qwen25_32b dapo_qwen25_32b:async dapo_qwen3_8b
+  dapo_qwen3_30b_a3b dapo_qwen3_30b_a3b_v5e)
+sampled=(gsm8k_qwen25_0p5b:grpo dapo_qwen25_32b)
+formats=(none,bfloat16 w8a16,bfloat16 w8a8,bfloat16 w8a8,int8)
+for config in "${configs[@]}"; do compile "$config" --config="$(file_of "$config")"; done
+for config in "${sampled[@]}"; do
+  for format in "${formats[@]}"; do
+    compile "$config,$format" --config="$(file_of "$config")" --programs=decode \
+      --config.engine.quantization="${format%,*}" --config.engine.cache_dtype="${format#*,}"
+  done
+done
+wait
+[ ! -e "$out/failed" ] || exit 1
 
 cat >"$out/page.md" <<PAGE
 # Programs of the shipped configs
@@ -27,15 +46,10 @@ This page lists the memory and FLOPs of every TPU program of the shipped configs
 with jax $(version jax) and libtpu $(version libtpu), without a TPU. All numbers are facts of the compiler or
 outputs of a model. Nothing was timed on a TPU. [tpu.md](tpu.md#what-the-result-means) explains the columns.
 PAGE
-for config in gsm8k_qwen25_0p5b:grpo gsm8k_qwen25_0p5b:ppo dapo_qwen25_32b dapo_qwen25_32b:async \
-  dapo_qwen3_8b dapo_qwen3_30b_a3b dapo_qwen3_30b_a3b_v5e; do
-  file=configs/${config%%:*}.py
-  [[ $config == *:* ]] && file+=:${config#*:}
-  compile "$config" --config="$file"
+for config in "${configs[@]}"; do
   # The first line is a title; of the rest, the tables.
-  printf "\n## \`%s\`\n\n" "$file" >>"$out/page.md"
-  awk 'NR == 1; /^\|/ && !table { print "" } { table = /^\|/ } table' "$out/$config.log" |
-    tee -a "$out/page.md"
+  printf "\n## \`%s\`\n\n" "$(file_of "$config")" >>"$out/page.md"
+  awk 'NR == 1; /^\|/ && !table { print "" } { table = /^\|/ } table' "$out/$config.log" >>"$out/page.md"
 done
 
 cat >>"$out/page.md" <<PAGE
@@ -47,15 +61,12 @@ The decode program with other formats of weights and KV cache (\`engine.quantiza
 | config | weights, cache | arguments | temporaries | peak | beside | HBM use | moves | at best (model) |
 | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 PAGE
-for file in configs/gsm8k_qwen25_0p5b.py:grpo configs/dapo_qwen25_32b.py; do
-  for formats in none,bfloat16 w8a16,bfloat16 w8a8,bfloat16 w8a8,int8; do
-    weights=${formats%,*} cache=${formats#*,} config=$(basename "$file")
-    compile "$config,$formats" --config="$file" --programs=decode \
-      --config.engine.quantization="$weights" --config.engine.cache_dtype="$cache"
+for config in "${sampled[@]}"; do
+  for format in "${formats[@]}"; do
+    name=${format/none/bfloat16}
     # Columns of the table that jaxrl_tis.aot prints.
-    awk -F ' [|] ' -v name="| \`$config\` | ${weights/none/bfloat16}, $cache" -v OFS=' | ' \
-      '/^\| decode/ { print name, $3, $4, $5, $6, $7, $10, $11 " |" }' "$out/$config,$formats.log" |
-      tee -a "$out/page.md"
+    awk -F ' [|] ' -v name="| \`$(basename "$(file_of "$config")")\` | ${name/,/, }" -v OFS=' | ' \
+      '/^\| decode/ { print name, $3, $4, $5, $6, $7, $10, $11 " |" }' "$out/$config,$format.log" >>"$out/page.md"
   done
 done
 mv "$out/page.md" docs/tpu_programs.md
