@@ -27,11 +27,12 @@ from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.report.plots import COLORS
 
 FULL = "full"  # the arm that trains all weights
+SECONDS = "seconds of a step"
 # Column -> metric, share of the run whose mean is taken, format
 COSTS = {
     "k3": ("rollout_corr/k3_kl", 1.0, ".1e"),
     "peak memory of the process, GiB": ("time/host_peak_gib", 0.1, ".3f"),
-    "seconds of a step": ("time/step_s", 0.9, ".2f"),  # the first steps also compile
+    SECONDS: ("time/step_s", 0.9, ".2f"),  # the first steps also compile
 }
 SIZES = ("bytes of a sync", "trained parameters and moments, bytes", "constant base, bytes")
 
@@ -48,7 +49,7 @@ def end(run: Run) -> float:
 
 def log_seconds(run: Run) -> float:
     """Returns log10 of the mean seconds of a step."""
-    name, share, _ = COSTS["seconds of a step"]
+    name, share, _ = COSTS[SECONDS]
     return float(np.log10(records.at_end(run, name, share)))
 
 
@@ -77,30 +78,40 @@ def configs_of(module: Any) -> dict[str, ml_collections.ConfigDict]:
     return configs
 
 
-def table(runs: Sequence[Run], sizes_by_arm: Mapping[str, Sequence[int]]) -> str:
-    """Returns Markdown tables of the arms: accuracies, measured costs, sizes."""
+def table(
+    runs: Sequence[Run], sizes_by_arm: Mapping[str, Sequence[int]], is_timed: bool = True
+) -> str:
+    """Returns Markdown tables of the arms: accuracies, measured costs, sizes.
+
+    Args:
+      is_timed: whether the seconds of a step of all arms can be compared.
+    """
     by_arm = records.by_arm(runs)
     by_arm = {arm: by_arm[arm] for arm in sizes_by_arm if arm in by_arm}  # in the order of the config
+    columns = COSTS if is_timed else {n: x for n, x in COSTS.items() if n != SECONDS}
     accuracies, costs = [], []
     for arm, own in by_arm.items():
         mean = lambda measure, form=".3f": figures.mean([measure(r) for r in own], form)
         beside = lambda measure: None if arm == FULL else figures.beside(own, by_arm[FULL], measure)
-        ratio = beside(log_seconds)
         accuracies.append([
             arm, str(len(own)), mean(start), mean(end), figures.interval(beside(end)),
             mean(figures.gain, "+.3f"), figures.interval(beside(figures.gain)),
         ])
         costs.append([arm, *(
             mean(figures.of(name, share), form) if all(name in r.series for r in own) else "–"
-            for name, share, form in COSTS.values()
-        ), figures.interval(ratio and tuple(10.0**x for x in ratio), ".2f")])
+            for name, share, form in columns.values()
+        )])
+        if is_timed:
+            ratio = beside(log_seconds)
+            costs[-1].append(figures.interval(ratio and tuple(10.0**x for x in ratio), ".2f"))
     header = [
         "arm", "seeds", "greedy accuracy at the start", "at the end", "minus full",
         "gain in sampled accuracy", "minus full",
     ]
+    cost_header = ["arm", *columns] + ["over full"] * is_timed
     counted = [[arm, *(f"{size:,}" for size in sizes_by_arm[arm])] for arm in by_arm]
     return "\n\n".join([
-        figures.rows(header, accuracies), figures.rows(["arm", *COSTS, "over full"], costs),
+        figures.rows(header, accuracies), figures.rows(cost_header, costs),
         figures.rows(["arm", *SIZES], counted),
     ])
 
@@ -120,12 +131,12 @@ def run(name: str, module: Any, recorded: Sequence[Run] = ()) -> None:
 
     Args:
       module: the config file with the arms.
-      recorded: further runs.
+      recorded: further runs, of another machine or time.
     """
 
     def text(runs: Sequence[Run]) -> str:
         sizes_by_arm = {arm: sizes(config) for arm, config in configs_of(module).items()}
-        return table([*recorded, *runs], sizes_by_arm)
+        return table([*recorded, *runs], sizes_by_arm, is_timed=not recorded)
 
     picture = lambda page, runs: draw(page, [*recorded, *runs])
     needed = () if recorded else (FULL,)

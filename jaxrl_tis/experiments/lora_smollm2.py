@@ -1,8 +1,8 @@
-"""Compares LoRA with full training on SmolLM2-135M: accuracy, bytes of a weight sync, memory and time.
+"""Compares LoRA with full training on SmolLM2-135M: accuracy, bytes of a weight sync and memory.
 
 Reads docs/experiments/lora_smollm2.jsonl, the runs of `configs/fig_lora_smollm2.py`, and the recorded runs of
-full training in docs/smollm2. These have no record of memory. The shapes of the model are read from its file, see
-launch/smollm2.sh. experiments/lora.py explains the columns.
+full training in docs/smollm2. These have no record of memory, and their steps were timed on another day. The
+shapes of the model are read from its file, see launch/smollm2.sh. experiments/lora.py explains the columns.
 
 Examples:
 

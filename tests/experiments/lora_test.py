@@ -44,6 +44,13 @@ def test_a_run_without_a_measure_has_no_value_for_it():
     assert " | – | 3.00 [" in low_rank and " | 1.000 [1.000, 1.000] | 2.00 [" in full
 
 
+def test_runs_of_another_day_are_not_timed():
+    header, _, full, low_rank = lora.table(runs(), SIZES, is_timed=False).split("\n\n")[1].splitlines()
+    assert header == "| arm | k3 | peak memory of the process, GiB |"
+    assert full == "| full | 1.0e-04 [1.0e-04, 1.0e-04] | 1.000 [1.000, 1.000] |"
+    assert low_rank.count("|") == 4
+
+
 def test_the_sizes_of_the_quickstart():
     """4 layers of width 128: q 128x128, k and v 128x64, o 128x128, gate and up 128x384, down 384x128, two norms;
     a final norm, and an embedding for each character."""
