@@ -345,7 +345,8 @@ TRUST = {"nemo_rl": "train/probs_ratio_", "tunix": "actor/train/is_ratio/"}
 LAGS = {"verl": ("training/off_policy/trajectory_staleness_worst/mean",
                  "training/off_policy/trajectory_staleness/mean"),
         "skyrl": ("async/staleness_mean",), "prime_rl": ("off_policy/mean",),
-        "nemo_rl": ("train/avg_trajectory_age",)}
+        "nemo_rl": ("train/avg_trajectory_age",),
+        "tinker": ("training_client/step", "sampling_client/step_mean")}  # their difference
 # KL of the policy to its reference. Those of SAMPLER_LOGP also log the sampler's own log-probs.
 KL_REF = {"verl": "actor/kl_loss", "trl": "kl", "openrlhf": "train/kl", "slime": "train/kl_loss",
           "skyrl": "policy/policy_kl", "nemo_rl": "train/kl_penalty", "tunix": "actor/train/kl",
@@ -505,7 +506,7 @@ def simulate(rng, framework: str, cause: str | None = None) -> Log:
             moves = cause != "inactive.trust_region"
             row[TRUST[framework] + bound] = value + 0.01 * rng.standard_normal() if moves else 1.0
         if is_lagging and framework in LAGS:
-            row |= dict.fromkeys(LAGS[framework], float(lags[i]))
+            row |= _aged(framework, i, lags[i])
         rows.append((every * (i + 1), _damaged(row, framework, cause, i == size.steps - 3)))
     return Log(rows, _holding(at, size, rows))
 
@@ -537,6 +538,13 @@ def _long(rng, framework, variant):
             break
     length = float(np.clip(rng.uniform(3.0, 6.0) / abs(at.kl), 100.0, 1500.0))
     return Shape(12, 8, length, 0.3), variant, at
+
+
+def _aged(framework, step, lag):
+    """Returns the fields with the age of the samples."""
+    if framework == "tinker":
+        return dict(zip(LAGS[framework], (float(step), float(step - lag))))
+    return dict.fromkeys(LAGS[framework], float(lag))
 
 
 def _damaged(row, framework, cause, is_spike):
