@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Compiles the TPU configs at full size, without a TPU: ./launch/aot.sh [folder for logs and JSON]
-# Writes their tables to docs/tpu_programs.md. Two configs compile at a time; JOBS=1 takes one.
+# Writes their tables to docs/tpu_programs.md in about an hour. Two configs compile at a time; JOBS=1 takes one.
 #
 # Examples:
 #   ./launch/aot.sh
@@ -26,9 +26,10 @@ compile() {  # $1: name of the log and the JSON; the rest: arguments of jaxrl_ti
 file_of() { local file=configs/${1%%:*}.py; [[ $1 == *:* ]] && file+=:${1#*:}; echo "$file"; }
 
 configs=(gsm8k_qwen25_0p5b:grpo gsm8k_qwen25_0p5b:ppo dapo_qwen25_32b dapo_qwen25_32b:async dapo_qwen3_8b
-  dapo_qwen3_30b_a3b dapo_qwen3_30b_a3b_v5e)
+  dapo_qwen3_30b_a3b dapo_qwen3_30b_a3b_v5e gsm8k_one_chip:qwen25_0p5b gsm8k_one_chip:gemma3_1b
+  gsm8k_one_chip:qwen3_1p7b gsm8k_qwen3_8b_lora)
 sampled=(gsm8k_qwen25_0p5b:grpo dapo_qwen25_32b)
-formats=(none,bfloat16 w8a16,bfloat16 w8a8,bfloat16 w8a8,int8)
+formats=("none,bfloat16" "w8a16,bfloat16" "w8a8,bfloat16" "w8a8,int8")
 for config in "${configs[@]}"; do compile "$config" --config="$(file_of "$config")"; done
 for config in "${sampled[@]}"; do
   for format in "${formats[@]}"; do
