@@ -6,8 +6,8 @@ within bounds: d = sum_v p_behav |logp_old - logp_behav|, the expectation of the
 within `gate.max_d_p99`, the bound for single tokens, and max_v |p_old - p_behav| within
 `gate.max_dp_max`. An int8 sampler can exceed them at a single token: then `PROMPTS` prompts are scored,
 and their medians must be within the bounds. Positions inside a prompt do not count: no token is sampled
-there, and the policy is not trained on them. With LoRA the served factors must also have the fingerprint of the learner's:
-an update may move distributions by less than the bounds.
+there, and the policy is not trained on them. With LoRA the served factors must also have the fingerprint
+of the learner's: an update may move distributions by less than the bounds.
 """
 
 import functools

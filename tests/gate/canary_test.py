@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.gate import canary as canary_module
 from jaxrl_tis.gate.canary import Canary, distances
 from jaxrl_tis.gate.report import MismatchError
 from jaxrl_tis.learner.state import initial_params, initial_state, policy
@@ -67,7 +66,7 @@ def test_another_base_is_caught_by_the_log_probs():
 def test_a_prompt_above_a_bound_is_an_alarm_if_most_are(monkeypatch, pairs, scored, alarm):
     canary, engine, params, _ = begun(0.1)
     served, rest = engine.load(params), list(pairs)
-    monkeypatch.setattr(canary_module, "distances", lambda learned, sampled: rest.pop(0))
+    monkeypatch.setattr("jaxrl_tis.gate.canary.distances", lambda learned, sampled: rest.pop(0))
     if alarm is None:
         canary.check(params, served, 1)
     else:
