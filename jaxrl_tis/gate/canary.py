@@ -68,9 +68,9 @@ class Canary:
                         "before it samples"
                     )
         # The first sampler alone: fingerprints compare the others with it.
-        measured = [self._distances(params, parts[0], self._prompts[0])]
+        measured = [self.measured(params, parts[0], self._prompts[0])]
         if not self._is_within(*measured[0]):
-            measured += [self._distances(params, parts[0], ids) for ids in self._prompts[1:]]
+            measured += [self.measured(params, parts[0], ids) for ids in self._prompts[1:]]
         d, dp_max = np.median(measured, axis=0)
         if not self._is_within(d, dp_max):
             raise MismatchError(
@@ -84,7 +84,8 @@ class Canary:
         bounds = self._setup.config.gate
         return d <= bounds.max_d_p99 and dp_max <= bounds.max_dp_max
 
-    def _distances(self, params: Any, served: Any, ids: list[int]) -> tuple[float, float]:
+    def measured(self, params: Any, served: Any, ids: list[int]) -> tuple[float, float]:
+        """Returns (d, dp_max) of the token after a prompt, see the head of the file."""
         setup = self._setup
         learned = self._scored(self._learner, setup.training.layout, params, ids)
         return distances(learned, self._scored(self._sampler, setup.engine.layout, served, ids))
