@@ -9,16 +9,13 @@ Examples:
     python -m jaxrl_tis.serve --config=configs/quickstart.py --host=0.0.0.0 --token_file=token.txt
 """
 
-import uvicorn
 from absl import flags
 
 from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
-from jaxrl_tis.endpoint import connection
 from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.learner.state import as_begun
 from jaxrl_tis.runtime.addresses import is_loopback
-from jaxrl_tis.serve.setup import load, make_app, read_token
 
 CONFIG = cli_flags.define_config()
 WORKDIR = flags.DEFINE_string(
@@ -45,6 +42,13 @@ LOGPROBS = 5  # likeliest tokens recorded per sampled token
 
 
 def main() -> None:
+    try:
+        import uvicorn
+
+        from jaxrl_tis.endpoint import connection
+        from jaxrl_tis.serve.setup import load, make_app, read_token
+    except ImportError as error:
+        raise ImportError(f"{error}: pip install 'jaxrl_tis[serve]'") from error
     token = read_token(TOKEN_FILE.value)
     if token is None and not is_loopback(HOST.value):
         raise ValueError(f"--host={HOST.value} is reachable from other machines; give --token_file")

@@ -177,3 +177,17 @@ def fetch(port, path, body=None):
 def test_an_address_that_others_reach_needs_a_token(refused):
     output, _ = refused.communicate(timeout=120)
     assert refused.returncode != 0 and "--host=0.0.0.0" in output and "--token_file" in output
+
+
+def test_a_missing_package_is_told_with_its_extra():
+    """In a process of its own, where uvicorn cannot be imported."""
+    code = (
+        "import runpy, sys; sys.modules['uvicorn'] = None; "
+        "runpy.run_module('jaxrl_tis.serve', run_name='__main__', alter_sys=True)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", code, "--config=configs/quickstart.py"], cwd=ROOT, text=True,
+        capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+    )
+    assert ran.returncode == 2 and "Traceback" not in ran.stderr
+    assert "uvicorn" in ran.stderr and "pip install 'jaxrl_tis[serve]'" in ran.stderr
