@@ -94,8 +94,8 @@ def check_masks(figure):
 def check_objectives(figure):
     drawn = panels(figure)
     assert list(drawn) == list(objectives.OBJECTIVES)
-    # n / (K size); gamma / (1 + gamma)^2; the loss of the response on each of its n tokens.
-    other = {"espo": 8 / 12, "fusion_shaped": 0.1 / 1.1**2, "seq_ppo": 8.0}
+    # n / (K size); gamma / (1 + gamma)^2; n times the response's loss; that loss on each token.
+    other = {"espo": 8 / 12, "fusion_shaped": 0.1 / 1.1**2, "luspo": 8.0, "seq_ppo": 8.0}
     for name, (good, bad) in drawn.items():
         start = other[name] if name in other else 1.0
         np.testing.assert_allclose([at(good, 0), at(bad, 0)], [start, -start], rtol=1e-5,
