@@ -144,7 +144,8 @@ def trained(
                 values |= {"time/step_s": time.monotonic() - start}
                 kept = {n: float(v) for n, v in values.items() if n in records.METRICS}
                 lines.append({"step": step, "phase": "train"} | kept)
-                is_broken = not math.isfinite(float(measured["actor/grad_norm"]))
+                # Without a gradient where the mask leaves no token: such a step has no update.
+                is_broken = not math.isfinite(float(measured.get("actor/grad_norm", 0.0)))
             if step % config.eval.every == 0:
                 line = {"step": step, "phase": "eval", REWARD: BROKEN}
                 if not is_broken:

@@ -134,7 +134,9 @@ def test_few_steps_decide_nothing(tmp_path):
     assert undecided["C"].startswith(
         f"needs 10 values of {CHI2} in the 20 steps up to step 9, there are 9"
     )
-    assert "not enough data" in describe(diagnosis)
+    printed = describe(diagnosis)
+    assert "not enough data" in printed and "needs 10 values" not in printed
+    assert printed.count("the run has 9 steps, and a verdict needs at least 10") == 1
 
 
 def test_a_short_run_leaves_the_surge_open(tmp_path):

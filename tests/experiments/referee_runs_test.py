@@ -75,3 +75,18 @@ def test_a_run_whose_numbers_are_not_finite_ends_at_zero(small, monkeypatch):
         lines = referee_runs.trained(setup, trainer, figures.taught(setup), rewards)
     assert steps == [1, 2, 3]
     assert [r["eval/sampled_reward"] for r in lines if r["phase"] == "eval"][1:] == [0.0, 0.0]
+
+
+@pytest.mark.all
+def test_a_run_goes_on_where_a_mask_leaves_no_token(small):
+    """The band around 1 holds no geometric mean, so no step has an update and the policy stays."""
+    arm = fig_referee.arms_of("noise", "short")["geometric mask"]
+    nothing = {"correction.masks": "seq_mean_k1(lower=0.999999, upper=1.000001)"}
+    setup = referee_runs.Programs().build(arm | nothing)
+    trainer = Trainer(setup.training)
+    with contextlib.closing(worker(setup.config.reward)) as rewards:
+        lines = referee_runs.trained(setup, trainer, figures.taught(setup), rewards)
+    steps = [r for r in lines if r["phase"] == "train"]
+    assert len(steps) == 8 and not any("actor/grad_norm" in r for r in steps)
+    first, *others = (r["eval/sampled_reward"] for r in lines if r["phase"] == "eval")
+    assert others == [first] * 2
