@@ -347,17 +347,11 @@ def nans_of(diagnosis: dict[str, Any]) -> Iterator[str]:
         yield f"not finite: {name}, {len(steps)} times, {where}"
 
 
-def _reasons(diagnosis: dict[str, Any]) -> Iterator[str]:
-    """Yields why findings are not decided: one reason if the run is too short for any verdict."""
-    reasons, steps = {}, diagnosis["steps"]
-    count, fewest = steps[1] - steps[0] + 1 if steps else 0, diagnosis["thresholds"]["min_steps"]
-    for finding in diagnosis["undecided"]:
-        reason = finding["reason"]
-        if count < fewest and "config.json" not in reason:
-            reason = f"the run has {count} steps, and a verdict needs at least {fewest:g}"
-        reasons.setdefault(reason, []).append(finding["name"])
-    for reason, names in reasons.items():
-        yield f"  {', '.join(names)}: {reason}"
+def reason_of(finding: dict[str, Any], count: int, fewest: float) -> str:
+    """Returns why a finding is not decided, in short if `count` steps are too few for any verdict."""
+    if count < fewest and "config.json" not in finding["reason"]:
+        return f"too few steps, {count} of at least {fewest:g}"
+    return finding["reason"]
 
 
 def describe(diagnosis: dict[str, Any]) -> str:
@@ -374,8 +368,13 @@ def describe(diagnosis: dict[str, Any]) -> str:
     if diagnosis["reward_errors"]:
         failed = [failures.Failure(**failure) for failure in diagnosis["reward_errors"]]
         lines += ["", "failed rewards", *(f"  {line}" for line in failures.described(failed))]
-    if diagnosis["undecided"]:
-        lines += ["", "not decided", *_reasons(diagnosis)]
+    reasons, count = {}, steps[1] - steps[0] + 1 if steps else 0
+    for finding in diagnosis["undecided"]:
+        reason = reason_of(finding, count, diagnosis["thresholds"]["min_steps"])
+        reasons.setdefault(reason, []).append(finding["name"])
+    if reasons:
+        lines += ["", "not decided"]
+        lines += [f"  {', '.join(names)}: {reason}" for reason, names in reasons.items()]
     return "\n".join(lines)
 
 

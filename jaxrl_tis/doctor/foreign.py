@@ -14,7 +14,9 @@ from etils import epath
 
 from jaxrl_tis.doctor import corrections, readers
 from jaxrl_tis.doctor.case import FALLBACKS, FLIPS, IS_VALID, LAG, TURNS, WEIGHTS_ESS, Case
-from jaxrl_tis.doctor.diagnose import FACTS, adapted, diagnosis_of, limits_of, lines_of, nans_of
+from jaxrl_tis.doctor.diagnose import (
+    FACTS, adapted, diagnosis_of, limits_of, lines_of, nans_of, reason_of,
+)
 from jaxrl_tis.doctor.frameworks import (
     ABS_GAP, CORRECTED, FRAMEWORKS, RATIO, VARIANTS, WEIGHT_MAX, WEIGHT_MEAN, WEIGHT_MIN, Framework,
 )
@@ -360,7 +362,8 @@ def _reasons(diagnosis):
         if name not in set_up and "config.json" in reason:
             without_config.append(name)
         elif name not in set_up and not any(metric in reason for metric in absent):
-            reasons.setdefault(reason, []).append(name)
+            fewest = diagnosis["thresholds"]["min_steps"]
+            reasons.setdefault(reason_of(finding, diagnosis["rows"], fewest), []).append(name)
     for reason, names in reasons.items():
         yield f"  {', '.join(names)}: {reason}"
     if without_config:

@@ -136,7 +136,7 @@ def test_few_steps_decide_nothing(tmp_path):
     )
     printed = describe(diagnosis)
     assert "not enough data" in printed and "needs 10 values" not in printed
-    assert printed.count("the run has 9 steps, and a verdict needs at least 10") == 1
+    assert printed.count("too few steps, 9 of at least 10") == 1
 
 
 def test_a_short_run_leaves_the_surge_open(tmp_path):
