@@ -113,6 +113,9 @@ def test_the_engine_factor_has_the_metrics_of_the_engine_ratio():
     log_probs = chain(ENGINE, STALENESS, TRUST_REGION)
     _, metrics = capped_ratio(*log_probs, MASK)
     same = jax.jit(divergences.divergence_metrics)(log_probs[2] - log_probs[3], MASK)
+    # The tails of the whole ratio alone: of 4, 1/2 and 2 one is above 2, and none below 1/2.
+    tails = [float(same.pop(f"mismatch/{name}")) for name in ("tail_above", "tail_below")]
+    np.testing.assert_allclose(tails, [1 / 3, 0.0], rtol=1e-6)
     for name, value in same.items():
         short = name.rpartition("/")[2]
         np.testing.assert_allclose(metrics[f"mismatch/engine/{short}"], value, rtol=1e-6)
