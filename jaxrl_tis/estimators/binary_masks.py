@@ -25,7 +25,8 @@ MARGIN = 1e-6  # of probabilities to 0 and 1, as in the code of FlashREINFORCE's
 def binary_kl(
     log_ratio: Array, logp_behav: Array, mask: Array, is_reverse: bool = False
 ) -> Array:
-    """d_t of the module [B, T] in nats, never below 0; 0 at padding, without gradient.
+    """d_t of the module [B, T] in nats, never below 0; 0 at padding, without gradient. NaN, which no
+    mask keeps, where the sampler's log-prob is -inf.
 
     Args:
       log_ratio: [B, T] nats, logp_old - logp_behav.
@@ -41,8 +42,8 @@ def binary_kl(
     def log_rest(logp_bt):
         return jnp.log(-jnp.expm1(logp_bt))  # log(1 - p), also where p is close to 1
 
-    raw_bt = ratios.zero_padding(logp_behav, mask)
-    p_bt, q_bt = within(raw_bt), within(raw_bt + ratios.detached_log_ratio(log_ratio, mask))
+    p_bt = within(ratios.zero_padding(logp_behav, mask))
+    q_bt = within(ratios.learner_logp(log_ratio, logp_behav, mask))
     if is_reverse:
         p_bt, q_bt = q_bt, p_bt
     own_bt = jnp.exp(p_bt) * (p_bt - q_bt)
@@ -74,7 +75,8 @@ def token_kpop(
 ) -> Array:
     """KPop (Ring 2.6, arXiv:2606.15079): tokens by the binary KL in both directions.
 
-    prime-rl and AReaL go with the ratio as weight, unclipped: `token_vanilla` in bypass mode.
+    The preset `kpop` has the ratio as weight, unclipped, as prime-rl (#3283). AReaL masks the proximal
+    policy against the sampler, beside PPO: `token_vanilla` and `ppo` in decoupled mode.
 
     Unit: token. Trust region: binary KL(mu || pi_old) and KL(pi_old || mu) of the drawn token <=
     upper. Use: as `token_binary_kl`, which lets a token pass that the learner finds likely and the

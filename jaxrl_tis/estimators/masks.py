@@ -181,19 +181,19 @@ def token_dp(
 ) -> Array:
     """Tokens by the difference of their probabilities, prime-rl's band; no paper.
 
-    Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: beside `token_tis`, as
-    prime-rl has it; a ratio far from 1 passes where both probabilities are small, and a likely
-    token is dropped at a ratio near 1.
+    Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: in bypass mode beside
+    `token_vanilla`, as prime-rl has it; a ratio far from 1 passes where both probabilities are small,
+    and a likely token is dropped at a ratio near 1.
 
     Args:
       log_ratio, mask, seg: see the module.
       logp_behav: [B, T] log-probs of the sampler, nats.
-      upper: largest difference kept, inclusive; required, as no default is known.
+      upper: largest difference kept, inclusive; required. prime-rl's default is 0.3, before 0.1.
     """
     del seg
-    behav_bt = ratios.zero_padding(logp_behav, mask)
-    dp_bt = jnp.exp(behav_bt + ratios.detached_log_ratio(log_ratio, mask)) - jnp.exp(behav_bt)
-    return ratios.as_bool(mask) & (jnp.abs(jax.lax.stop_gradient(dp_bt)) <= upper)
+    behav_bt = jax.lax.stop_gradient(ratios.zero_padding(logp_behav, mask))
+    dp_bt = jnp.exp(ratios.learner_logp(log_ratio, logp_behav, mask)) - jnp.exp(behav_bt)
+    return ratios.as_bool(mask) & (jnp.abs(dp_bt) <= upper)
 
 
 def veto(

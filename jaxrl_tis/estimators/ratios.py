@@ -139,6 +139,13 @@ def detached_log_ratio(log_ratio: Array, mask: Array) -> Array:
     return jax.lax.stop_gradient(clamp(zero_padding(log_ratio, mask), -LOG_BOUND, LOG_BOUND))
 
 
+def learner_logp(log_ratio: Array, logp_behav: Array, mask: Array) -> Array:
+    """log pi_old = logp_behav + log_ratio [B, T], 0 at padding, without gradient. The ratio is not
+    clamped, so that a token far outside the sampler's support keeps the learner's probability; NaN
+    where both are infinite."""
+    return jax.lax.stop_gradient(zero_padding(logp_behav + log_ratio, mask))
+
+
 def segment_ids(seg: Array | Segments | None, mask: Array) -> Array:
     """Returns the sequence ids [B, T] of seg, `Segments` or None; 1 everywhere for None."""
     if seg is None:

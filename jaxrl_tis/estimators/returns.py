@@ -65,9 +65,10 @@ def group_ids(group: Array) -> Array:
     """[B] the first row of each row's group; `group` may hold any integers."""
     group = jnp.asarray(group)
     chex.assert_rank(group, 1)
-    size = group.shape[0]
-    is_same_bb = group[:, None] == group[None, :]
-    return jnp.min(jnp.where(is_same_bb, jnp.arange(size)[None, :], size), axis=1)
+    _, first, inverse = jnp.unique(
+        group, return_index=True, return_inverse=True, size=group.shape[0]
+    )
+    return first[inverse]
 
 
 def group_sum(x: Array, ids: Array) -> Array:

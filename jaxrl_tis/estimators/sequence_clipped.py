@@ -118,19 +118,21 @@ def gspo(
 
 def luspo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
-    clip_low: Numeric = 3e-4, clip_high: Numeric = 4e-4,
+    clip_low: Numeric = 2e-3, clip_high: Numeric = 2.5e-3,
 ) -> ppo.Loss:
     """LUSPO (arXiv:2602.05261): `gspo` times the number of tokens of the response.
 
     With GSPO's aggregation, seq-mean-token-mean, the gradient is -s A on each token inside the
-    band, however long its response is.
+    band, however long its response is. A run refuses other aggregations, which would count the length
+    twice.
 
     Unit: sequence. Trust region: that of `gspo`. Gradient: n times that of `gspo`. Use: where
-    responses shrink under `gspo`, whose long responses count less per token; very long ones
-    dominate a batch.
+    responses shrink under `gspo` with seq-mean-token-mean, whose long responses count less per token;
+    very long ones dominate a batch.
 
     Args:
-      clip_low, clip_high: as `gspo`.
+      clip_low: width of the band below 1; 2e-3 as in the paper's section 5.1, as TRL cites it.
+      clip_high: width of the band above 1; 2.5e-3 as there.
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens on the clipped branch.
     """

@@ -44,6 +44,7 @@ class Step:
     head: int = 0
 
 
+LUSPO = "luspo(clip_low=0.0003, clip_high=0.0004)"
 BAND = "clip_cov_lower=0.0, clip_cov_upper=inf"
 ADVANTAGES = {
     **{name: name for name in methods.TABLES["advantage"][0]},
@@ -66,10 +67,10 @@ STEPS = {
     "kl_cov": Step(objective="kl_cov", mode="bypass"),
     "top_entropy": Step(weight="token_vanilla", masks="top_entropy"),
     "espo": Step(objective="espo(vocab_size=3)", mode="bypass"),
-    # Under GSPO's aggregation, by which long responses count less in one of the two.
+    # Under GSPO's aggregation, by which long responses count less in one of the two. Both have GSPO's band.
     **{
-        name: Step(objective=name, mode="bypass", aggregation="seq-mean-token-mean")
-        for name in ("gspo", "luspo")
+        name: Step(objective=spelled, mode="bypass", aggregation="seq-mean-token-mean")
+        for name, spelled in {"gspo": "gspo", "luspo": LUSPO}.items()
     },
     **{
         name: Step(advantage=spelled, weight="seq_vanilla")

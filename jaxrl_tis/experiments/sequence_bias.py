@@ -47,9 +47,9 @@ STEPS = {
         f"objective {spelled.split('(')[0]}": Step("dr_grpo", objective=spelled, mode="bypass")
         for spelled in OBJECTIVES
     },
-    # Responses have one length here, so the mean over tokens leaves the step of `gspo`.
+    # Responses have one length here, so the mean over tokens leaves the step of `gspo` with this band.
     "objective luspo": Step(
-        "dr_grpo", objective="luspo", mode="bypass", aggregation="seq-mean-token-mean"
+        "dr_grpo", objective=group_bias.LUSPO, mode="bypass", aggregation="seq-mean-token-mean"
     ),
     **{
         f"mask {spelled.split('(')[0]}": Step("dr_grpo", weight="seq_vanilla", masks=spelled)

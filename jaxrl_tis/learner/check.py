@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import ml_collections
 
 from jaxrl_tis.engine.check import is_filtered
-from jaxrl_tis.estimators import centering, methods, turn_credit
+from jaxrl_tis.estimators import centering, loss, methods, turn_credit
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.learner import control, correction
 from jaxrl_tis.learner.batch_layout import MAX_SEGMENTS
@@ -19,6 +19,7 @@ from jaxrl_tis.rollouts.schedules import Schedule
 UNGROUPED = ("gae", "remax", "reinforce_plus_plus", "batch_mean")
 COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a whole
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
+PER_SEQUENCE = ("luspo",)  # objectives that are multiplied by the length
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
 UNWEIGHTED = ("topr",)  # objectives that weigh some advantages and leave the others alone
 WITHOUT_OLD = (*UNRATIOED, "a3po", "decoupled")  # objectives that do not look at logp_old
@@ -33,6 +34,7 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
     yield from _routing(c, config)
     yield from _weight(c)
     yield from _kl(c)
+    yield from _sampler_kl(c)
     yield from _environment_ce(c, config)
     yield from _turn_credit(c)
     yield from _forks(c, config)
@@ -91,6 +93,11 @@ def _batch(c: Correction, config):
         yield (
             f"objective {objective!r} needs all samples of a prompt at once: set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
+        )
+    if objective in PER_SEQUENCE and c.aggregation != "seq-mean-token-mean":
+        yield (
+            f"objective {objective!r} multiplies by the number of tokens, which correction.aggregation "
+            f"= {c.aggregation!r} does not divide by; set it to 'seq-mean-token-mean'"
         )
     if c.mode == "bypass" and c.is_batch_normalized and not is_whole:
         yield (
@@ -232,6 +239,17 @@ def _kl(c: Correction):
         yield (
             f"advantage {c.advantage[0]!r} uses the components of the reward, and a KL penalty in "
             "the reward is not a component; set correction.kl_placement to 'loss'"
+        )
+
+
+def _sampler_kl(c: Correction):
+    """Finds masks that keep rejected tokens from the KL to the sampler."""
+    before, _ = loss.split(c.masks, c.mode)
+    if c.sampler_kl_coeff and before and c.mode == "decoupled" and not c.rejected_in_denominator:
+        yield (
+            f"correction.sampler_kl_coeff = {c.sampler_kl_coeff:g} is for rejected tokens, too, and "
+            f"the mask {before[0][0]!r} takes them out of the batch; set "
+            "correction.rejected_in_denominator to True"
         )
 
 

@@ -84,7 +84,7 @@ def kl(p_logits, q_logits):
 def binary_kl(logp, log_ratio, is_reverse=False):
     p, q = (
         min(max(math.exp(x), 1e-6), 1 - 1e-6)
-        for x in (logp, logp + max(-20.0, min(20.0, log_ratio)))
+        for x in (logp, logp + log_ratio)
     )
     if is_reverse:
         p, q = q, p
@@ -102,8 +102,7 @@ def oracle(name, inputs):
             keep[b, t] = is_inside(name, peers, log_ratio[b, t])
         elif name == "token_dp":
             logp = inputs["logp_behav"][b, t]
-            own = max(-20.0, min(20.0, log_ratio[b, t]))
-            keep[b, t] = abs(math.exp(logp + own) - math.exp(logp)) <= 0.1
+            keep[b, t] = abs(math.exp(logp + log_ratio[b, t]) - math.exp(logp)) <= 0.1
         elif name.endswith("_binary_kl"):
             gaps = list(map(binary_kl, inputs["logp_behav"][b, is_peer], peers))
             own = binary_kl(inputs["logp_behav"][b, t], log_ratio[b, t])
@@ -196,6 +195,19 @@ def test_a_band_on_the_probabilities_by_hand():
         learner - sampler, jnp.ones((1, 3), bool), logp_behav=sampler, upper=0.1001
     )
     assert kept.tolist() == [[True, False, True]]
+
+
+@pytest.mark.parametrize(
+    "name, bound",
+    [("token_dp", 0.3), ("token_kpop", 0.1), ("token_binary_kl", 0.1), ("seq_mean_binary_kl", 0.003)],
+)
+@pytest.mark.parametrize("sampler", [-30.0, -9999.0, -math.inf])
+def test_a_token_that_only_the_learner_finds_likely_is_dropped(name, bound, sampler):
+    """The learner's probability is 0.99, the sampler's 0: 30 nats, which is more than weights count."""
+    behav, mask = jnp.array([[sampler]]), jnp.ones((1, 1), bool)
+    mask_of = masks.MASKS[name]
+    assert not mask_of(-0.01 - behav, mask, logp_behav=behav, upper=bound)[0, 0]
+    assert mask_of(jnp.zeros((1, 1)), mask, logp_behav=jnp.array([[-30.0]]), upper=bound)[0, 0]
 
 
 def test_the_error_of_a_sequence_by_hand():

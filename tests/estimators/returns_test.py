@@ -39,6 +39,19 @@ def test_group_moments_of_ragged_groups():
     np.testing.assert_array_equal(is_constant, [False, True, False, False, True])
 
 
+def test_groups_are_named_by_their_first_row():
+    groups = np.random.default_rng(0).integers(-5, 5, 40)
+    expected = [list(groups).index(g) for g in groups]
+    assert returns.group_ids(jnp.array(groups)).tolist() == expected
+
+
+def test_groups_of_many_rows_need_little_memory():
+    """Of 4,096 rows each pair would be 16.8 M numbers. Packed rows have as many sequences."""
+    rows = jax.ShapeDtypeStruct((4096,), jnp.int32)
+    program = jax.jit(returns.group_ids).lower(rows).compile()
+    assert program.memory_analysis().temp_size_in_bytes < 1e6
+
+
 def test_group_reductions_keep_trailing_axes():
     x = jnp.array([[1.0, -2.0], [3.0, 4.0], [-5.0, 6.0]])
     ids = returns.group_ids(jnp.array([7, 2, 7]))

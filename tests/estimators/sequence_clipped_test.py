@@ -24,7 +24,7 @@ def seq_ppo_loop(x):
 
 
 def luspo_loop(x):
-    loss, jacobian, is_clipped = gspo_loop(x)
+    loss, jacobian, is_clipped = gspo_loop(x, 1 - 2e-3, 1 + 2.5e-3)
     return len(x["l"]) * loss, len(x["l"]) * jacobian, is_clipped
 
 
@@ -120,6 +120,15 @@ def test_published_coefficients(name):
 @pytest.mark.parametrize("name", ["seq_ppo", "gspo", "gspo_token"])
 def test_one_token_is_ppo(name):
     check_one_token(name)
+
+
+@pytest.mark.parametrize("s, is_clipped", [(0.9979, 1), (0.9981, 0), (1.0024, 0), (1.0026, 1)])
+def test_luspo_has_its_own_band(s, is_clipped):
+    """Answers of one token; the advantage pushes out of the band."""
+    adv = jnp.array([[1.0 if s > 1 else -1.0]])
+    log_s = jnp.log(jnp.array([[s]]))
+    _, metrics = sequence_clipped.luspo(log_s, jnp.zeros((1, 1)), adv, jnp.ones((1, 1)))
+    assert metrics["actor/pg_clipfrac"] == is_clipped
 
 
 def test_luspo_by_hand():

@@ -5,6 +5,10 @@ from tests.mutants import of
 MUTANTS = [
     *of(
         "estimators/ratios.py",
+        ("the learner's log-prob is near the sampler's",
+         "zero_padding(logp_behav + log_ratio, mask)",
+         "zero_padding(logp_behav + clamp(log_ratio, -LOG_BOUND, LOG_BOUND), mask)",
+         "estimators/masks_test.py::test_a_token_that_only_the_learner_finds_likely_is_dropped"),
         ("the clamp has no gradient at its bounds",
          "(x >= low) & (x <= high)", "(x > low) & (x < high)"),
         ("the log-ratio is that of the inverse ratio",
