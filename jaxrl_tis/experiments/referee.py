@@ -25,7 +25,6 @@ from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.runtime import cli
 
 NONE, EXACT = "none", fig_referee.EXACT
-RESAMPLES = 2000
 MARGIN = 0.05  # of the reward; a gap whose cost is surely below it needs no correction
 Gains = dict[str, dict[int, float]]  # correction -> seed -> gain
 
@@ -75,46 +74,64 @@ def beside(gains: Gains, other: str) -> dict[str, Interval]:
     return {name: simultaneous(paired(gains[name], gains[other]), len(arms)) for name in arms}
 
 
-def overall(parts: Mapping[str, Gains], name: str, other: str = NONE) -> Interval:
-    """Returns the mean over parts of the difference of two arms. Its 95 % interval is that of a
-    bootstrap that draws parts, and then seeds within each."""
-    cells = [paired(g[name], g[other]) for g in parts.values() if name in g and other in g]
-    rng, drawn = np.random.default_rng(0), []
-    for _ in range(RESAMPLES):
-        chosen = rng.integers(len(cells), size=len(cells))
-        drawn.append(np.mean([rng.choice(cells[i], len(cells[i])).mean() for i in chosen]))
-    mean = float(np.mean([cell.mean() for cell in cells]))
-    low, high = np.quantile(drawn, (0.025, 0.975))
-    return mean, float(low), float(high)
+def overall(parts: Mapping[str, Gains], name: str, count: int, other: str = NONE) -> Interval:
+    """Returns the mean over parts of the difference of two arms, and its Student interval at 95 % for
+    `count` intervals together.
 
-
-def decision(gains: Gains) -> tuple[list[str], list[str]]:
-    """Returns (the corrections to take, simplest first; those that are worse than none).
-
-    To take are the best of those that are better than none, and all that are better than none and not
-    worse than the best. The list is empty where no correction is better than none.
+    Parts and seeds are both drawn at random, and each part has every seed. The variance is that of the
+    mean over parts plus that of the mean over seeds, which counts the variance of single runs twice and so
+    is never too small (Owen 2007, doi:10.1214/07-AOAS122). The fewer of both give the degrees of freedom.
     """
-    corrections = {name: x for name, x in gains.items() if name != EXACT}
-    differences = beside(corrections, NONE)
+    cells = np.array([paired(g[name], g[other]) for g in parts.values() if name in g and other in g])
+    mean, fewest = float(cells.mean()), min(cells.shape)
+    if fewest < 2:
+        return mean, -np.inf, np.inf
+    variance = sum(cells.mean(axis).var(ddof=1) / cells.shape[1 - axis] for axis in (0, 1))
+    half = stats.t.ppf(1 - 0.025 / count, fewest - 1) * np.sqrt(variance)
+    return mean, float(mean - half), float(mean + half)
+
+
+def verdicts(gains: Gains) -> tuple[list[str], list[str]]:
+    """Returns (the arms that are better than none, those that are worse)."""
+    differences = beside(gains, NONE)
     better = [name for name, (_, low, _) in differences.items() if low > 0]
     worse = [name for name, (_, _, high) in differences.items() if high < 0]
+    return better, worse
+
+
+def without_a_seed(gains: Gains) -> list[tuple[list[int], list[str], list[str]]]:
+    """Returns (seeds, better, worse): the verdicts where one of these seeds is left out, if they differ
+    from those of all seeds."""
+    found: dict[str, tuple[list[int], list[str], list[str]]] = {}
+    for seed in gains[NONE]:
+        less = {name: {s: x for s, x in g.items() if s != seed} for name, g in gains.items()}
+        if (verdict := verdicts(less)) != verdicts(gains):
+            found.setdefault(str(verdict), ([], *verdict))[0].append(seed)
+    return list(found.values())
+
+
+def decision(gains: Gains) -> list[str]:
+    """Returns the corrections to take, simplest first: the best of those that are better than none, and
+    all that are better than none and not worse than the best. Empty where none is better."""
+    better = [name for name in verdicts(gains)[0] if name != EXACT]
     if not better:
-        return [], worse
-    best = max(better, key=lambda name: differences[name][0])
-    to_best = {n: simultaneous(paired(gains[n], gains[best]), len(corrections) - 1) for n in better}
+        return []
+    best = max(better, key=lambda name: paired(gains[name], gains[NONE]).mean())
+    to_best = {n: simultaneous(paired(gains[n], gains[best]), len(gains) - 1) for n in better}
     simplest = list(fig_referee.CORRECTIONS)
-    return sorted((n for n in better if to_best[n][2] >= 0), key=simplest.index), worse
+    return sorted((n for n in better if to_best[n][2] >= 0), key=simplest.index)
+
+
+def cost_of_gap(gains: Gains) -> Interval:
+    """Returns the gain of the exact engine minus that of none, with an interval of one comparison."""
+    return simultaneous(paired(gains[EXACT], gains[NONE]), 1)
 
 
 def advice(gains: Gains) -> str:
     """Says what to take for a part."""
-    taken, _ = decision(gains)
-    if taken:
+    if taken := decision(gains):
         return taken[0] + (f" (as good: {', '.join(taken[1:])})" if taken[1:] else "")
-    if EXACT not in gains:
-        return "not decided"
-    cost = beside({NONE: gains[NONE], EXACT: gains[EXACT]}, NONE)[EXACT]
-    return f"none: the gap costs less than {MARGIN}" if cost[2] < MARGIN else "not decided"
+    return f"none: the gap costs less than {MARGIN}" if cost_of_gap(gains)[2] < MARGIN else "not decided"
 
 
 def size_of_gap(runs: Sequence[Run]) -> float:
@@ -139,19 +156,27 @@ def tables(runs: Sequence[Run], gradients: Sequence[Mapping]) -> str:
     parts, others = complete(runs)
     gains = {part: gains_of(arms) for part, arms in parts.items()}
     lines, blocks = [], [f"Not complete, and left out: {', '.join(others)}."] if others else []
+    listed = lambda names: ", ".join(names) or "–"
     for part, arms in parts.items():
-        _, worse = decision(gains[part])
         gap, length = part.split("/")
         lines.append([
-            gap, f"{size_of_gap(arms[NONE]):.2g}", length, advice(gains[part]), ", ".join(worse) or "–",
+            gap, f"{size_of_gap(arms[NONE]):.2g}", length, advice(gains[part]),
+            listed(verdicts(gains[part])[1]), figures.interval(cost_of_gap(gains[part])),
         ])
-    header = ["gap", "k3, nats per token", "answers", "take", "worse than none"]
+    header = ["gap", "k3, nats per token", "answers", "take", "worse than none", "cost of the gap"]
     blocks.append(figures.rows(header, lines))
     has_run = lambda name: any(name in g for g in gains.values())
     names = [n for n in (*fig_referee.CORRECTIONS, EXACT) if n != NONE and has_run(n)]
-    lines = [[name, figures.interval(overall(gains, name))] for name in names]
+    lines = [[name, figures.interval(overall(gains, name, len(names)))] for name in names]
     title = f"gain minus that of none, mean over {len(parts)} part{'s' * (len(parts) != 1)}"
     blocks.append(figures.rows(["arm", title], lines))
+    lines = [
+        [part, ", ".join(map(str, seeds)), listed(better), listed(worse)]
+        for part, g in gains.items() for seeds, better, worse in without_a_seed(g)
+    ]
+    if lines:
+        header = ["part", "without one of the seeds", "better than none", "worse than none"]
+        blocks.append(f"Verdicts that change without one seed:\n\n{figures.rows(header, lines)}")
     for part, arms in parts.items():
         blocks.append(f"**{part}**\n\n{part_table(arms, [g for g in gradients if g['part'] == part])}")
     return "\n\n".join(blocks)
@@ -196,7 +221,8 @@ def gradient_measures(lines: Sequence[Mapping]) -> dict[str, tuple[str, str, str
 def draw(page: Figure, runs: Sequence[Run]) -> None:
     """Draws for each complete part the difference of every arm to none, with intervals that hold
     together."""
-    (parts, _), gaps, lengths = complete(runs), tuple(fig_referee.GAPS), tuple(fig_referee.LENGTHS)
+    parts, gaps = complete(runs)[0], tuple(fig_referee.GAPS)
+    lengths = [n for n in fig_referee.LENGTHS if any(part.endswith(f"/{n}") for part in parts)]
     axes = page.subplots(len(lengths), len(gaps), sharey=True, squeeze=False)
     names = [name for name in (*fig_referee.CORRECTIONS, EXACT) if name != NONE][::-1]
     for row, length in zip(axes, lengths):

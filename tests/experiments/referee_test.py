@@ -52,18 +52,20 @@ def test_the_best_are_taken_and_the_worse_named():
         none=BASE, token_TIS=0.3 + NOISE, token_MIS=0.3 - NOISE, sequence_TIS=0.1 + NOISE,
         IcePop=-0.2 + NOISE, KPop=0.5 * NOISE, exact_engine=0.9 + NOISE,
     )
-    assert referee.decision(g) == (["token TIS", "token MIS"], ["IcePop"])
+    assert referee.decision(g) == ["token TIS", "token MIS"]
+    better = ["token TIS", "token MIS", "sequence TIS", "exact engine"]
+    assert referee.verdicts(g) == (better, ["IcePop"])
     assert referee.advice(g) == "token TIS (as good: token MIS)"
 
 
 def test_the_order_of_the_arms_decides_among_equals():
     g = gains(none=BASE, KPop=0.3 + NOISE, token_TIS=0.3 - NOISE)
-    assert referee.decision(g)[0] == ["token TIS", "KPop"]
+    assert referee.decision(g) == ["token TIS", "KPop"]
 
 
 def test_where_nothing_is_better_than_none():
     g = gains(none=BASE, token_TIS=3 * NOISE, exact_engine=2 * NOISE)
-    assert referee.decision(g) == ([], [])
+    assert referee.decision(g) == []
     g["exact engine"] = {seed: x + 0.01 for seed, x in g["none"].items()}
     assert referee.advice(g) == "none: the gap costs less than 0.05"
     for cost in (0.06 + 0 * NOISE, 40 * NOISE):  # a cost, and an interval that is too wide
@@ -71,11 +73,44 @@ def test_where_nothing_is_better_than_none():
         assert referee.advice(g) == "not decided"
 
 
-def test_the_mean_over_parts():
-    parts = {"a": gains(none=BASE, KPop=BASE + 0.2), "b": gains(none=BASE, KPop=BASE + 0.4)}
-    mean, low, high = referee.overall(parts, "KPop")
-    assert mean == pytest.approx(0.3)
-    assert (low, high) == pytest.approx((0.2, 0.4))  # one part may be drawn twice
+def test_the_verdict_says_which_seeds_it_needs():
+    """The fourth seed alone makes the interval wide."""
+    g = gains(none=BASE, token_TIS=[0.1, 0.1, 0.1, -0.4])
+    assert referee.verdicts(g) == ([], [])
+    assert referee.without_a_seed(g) == [([3], ["token TIS"], [])]
+    g = gains(none=BASE, token_TIS=[0.1, 0.1, -0.1, -0.1])
+    assert referee.without_a_seed(g) == []
+    g = gains(none=BASE, token_TIS=[-0.1, -0.1, -0.1, -0.15])
+    assert referee.without_a_seed(g) == []
+
+
+def test_seeds_that_change_a_verdict_alike_are_named_together():
+    """Quantiles: 3.182 for four seeds, 4.303 for three."""
+    # 0.125 +- 0.053; without one of the seeds 0.133 +- 0.087 (twice), 0.123 +- 0.101, 0.110 +- 0.043.
+    g = gains(none=BASE, token_TIS=[0.1, 0.1, 0.13, 0.17])
+    assert referee.without_a_seed(g) == []
+    # 0.175 +- 0.158; without one of the seeds 0.200 +- 0.262 (twice), 0.170 +- 0.301, 0.130 +- 0.129.
+    g = gains(none=BASE, token_TIS=[0.1, 0.1, 0.19, 0.31])
+    assert referee.without_a_seed(g) == [([0, 1, 2], [], [])]
+
+
+def test_the_cost_of_the_gap_is_one_comparison():
+    """Mean 0.25, standard deviation 0.129, n = 4, quantile 3.182: half 0.2054."""
+    g = gains(none=BASE, token_TIS=BASE, exact_engine=[0.1, 0.2, 0.3, 0.4])
+    assert referee.cost_of_gap(g) == pytest.approx((0.25, 0.25 - 0.2054, 0.25 + 0.2054), abs=1e-3)
+
+
+def test_the_mean_over_parts_counts_parts_and_seeds():
+    """Part means 0.2 and 0.4, variance 0.02 / 2; seed means 0.2, 0.3, 0.4, variance 0.01 / 3. One degree of
+    freedom: quantile 12.706, and 25.452 for two comparisons."""
+    one, other = [0.1, 0.2, 0.3], [0.3, 0.4, 0.5]
+    zero = np.zeros(3)
+    parts = {"a": gains(none=zero, KPop=one), "b": gains(none=zero, KPop=other)}
+    half = np.sqrt(0.02 / 2 + 0.01 / 3)
+    for count, quantile in ((1, 12.706), (2, 25.452)):
+        expected = (0.3, 0.3 - quantile * half, 0.3 + quantile * half)
+        assert referee.overall(parts, "KPop", count) == pytest.approx(expected, abs=1e-3)
+    assert referee.overall({"a": parts["a"]}, "KPop", 1) == (pytest.approx(0.2), -np.inf, np.inf)
 
 
 def test_gradients_are_relative_to_that_without_a_gap():
@@ -108,8 +143,10 @@ def test_the_page(tmp_path, monkeypatch):
     referee.main()
     text = (tmp_path / "referee.md").read_text()
     assert text.startswith("Not complete, and left out: noise/short (4 of 12 runs).\n")
-    assert "| int8 | 0.25 | short | token TIS | – |" in text and "| noise | 0" not in text
+    assert "| int8 | 0.25 | short | token TIS | – | +0.300 [+0.300, +0.300] |" in text
+    assert "| noise | 0" not in text
     assert "mean over 1 part |" in text
+    assert "| token TIS | +0.200 [-inf, +inf] |" in text
     assert "| token TIS | +0.303" in text and "0 of 4" in text
     assert (tmp_path / "referee.png").stat().st_size > 1000
 
