@@ -23,11 +23,10 @@ RUNS = {
         "correction__weight": "token_mis(upper=2.0)", "correction__masks": "seq_mean_k1(upper=1.5)",
         "correction__controllers": "adaptive_kl(kl_target=0.05)",
         "correction__kl_coeff": 0.01, "correction__entropy_coeff": 0.01,
-        "correction__sampler_kl_coeff": 0.01,
         "correction__batch_normalize": True, "reward__name": "tests.tiny_rewards:parts",
     },
     "bypass": {
-        "correction__preset": "bypass_ppo_clip",
+        "correction__preset": "bypass_ppo_clip", "correction__sampler_kl_coeff": 0.01,
         "correction__controllers": "ess_scale & layerwise_perturbation & "
         "gradient_alignment(gac_low=0.1, gac_high=0.9)",
     },

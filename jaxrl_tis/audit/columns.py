@@ -111,7 +111,7 @@ def _numbers(value, num_tokens):
         x = np.asarray(value)
         if x.dtype == object and not any(isinstance(v, (str, list, dict)) for v in x.flat):
             x = x.astype(float)
-    except (ValueError, TypeError):  # lists of several lengths
+    except (ValueError, TypeError, OverflowError):  # lists of several lengths, numbers of 400 digits
         raise Bad("not a list of numbers") from None
     if x.ndim != 1 or (x.dtype.kind not in "biuf" and x.size):
         raise Bad("not a list of numbers")

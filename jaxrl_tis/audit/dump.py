@@ -17,7 +17,7 @@ import json
 import pathlib
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import numpy as np
@@ -68,17 +68,20 @@ def read(
     if not pathlib.Path(path).is_file():
         raise FileNotFoundError(f"{path}: there is no such file; give the path of a dump")
     ours = {theirs: column for column, theirs in renamed.items()}
+    if len(ours) < len(renamed):
+        raise ValueError("--columns reads two columns from one name; give each a name of its own")
+    hidden = renamed.keys() - ours.keys()  # the file's own, in whose place another is read
     if path.endswith((".jsonl", ".jsonl.gz")):
-        return _collect(path, "line", _lines(path, ours), routes_shape)
+        return _collect(path, "line", _lines(path, ours, hidden), routes_shape)
     if path.endswith(".npz"):
-        return _collect(path, "row", enumerate(_rows(path, ours)), routes_shape)
+        return _collect(path, "row", enumerate(_rows(path, ours, hidden)), routes_shape)
     raise ValueError(f"{path}: the ending is unknown; give a .jsonl, .jsonl.gz or .npz file")
 
 
 # JSONL
 
 
-def _lines(path: str, ours: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
+def _lines(path: str, ours: Mapping[str, str], hidden: Set[str]) -> Iterator[tuple[int, Any]]:
     """Yields (line number, its object, or what is wrong with it)."""
     with (gzip.open if path.endswith(".gz") else open)(path, "rb") as file:
         for number, line in enumerate(_whole(path, file), start=1):
@@ -90,7 +93,7 @@ def _lines(path: str, ours: Mapping[str, str]) -> Iterator[tuple[int, Any]]:
             if not isinstance(record, dict):
                 yield number, "not a JSON object"
                 continue
-            yield number, {ours[k] if k in ours else k: x for k, x in record.items()}
+            yield number, {ours.get(k, k): x for k, x in record.items() if k not in hidden}
 
 
 def _whole(path, file):
@@ -104,11 +107,11 @@ def _whole(path, file):
 # NPZ
 
 
-def _rows(path: str, ours: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+def _rows(path: str, ours: Mapping[str, str], hidden: Set[str]) -> Iterator[dict[str, Any]]:
     """Returns the columns of each sequence; ValueError where the arrays are of neither layout."""
     try:
         with np.load(path, allow_pickle=False) as file:
-            arrays = {ours[k] if k in ours else k: file[k] for k in file.files}
+            arrays = {ours.get(k, k): file[k] for k in file.files if k not in hidden}
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(
             f"{path} is not a .npz file of numbers: {error}; write it with numpy.savez"

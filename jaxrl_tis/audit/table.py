@@ -1,5 +1,6 @@
 """Writes the report of a dump as text."""
 
+import math
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -218,6 +219,8 @@ def _row(row, columns):
 
 
 def _number(name, x):
+    if math.isnan(x):  # the noise of a step without an advantage
+        return "-"
     if name in ("tokens_kept", "sequences_kept", "truncated"):
         return f"{x:.1%}" if x < 0.9995 or x == 1 else "99.9%"
     if name == "kept_k3":

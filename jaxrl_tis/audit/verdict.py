@@ -1,10 +1,12 @@
 """Asks the doctor for a verdict on a dump, as one step of a run without correction."""
 
+import math
 from typing import Any
 
 from jaxrl_tis.doctor.case import CHI2, ENGINE_SHARE, ESS, THRESHOLDS, Case
-from jaxrl_tis.doctor.frameworks import RATIO
+from jaxrl_tis.doctor.corrections import CALM, MASS
 from jaxrl_tis.doctor.diagnose import adapted, diagnosis_of
+from jaxrl_tis.doctor.frameworks import RATIO
 
 # Each batch is used once, and nothing is weighed or rejected. All else about the run is unknown.
 CONFIG = {
@@ -38,18 +40,35 @@ def _too_little(report):
 def verdict(report: dict[str, Any]) -> dict[str, Any]:
     """Returns {verdict, findings, undecided} of the doctor, see `doctor.__main__`. Findings have no
     changes, because there is no config. The doctor has none where a dump is too small for a verdict.
-    Faults of recorded routes come first; with any of them no dump is healthy."""
+    Faults of recorded routes come first, then a mean ratio below 1; with any of them the verdict is
+    neither healthy nor watch."""
     found = _of_gap(report)
-    faults = report["routes"]["faults"] if report["routes"] else []
+    faults = list(report["routes"]["faults"]) if report["routes"] else []
+    faults += [] if found["verdict"] == [TOO_LITTLE] else _lost_mass(report)
     if not faults:
         return found
     names = list(dict.fromkeys(fault["name"] for fault in faults))
     rest = {"parent": None, "mistake": "", "evidence": []}
     return found | {
-        "verdict": names + [name for name in found["verdict"] if name != "healthy"],
-        "findings": [fault | rest for fault in faults]
-        + [f for f in found["findings"] if f["name"] != "healthy"],
+        "verdict": names + [name for name in found["verdict"] if name not in CALM],
+        "findings": [rest | fault for fault in faults]
+        + [f for f in found["findings"] if f["name"] not in CALM],
     }
+
+
+def _lost_mass(report):
+    """Returns the finding that the mean ratio is below 1. Its standard error counts each sequence as one
+    token, because the ratios within a sequence may rise and fall together."""
+    mean, square = report["metrics"][RATIO], 1.0 + report["metrics"][CHI2]
+    error = math.sqrt(max(square - mean**2, 0.0) / report["sequences"])
+    lost, least = 1.0 - mean, THRESHOLDS["mass_lost"]
+    is_sure = lost > THRESHOLDS["mass_sigma"] * error and mean > THRESHOLDS["mean_usable"] * error
+    if lost <= least or not is_sure:
+        return []
+    evidence = {"metric": f"1 - {RATIO}", "statistic": None, "value": lost, "op": ">", "threshold": least}
+    evidence |= dict.fromkeys(("steps", "crossed", "extreme_step"))
+    told = {key: getattr(MASS, key) for key in ("name", "title", "advice", "mistake")}
+    return [told | {"evidence": [evidence]}]
 
 
 def _of_gap(report):

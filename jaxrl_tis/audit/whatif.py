@@ -203,7 +203,7 @@ def numbers(
         "largest": ratios.masked_max(w, mask),
         "bias_token": jnp.where(is_left, ratios.masked_mean(missed, mask), 1.0),
         "bias_seq": jnp.where(is_left, ratios.masked_mean(missed_rs, is_sequence), 1.0),
-        "variance": ratios.safe_divide(noise, power),
+        "variance": jnp.where(power > 0, ratios.safe_divide(noise, power), jnp.nan),
     }
     if "reward" in batch:
         total = ratios.masked_sum(w_rs * batch["reward"], is_sequence)

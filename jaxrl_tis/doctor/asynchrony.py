@@ -69,7 +69,7 @@ def lag_correlation(case: Case, gap: str, lag: str) -> float:
     count. Returns 0 below lag_sigma standard errors of Fisher's z, which chance can produce."""
     steps = case.thresholds["surge_steps"]
     gaps, lags = case.window(gap, steps), case.window(lag, steps)
-    common = sorted(gaps.keys() & lags.keys())
+    common = sorted(s for s in gaps.keys() & lags.keys() if math.isfinite(gaps[s] + lags[s]))
     pairs = [
         (gaps[b] - gaps[a], lags[b] - lags[a]) for a, b in itertools.pairwise(common)
         if lags[b] != lags[a]

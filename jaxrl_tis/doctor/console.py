@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from jaxrl_tis.doctor.frameworks import COHORT
 
@@ -70,11 +70,25 @@ class Printed:
             self.texts.add(name)
 
 
+@dataclasses.dataclass
+class Block:
+    """A dict that is printed over the lines after its head."""
+
+    line: int
+    head: str
+    step: float
+    parts: list[str]
+
+    def row(self) -> Printed:
+        return _of_dict(self.line, " ".join(self.parts), self.head, self.step)
+
+
 def rows(text: str) -> list[Printed]:
     """Returns the rows in the order in which they were printed; a torn last value is left out."""
     lines = [part for line in text.split("\n") for part in line.split("\r")]
-    if lines and LINE.search(lines[-1]):  # still being written, as no end of line follows
-        lines[-1] = lines[-1].rpartition(" - ")[0]
+    if not lines[-1].endswith("}"):  # still being written, as no end of line follows
+        end = " - " if LINE.search(lines[-1]) else " | " if PRIME.search(lines[-1]) else ","
+        lines[-1] = lines[-1].rpartition(end)[0]
     parsed_rows, counted = [], []
     for row in _rows(enumerate(map(_cleaned, lines), start=1)):
         parsed_rows.append(row)
@@ -101,14 +115,29 @@ def _counts(epochs):
         yield len(before)
 
 
-def _rows(lines: Iterator[tuple[int, str]]) -> Iterator[Printed]:
+def _rows(lines: Iterable[tuple[int, str]]) -> Iterator[Printed]:
     epoch, listed = 1, None  # of NeMo-RL
+    block: Block | None = None
     for number, line in lines:
+        if block:
+            is_part = block.parts or line.lstrip().startswith("{")  # else the head was a text's
+            if is_part and not any(p.search(line) for p in (LINE, HEAD, PRIME)):
+                block.parts.append(line.strip())
+                if line.endswith("}"):
+                    yield block.row()
+                    block = None
+                continue
+            if block.parts:
+                yield block.row()
+            block = None
         if "step:" in line and (match := LINE.search(line)):
             yield _of_pairs(number, match[1], line[match.end():])
         elif "{" in line or "tep " in line or "rollout " in line:
             if match := HEAD.search(line):
-                yield _of_dict(number, match[3] or _block(lines), match[1], float(match[2]))
+                if match[3]:
+                    yield _of_dict(number, match[3], match[1], float(match[2]))
+                else:
+                    block = Block(number, match[1], float(match[2]), [])
             elif match := PRIME.search(line):
                 yield _of_labels(number, match[1], match[2])
             elif match := NEMO.search(line):
@@ -124,18 +153,10 @@ def _rows(lines: Iterator[tuple[int, str]]) -> Iterator[Printed]:
             epoch = int(match[1])
         elif listed and "•" in line and (match := BULLET.search(line)) and match[1] in LABELS:
             listed.put(LABELS[match[1]], match[2])
+    if block and block.parts:
+        yield block.row()
     if listed:
         yield listed
-
-
-def _block(lines):
-    """Returns a dict that is printed over the next lines, up to a line that ends with }."""
-    parts = []
-    for _, line in lines:
-        parts.append(line.strip())
-        if line.endswith("}"):
-            break
-    return " ".join(parts)
 
 
 def _of_pairs(number, step, text):

@@ -21,6 +21,9 @@ from jaxrl_tis.doctor.frameworks import (
 )
 
 GAPS = (ABS_GAP, ABS_GAP_MAX, K3, DP_MEAN, DP_MAX, KL)  # all 0 where two programs agree in every bit
+CALM = ("healthy", "watch")  # verdicts that say that nothing is wrong
+# With one of these no log has such a verdict, however small its gap.
+FAULTS = ("inactive.copied", "inactive.ones", "inactive.bypass", "mass", "weights.lag", "weights.sync")
 MOVES = (ABS_GAP, K3, DP_MEAN, KL)  # in this order: what grows with the distance of two policies
 NEAR = 1.05  # of means over steps, that of logarithms may be this much off (ours)
 SAME = 1e-6  # what float32 leaves of a difference of 0 (ours)
@@ -127,8 +130,8 @@ def _log_variance(case):
     if gaps and largest:
         of_token = statistics.fmean(gaps) * statistics.fmean(largest) / 2
         return of_token if _is_of_tokens(case) else of_token * case.mean(LENGTH)
-    if K3 in case.series:
-        return 4 * case.mean(K3)
+    if K3 in case.series and (k3 := case.mean(K3)) >= 0:
+        return 4 * k3
     raise KeyError(f"{ABS_GAP} and {ABS_GAP_MAX}, or {K3}, to tell a filter from a bound")
 
 
@@ -140,7 +143,7 @@ def _is_of_tokens(case):
         case.window(metric, case.thresholds["surge_steps"])
         for metric in (WEIGHT_MIN, WEIGHT_MAX, WEIGHT_MEAN, ABS_GAP, ABS_GAP_MAX)
     )
-    steps = [step for step in lows if lows[step] > 0 and step in largest]
+    steps = [step for step in lows if lows[step] > 0 and step in highs and step in largest]
     if len(steps) < case.thresholds["min_steps"]:
         return False
     is_within = all(
@@ -230,7 +233,10 @@ def _gap_by_period(case):
         for start in range(period):
             within = [rise for step, rise in rises if (step - start) % period]
             between = [not rise for step, rise in rises if (step - start) % period == 0]
-            shares[period] = max(shares.get(period, 0.0), min(_share(within), _share(between)))
+            if within and between:
+                shares[period] = max(shares.get(period, 0.0), min(_share(within), _share(between)))
+    if not shares:
+        raise KeyError(f"values of {metric} at neighbouring steps")
     period = max(shares, key=shares.get)
     return shares[period], f"{metric} rises within, and falls after, periods of {period} steps"
 
@@ -260,6 +266,18 @@ FACTS = {
 
 DIFFERS = Clause("record/largest_gap", ">", 0)
 
+MASS = Finding(
+    "mass", "the mean ratio is too small: a filter of the sampler is inside it",
+    "Sample without top-p, top-k and min-p, or let the learner renormalise over the same "
+    "tokens. Without a filter the mean ratio over the sampler's tokens is 1. It is smaller "
+    "when a filter renormalises the sampler's log-probs alone, or when the log-probs are not "
+    "those of the sampled distribution.",
+    all_of=(
+        Clause("record/lost_mass", ">", "mass_lost"), Clause("record/mass_sigma", ">", "mass_sigma"),
+        Clause("record/mass_usable", ">", "mean_usable"),
+    ),
+    mistake="correct this with the weight: it is below 1 for every token alike",
+)
 FINDINGS = (
     Finding(
         "inactive.unrecorded", "no metric compares sampler and learner",
@@ -305,18 +323,7 @@ FINDINGS = (
         "Log the largest ratio before the bound. The true ratios are larger by an unknown factor.",
         all_of=(Clause("record/at_cap", ">", "taken_most"),), parent="blind",
     ),
-    Finding(
-        "mass", "the mean ratio is too small: a filter of the sampler is inside it",
-        "Sample without top-p, top-k and min-p, or let the learner renormalise over the same "
-        "tokens. Without a filter the mean ratio over the sampler's tokens is 1. It is smaller "
-        "when a filter renormalises the sampler's log-probs alone, or when the log-probs are not "
-        "those of the sampled distribution.",
-        all_of=(
-            Clause("record/lost_mass", ">", "mass_lost"), Clause("record/mass_sigma", ">", "mass_sigma"),
-            Clause("record/mass_usable", ">", "mean_usable"),
-        ),
-        mistake="correct this with the weight: it is below 1 for every token alike",
-    ),
+    MASS,
     Finding(
         "weights.lag",
         "the gap grows with the lag: the ratio uses newer weights than those that sampled",

@@ -1,7 +1,7 @@
 """Facts and findings about a gap that grows with the depth of the context.
 
-Positions are in buckets 0, 1, 2-3, 4-7, ...: of the context where a dump has them, else of the
-response. The deep tokens are those of the last octave that has enough tokens, the shallow ones those
+Positions are in buckets 0, 1, 2-3, 4-7, ...: of the context where a dump has shallow and deep ones,
+else of the response. The deep tokens are those of the last octave that has enough tokens, the shallow ones those
 before an eighth of its start.
 """
 
@@ -15,9 +15,9 @@ KINDS = ("context", "position")
 NAME = re.compile(rf"mismatch/({'|'.join(KINDS)})_([0-9]+)/{GAP}")
 
 
-def _buckets(case: Case) -> dict[int, tuple[float, float]]:
-    """Returns first position -> (mean |log ratio|, share of the tokens) of the buckets with tokens, each
-    the mean over the judged window; {} where none is recorded."""
+def _buckets(case: Case) -> dict[str, dict[int, tuple[float, float]]]:
+    """Returns kind -> first position -> (mean |log ratio|, share of the tokens) of the buckets with tokens,
+    each the mean over the judged window."""
     found: dict[str, dict[int, tuple[float, float]]] = {kind: {} for kind in KINDS}
     for metric in case.series:
         if match := NAME.fullmatch(metric):
@@ -27,20 +27,21 @@ def _buckets(case: Case) -> dict[int, tuple[float, float]]:
             if gaps and shares and math.fsum(shares):
                 mean = math.fsum(g * s for g, s in zip(gaps, shares)) / math.fsum(shares)
                 found[kind][int(start)] = mean, math.fsum(shares) / len(shares)
-    return found["context"] or found["position"]
+    return found
 
 
 def _by_depth(case: Case) -> tuple[float, float, int]:
-    """Returns (gap of the deep tokens, gap of the shallow ones, first deep position); zeros where the
-    record has no deep tokens, or no shallow ones."""
-    buckets = _buckets(case)
-    enough = [n for n, (_, share) in buckets.items() if share >= case.thresholds["depth_share"]]
-    start = max(enough, default=0)
-    shallow = [buckets[n] for n in buckets if n < start / 8]
-    tokens = math.fsum(share for _, share in shallow)
-    if start < case.thresholds["depth_least"] or not tokens:
-        return 0.0, 0.0, 0
-    return buckets[start][0], math.fsum(gap * share for gap, share in shallow) / tokens, start
+    """Returns (gap of the deep tokens, gap of the shallow ones, first deep position) by the first kind that
+    has both; zeros where none has."""
+    for buckets in _buckets(case).values():
+        enough = [n for n, (_, share) in buckets.items() if share >= case.thresholds["depth_share"]]
+        start = max(enough, default=0)
+        shallow = [buckets[n] for n in buckets if n < start / 8]
+        tokens = math.fsum(share for _, share in shallow)
+        if start >= case.thresholds["depth_least"] and tokens:
+            mean = math.fsum(gap * share for gap, share in shallow) / tokens
+            return buckets[start][0], mean, start
+    return 0.0, 0.0, 0
 
 
 def _deep_gap(case):

@@ -18,6 +18,7 @@ from jaxrl_tis.doctor.trees import CAUSES, SETUP
 from jaxrl_tis.record import failures, metrics
 from jaxrl_tis.runtime import storage
 
+COUNTS = ("window", "min_steps", "surge_steps")  # thresholds that count steps
 SINGLE = ("mean", "max", "steady")  # statistics of one window
 FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS | corrections.FACTS | frozen.FACTS | depth.FACTS
 
@@ -66,10 +67,14 @@ def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
 
 
 def limits_of(thresholds: Mapping[str, float]) -> dict[str, float]:
-    """Returns `THRESHOLDS` with some replaced; ValueError for an unknown name."""
-    for name in thresholds:
+    """Returns `THRESHOLDS` with some replaced; ValueError for an unknown name, and for a count of steps
+    below 1."""
+    for name, value in thresholds.items():
         if name not in THRESHOLDS:
             raise ValueError(f"unknown threshold {name!r}; choose one of {', '.join(THRESHOLDS)}")
+        if math.isnan(value) or (name in COUNTS and value < 1):
+            least = "at least 1" if name in COUNTS else "a number"
+            raise ValueError(f"threshold {name} is {value:g}; it must be {least}")
     return THRESHOLDS | thresholds
 
 

@@ -40,6 +40,7 @@ class Record:
       theirs: our metric -> the framework's names behind it.
       steps: the framework's steps, by place.
       marks: the names that identify the framework.
+      logged: the framework's names that its table reads.
       unread: the framework's names that no row of the table reads.
       texts: names without numbers.
       nans: the framework's name -> the steps of its values that are null, NaN or infinite.
@@ -57,6 +58,7 @@ class Record:
     theirs: dict[str, tuple[str, ...]]
     steps: tuple[int, ...]
     marks: tuple[str, ...]
+    logged: frozenset[str]
     unread: tuple[str, ...]
     texts: tuple[str, ...]
     nans: dict[str, tuple[int, ...]]
@@ -79,15 +81,21 @@ def recognise(names: set[str], wanted: str) -> tuple[str, tuple[str, ...]]:
 
     Raises:
       ValueError: with "auto", the names are of no framework or of several; else the wanted framework
-        has no name in the log.
+        has no name in the log, or another one alone has marks there.
     """
     marks_by_framework = {key: _marks_in(names, framework) for key, framework in FRAMEWORKS.items()}
+    others = [key for key, marks in marks_by_framework.items() if marks and key != wanted]
     if wanted != "auto":
         framework = FRAMEWORKS[wanted]
         known = {name for row in framework.names for name in row.theirs} | set(framework.marks)
         if not any(name in names or framework.prefix + name in names for name in known):
             raise ValueError(
                 f"this log has no metric name of {wanted}; choose another --from, or --from=auto"
+            )
+        if others and not marks_by_framework[wanted]:
+            raise ValueError(
+                f"this log is of {others[0]} (it has {marks_by_framework[others[0]][0]}), not of {wanted}; "
+                f"use --from={others[0]}"
             )
         return wanted, marks_by_framework[wanted]
     marks_by_framework = {key: marks for key, marks in marks_by_framework.items() if marks}
@@ -138,7 +146,12 @@ def _read_values(logs, framework):
                 if name not in wanted:
                     continue
                 step, known = _step_of(row, name, framework, log.path), values.setdefault(name, {})
-                repeated += step in known
+                if step in known:  # a run that continues from there; what it had logged after is void
+                    void = [later for later in known if later > step]
+                    repeated += 1 + len(void)
+                    for later in void:
+                        del known[later]
+                        nans.get(name, {}).pop(later, None)
                 nans.setdefault(name, {}).pop(step, None)  # of a continued run the last counts
                 if not math.isfinite(value):
                     nans[name][step] = value
@@ -153,12 +166,29 @@ def _read_values(logs, framework):
     return values, nan_steps, repeated
 
 
+def _refuse_two_runs(logs, framework):
+    """ValueError where two files begin with the same metric at the same step, or the later one before: a run
+    that continues in another file begins later."""
+    first = {}
+    for log in logs:
+        own = _read_values([log], framework)[0]
+        for name in own:
+            begin = min(own[name], default=math.inf)
+            path, step = first.setdefault(name, (log.path, begin))
+            if path != log.path and begin <= step < math.inf:
+                raise ValueError(
+                    f"{path} and {log.path} both have {name} from step {begin} on, as two runs have; give the "
+                    "file of one run"
+                )
+
+
 def _per_batch(values, framework):
     """Returns the values, with those of updates averaged over their batch, and the updates per batch."""
     is_update = {n: framework.updates is not None and n.startswith(framework.updates) for n in values}
     updates = {step for n, x in values.items() if is_update[n] for step in x}
     batches = {step for n, x in values.items() if not is_update[n] for step in x}
-    number = round(len(updates) / len(batches)) if updates and batches else 1
+    # Both count from 0. Some metrics begin late, so their numbers do not tell.
+    number = round((max(updates) + 1) / (max(batches) + 1)) if updates and batches else 1
     if number <= 1:
         return values, 1
     averaged = {}
@@ -203,6 +233,7 @@ def load(paths: Sequence[str], wanted: str) -> Record:
     framework = FRAMEWORKS[name]
     if name in VARIANTS and _marks_in(names, VARIANTS[name]):
         framework = VARIANTS[name]
+    _refuse_two_runs(logs, framework)
     values, nans, repeated = _read_values(logs, framework)
     values, updates = _per_batch(values, framework)
     series, theirs = _translated(values, framework)
@@ -212,7 +243,7 @@ def load(paths: Sequence[str], wanted: str) -> Record:
     return Record(
         name, framework, tuple(dict.fromkeys(log.kind for log in logs)),
         {m: {place[s]: x for s, x in sorted(by_step.items())} for m, by_step in series.items()},
-        theirs, tuple(steps), marks,
+        theirs, tuple(steps), marks, frozenset(values),
         tuple(sorted(n for n in names if not {n, n.removeprefix(framework.prefix)} & known)),
         tuple(sorted(texts)), nans, repeated, updates, _is_ahead(names, framework),
         _rounded(logs, series, theirs), any(log.is_counted for log in logs),
@@ -241,6 +272,7 @@ def case_of(record: Record, limits: dict[str, float]) -> tuple[Case, list[str]]:
     assumed, unlogged = [], UNTOLD | set(record.framework.silent) | empty
     if record.is_counted:
         assumed.append("the log prints no step numbers, so rows are counted as steps")
+    assumed += [text for name, text in record.framework.assumes if name not in record.logged]
     if record.rounded:
         series |= {m: {s: x + ROUNDED for s, x in series[m].items()} for m in record.rounded}
         assumed.append(f"values printed as 0 or 1 are rounded: {', '.join(record.rounded)}")
@@ -288,6 +320,16 @@ def _missing(case, record, undecided):
     ]
 
 
+def _unhealthy(diagnosis):
+    """Puts faults of the correction into the verdict where no cause of a gap is known."""
+    found = [f["name"] for f in diagnosis["corrections"] if f["name"] in corrections.FAULTS]
+    if found and set(diagnosis["verdict"]) <= {*corrections.CALM, "not enough data"}:
+        diagnosis["verdict"] = found
+        diagnosis["findings"] = [f for f in diagnosis["findings"] if f["name"] not in corrections.CALM]
+    if "inactive.copied" in found:  # which does not show that the engine is the learner's
+        diagnosis["setup"] = [f for f in diagnosis["setup"] if f["name"] != "engine.same"]
+
+
 def _with_their_names(found, record):
     """Puts the framework's steps and names into the evidence of findings."""
     for finding in found:
@@ -321,6 +363,7 @@ def diagnose(
         _with_their_names(diagnosis[key], record)
     for key in ("steps", "window"):
         diagnosis[key] = _their_steps(diagnosis[key], record)
+    _unhealthy(diagnosis)
     undecided = {finding["name"] for finding in diagnosis["undecided"]}
     missing = _missing(case, record, undecided)
     return diagnosis | {
@@ -349,7 +392,10 @@ def _heads(diagnosis):
     if diagnosis["updates"] > 1:
         yield f"values of each update are averaged over the {diagnosis['updates']} updates of a batch"
     if diagnosis["repeated"]:
-        yield f"{diagnosis['repeated']} values were logged again for the same step; the last one counts"
+        yield (
+            f"{diagnosis['repeated']} values were logged again for the same step, or before a restart; the "
+            "last ones count"
+        )
     yield from nans_of(diagnosis)
 
 

@@ -9,6 +9,7 @@ sampler's KL to the base and not the learner's, and its kl_sample_train_v2, half
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 from jaxrl_tis.doctor.asynchrony import MEAN_LAG
@@ -54,6 +55,7 @@ class Framework:
       prefix: text that some of its loggers put before all names.
       updates: prefix of names that are logged at each update, not for each batch.
       ahead: prefixes of names that only runs with samplers that run ahead have.
+      assumes: (a name, what is assumed of a log without it).
       silent: our metrics of things that it may do without a log: their absence means nothing.
       switches: our metric -> the setting that logs it.
       notes: notes on its values, for the report.
@@ -66,6 +68,7 @@ class Framework:
     prefix: str = ""
     updates: str | None = None
     ahead: tuple[str, ...] = ()
+    assumes: tuple[tuple[str, str], ...] = ()
     silent: tuple[str, ...] = ()
     switches: dict[str, str] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
@@ -337,7 +340,7 @@ PRIME_RL = Framework(
     marks=("mismatch_kl/all/mean", "mismatch_kl/mean", "kl_ent_ratio/mean", "off_policy/in_queue/mean",
            "off_policy/mean", "off_policy/max", COHORT + "num_output_tokens/mean", "decode_len/all/mean",
            "completion_len/mean"),
-    ahead=("off_policy/", "off_policy_level/", "batch/off_policy_level/", "dispatcher/off_policy"),
+    ahead=("mismatch_kl/", "off_policy/", "off_policy_level/", "batch/off_policy_level/", "dispatcher/off_policy"),
     switches={LAG: "logged by the orchestrator: give its metrics.jsonl together with the trainer's"},
     notes=(
         "mismatch_kl is k3 of the current learner against the sampler, staleness included. KL is read "
@@ -350,9 +353,9 @@ PRIME_RL = Framework(
 # NeMo-RL
 
 
-def _per_update(value: float, ratio: float) -> float:
+def _per_update(value: float, ratio: float) -> float | None:
     """Returns a mean over updates of a sum over them: of the mean ratio, too, they log the sum."""
-    return value / max(round(ratio), 1)
+    return value / max(round(ratio), 1) if math.isfinite(ratio) else None
 
 
 def _unbounded(value: float, out: float, ratio: float) -> float | None:
@@ -385,6 +388,8 @@ NEMO_RL = Framework(
         "train/sampling_importance_ratio", "train/js_divergence_error",
     ),
     silent=(REJECTED, CORRECTED, CLIPPED),
+    assumes=((SUM, f"each step has one update, because {SUM} is not logged. With several, gen_kl_error is "
+              "their sum, and the KL is too large"),),
     notes=(
         "the values of a step are sums over its updates. They are divided by the rounded probs_ratio, "
         "where it is logged",

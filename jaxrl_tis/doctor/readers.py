@@ -30,15 +30,21 @@ from jaxrl_tis.doctor import console
 STEP = "step"  # the name of the step of TensorBoard's events
 STATE, EVENTS = "trainer_state.json", "tfevents"
 STDIN, GZIP = "-", ".gz"
+PARTS = re.compile(r"(\D*)(\d*)")
 CHECKPOINT = re.compile(r"checkpoint-(\d+)")  # a folder of a Trainer of transformers in its output_dir
 OURS = "metrics.jsonl"  # in the --workdir of a run of ours
 # A column of a chart that was exported from Weights & Biases: "RUN - METRIC", perhaps "Name: RUN -
 # METRIC", and the same with __MIN and __MAX for the points that were thinned out around it.
 COLUMN = re.compile(r"(?:[\w ]+: )?(?P<run>.*\S) - (?P<metric>\S.*)")
 NO_COLUMN = re.compile(r"|Unnamed: \d+")  # pandas writes its row numbers so
-WORDS = ("nan", "inf", "infinity")
+LARGEST = float(np.finfo(np.float32).max)  # beyond it a number is as good as infinite
+MOST_DIGITS = 40  # of a whole number that is read as one
 MASK_DELTA = 0xA282EAD8  # TFRecord's checksums are rotated and shifted
 FLOAT, DOUBLE = 1, 2  # DataType of a TensorProto
+
+
+class UnknownFormat(ValueError):
+    """A text without a line of metrics."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Log:
 
 def read(path: epath.Path) -> list[Log]:
     """Reads one file, standard input, or a folder. In a folder it reads trainer_state.json, else the newest
-    checkpoint's, else metrics.jsonl, else event files, else the logs.
+    checkpoint's, else metrics.jsonl, else event files, else the logs, except texts without metrics.
 
     Raises:
       FileNotFoundError: there is no such file, or no log in the folder.
@@ -119,7 +125,7 @@ def _read_any(path, data):
 def _is_json(text):
     """Returns whether the first line is a JSON object."""
     try:
-        return isinstance(json.loads(text.lstrip().partition("\n")[0]), dict)
+        return isinstance(_object(text.lstrip().partition("\n")[0]), dict)
     except json.JSONDecodeError:
         return False
 
@@ -140,9 +146,14 @@ def _is_ours(folder):
     return not _is_json(line) or "phase" in json.loads(line)
 
 
+def _in_order(file):
+    """Sorts a.9.log before a.10.log."""
+    return [(text, int(number or -1)) for text, number in PARTS.findall(file.name)]
+
+
 def _logs_in(path):
     """Returns the files of a folder to read: a state, metrics.jsonl, event files, or all logs."""
-    files = sorted(path.iterdir())
+    files = sorted(path.iterdir(), key=_in_order)
     checkpoints = {int(found[1]): p for p in files if (found := CHECKPOINT.fullmatch(p.name))}
     states = [path / STATE, *(checkpoints[step] / STATE for step in sorted(checkpoints, reverse=True))]
     for state in states:  # of checkpoints the newest has the whole history
@@ -163,17 +174,33 @@ def _read_folder(path):
         )
     if EVENTS in logs[0].name:
         return [_read_events(logs, path)]
-    return [_read_any(file, file.read_bytes()) for file in logs]
+    read, unknown = [], []
+    for file in logs:
+        try:
+            read.append(_read_any(file, file.read_bytes()))
+        except UnknownFormat as error:  # the errors beside the output, or a text of another kind
+            unknown.append(error)
+    if not read:
+        raise unknown[0]
+    return read
 
 
 def _number(value):
-    """Returns a float, or None for a value that is not a number."""
+    """Returns a float, of a text too that is one, or None for a value that is not a number."""
     if value is None:
         return math.nan
-    if type(value) in (int, float):
-        return float(value)
-    is_word = isinstance(value, str) and value.lower().lstrip("+-") in WORDS
-    return float(value) if is_word else None
+    if type(value) not in (int, float, str):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return math.copysign(math.inf, number) if abs(number) > LARGEST else number
+
+
+def _object(text):
+    """Parses JSON; whole numbers of any length are numbers."""
+    return json.loads(text, parse_int=lambda t: int(t) if len(t) <= MOST_DIGITS else float(t))
 
 
 # Text
@@ -185,7 +212,7 @@ def _read_jsonl(path, text):
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = _object(line)
         except json.JSONDecodeError as error:
             if number == len(lines):
                 break  # still being written
@@ -203,13 +230,13 @@ def _read_jsonl(path, text):
 def _read_console(path, text):
     rows = console.rows(text)
     if not any(row.values for row in rows):
-        raise ValueError(
+        raise UnknownFormat(
             f"{path}: the format is unknown; give JSONL, CSV, a TensorBoard event file, or a "
             "console log of verl, TRL, OpenRLHF, slime, SkyRL, prime-rl or NeMo-RL"
         )
     log = Log(str(path), "console", [], is_counted=any(row.is_counted for row in rows))
     for row in rows:
-        log.rows.append(Row(f"line {row.line}", row.values))
+        log.add(f"line {row.line}", row.values)
         log.texts |= row.texts
         log.rounded |= row.rounded
     return log
@@ -217,7 +244,7 @@ def _read_console(path, text):
 
 def _read_state(path, text):
     try:
-        state = json.loads(text)
+        state = _object(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}, line {error.lineno}: not JSON ({error.msg})") from error
     history = state.get("log_history") if isinstance(state, dict) else None

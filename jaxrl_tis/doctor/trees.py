@@ -532,8 +532,8 @@ SETUP = (
     ),
     Finding(
         "trajectory.agentic", "several turns with tools",
-        "Mask the tokens of tools, look at the gap after them (mismatch/after_tool_*), and consider "
-        "credit and ratios per turn.", all_of=(Clause(TURNS, ">", 1, absent=False),),
+        "Mask the tokens of tools, look at the gap after them (mismatch/after_tool_* of this project's "
+        "record), and consider credit and ratios per turn.", all_of=(Clause(TURNS, ">", 1, absent=False),),
     ),
     *asynchrony.SETUP,
 )

@@ -80,6 +80,16 @@ def test_both_layouts_of_npz_are_the_jsonl(tmp_path, start):
             np.testing.assert_array_equal(found.sequences[column], wanted.sequences[column])
 
 
+def test_a_column_is_read_from_another_in_place_of_its_own(tmp_path):
+    lines = [{"logp_behav": [-1.0], "logp": [-1.5], "logp_old": [-2.0], "mask": [1]}]
+    path = dumps.write(tmp_path / "d.jsonl", lines)
+    np.savez(tmp_path / "d.npz", **{name: np.array([x]) for name, x in lines[0].items()})
+    for file in (path, str(tmp_path / "d.npz")):
+        assert dump.read(file, {"logp_old": "logp"}).tokens["logp_old"].tolist() == [-1.5]
+    with pytest.raises(ValueError, match="two columns from one name"):
+        dump.read(path, {"logp_old": "logp", "logp": "logp"})
+
+
 def test_columns_may_have_other_names(tmp_path):
     line = {"rollout_log_probs": [-1.0], "old_log_probs": [-2.0]}
     path = dumps.write(tmp_path / "d.jsonl", [line])

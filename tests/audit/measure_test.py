@@ -121,6 +121,27 @@ def test_the_doctor_judges_by_these_metrics(report, tmp_path):
     assert judged(same, tmp_path)["verdict"] == ["healthy"]
 
 
+@pytest.mark.parametrize("share, expected", [(0.02, "mass"), (0.002, "healthy")])
+def test_a_filter_in_the_ratio_is_named(share, expected, tmp_path):
+    """The sampler's log-probs are those of a distribution without this share of the learner's mass."""
+    rng, lines = np.random.default_rng(0), []
+    for _ in range(64):
+        old = -rng.exponential(1.0, 100) - 0.1
+        lines.append({"logp_behav": (old - np.log1p(-share)).tolist(), "logp_old": old.tolist()})
+    found = judged(lines, tmp_path)
+    assert found["verdict"] == [expected]
+    if expected == "mass":
+        [evidence] = next(f["evidence"] for f in found["findings"] if f["name"] == "mass")
+        assert evidence["value"] == pytest.approx(0.02, abs=1e-5)
+
+
+def test_no_mean_ratio_is_judged_by_a_few_sequences(tmp_path):
+    """Ratios within a sequence fall together: of four sequences 0.9, 0.9, 0.9 and 1.1."""
+    line = lambda ratio: {"logp_old": [-1.0] * 100, "logp_behav": [-1.0 - float(np.log(ratio))] * 100}
+    found = judged([line(ratio) for ratio in (0.9, 0.9, 0.9, 1.1)], tmp_path)
+    assert "mass" not in found["verdict"]
+
+
 OUTLIER = [-1.0] * 199 + [-14.0]  # and the learner -1: a ratio of 442,413
 
 

@@ -52,6 +52,8 @@ def test_where_there_is_nothing_to_compare(gaps):
 def test_positions_in_the_context_come_first():
     (deep, _), _ = facts(profile(DEEP) | profile({0: (0.1, 0.5), 2048: (0.3, 0.5)}, "context"))
     assert deep == 0.3
+    (deep, _), _ = facts(profile(DEEP) | profile({8192: (0.3, 1.0)}, "context"))  # nothing shallow there
+    assert deep == 0.16
 
 
 @pytest.mark.parametrize("changes, is_found", [

@@ -29,7 +29,7 @@ def verdict(*paths, wanted="auto"):
 @pytest.mark.parametrize("changes", [
     {}, {KL: 0.06}, {PEARSON: 0.94}, {PEARSON: 0.97}, {PPL: 1.1}, {DP_MAX: 1.1},
     {KL: -0.03}, {CHI2: 0.4}, {CHI2: 5.0}, {LENGTH: late(100.0, 130.0)},
-    {CLIPPED: 0.1}, {KL: late(0.06, 0.01)},
+    {CLIPPED: 0.1}, {KL: late(0.06, 0.01), K3: late(0.06, 0.01)},
 ])
 def test_verls_verdict_is_that_of_a_run_of_ours(changes, tmp_path):
     values = runs.HEALTHY | {WEIGHTS_ESS: 0.95, ESS: None}
@@ -260,7 +260,8 @@ def test_log_probs_that_are_nan_are_logged_and_no_number(tmp_path):
 def test_infinite_values_are_named(value, first, verdict, tmp_path):
     """Two of them are no verdict yet. Of both signs there is no mean: they are left out."""
     at = lambda s: float("-inf") if value == "both" and s == 119 else float("inf")
-    found = foreign.diagnose([verl(tmp_path, {KL: lambda s: at(s) if s >= first else 0.01})], "auto")
+    changes = {KL: lambda s: at(s) if s >= first else 0.01, "rollout_corr/rollout_is_mean": 1.0}
+    found = foreign.diagnose([verl(tmp_path, changes)], "auto")
     assert found["nans"] == {KL: list(range(first, 121))} and found["verdict"] == verdict
 
 
@@ -303,7 +304,7 @@ def test_a_batch_without_a_valid_token_says_nothing(tmp_path):
 
 
 def test_the_last_of_two_values_of_a_step_counts(tmp_path):
-    rows = [*logs.rows(logs.VERL, {KL: 0.06}), *logs.rows(logs.VERL, {}, range(90, 121))]
+    rows = [*logs.rows(logs.VERL, {KL: 0.06, K3: 0.06}), *logs.rows(logs.VERL, {}, range(90, 121))]
     found = foreign.diagnose([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
     assert found["verdict"] == ["healthy"]
     read = {n for row in FRAMEWORKS["verl"].names for n in row.theirs} & logs.VERL.keys()
@@ -392,8 +393,108 @@ def test_a_share_that_is_not_logged_is_none_where_it_would_be(name, is_open, tmp
 # The command
 
 
+def test_a_restart_ends_the_branch_before_it(tmp_path):
+    """Steps 61 to 100 were broken, and the run goes on from step 50."""
+    broken = {PEARSON: 0.8, KL: 0.3, K3: 0.3}
+    rows = [*logs.rows(logs.VERL, {}, range(1, 61)), *logs.rows(logs.VERL, broken, range(61, 101)),
+            *logs.rows(logs.VERL, {}, range(51, 81))]
+    found = foreign.diagnose([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
+    assert (found["verdict"], found["steps"]) == (["healthy"], [1, 80])
+
+
+@pytest.mark.parametrize("changes, fault", [
+    (dict.fromkeys((KL, K3, CHI2, DP_MAX, "rollout_corr/chi2_seq", "training/rollout_probs_diff_mean"), 0.0)
+     | {PPL: 1.0, PEARSON: 1.0}, "inactive.copied"),
+    ({KL: 0.015, K3: 0.0003}, "mass"),
+])
+def test_no_log_with_a_fault_of_its_correction_is_healthy(changes, fault, tmp_path):
+    found = foreign.diagnose([verl(tmp_path, changes)], "auto")
+    assert fault in found["verdict"] and "healthy" not in names(found["findings"]) | set(found["verdict"])
+    assert "engine.same" not in names(found["setup"])
+
+
+def test_a_gap_that_is_logged_at_some_steps_alone(tmp_path):
+    """verl's test frequency, and TRL's several updates of one generation."""
+    for every in (2, 3, 5):
+        rows = [(s, {n: x for n, x in row.items() if s % every == 0 or "rollout" not in n})
+                for s, row in logs.rows(logs.VERL, {}, range(1, 401))]
+        found = foreign.diagnose([logs.write_verl(tmp_path / f"{every}.jsonl", rows)], "auto")
+        assert "weights.sync" not in found["verdict"] and found["rows"] == 400
+
+
+@pytest.mark.parametrize("layout, name, value", [
+    (logs.TRL, "sampling/importance_sampling_ratio/max", None),
+    (logs.NEMO, "train/probs_ratio", float("inf")),
+    (logs.NEMO, "train/gen_kl_error", -0.001),
+    (logs.VERL, "rollout_corr/chi2_seq", 1.5e308),
+    (logs.VERL, "rollout_corr/kl", 10**400),
+])
+def test_odd_values_end_no_diagnosis(layout, name, value, tmp_path):
+    rows = logs.rows(layout | {"train/is_oob_ratio": 0.01} if layout is logs.NEMO else layout)
+    for _, row in rows[100::7]:
+        row[name] = value
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps({"step": s} | row) + "\n" for s, row in rows))
+    assert foreign.diagnose([str(path)], "auto")["rows"] == 120
+
+
+def test_numbers_as_text_are_numbers(tmp_path):
+    rows = [(s, row | {KL: str(row[KL])}) for s, row in logs.rows(logs.VERL, {KL: 0.06})]
+    assert verdict(logs.write_verl(tmp_path / "a.jsonl", rows)) == ["A"]
+
+
+def test_a_metric_that_begins_late_makes_no_updates(tmp_path):
+    rows = [(s, row | {"train/step": s}) for s, row in logs.rows(logs.SLIME, {}, range(100))]
+    rows += [(s, row | {"rollout/step": s}) for s, row in logs.rows(logs.SLIME_ROLLOUT, {}, range(50, 100))]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for _, row in rows))
+    record = foreign.load([str(path)], "auto")
+    assert record.updates == 1 and len(record.steps) == 100
+
+
+def test_a_log_of_another_framework_is_refused(tmp_path):
+    """Both have a metric of the name kl."""
+    path = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows(logs.TRL, {"kl": 0.01}))
+    with pytest.raises(ValueError, match="this log is of trl .* use --from=trl"):
+        foreign.load([path], "openrlhf")
+
+
+def test_two_runs_are_refused_and_a_continued_one_is_read(tmp_path):
+    both, continued = tmp_path / "both", tmp_path / "continued"
+    for folder, starts in ((both, (1, 1)), (continued, (1, 91))):
+        folder.mkdir()
+        for number, start in zip((9, 10), starts):
+            logs.write_verl(folder / f"{number}.jsonl", logs.rows(logs.VERL, {}, range(start, start + 100)))
+    with pytest.raises(ValueError, match="9.jsonl and .*10.jsonl both have .* from step 1 on"):
+        foreign.load([str(both)], "auto")
+    assert foreign.load([str(continued)], "auto").steps[-1] == 190
+
+
+def test_texts_without_metrics_beside_a_log_are_passed_over(tmp_path):
+    (tmp_path / "a.err").write_text("")
+    (tmp_path / "requirements.txt").write_text("vllm==0.11\n")
+    with pytest.raises(ValueError, match="the format is unknown"):
+        foreign.load([str(tmp_path)], "auto")
+    (tmp_path / "a.out").write_text("step:1 - actor/pg_clipfrac:0.1 - critic/score/mean:1\n")
+    assert foreign.load([str(tmp_path)], "auto").steps == (1,)
+
+
+def test_a_missing_number_of_updates_is_assumed(tmp_path):
+    path = logs.write_jsonl(tmp_path / "a.jsonl", logs.rows(logs.NEMO, {"train/probs_ratio": None}))
+    assert "each step has one update" in foreign.diagnose([path], "auto")["assumed"][0]
+
+
+@pytest.mark.parametrize("text, least", [
+    ("min_steps=0", "at least 1"), ("window=0", "at least 1"), ("kl_bug=nan", "a number"),
+])
+def test_thresholds_that_judge_nothing(text, least, tmp_path):
+    name, value = text.split("=")
+    with pytest.raises(ValueError, match=f"threshold {name} is {value}; it must be {least}"):
+        foreign.diagnose([verl(tmp_path, {})], "auto", {name: float(value)})
+
+
 def test_the_command(tmp_path, capsys):
-    path = verl(tmp_path, {KL: 0.06})
+    path = verl(tmp_path, {KL: 0.06, K3: 0.06})
     main([path, "--json", str(tmp_path / "out.json")])
     assert f"{path} (JSONL; steps 101-120 of 1-120): A" in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
