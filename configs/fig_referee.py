@@ -1,11 +1,15 @@
 """The referee: which correction, for which gap, at which length of the answers.
 
-    ./launch/figures.sh referee    # 112 arms of 8 seeds; docs/referee.md has the protocol
+    ./launch/figures.sh referee    # 126 arms of 8 seeds; docs/referee.md has the protocol
 
 An arm is "GAP/LENGTH/CORRECTION". Short answers are two-digit sums of at most 4 tokens, with the model of
 configs/fig_base.py. Long answers are lists of eight one-digit sums, 24 tokens at most, rewarded by the share
 of right sums. Thresholds are those of the cited defaults; the band of geometric means is slime's 0.8 to 1.2,
 because the 0.1 to 0.2 % of others leaves nothing at these gaps.
+
+Stale samples come from a sampler that makes as many tokens of each answer during an update as an answer
+can have: it is 4 steps ahead. A sampler that makes 4 tokens of a long answer is "in-flight": its weights
+change within the answer, which is half a step old.
 """
 
 from configs import fig_base, fig_routing
@@ -20,14 +24,15 @@ GAPS = {
     "int8": ({}, INT8),
     "noise": ({}, {"engine.injected": "weights(scale=0.3)"}),
     "routes": (MODEL, INT8 | {"engine.injected": "router(scale=0.3)"}),
-    "stale": (
-        {"correction.mode": "bypass", "correction.objective": "reinforce"},
-        {
-            "rollout.schedule": "areal(staleness=4)", "rollout.update_turns": 4,
-            "rollout.old_logp_source": "none",
-        },
+    **dict.fromkeys(
+        ("stale", "in-flight"),
+        (
+            {"correction.mode": "bypass", "correction.objective": "reinforce"},
+            {"rollout.schedule": "areal(staleness=4)", "rollout.old_logp_source": "none"},
+        ),
     ),
 }
+UPDATE_TURNS = {"stale/short": 4, "stale/long": 24, "in-flight/long": 4}
 LENGTHS = {
     "short": {},
     "long": {
@@ -82,18 +87,27 @@ def get_config():
     return c
 
 
+# GAP/LENGTH; the longest come first, so that no process has one left at the end. The tokens of a short
+# answer are of one version.
+PARTS = tuple(
+    f"{gap}/{length}" for length in ("long", "short") for gap in GAPS
+    if (gap, length) != ("in-flight", "short")
+)
+
+
 def arms_of(gap: str, length: str) -> dict[str, Arm]:
     """Returns the arms of a gap and a length, by correction."""
     model, fields = GAPS[gap]
+    if turns := UPDATE_TURNS.get(f"{gap}/{length}"):
+        fields = fields | {"rollout.update_turns": turns}
     shared = LENGTHS[length] | model
     arms = {name: shared | fields | correction for name, correction in CORRECTIONS.items()}
-    if gap == "stale":
+    if "rollout.schedule" in fields:
         arms["decoupled PPO"] |= DECOUPLED
     return arms | {EXACT: shared | _weight("none")}
 
 
 def sweep():
     return {
-        f"{gap}/{length}/{name}": arm
-        for gap in GAPS for length in LENGTHS for name, arm in arms_of(gap, length).items()
+        f"{part}/{name}": arm for part in PARTS for name, arm in arms_of(*part.split("/")).items()
     }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the figures of docs/experiments.md: ./launch/figures.sh [NAME ...]; all figures without names.
 # Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
-# lora_smollm2 trains SmolLM2-135M for an hour or more, and referee trains 896 small runs for some hours; these
+# lora_smollm2 trains SmolLM2-135M for an hour or more, and referee trains 1,008 small runs for some hours; these
 # two are not among "all figures".
 #
 # Examples:
@@ -20,8 +20,8 @@ computed=(parallelism budget frontier router_noise router_noise_trained turns)
 
 referee() {  # its runs and gradients; one process for each part, each on a core of its own
   local parts what
-  parts=$("$PY" -c 'from jaxrl_tis.experiments.referee_runs import PARTS; print(*PARTS, sep="\n")')
   for what in runs gradients; do
+    parts=$("$PY" -c "from jaxrl_tis.experiments.referee_$what import PARTS; print(*PARTS, sep='\n')")
     # shellcheck disable=SC2016  # the inner shell has SLOT
     xargs -P "${JOBS:-2}" --process-slot-var=SLOT -I PART sh -c \
       'exec taskset -c "$((SLOT % $(nproc)))" "$0" -m "jaxrl_tis.experiments.referee_$1" "$2"' \

@@ -231,6 +231,7 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
             ax.axvline(0, color=figures.GREY, linewidth=0.8)
             ax.set_yticks(range(len(names)), names)
             if (part := f"{gap}/{length}") not in parts:
+                ax.set_visible(part in fig_referee.PARTS)
                 continue
             for name, (mean, low, high) in beside(gains_of(parts[part]), NONE).items():
                 color = "C2" if low > 0 else "C3" if high < 0 else "C0"

@@ -1,11 +1,13 @@
 """Measures bias and variance of each correction's gradient, against the gradient without a gap.
 
-For a part of the referee and a seed the arm without a gap is trained with one update a step, and its policy kept at
-the steps of CHECKPOINTS. There the sampler with the gap draws BATCHES batches, and the sampler without one as many of the
-same prompts. For the gap "stale" the sampler's weights are those of LAG steps before. Each correction's gradient of
-a batch is what its own update subtracts with plain descent at rate 1. The gradient without a gap is the mean over
-the batches of the exact engine. Squares of means are products of the means of two halves of the batches, so that
-the noise of one half adds nothing to them.
+For a part of the referee and a seed the arm without a gap is trained with one update a step. Its policy is kept
+at the steps of CHECKPOINTS. There the sampler with the gap draws BATCHES batches, and the sampler without one
+draws as many of the same prompts. For the gap "stale" the sampler's weights are those of LAG steps before. The
+gap "in-flight" has no sampler of one version and is not measured.
+
+Each correction's gradient of a batch is what its own update subtracts with plain descent at rate 1. The
+gradient without a gap is the mean over the batches of the exact engine. Squares of means are products of the
+means of two halves of the batches, so that the noise of one half adds nothing to them.
 
 Examples:
 
@@ -41,6 +43,7 @@ LAG = 4
 CHECKPOINTS = (LAG, 80)
 BATCHES = 16
 SEEDS = tuple(range(4))
+PARTS = tuple(part for part in fig_referee.PARTS if not part.startswith("in-flight"))
 SAMPLER = "sampler"
 RECORDS_ALL = "centering"  # the arm whose engine records what every arm needs
 SYNC = {"rollout.schedule": "sync", "rollout.update_turns": 0, "rollout.old_logp_source": "ring"}
@@ -181,7 +184,7 @@ def main() -> None:
     parser = cli.parser(
         "jaxrl_tis.experiments.referee_gradients", "Measures the gradients of the referee.", __doc__
     )
-    parser.add_argument("parts", nargs="+", choices=referee_runs.PARTS, help="GAP/LENGTH")
+    parser.add_argument("parts", nargs="+", choices=PARTS, help="GAP/LENGTH")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="default: %(default)s")
     parser.add_argument("--folder", default=referee_runs.FOLDER, help="default: %(default)s")
     args = parser.parse_args()

@@ -43,10 +43,7 @@ from jaxrl_tis.runtime import cli
 CONFIG = "configs/fig_referee.py"
 FOLDER = f"{figures.FOLDER}/referee"
 SEEDS = tuple(range(8))
-# The longest come first, so that no process has one left at the end.
-PARTS = tuple(
-    f"{gap}/{length}" for length in reversed(fig_referee.LENGTHS) for gap in fig_referee.GAPS
-)
+PARTS = fig_referee.PARTS
 REWARD = "eval/sampled_reward"
 BROKEN = 0.0  # reward of a policy whose numbers are no longer finite
 

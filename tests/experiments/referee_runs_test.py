@@ -31,6 +31,16 @@ def test_weights_of_stale_arms_see_the_age():
         assert arm.get("rollout.old_logp_source") == (None if name == fig_referee.EXACT else "none")
 
 
+@pytest.mark.parametrize("length", ["short", "long"])
+def test_a_stale_sampler_finishes_its_answers_during_an_update(length):
+    """Then the bound of four steps is the age. With fewer turns the weights change within an answer."""
+    arm = fig_referee.arms_of("stale", length)["none"]
+    tokens = fig_referee.LENGTHS[length].get("rollout.max_new_tokens", fig_referee.get_config().rollout.max_new_tokens)
+    assert arm["rollout.update_turns"] >= tokens
+    assert fig_referee.arms_of("in-flight", "long")["none"]["rollout.update_turns"] < 24
+    assert "rollout.update_turns" not in fig_referee.arms_of("stale", length)[fig_referee.EXACT]
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("part", ["noise/short", "stale/short"])
 def test_seeds_in_one_process_are_runs_of_their_own(small, tmp_path, part):

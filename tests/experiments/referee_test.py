@@ -157,7 +157,7 @@ def test_without_a_run_there_is_no_page(tmp_path):
 
 
 def test_every_arm_is_of_a_part():
-    assert len(fig_referee.sweep()) == 4 * 2 * 14
+    assert len(fig_referee.sweep()) == (4 * 2 + 1) * 14
     assert all(arm.count("/") == 2 for arm in fig_referee.sweep())
 
 
