@@ -264,7 +264,9 @@ CAUSES = (
     Finding(
         "escalate.system", "the gap is too large for weights and rejection",
         "Reduce the gap itself: precision, kernels, routing, fresher weights. At this size every "
-        "correction costs more than the repair.",
+        "correction costs more than the repair. In docs/referee.md none was better than no correction "
+        "at such gaps, and with answers of 24 tokens sequence weights, geometric masks and GSPO's ratio "
+        "to the sampler collapsed the runs.",
         any_of=(Clause(CHI2, ">", "chi2_systems", "steady"), *_rejected("rejected_stop")),
         changes=SAME_ENGINE,
     ),
@@ -277,7 +279,8 @@ CAUSES = (
     Finding(
         "escalate.weights", "rejection alone does not correct this gap",
         "Reject responses by their geometric mean ratio, and weight the remaining tokens by their "
-        "ratio.",
+        "ratio. In docs/referee.md this was better than no correction where the weights changed within "
+        "an answer of 24 tokens (chi2 of 3.3).",
         any_of=(Clause(CHI2, ">", "chi2_toxic", "steady"), *_rejected("rejected_high")),
         unless=("escalate.system", "escalate.ess"), changes=GEO | TOKENS_WEIGHED,
     ),
