@@ -162,6 +162,8 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(rollout__schedule="areal", rollout__snapshots=1), ["snapshots = 1", "4 versions old"]),
     (dict(rollout__schedule="areal(staleness=inf)", rollout__queue=8),
      ["rollout.snapshots = 0", "inf versions old"]),
+    (dict(rollout__schedule="in_flight(staleness=2)", rollout__old_logp_source="replica",
+          rollout__dynamic_sampling=True), ["'replica'", "rollout.dynamic_sampling", "to ring"]),
     (dict(rollout__schedule="one_step", rollout__old_logp_source="replica"), ["'replica'", "finish later with the old weights"]),
     (dict(rollout__schedule="areal(staleness=4)", rollout__snapshots=4), ["snapshots = 4", "up to 4 versions old"]),
     (dict(rollout__schedule="areal", rollout__old_logp_source="none", correction__objective="reinforce"),

@@ -1,5 +1,6 @@
 """The update of a batch that arrives in parts: the gradient of each part is added on arrival."""
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,6 +16,10 @@ from jaxrl_tis.learner.trainer import WITHOUT_ROUTES, Trainer
 from jaxrl_tis.rollouts.groups import Sample
 
 
+# Advantages with a mean, a scale or a count over all groups.
+OF_BATCH = ("batch_mean", "gdpo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
+
+
 def accumulation_blocker(setup: LearnerSetup) -> str | None:
     """Returns the reason why the update needs the whole batch; None if gradients can be accumulated
     from parts."""
@@ -25,6 +30,8 @@ def accumulation_blocker(setup: LearnerSetup) -> str | None:
         return setup.recompute_reason
     if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:
         return f"the mask {ranking[0]} ranks the tokens of the batch"
+    if chosen.advantage[0] in OF_BATCH:
+        return f"the advantage {chosen.advantage[0]} looks at all groups of the batch"
     if chosen.aggregation == "prompt-mean":
         return "the aggregation prompt-mean counts the tokens of each prompt in the batch"
     if chosen.environment_ce_coeff:
@@ -62,7 +69,9 @@ def update_arriving(
     add, finish = trainer.arriving_step
     for part in parts:
         waiting += part
-        size = 1 if setup.packer else setup.config.train.microbatch_rows
+        # Whole groups, which advantages compare, and whole micro-batches.
+        of_micro = 1 if setup.packer else setup.config.train.microbatch_rows
+        size = math.lcm(of_micro, setup.config.rollout.group_size)
         count = len(waiting) - len(waiting) % size
         ready, waiting = waiting[:count], waiting[count:]
         if not ready:

@@ -345,6 +345,12 @@ def _of_one_version(c: Correction, rollout):
 def _old_logp(rollout, schedule: Schedule, staleness: float):
     """Finds a choice of rollout.old_logp_source that cannot score the oldest tokens."""
     way = rollout.old_logp_source
+    if way == "replica" and rollout.dynamic_sampling:
+        yield (
+            "rollout.old_logp_source = 'replica' keeps the log-probs of as many samples as can be under way, "
+            "and those of the groups that rollout.dynamic_sampling rejects would push them out; set "
+            "rollout.old_logp_source to ring"
+        )
     is_bounded = staleness < math.inf
     least = staleness + 1 if is_bounded else 2
     if way == "ring" and rollout.snapshots < least and (rollout.snapshots or not is_bounded):

@@ -374,7 +374,9 @@ def check_versions(entry: Entry, version: int, staleness: float) -> None:
     policy, or of a version newer than the learner's."""
     for trajectory in _trajectories(entry):
         versions = trajectory.version
-        oldest, latest = versions.min(initial=version), versions.max(initial=0)
+        if not len(versions):  # a session whose agent made no call
+            continue
+        oldest, latest = versions.min(), versions.max()
         if not version - staleness <= oldest <= latest <= version:
             raise RuntimeError(
                 f"sequence {trajectory.id} has tokens of versions {oldest} to {latest}, and "

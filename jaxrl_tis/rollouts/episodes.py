@@ -193,11 +193,11 @@ class EpisodeScheduler:
             request, answers, rewards, dict(partial.metrics), unseen, list(partial.joins)
         )
         most = self._turn_end(partial, sampling)
-        if partial.mask[-1] and (
-            partial.tokens[-1] in sampling.stop_ids or len(partial.tokens) >= most
-        ):
+        is_stopped = partial.tokens[-1] in sampling.stop_ids
+        if partial.mask[-1] and (is_stopped or len(partial.tokens) >= most):
             self._episodes[request.id] = episode
-            self._think(episode, partial)
+            reason = "stop" if is_stopped else "length"  # of the turn, which was then interrupted
+            self._think(episode, dataclasses.replace(partial, stop_reason=reason))
             return
         self._scheduler.add(dataclasses.replace(request, sampling=_bounded(sampling, most)))
         self._episodes[request.id] = episode

@@ -102,7 +102,9 @@ def problem(
         return f"{request.id}: {why}"
     sampling, count = request.sampling, len(record.tokens)
     begun = 0 if request.partial is None else len(request.partial.tokens)
-    is_stopped = count > begun and record.tokens[-1] in sampling.stop_ids
+    # An environment may end an episode on the turn with which its partial ended.
+    has_turn = count > begun or is_episode and count > 0
+    is_stopped = has_turn and record.tokens[-1] in sampling.stop_ids
     ends = {
         "stop": is_stopped, "length": count == sampling.max_tokens and not is_stopped,
         "abort": count < sampling.max_tokens and not is_stopped,

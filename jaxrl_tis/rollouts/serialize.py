@@ -15,7 +15,7 @@ from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.queue import Entry
 from jaxrl_tis.rollouts.record_check import EMPTY, malformed
 
-REWARDED = ("text", "score", "reward", "components")  # of a Sample, without its trajectory
+REWARDED = ("text", "score", "reward", "components", "is_failed")  # of a Sample, without its trajectory
 
 
 def trajectory_text(trajectory: Trajectory) -> str:

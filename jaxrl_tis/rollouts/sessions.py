@@ -338,7 +338,7 @@ class SessionScheduler:
         """Ends a session and what the engine samples of it."""
         for row in live.rows:
             if row.running:
-                row.running = None
+                row.running, row.lost = None, 0  # no answer has counted its tokens
                 if self._rows.pop(row.first.id, None):
                     self._dropped.add(row.first.id)
                     self._scheduler.abort(row.first.id)

@@ -112,16 +112,18 @@ class VirtualSource:
             self._turn()
 
     def _turn(self) -> bool:
-        """Runs one turn: each sampler makes one call. Returns whether any had pending sequences."""
+        """Runs one turn: each sampler makes one call. Returns whether there was anything to do: a
+        pending sequence, or a sample without a reward."""
         self._settle()
         drawing = [name for name, sampler in self._samplers.items() if sampler.pending]
         with self._timer("rollout"):
             for name in drawing:
                 self.books.receive(name, self._samplers[name].step())
         self.books.counts.passed += 1
-        if claim := self.books.claim():
+        claim = self.books.claim()
+        if claim:
             self.books.add_rewards(claim.keys, self.books.score(claim))
-        return bool(drawing)
+        return bool(drawing or claim)
 
     def _settle(self) -> None:
         """Carries out the controller's decisions until there are none."""

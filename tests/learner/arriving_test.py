@@ -1,10 +1,13 @@
 """A batch whose gradient is accumulated from parts as they arrive."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis.learner.arriving import accumulation_blocker, update_arriving
+from jaxrl_tis.estimators import methods
+from jaxrl_tis.learner.arriving import OF_BATCH, accumulation_blocker, update_arriving
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from tests import tiny
@@ -53,8 +56,62 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
             )
 
 
+def trained_on(made, batch, monkeypatch):
+    """The advantage of each sample in the gradients, and that in the record, by id."""
+    trainer, seen = Trainer(made), {}
+    unscored = trainer.unscored
+
+    def watched(rows):
+        fields = unscored(rows)
+        for group, adv, is_sampled in zip(rows["group"], np.asarray(fields["adv"]), rows["sampled"]):
+            seen.setdefault(int(group), []).append(float(adv[is_sampled][0]))
+        return fields
+
+    monkeypatch.setattr(trainer, "unscored", watched)
+    state = initial_state(made, initial_params(made))
+    groups = sorted({s.group for s in batch})
+    parts = [[s for s in batch if s.group == g] for g in groups]
+    rows = update_arriving(trainer, state, iter(parts), {0: state["policy"].params}, 1, 0)[2]
+    recorded = {}
+    for group, adv, is_sampled in zip(rows["group"], rows["adv"], rows["sampled"]):
+        recorded.setdefault(int(group), []).append(float(adv[is_sampled][0]))
+    return seen, recorded
+
+
+def test_no_group_is_cut_by_micro_batches(monkeypatch):
+    """Micro-batches of four and groups of six: the first group alone is one and a half of them."""
+    made = tiny.setup(
+        train__minibatches=1, train__epochs=1, rollout__schedule="periodic", rollout__group_size=6,
+        rollout__prompts=2, train__microbatch_rows=4, mesh__train=(1, 1, 1, 1, 1),
+    ).training
+    batch = [dataclasses.replace(s, group=i // 6) for i, s in enumerate(fake_samples(12))]
+    seen, recorded = trained_on(made, batch, monkeypatch)
+    assert seen.keys() == recorded.keys()
+    for group in seen:
+        np.testing.assert_allclose(seen[group], recorded[group], rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [n for n in methods.TABLES["advantage"][0] if n != "gae"])  # has a critic
+def test_advantages_of_parts_are_those_of_the_batch_or_wait_for_it(name):
+    """Two groups of three and one of equal rewards, one after the other and together."""
+    rng, group, mask = np.random.default_rng(0), np.repeat([0, 1, 2], 3), np.ones((9, 2), bool)
+    rewards = np.append(rng.random(6), [0.5] * 3).astype(np.float32)
+    shapes = {"greedy_rewards": (9,), "grad_norms": (9,), "reward_components": (9, 3)}
+    fields = {n: rng.random(shapes.get(n, (9, 2)), np.float32) for n in methods.needs("advantage", name)}
+    parameters = {"oapl": {"oapl_beta_value": 1.0}}.get(name, {})
+    function = methods.function("advantage", name)
+
+    def of(rows):
+        own = {n: x[rows] for n, x in fields.items()} | parameters
+        return np.asarray(function(rewards[rows], mask[rows], group[rows], **own))
+
+    parts = np.concatenate([of(group == g) for g in range(3)])
+    assert np.allclose(parts, of(group >= 0), rtol=1e-4) == (name not in OF_BATCH)
+
+
 @pytest.mark.parametrize("changes, reason", [
     (dict(), None),
+    (dict(correction__advantage="batch_mean"), "the advantage batch_mean looks at all groups of the batch"),
     (dict(train__fuse_old_logp="never"), "train.fuse_old_logp is never"),
     (dict(correction__masks="clip_cov", correction__rejected_in_denominator=True),
      "the mask clip_cov ranks the tokens of the batch"),

@@ -329,6 +329,37 @@ def test_a_turn_that_was_over_is_not_sampled_again():
     assert_as_alone(drain(other), [request(0)])
 
 
+class Flags(Suffixes):
+    """Records whether each observation follows a turn that ended by itself."""
+
+    def __init__(self):
+        super().__init__(TOKENIZER, chat=False)
+        self.seen = []
+
+    def after(self, observation, is_stopped, eos_ids):
+        self.seen.append(is_stopped)
+        return super().after(observation, is_stopped, eos_ids)
+
+
+@pytest.mark.parametrize("record", [dict(turns=3), dict(turns=3, fault=1)])
+def test_an_episode_that_was_interrupted_as_its_environment_thought_ends_as_any_other(record, capfd):
+    """The interruption's reason is not that of the turn, which was over."""
+    scheduler, pool = started([request(0, **record)], FakePool(lambda call: 99), waits=False)
+    while not pool.calls:
+        scheduler.step()
+    [partial] = scheduler.pause("abort")
+    assert partial.stop_reason == "abort"
+    found, flags = [], [Flags(), Flags()]
+    for start, suffixes in zip((None, partial), flags):
+        [ended] = drain(started([request(0, partial=start, **record)], suffixes=suffixes)[0]).values()
+        found.append(ended)
+    assert flags[0].seen == flags[1].seen
+    for name in ("outcome", "stop_reason", "metrics"):
+        assert getattr(found[0], name) == getattr(found[1], name)
+    np.testing.assert_array_equal(found[0].tokens, found[1].tokens)
+    np.testing.assert_array_equal(found[0].turn_rewards, found[1].turn_rewards)
+
+
 def joins_of(record):
     """How `Ends` joins the turns of a record, but for the last."""
     texts = [TOKENIZER.decode(record.tokens[record.mask & (record.turn == k)])

@@ -163,6 +163,11 @@ def test_an_episode_is_no_problem_where_there_is_an_environment():
     assert why_episode(outcome="max_turns", stop_reason="length") is None
     assert why_episode(tokens=cut, outcome="timeout", stop_reason="length") is None
     assert why_episode(outcome="failed", stop_reason="stop") is None
+    # It failed on the turn with which its partial ended.
+    partial = dataclasses.replace(EPISODE, outcome="", turn_rewards=floats(), metrics={}, stop_reason="abort")
+    given = dataclasses.replace(REQUEST, partial=partial)
+    assert why_episode(given, outcome="failed", stop_reason="stop") is None
+    assert why_episode(given, outcome="failed", stop_reason="length") == "7/0: wrong stop_reason"
     none = first(0, outcome="")
     assert problem(none, REQUEST, ENGINE, OLDEST, NEWEST, is_episode=True) is None
     sampling = dataclasses.replace(REQUEST.sampling, max_tokens=2)

@@ -48,10 +48,13 @@ def test_an_entry_comes_back_with_what_was_rewarded_and_claimed():
 
 def test_a_reward_that_failed_is_still_unknown_afterwards():
     entry, drawn = Entry(3, math.inf, RECORD), trajectory([4, 5])
-    sample = Sample(drawn, RECORD, "ab", math.nan, math.nan, group=0, components={"a": math.nan})
+    sample = Sample(
+        drawn, RECORD, "ab", math.nan, math.nan, group=0, components={"a": math.nan}, is_failed=True
+    )
     entry.columns = {0: {"tokens": drawn, "reward": sample}}
     again = serialize.read(json.loads(json.dumps(serialize.written(entry)))).columns[0]["reward"]
     assert all(map(math.isnan, (again.score, again.reward, again.components["a"])))
+    assert again.is_failed
 
 
 def test_forks_come_back():

@@ -351,6 +351,19 @@ def test_an_answer_that_nobody_got_leaves_the_row_as_it_was():
     assert scheduler.stats.realigned_tokens == 0
 
 
+def test_a_call_without_an_answer_counts_no_tokens():
+    """The session ends while the call that changed two tokens is sampled."""
+    scheduler, client, added = opened(1)
+    first, prompt = two_calls(scheduler, client, added, drop=2)
+    call = client.ask(prompt, max_tokens=9)
+    scheduler.step()
+    assert call.result is None
+    client.reply(0.5, calls=[(first.tokens.tolist(), None)])
+    record = last(scheduler)
+    assert ids_of(record) == ids_of(first)
+    assert scheduler.stats.realigned_tokens == 0
+
+
 def test_a_call_that_the_engine_refuses_changes_nothing():
     scheduler, client, added = opened(2)
     first, prompt = two_calls(scheduler, client, added, drop=2)

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import types
 
 import jax
@@ -204,6 +205,43 @@ def test_a_fork_counts_as_the_tokens_of_its_group():
     with pytest.raises(RuntimeError, match="a/fork1 has tokens of versions 1 to 4"):
         check_versions(entry, 4, staleness=2)
     assert bookkeeping._oldest(entry, 4) == 1
+
+
+def test_a_session_without_tokens_has_no_age():
+    record = types.SimpleNamespace(id="a", version=np.array([], np.int32), forks=())
+    check_versions(types.SimpleNamespace(columns={0: {"tokens": record}}), 5, staleness=1)
+
+
+def test_a_run_goes_on_where_the_last_tokens_were_unread():
+    """The last call of a batch is read by the interruption. Its samples have no reward yet, and no
+    sampler has work."""
+    options = dict(engine__async_scheduling=True)
+    of, beats, stop_at = functools.partial(made, **options), [], math.inf
+
+    def beat():  # before each turn
+        beats.append(None)
+        if len(beats) == stop_at:
+            raise InterruptedError
+
+    def begun():
+        c, params = source("periodic", of=of, **options)
+        c._heartbeat = beat
+        return c, params
+
+    c, params = begun()
+    c.publish(params, 0)
+    assert sum(map(len, c.parts(1))) == 16
+    stop_at = len(beats)
+    beats.clear()
+    c, params = begun()
+    c.publish(params, 0)
+    with pytest.raises(InterruptedError):
+        list(c.parts(1))
+    state, stop_at = json.loads(json.dumps(c.get_state(0))), math.inf
+    d, params = begun()
+    d.set_state(state)
+    d.publish(params, 0)
+    assert sum(map(len, d.parts(1))) == 16
 
 
 def test_the_policy_may_be_given_away_after_it_was_published():
