@@ -93,9 +93,9 @@ def test_no_group_is_cut_by_micro_batches(monkeypatch):
 
 @pytest.mark.parametrize("name", [n for n in methods.TABLES["advantage"][0] if n != "gae"])  # has a critic
 def test_advantages_of_parts_are_those_of_the_batch_or_wait_for_it(name):
-    """Two groups of three and one of equal rewards, one after the other and together."""
+    """Two groups of three and one without any reward, one after the other and together."""
     rng, group, mask = np.random.default_rng(0), np.repeat([0, 1, 2], 3), np.ones((9, 2), bool)
-    rewards = np.append(rng.random(6), [0.5] * 3).astype(np.float32)
+    rewards = np.append(rng.random(6), [0.0] * 3).astype(np.float32)
     shapes = {"greedy_rewards": (9,), "grad_norms": (9,), "reward_components": (9, 3)}
     fields = {n: rng.random(shapes.get(n, (9, 2)), np.float32) for n in methods.needs("advantage", name)}
     parameters = {"oapl": {"oapl_beta_value": 1.0}}.get(name, {})
