@@ -181,7 +181,8 @@ def _cell(text: str) -> Any:
         return text or None
     for parse in (json.loads, ast.literal_eval):
         with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-            if isinstance(value := parse(text), dict | list):
+            value = parse(text)
+            if all(isinstance(x, dict) for x in (value if isinstance(value, list) else [value])):
                 return value
     if text.startswith("[{") and "role" in text:
         raise ValueError(

@@ -96,14 +96,20 @@ def _in_box(expression: str) -> str:
 def final_answer(text: str) -> str:
     r"""Returns the part of a text that math-verify reads.
 
-    The last \boxed{...}, or without one the rest of the line after the last "Answer:", the format of
-    DAPO's prompt (2503.14476), else the whole text.
+    The last \boxed{...}, or without one the text after the last "Answer:", the format of DAPO's prompt
+    (2503.14476), up to the end of its line, else the whole text. Of that line its only formula in
+    dollars counts.
     """
     if r"\boxed{" in text:
         boxed = last_boxed(text)
         return "" if boxed is None else _in_box(boxed)
-    lines = re.findall(r"(?i)answer[ \t]*:[ \t]*([^\n]+)", text)
-    return _in_box(lines[-1].rstrip(" .*")) if lines else text
+    named = list(re.finditer(r"(?i)answer[ \t]*:", text))
+    lines = text[named[-1].end():].split("\n") if named else []
+    line = next(filter(None, (line.lstrip(" \t*").rstrip(" \t\r*.,;!") for line in lines)), "")
+    formulas = re.findall(r"\$+([^$]+)\$+", line)
+    if not line or len(formulas) > 1:
+        return line or text
+    return _in_box(formulas[0] if formulas else line)
 
 
 def _parsed(text: str, is_reference: bool) -> list:

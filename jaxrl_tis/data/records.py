@@ -1,6 +1,8 @@
 """Records of data: converts rows of files to records, or says why a row is unusable."""
 
+import decimal
 import json
+import math
 import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -114,13 +116,18 @@ def prompt_of(value: Any) -> str | list[dict[str, Any]]:
 
 
 def answer_of(row: Row, name: str | None) -> str | None:
-    """Returns the answer as text, None without one; a list or an object becomes JSON."""
+    """Returns the answer as text, None without one: a list or an object as JSON, a float without an
+    exponent."""
     if name is not None:
         value = wanted(row, name, object)
     else:
         found = (find(row.values, field) for field in ANSWER_FIELDS)
         value = next((x for x in found if x is not None), None)
-    return json.dumps(value) if isinstance(value, list | dict) else None if value is None else str(value)
+    if isinstance(value, float) and math.isfinite(value):
+        return format(decimal.Decimal(repr(value)), "f")  # 0.00001, and not 1e-05
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False)
+    return None if value is None else str(value)
 
 
 def made(

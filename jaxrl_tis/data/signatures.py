@@ -10,9 +10,11 @@ This file imports the standard library only: see confined.py.
 """
 
 import asyncio
+import copy
 import inspect
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -53,12 +55,15 @@ def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]
         ImportError, AttributeError, ValueError: a function cannot be imported, or has no known
             signature.
     """
-    rewards = {}
-    for name in graders.names(setup["name"]):
+    rewards, names = {}, graders.names(setup["name"])
+    for name in names:
         function = graders.resolve(name)
         function = function() if inspect.isclass(function) else function
         short = name.rpartition(":")[2]
-        rewards[name if short in rewards else short] = called(function, name, setup["signature"])
+        # The component "score" of a function's own mapping stands for all others.
+        is_taken = short in rewards or short == "score" and len(names) > 1
+        key = re.sub(r"\W", "_", name) if is_taken else short
+        rewards[key] = called(function, name, setup["signature"])
     is_batched = any(reward.is_batched for reward in rewards.values())
     is_async = not is_batched and all(reward.is_async for reward in rewards.values())
     scorer = _Scorer(rewards, is_async, setup["timeout"], setup["workers"])
@@ -143,7 +148,9 @@ class Called:
         return self._signature == "trl" and takes_any or name in (self._parameters or {})
 
     def __call__(self, items: Sequence[Item]) -> Any:
-        """Returns the value of one item, or a list for a batched function; an awaitable if async."""
+        """Returns the value of one item, or a list for a batched function; an awaitable if async. What
+        the function changes is its own copy."""
+        items = copy.deepcopy(items)
         if self._signature == "record":
             [(text, record, _)] = items
             return self._function(text, record)
@@ -274,10 +281,14 @@ class _Scorer:
 
         async def score(item):
             async with room:
+                limit = asyncio.timeout(self._timeout)
                 try:
-                    calls = [_awaited(reward([item])) for reward in self._rewards.values()]
-                    values = await asyncio.wait_for(asyncio.gather(*calls), self._timeout)
-                except TimeoutError:
+                    async with limit:
+                        calls = [_awaited(reward([item])) for reward in self._rewards.values()]
+                        values = await asyncio.gather(*calls)
+                except TimeoutError as error:
+                    if not limit.expired():  # the function's own
+                        return _failed(error)
                     text = f"TimeoutError: no result within {self._timeout:g} s"
                     return {"fault": "timeouts", "kind": "TimeoutError", "error": text, "traceback": ""}
                 except BaseException as error:

@@ -179,7 +179,8 @@ class HFTokenizer:
         return self.backend.encode(text, add_special_tokens=add_special).ids
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self.backend.decode([int(index) for index in ids])
+        # Not every file marks its end tokens as special.
+        return self.backend.decode([int(index) for index in ids if index not in self.eos_ids])
 
     def chat(
         self, messages: Sequence[dict], add_generation_prompt: bool = True,

@@ -151,9 +151,13 @@ def from_folder(folder: str | os.PathLike) -> HFTokenizer:
         name: None if index is None else backend.id_to_token(index)
         for name, index in (("bos_token", bos_id), ("eos_token", end))
     }
+    named = _special(config, of_ids)
+    backend.add_special_tokens([
+        AddedToken(text, special=True, normalized=False) for text in dict.fromkeys(named.values())
+        if backend.token_to_id(text) is not None
+    ])  # so that they are one token in a text, as in transformers
     return _make(
-        backend, eos_ids, pad_id, bos_id, _special(config, of_ids),
-        _folder_template(folder, config), str(folder),
+        backend, eos_ids, pad_id, bos_id, named, _folder_template(folder, config), str(folder)
     )
 
 

@@ -25,7 +25,7 @@ from jaxrl_tis.learner.snapshots import Average
 from jaxrl_tis.learner.step import TrainState
 from jaxrl_tis.models import peft, placement, quant, transformer, transforms
 from jaxrl_tis.record.checkpoint import Checkpoints
-from jaxrl_tis.record.provenance import date
+from jaxrl_tis.record.provenance import date, saved
 from jaxrl_tis.runtime import hub, processes, storage
 
 
@@ -192,11 +192,11 @@ def is_run(path: str) -> bool:
 
 
 def as_begun(config: ml_collections.ConfigDict, path: str) -> ml_collections.ConfigDict:
-    """Returns the config with the date of the run at `path`, for equal prompts. A model's path leaves
-    the config unchanged."""
+    """Returns the config with the date and the commits of hub files of the run at `path`, for equal
+    prompts. A model's path leaves the config unchanged."""
     if not is_run(path):
         return config
-    values = config.to_dict()
+    values = hub.replaced(config.to_dict(), saved(path, "pins") or {})
     values["task"]["date"] = date(values, path)
     return ml_collections.ConfigDict(values)
 

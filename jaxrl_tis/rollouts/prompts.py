@@ -31,6 +31,7 @@ GENERATED = 20_000  # examples of a generated task that are checked: such a task
 CHUNK, CHUNK_CHARACTERS = 1000, 1 << 22  # of prompts that are rendered and tokenised together
 CACHED = 2000  # prompts; fewer take less than a second, and are not kept on disk
 KEPT_FILES = 16  # on disk
+PASSING = ("TimeoutError", "EOFError")  # faults of the template's process, not of a prompt
 PLAIN = "{prompt}"  # the template that adds nothing
 # Code that affects how a prompt is rendered, in addition to the tokenizer and the config.
 CODE = ("templates.py", "tokenizer.py", "../rollouts/prompts.py")
@@ -214,7 +215,11 @@ class Prompter:
                 outcomes += part
                 progress.update(len(part))
                 heartbeat()
-        if path is not None:
+        ended = [i for i, x in enumerate(outcomes) if isinstance(x, str) and any(e in x for e in PASSING)]
+        for i in ended:  # the template's process, perhaps by chance
+            [outcomes[i]] = self._outcomes([prompts[i]])
+        is_sure = not any(isinstance(outcomes[i], str) for i in ended)
+        if path is not None and is_sure:
             _write(path, outcomes)
         return outcomes
 

@@ -73,6 +73,13 @@ def test_messages_in_csv_are_json_or_as_python_prints_them(tmp_path):
     assert [(r.values["prompt"], r.reason) for r in rows[3:]] == [("{x} + [{", ""), ("{2, 1}", "")]
 
 
+def test_cells_that_are_no_list_of_objects_stay_texts(tmp_path):
+    cells = ["[{1}, {2}]", "[{1: 2}, 3]", "{1, 2}"]
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        csv.writer(file).writerows([["answer"], *([cell] for cell in cells)])
+    assert [r.values["answer"] for r in files.read(str(tmp_path / "a.csv"), {})[0]] == cells
+
+
 @pytest.mark.parametrize("content, message", [
     (b'a,b\n1,"2\n3,4\n', r"a\.csv:\d: the line is not CSV: unexpected end of data"),
     (b"a,a\n1,2\n", r"a\.csv:1: the header a,a has a column twice"),

@@ -17,7 +17,9 @@ def test_a_column_comes_before_a_path():
     ({"answer": "a", "solution": "b"}, "a"), ({"answer": None, "solution": "b"}, "b"),
     ({"reward_model": {"ground_truth": 7}}, "7"), ({"reward_model": {"ground_truth": None}}, None),
     ({"ground_truth": True}, "True"), ({"answer": ["a", 1]}, '["a", 1]'), ({"answer": ""}, ""),
-    ({"solution": {"x": "é"}}, '{"x": "\\u00e9"}'), ({}, None),
+    ({"solution": {"x": "é"}}, '{"x": "é"}'), ({}, None),
+    ({"answer": 0.00001}, "0.00001"), ({"answer": 1e20}, "100000000000000000000"), ({"answer": 2.0}, "2.0"),
+    ({"answer": -0.125}, "-0.125"), ({"answer": float("nan")}, "nan"),
 ])
 def test_where_an_answer_is_found(values, answer):
     assert answer_of(Row("a:1", values), None) == answer

@@ -153,6 +153,29 @@ def test_a_function_may_run_a_loop_of_its_own(score):
     assert score(lambda text, record: asyncio.run(one(text)), ["ab"]) == [2.0]
 
 
+def test_a_function_changes_its_own_copy_of_a_record(score, module):
+    def spoil(texts, records):
+        for record in records:
+            record["answer"] = "spoilt"
+            record["visits"] = record.get("visits", 0) + 1
+        if "raises" in texts:
+            raise ValueError
+        return [float(record["visits"]) for record in records]
+
+    module.spoil = spoil
+    module.right = lambda text, record: float(text == record["answer"])
+    assert score("given:spoil,given:right", ["5"]) == [{"spoil": 1.0, "right": 1.0}]
+    assert score("given:spoil", ["5", "raises"], raw=True)[0] == {"value": {"parts": {"reward": 1.0}}}
+
+
+def test_a_timeout_of_the_function_itself_is_an_error(score):
+    async def judge(text, record):
+        raise TimeoutError("judge: connection refused")
+
+    [found] = score(judge, ["5"], raw=True, timeout=60.0)
+    assert (found["fault"], found["error"]) == ("errors", "TimeoutError: judge: connection refused")
+
+
 def test_other_callables(score):
     class Judge:
         def __call__(self, text, record):
@@ -193,6 +216,9 @@ def test_several_functions_are_the_parts_of_one_reward(score, module):
     found = score("given:right, given:short", ["5", "none"])
     assert found == [{"right": 1.0, "short": -1.0}, {"right": 0.0, "short": None}]
     assert score("exact,given:right", ["5"]) == [{"exact": 1.0, "right": 1.0}]
+    module.score = lambda text, record: 0.5  # no component stands for the others
+    assert score("given:score,given:right", ["5"]) == [{"given_score": 0.5, "right": 1.0}]
+    assert score("given:score", ["5"]) == [0.5]
     module.parts = lambda text, record: {"score": 1.0}
     [found] = score("exact,given:parts", ["5"], raw=True)
     assert found == {"value": {"bad": "a dict from parts, one of several functions"}}

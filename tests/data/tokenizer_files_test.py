@@ -176,6 +176,23 @@ def test_a_saved_dropout_of_merges_is_off(tmp_path):
     assert all(tokenizer.encode("hello") == [TOKENS.index("hello")] for _ in range(9))
 
 
+@pytest.mark.parametrize("is_added", [True, False])
+def test_an_end_token_that_its_file_does_not_mark_is_one_token_and_no_text(tmp_path, is_added):
+    """An added token that is not special, or an entry of the vocabulary alone. transformers 5.24 gives
+    these ids and this text, too."""
+    backend = json.loads(independent_backend().to_str())
+    for token in backend["added_tokens"]:
+        token["special"] = token["special"] and token["content"] != "<|im_end|>"
+    if not is_added:
+        backend["added_tokens"] = [t for t in backend["added_tokens"] if t["content"] != "<|im_end|>"]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(backend))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    tokenizer = from_folder(tmp_path)
+    ids = tokenizer.encode("12<|im_end|>")
+    assert ids[-1] == TOKENS.index("<|im_end|>") == tokenizer.eos_ids[0]
+    assert tokenizer.decode(ids) == "12"
+
+
 def test_special_tokens_for_a_template_are_those_of_transformers(tmp_path):
     own = chat_templates.TOKENS | {"extra_special_tokens": {"image": "<image>"}}
     tokenizer = from_folder(write_folder(tmp_path / "a", config=own))

@@ -1,6 +1,7 @@
 """What the state holds, and that no two parts of it share a buffer."""
 
 import dataclasses
+import json
 import math
 
 import jax
@@ -51,6 +52,11 @@ def test_the_date_of_a_run_goes_along_where_its_policy_is_measured_or_served(tmp
     undated = tiny.config(task__date="")
     assert as_begun(undated, str(tmp_path / "run")).task.date == "2020-01-02"
     assert as_begun(tiny.config(task__date="1999-01-01"), str(tmp_path / "run")).task.date == "1999-01-01"
+    values = json.loads((tmp_path / "run" / "config.json").read_text())
+    values["pins"] = {"hf://owner/data/a.jsonl": "hf://owner/data@0123/a.jsonl"}
+    (tmp_path / "run" / "config.json").write_text(json.dumps(values))
+    files = tiny.config(task__name="hf://owner/data/a.jsonl")
+    assert as_begun(files, str(tmp_path / "run")).task.name == "hf://owner/data@0123/a.jsonl"
     (tmp_path / "config.json").write_text("{}")  # of a model
     assert as_begun(undated, str(tmp_path)) is undated
     assert as_begun(undated, "hf://owner/model") is undated

@@ -145,6 +145,10 @@ MUTANTS = [
     ),
     *of(
         "data/signatures.py",
+        ("functions share a record", "items = copy.deepcopy(items)", "pass",
+         "data/signatures_test.py::test_a_function_changes_its_own_copy_of_a_record"),
+        ("a function called score stands for the others", 'short == "score" and len(names) > 1', "False",
+         "data/signatures_test.py::test_several_functions_are_the_parts_of_one_reward"),
         ("texts are numbers", "if value is None or isinstance(value, TEXTS):", "if value is None:",
          "test_what_is_a_number"),
         ("a function of the answer gets the record",
@@ -190,6 +194,8 @@ MUTANTS = [
     ),
     *of(
         "data/records.py",
+        ("an answer has an exponent", "math.isfinite(value):\n", "False:\n",
+         "data/records_test.py::test_where_an_answer_is_found"),
         ("an id may come twice", "if name in places:", "if name in places and False:",
          "data/tasks_test.py::test_a_bad_row_is_named_by_file_line_and_id_and_left_out"),
         ("a path comes before a column", "    if name in values:\n", '    if "." not in name:\n'),

@@ -61,6 +61,8 @@ MUTANTS = [
     ),
     *of(
         "learner/arriving.py",
+        ("micro-batches cut groups", "math.lcm(of_micro, setup.config.rollout.group_size)", "of_micro",
+         "learner/arriving_test.py::test_no_group_is_cut_by_micro_batches"),
         ("parts without a token move the weights",
          "    if num_tokens:", "    if True:",
          "left_out_test.py::test_a_batch_without_a_reward_leaves_the_state_as_it_is"),

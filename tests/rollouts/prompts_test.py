@@ -299,6 +299,24 @@ def test_the_ids_are_kept_for_the_next_start(cache, tmp_path):
     assert encoded(moved) == (0, first)
 
 
+@pytest.mark.parametrize("is_once", [True, False])
+def test_a_fault_of_the_templates_process_is_tried_again_and_not_kept(cache, tmp_path, monkeypatch, is_once):
+    source, faults = write(tmp_path / "a.jsonl", ["1", "2", "3", "4"]), []
+    own = prompts.Prompter._encoded
+
+    def encoded_with_a_fault(self, inputs, is_chat):
+        found = own(self, inputs, is_chat)
+        if "3" in inputs and not (is_once and faults):
+            faults.append(None)
+            found[inputs.index("3")] = "TimeoutError: the chat template exceeded its time limit"
+        return found
+
+    monkeypatch.setattr(prompts.Prompter, "_encoded", encoded_with_a_fault)
+    assert len(encoded(source)[1]) == (4 if is_once else 3)
+    assert cache.exists() == is_once
+    monkeypatch.undo()
+
+
 @pytest.mark.parametrize("changes", [
     {"alphabet": ALPHABET + "-"}, {"template": " {prompt}"}, {"chat": True},
     {"chat": True, "system": "5", "max_prompt_tokens": 20},
