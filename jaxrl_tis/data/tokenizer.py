@@ -76,15 +76,19 @@ def _each(call: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[i
 def _marked(messages: Sequence[dict]) -> list[dict]:
     """Returns a conversation with END appended to its last message."""
     *earlier, last = messages
-    said = last["content"] if "content" in last else ""
-    return [*earlier, {**last, "content": said + END}]
+    return [*earlier, {**last, "content": _said(last) + END}]
 
 
-def _cut(text: str) -> str | ValueError:
-    """Cuts a rendered conversation at END, so that a sample continues the last message."""
+def _said(message: Mapping[str, Any]) -> str:
+    return message["content"] if "content" in message else ""
+
+
+def _cut(text: str, last: Mapping[str, Any]) -> str | ValueError:
+    """Cuts a rendered conversation at END, so that a sample continues the last message. A template may
+    remove the space before the message, and nothing else."""
     begin, mark, _ = text.rpartition(END)
     refusal = "the chat template changes the assistant's last message, and a sample cannot continue it"
-    return begin if mark else ValueError(refusal)
+    return begin if mark and begin.endswith(_said(last).lstrip()) else ValueError(refusal)
 
 
 def start_processor(bos: str, bos_id: int) -> processors.TemplateProcessing:
@@ -201,7 +205,8 @@ class HFTokenizer:
         marked = [_marked(c) if x else c for c, x in zip(conversations, is_open, strict=True)]
         texts = self._rendered(marked, add_generation_prompt=True)
         return [
-            _cut(text) if x and isinstance(text, str) else text for text, x in zip(texts, is_open)
+            _cut(text, messages[-1]) if x and isinstance(text, str) else text
+            for text, x, messages in zip(texts, is_open, conversations)
         ]
 
     def _rendered(

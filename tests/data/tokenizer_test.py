@@ -172,3 +172,12 @@ def test_a_last_message_that_the_template_does_not_write_is_refused(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "a")
     found = tokenizer.chats([[{"role": "assistant", "content": c}] for c in ("abc", "", "ABC")])
     assert all("changes the assistant's last message" in str(x) for x in found)
+
+
+def test_a_last_message_that_the_template_cuts_is_refused(tmp_path):
+    """R1's template drops the thought. A template that trims drops space, and that may be."""
+    jinja = "{% for m in messages %}{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"
+    write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=jinja)
+    said = "<think>\nplan</think>\nSo 7", "  So 7"
+    cut, kept = load_tokenizer(tmp_path / "a").chats([[{"role": "assistant", "content": c}] for c in said])
+    assert "changes the assistant's last message" in str(cut) and kept == "So 7"
