@@ -147,7 +147,8 @@ def _read_values(logs, framework):
                     continue
                 step, known = _step_of(row, name, framework, log.path), values.setdefault(name, {})
                 if step in known:  # a run that continues from there; what it had logged after is void
-                    void = [later for later in known if later > step]
+                    is_restart = step < next(reversed(known))  # else the newest step is logged again
+                    void = [later for later in known if later > step] if is_restart else []
                     repeated += 1 + len(void)
                     for later in void:
                         del known[later]
@@ -233,7 +234,8 @@ def load(paths: Sequence[str], wanted: str) -> Record:
     framework = FRAMEWORKS[name]
     if name in VARIANTS and _marks_in(names, VARIANTS[name]):
         framework = VARIANTS[name]
-    _refuse_two_runs(logs, framework)
+    if len(logs) > 1:
+        _refuse_two_runs(logs, framework)
     values, nans, repeated = _read_values(logs, framework)
     values, updates = _per_batch(values, framework)
     series, theirs = _translated(values, framework)

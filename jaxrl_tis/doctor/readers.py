@@ -174,15 +174,15 @@ def _read_folder(path):
         )
     if EVENTS in logs[0].name:
         return [_read_events(logs, path)]
-    read, unknown = [], []
+    found, unknown = [], []
     for file in logs:
         try:
-            read.append(_read_any(file, file.read_bytes()))
+            found.append(_read_any(file, file.read_bytes()))
         except UnknownFormat as error:  # the errors beside the output, or a text of another kind
             unknown.append(error)
-    if not read:
+    if not found:
         raise unknown[0]
-    return read
+    return found
 
 
 def _number(value):

@@ -522,7 +522,7 @@ MUTANTS = [
     ),
     *of(
         "doctor/foreign.py",
-        ("a restart keeps its dead branch", "void = [later for later in known if later > step]", "void = []",
+        ("a restart keeps its dead branch", "if later > step] if is_restart else []", "if False]",
          "doctor/foreign_test.py::test_a_restart_ends_the_branch_before_it"),
         ("a fault of the correction is healthy", "if found and set(", "if False and set(",
          "doctor/foreign_test.py::test_no_log_with_a_fault_of_its_correction_is_healthy"),
