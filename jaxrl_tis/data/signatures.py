@@ -150,7 +150,7 @@ class Called:
     def __call__(self, items: Sequence[Item]) -> Any:
         """Returns the value of one item, or a list for a batched function; an awaitable if async. What
         the function changes is its own copy."""
-        items = copy.deepcopy(items)
+        items = [(text, copy.deepcopy(record), tokens and [*tokens]) for text, record, tokens in items]
         if self._signature == "record":
             [(text, record, _)] = items
             return self._function(text, record)

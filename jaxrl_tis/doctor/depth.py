@@ -1,8 +1,8 @@
 """Facts and findings about a gap that grows with the depth of the context.
 
 Positions are in buckets 0, 1, 2-3, 4-7, ...: of the context where a dump has shallow and deep ones,
-else of the response. The deep tokens are those of the last octave that has enough tokens, the shallow ones those
-before an eighth of its start.
+else of the response. The deep tokens are those of the last octave that has enough tokens, the shallow
+ones those before an eighth of its start.
 """
 
 import math

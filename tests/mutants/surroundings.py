@@ -145,7 +145,7 @@ MUTANTS = [
     ),
     *of(
         "data/signatures.py",
-        ("functions share a record", "items = copy.deepcopy(items)", "pass",
+        ("functions share a record", "copy.deepcopy(record)", "record",
          "data/signatures_test.py::test_a_function_changes_its_own_copy_of_a_record"),
         ("a function called score stands for the others", 'short == "score" and len(names) > 1', "False",
          "data/signatures_test.py::test_several_functions_are_the_parts_of_one_reward"),
