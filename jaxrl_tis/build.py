@@ -154,7 +154,7 @@ class Sampling:
     ) -> Scheduler | EpisodeScheduler | SessionScheduler:
         """Makes a scheduler for one of the engines with these serving parameters; `options` are
         further arguments of Scheduler. With an environment it plays episodes, with a harness
-        sessions, which call `heartbeat` while they wait. Close it after use."""
+        sessions. Both call `heartbeat` while they wait. Close it after use."""
         task, rollout = self.config.task, self.config.rollout
         if rollout.harness:
             options = {"decode": self.tokenizer.decode} | options
@@ -170,7 +170,7 @@ class Sampling:
         return EpisodeScheduler(
             scheduler, self._pool, self.suffixes, self.tokenizer.decode,
             max_turns=task.max_turns, max_length=max_length(self.config), on_fork=rollout.on_fork,
-            waits=self.config.rollout.driver == "virtual",
+            waits=rollout.driver == "virtual", heartbeat=heartbeat,
         )
 
     def _pool(self) -> Pool:

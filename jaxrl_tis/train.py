@@ -122,11 +122,12 @@ class Run:
         )
         self._data = batches.source
         groups = Groups(config, self._prompter, self.rewards, "greedy_rewards" in needs)
-        starts = [
-            functools.partial(setup.scheduler, engine, heartbeat=self.heartbeat)
-            for engine in setup.engines
-        ]
         has_threads = config.rollout.driver == "threads"
+        # A sampler's thread gives no sign of life for the learner, and does not end its step.
+        waiting = (lambda: None) if has_threads else self.heartbeat
+        starts = [
+            functools.partial(setup.scheduler, engine, heartbeat=waiting) for engine in setup.engines
+        ]
         parts = SourceParts(
             config, setup.schedule, setup.replay, groups, batches, self._timer,
             self._checked(setup.served_params if has_threads else setup.serving_params),

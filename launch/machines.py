@@ -1,8 +1,9 @@
 """Decides what launch/tpu_vm.py does next, from what gcloud and a host say."""
 
 import dataclasses
+import json
 import re
-import shlex
+from collections.abc import Iterator
 
 LOST = ("SUSPENDING", "SUSPENDED", "FAILED", "PREEMPTED")
 UNKNOWN = "UNKNOWN"  # the state of machines, where gcloud cannot say it for now
@@ -24,12 +25,16 @@ class Status:
 
     @classmethod
     def parse(cls, text: str) -> "Status | None":
-        """Reads the line of `on_vm.sh status` in the output of ssh; None if it is missing."""
-        found = re.search(r"^(not )?running: (.*?)(?: on \S+(?: with (.*))?)?$", text, re.MULTILINE)
-        if found is None:
-            return None
-        code = re.search(r'"code": (\d+)', found[2])
-        return cls(found[1] is None, code and int(code[1]), found[3] and shlex.split(found[3]))
+        """Reads the first line of `on_vm.sh status` in the output of ssh; None if it is missing."""
+        return next(cls.parse_all(text), None)
+
+    @classmethod
+    def parse_all(cls, text: str) -> "Iterator[Status]":
+        """Reads the lines of `on_vm.sh status` of several hosts."""
+        line = re.compile(r"^(not )?running: (.*?)(?: on \S+(?: with (.*))?)?$", re.MULTILINE)
+        for found in line.finditer(text):
+            code = re.search(r'"code": (\d+)', found[2])
+            yield cls(found[1] is None, code and int(code[1]), found[3] and json.loads(found[3]))
 
 
 @dataclasses.dataclass
@@ -58,15 +63,14 @@ class Machines:
         `state` is the state of the queued resource: None if it does not exist, UNKNOWN if gcloud
         could not read it.
         """
+        if self.lost_touch >= self.max_lost_touch:
+            return "give up"
         if state is None:
             if self.creations >= self.max_creations:
                 return "give up"
             self.creations += 1
-            self.lost_touch = 0
             self.has_run = False
             return "create"
-        if self.lost_touch >= self.max_lost_touch:
-            return "give up"
         if state == "FAILED" and self.is_bounded and self.creations:
             return "expire"
         if state in LOST:
@@ -81,6 +85,10 @@ class Machines:
             self.has_run = True
             return "start"
         return "follow"
+
+    def refused(self) -> None:
+        """Takes back a request for machines that gcloud did not accept."""
+        self.creations -= 1
 
     def missed(self) -> None:
         """Counts a failed contact with the machines, or a lost run."""

@@ -77,7 +77,7 @@ case ${1:-} in
     else
       detach -- "${command[@]}"
     fi
-    echo "${*@Q}" >"$arguments"
+    "$PY" -c 'import json, sys; print(json.dumps(sys.argv[1:]))' "$@" >"$arguments"
     ;;
   work)
     if is_running; then  # with an older address of the head

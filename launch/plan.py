@@ -215,6 +215,17 @@ class Shell:
         else:
             subprocess.run(command, check=True)
 
+    def run_all(self, commands: Sequence[Sequence[str]]) -> None:
+        """Runs all commands, whichever fail; raises the error of the last that fails."""
+        failed = None
+        for command in commands:
+            try:
+                self.run(command)
+            except subprocess.CalledProcessError as error:
+                failed = error
+        if failed is not None:
+            raise failed
+
     def code(self, command: Sequence[str]) -> int:
         """Runs a command, also in a dry run, and returns its exit code."""
         return subprocess.run(command).returncode

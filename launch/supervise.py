@@ -4,7 +4,7 @@ A command is restarted after exit code 42 or a signal (out of memory, a lost pro
 host), at most --max_restarts times. Any other exit is final: 0 is the end, 2 an error in config or
 data, 1 a run that cannot continue. SIGTERM and SIGINT are passed on to the command, which saves,
 and no restart follows. FILE always holds {"attempt", "code", "pid"} as JSON; code is null while the
-command runs.
+command runs. A closed terminal counts as SIGTERM, except under nohup.
 """
 
 import argparse
@@ -22,6 +22,7 @@ EXAMPLES = """examples:
   python launch/supervise.py -- python -m jaxrl_tis.main --config=configs/quickstart.py --workdir=runs/a
   python launch/supervise.py --max_restarts=5 --state=run.json -- ./launch/quickstart.sh"""
 RESTART = 42
+UNKNOWN_COMMAND = 127  # as shells have it
 WAIT_SECONDS = 10.0  # between an exit and the next start
 
 
@@ -51,20 +52,28 @@ class Supervisor:
 def supervise(command: list[str], supervisor: Supervisor, state: pathlib.Path | None) -> int:
     """Runs the command to its final exit and returns the exit code."""
     process, missed = None, []  # signals that came while there was no process to send them to
+    passed_on = lambda number: signal.SIGTERM if number == signal.SIGHUP else number
 
     def stop(number: int, _) -> None:
         supervisor.is_stopping = True
         if process is None:
             missed.append(number)
         else:
-            process.send_signal(number)
+            process.send_signal(passed_on(number))
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    stopping = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        stopping.append(signal.SIGHUP)
+    for number in stopping:
         signal.signal(number, stop)
     while True:
-        process = subprocess.Popen(command, start_new_session=True)
+        try:
+            process = subprocess.Popen(command, start_new_session=True)
+        except OSError as error:
+            print(f"supervise: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
+            return UNKNOWN_COMMAND
         for number in missed:
-            process.send_signal(number)
+            process.send_signal(passed_on(number))
         _write(state, supervisor.attempt, None, process.pid)
         code, pid, attempt = process.wait(), process.pid, supervisor.attempt
         process = None
@@ -86,10 +95,14 @@ def _sleep(supervisor: Supervisor) -> None:
 
 
 def _write(state: pathlib.Path | None, attempt: int, code: int | None, pid: int) -> None:
-    if state is not None:
-        new = state.with_name(state.name + ".new")
+    if state is None:
+        return
+    new = state.with_name(state.name + ".new")
+    try:
         new.write_text(json.dumps({"attempt": attempt, "code": code, "pid": pid}) + "\n")
         os.replace(new, state)
+    except OSError as error:  # the command goes on
+        print(f"supervise: cannot write {state}: {error.strerror}", file=sys.stderr, flush=True)
 
 
 def main() -> int:

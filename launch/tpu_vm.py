@@ -31,7 +31,7 @@ import secrets
 import shlex
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import clone
 import plan as plans
@@ -39,6 +39,7 @@ from gcloud import DURATION, SECRETS_FILE, Gcloud
 from machines import LOST, UNKNOWN, Machines, Status
 
 POLL_SECONDS = 30.0
+HOSTS_SECONDS = 300.0  # between two looks at the other hosts of a run
 LOST_TOUCH, MISUSED = 255, 2  # of ssh, of gcloud
 RAY_PORT = 6379
 # What gcloud says where asking again is of no use.
@@ -130,8 +131,17 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
     cluster = None
     while True:
         state = _state_or_unknown(shell, gcloud)
-        action = _advance(shell, gcloud, machines, state)
+        try:
+            action = _advance(shell, gcloud, machines, state)
+        except subprocess.CalledProcessError as error:
+            if not machines.creations:  # of the first request: a typo, or no quota
+                raise
+            shell.report(f"{plans.show(error.cmd)} failed with {error.returncode}; it is tried again")
+            machines.missed()
+            time.sleep(POLL_SECONDS)
+            continue
         if action in ("give up", "expire"):
+            _say_billed(shell, gcloud)
             return 1
         if action in ("create", "delete"):
             cluster = None
@@ -143,12 +153,15 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
         if action in ("delete", "wait"):
             time.sleep(POLL_SECONDS)
         elif action in ("start", "follow") and not is_whole:
-            _install(shell, gcloud, {})
-            return 0
+            if _is_reached(shell, gcloud, lambda: _install(shell, gcloud, {})):
+                return 0
+            machines.missed()
+            time.sleep(POLL_SECONDS)
         elif action == "start":
             found = _cluster(shell, gcloud)
             if found is not None and found.is_new and not any(w.state == "ACTIVE" for w in workers):
                 if all(worker.is_given_up for worker in workers):
+                    _say_billed(shell, gcloud)
                     return 1
                 shell.report("the run starts as soon as the first worker machine is there")
                 machines.has_run = False
@@ -177,11 +190,15 @@ def _advance(shell: plans.Shell, gcloud: Gcloud, machines: Machines, state: str 
     plan, action = gcloud.plan, machines.next(state)
     if action == "give up":
         shell.report(f"given up: {machines.creations} times created, {machines.lost_touch} times "
-                  f"in a row nothing heard, now {state}; see `status`; what is left is billed "
-                  f"until: {gcloud.again('delete')}")
+                  f"in a row nothing heard, now {state}; see `status`")
     elif action == "create":
         shell.report(f"asking for {plan.topology.product_name} as {plan.name}")
-        shell.run(gcloud.create())
+        try:
+            shell.run(gcloud.create())
+        except subprocess.CalledProcessError:
+            machines.refused()
+            raise
+        machines.lost_touch = 0
     elif action == "expire":
         shell.report(f"{plan.name} is {state}, and --valid-until={gcloud.given.valid_until}: it is "
                   "deleted, and not asked for anew")
@@ -213,17 +230,27 @@ def _cluster(shell: plans.Shell, gcloud: Gcloud) -> Cluster | None:
 def _follow(
     shell: plans.Shell, gcloud: Gcloud, workers: Sequence[Worker], cluster: Cluster | None
 ) -> None:
-    """Shows the log of host 0 until it stops, and meanwhile tends the machines of the workers."""
-    log = subprocess.Popen(gcloud.follow())
+    """Shows the log of host 0 until it stops, and meanwhile tends the machines of the workers and
+    hosts that were started anew."""
+    log, looked_at = subprocess.Popen(gcloud.follow()), time.monotonic()
+    has_others = gcloud.plan.hosts > 1
     try:
         while log.poll() is None:
             for worker in workers:
                 worker.tend(shell, cluster)
+            if has_others and time.monotonic() - looked_at > HOSTS_SECONDS:
+                looked_at = time.monotonic()
+                with contextlib.suppress(subprocess.CalledProcessError):
+                    _start_idle(shell, gcloud)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                log.wait(POLL_SECONDS if workers else None)
+                log.wait(POLL_SECONDS if workers or has_others else None)
     finally:
         log.kill()
         log.wait()
+
+
+def _say_billed(shell: plans.Shell, gcloud: Gcloud) -> None:
+    shell.report(f"machines of {gcloud.plan.name} that are left are billed until: {gcloud.again('delete')}")
 
 
 def _say_why(shell: plans.Shell, gcloud: Gcloud) -> None:
@@ -324,16 +351,36 @@ def _begin(shell: plans.Shell, gcloud: Gcloud, environment: Mapping[str, str]) -
         return False
     if status.is_running:
         _check_same(gcloud.plan, status)
-        return True
-    try:
+        return _is_reached(shell, gcloud, lambda: _start_idle(shell, gcloud))
+
+    def start():
         _install(shell, gcloud, environment)
         _start(shell, gcloud)
+
+    return _is_reached(shell, gcloud, start)
+
+
+def _is_reached(shell: plans.Shell, gcloud: Gcloud, act: Callable[[], None]) -> bool:
+    """Does what `act` does on the machines; returns False if they cannot be reached."""
+    try:
+        act()
     except subprocess.CalledProcessError as error:
         can_ask = all(_status(shell, gcloud, node) is not None for node in gcloud.nodes)
         if error.returncode != LOST_TOUCH and can_ask:
             raise
         return False
     return True
+
+
+def _start_idle(shell: plans.Shell, gcloud: Gcloud) -> None:
+    """Starts the run on all hosts if one of them was started anew, and has no run."""
+    if gcloud.plan.hosts == 1:
+        return
+    texts = [shell.read(gcloud.ask(node))[1] for node in gcloud.nodes]
+    statuses = [status for text in texts for status in Status.parse_all(text)]
+    if any(not status.is_running and status.code is None for status in statuses):
+        shell.report("the run is started on the hosts that do not have it")
+        _start(shell, gcloud)
 
 
 def _check_same(plan: plans.Plan, status: Status) -> None:
@@ -397,22 +444,15 @@ def logs(shell: plans.Shell, gcloud: Gcloud) -> int:
 
 def stop(shell: plans.Shell, gcloud: Gcloud) -> int:
     """Asks the run to save and to end, on every host."""
-    for part in (gcloud, *gcloud.workers):
-        for node in part.nodes:
-            shell.run(part.on_vm(node, "stop"))
+    shell.run_all([
+        part.on_vm(node, "stop") for part in (gcloud, *gcloud.workers) for node in part.nodes
+    ])
     return 0
 
 
 def delete(shell: plans.Shell, gcloud: Gcloud) -> int:
     """Returns the machines to the cloud."""
-    failed = None
-    for part in (gcloud, *gcloud.workers):
-        try:
-            shell.run(part.delete())
-        except subprocess.CalledProcessError as error:  # what is not deleted is billed
-            failed = error
-    if failed is not None:
-        raise failed
+    shell.run_all([part.delete() for part in (gcloud, *gcloud.workers)])
     return 0
 
 

@@ -6,10 +6,11 @@ r"""Python as a tool: an answer with a ```python block is a call, one with \boxe
 
 All blocks of an answer run as one program in a new interpreter, so nothing is kept between calls.
 The observation is the program's output, and the error that ended the program. An answer with
-neither a block nor a box is final and wrong. A box outside the blocks makes an answer final.
+neither a block nor a box is final and wrong. A box outside the blocks makes an answer final. The ```
+at the end of a block is a line of its own, and a block without it is no call.
 
 The program has the standard library, but no files, network, other processes or environment
-variables. CPU seconds, memory and output are limited. The system enforces the limits, an audit hook
+variables, so it cannot import asyncio, ctypes or subprocess. CPU seconds, memory and output are limited. The system enforces the limits, an audit hook
 in the program's interpreter refuses the rest. This guards against mistakes of a policy. It is no
 sandbox for hostile code.
 
@@ -31,7 +32,10 @@ from typing import Any
 from jaxrl_tis.data import graders
 from jaxrl_tis.environments.protocol import Messages, Step
 
-BLOCK = re.compile(r"```python[ \t]*\n(.*?)```", re.DOTALL)
+OPEN = r"```python[ \t]*\r?\n"
+# The end is a line of its own, so a program may have ``` in a string.
+BLOCK = re.compile(OPEN + r"(.*?)^[ \t]*```[ \t]*\r?$", re.DOTALL | re.MULTILINE)
+UNCLOSED = re.compile(OPEN + r".*", re.DOTALL)
 OUTPUT_CHARACTERS = 4000
 PROGRAM_BYTES = 32 << 10  # below the size of a pipe
 WALL = 4.0  # seconds of waiting per CPU second; a busy machine must not change the result
@@ -126,7 +130,7 @@ class PythonTool:
 
     def step(self, answer: str) -> Step:
         blocks = BLOCK.findall(answer)
-        boxed = graders.last_boxed(BLOCK.sub("", answer))
+        boxed = graders.last_boxed(UNCLOSED.sub("", BLOCK.sub("", answer)))
         if boxed is not None or not blocks:
             is_right = boxed is not None and boxed.strip() == self._answer
             return Step("", float(is_right), True, self._metrics())

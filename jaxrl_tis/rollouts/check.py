@@ -9,6 +9,7 @@ from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.runtime import addresses
 
 DRIVERS = ("virtual", "threads", "ray")
+LEAST_TIMEOUT = 5.0  # of rollout.worker_timeout; a report takes a second (ray_worker.POLL_SECONDS)
 ON_GAP_EXCEEDED = ("warn", "sync", "stop")
 # Of what a synchronous run does not read.
 DEFAULTS = {"driver": "virtual", "workers": 1, "queue": 0, "update_turns": 0}
@@ -122,6 +123,11 @@ def _ray(rollout) -> Iterator[str]:
     for name in ("worker_timeout", "start_timeout"):
         if not 0 < rollout[name] < math.inf:
             yield f"rollout.{name} is {rollout[name]} seconds; it must be above 0"
+    if 0 < rollout.worker_timeout < LEAST_TIMEOUT:
+        yield (
+            f"rollout.worker_timeout is {rollout.worker_timeout} seconds, and an idle worker answers "
+            f"after one second; give at least {LEAST_TIMEOUT:g}"
+        )
     for name in ("cpus_per_worker", "gpus_per_worker", "tpus_per_worker"):
         if not 0 <= rollout[name] < math.inf:
             yield f"rollout.{name} is {rollout[name]}; it must not be below 0"

@@ -142,18 +142,19 @@ class EpisodeScheduler:
         would fork.
       waits: every step waits for all replies. The engine then samples the same sequences together
         in every run, and runs repeat bit by bit. Otherwise it samples while environments think.
+      heartbeat: called while a step waits.
     """
 
     def __init__(
         self, scheduler: Scheduler, make_pool: Callable[[], Pool], suffixes: Suffixes,
         decode: Callable[[Sequence[int]], str], *, max_turns: int, max_length: int, on_fork: str,
-        waits: bool,
+        waits: bool, heartbeat: Callable[[], None] = lambda: None,
     ):
         self._scheduler, self._suffixes, self._decode = scheduler, suffixes, decode
         self._make_pool = make_pool
         self._pool: Pool | None = None
         self._max_turns, self._max_length = max_turns, max_length
-        self._on_fork, self._waits = on_fork, waits
+        self._on_fork, self._waits, self._heartbeat = on_fork, waits, heartbeat
         self._failures = Failures(what="an environment")
         self._episodes: dict[str, Episode] = {}
         self._thinking: dict[str, None] = {}  # ids, in the order of their calls
@@ -271,18 +272,18 @@ class EpisodeScheduler:
     def step(self) -> list[Trajectory]:
         """Makes one step of the scheduler if it has work, takes the replies of environments, and
         returns the records that ended."""
-        finished, self._ended = self._ended, []
         for trajectory in self._scheduler.step() if self._scheduler.pending else ():
             episode = self._episodes.get(trajectory.id)
             if episode is None:
-                finished.append(trajectory)
+                self._ended.append(trajectory)
             elif trajectory.stop_reason == "abort" or episode.is_cancelled:
-                finished.append(self._paused(episode, trajectory))
+                self._ended.append(self._paused(episode, trajectory))
             else:
                 self._think(episode, trajectory)
-        for reply in self._replies():
+        for reply in self._replies():  # the heartbeat may raise; what has ended is kept
             if (ended := self._answered(reply)) is not None:
-                finished.append(ended)
+                self._ended.append(ended)
+        finished, self._ended = self._ended, []
         return finished
 
     def _think(self, episode: Episode, trajectory: Trajectory) -> None:
@@ -310,6 +311,7 @@ class EpisodeScheduler:
                     found[reply.id] = reply  # others are of calls that were aborted
             if not self._waits or len(found) == len(self._thinking):
                 break
+            self._heartbeat()
         self.stats.environment_seconds += time.perf_counter() - start
         return [found[id] for id in self._thinking if id in found]
 
@@ -374,7 +376,7 @@ class EpisodeScheduler:
         id = episode.request.id
         del self._episodes[id]
         self._thinking.pop(id, None)
-        if episode.answers:
+        if self._pool is not None:  # a continued episode may end before its first call
             self._pool.forget([id])
 
     def _answer(self, trajectory: Trajectory, turn: int) -> str:

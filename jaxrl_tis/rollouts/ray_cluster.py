@@ -4,13 +4,16 @@ import os
 import signal
 import socket
 import threading
+import time
 import warnings
+from collections.abc import Iterator
 
 import ml_collections
 
 from jaxrl_tis.runtime import addresses, processes
 
 CONNECT_SECONDS = 5.0
+RETRY_SECONDS = 0.2
 RECORDS = 64 << 20  # bytes of an object store for requests and records
 # A local Ray listens on loopback alone. By default it listens on every address of the machine.
 # Its workers sample at the priority of the learner. By default they are at nice 15.
@@ -132,15 +135,36 @@ def lacking(rollout: ml_collections.ConfigDict, count: int) -> str:
     )
 
 
+def awaited(rollout: ml_collections.ConfigDict, address: str | None) -> Iterator[None]:
+    """Waits until the nodes have the resources of one worker; yields from time to time until then.
+
+    Raises:
+      ValueError: no such node came within rollout.start_timeout seconds, or none can come.
+    """
+    since = time.monotonic()
+    if not (why := lacking(rollout, rollout.workers)):
+        return
+    if address == "local":  # no node will come
+        raise ValueError(why)
+    processes.report(f"{why}; the run begins with one worker, and takes others as nodes come")
+    while why := lacking(rollout, 1):
+        if time.monotonic() - since > rollout.start_timeout:
+            raise ValueError(
+                f"{why}; no node came within rollout.start_timeout = {rollout.start_timeout:g} s"
+            )
+        yield
+        time.sleep(RETRY_SECONDS)
+
+
 def small_store(node: str, stored_bytes: int) -> str:
     """Returns a sentence if the object store of a node cannot hold records and `stored_bytes`, those
-    of two versions of the weights, else ""."""
+    of two versions of the weights, else "". A node that has died has none, and is not judged."""
     import ray
 
     needed = stored_bytes + RECORDS
-    [found] = [n["Resources"] for n in ray.nodes() if n["NodeID"] == node]
-    size = int(found.get("object_store_memory", 0))
-    if size >= needed:
+    [found] = [n for n in ray.nodes() if n["NodeID"] == node]
+    size = int(found["Resources"].get("object_store_memory", 0))
+    if size >= needed or not found["Alive"]:
         return ""
     return (
         f"the object store of Ray on node {node[:8]} has {size / 2**20:.0f} MiB, and two versions of "

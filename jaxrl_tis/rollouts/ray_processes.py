@@ -15,6 +15,7 @@ import ray
 
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.weights import moving
+from jaxrl_tis.rollouts import ray_cluster
 from jaxrl_tis.rollouts.concurrent import ConcurrentSource
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.ray_source import ray_source
@@ -53,6 +54,9 @@ class ProcessesSource:
         self._address, self._part, self._is_complete = address, [], False
         self._source: ConcurrentSource | None = None
         self._base: Any = None  # of LoRA, as it is served
+        nodes = ray_cluster.awaited(parts.config.rollout, address)
+        while processes.first(lambda: next(nodes, True) is None):
+            self._heartbeat()
         # The others are not here while process 0 waits.
         alone = dataclasses.replace(parts, heartbeat=lambda: None)
         name = processes.first(lambda: self._open(alone, engine, served, facts, build, address))

@@ -35,6 +35,7 @@ from jaxrl_tis.runtime.cli import Interrupted, Unwritable
 
 MAX_RESTARTS = 100  # of a worker, beside those for which a node was preempted
 RETRY_SECONDS, LOOK_SECONDS, END_SECONDS, TELL_SECONDS = 0.2, 2.0, 5.0, 30.0
+JOIN_SECONDS = 30.0  # until a worker that was interrupted while it was built is built again
 
 
 class Invalid(ValueError):
@@ -160,19 +161,8 @@ class RayDriver:
         self._services = ray_cluster.services(node)
         if why := ray_cluster.small_store(node, self._stored_bytes):
             raise ValueError(why)
-        if not (why := ray_cluster.lacking(self._rollout, self._rollout.workers)):
-            return
-        if self._address == "local":  # no node will come
-            raise ValueError(why)
-        processes.report(f"{why}; the run begins with one worker, and takes others as nodes come")
-        while why := ray_cluster.lacking(self._rollout, 1):
-            if time.monotonic() - self._since > self._rollout.start_timeout:
-                raise ValueError(
-                    f"{why}; no node came within rollout.start_timeout = "
-                    f"{self._rollout.start_timeout:g} s"
-                )
+        for _ in ray_cluster.awaited(self._rollout, self._address):
             self._heartbeat()
-            time.sleep(RETRY_SECONDS)
 
     def _disconnect(self) -> None:
         if self._address is not None:
@@ -340,8 +330,14 @@ class RayDriver:
                 ray.kill(actor, no_restart=False)
                 continue
             except (ray.exceptions.RayError, ValueError) as error:
-                self._end(name, actor, error)
-                return
+                if not isinstance(getattr(error, "cause", None), Interrupted):
+                    self._end(name, actor, error)
+                    return
+                processes.report(f"rollout worker {name} starts again: {error.cause}")
+                with self._changed:
+                    self._changed.wait_for(lambda: self._is_closed, JOIN_SECONDS)
+                ray.kill(actor, no_restart=False)
+                continue
             why, is_alive = self._serve(session)
             self._leave(session, why)
             if is_alive and not self._is_closed:
@@ -372,7 +368,8 @@ class RayDriver:
         if self._is_closed:
             return
         ray.kill(actor)
-        why = f"{getattr(error, 'cause', None) or error}".strip().splitlines()[-1]
+        cause = getattr(error, "cause", None) or error
+        why = (f"{cause}".strip().splitlines() or [type(cause).__name__])[-1]
         processes.report(f"rollout worker {name} was refused: {why}")
         with self._changed:
             self._ended[name] = why

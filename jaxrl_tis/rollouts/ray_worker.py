@@ -139,6 +139,7 @@ class RolloutWorker:
         self._arrived: SetParams | None = None
         self._error: BaseException | None = None
         self._since = math.inf  # when the thread began what it does
+        self._loading_since = math.inf
         self._reported, self._lengths = time.monotonic(), {}
 
     def join(self) -> Joined:
@@ -171,18 +172,26 @@ class RolloutWorker:
           RuntimeError: the weights on a device are not those that were sent.
         """
         # As arguments of this call, the pieces would hold up all later calls until they are here.
-        if base is not None and self._base is None:
-            of_base, digest = base
-            self._base = _received(self._like, of_base, digest)
-        if self._adapter is None:
-            params = _received(self._like, refs, sent)
-        else:
-            factors = _received(self._factors_like, refs, sent)
-            params = self._adapter.join(self._base, factors)
+        self._loading_since = time.monotonic()
+        try:
+            params = self._params(refs, sent, base)
+        finally:
+            self._loading_since = math.inf
         with self._changed:
             if session == self._session:
                 self._arrived = SetParams(params, version)
                 self._pass_on()
+
+    def _params(
+        self, refs: Sequence[ray.ObjectRef], sent: str,
+        base: tuple[Sequence[ray.ObjectRef], str] | None,
+    ) -> Any:
+        if base is not None and self._base is None:
+            of_base, digest = base
+            self._base = _received(self._like, of_base, digest)
+        if self._adapter is None:
+            return _received(self._like, refs, sent)
+        return self._adapter.join(self._base, _received(self._factors_like, refs, sent))
 
     @ray.method(concurrency_group="tell")
     def tell(self, session: str, command: Sync | Command, wanted: int | None = None) -> None:
@@ -199,7 +208,7 @@ class RolloutWorker:
         """Waits for events, at most POLL_SECONDS, and returns them with the sampler's counts.
 
         Raises:
-          RuntimeError: the session is over, or the thread hangs.
+          RuntimeError: the session is over, or the thread or a `load` hangs.
           Exception: the error that ended the worker's thread.
         """
         with self._changed:
@@ -208,7 +217,7 @@ class RolloutWorker:
                 raise self._error
             if session != self._session:
                 raise RuntimeError("the worker has started again")
-            if time.monotonic() - self._since > self._limit:
+            if time.monotonic() - min(self._since, self._loading_since) > self._limit:
                 raise RuntimeError(f"no progress for watchdog.timeout = {self._limit:g} s")
             events, self._events = self._events, []
             return events, self._stats

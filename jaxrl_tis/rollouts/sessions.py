@@ -174,12 +174,12 @@ class SessionScheduler:
         Raises:
           RuntimeError: the harness's process has ended again and again.
         """
-        finished, self._ended = self._ended, []
         self._sessions.expire()
         if not self._sessions.process.error:
-            self._wait()
+            self._wait()  # the heartbeat may raise
         if self._sessions.process.error:
             raise RuntimeError(self._sessions.process.error)
+        finished, self._ended = self._ended, []
         for live in list(self._live.values()):
             if live.reply is not None or time.monotonic() >= live.deadline:
                 finished.append(self._finished(live))

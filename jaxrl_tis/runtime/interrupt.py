@@ -117,8 +117,9 @@ class Interrupt:
                 if failures == MAX_FAILURES:
                     return  # not a machine of Google Cloud
                 continue
-            # One that is there from the beginning was acknowledged by the start before.
-            before = notice if before is None else before
+            # One that is there from the beginning was acknowledged by the start before. When it
+            # has gone, the next one with the same text is another event.
+            before = notice if before is None or not notice else before
             if notice not in ("", before):
                 self.ask(notice)
                 return

@@ -257,8 +257,11 @@ def delete(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> N
         shell.run(["xpk", "workload", "delete", f"--cluster={given.cluster}",
                    f"--workload={plan.name}"])
         return
-    shell.run(["kubectl", "delete", "jobset", plan.name, "--ignore-not-found"])
-    shell.run(["kubectl", "delete", "secret", plan.name, "--ignore-not-found"])
+    shell.run_all(deletions(plan))
+
+
+def deletions(plan: plans.Plan) -> list[list[str]]:
+    return [["kubectl", "delete", kind, plan.name, "--ignore-not-found"] for kind in ("jobset", "secret")]
 
 
 def _selector(plan: plans.Plan) -> str:

@@ -133,9 +133,9 @@ def status(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> N
 
 def delete(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> None:
     """Deletes the JobSet, the RayCluster and their Secrets; the workdir stays."""
-    jobset.delete(shell, plan, given)
-    shell.run(["kubectl", "delete", "raycluster", plan.name, "--ignore-not-found"])
-    shell.run(["kubectl", "delete", "secret", f"{plan.name}-ray", "--ignore-not-found"])
+    own = (("raycluster", plan.name), ("secret", f"{plan.name}-ray"))
+    commands = [["kubectl", "delete", kind, name, "--ignore-not-found"] for kind, name in own]
+    shell.run_all([*jobset.deletions(plan), *commands])
 
 
 COMMANDS = {

@@ -43,10 +43,15 @@ def test_a_program_and_a_final_answer():
 @pytest.mark.parametrize("answer, reward", [
     (r"\boxed{407}", 0.0), ("408", 0.0), ("", 0.0), (r"\boxed{1} \boxed{408}", 1.0),
     (block("print(1)") + r"\boxed{408}", 1.0), ("```python\nprint(1)", 0.0),
-    ("```\nprint(1)\n```", 0.0),
+    ("```\nprint(1)\n```", 0.0), ("```python\nprint(r'\\boxed{408}')\nwhile", 0.0),
 ])
 def test_final_answers(answer, reward):
     assert begun().step(answer) == Step("", reward, True, {"programs": 0, "stopped_programs": 0})
+
+
+def test_a_block_ends_with_a_line_of_its_own():
+    assert begun().step(block("print('```')\nprint(2)")).observation == "```\n2\n"
+    assert begun().step("```python\r\nprint(3)\r\n```\r\n").observation == "3\n"
 
 
 def test_a_box_in_a_program_is_no_answer():

@@ -109,7 +109,7 @@ def test_status_says_what_the_run_was_started_with(host, scripts):
     clone, run = host
     read = lambda: scripts("tpu_vm").Status.parse(run("status").stdout)
     assert (read().is_running, read().code, read().arguments) == (False, None, None)
-    arguments = ["--config=a.py:b", "--workdir=gs://b/c d", "--config.x='y' \"$HOME\" (1, 2)"]
+    arguments = ["--config=a.py:b", "--workdir=gs://b/c d", "--config.x='y' \"$HOME\" (1, 2)", "a\nb", "é"]
     (clone / "code").write_text("2")
     run("start", "v5e", *arguments)
     run("follow")

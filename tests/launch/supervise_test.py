@@ -68,6 +68,9 @@ def supervised(tmp_path):
     yield start
 
 
+IGNORED = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+
+
 def starts(folder):
     return len(list(folder.glob("start*")))
 
@@ -125,6 +128,34 @@ def test_a_signal_goes_to_the_command_and_ends_it_all(supervised, tmp_path, numb
     process.send_signal(number)
     process.communicate(timeout=120)
     assert process.returncode == 42 and starts(tmp_path) == 1
+
+
+@pytest.mark.parametrize("before, ends", [("", True), (IGNORED, False)])
+def test_a_closed_terminal_ends_it_except_under_nohup(supervised, tmp_path, before, ends):
+    process = supervised(
+        "(folder / 'ready').touch()\ntime.sleep(60 if not (folder / 'go').exists() else 0)\n"
+        "sys.exit(0)", before=before)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    process.send_signal(signal.SIGHUP)
+    if ends:
+        assert process.wait(30) == 128 + signal.SIGTERM
+        return
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(30) == 128 + signal.SIGTERM
+
+
+def test_a_file_that_cannot_be_written_ends_nothing(tmp_path, capfd):
+    code = subprocess.run(
+        [sys.executable, SCRIPT, f"--state={tmp_path / 'missing' / 'a.json'}", "--", "true"]).returncode
+    assert code == 0 and "supervise: cannot write" in capfd.readouterr().err
+
+
+def test_a_command_that_is_none(capfd):
+    assert subprocess.run([sys.executable, SCRIPT, "--", "no_such_command"]).returncode == 127
+    assert "supervise: cannot run no_such_command: No such file" in capfd.readouterr().err
 
 
 def test_a_signal_between_two_starts_is_followed_by_none(supervised, tmp_path):

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 import time
+import types
 
 import pytest
 
@@ -179,6 +180,7 @@ def test_workers_are_tended_beside_the_log(scripts):
 
     class Gcloud:
         follow = staticmethod(lambda: ["sleep", "60"])
+        plan = types.SimpleNamespace(hosts=1)
 
     tpu_vm.POLL_SECONDS, start = 0.0, time.monotonic()
     with pytest.raises(ValueError, match="enough"):
@@ -200,6 +202,23 @@ def test_what_cannot_be_deleted_does_not_keep_the_others(play_all, capfd):
     code, calls = play_all("delete", *TWO, delete=[NOT_FOUND, (0, "")])
     assert code == 1 and [verb for _, verb in calls] == ["delete"] * 3
     assert f"delete {NAME} --force --quiet failed with 1" in capfd.readouterr().err
+
+
+def test_what_cannot_be_stopped_does_not_keep_the_others(play_all):
+    code, calls = play_all("stop", *TWO, stop=[(255, ""), (0, "")])
+    assert code == 1 and [verb for _, verb in calls] == ["stop"] * 3
+
+
+@pytest.mark.parametrize("learner, worker", [
+    ((ACTIVE,), (NOT_FOUND, (0, "FAILED"))), ((NOT_FOUND, (0, "FAILED")), (ACTIVE,)),
+])
+def test_a_run_that_gives_up_says_how_to_end_the_bill(play_all, capfd, learner, worker):
+    code, _ = play_all(
+        "run", *ASYNC, "--valid-until=2h", learner=(learner, (NO_CODE,)), workers=[(worker, (NO_CODE,))])
+    assert code == 1
+    said = capfd.readouterr().out
+    assert "--valid-until=2h: it is deleted" in said
+    assert f"billed until: python launch/tpu_vm.py delete {CONFIG}" in said
 
 
 # Dry runs

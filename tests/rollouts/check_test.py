@@ -33,6 +33,7 @@ def problems(config) -> list[str]:
     (dict(schedule="areal", driver="threads", update_turns=2), "rollout.update_turns = 2 is for rollout.driver = 'virtual'"),
     (dict(schedule="areal", driver="ray", ray_address="8000"), "rollout.ray_address: '8000' is not an address"),
     (dict(schedule="areal", driver="ray", worker_timeout=0.0), "rollout.worker_timeout is 0.0 seconds"),
+    (dict(schedule="areal", driver="ray", worker_timeout=4.0), "an idle worker answers after one second"),
     (dict(schedule="areal", driver="ray", start_timeout=float("inf")), "rollout.start_timeout is inf seconds"),
     (dict(schedule="areal", driver="ray", tpus_per_worker=-1.0), "rollout.tpus_per_worker is -1.0"),
     (dict(schedule="areal", driver="threads", old_logp_source="replica"), "keeps no copy of them; set it to ring"),

@@ -102,7 +102,7 @@ def requests():
 
 def started(
     added, pool=None, waits=True, slots=3, max_length=MAX_LENGTH, suffixes=None, on_fork="rows",
-    **options,
+    heartbeat=lambda: None, **options,
 ):
     is_late = "async_scheduling" in options and options["async_scheduling"]
     engine = arithmetic.Engine(slots=slots, steps=2, max_length=64, is_read_late=is_late)
@@ -110,7 +110,7 @@ def started(
     scheduler = EpisodeScheduler(
         Scheduler(engine, 0, **options), lambda: pool,
         suffixes or Suffixes(TOKENIZER, chat=False), TOKENIZER.decode, max_turns=MAX_TURNS,
-        max_length=max_length, on_fork=on_fork, waits=waits,
+        max_length=max_length, on_fork=on_fork, waits=waits, heartbeat=heartbeat,
     )
     for each in added:
         scheduler.add(each)
@@ -315,6 +315,39 @@ def test_interrupted_episodes_go_on_elsewhere(cut, waits, is_late):
     assert_as_alone(found, requests())
     twice = [(c.id, len(c.answers)) for c in pool.calls]
     assert len(set(twice)) == len(twice)
+
+
+@pytest.mark.parametrize("end", ["pause", "abort"])
+def test_a_continued_episode_is_interrupted_before_its_first_turn_ends(end):
+    scheduler, pool = started([request(0)], waits=False)
+    while not (pool.calls and scheduler.records() and len(scheduler.records()[0].turn_rewards)):
+        scheduler.step()
+    [partial] = scheduler.pause("abort")
+    other, unused = started([request(0, partial=partial)])
+    if end == "abort":
+        other.abort("e0")
+        [record] = other.step()
+    else:
+        [record] = other.pause("abort")
+    assert record.tokens.tolist() == partial.tokens.tolist() and not unused.calls
+    assert not other.pending
+
+
+def test_a_wait_for_environments_beats_and_can_be_given_up():
+    beats = []
+
+    def heartbeat():
+        beats.append(1)
+        if len(beats) == 3:
+            raise InterruptedError
+
+    scheduler, pool = started([request(0), request(1)], FakePool(lambda call: 9), heartbeat=heartbeat)
+    with pytest.raises(InterruptedError):
+        for _ in range(99):
+            scheduler.step()
+    assert pool.calls
+    partials = {t.id: t for t in scheduler.pause("abort")}
+    assert sorted(partials) == ["e0", "e1"] and not scheduler.pending
 
 
 def test_a_turn_that_was_over_is_not_sampled_again():

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_tis.build import build_sampling
 from jaxrl_tis.rollouts import ray_worker
+from jaxrl_tis.runtime.cli import Interrupted
 
 
 class Changed:
@@ -77,6 +78,14 @@ def unbuilt(flag, config):
     if not pathlib.Path(flag).exists():
         pathlib.Path(flag).touch()
         time.sleep(600)
+    return build_sampling(config)
+
+
+def interrupted(flag, config):
+    """The first process cannot be built for now."""
+    if not pathlib.Path(flag).exists():
+        pathlib.Path(flag).touch()
+        raise Interrupted("the hub cannot answer now")
     return build_sampling(config)
 
 

@@ -15,7 +15,7 @@ from jaxrl_tis.build import build_sampling
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.engine.weights import moving
-from jaxrl_tis.rollouts import ray_cluster, schedules
+from jaxrl_tis.rollouts import ray_cluster, ray_source as ray_module, schedules
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.ray_source import Invalid, ray_source
@@ -331,6 +331,23 @@ def test_a_worker_with_other_facts_is_refused_by_their_name(entered):
         with pytest.raises(ValueError, match=f"^{name}: learner .*, worker {value!r}; install"):
             source.driver._join("0", other)
     assert not source.driver._sessions
+
+
+def test_a_worker_that_is_refused_without_words_is_refused_alone(entered, capsys):
+    source, _, _ = entered
+    failed = ray.exceptions.RayTaskError("join", "", MemoryError())
+    source.driver._end("0", source.driver._actors["0"], failed)
+    assert source.driver._ended == {"0": "MemoryError"}
+    assert "rollout worker 0 was refused: MemoryError" in capsys.readouterr().out
+
+
+@pytest.mark.all
+def test_a_worker_that_was_interrupted_while_it_was_built_is_built_again(learner, tmp_path, monkeypatch):
+    monkeypatch.setattr(ray_module, "JOIN_SECONDS", 0.1)
+    source, params = learner(build=functools.partial(ray_builds.interrupted, str(tmp_path / "flag")))
+    source.publish(params, 0)
+    samples, _ = next_batch(source, 1)
+    assert_same({s.trajectory.id: s for s in samples}, in_order())
 
 
 def test_a_run_whose_workers_are_all_refused_ends(learner):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import threading
 import time
 import types
 
@@ -267,6 +268,20 @@ def test_an_engine_that_hangs_is_reported(worker):
     with pytest.raises(RuntimeError, match="no progress for watchdog.timeout = 0.2 s"):
         for _ in range(5):
             worker.report(session)
+
+
+def test_weights_that_do_not_arrive_are_reported(worker, monkeypatch):
+    worker, session, _ = worker
+    worker._limit, is_over = 0.2, threading.Event()
+    monkeypatch.setattr(ray_worker.ray, "get", lambda refs: is_over.wait(60) and refs)
+    loading = threading.Thread(target=load, args=(worker, session, 0))
+    loading.start()
+    with pytest.raises(RuntimeError, match="no progress for watchdog.timeout = 0.2 s"):
+        for _ in range(20):
+            worker.report(session)
+    is_over.set()
+    loading.join(60)
+    assert worker.report(session)[0] == []
 
 
 def test_a_worker_that_joins_again_starts_again(worker, monkeypatch):

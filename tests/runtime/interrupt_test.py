@@ -180,6 +180,17 @@ def test_a_notice_that_is_there_from_the_beginning_does_not_stop_each_start(monk
         assert came.wait(60) and told == ["preempted is TRUE"]
 
 
+def test_a_notice_that_comes_again_is_another_event(monkeypatch):
+    answers, came = iter(["x", "x", "", "x"]), threading.Event()
+    monkeypatch.setattr(cli, "has_tpu", lambda: True)
+    monkeypatch.setattr(interrupt, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(interrupt, "read_notice", lambda: next(answers))
+    with Interrupt(grace=10) as asked:
+        asked.ask = lambda reason: came.set()
+        assert came.wait(60)
+    assert next(answers, None) is None
+
+
 def test_a_server_that_does_not_answer_for_a_while_is_asked_again(monkeypatch):
     answers = iter(["", *[OSError] * 5, "preempted is TRUE"])
     came = threading.Event()
