@@ -203,7 +203,7 @@ def get_config() -> ConfigDict:
     # KV eviction: (first, last) full pages that a sequence keeps. The learner attends to the same
     # positions. (0, 0): keep all.
     c.engine.retention = (0, 0)
-    c.engine.unquantized = ()  # layers to leave unquantized: of q, k, v, o, gate, up, down
+    c.engine.unquantized = ()  # layers to leave unquantized: q, k, v, o, gate, up, down, expert_*
     c.engine.noise_start = 0.0  # first standard deviation of noise on the norms (QeRL); 0: off
     c.engine.noise_end = 5e-4  # last standard deviation of this noise
     c.engine.noise_stages = 10  # steps of the decay, after a first part of the run without noise

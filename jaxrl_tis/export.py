@@ -12,7 +12,9 @@ Examples:
     python -m jaxrl_tis.export runs/lora models/lora --merged
 """
 
+import dataclasses
 import json
+import math
 import pathlib
 import shutil
 import tempfile
@@ -57,6 +59,7 @@ def export(workdir: str, out: str, step: int | None = None, dtype: str = "bfloat
     values = saved_config(workdir)
     if values is None:
         raise FileNotFoundError(f"{workdir} has no config.json: is it the --workdir of a run?")
+    out = _target(out)
     config = ml_collections.ConfigDict(values)
     tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
     if config.model.path:
@@ -91,6 +94,7 @@ def export_adapter(workdir: str, out: str, step: int | None = None) -> int:
     checkpoint's step. Raises as `export`, and ValueError for a run without an adapter."""
     if (values := saved_config(workdir)) is None:
         raise FileNotFoundError(f"{workdir} has no config.json: is it the --workdir of a run?")
+    out = _target(out)
     config = ml_collections.ConfigDict(values)
     tokenizer = load_tokenizer(config.task.tokenizer or config.model.path)
     model = models.read_config(config.model.path) if config.model.path else small_model(
@@ -104,10 +108,28 @@ def export_adapter(workdir: str, out: str, step: int | None = None) -> int:
     peft.save(out, adapter, factors, config.model.path)
     read, found = peft.load(out, model)
     same = jax.tree.map(np.array_equal, found, factors)
-    if read != adapter or not all(jax.tree.leaves(same)):
+    if not _is_same(read, adapter) or not all(jax.tree.leaves(same)):
         shutil.move(out, f"{out}.wrong")
         raise RuntimeError(f"{out} reads back as another adapter; it is now {out}.wrong")
     return meta["step"]
+
+
+def _target(out: str) -> str:
+    """Returns the folder to make; ValueError if it is on a bucket."""
+    if storage.is_remote(out):
+        raise ValueError(
+            f"{out} is not a folder of this machine; export to one, and copy it: gcloud storage cp -r"
+        )
+    return out.rstrip("/")
+
+
+def _is_same(one: lora.Adapter, other: lora.Adapter) -> bool:
+    """Compares adapters. A scale may differ in its last bits: a file has alpha, its product with the
+    rank."""
+    scales, others = dict(one.scales), dict(other.scales)
+    return dataclasses.replace(one, scales=other.scales) == other and scales.keys() == others.keys() and (
+        all(math.isclose(scales[name], others[name], rel_tol=1e-12) for name in scales)
+    )
 
 
 def _restored(

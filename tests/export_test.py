@@ -1,19 +1,23 @@
+import dataclasses
 import json
+import pathlib
 import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_tis import export, models
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import lora, peft, transformer
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import write_run_files
 from tests import configs_test, tiny
 
 pytestmark = pytest.mark.by_jax("checkpoints through orbax")
+BASE = pathlib.Path(__file__).parent / "models/golden_peft/base"
 
 
 @pytest.fixture(scope="module")
@@ -233,11 +237,27 @@ def test_what_reads_back_wrong_is_set_aside(run, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists() and (tmp_path / "out.wrong").is_dir()
 
 
+def test_an_adapter_whose_scale_is_no_quotient_of_floats_is_itself(tmp_path):
+    """32 / sqrt(5) * 5 / 5 is another float than 32 / sqrt(5)."""
+    model = models.read_config(BASE)
+    shapes = transformer.abstract_params(model)
+    adapter = lora.Adapter.of(lora.parse("rslora(rank=5, alpha=32.0)"), model, shapes)
+    factors = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), adapter.abstract(shapes))
+    peft.save(tmp_path / "out", adapter, factors)
+    read, _ = peft.load(tmp_path / "out", model)
+    assert export._is_same(read, adapter)
+    scales = tuple((name, scale * 1.001) for name, scale in adapter.scales)
+    assert not export._is_same(dataclasses.replace(adapter, scales=scales), adapter)
+
+
 def test_refusals(run, tmp_path):
     with pytest.raises(FileNotFoundError, match="is it the --workdir of a run"):
         export.export(str(tmp_path), str(tmp_path / "out"))
     with pytest.raises(FileNotFoundError, match="no checkpoint 99 .*complete steps there"):
         export.export(str(run), str(tmp_path / "out"), step=99)
+    for write in (export.export, export.export_adapter):
+        with pytest.raises(ValueError, match="gs://b/out is not a folder of this machine; export to one"):
+            write(str(run), "gs://b/out")
     (tmp_path / "out").mkdir()
     with pytest.raises(FileExistsError, match="give the export a folder of its own"):
         export.export(str(run), str(tmp_path / "out"))

@@ -1,7 +1,7 @@
 """Searches the largest settings of a config that fit a topology, by compiling its programs.
 
 For serving it searches the decode slots for each tensor split, with pages for all slots at full
-length. The slots must fit in evaluations too, whose cache has the learner's dtype. For training it
+length (engine.num_pages is 0). The slots must fit in evaluations too, whose cache has the learner's dtype. For training it
 searches the rows of a micro-batch for each mesh split and remat policy. If the sampler sleeps
 (engine.sleep), neither search depends on the result of the other. The advised setting is the fastest
 in the roofline model among those that fit. All other fields stay unchanged. A compilation takes 10
@@ -62,14 +62,15 @@ class Search:
         # A micro-batch divides the samples of an update, and its rows for forks.
         per_update = math.gcd(samples, fork_rows(config)) // config.train.minibatches
         learning, serving = self._num_devices()
-        for mesh in [(n, 1, serving // n) for n in _divisors(serving)]:
-            sizes = _doubled(mesh[0], max(samples, mesh[0]))
+        for mesh in _meshes(serving, config.mesh.serve, is_training=False):
+            shards = _shards(mesh)
+            sizes = _doubled(shards, max(samples, shards))
             self._bisect("decode", mesh, "", sizes, lambda size: {
                 "mesh": {"serve": mesh}, "engine": {"slots": size, "num_pages": 0},
             })
-        training = [(1, n, learning // n) for n in _divisors(learning)]
+        training = _meshes(learning, config.mesh.train, is_training=True)
         for mesh, remat in itertools.product(training, reversed(transformer.REMAT)):
-            sizes = [n for n in _doubled(mesh[1], per_update) if per_update % n == 0]
+            sizes = [n for n in _doubled(_shards(mesh), per_update) if per_update % n == 0]
             self._bisect("train", mesh, remat, sizes, lambda size: {
                 "mesh": {"train": mesh}, "model": {"remat": remat},
                 "train": {"microbatch_rows": size},
@@ -130,6 +131,20 @@ class Search:
 
 def _use(entry: dict[str, Any]) -> int:
     return entry["memory"]["peak_bytes"] + entry["memory"]["beside_bytes"]
+
+
+def _meshes(count: int, given: tuple[int, ...], is_training: bool) -> list[tuple[int, ...]]:
+    """Returns the splits of devices into shards of rows and tensor shards. The axes context and
+    expert stay as they are given, unless one takes all devices that are left."""
+    kept = () if -1 in given[3:] else tuple(given[3:])
+    left = max(count // math.prod(kept), 1)
+    splits = [(1, n, left // n) if is_training else (n, 1, left // n) for n in _divisors(left)]
+    return [split + kept for split in splits]
+
+
+def _shards(mesh: tuple[int, ...]) -> int:
+    """Returns into how many parts the rows of a batch are cut."""
+    return math.prod((*mesh[:2], *mesh[4:]))
 
 
 def _divisors(count: int) -> list[int]:

@@ -224,6 +224,8 @@ def read_params(setup: LearnerSetup, path: str, step: int | None = None) -> Any:
             wanted = {"policy": {"params": abstract_state(setup)["policy"].params}}
             trained = checkpoints.restore(wanted, step, is_part=True)[0]["policy"]["params"]
         return setup.learner.joined(trained, read_base(setup, path) if setup.adapter else None)
+    if step is not None:
+        raise ValueError(f"{path} is no run, and has no step {step}; leave out the step")
     found = models.read_config(path)
     if found != setup.model:
         raise ValueError(

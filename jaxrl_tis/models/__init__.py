@@ -23,7 +23,7 @@ def load(
         the hub.
       sharding: a jax Sharding, a tree of them like the parameters' (or a prefix of it), or None
         for the default device.
-      dtype: of every parameter.
+      dtype: of every parameter but the router's bias, which is float32.
 
     Returns: (config, parameters as `models.transformer.init` lays them out).
 

@@ -1,6 +1,7 @@
 """Model configuration: one frozen dataclass for all families."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -212,6 +213,8 @@ class ModelConfig:
                 f"num_key_value_heads={self.num_kv_heads}.")
         if self.head_dim % 2:
             raise ValueError(f"head_dim={self.head_dim} must be even: RoPE rotates it in halves.")
+        if not 0 <= self.norm_eps < math.inf:
+            raise ValueError(f"rms_norm_eps={self.norm_eps} must be at least 0.")
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation={self.activation!r} is none of {', '.join(ACTIVATIONS)}.")
         if self.sliding is not None:

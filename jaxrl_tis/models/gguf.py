@@ -58,6 +58,11 @@ OPTIONAL = (
     "vocab_size",
 )
 
+FLOATS = (
+    "attention.layer_norm_rms_epsilon", "rope.freq_base", "rope.freq_base_swa", "rope.scaling.factor",
+)
+LAYERS_OF_27B = 62  # by which llama.cpp recognises the model
+
 # Of layers with a window, in files of Gemma 3 alone.
 OF_WINDOWS = (
     "attention.sliding_window", "attention.sliding_window_pattern", "rope.freq_base_swa",
@@ -146,6 +151,10 @@ def _config(reader: GGUFReader, source: str) -> ModelConfig:
     for key in required:
         if key not in settings:
             raise ValueError(f"{source} has no {name}.{key}.")
+    for key in (k for k in (*REQUIRED, *FLOATS) if k in settings):
+        kind, words = (float, "a number") if key in FLOATS else (int, "one number for all layers")
+        if type(settings[key]) is not kind:
+            raise ValueError(f"{name}.{key}={settings[key]!r} must be {words}.")
     shapes = {t.name: _shape(t) for t in reader.tensors}
     return _config_from_settings(FAMILIES[name], settings, shapes)
 
@@ -159,10 +168,14 @@ def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[st
     num_heads = settings["attention.head_count"]
     num_kv_heads = _stated(settings, "attention.head_count_kv", num_heads)
     for name, heads in (("head_count", num_heads), ("head_count_kv", num_kv_heads)):
-        if not isinstance(heads, int) or heads < 1:
+        if type(heads) is not int or heads < 1:
             raise ValueError(f"attention.{name}={heads!r} must be one number for all layers.")
     embed_dim = settings["embedding_length"]
     head_dim = _stated(settings, "attention.key_length", embed_dim // num_heads)
+    if is_gemma and settings["block_count"] == LAYERS_OF_27B and embed_dim // num_heads != head_dim:
+        raise ValueError(
+            f"Gemma 3 27B scales its queries by {embed_dim // num_heads}, not by the head size "
+            f"{head_dim}, which is not implemented.")
     for key in ("attention.value_length", "rope.dimension_count"):
         if _stated(settings, key, head_dim) != head_dim:
             raise ValueError(f"{key}={settings[key]} must equal the head size {head_dim}.")
@@ -177,7 +190,7 @@ def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[st
         mlp_dim=settings["feed_forward_length"],
         rope=_rope(settings, GEMMA_THETA if is_gemma else 10000.0),
         max_position=settings["context_length"],
-        norm_eps=settings["attention.layer_norm_rms_epsilon"],
+        norm_eps=_decimal(settings["attention.layer_norm_rms_epsilon"]),
         qkv_bias=family == "qwen2",
         qk_norm=family in ("qwen3", "qwen3_moe", "gemma3_text"),
         tie_embeddings=NAMES["head"] not in shapes,
@@ -197,7 +210,7 @@ def _sliding(settings: dict[str, Any]) -> SlidingConfig:
             f"attention.sliding_window={window!r} and its pattern {pattern!r} must be one number for "
             "all layers, the pattern at least 2.")
     layers = tuple(i for i in range(settings["block_count"]) if (i + 1) % pattern)
-    theta = _stated(settings, "rope.freq_base_swa", 10000.0)
+    theta = _decimal(_stated(settings, "rope.freq_base_swa", 10000.0))
     return SlidingConfig(window, layers, RopeConfig(kind="default", theta=theta))
 
 
@@ -211,18 +224,25 @@ def _moe(settings: dict[str, Any]) -> MoeConfig:
     return MoeConfig(num_experts, top_k, expert_dim)
 
 
+def _decimal(value: float) -> float:
+    """Returns the shortest decimal of a float32, as a config.json has it."""
+    return float(str(np.float32(value)))
+
+
 def _stated(settings: dict[str, Any], key: str, otherwise: Any) -> Any:
     """Returns a setting, or the default of the format."""
     return settings[key] if key in settings else otherwise
 
 
 def _rope(settings: dict[str, Any], default_theta: float) -> RopeConfig:
-    kind = _stated(settings, "rope.scaling.type", "none")
-    theta = _stated(settings, "rope.freq_base", default_theta)
+    default = "linear" if "rope.scaling.factor" in settings else "none"  # as llama.cpp reads it
+    kind = _stated(settings, "rope.scaling.type", default)
+    theta = _decimal(_stated(settings, "rope.freq_base", default_theta))
     if kind == "none":
         return RopeConfig(kind="default", theta=theta)
     if kind == "linear" and "rope.scaling.factor" in settings:
-        return RopeConfig(kind="linear", theta=theta, factor=settings["rope.scaling.factor"])
+        factor = _decimal(settings["rope.scaling.factor"])
+        return RopeConfig(kind="linear", theta=theta, factor=factor)
     raise ValueError(f"rope.scaling.type={kind!r} (factor "
                      f"{_stated(settings, 'rope.scaling.factor', None)}) is not implemented for "
                      "GGUF files; use the safetensors checkpoint.")

@@ -310,7 +310,7 @@ def _sliding(
         layers = range(min(num_layers, MOST_LAYERS))
         types = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in layers]
     known = ("sliding_attention", "full_attention")
-    if not isinstance(types, list) or len(types) != num_layers or not set(types) <= set(known):
+    if not isinstance(types, list) or len(types) != num_layers or any(x not in known for x in types):
         raise ValueError(
             f"layer_types={types!r} is not implemented; it must have one of {', '.join(known)} for "
             f"each of the num_hidden_layers={num_layers} layers.")
@@ -346,8 +346,8 @@ def _num_kv_heads(hf: Mapping[str, Any], family: str, num_heads: int) -> int:
 
 
 def _head_dim(hf: Mapping[str, Any], family: str, embed_dim: int, num_heads: int) -> int:
-    """Returns the head size: required for qwen3, else hidden_size / heads by default."""
-    if family == "qwen3" or is_set(hf, "head_dim"):
+    """Returns the head size: required for qwen3 and Gemma, else hidden_size / heads by default."""
+    if family in ("qwen3", "gemma3_text") or is_set(hf, "head_dim"):
         return integer(hf, "head_dim")
     if num_heads < 1 or embed_dim % num_heads:
         raise ValueError(

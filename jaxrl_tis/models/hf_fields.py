@@ -1,5 +1,6 @@
 """Fields of a `config.json`. null counts as absent everywhere in this format."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,8 +20,8 @@ def integer(hf: Mapping[str, Any], key: str) -> int:
 
 def number(hf: Mapping[str, Any], key: str) -> float:
     value = required(hf, key)
-    if type(value) not in (int, float):
-        raise ValueError(f"{key}={value!r} in config.json must be a number.")
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise ValueError(f"{key}={value!r} in config.json must be a finite number.")
     return float(value)
 
 

@@ -84,7 +84,7 @@ def _of_gemma(hf: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
                 f"rope_parameters={given!r} in config.json must have the keys {', '.join(kinds)} "
                 "alone.")
         by_kind = {kind: given[kind] if is_set(given, kind) else {} for kind in kinds}
-        outer = {k: v for k, v in hf.items() if k not in ("rope_parameters", "rope_scaling")}
+        outer = {k: v for k, v in hf.items() if k != "rope_parameters"}
         full = _merge_rope(outer | {"rope_parameters": by_kind[kinds[0]]})
         sliding = _merge_rope({"rope_parameters": by_kind[kinds[1]]})
     else:

@@ -36,7 +36,8 @@ READ = (
 )
 # Keys without an effect on a loaded adapter.
 UNREAD = (
-    "auto_mapping", "inference_mode", "megatron_core", "peft_version", "qalora_group_size",
+    "auto_mapping", "eva_config", "inference_mode", "lora_dropout", "megatron_core", "peft_version",
+    "qalora_group_size",
 )
 # Values of init_lora_weights that leave the base as it is.
 PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal")
@@ -232,10 +233,7 @@ def _read_fields(folder: pathlib.Path) -> dict[str, Any]:
     unread = {n: x for n, x in fields.items() if n not in (*READ, *UNREAD, "init_lora_weights")}
     for name, value in unread.items():
         if value and not (name == "bias" and value == "none"):
-            why = "acts in training alone; set it to 0" if name == "lora_dropout" else (
-                "is not implemented"
-            )
-            raise ValueError(f"{path} has {name} = {value!r}, which {why}")
+            raise ValueError(f"{path} has {name} = {value!r}, which is not implemented")
     for name in ("r", "lora_alpha", "target_modules"):
         if fields.get(name) is None:
             raise ValueError(f"{path} has no {name}; write it, since its default differs by version")
@@ -317,7 +315,7 @@ def _is_target(fields: Mapping[str, Any], module: str) -> bool:
         return False
     is_wanted = module != "lm_head" if wanted == "all-linear" else is_named(wanted)
     layers = fields.get("layers_to_transform")
-    if layers is None or not is_wanted:
+    if layers in (None, []) or not is_wanted:
         return is_wanted
     index = re.search(r"\.layers\.(\d+)\.", f".{module}")
     return index is not None and int(index[1]) in ([layers] if isinstance(layers, int) else layers)

@@ -1,11 +1,12 @@
 """Downloads models and data sets of the Hugging Face hub, named by a path:
 
     hf://Qwen/Qwen2.5-0.5B-Instruct            a model: config, tokenizer and safetensors
-    hf://unsloth/Qwen3-0.6B-GGUF/q8.gguf       one file of a repository
+    hf://unsloth/Qwen3-0.6B-GGUF/q8.gguf       one file of a repository: .gguf or .json
+    hf://OWNER/NAME/FOLDER                     a model in a folder of a repository
     hf://datasets/openai/gsm8k/main/train      the files of a split: parquet, JSON lines
 
-`@REVISION` after the repository, as in hf://Qwen/Qwen2.5-0.5B-Instruct@main, chooses a branch, tag
-or commit. Files are stored in the hub's own cache, which also serves them without a network
+`@REVISION` after the repository, as in hf://Qwen/Qwen2.5-0.5B-Instruct@main, chooses a branch, tag,
+commit or refs/pr/N. Files are stored in the hub's own cache, which also serves them without a network
 (HF_HUB_OFFLINE=1). HF_ENDPOINT and HF_TOKEN are read from the environment.
 """
 
@@ -15,6 +16,7 @@ import glob
 import os
 import pathlib
 import re
+import types
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -23,6 +25,7 @@ from jaxrl_tis.runtime import cli, storage
 SCHEME = "hf://"
 MODEL_FILES = ["*.json", "*.jinja"]
 WEIGHT_FILES = ["*.safetensors"]
+SINGLE_FILES = (".gguf", ".json")
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 DATA_ENDS = (*DATA_SUFFIXES, *(f"{suffix}.gz" for suffix in DATA_SUFFIXES))
 COMMIT = re.compile(r"[0-9a-f]{40}")
@@ -43,7 +46,7 @@ class Reference:
         kind, rest = "model", path.removeprefix(SCHEME)
         if rest.startswith("datasets/"):
             kind, rest = "dataset", rest.removeprefix("datasets/")
-        match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@([^/@]+))?(?:/([^@]+?))?/?", rest)
+        match = re.fullmatch(r"([\w.-]+/[\w.-]+)(?:@(refs/pr/\d+|[^/@]+))?(?:/([^@]+?))?/?", rest)
         if not path.startswith(SCHEME) or match is None or ".." in path.split("/"):
             raise ValueError(
                 f"{path!r} is not a path of the hub; give hf://OWNER/MODEL or "
@@ -81,9 +84,13 @@ def local(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
     if not is_hub(path):
         return pathlib.Path(path)
     reference = Reference.parse(path)
-    if reference.inside:
-        return _fetch(reference, [reference.inside]) / reference.inside
-    return _fetch(reference, MODEL_FILES + WEIGHT_FILES * weights, ["*/*"])
+    inside, patterns = reference.inside, MODEL_FILES + WEIGHT_FILES * weights
+    if inside.endswith(SINGLE_FILES):
+        return _fetch(reference, [inside]) / inside
+    if inside:
+        folder = [f"{inside}/{pattern}" for pattern in patterns]
+        return _fetch(reference, folder, [f"{inside}/*/*"]) / inside
+    return _fetch(reference, patterns, ["*/*"])
 
 
 def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
@@ -179,7 +186,7 @@ def _fetch(found: Reference, patterns: list[str], ignore: list[str] | None = Non
       FileNotFoundError: the hub has no such repository or revision, or it is not in the cache and
         there is no network.
       ValueError: the hub asks for a token, or refuses the one in HF_TOKEN.
-      Interrupted: the hub cannot answer now.
+      Interrupted: the hub cannot answer now, or the connection broke.
     """
     try:
         import huggingface_hub
@@ -211,6 +218,19 @@ def _fetch(found: Reference, patterns: list[str], ignore: list[str] | None = Non
         raise FileNotFoundError(
             f"cannot fetch {found}: {error}; check the name and the network, or give a local path"
         ) from error
+    except _broken(errors) as error:
+        raise cli.Interrupted(
+            f"the connection to the hub broke while it sent {found}: {error}; start the same command "
+            "again later"
+        ) from error
+
+
+def _broken(errors: types.ModuleType) -> tuple[type[Exception], ...]:
+    """Returns the errors of a transfer. Their base is of the HTTP library, which depends on the version
+    of huggingface_hub."""
+    bases = [c for c in errors.HfHubHTTPError.__mro__ if c.__name__ in ("HTTPError", "RequestException")]
+    transfer = [getattr(errors, "XetDownloadError", None)]
+    return (*bases, *filter(None, transfer))
 
 
 def _is_passing(error: BaseException | None) -> bool:

@@ -116,6 +116,14 @@ def test_slots_that_an_evaluation_has_no_room_for_do_not_fit():
     assert fit.largest(rows)["decode"]["use_bytes"] == 2 * 8 + 1
 
 
+def test_splits_keep_the_axes_context_and_expert():
+    meshes = fit._meshes(32, (1, -1, 1, 1, 8), is_training=True)
+    assert meshes == [(1, 4, 1, 1, 8), (1, 2, 2, 1, 8), (1, 1, 4, 1, 8)]
+    assert [fit._shards(mesh) for mesh in meshes] == [32, 16, 8]
+    assert fit._meshes(4, (-1, 1, 1), is_training=False) == [(4, 1, 1), (2, 1, 2), (1, 1, 4)]
+    assert fit._meshes(2, (1, 1, 1, -1), is_training=True) == [(1, 2, 1), (1, 1, 2)]
+
+
 def test_of_equal_times_the_most_rows_are_advised_and_of_these_what_recomputes_least():
     """A third more work weighs more than twice the rows."""
     row = lambda program, mesh, remat, size, seconds, fits=True: {

@@ -3,6 +3,7 @@ embedding. golden_test.py compares its logits with transformers; here each of th
 
 import dataclasses
 import functools
+import math
 import pathlib
 
 import gguf
@@ -66,6 +67,30 @@ def test_both_styles_of_config_are_one_model():
     assert later == ModelConfig.from_hf(GEMMA_1B)
 
 
+def test_scaling_beside_parameters_by_kind_is_of_full_layers():
+    by_kind = {"full_attention": {"rope_theta": 1000000}, "sliding_attention": {"rope_theta": 10000}}
+    config = ModelConfig.from_hf({k: v for k, v in GEMMA_1B.items() if "rope" not in k} | {
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0}, "rope_parameters": by_kind,
+    })
+    assert (config.rope.kind, config.rope.factor, config.rope.theta) == ("linear", 8.0, 1e6)
+    assert config.sliding.rope.kind == "default"
+
+
+def test_the_largest_model_is_refused_in_both_formats(tmp_path):
+    """It scales its queries by 168, and llama.cpp knows it by its number of layers."""
+    fields = {
+        "block_count": 62, "context_length": 64, "embedding_length": 5376, "feed_forward_length": 64,
+        "attention.head_count": 32, "attention.head_count_kv": 16, "attention.key_length": 128,
+        "attention.value_length": 128, "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.sliding_window": 8,
+    }
+    fields = {f"gemma3.{key}": value for key, value in fields.items()}
+    path = gguf_test.write(
+        tmp_path / "m.gguf", "gemma3", fields, {"token_embd.weight": np.zeros((4, 5376), np.float32)})
+    with pytest.raises(ValueError, match="27B scales its queries by 168, not by the head size 128"):
+        models.read_config(path)
+
+
 @pytest.mark.parametrize("changes, message", [
     ({"layer_types": ["chunked_attention"] * 26}, "layer_types=.* is not implemented"),
     ({"layer_types": ["full_attention"]}, "for each of the num_hidden_layers=26"),
@@ -76,6 +101,10 @@ def test_both_styles_of_config_are_one_model():
     ({"sliding_window": 0}, "sliding_window=0"),
     ({"sliding_window_pattern": 0}, "sliding_window_pattern=0"),
     ({"hidden_activation": "silu"}, "hidden_activation='silu'"),
+    ({"layer_types": [["x"]] * 26}, "layer_types=.* is not implemented"),
+    ({"head_dim": None}, "no 'head_dim'"),
+    ({"rms_norm_eps": math.nan}, "rms_norm_eps=nan in config.json must be a finite number"),
+    ({"rms_norm_eps": -1.0}, "rms_norm_eps=-1.0 must be at least 0"),
 ])
 def test_settings_that_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):

@@ -1,5 +1,6 @@
 """GGUF files written with the gguf package; rows of Q and K permuted here by explicit loops."""
 
+import dataclasses
 import pathlib
 
 import gguf
@@ -125,8 +126,7 @@ def test_llama_in_float32(tmp_path, llama):
     config, params = models.load(path)
     assert config == models.read_config(path)
     # Metadata is float32: an epsilon of 0.05 comes back as the nearest float32.
-    assert config.norm_eps == pytest.approx(0.05, rel=1e-7)
-    assert vars(config) == {**vars(llama[0]), "norm_eps": config.norm_eps}
+    assert config == llama[0]
     assert_same_parameters(params, llama[1])
     assert golden_miss("llama_default", config, params) <= 2e-4
 
@@ -145,7 +145,7 @@ def test_other_families_and_scaling(tmp_path, name):
     if name == "llama_linear":
         scaling = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     config, params = models.load(written(tmp_path / "m.gguf", model, **scaling))
-    assert vars(config) == {**vars(model[0]), "norm_eps": config.norm_eps}
+    assert config == model[0]
     assert_same_parameters(params, model[1])
 
 
@@ -168,7 +168,7 @@ def test_stored_types_are_dequantised(tmp_path, llama):
 MOE = ModelConfig(
     family="qwen3_moe", vocab_size=11, embed_dim=32, num_layers=2, num_heads=2, num_kv_heads=1,
     head_dim=16, mlp_dim=24, rope=RopeConfig(kind="default", theta=1e6), max_position=64,
-    norm_eps=2.0**-16, qkv_bias=False, qk_norm=True, tie_embeddings=False,
+    norm_eps=1e-5, qkv_bias=False, qk_norm=True, tie_embeddings=False,
     moe=MoeConfig(num_experts=4, top_k=2, expert_dim=64))
 
 
@@ -270,6 +270,16 @@ def test_gguf_and_folder_of_one_model_are_equal(tmp_path, llama):
     assert_same_parameters(checkpoint.load(tmp_path / "hf")[1], params)
 
 
+def test_numbers_are_the_decimals_of_a_config_json(tmp_path, llama):
+    small = dataclasses.replace(llama[0], norm_eps=1e-5), llama[1]
+    factor = {"llama.rope.scaling.factor": 1.1}
+    found = models.read_config(written(tmp_path / "m.gguf", small, **factor))
+    assert (found.norm_eps, found.rope.factor) == (1e-5, 1.1)
+    assert found.rope.kind == "linear"  # as llama.cpp reads a factor without a type
+    path = written(tmp_path / "n.gguf", llama)
+    assert models.read_config(path) == llama[0]
+
+
 def test_absent_optional_metadata_has_the_format_defaults(tmp_path, llama):
     names = ("attention.key_length", "attention.value_length", "rope.dimension_count",
              "rope.freq_base")
@@ -314,6 +324,10 @@ def test_forged_array_length_ends_at_the_end_of_the_file(tmp_path, llama):
     ("llama.attention.value_length", 8, "attention.value_length=8 .* 16"),
     ("llama.attention.head_count_kv", [2, 1], r"head_count_kv=\[2, 1\]"),
     ("llama.attention.head_count", 0, "head_count=0"),
+    ("llama.feed_forward_length", [64, 64], "feed_forward_length=.* must be one number for all layers"),
+    ("llama.block_count", "2", "block_count='2' must be one number"),
+    ("llama.attention.layer_norm_rms_epsilon", "1e-5", "layer_norm_rms_epsilon='1e-5' must be a number"),
+    ("llama.rope.freq_base", "1e4", "rope.freq_base='1e4' must be a number"),
 ])
 def test_settings_that_are_refused(tmp_path, llama, key, value, message):
     with pytest.raises(ValueError, match=message):

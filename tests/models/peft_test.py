@@ -95,7 +95,6 @@ def changed(tmp_path, tensors=lambda t: t, **fields):
     (dict(use_dora=True), "use_dora = True, which is not implemented"),
     (dict(bias="all"), "bias = 'all'"),
     (dict(lora_bias=True), "lora_bias"),
-    (dict(lora_dropout=0.1), "lora_dropout = 0.1"),
     (dict(modules_to_save=["lm_head"]), "modules_to_save"),
     (dict(target_parameters=["w"]), "target_parameters"),
     (dict(fan_in_fan_out=True), "fan_in_fan_out"),

@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 
+import huggingface_hub
 import pyarrow
 import pyarrow.parquet
 import pytest
+from huggingface_hub import errors
 
-from jaxrl_tis.runtime import hub
+from jaxrl_tis.runtime import cli, hub
 from tests import configs_test, hub_server
 
 ASK = """
@@ -61,6 +63,7 @@ MODEL = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json"
     ("hf://a/b@v1/x.gguf", ("model", "a/b", "v1", "x.gguf")),
     ("hf://datasets/openai/gsm8k/main/train", ("dataset", "openai/gsm8k", "", "main/train")),
     ("hf://datasets/a/b@c", ("dataset", "a/b", "c", "")),
+    ("hf://a/b@refs/pr/12/x.gguf", ("model", "a/b", "refs/pr/12", "x.gguf")),
 ])
 def test_the_parts_of_a_path(text, parts):
     found = hub.Reference.parse(text)
@@ -107,6 +110,16 @@ def test_one_file_of_a_repository(served):
     [path] = client.ask(("local", ["hf://o/m/b.gguf"]))
     assert open(path, "rb").read() == b"b"
     assert not any("a.gguf" in asked for asked in server.asked)
+
+
+def test_a_folder_of_a_repository(served):
+    server, client = served
+    inside = {f"part/{name}": data for name, data in MODEL.items()} | {"config.json": b"{}"}
+    server.put("models/o/m", "1", inside)
+    [folder] = client.ask(("local", ["hf://o/m/part"]))
+    assert folder.endswith("/part")
+    assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "tokenizer.json"]
+    assert os.listdir(os.path.dirname(folder)) == ["part"]
 
 
 def test_the_files_of_a_split(served):
@@ -229,6 +242,19 @@ def test_a_busy_hub_is_asked_again_later(served, status):
                       f"--workdir={client.home}/run", "--config.model.path=hf://o/m")
     assert done.returncode == 42 and "did not send hf://o/m" in done.stderr, done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("name", ["ReadTimeout", "ConnectError", "RemoteProtocolError", "ProxyError"])
+def test_a_connection_that_breaks_is_made_again_later(monkeypatch, name):
+    [base] = [c for c in errors.HfHubHTTPError.__mro__ if c.__name__ == "HTTPError"]
+    broken = getattr(sys.modules[base.__module__.partition(".")[0]], name)
+
+    def download(*args, **options):
+        raise broken("gone")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(cli.Interrupted, match="the connection to the hub broke while it sent hf://o/m: gone"):
+        hub.local("hf://o/m")
 
 
 def parquet_of(rows):
