@@ -166,11 +166,15 @@ def _error_text(error: Exception, path: str) -> str:
 
 def overrides(argv: Sequence[str]) -> dict[str, str]:
     """Finds the fields that a command line sets, as --config.field=text or as two words: {dotted
-    field: its text}."""
+    field: its text}. Without a text a field is true, and --noconfig.field is false."""
     fields = {}
-    for word, following in zip(argv, [*argv[1:], ""]):
-        if match := re.fullmatch(r"--?(?:no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL):
-            fields[match[1]] = following if match[2] is None else match[2]
+    for word, following in zip(argv, [*argv[1:], "--"]):
+        if match := re.fullmatch(r"--?(no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL):
+            is_negated, field, text = match.groups()
+            if text is None:
+                is_flag = re.match(r"--?[a-zA-Z]|--$", following)
+                text = "False" if is_negated else "True" if is_flag else following
+            fields[field] = text
     return fields
 
 

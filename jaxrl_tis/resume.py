@@ -70,7 +70,7 @@ def restore(
         if not (named := changed.named_fields()):
             raise
         raise ValueError(
-            f"the checkpoints in {workdir} lack parameters that this change needs ({named}); use "
+            f"the checkpoints in {workdir} hold other arrays than this change needs ({named}); use "
             "the old values, or a new workdir"
         ) from error
     if missing := [name for name in NEEDED if name not in meta]:

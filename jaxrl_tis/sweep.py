@@ -39,6 +39,7 @@ from ml_collections import config_flags
 
 from jaxrl_tis import cli_flags
 from jaxrl_tis.record import changes, intervals, metrics
+from jaxrl_tis.record.checkpoint import newest_step
 from jaxrl_tis.record.provenance import date, saved
 from jaxrl_tis.report import page
 from jaxrl_tis.runtime import cli, hub, storage
@@ -55,6 +56,7 @@ COLUMNS = {
     "reward": ("train", "reward/mean"),
     "max abs dp": ("train", "training/rollout_probs_diff_max"),
 }
+LONGEST_NAME = 200  # bytes; a file system has 255, with the seed and .log
 LAST_SHARE = 0.1  # of the steps, over which metrics of training are averaged
 
 
@@ -119,11 +121,13 @@ class Job:
         return ["python", "-m", "jaxrl_tis.main", *self.arguments, f"--workdir={self.workdir}"]
 
     def is_finished(self) -> bool:
+        """Whether the run has evaluated and saved its last step. Checkpoints may be deleted since."""
         try:
             records = metrics.read(self.workdir)
         except FileNotFoundError:
             return False
-        return metrics.has_ended(records, self.steps)
+        newest = newest_step(self.workdir)
+        return metrics.has_ended(records, self.steps) and (newest is None or newest >= self.steps)
 
 
 def names_of(arms: Arms) -> list[str]:
@@ -162,6 +166,10 @@ def jobs_of(
     """
     names = names_of(arms)
     problems = [f"two arms are called {name}" for name in dict.fromkeys(names) if names.count(name) > 1]
+    problems += [
+        f"the name of an arm has {len(name)} characters, {name[:40]}...; return a dict of shorter names"
+        for name in names if len(name.encode()) > LONGEST_NAME
+    ]
     named = set(cli_flags.overrides(overrides))
     if seeds and "seed" in named:
         problems.append("--seeds and --config.seed both set the seed: give one of them")
@@ -299,7 +307,8 @@ def table(jobs: Sequence[Job]) -> str:
     its 95 % interval, Student's over seeds or, of one seed's accuracy, Wilson's."""
     lines = [f"| arm | seeds | {' | '.join(COLUMNS)} |", f"|---|---|{'---|' * len(COLUMNS)}"]
     for arm in dict.fromkeys(job.arm for job in jobs):
-        records = [metrics.read(j.workdir) for j in jobs if j.arm == arm and j.is_finished()]
+        finished = [job for job in jobs if job.arm == arm and job.is_finished()]
+        records = [[r for r in metrics.read(j.workdir) if r["step"] <= j.steps] for j in finished]
         cells = [_cell(records, *column) for column in COLUMNS.values()] if records else []
         cells = cells or ["none finished", *[""] * (len(COLUMNS) - 1)]
         lines.append(f"| {arm} | {len(records)} | {' | '.join(cells)} |")
@@ -343,7 +352,7 @@ def main() -> None:
     def run() -> None:
         config = config_flags.get_config_filename(flags.FLAGS["config"])
         folder = out.value or default_folder(config)
-        given = cli_flags.overrides(sys.argv)
+        given = cli_flags.overrides(flags.FLAGS.read_flags_from_files(sys.argv, force_gnu=False))
         overrides = [f"--config.{field}={text}" for field, text in given.items()]
         if not all(re.fullmatch(r"\d+", seed) for seed in seeds.value):
             raise ValueError(f"--seeds={','.join(seeds.value)}: give whole numbers, as in 0,1,2")

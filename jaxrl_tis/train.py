@@ -519,7 +519,8 @@ def run(
                         # Rollout and update: the gradient of each group as it arrives
                         with r.named("update"):
                             r.state, drawn, rows, measured = arriving.update_arriving(
-                                trainer, r.state, source.parts(step), snapshots, step, r.version
+                                trainer, r.state, source.parts(step), snapshots, step, r.version,
+                                r.phase,
                             )
                         values = source.metrics()
                         r.check_rewards(step, drawn)

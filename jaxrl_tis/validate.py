@@ -81,6 +81,8 @@ POSITIVE = (
     "reward.timeout", "reward.workers", "rollout.temperature",
     "rollout.snapshot_gib", "rollout.harness_timeout", "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
     "model.experts_per_token", "model.expert_dim", "optimizer.router_bias_rate",
+    "model.num_layers", "model.embed_dim", "model.num_heads", "model.num_kv_heads", "model.head_dim",
+    "optimizer.eps", "critic.eps", "processes.consistency_every",
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
@@ -92,8 +94,10 @@ NOT_NEGATIVE = (
     "optimizer.warmup", "optimizer.weight_decay", "critic.warmup", "critic.weight_decay",
     "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max", "gate.max_dp_max", "gate.max_k3",
     "model.num_experts", "model.shared_expert_dim", "correction.load_balance_coeff",
-    "correction.router_z_coeff",
+    "correction.router_z_coeff", "watchdog.timeout", "checkpoint.grace", "metrics.samples",
+    "metrics.samples_every", "critic.value_clip",
 )
+DECAYS = ("optimizer.b1", "optimizer.b2", "critic.b1", "critic.b2")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -413,6 +417,9 @@ def _counts(config):
     for field in NOT_NEGATIVE:
         if _read(config, field) < 0:
             yield f"{field} is {_read(config, field)}; it must not be below 0"
+    for field in DECAYS:
+        if not 0 <= _read(config, field) < 1:
+            yield f"{field} is {_read(config, field)}; it must be at least 0 and below 1"
 
 
 def _read(config, field: str):
@@ -427,6 +434,10 @@ def _batches(config):
                 f"{field} is {_read(config, field)}; it needs the entries (data, fsdp, tensor), and "
                 "may have (..., context) and (..., context, expert)"
             )
+        if 0 in _read(config, field):
+            yield f"{field} is {_read(config, field)}; an axis without a cut is 1"
+    if 0 in config.mesh.train or config.model.num_kv_heads < 1:
+        return
     rows = rollout.prompts * rollout.group_size
     if min(rows, train.minibatches, train.microbatch_rows) < 1:
         return  # reported by _counts

@@ -198,7 +198,9 @@ def test_a_config_file_with_a_mistake_is_named_with_its_line(read, tmp_path, tex
 
 def test_fields_of_a_command_line():
     argv = ["main", "--config=a.py", "--config.a.b=1=2", "-config.c", "x", "--noconfig.d", "--e=1"]
-    assert cli_flags.overrides(argv) == {"a.b": "1=2", "c": "x", "d": "--e=1"}
+    assert cli_flags.overrides(argv) == {"a.b": "1=2", "c": "x", "d": "False"}
+    flagged = ["main", "--config.a", "--config.b", "-1", "--config.c", "-x", "--config.d"]
+    assert cli_flags.overrides(flagged) == {"a": "True", "b": "-1", "c": "True", "d": "True"}
 
 
 # Whole commands

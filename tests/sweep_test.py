@@ -221,6 +221,35 @@ def test_a_sweep_goes_on_where_it_was(tmp_path, capsys):
     assert "2 runs in" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("steps, is_finished", [((), False), ((0,), False), ((0, 2), True), ((4,), True)])
+def test_a_run_without_its_last_checkpoint_is_not_finished(tmp_path, steps, is_finished):
+    job = scripted(tmp_path, "a")
+    sweep.Runner(1).run([job])
+    assert job.is_finished()  # its checkpoints may be deleted as a whole
+    folder = pathlib.Path(job.workdir) / "checkpoints"
+    folder.mkdir()
+    for step in steps:
+        (folder / str(step)).mkdir()
+        (folder / str(step) / "manifest.json").touch()
+    (folder / "3").mkdir()  # a save that was killed
+    assert job.is_finished() == is_finished
+
+
+def test_the_table_of_a_shorter_sweep_leaves_later_steps_out(tmp_path):
+    job = scripted(tmp_path, "a", body="", value=0.5)
+    sweep.Runner(1).run([job])
+    later = {"step": 9, "phase": "eval", "eval/greedy_accuracy": 0.9, "eval/n": 100}
+    with open(pathlib.Path(job.workdir) / "metrics.jsonl", "a") as file:
+        file.write(json.dumps(later) + "\n")
+    assert "| a | 1 | 0.5 [" in sweep.table([job])
+
+
+def test_a_name_that_is_too_long_for_a_file_is_refused(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["sweep"])
+    with pytest.raises(ValueError, match="the name of an arm has 219 characters, .*shorter names"):
+        jobs([{"name": "x" * 214}])
+
+
 def test_several_run_at_a_time(tmp_path):
     body = "import os\nfor _ in range(200):\n    if len(list(folder.parent.glob('*/starts'))) == 2: break\n    time.sleep(0.05)\nelse: sys.exit(1)"
     found = [scripted(tmp_path, name, body=body) for name in "ab"]
@@ -307,6 +336,11 @@ def test_the_command_shows_its_runs_and_refuses_before_any_of_them(tmp_path, cal
     assert code == 0 and len(dry.splitlines()) == 6, dry
     assert shlex.split(dry.splitlines()[0])[-1] == f"--workdir={tmp_path}/lr=0.001-seed0"
     assert not list(tmp_path.iterdir())
+    flagfile = tmp_path.with_suffix(".flags")
+    flagfile.write_text("--config.eval.prompts=7\n")
+    code, dry = call(f"--flagfile={flagfile}", "--config.task.chat", "--dry_run", "--noconfig.reward.network")
+    assert code == 0 and "--config.eval.prompts=7" in dry, dry
+    assert "--config.task.chat=True" in dry and "--config.reward.network=False" in dry
     code, typo = call("--config.optimizer.lrr=1")
     assert code == 2 and "did you mean 'lr'" in typo and not list(tmp_path.iterdir())
     code, wrong = call("--seeds=0,x")

@@ -105,6 +105,7 @@ def test_weights_of_components_are_numbers(weight):
     "checkpoint.every", "checkpoint.keep", "warmup.rows", "task.max_prompt_tokens",
     "rollout.max_rounds", "metrics.diagnostics_every", "engine.noise_stages", "reward.workers",
     "model.experts_per_token", "model.expert_dim", "task.max_turns", "task.environment_workers",
+    "processes.consistency_every", "model.num_layers", "model.num_kv_heads",
 ])
 @pytest.mark.parametrize("value", [0, -3])
 def test_counts_are_positive(name, value):
@@ -115,10 +116,32 @@ def test_counts_are_positive(name, value):
 @pytest.mark.parametrize("name", [
     "reward.timeout", "task.turn_timeout", "rollout.harness_timeout", "rollout.temperature",
     "engine.noise_end", "model.uaq_scale", "warmup.lr",
-    "optimizer.router_bias_rate",
+    "optimizer.router_bias_rate", "optimizer.eps", "critic.eps",
 ])
 def test_measures_are_positive(name):
     assert problems(**{name.replace(".", "__"): 0.0}) == [f"- {name} is 0.0; it must be above 0"]
+
+
+@pytest.mark.parametrize("name", ["optimizer.b1", "optimizer.b2", "critic.b1", "critic.b2"])
+@pytest.mark.parametrize("value", [1.0, 1.5, -0.1])
+def test_decays_are_below_one(name, value):
+    expected = f"- {name} is {value}; it must be at least 0 and below 1"
+    assert problems(**{name.replace(".", "__"): value}) == [expected]
+
+
+@pytest.mark.parametrize("name, value", [
+    ("watchdog.timeout", -1.0), ("checkpoint.grace", -1.0), ("metrics.samples", -1),
+    ("metrics.samples_every", -1), ("critic.value_clip", -0.5),
+])
+def test_what_is_not_negative(name, value):
+    expected = f"- {name} is {value}; it must not be below 0"
+    assert problems(**{name.replace(".", "__"): value}) == [expected]
+
+
+@pytest.mark.parametrize("field", ["mesh.train", "mesh.serve"])
+def test_an_axis_of_a_mesh_has_devices(field):
+    found = problems(**{field.replace(".", "__"): (1, 1, 1, 0)})
+    assert found == [f"- {field} is (1, 1, 1, 0); an axis without a cut is 1"]
 
 
 @pytest.mark.parametrize("name", ["optimizer.lr", "critic.lr"])

@@ -1,7 +1,8 @@
 """The update of a batch that arrives in parts: the gradient of each part is added on arrival."""
 
+import contextlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -12,7 +13,7 @@ from jaxrl_tis.estimators import rank_masks
 from jaxrl_tis.learner.batch_layout import Rows, num_sequences, update_fields
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.state import base
-from jaxrl_tis.learner.trainer import WITHOUT_ROUTES, Trainer
+from jaxrl_tis.learner.trainer import WITHOUT_ROUTES, Probe, Trainer
 from jaxrl_tis.rollouts.groups import Sample
 
 
@@ -53,6 +54,7 @@ def accumulation_blocker(setup: LearnerSetup) -> str | None:
 def update_arriving(
     trainer: Trainer, state: dict[str, Any], parts: Iterable[list[Sample]],
     sampled_by: Mapping[int, Any], step: int, version: int,
+    phase: Callable[[str], contextlib.AbstractContextManager] = contextlib.nullcontext,
 ) -> tuple[dict[str, Any], list[Sample], Rows, dict[str, Any]]:
     """Scores and updates like `Trainer.score` and `Trainer.update`, part by part.
 
@@ -61,10 +63,11 @@ def update_arriving(
       state: the trained state; donated.
       parts: whole groups each. Their order changes the update only by rounding.
       sampled_by, step, version: see `Trainer`.
+      phase: entered with "score" and "update" around each such part of the work.
 
     Returns (new state, samples in the order of their groups, their rows, metrics).
     """
-    setup, waiting, sums, samples, scored = trainer.setup, [], None, [], []
+    setup, waiting, sums, samples, scored, probes = trainer.setup, [], None, [], [], []
     without_routes = 0
     add, finish = trainer.arriving_step
     for part in parts:
@@ -76,29 +79,39 @@ def update_arriving(
         ready, waiting = waiting[:count], waiting[count:]
         if not ready:
             continue
-        rows = trainer.score(state, ready, sampled_by)
+        with phase("score"):
+            rows = trainer.score(state, ready, sampled_by)
         without_routes += trainer.score_metrics.get(WITHOUT_ROUTES, 0)
         rows |= update_fields(len(ready), version, step, setup.config.seed)
-        updated = trainer.update_fields(rows, trainer.unscored(rows))
-        [(minibatch, _, flat)] = trainer.minibatches(updated, (setup.config.seed, step, 0))
         outputs = []
-        for m in range(len(minibatch["mask"])):
-            micro = setup.layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
-            sums, found = add(state["policy"].params, sums, micro, base(state))
-            outputs.append(jax.tree.map(setup.layout.fetch, found))
+        with phase("update"):
+            probes.append(trainer.probe(state, rows, step))
+            updated = trainer.update_fields(rows, trainer.unscored(rows))
+            [(minibatch, _, flat)] = trainer.minibatches(updated, (setup.config.seed, step, 0))
+            for m in range(len(minibatch["mask"])):
+                micro = setup.layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
+                sums, found = add(state["policy"].params, sums, micro, base(state))
+                outputs.append(jax.tree.map(setup.layout.fetch, found))
         rows |= {name: flat(np.concatenate([x[name] for x in outputs])) for name in outputs[0]}
         samples += ready
         scored.append(rows | {"logp_prox": rows["logp_old"]})
     order = np.argsort([s.group for s in samples], kind="stable")
     rows = {name: np.concatenate([part[name] for part in scored])[order] for name in scored[0]}
-    num_tokens, policy, values = rows["mask"].sum(), state["policy"], {}
-    if num_tokens:
-        count = num_sequences(rows)
-        policy, values = finish(policy, sums, np.float32(num_tokens), np.float32(count))
-    prepared, measured = trainer.prepare(rows)
-    rows, values = trainer.with_prepared(rows, prepared), jax.device_get(values)
-    shares = attribution.shares(values) if values else {}
-    measured = jax.device_get(measured) | trainer.score_metrics | values | shares
+    num_tokens, count, values = rows["mask"].sum(), num_sequences(rows), {}
+    probe = Probe.joined(probes, order)
+    with phase("update"):
+        if num_tokens:
+            policy, values = finish(
+                state["policy"], sums, np.float32(num_tokens), np.float32(count)
+            )
+            state = state | {"policy": policy}
+        prepared, measured = trainer.prepare(rows)
+        measured |= trainer.diagnosed(state, rows, probe)
+        rows, values = trainer.with_prepared(rows, prepared), jax.device_get(values)
+    if values:
+        values |= attribution.shares(values)
+        values |= trainer.variances(rows, probe, values["actor/grad_norm"], count)
+    measured = jax.device_get(measured) | trainer.score_metrics | values
     if WITHOUT_ROUTES in measured:
         measured[WITHOUT_ROUTES] = without_routes
-    return state | {"policy": policy}, [samples[i] for i in order], rows, measured
+    return state, [samples[i] for i in order], rows, measured

@@ -231,7 +231,7 @@ def make_learner_setup(
         config.mesh.train, sharding.TRAIN_RULES, devices=devices, vocab_size=model.vocab_size,
         grad_reduce_dtype=config.train.grad_reduce_dtype,
     )
-    _check_mesh(layout, correction, model)
+    _check_mesh(layout, correction, model, config)
     _check_routers(correction, model)
     program = transformer.Program(
         config.model.dtype, config.model.remat, config.model.fp32_head, layout,
@@ -280,7 +280,9 @@ def _policy_optimizer(
     return optimizer
 
 
-def _check_mesh(layout: Layout, correction: Correction, model: ModelConfig) -> None:
+def _check_mesh(
+    layout: Layout, correction: Correction, model: ModelConfig, config: ml_collections.ConfigDict
+) -> None:
     """Raises ValueError for a mesh that does not divide the model or a method's arrays."""
     if "grad_norms" in correction.needs and layout.shards > 1:
         raise ValueError(
@@ -289,6 +291,15 @@ def _check_mesh(layout: Layout, correction: Correction, model: ModelConfig) -> N
         )
     placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
     placement.check_experts(model, layout.mesh.shape["expert"])
+    rows = {"train.microbatch_rows": config.train.microbatch_rows}
+    if config.warmup.steps:
+        rows["warmup.rows"] = config.warmup.rows
+    for name, count in rows.items():
+        if count % layout.shards:
+            raise ValueError(
+                f"{name} = {count} is not divisible by the {layout.shards} data shards of mesh.train; "
+                f"set it to a multiple of {layout.shards}"
+            )
 
 
 def _check_adapter(

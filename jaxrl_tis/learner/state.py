@@ -169,11 +169,12 @@ BASE = "base"  # folder of a run with the base of LoRA
 
 
 def keep_base(setup: LearnerSetup, state: dict[str, Any], workdir: str) -> None:
-    """Writes the base of LoRA to WORKDIR/base, once."""
+    """Writes the base of LoRA to WORKDIR/base, in place of that of a start that saved no state."""
     if setup.adapter is not None:
-        with Checkpoints(_base_folder(workdir), keep=1) as checkpoints:
-            if checkpoints.latest() is None:
-                checkpoints.save(0, {BASE: state["base"]}, {})
+        folder = _base_folder(workdir)
+        processes.first(lambda: folder.rmtree() if folder.exists() else None)
+        with Checkpoints(folder, keep=1) as checkpoints:
+            checkpoints.save(0, {BASE: state["base"]}, {})
 
 
 def read_base(setup: LearnerSetup, workdir: str) -> Any:

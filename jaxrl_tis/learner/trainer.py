@@ -1,8 +1,9 @@
 """One step of reinforcement learning on a rollout batch: score it, then update the state."""
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -263,15 +264,9 @@ class Trainer:
         controllers = state["controllers"] if "controllers" in state else {}
         controllers, settings = self._begin(controllers, rows)
         rows |= control.fields(settings, count)
-        is_profiled = step % config.metrics.diagnostics_every == 0
         is_scored = bool(self.setup.recompute_reason)
         prepared, measured = self.prepare(rows) if is_scored else (self.unscored(rows), {})
-        collisions = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None
-        if is_profiled and collisions is None:
-            collisions = self._passes(rows)(self._collisions, policy_of(self.setup, state))
-        routing = None
-        if is_profiled and self.setup.model.moe is not None:
-            routing = own_routes(self.setup, self._routing, policy_of(self.setup, state), rows)
+        probe = self.probe(state, rows, step)
         updated, collected, num_seqs = self.update_fields(rows, prepared), [], []
         fused = dict.fromkeys(("logp_old", "entropy"), np.zeros_like(rows["logp_behav"]))
         for epoch in range(config.train.epochs):
@@ -298,13 +293,7 @@ class Trainer:
         if not is_scored:
             rows |= fused | {"logp_prox": fused["logp_old"]}
             prepared, measured = self.prepare(rows)
-        if is_profiled:
-            profiled = rows | {"logp": rows["logp_prox"]}
-            measured |= self._profile(profiled, bool(rows["turn"].any()))
-        if routing is not None:
-            measured |= self._route_metrics(rows, *routing)
-        if self.setup.adapter is not None:
-            measured |= {"lora/norm": _adapter_norm(policy_of(self.setup, state))}
+        measured |= self.diagnosed(state, rows, probe)
         measured |= self.score_metrics | {f"control/{name}": x for name, x in settings.items()}
         rows = self.with_prepared(rows, prepared)
         measured, collected = jax.device_get((measured, collected))
@@ -313,17 +302,75 @@ class Trainer:
         means = {name: _of_step(name, [v[name] for v in collected]) for name in collected[0]}
         measured |= means | attribution.shares(means)
         is_skipped = collected[0].get("actor/is_skipped", 0.0) > 0
-        if collisions is not None and not is_skipped:
+        if not is_skipped:
             # Only the first update has its gradient at the weights that sampled.
-            measured |= self._variance_proxies(
-                rows["logp_old"], rows["adv"], collisions, rows["mask"],
-                w=self.weights,
-                gradient_norm=collected[0]["actor/grad_norm"], num_sequences=num_seqs[0],
-            )
+            measured |= self.variances(rows, probe, collected[0]["actor/grad_norm"], num_seqs[0])
         if controllers:
             num_rows = int(rows["segment_ids"].any(axis=1).sum())
             state = state | {"controllers": self._end(controllers, measured, num_rows)}
         return state, rows, measured
+
+    def probe(self, state: dict[str, Any], rows: Rows, step: int) -> "Probe":
+        """Makes the passes of a step's diagnostics at the weights before its update."""
+        is_due = step % self.setup.config.metrics.diagnostics_every == 0
+        collisions, routing = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None, None
+        if is_due and collisions is None:
+            collisions = self._passes(rows)(self._collisions, policy_of(self.setup, state))
+        if is_due and self.setup.model.moe is not None:
+            routing = own_routes(self.setup, self._routing, policy_of(self.setup, state), rows)
+        return Probe(is_due, collisions, routing)
+
+    def diagnosed(self, state: dict[str, Any], rows: Rows, probe: "Probe") -> dict[str, Any]:
+        """Returns the metrics of a step's diagnostics, but for `variances`; `state` is that after the
+        update."""
+        measured = {}
+        if probe.is_due:
+            profiled = rows | {"logp": rows["logp_prox"]}
+            measured |= self._profile(profiled, bool(rows["turn"].any()))
+        if probe.routing is not None:
+            measured |= self._route_metrics(rows, *probe.routing)
+        if self.setup.adapter is not None:
+            measured |= {"lora/norm": _adapter_norm(policy_of(self.setup, state))}
+        return measured
+
+    def variances(
+        self, rows: Rows, probe: "Probe", gradient_norm: float, num_sequences: int
+    ) -> dict[str, Any]:
+        """Returns the variance proxies of an update whose gradient was at the weights of `probe`; {}
+        where they are not due."""
+        if probe.collisions is None:
+            return {}
+        return self._variance_proxies(
+            rows["logp_old"], rows["adv"], probe.collisions, rows["mask"], w=self.weights,
+            gradient_norm=gradient_norm, num_sequences=num_sequences,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Probe:
+    """What a step's diagnostics measure at the weights before its update.
+
+    Attributes:
+      is_due: whether the step has diagnostics.
+      collisions: sums of squared probabilities [N,T]; None where they are not measured.
+      routing: of `own_routes`; None where it is not measured.
+    """
+
+    is_due: bool
+    collisions: np.ndarray | None
+    routing: tuple[np.ndarray, np.ndarray, np.ndarray] | None
+
+    @classmethod
+    def joined(cls, probes: Sequence["Probe"], order: np.ndarray) -> "Probe":
+        """Returns that of a batch from those of its parts; `order` is that of the batch's rows."""
+        collisions, routing = [p.collisions for p in probes], [p.routing for p in probes]
+        if collisions[0] is not None:
+            collisions = np.concatenate(collisions)[order]
+        if routing[0] is not None:
+            ids, load, entropy = zip(*routing)
+            routing = np.concatenate(ids)[order], sum(load), sum(entropy)
+        is_measured = lambda x: None if isinstance(x, list) else x
+        return cls(probes[0].is_due, is_measured(collisions), is_measured(routing))
 
 
 def own_routes(

@@ -51,7 +51,8 @@ def warm_up(
     config = setup.config
     if batches is None:
         return params
-    fields = ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr})
+    # optimizer.warmup is of the updates that follow.
+    fields = ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr, "warmup": 0})
     tx = scaled_for(config.model.dtype, make_optimizer(fields, config.warmup.steps))
     # It trains all weights: LoRA begins at the taught base.
     train_step = make_supervised_step(dataclasses.replace(setup.learner, adapter=None), tx)

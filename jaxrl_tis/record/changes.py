@@ -29,6 +29,11 @@ ROUNDED = (
     "engine.slots", "engine.num_pages", "engine.prefill_batch", "engine.prefill_chunk",
     "engine.prefill_calls",
 )
+# Groups whose fields have any names (`cli_flags.FREE`).
+OPEN = (
+    "task.params", "eval.params", "warmup.params", "task.template_kwargs", "task.environment_params",
+    "reward.weights",
+)
 # A save or an evaluation interrupts asynchronous samplers, and newer weights may continue
 # sequences.
 INTERRUPTING = ("checkpoint.every", "eval.every")
@@ -102,7 +107,7 @@ def find(
         f"{name}: {before} -> {after}" for name, before, after in provenance.differences(old, new)
         if name in names
     )
-    gone = [name for name in refused if name not in new and ".params." not in name]
+    gone = [name for name in refused if name not in new and not is_within(name, OPEN)]
     if gone:
         raise ValueError(
             f"{workdir} holds a run of another version of this code, whose fields {', '.join(gone)} "
@@ -131,8 +136,7 @@ def check_names(named: Sequence[str], fields: Mapping[str, Any]) -> None:
     """Raises ValueError for a name that is neither a field nor a group of fields."""
     groups = {name.rsplit(".", i)[0] for name in fields for i in range(name.count(".") + 1)}
     for name in named:
-        # Parameters of a task may appear or disappear.
-        if name not in groups and ".params." not in name:
+        if name not in groups and not is_within(name, OPEN):
             near = difflib.get_close_matches(name, groups, n=1)
             raise ValueError(
                 f"--change={name}: there is no such field"

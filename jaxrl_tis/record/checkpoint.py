@@ -120,8 +120,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Returns the steps whose manifest is written, oldest first (their bytes are not read)."""
-        return sorted(int(path.name) for path in storage.children(self._directory)
-                      if path.name.isdigit() and (path / MANIFEST).exists())
+        return _steps(self._directory)
 
     def latest(self) -> int | None:
         """Returns the newest complete step, or None in a new run.
@@ -261,6 +260,18 @@ class Checkpoints:
                             f"{error}. The older steps {self.steps()} are intact; free space or "
                             "make the folder writable, then start the same command again to "
                             "resume.")
+
+
+def newest_step(workdir: str | os.PathLike) -> int | None:
+    """Returns the newest step whose manifest is written, -1 where there is none; None without a folder
+    of checkpoints."""
+    folder = storage.folder(workdir) / "checkpoints"
+    return max(_steps(folder), default=-1) if folder.exists() else None
+
+
+def _steps(folder: epath.Path) -> list[int]:
+    names = [path.name for path in storage.children(folder) if path.name.isdigit()]
+    return sorted(int(name) for name in names if (folder / name / MANIFEST).exists())
 
 
 def _agreed(step: int | None) -> int | None:

@@ -79,7 +79,8 @@ LEARNING = (
     compact("warmup/loss", "nats per token",
             "Cross-entropy of the supervised steps before reinforcement learning."),
     Metric("critic/{score,rewards}/{mean,max,min}", "reward",
-           "Rewards without and with penalties, of the answers with a token.", VERL),
+           "Rewards before and after the KL penalty, of the answers with a token. Both include the "
+           "penalty of overlong answers.", VERL),
     Metric("critic/{advantages,returns}/{mean,max,min}", "reward",
            "Advantages and returns of the tokens.", VERL),
     Metric("critic/values/{mean,max,min}", "reward", "Values of the critic (GAE).", VERL),
@@ -125,7 +126,8 @@ UPDATE = (
     Metric("actor/kl_loss", "nats per token", "KL term in the loss.", VERL),
     Metric("actor/kl_coef", "coefficient", "Coefficient of the KL term in the loss.", VERL),
     Metric("actor/kl_to_reference", "nats per token",
-           "Mean of π_old − π_ref, where the KL is in the reward."),
+           "Mean over sequences of their mean KL from the reference to π_old, by the estimator of "
+           "correction.kl; adaptive_kl follows it."),
     compact("lora/norm", "ratio",
             "Norm of the adapter's products s A B over the norm of their base weights, after the "
             "update."),

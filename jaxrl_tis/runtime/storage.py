@@ -15,6 +15,7 @@ import shutil
 import socket
 import threading
 import time
+import urllib.parse
 import uuid
 from collections.abc import Iterator
 
@@ -123,8 +124,8 @@ class Mirror:
                       "time": time.strftime("%Y-%m-%d %H:%M:%S %Z")}
         self.folder = pathlib.Path(workdir)
         if self._is_remote:
-            name = re.sub(r"[^\w.-]+", "_", os.fspath(workdir).removeprefix("gs://").strip("/"))
-            self.folder = cache("workdirs") / name
+            path = os.fspath(workdir).removeprefix("gs://").strip("/")
+            self.folder = cache("workdirs") / urllib.parse.quote(path, safe="")
 
     def __enter__(self) -> "Mirror":
         return self

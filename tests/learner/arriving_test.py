@@ -24,7 +24,8 @@ pytestmark = pytest.mark.compiles
     dict(train__pack_length=16, train__microbatch_rows=2),
     dict(correction__kl_coeff=0.05, correction__entropy_coeff=0.01, correction__masks="veto",
          correction__rejected_in_denominator=True),
-], ids=["dense", "sequences", "packed", "kl"])
+    dict(metrics__diagnostics_every=1),
+], ids=["dense", "sequences", "packed", "kl", "diagnosed"])
 def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
     made = tiny.setup(train__minibatches=1, train__epochs=1, rollout__schedule="periodic", **settings).training
     trainer = Trainer(made)
@@ -50,6 +51,8 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
         assert measured.keys() - values.keys() <= {
             n for n in measured if n.startswith(("packing/", "train/", "control/"))
         }
+        has_diagnostics = any(name.startswith("variance_proxy/") for name in values)
+        assert has_diagnostics == ("metrics__diagnostics_every" in settings)
         for name in values.keys() & measured.keys():
             np.testing.assert_allclose(
                 values[name], measured[name], rtol=1e-3, atol=1e-5, err_msg=name

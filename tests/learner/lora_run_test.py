@@ -12,7 +12,9 @@ import pytest
 from jaxrl_tis import sharding
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.weights import sent
-from jaxrl_tis.learner.state import initial_params, initial_state, policy, read_params
+from jaxrl_tis.learner.state import (
+    initial_params, initial_state, keep_base, policy, read_base, read_params,
+)
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import lora, placement, transformer
 from jaxrl_tis.record.checkpoint import Checkpoints
@@ -150,6 +152,15 @@ def test_an_interrupted_run_continues_to_the_same_factors(tmp_path):
     assert not any(".embed" in name or "'embed'" in name for name in names) and names
     with Checkpoints(tmp_path / "whole" / "base", keep=1) as checkpoints:
         assert checkpoints.steps() == [0]
+
+
+def test_a_start_that_saved_no_state_leaves_no_base(tmp_path):
+    setup, _, state = begun()
+    keep_base(setup.training, state, str(tmp_path))
+    other = state | {"base": jax.tree.map(lambda x: x + 1, state["base"])}
+    keep_base(setup.training, other, str(tmp_path))
+    jax.tree.map(
+        np.testing.assert_array_equal, read_base(setup.training, str(tmp_path)), other["base"])
 
 
 @pytest.mark.cases("schedule0")

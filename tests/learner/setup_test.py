@@ -89,3 +89,14 @@ def test_settings_of_routers_that_a_checkpoint_lacks_are_refused(changes, model,
     chosen = choices.correction, choices.schedule, choices.replay
     with pytest.raises(ValueError, match=why):
         make_learner_setup(config, *chosen, read)
+
+
+@pytest.mark.parametrize("changes, name", [
+    (dict(train__microbatch_rows=4), "train.microbatch_rows = 4"),
+    (dict(train__microbatch_rows=8, warmup__rows=4), "warmup.rows = 4"),
+])
+def test_rows_that_the_data_shards_do_not_divide_are_refused(changes, name):
+    """-1 is all 8 devices."""
+    with pytest.raises(ValueError, match=f"{name} is not divisible by the 8 data shards of mesh.train"):
+        tiny.setup(mesh__train=(-1, 1, 1), **changes)
+    tiny.setup(mesh__train=(-1, 1, 1), train__microbatch_rows=8, warmup__rows=4, warmup__steps=0)

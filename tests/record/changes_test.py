@@ -2,12 +2,14 @@
 
 import json
 import pathlib
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from configs import default
+from jaxrl_tis import cli_flags
 from jaxrl_tis.learner import optimizer
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.record import changes, checkpoint, provenance
@@ -113,6 +115,29 @@ def test_a_run_with_fields_that_no_longer_exist_is_refused_in_one_line(tmp_path)
     with pytest.raises(ValueError, match="fields rollout.mode no longer exist") as refusal:
         changes.find(tmp_path, default.get_config().to_dict())
     assert "\n" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("group", changes.OPEN)
+def test_fields_of_any_name_come_and_go_by_their_name(tmp_path, group):
+    without, section = default.get_config().to_dict(), group.partition(".")
+    within = default.get_config().to_dict()
+    within[section[0]][section[2]] = {**within[section[0]][section[2]], "mine": 1}
+    for old, new in ((without, within), (within, without)):
+        provenance.write_run_files(tmp_path, old)
+        if not changes.is_free(f"{group}.mine", provenance.flat(old), provenance.flat(new)):
+            with pytest.raises(ValueError, match=f"another configuration: {group}.*mine"):
+                changes.find(tmp_path, new)
+        assert set(changes.find(tmp_path, new, [f"{group}.mine", group])) <= {f"{group}.mine", group}
+
+
+def test_the_page_lists_what_is_free():
+    page = (pathlib.Path(__file__).parents[2] / "docs/reliability.md").read_text()
+    [row] = [line for line in page.splitlines() if line.startswith("| `checkpoint`, ")]
+    assert set(re.findall("`([^`]+)`", row.split("|")[1])) == set(changes.FREE)
+
+
+def test_groups_with_fields_of_any_name_are_those_of_the_command_line():
+    assert set(changes.OPEN) == set(cli_flags.FREE)
 
 
 def test_a_name_that_is_no_field_is_refused(found):
@@ -236,7 +261,7 @@ def test_what_is_free_changes_no_bit(tmp_path):
 def test_what_a_checkpoint_cannot_carry_is_refused(tmp_path, field, value):
     tiny.run(tmp_path, steps=1)
     before, name = described(tmp_path), field.replace("__", ".")
-    with pytest.raises(ValueError, match=rf"parameters that this change needs \({name}: ") as error:
+    with pytest.raises(ValueError, match=rf"other arrays than this change needs \({name}: ") as error:
         tiny.run(tmp_path, change=[name], steps=1, checkpoint__every=7, **{field: value})
     assert "checkpoint.every" not in str(error.value) and described(tmp_path) == before
 
