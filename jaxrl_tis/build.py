@@ -158,7 +158,7 @@ class Sampling:
         task, rollout = self.config.task, self.config.rollout
         if rollout.harness:
             options = {"decode": self.tokenizer.decode} | options
-        scheduler = self._turn_scheduler(engine, params, version, **options)
+        scheduler = self.turn_scheduler(engine, params, version, **options)
         if rollout.harness:
             return SessionScheduler(
                 scheduler, self.sessions, max_length=max_length(self.config),
@@ -182,7 +182,8 @@ class Sampling:
             network=self.config.reward.network,
         )
 
-    def _turn_scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
+    def turn_scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
+        """Makes a scheduler of single turns; see `scheduler`."""
         config, drafts = self.config.engine, None
         retention = self.retention if engine is self.engine else None
         if config.max_draft:

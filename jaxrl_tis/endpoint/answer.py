@@ -163,7 +163,9 @@ class Answer:
         return [(self._piece(id), logp) for id, logp in pairs]
 
     def _piece(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+        """Returns the text of a token behind another: some decoders drop the space before the first."""
+        one, two = self._tokenizer.decode([token]), self._tokenizer.decode([token, token])
+        return two.removeprefix(one) if two.startswith(one) else one
 
 
 def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:

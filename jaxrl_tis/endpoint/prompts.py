@@ -54,7 +54,7 @@ def message(where: str, given: Any) -> dict[str, Any]:
     calls = is_message and given["role"] == "assistant" and given.get("tool_calls")
     if not is_message or not calls and "content" not in given:
         raise ValueError(f"{where} is {given!r:.80}; {FORM}")
-    content = given.get("content") or ""
+    content = "" if given.get("content") is None else given["content"]
     if isinstance(content, list):
         content = "\n".join(_part(where, part) for part in content)
     if not isinstance(content, str):

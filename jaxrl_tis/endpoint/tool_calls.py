@@ -23,6 +23,11 @@ CONTENT, NAME, ARGUMENTS = "content-9d13", "name-71e4", {"key-f0a2": "value-58cb
 ID_LENGTH = 9  # templates of Mistral accept no other length
 FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n(.*)</function>\s*", re.DOTALL)
 PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n(.*?)\n</parameter>\s*", re.DOTALL)
+# Types of a JSON schema, but for text.
+TYPES = {
+    "null": (type(None),), "boolean": (bool,), "integer": (int,), "number": (int, float),
+    "array": (list,), "object": (dict,),
+}
 LITERALS = {"True": True, "False": False, "None": None}  # as some templates write them
 
 
@@ -64,7 +69,8 @@ def _call(given: Any, key: str) -> Call:
 
 def _elements(text: str, tools: Sequence[Json]) -> list[Call]:
     """Reads <function=NAME> with <parameter=NAME> elements. A value is text, unless the schema of
-    the tool gives the parameter another type."""
+    the tool gives the parameter another type. Where the schema allows text and others, text is what
+    is no value of another type."""
     function = FUNCTION.fullmatch(text)
     if not function:
         raise ValueError("not a call")
@@ -75,9 +81,21 @@ def _elements(text: str, tools: Sequence[Json]) -> list[Call]:
         if not parameter:
             raise ValueError("not a parameter")
         key, value = parameter.groups()
-        arguments[key] = value if _type(tools, name, key) in ("string", None) else _value(value)
+        arguments[key] = _argument(value, _type(tools, name, key))
         start = parameter.end()
     return [Call(name, arguments)]
+
+
+def _argument(text: str, kind: Any) -> Any:
+    if kind in ("string", None):
+        return text
+    if not (isinstance(kind, list) and "string" in kind):
+        return _value(text)
+    try:
+        value = _value(text)
+    except ValueError:
+        return text
+    return value if any(type(value) in TYPES.get(name, ()) for name in kind) else text
 
 
 def _value(text: str) -> Any:

@@ -226,7 +226,8 @@ class BlockManager:
         it would share."""
         running = len(self.running(shard))
         while self.pages[shard].free < self.prefixes.new_pages(sequence, shard) + running:
-            if not self._reclaim(shard, (sequence.key, sequence.base_key)):
+            prefix, _ = self.prefixes.start(sequence, shard)
+            if not self._reclaim(shard, (prefix.key,) if prefix else ()):
                 return False
         return True
 

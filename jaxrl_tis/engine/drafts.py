@@ -45,8 +45,9 @@ class Group:
             if not known:
                 break
             found, place = self.places[known[0]]
-            draft += found[place : place + length - len(draft)]
-            last = (*last, *draft)[-NGRAMS[0] :]
+            new = found[place : place + length - len(draft)]
+            draft += new
+            last = (*last, *new)[-NGRAMS[0] :]
         return draft
 
 

@@ -107,7 +107,7 @@ class Engine:
     # Prefill
 
     def bucket(self, length: int) -> int:
-        """Returns the padded length of a chunk: the next of 1, 1.5, 2, 3, 4, 6, 8, ... pages."""
+        """Returns the padded length of a chunk: the next of 1, 2, 3, 4, 6, 8, 12, ... pages."""
         pages, needed = 1, -(-length // self.page_size)
         while pages < needed:
             pages = pages * 3 // 2 if pages & (pages - 1) == 0 and pages > 1 else -(-pages * 4 // 3)

@@ -57,6 +57,8 @@ class Engine(engine_api.Engine):
         self, engine: ours.Engine, tokenizer: Tokenizer, sampling: SamplingParams, seed: int = 0
     ):
         pages = engine.slots * engine.pages_per_slot
+        stop_ids = tuple(dict.fromkeys([*tokenizer.eos_ids, *sampling.stop_ids]))
+        sampling = dataclasses.replace(sampling, stop_ids=stop_ids)
         problems = {
             f"steps={engine.steps}, JetStream needs 1": engine.steps != 1,
             f"{engine.shards} data shards, the adapter takes 1": engine.shards != 1,
@@ -65,6 +67,10 @@ class Engine(engine_api.Engine):
                 engine.max_length <= MIN_PREFILL,
             "no counts of tokens for the penalties of `sampling`":
                 sampling.is_penalised and not engine.num_penalised,
+            f"{len(stop_ids)} stop ids, at most {engine.max_stop_ids} are possible":
+                len(stop_ids) > engine.max_stop_ids,
+            "prompt_logprobs, and JetStream's results have no place for them":
+                sampling.prompt_logprobs,
             "stop strings, which only our scheduler searches": bool(sampling.stop_strings),
             "record_routes, and JetStream's results have no place for routes":
                 any(engine.route_shape),
@@ -73,7 +79,7 @@ class Engine(engine_api.Engine):
             named = "; ".join(problem for problem, is_so in problems.items() if is_so)
             raise ValueError(f"this engine cannot be driven by JetStream: {named}")
         self._engine, self._tokenizer, self._seed = engine, tokenizer, seed
-        self._sampling = dataclasses.replace(sampling, stop_ids=tuple(tokenizer.eos_ids))
+        self._sampling = sampling
         self._inserted = 0
         self._table = 1 + np.arange(pages, dtype=np.int32).reshape(engine.slots, -1)
         self._shift = np.zeros(engine.slots, np.int32)

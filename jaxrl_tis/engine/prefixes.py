@@ -105,13 +105,13 @@ class Prefixes:
     def new_pages(self, sequence: Sequence, shard: int) -> int:
         """Returns the number of free pages that `join` would take."""
         full, rest = divmod(sequence.length, self._size)
-        prefix, hits = self._start(sequence, shard)
+        prefix, hits = self.start(sequence, shard)
         if prefix and prefix.key == sequence.key:
             return int(rest > 0)
         known = prefix.pages if prefix else hits
         return full - self._pages[shard].held(known) + 2 * (rest > 0)
 
-    def _start(self, sequence: Sequence, shard: int) -> tuple[Prefix | None, list[int]]:
+    def start(self, sequence: Sequence, shard: int) -> tuple[Prefix | None, list[int]]:
         """Returns the prefix that the sequence would share: of all its tokens, or of its prompt.
         Without one, or with more cached pages than the prompt has, (None, the cached pages)."""
         if prefix := self.find(sequence.key, shard):
@@ -122,7 +122,7 @@ class Prefixes:
     def cached(self, sequence: Sequence, shard: int) -> int:
         """Returns the number of tokens in cached pages that the sequence would start with; 0 if it
         would share a prefix."""
-        return len(self._start(sequence, shard)[1]) * self._size
+        return len(self.start(sequence, shard)[1]) * self._size
 
     def _found(self, sequence: Sequence, shard: int) -> list[int]:
         """Returns the cached pages of the sequence's first tokens."""
@@ -132,7 +132,7 @@ class Prefixes:
 
     def shared(self, sequence: Sequence, shard: int) -> int:
         """Returns the number of tokens of the prefix that the sequence would share."""
-        prefix, _ = self._start(sequence, shard)
+        prefix, _ = self.start(sequence, shard)
         return len(prefix.tokens) if prefix else 0
 
     def keep(self, sequence: Sequence) -> dict[int, int]:
@@ -149,7 +149,7 @@ class Prefixes:
         copy of the last one if that is not full."""
         full, rest = divmod(sequence.length, self._size)
         pages, tokens = self._pages[shard], sequence.tokens()
-        keys, (base, hits) = sequence.keys_of_pages(self._size), self._start(sequence, shard)
+        keys, (base, hits) = sequence.keys_of_pages(self._size), self.start(sequence, shard)
         whole = len(sequence.request.prompt) // self._size
         if base is None and sequence.base_key and len(hits) <= whole:
             base = self._prefix(

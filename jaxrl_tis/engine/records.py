@@ -309,6 +309,10 @@ class Request:
     def __post_init__(self):
         if not isinstance(self.id, str):
             raise ValueError(f"request id {self.id!r} is a {type(self.id).__name__}; give a text")
+        try:
+            self.id.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"request id {self.id!r} holds a lone surrogate") from error
         if not isinstance(self.seed, int):
             raise ValueError(f"request {self.id}: seed {self.seed!r}; give an int")
         prompt = token_ids(self.prompt, f"request {self.id}", "prompt")

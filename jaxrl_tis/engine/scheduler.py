@@ -231,7 +231,7 @@ class Scheduler:
         token. The sequences go on."""
         self._collect()
         drawn = [s for s in self._blocks.sequences() if s.count]
-        return [s.trajectory("abort", self._engine.quant_id, s.count) for s in drawn]
+        return [s.trajectory(*_aborted(s, self._engine.quant_id)) for s in drawn]
 
     def sync_digest(self) -> dict[str, Any]:
         """Returns all counts and everything that decides the next step, by name. Schedulers of
@@ -394,8 +394,7 @@ class Scheduler:
             self._blocks.evict(sequence)
 
     def _abort(self, sequence: Sequence) -> None:
-        stop = sequence.found_stop()
-        reason, count = ("abort", sequence.count) if stop is None else ("stop", stop)
+        reason, _, count = _aborted(sequence, self._engine.quant_id)
         self._finish(sequence, reason, count)
 
     def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
@@ -419,3 +418,10 @@ class Scheduler:
         for trajectory in ended:
             del self._live[trajectory.id]
         return ended
+
+
+def _aborted(sequence: Sequence, quant_id: str) -> tuple[str, str, int]:
+    """Returns the arguments of `Sequence.trajectory` for a sequence that ends now: a stop string that
+    the last call has completed ends it before."""
+    stop = sequence.found_stop()
+    return ("abort", quant_id, sequence.count) if stop is None else ("stop", quant_id, stop)

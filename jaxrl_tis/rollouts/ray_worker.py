@@ -266,7 +266,8 @@ class RolloutWorker:
         is_late = any(event.kind == "partial" for event in self._events)
         if is_late or time.monotonic() - self._reported < PARTIAL_SECONDS:
             return []
-        records, lengths = self._sampler.records(), self._lengths
+        lengths = self._lengths
+        records = [t for t in self._sampler.records() if t.stop_reason == "abort"]  # others end now
         self._lengths = {t.id: len(t.tokens) for t in records}
         self._reported = time.monotonic()
         return [Event("partial", t) for t in records if len(t.tokens) > lengths.get(t.id, -1)]

@@ -44,7 +44,8 @@ def make_app(
 
     Raises ValueError if other machines reach the address and there is no token.
     """
-    scheduler = setup.scheduler(
+    # Requests to a server are turns, also those of a run with an environment or a harness.
+    scheduler = setup.turn_scheduler(
         setup.engine, params, 0, max_pending=max_pending, decode=setup.tokenizer.decode
     )
     application = app.make(app.Served(

@@ -44,7 +44,8 @@ TEMPLATE = {
 }
 USER = {"role": "user", "content": "1+2?"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {
-    "a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["array", "null"]}}}}}]
+    "a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": ["array", "null"]},
+    "d": {"type": ["string", "null"]}}}}}]
 
 
 def tokenizer_of(template, folder):
@@ -110,6 +111,8 @@ READ = [
     ("hermes", '<tool_call>{"arguments":{"a":1},"name":"add"}</tool_call>', "", [A]),
     ("qwen3_coder", coder("<parameter=c>\nNone\n</parameter>\n"), "", [Call("add", {"c": None})]),
     ("qwen3_coder", coder("<parameter=a>\nx\n</parameter>\n", "f"), "", [Call("f", {"a": "x"})]),
+    ("qwen3_coder", coder("<parameter=d>\nParis\n</parameter>\n"), "", [Call("add", {"d": "Paris"})]),
+    ("qwen3_coder", coder("<parameter=d>\nnull\n</parameter>\n"), "", [Call("add", {"d": None})]),
     ("llama3", ' <|python_tag|>{"name": "add", "parameters": {"a": 1}}\n', "", [A]),
     ("mistral", '[{"name": "add", "arguments": {"a": 1}}]', "", [A]),  # its mark is a special token
 ]

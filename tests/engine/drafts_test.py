@@ -55,6 +55,13 @@ def test_a_draft_is_what_followed_the_same_tokens_last(prompt, drawn, draft):
     assert found.get(sequence, []) == draft and length == (7 if draft else 0)
 
 
+def test_a_draft_of_several_pieces_is_that_of_single_tokens():
+    group = Group()
+    for tokens in ([1, 2, 3, 4], [2, 3, 4, 5], [3, 4, 5, 6], [7, 4, 5, 9]):
+        group.learn(tokens, 0)
+    assert group.guess([1, 2, 3], 3) == [4, 5, 6]
+
+
 def test_samples_of_a_prompt_learn_from_each_other_and_from_nobody_else():
     drafts = made()
     first = begun(drafts, "a", (1, 2), (10, 11, 12, 13, 14))

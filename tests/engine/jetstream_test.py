@@ -177,6 +177,20 @@ def test_tokenizer():
     assert tokenizer.stop_tokens == {2}
 
 
+def test_a_stop_id_of_the_caller_ends_a_sequence():
+    tokens = expected()[0]
+    stop = tokens[2]
+    jet = adapter(sampling=dataclasses.replace(GREEDY, stop_ids=(stop,)))
+    serving, state = jet.load_params(params()), jet.init_decode_state()
+    prefix = jet.prefill(params=serving, padded_tokens=PROMPTS[0], true_length=len(PROMPTS[0]))
+    state, valid = jet.insert(prefix, state, 0), []
+    for _ in range(len(tokens)):
+        state, result = jet.generate(serving, state)
+        valid.append(int(result.get_result_at_slot(0).valid[0, 0]))
+    end = tokens.index(stop) + 1
+    assert valid == [1] * end + [0] * (len(tokens) - end)
+
+
 def test_what_cannot_be_driven():
     sizes = dict(slots=2, max_length=16, page_size=8, steps=2, num_pages=4)
     with pytest.raises(ValueError, match="steps=2.*4 pages, the slots need 5.*max_length=16"):
@@ -184,6 +198,10 @@ def test_what_cannot_be_driven():
     searched = SamplingParams(presence_penalty=1.0, stop_strings=("A",))
     with pytest.raises(ValueError, match="JetStream: no counts of tokens.*; stop strings"):
         adapter(sampling=searched)
+    with pytest.raises(ValueError, match="JetStream: no counts of tokens"):
+        adapter(sampling=SamplingParams(min_tokens=3))  # which bars the end tokens
+    with pytest.raises(ValueError, match="33 stop ids, at most 32 are possible; prompt_logprobs"):
+        adapter(sampling=SamplingParams(stop_ids=tuple(range(3, 35)), prompt_logprobs=True))
     experts = dataclasses.replace(CONFIG, moe=MoeConfig(num_experts=4, top_k=2, expert_dim=16))
     recording = EngineConfig(slots=1, max_length=48, steps=1, record_routes=True)
     with pytest.raises(ValueError, match="JetStream: record_routes, and .* no place for routes$"):

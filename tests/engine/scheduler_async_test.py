@@ -10,6 +10,7 @@ import pytest
 from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.policies import LongestFirst
+from jaxrl_tis.engine.scheduler import Scheduler
 from tests import arithmetic
 from tests.arithmetic import alone, assert_as_alone, assert_replays, drain, request, started
 
@@ -119,6 +120,24 @@ def test_a_sequence_that_ended_by_a_stop_string_draws_into_nobodys_record():
     found, _, late_found, _ = both(requests, slots=2, steps=1)
     assert (found["a"].stop_reason, len(found["a"].tokens)) == ("stop", 6)
     assert_same(late_found, found)
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_records_of_what_runs_are_those_of_an_abort(is_late):
+    """Also where the last call has completed a stop string."""
+    text, seen = arithmetic.text_of(alone(request("", (1, 2, 3), max_tokens=12))[0]), set()
+    ask = request("a", (1, 2, 3), max_tokens=12, stop_strings=(text[2:4],))
+    for steps in range(1, 5):
+        engine = arithmetic.Engine(slots=1, is_read_late=is_late)
+        scheduler = Scheduler(engine, 0, decode=arithmetic.text_of, async_scheduling=is_late)
+        scheduler.add(ask)
+        for _ in range(steps):
+            scheduler.step()
+        records, aborted = scheduler.records(), scheduler.pause("abort")
+        for one, other in zip(records, aborted):
+            assert (one.stop_reason, one.tokens.tolist()) == (other.stop_reason, other.tokens.tolist())
+            seen.add(one.stop_reason)
+    assert seen == {"abort", "stop"}
 
 
 @pytest.mark.parametrize("mode", ["abort", "retract", "in_place"])

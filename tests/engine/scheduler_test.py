@@ -356,6 +356,25 @@ def test_a_prompt_is_not_dropped_to_make_room_for_its_own_sample():
     assert scheduler.stats.prefilled == 25 + 4 and scheduler.stats.shared == 25
 
 
+def test_a_prompt_that_a_long_partial_does_not_share_is_dropped_for_it():
+    """`b` and `c` leave the prompt with pages of its own. `d` has more of its tokens in cached pages,
+    uses these, and needs those of the prompt."""
+    def cut(ask, count):
+        scheduler = started(Engine(slots=1, max_length=40, steps=1), [ask])
+        for _ in range(count):
+            scheduler.step()
+        return dataclasses.replace(ask, partial=scheduler.pause("abort")[0])
+
+    prompt = range(1, 10)
+    b = request("b", prompt, max_tokens=27)
+    c = cut(request("c", prompt, max_tokens=5), 2)
+    d = cut(request("d", prompt, max_tokens=31), 29)
+    for num_pages in (12, 13, 14):
+        engine = Engine(
+            slots=2, max_length=40, num_pages=num_pages, prefill_chunk=12, prefill_batch=4, steps=2)
+        assert_as_alone(drain(started(engine, [b, c, d])), [b, c, d])
+
+
 # Pages of earlier prompts
 
 

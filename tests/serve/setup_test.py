@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis import models
-from jaxrl_tis.build import build
+from jaxrl_tis.build import Sampling, build
 from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.learner.state import initial_params, initial_state
@@ -95,6 +95,15 @@ def folder(tmp_path):
     """A model of other weights."""
     models.save(tmp_path / "model", setup().model, scaled(-1.0))
     return tmp_path / "model"
+
+
+def test_a_run_with_a_harness_is_served_without_it(monkeypatch):
+    """Its module need not be installed where the run is served."""
+    harnessed = tiny.config(rollout__harness="not_here:play")
+    made = dataclasses.replace(setup(), config=harnessed)
+    monkeypatch.setattr(serving, "warm_up", lambda engine, params: None)
+    monkeypatch.setattr(Sampling, "sessions", property(lambda self: pytest.fail("it began sessions")))
+    serving.make_app(made, start_params(), LIMITS, 4, None, "127.0.0.1")
 
 
 def test_weights_of_a_model_folder(folder):
