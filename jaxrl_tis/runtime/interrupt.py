@@ -74,7 +74,8 @@ class Interrupt:
             )
 
     def acknowledge(self) -> None:
-        """Notes that the run is stopping, which cancels the time limit: a save may take longer."""
+        """Notes that the run is stopping, which cancels the time limits: a save may take longer, and
+        environments that it waits for."""
         self._is_acknowledged.set()
 
     def is_agreed(self) -> bool:
@@ -84,6 +85,8 @@ class Interrupt:
     def check(self) -> None:
         """Raises Interrupted if the grace of any process is over. All processes must call this at
         the same places."""
+        if self._is_acknowledged.is_set():
+            return
         self._calls += 1
         is_late = self.is_set and time.monotonic() - self._asked_at > self._grace
         if self._calls % CALLS_BETWEEN_LOOKS == 0:

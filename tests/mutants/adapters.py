@@ -42,6 +42,8 @@ MUTANTS = [
     ),
     *of(
         "learner/state.py",
+        ("a start keeps the base of another", "folder.rmtree() if folder.exists() else None", "None",
+         "test_a_start_that_saved_no_state_leaves_no_base"),
         ("the critic of a run has the factors of the policy's stream",
          '{"policy": 0x6C6F7261, "critic": 0x6C6F7262}', '{"policy": 0x6C6F7261}',
          "test_an_update_moves_the_factors_and_no_bit_of_the_base"),

@@ -147,7 +147,8 @@ MUTANTS = [
          "self.pending >= self._max_pending:", "self.pending > self._max_pending:",
          "test_beyond_max_pending_the_scheduler_is_full_until_something_is_returned"),
         ("an abort forgets the stop string that was drawn",
-         '("abort", sequence.count) if stop is None else', '("abort", sequence.count) if True else',
+         '("abort", quant_id, sequence.count) if stop is None else',
+         '("abort", quant_id, sequence.count) if True else',
          INTERRUPTIONS + "::test_a_stop_string_that_was_drawn_counts_more_than_the_abort"),
         ("an aborted sample says how long its group is",
          'None if reason == "abort" else count', "count",
@@ -278,6 +279,9 @@ MUTANTS = [
     ),
     *of(
         "engine/block_manager.py",
+        ("a prompt that nobody shares is kept", "(prefix.key,) if prefix else ())",
+         "(sequence.key, sequence.base_key))",
+         "engine/scheduler_test.py::test_a_prompt_that_a_long_partial_does_not_share_is_dropped_for_it"),
         ("pages of older weights are found", " or sequence.kv_version != version:", ":",
          TURNS + "::test_pages_of_older_weights_are_read_again"),
         ("pages that no prefill has filled are found",
@@ -385,6 +389,8 @@ MUTANTS = [
     *of(
         "engine/drafts.py",
         ("the shorter match goes first", "NGRAMS = (3, 2)", "NGRAMS = (2, 3)"),
+        ("a draft's pieces come twice into what it continues", "last = (*last, *new)", "last = (*last, *draft)",
+         "test_a_draft_of_several_pieces_is_that_of_single_tokens"),
         ("the last token teaches nothing",
          "range(max(start, n), len(tokens))", "range(max(start, n), len(tokens) - 1)"),
         ("a draft leaves no room for the token after it",

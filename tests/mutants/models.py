@@ -152,8 +152,8 @@ MUTANTS = [
          "dequantize(tensor.data[index[:-1]], tensor.tensor_type)[..., index[-1]]",
          "dequantize(tensor.data, tensor.tensor_type)[index]"),
         ("linear scaling is dropped",
-         'RopeConfig(kind="linear", theta=theta, factor=settings["rope.scaling.factor"])',
-         'RopeConfig(kind="default", theta=theta)'),
+         'RopeConfig(kind="linear", theta=theta, factor=factor)', 'RopeConfig(kind="default", theta=theta)'),
+        ("numbers are those of float32", "return float(str(np.float32(value)))", "return value"),
     ),
     *of(
         "models/moe.py",

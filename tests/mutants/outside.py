@@ -26,6 +26,8 @@ MUTANTS = [
     ),
     *of(
         "runtime/interrupt.py",
+        ("a save is given up, too", "        if self._is_acknowledged.is_set():\n            return\n", ""),
+        ("a notice comes once", "if before is None or not notice else before", "if before is None else before"),
         ("the second Ctrl-C is the first", "if self.is_set and number == signal.SIGINT:", "if False:"),
         ("a step has no grace",
          "time.monotonic() - self._asked_at > self._grace", "time.monotonic() - self._asked_at > 0"),
@@ -52,6 +54,7 @@ MUTANTS = [
     ),
     *of(
         "runtime/hub.py",
+        ("a broken connection is a bug", "return (*bases, *filter(None, transfer))", "return ()"),
         ("a commit is looked up anew for a run that is continued",
          "if path in before:", "if path in before and False:"),
         ("a busy hub ends the run", "response.status_code == 429 or response.status_code >= 500",
@@ -94,6 +97,7 @@ MUTANTS = [
     *of(
         "sweep.py",
         ("finished runs run again", "if not job.is_finished()]", "]"),
+        ("a run without its last checkpoint is finished", "newest is None or newest >= self.steps", "True"),
         ("a failed run is not told", "if codes[job]]:", "if codes[job] is None]:"),
         ("the first mistake hides the others",
          "{error}\")\n            continue\n", "{error}\")\n            break\n"),
@@ -144,6 +148,9 @@ MUTANTS = [
         ("a run under way is started again", "if status.is_running:\n        _check",
          "if False:\n        _check"),
         ("spot machines of a reservation", "if given.spot and given.reserved:", "if False:"),
+        ("a later request that fails is the end", "if not machines.creations:", "if True:"),
+        ("a host that was started anew stays without the run", "not status.is_running and status.code is None",
+         "False"),
         tests="launch/tpu_vm_test.py",
     ),
     *of(
@@ -151,6 +158,12 @@ MUTANTS = [
         ("rollout workers stay with a lost head", "worker.machines.has_run &= not found.is_new", "pass"),
         ("a run starts without a worker machine", "found.is_new and not any(", "False and not any("),
         ("each start makes a new token", "kept[0] if kept else secrets", "secrets"),
+        ("a run that gives up says nothing of the bill",
+         '("give up", "expire"):\n            _say_billed(shell, gcloud)', '("give up", "expire"):\n            pass'),
+        tests="launch/workers_test.py",
+    ),
+    *of(
+        "../launch/plan.py",
         ("one failed deletion keeps the other machines", "failed = error", "raise"),
         tests="launch/workers_test.py",
     ),

@@ -5,6 +5,8 @@ from tests.mutants import of
 MUTANTS = [
     *of(
         "rollouts/episodes.py",
+        ("a wait for environments gives no sign of life", "            self._heartbeat()\n", ""),
+        ("a continued episode cannot end before its first call", "if self._pool is not None:  # a", "if True:  # a"),
         ("answers are tokenised again", "self._scheduler.extend(episode.record(trajectory), suffix,",
          "self._scheduler.extend(dataclasses.replace(episode.record(trajectory), tokens=np.array("
          "self._suffixes._encode(self._decode(trajectory.tokens)), np.int32)), suffix,",

@@ -45,6 +45,8 @@ def test_after_its_grace_a_step_is_given_up(monkeypatch):
         now[0] += 0.2
         with pytest.raises(cli.Interrupted, match="abandoned"):
             asked.check()
+        asked.acknowledge()
+        asked.check()  # within the save
 
 
 def test_a_second_sigterm_changes_nothing():
