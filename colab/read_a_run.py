@@ -27,7 +27,8 @@ train = [r for r in records if r["phase"] == "train"]
 print(f"{len(train)} steps, {len(train[-1])} values in the last line; some of them:")
 for name in ("reward/mean", "training/rollout_probs_diff_max", "rollout_corr/k3_kl",
              "rollout_corr/rollout_is_eff_sample_size", "mismatch/engine/share"):
-    print(f"{name:42} first {train[0][name]:.4g}, last {train[-1][name]:.4g}")
+    if name in train[0] and name in train[-1]:
+        print(f"{name:42} first {train[0][name]:.4g}, last {train[-1][name]:.4g}")
 
 # %% [markdown] plots-text
 # ## Plots
@@ -57,8 +58,9 @@ import math
 
 tokens = [
     (abs(math.exp(new) - math.exp(old)), token, line["step"], line["response"])
-    for line in lines if line["phase"] == "train"
+    for line in lines if line["phase"] == "train" and line["logp_old"] is not None
     for token, old, new in zip(line["tokens"], line["logp_behav"], line["logp_old"])
+    if old is not None and new is not None  # tokens of an environment
 ]
 for gap, token, step, response in sorted(tokens, reverse=True)[:5]:
     print(f"|Δp| = {gap:.4f} at {token!r} of {response!r}, step {step}")

@@ -90,6 +90,7 @@ class Evaluator:
             known = np.array([score for score in found if not math.isnan(score)])
             if len(known) and name != "constant":
                 means[f"eval/{name}_reward"] = known.mean()
+                means[f"eval/{name}_n"] = len(known)
             if len(known):
                 means[f"eval/{name}_accuracy"] = np.mean(known >= threshold)
         failed = int(np.isnan([*greedy, *sampled]).sum())

@@ -323,7 +323,7 @@ def _cell(runs: list[list[dict]], phase: str, metric: str) -> str:
             return "–"
         first = int((1 - LAST_SHARE) * len(records)) if phase == "train" else -1
         values.append(np.mean([r[metric] for r in records[first:]]))
-        trials = records[-1].get("eval/n") if metric.endswith("_accuracy") else None
+        trials = metrics.num_answers(records[-1], metric) if metric.endswith("_accuracy") else None
     mean, low, high = intervals.of_mean(values)
     if len(values) == 1:
         if trials is None:

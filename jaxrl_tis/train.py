@@ -211,7 +211,7 @@ class Run:
         self.state = initial_state(self.setup.training, params)
         keep_base(self.setup.training, self.state, self._mirror.workdir)
         if self.setup.config.gate.required:
-            require(self.setup, self.policy)
+            require(self.setup, self.policy, self.heartbeat)
 
     def _continue(self) -> None:
         workdir, training, changed = self._mirror.workdir, self.setup.training, self._changed
@@ -544,7 +544,7 @@ def run(
 
                 # Measure
                 probed, too_far = probe.of_step(
-                    r.setup, step, rows, r.policy, source.reduce_staleness
+                    r.setup, step, rows, r.policy, source, r.heartbeat
                 )
                 values |= probed | measured | sample_metrics(drawn, rows, config)
                 values |= r.data_metrics(drawn)

@@ -70,6 +70,7 @@ def test_accuracies():
                for r in scheduler.requests[::2]]
     assert values == {
         "eval/greedy_accuracy": 1.0, "eval/sampled_accuracy": 0.5, "eval/n": 8,
+        "eval/greedy_n": 8, "eval/sampled_n": 8,
         "eval/greedy_reward": 1.0, "eval/sampled_reward": 0.5, "eval/failed_rewards": 0,
         "eval/constant_accuracy": max(answers.count(a) for a in answers) / 8,
     }
@@ -89,6 +90,7 @@ def test_the_environment_rewards_episodes():
     values = held_out.run(scheduler, Failing(None), 7, Progress())
     assert values == {
         "eval/greedy_accuracy": 1.0, "eval/sampled_accuracy": 0.0, "eval/n": 8,
+        "eval/greedy_n": 8, "eval/sampled_n": 4,
         "eval/greedy_reward": 1.0, "eval/sampled_reward": 0.0, "eval/failed_rewards": 4,
     }
     prompts = [r.example["prompt"] for r in scheduler.requests]
@@ -118,6 +120,7 @@ def test_failed_rewards_are_in_no_mean_and_are_counted():
     values = evaluator()[0].run(Answers(), failing, 0, Progress())
     assert values["eval/sampled_accuracy"] == values["eval/sampled_reward"] == 1.0
     assert (values["eval/failed_rewards"], values["eval/n"]) == (4, 8)
+    assert (values["eval/greedy_n"], values["eval/sampled_n"]) == (8, 4)
     values = evaluator()[0].run(Answers(), FakeRewards(lambda *_: NAN), 0, Progress())
     assert values == {"eval/failed_rewards": 16, "eval/n": 8}
 

@@ -97,7 +97,6 @@ COVERED = {
     "build": "configs_test",
     "doctor/__main__": "doctor/diagnose_test",
     "doctor/case": "doctor/diagnose_test",
-    "endpoint/answer": "endpoint/app_test",
     "endpoint/calls": "endpoint/sessions_test",
     "engine/check": "validate_test",
     "engine/config": "engine/engine_test",

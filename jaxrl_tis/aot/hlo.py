@@ -238,7 +238,8 @@ class Module:
         sent = sum(s.bytes for operand in operands for s in operand.shapes)
         shapes = line.shapes
         if line.opcode in ("all-gather-start", "collective-permute-start"):
-            shapes = shapes[1:2]  # (operand, result, flags)
+            count = len(operands)
+            shapes = shapes[count : 2 * count]  # (operands, results, flags)
         if self._scatters(line):
             kind = "reduce-scatter"
         groups = hlo_groups.replica_groups(line.attributes, self.num_devices)
@@ -404,4 +405,6 @@ def _written(line: Instruction) -> tuple[Shape, ...]:
     if line.opcode in ("copy-start", "recv"):
         return line.shapes[:1]  # (result, operand, flags)
     with_operand = line.opcode.endswith("-start") and line.opcode != "all-reduce-start"
+    if line.opcode in ("all-gather-start", "collective-permute-start"):
+        return line.shapes[len(line.operands) : 2 * len(line.operands)]
     return line.shapes[1:2] if with_operand else line.shapes

@@ -20,6 +20,8 @@ from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.aot.hlo import Module
 from jaxrl_tis.aot.report import EVALUATION, entry, header
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
+from jaxrl_tis.engine.weights import moving
+from jaxrl_tis.learner.batch_layout import without_replay
 from jaxrl_tis.learner.scoring import make_score, make_values
 from jaxrl_tis.learner.state import abstract_state, base, joined, policy
 from jaxrl_tis.learner.step import make_critic_step, make_train_step
@@ -95,10 +97,13 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     learner, sampling = training.update_learner, setup.engine.programs(params)
     evaluating = setup.learner_engine.programs(params)
     is_scored, has_reference = bool(training.recompute_reason), training.correction.kl is not None
+    returns_routes = training.correction.routing == "r2"
+    score = make_score(learner, with_routes=returns_routes)
+    scored = without_replay(micro) if returns_routes else micro
     update = make_train_step(learner, training.correction, training.optimizer, is_scored)
     by_name = {
         "train": (update, (state["policy"], mini, *of_base)),
-        **({"score": (make_score(learner), (params, micro))} if is_scored or has_reference else {}),
+        **({"score": (score, (params, scored))} if is_scored or has_reference else {}),
         "quantize": sampling["load"],
         "reshard": evaluating["load"],
         **{name: sampling[name] for name in sampling if name != "load"},
@@ -151,7 +156,7 @@ def resident(setup: build.Setup) -> dict[str, Any]:
     if setup.config.correction.offload_reference:
         arrays.pop("reference", None)
     if setup.is_apart:  # the next ones come while samplers draw on
-        arrays["arriving weights"] = sampling[0]
+        arrays["arriving weights"], _ = moving(sampling[0])
     return arrays | {
         "serving weights": sampling[0], "decode state": sampling[1],
         "evaluation weights": evaluating[0], "evaluation state": evaluating[1],

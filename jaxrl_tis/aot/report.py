@@ -217,7 +217,7 @@ def _hlo(setup: Setup, topology: Topology, compiled: Any, job: work.Work) -> dic
     layout = setup.training.layout if is_learners else setup.engine.layout
     collectives, dots = module.collectives(dict(layout.mesh.shape)), module.dots()
     kernels = [c for c in module.custom_calls() if c.target == MOSAIC]
-    flops_of = {k.name: work.kernel_flops(k, setup) for k in kernels}
+    flops_of = {k.name: work.kernel_flops(k, setup, layout) for k in kernels}
     kernel_flops = sum(flops_of[k.name] * k.runs for k in kernels)
     passes = sum(flops_of[k.name] * k.runs * work.kernel_passes(k, setup) for k in kernels)
     flops = (module.flops() + kernel_flops) * layout.mesh.size

@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding
 from jaxrl_tis.aot.report import grid
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.models import placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +44,15 @@ def by_format(setup: Setup) -> dict[str, dict[str, int]]:
 
 
 def moved(setup: Setup, engine: Engine) -> list[Moved]:
-    """Returns the serving parameters of an engine with their shardings."""
-    arrays = jax.tree.leaves(engine.abstract_params())
-    sources = jax.tree.leaves(engine.shardings_in(setup.training.layout))
+    """Returns the serving parameters of an engine with their shardings; with an adapter its factors,
+    which are all that a sync moves."""
+    layout, adapter = setup.training.layout, setup.training.adapter
+    if adapter is None:
+        arrays = jax.tree.leaves(engine.abstract_params())
+        sources = jax.tree.leaves(engine.shardings_in(layout))
+    else:
+        arrays = jax.tree.leaves(engine.abstract_factors(adapter))
+        sources = jax.tree.leaves(placement.of_factors(layout, adapter))
     return [
         Moved(x.shape, x.dtype.itemsize, source, x.sharding)
         for x, source in zip(arrays, sources, strict=True)

@@ -15,6 +15,7 @@ from jaxrl_tis.aot.hlo import Collective, CustomCall, Dot
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.sharding import Layout
 
 # Attention products of jax's splash kernels; "fused" is a dkv that makes a dq as well.
 SPLASH_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3, "fused": 5}
@@ -78,15 +79,16 @@ def decode_flops(c: ModelConfig, tokens: int, length: int) -> int:
     return products + 4 * length * c.num_heads * c.head_dim * c.num_layers * tokens
 
 
-def kernel_flops(call: CustomCall, setup: Setup) -> int:
-    """Returns the FLOPs of one run of a Pallas kernel on a device, by the kernel's own estimate.
+def kernel_flops(call: CustomCall, setup: Setup, layout: Layout) -> int:
+    """Returns the FLOPs of one run of a Pallas kernel on a device of a layout, by the kernel's own
+    estimate.
 
     Splash attention has none and counts half of its squares. A product with experts estimates a full
     buffer, of which an even load fills one part in as many as devices share the experts. Other
     kernels without an estimate count 0.
     """
     if call.name.startswith("grouped_"):
-        return (call.flops or 0) // setup.training.layout.mesh.shape["expert"]
+        return (call.flops or 0) // layout.mesh.shape["expert"]
     splash = re.match(r"splash_mha_(fwd|dkv|dq)", call.name)
     if splash is None:
         return call.flops or 0
@@ -95,7 +97,7 @@ def kernel_flops(call: CustomCall, setup: Setup) -> int:
     *rows, _, length, width = longest[0]
     if kind == "dkv" and len(longest) == 1:  # no dk and dv, but a dq [(rows,) blocks, heads, T, K]
         kind, rows = "fused", rows[:-1]
-    heads = setup.model.num_heads // setup.training.layout.mesh.shape["tensor"]
+    heads = setup.model.num_heads // layout.mesh.shape["tensor"]
     return SPLASH_PRODUCTS[kind] * math.prod(rows) * heads * length**2 * width
 
 
@@ -147,7 +149,8 @@ def _learning(name: str, setup: Setup, args: tuple) -> Work:
     """Returns the work of a learner's program.
 
     A forward pass, a backward pass and remat each read the weights once. An update reads and writes
-    gradients and optimizer states once, and each pass moves each layer's input once.
+    gradients and optimizer states once, and each pass moves each layer's input once. With an adapter
+    the FLOPs are still those of an update of all weights.
     """
     c, training = setup.model, setup.training
     mesh, program = training.layout.mesh.shape, training.learner.program
@@ -160,7 +163,10 @@ def _learning(name: str, setup: Setup, args: tuple) -> Work:
     passes = 1 + is_update * (1 + (program.remat != "none"))
     per_device = rows * length // (training.layout.shards * mesh["context"])
     head = c.vocab_size * c.embed_dim if targets else 0
-    weights = (layers_weights(c) + head) // (mesh["tensor"] * mesh["expert"]) * width
+    dense = layers_weights(c, experts=0)  # each device gathers it over the axis expert
+    weights = (dense + head) // mesh["tensor"]
+    weights += (layers_weights(c) - dense) // (mesh["tensor"] * mesh["expert"])
+    weights *= width
     state = 2 * device_bytes(args[0]) if is_update else 0
     return Work(
         flops, micro * passes * weights + state, 0,

@@ -16,6 +16,7 @@ from jaxrl_tis.data import confined
 from jaxrl_tis.record.failures import Failures
 
 DROP = "drop"  # of reward.on_error
+LARGEST = 3e38  # rewards are float32 in the learner
 SCORE = "score"  # the component that is the reward, if present
 BATCH = 16  # texts per call of a batched function
 PULSE_SECONDS = 0.5
@@ -216,12 +217,12 @@ class RewardWorker:
             if not summed:
                 error = "reward.weights gives every part of the reward weight 0"
             return self._failed(item, "errors", error, error)
-        if any(x is not None and not math.isfinite(x) for x in summed.values()):
-            error = f"the score is {summed}"
-            return self._failed(item, "non_finite", "a score that is not finite", error)
-        self._names |= dict.fromkeys(parts)
         total = sum(weights[name] * x for name, x in summed.items() if x is not None)
-        is_known = lambda x: x is not None and math.isfinite(x)
+        if not abs(total) <= LARGEST:  # also NaN
+            error = f"the score is {summed}"
+            return self._failed(item, "non_finite", "a score that is not finite in float32", error)
+        self._names |= dict.fromkeys(parts)
+        is_known = lambda x: x is not None and abs(x) <= LARGEST
         return Scored(total, {name: x if is_known(x) else math.nan for name, x in parts.items()})
 
     def _failed(self, item: list, fault: str, kind: str, error: str, traceback: str = "") -> None:

@@ -4,15 +4,18 @@ Every function works under jit and returns a dict of scalars. Batches hold one s
 of `drift_metrics` may be packed.
 """
 
+import math
+
 import jax
 
 from jaxrl_tis.diagnostics import attribution, divergences, mismatch
-from jaxrl_tis.estimators import counts, factor_weights, loss, ratios, returns
+from jaxrl_tis.estimators import counts, factor_weights, loss, ratios, returns, weights
 from jaxrl_tis.estimators.methods import Method
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
+OF_OTHER_BOUNDS = ("seq_mask_tis", "seq_capped_ratio")  # not of the ratio that they begin with
 NUM_TURNS = 8  # metrics by turn; later turns join the last
 
 
@@ -27,8 +30,8 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
       batch: `mask`, `sampled`, `logp_old`, `logp_behav` [N,T] and `rewards` [N].
     """
     mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_old"]
-    log_ratio, (name, parameters) = outputs.log_ratio, weight
-    upper = parameters.get("cap", parameters.get("upper", 2.0))
+    log_ratio, (name, _) = outputs.log_ratio, weight
+    lower, upper = _band(weight)
     rewarded = returns.known(batch["rewards"], batch["sampled"])
     snis, ess = mismatch.snis_reward(rewarded[0], log_ratio, rewarded[1])
     return _capped_fractions(weight, learner, learner, learner, behav, mask) | (
@@ -36,8 +39,9 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
         | mismatch.probability_metrics(learner, behav, mask)
         | mismatch.importance_weight_metrics(
             outputs.weight * outputs.factor, log_ratio, mask, level=loss.weight_level(name),
-            upper=upper, lower=parameters.get("lower"),
+            upper=upper, lower=lower,
         )
+        | _changed_by_bounds(log_ratio, batch, weight)
         | divergences.divergence_metrics(log_ratio, mask)
         | divergences.response_metrics(learner, behav, mask)
         | {"reward/learner_snis": snis, "reward/learner_snis_ess": ess}
@@ -106,6 +110,36 @@ def profile_metrics(weight: Method, batch: Batch, has_turns: bool) -> Metrics:
         *inputs, batch["turn"], mask, num_turns=NUM_TURNS, is_clipped=is_clipped
     )
     return metrics | attribution.after_tool_metrics(*inputs, mask, **by_octave)
+
+
+def _band(weight: Method) -> tuple[float | None, float]:
+    """Returns the bounds (lower, upper) of a weight, None and inf without; upper is 2 for "none"."""
+    name, parameters = weight
+    if name == "none":
+        return None, 2.0
+    if name == "seq_mask_tis":  # its band is of another ratio than its weight
+        return None, math.inf
+    return parameters.get("lower"), parameters.get("cap", parameters.get("upper", math.inf))
+
+
+def _changed_by_bounds(log_ratio: jax.Array, batch: Batch, weight: Method) -> Metrics:
+    """Counts what the bounds change of a weight that is no bounded ratio of a token, a sequence or
+    its geometric mean: tokens with a larger, a smaller or another weight without bounds. {} for
+    those."""
+    name, parameters = weight
+    is_of_ratio = name.partition("_")[0] in weights.RAW and name not in OF_OTHER_BOUNDS
+    if name == "none" or is_of_ratio:
+        return {}
+    w_bt, raw_bt = loss.with_and_without_bounds(log_ratio, batch, weight)
+    is_changed_bt, is_kept_bt = counts.is_bounded(w_bt, raw_bt), w_bt > 0
+    shares = {
+        "ratio_fraction_high": is_changed_bt & is_kept_bt & (w_bt < raw_bt),
+        "ratio_fraction_low": is_changed_bt & is_kept_bt & (w_bt > raw_bt),
+    }
+    if "lower" in parameters:
+        shares["oob_ratio"] = ~is_kept_bt & (raw_bt > 0)
+    means = {name: ratios.masked_mean(x, batch["mask"]) for name, x in shares.items()}
+    return mismatch.detached(means, "rollout_corr/rollout_is_")
 
 
 def _capped_fractions(weight: Method, *chain: jax.Array) -> Metrics:

@@ -31,6 +31,7 @@ The signed differences of the rungs add up to logp_old - logp_behav at every tok
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -215,7 +216,8 @@ def _stacked(factors: Any, model: ModelConfig) -> Any:
 
 
 def climb(
-    setup: Setup, params: Any, trajectories: list[Trajectory], served: Any = None
+    setup: Setup, params: Any, trajectories: list[Trajectory], served: Any = None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> list[Rung]:
     """Returns the rungs from the learner's log-probs to the recorded ones; 0 at padding.
 
@@ -223,6 +225,7 @@ def climb(
       params: the learner's parameters. The sampler's differ in nothing but format and factors.
       trajectories: N whole micro-batches of records of `setup.engine`.
       served: the serving parameters that sampled; None takes the learner's factors.
+      heartbeat: called after each rung.
     """
     rows = setup.training.rows(trajectories)
     recorded = {}
@@ -241,6 +244,7 @@ def climb(
         is_same = following == settings
         after = before if is_same else flat(score(setup, following, params, micro))
         rungs.append(Rung(cause, before, after, is_same))
+        heartbeat()
         settings, before = following, after
     behav, is_biased = rows["logp_behav"], _is_biased(setup, rows)
     decoded = np.where(is_biased, _raw(setup, trajectories), behav)

@@ -14,21 +14,28 @@ import numpy as np
 
 from jaxrl_tis.build import Setup
 from jaxrl_tis.gate import ladder, report
+from jaxrl_tis.rollouts.source import RolloutSource
 from jaxrl_tis.runtime import processes
 
 
-def split(setup: Setup, rows: dict[str, np.ndarray], params: Any) -> dict[str, dict[str, float]]:
+def split(
+    setup: Setup, rows: dict[str, np.ndarray], params: Any,
+    release_cache: Callable[[], None] = lambda: None, heartbeat: Callable[[], None] = lambda: None,
+) -> dict[str, dict[str, float]]:
     """Returns the measures of docs/gate.md for each part, {"total", "engine", "staleness"}; without
     "staleness" where another policy approximates pi_old.
 
     Args:
       rows: a batch with logp_behav, logp_old and logp_prox [N,T].
       params: of the policy that samples the next batch; only a fresh batch needs them.
+      release_cache: frees the KV cache of the rollouts, before a fresh batch.
+      heartbeat: called while a fresh batch is sampled and scored.
     """
     gap = lambda after, before: ladder.gap(rows[after], rows[before], rows["mask"])
     parts = {"total": gap("logp_prox", "logp_behav")}
     if setup.training.approximates_old_logp:
-        fresh = report.measure(setup, params, setup.config.rollout.prompts)
+        release_cache()  # there is room for one
+        fresh = report.measure(setup, params, setup.config.rollout.prompts, heartbeat)
         return parts | {"engine": fresh["total"]}
     return parts | {
         "engine": gap("logp_old", "logp_behav"), "staleness": gap("logp_prox", "logp_old")
@@ -61,25 +68,25 @@ def metrics(parts: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def of_step(
-    setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any,
-    reduce_staleness: Callable[[], str],
+    setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any, source: RolloutSource,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], str | None]:
     """Probes the gap of a batch every rollout.gap_probe_every steps. Reacts to a gap above its bounds
     as rollout.on_gap_exceeded says.
 
     Args:
-      rows, params: see `split`; the log-probs are those before the update.
-      reduce_staleness: see `RolloutSource.reduce_staleness`.
+      rows, params, heartbeat: see `split`; the log-probs are those before the update.
+      source: of the rollouts.
 
     Returns: (metrics, why the run has to stop; None where it goes on).
     """
     every, action = setup.config.rollout.gap_probe_every, setup.config.rollout.on_gap_exceeded
     if not every or step % every:
         return {}, None
-    parts = split(setup, rows, params)
+    parts = split(setup, rows, params, source.release_cache, heartbeat)
     breach, too_far = verdict(parts, exceeded(setup, parts)), None
     if breach:
-        done = f"; {reduce_staleness()}" if action == "sync" else ""
+        done = f"; {source.reduce_staleness()}" if action == "sync" else ""
         processes.report(f"step {step}: {breach}{done}", sys.stderr)
         if action == "stop":
             too_far = f"step {step}: {breach}; the run stops, as rollout.on_gap_exceeded says"

@@ -9,6 +9,7 @@ import functools
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,13 +40,15 @@ class MismatchError(RuntimeError):
 
 
 def sample(
-    setup: Setup, params: Any, prompts: int, served: Any = None, **changes: Any
+    setup: Setup, params: Any, prompts: int, served: Any = None,
+    heartbeat: Callable[[], None] = lambda: None, **changes: Any,
 ) -> list[Trajectory]:
     """Samples groups of responses, or of episodes, to the first prompts of the config's task, with its
     engine.
 
     Args:
       served: serving parameters; None makes them of the learner's `params`.
+      heartbeat: called between engine calls.
       changes: new values of fields of the config's sampling parameters.
     """
     config = setup.config
@@ -65,8 +68,9 @@ def sample(
             for i, record in enumerate(records) for g in range(config.rollout.group_size)
         ]
     served = setup.engine.load(params) if served is None else served
-    with contextlib.closing(setup.scheduler(setup.engine, served, 0)) as scheduler:
-        return generate(scheduler, requests)
+    scheduler = setup.scheduler(setup.engine, served, 0, heartbeat=heartbeat)
+    with contextlib.closing(scheduler):
+        return generate(scheduler, requests, heartbeat=heartbeat)
 
 
 def check_prompts(setup: Setup, prompts: int) -> None:
@@ -147,10 +151,11 @@ def route_flips(
 
 
 def gap_report(
-    setup: Setup, params: Any, trajectories: list[Trajectory], served: Any = None
+    setup: Setup, params: Any, trajectories: list[Trajectory], served: Any = None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
     """Returns the report on records of `setup.engine`, see docs/gate.md; arguments of `ladder.climb`."""
-    rungs = ladder.climb(setup, params, trajectories, served)
+    rungs = ladder.climb(setup, params, trajectories, served, heartbeat)
     rows = setup.training.rows(trajectories)
     mask = rows["mask"]
     logp_old, logp_behav = rungs[0].before, rungs[-1].after
@@ -191,14 +196,16 @@ def above(setup: Setup, measured: dict[str, float]) -> list[str]:
     return [name for name, bound in _bounds(setup).items() if not is_within(name, bound)]
 
 
-def measure(setup: Setup, params: Any, prompts: int) -> dict[str, Any]:
+def measure(
+    setup: Setup, params: Any, prompts: int, heartbeat: Callable[[], None] = lambda: None
+) -> dict[str, Any]:
     """Returns the report on a fresh batch of so many prompts."""
     check_prompts(setup, prompts)
     served = setup.engine.load(params)
-    trajectories = sample(setup, params, prompts, served=served)
+    trajectories = sample(setup, params, prompts, served=served, heartbeat=heartbeat)
     if lora.split(params)[1] is None:
         served = None  # frees a copy of all weights
-    return gap_report(setup, params, trajectories, served)
+    return gap_report(setup, params, trajectories, served, heartbeat)
 
 
 def failures(report: dict[str, Any]) -> list[str]:
@@ -242,9 +249,9 @@ def _flip_lines(flips: dict[str, float] | None) -> list[str]:
     return [f"route flips: {of(('token', 'router', 'expert'))}", f"route flips: {of(layers)}"]
 
 
-def require(setup: Setup, params: Any) -> None:
+def require(setup: Setup, params: Any, heartbeat: Callable[[], None] = lambda: None) -> None:
     """Prints the gap at the start of a run; raises MismatchError when the gate fails."""
-    report = measure(setup, params, setup.config.rollout.prompts)
+    report = measure(setup, params, setup.config.rollout.prompts, heartbeat)
     processes.report(table(report))
     if found := failures(report):
         raise MismatchError(

@@ -291,6 +291,12 @@ def _check_mesh(
         )
     placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
     placement.check_experts(model, layout.mesh.shape["expert"])
+    context = layout.mesh.shape["context"]
+    if not config.train.pack_length and max_length(config) % context:
+        raise ValueError(
+            f"rows of {max_length(config)} tokens cannot be cut into the {context} context shards of "
+            f"mesh.train; set train.pack_length to a multiple of {context}"
+        )
     rows = {"train.microbatch_rows": config.train.microbatch_rows}
     if config.warmup.steps:
         rows["warmup.rows"] = config.warmup.rows

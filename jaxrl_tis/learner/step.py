@@ -13,6 +13,7 @@ import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import optax
@@ -155,7 +156,10 @@ def _make_step(
         factor = minibatch["lr_scale"][0, 0] if is_slowed else None
         state, measured = _apply(learner, optimizer, prefix, state, grads, factor)
         if EXPERT_COUNTS in metrics:
-            params = moved_bias(state.params, metrics.pop(EXPERT_COUNTS), router_bias_rate)
+            rate = router_bias_rate if factor is None else router_bias_rate * factor
+            for name in (f"{prefix}/is_skipped", "gac/is_skipped"):
+                rate = rate * (1 - measured[name]) if name in measured else rate
+            params = moved_bias(state.params, metrics.pop(EXPERT_COUNTS), rate)
             state = dataclasses.replace(state, params=params)
         metrics |= measured
         return (state, metrics, fields) if fields else (state, metrics)
@@ -164,7 +168,7 @@ def _make_step(
     return jax.jit(train_step, donate_argnums=(0,), compiler_options=options)
 
 
-def moved_bias(params: Any, load_le: jax.Array, rate: float) -> Any:
+def moved_bias(params: Any, load_le: jax.Array, rate: chex.Numeric) -> Any:
     """Returns parameters whose router biases moved by +-rate, up where an expert was chosen less
     often than the mean of its layer [L,E], down where more often (arXiv:2408.15664)."""
     layers = params["layers"]

@@ -110,7 +110,9 @@ class Trainer:
             self.score_metrics |= forks.metrics(extra)
         if "critic" in state:
             critic = joined(self.setup, state, state["critic"].params)
-            rows["values"] = run(self._values, critic)
+            # Of all answers: GAE whitens over those that are left out, too.
+            micro, flat = self.setup.micro_batches(rows | {"mask": rows["sampled"]})
+            rows["values"] = flat(self._values(critic, micro))
         if self.setup.correction.kl is not None:
             reference = base(state) or placement.put(
                 state["reference"], self.setup.layout, self.setup.model

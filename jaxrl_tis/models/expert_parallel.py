@@ -82,7 +82,9 @@ def _experts_bwd(num_experts, layout, is_invariant, operands, y_bar):
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), gathered)
         bars, (x_bar, gates_bar) = jax.lax.scan(chunk, zeros, _chunks(x, ids, gates, y_bar))
         x_bar = layout.summed(x_bar.reshape(x.shape).astype(jnp.float32), "mlp")
-        gates_bar = layout.summed(gates_bar.reshape(gates.shape), "mlp")
+        gates_bar = gates_bar.reshape(gates.shape)
+        if not is_invariant:  # there each device has the sum over the width already
+            gates_bar = layout.summed(gates_bar, "mlp")
         return x_bar.astype(x.dtype), gates_bar, _scattered(bars, weights, layout)
 
     specs = x_spec, x_spec, x_spec, w_specs, x_spec

@@ -41,6 +41,12 @@ def has_ended(records: Sequence[Mapping[str, Any]], steps: int) -> bool:
     return any((r["phase"], r["step"]) == ("eval", steps) for r in records)
 
 
+def num_answers(record: Mapping[str, Any], accuracy: str) -> float | None:
+    """Returns the number of answers that an accuracy of an evaluation is of; None if it is not known."""
+    name = accuracy.replace("_accuracy", "_n")
+    return record[name] if name in record else record.get("eval/n")
+
+
 def seconds_of(record: Mapping[str, Any]) -> float:
     """Returns the seconds of a line's step or evaluation."""
     return sum(record[name] for name in ("time/step_s", "time/eval_s") if name in record)

@@ -56,9 +56,9 @@ def _percent(run: Run, key: str, index: int) -> str:
     if not records:
         return "–"
     record = records[index]
-    if "eval/n" not in record:
+    if (count := metrics.num_answers(record, key)) is None:
         return f"{100 * record[key]:.1f} %"
-    low, high = intervals.wilson(record[key], record["eval/n"])
+    low, high = intervals.wilson(record[key], count)
     return f"{100 * record[key]:.1f} % <small>[{100 * low:.1f}, {100 * high:.1f}]</small>"
 
 
@@ -75,7 +75,7 @@ def _number(run: Run, key: str, reduce: Callable) -> str:
 
 def summary_row(run: Run) -> dict[str, str]:
     """Returns a row of the table at the top, as {column: HTML}."""
-    steps = run.curve("train", "reward/mean")[0]
+    steps = [record["step"] for record in run.records if record["phase"] == "train"]
     config = run.config["config"] if run.config else {}
     difference = "training/rollout_probs_diff_"
     accuracy = {f"{name} accuracy<br>before → after <small>[95 %]</small>":
@@ -86,7 +86,7 @@ def summary_row(run: Run) -> dict[str, str]:
     return {
         "Run": f'<span class="dot" style="background:{color}"></span>{html.escape(run.label)}',
         "Config": html.escape(str(config["name"])) if "name" in config else "–",
-        "Steps": f"{int(steps[-1])}" if steps.size else "–",
+        "Steps": f"{steps[-1]}" if steps else "–",
         **accuracy,
         "Held-out reward<br>before → after": _change(run, "eval/sampled_reward"),
         "Largest |Δp|": _number(run, difference + "max", np.nanmax),
@@ -154,7 +154,7 @@ def page(runs: Sequence[Run]) -> str:
                     for row in rows)
     sections = "".join(
         f'<section><h2>{section}</h2><div class="grid">' + "".join(
-            f'<figure class="card">{picture}<figcaption>{note}</figcaption></figure>'
+            f'<figure class="card">{picture}<figcaption>{html.escape(note)}</figcaption></figure>'
             for picture, note in pictures) + "</div></section>"
         for section, pictures in plots.figures(runs).items())
     configs = "".join(

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib import figure, lines, ticker
 from matplotlib.axes import Axes
 
-from jaxrl_tis.record import intervals, names
+from jaxrl_tis.record import intervals, metrics, names
 from jaxrl_tis.record.failures import Failure
 
 # Okabe and Ito's palette, told apart with any colour vision; black and yellow left out.
@@ -189,8 +189,9 @@ def draw(axes: Axes, plot: Plot, runs: Sequence[Run]) -> None:
 
 def _draw_interval(axes: Axes, run: Run, key: str) -> None:
     """Shades the Wilson interval of an accuracy at the steps whose record counts its problems."""
-    points = [(record["step"], record[key], record["eval/n"]) for record in run.records
-              if record["phase"] == "eval" and key in record and "eval/n" in record]
+    of_eval = [record for record in run.records if record["phase"] == "eval" and key in record]
+    points = [(record["step"], record[key], count) for record in of_eval
+              if (count := metrics.num_answers(record, key)) is not None]
     if points:
         steps, values, counts = np.array(points, float).T
         axes.fill_between(steps, *intervals.wilson(values, counts), color=run.color, alpha=0.13, linewidth=0)

@@ -8,7 +8,9 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from jaxrl_tis.data.rewards import SCORE, RewardWorker, Scored, soft_overlong_penalty
+from jaxrl_tis.data.rewards import (
+    LARGEST, SCORE, RewardWorker, Scored, soft_overlong_penalty,
+)
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.rollouts.episodes import FAULTS
@@ -132,7 +134,9 @@ def _of_episode(rewards: RewardWorker, trajectory: Trajectory) -> Scored:
     if not len(known) and trajectory.outcome == "done":
         return rewards.failed("non_finite", "the environment or harness gave no reward")
     score = float(known.sum(dtype=np.float64)) if len(known) else math.nan
-    return Scored(score, {SCORE: score} | trajectory.metrics if trajectory.metrics else {"reward": score})
+    if len(known) and not abs(score) <= LARGEST:
+        return rewards.failed("non_finite", "the turns' rewards have no finite sum in float32")
+    return Scored(score, trajectory.metrics | {SCORE: score} if trajectory.metrics else {"reward": score})
 
 
 class Groups:

@@ -332,3 +332,17 @@ def test_a_pallas_kernel_is_listed(tpu_mesh):
         [call] = [c for c in m.custom_calls() if c.target == hlo.MOSAIC]
         assert call.runs == 4 and "double" in call.op_name + call.name
         assert call.flops == (77 if given else None)
+
+
+def test_a_gather_of_several_arrays_that_starts_by_itself_writes_its_results():
+    module = hlo.Module("""HloModule m, num_partitions=4
+ENTRY %main (a: f32[8], b: f32[1024]) -> f32[32] {
+  %a = f32[8]{0} parameter(0)
+  %b = f32[1024]{0} parameter(1)
+  %s = ((f32[8]{0}, f32[1024]{0}), (f32[32]{0}, f32[4096]{0})) all-gather-start(%a, %b), channel_id=1, replica_groups={{0,1,2,3}}, dimensions={0}
+  %d = (f32[32]{0}, f32[4096]{0}) all-gather-done(%s)
+  ROOT %r = f32[32]{0} get-tuple-element(%d), index=0
+}
+""")
+    [gather] = module.collectives()
+    assert [x.dims for x in gather.shapes] == [(32,), (4096,)] and gather.bytes == 4 * (32 + 4096)

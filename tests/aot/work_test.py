@@ -51,9 +51,21 @@ def test_a_token_meets_its_own_experts_and_the_shared_ones():
 def test_a_kernel_of_experts_counts_an_even_load():
     """Its buffer has room for the rows of all devices that share the experts."""
     call = CustomCall("grouped_product.2", "tpu_custom_call", (), 80, "c", 1, "")
-    count = lambda **mesh: work.kernel_flops(call, tiny_setup(**EXPERTS, **mesh))
-    assert count() == 80
-    assert count(mesh__train=(1, 1, 1, 1, 2), train__microbatch_rows=4) == 40
+    setup = tiny_setup(**EXPERTS, mesh__train=(1, 1, 1, 1, 2), train__microbatch_rows=4)
+    count = lambda layout: work.kernel_flops(call, setup, layout)
+    assert (count(setup.engine.layout), count(setup.training.layout)) == (80, 40)
+
+
+def test_an_update_reads_all_dense_weights_on_each_device_of_the_experts():
+    of = lambda **mesh: tiny_setup(**EXPERTS, train__microbatch_rows=4, **mesh)
+    read = lambda setup: work.work("train", setup, aot.programs(setup)["train"][1]).weight_bytes
+    state = lambda setup: 2 * work.device_bytes(aot.programs(setup)["train"][1][0])
+    one, two = of(), of(mesh__train=(1, 1, 1, 1, 2))
+    c, micro = one.model, aot.programs(one)["train"][1][1]["tokens"].shape[0]
+    experts = work.layers_weights(c) - work.layers_weights(c, experts=0)
+    passes = (read(one) - state(one)) // (4 * (work.layers_weights(c) + c.vocab_size * c.embed_dim))
+    assert passes * micro > 0
+    assert (read(one) - state(one)) - (read(two) - state(two)) == passes * 4 * experts // 2
 
 
 def test_bytes_that_a_decode_call_must_move():
@@ -80,7 +92,7 @@ def test_flops_of_kernels():
     )
     setup, q, kv = tiny_setup(), Shape("bf16", (3, 2, 64, 16)), Shape("bf16", (3, 1, 64, 16))
     square = 3 * 2 * (64 * 64 // 2) * 2 * 16  # of one product: rows, heads, half of T x T, K
-    count = lambda *args: work.kernel_flops(call(*args), setup)
+    count = lambda *args: work.kernel_flops(call(*args), setup, setup.training.layout)
     assert count("splash_mha_fwd_segmented_residuals.4", q, None) == 2 * square
     assert count("splash_mha_dkv_segmented_no_residuals", kv, None, kv) == 4 * square
     dq_by_block = Shape("bf16", (3, 4, 2, 64, 16))
@@ -88,7 +100,7 @@ def test_flops_of_kernels():
     assert count("splash_mha_dq_segmented_no_residuals.2", q, None) == 3 * square
     alone = CustomCall("splash_mha_fwd", "tpu_custom_call", (
         Shape("f32", (512, 128)), Shape("bf16", (2, 64, 16))), None, "c", 1, "")  # a single row
-    assert work.kernel_flops(alone, setup) == 2 * square // 3
+    assert work.kernel_flops(alone, setup, setup.training.layout) == 2 * square // 3
     assert count("shard_map.3", q, 77) == 77 and count("shard_map.3", q, None) == 0
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.diagnostics import correction_metrics
+from jaxrl_tis.estimators import loss
 from tests.learner.correction_test import log_ratio, prepared, rollout, whole_batch
 from tests.learner.step_test import CAP, B, T
 
@@ -82,3 +83,48 @@ def test_the_gap_by_place():
     assert 0 < metrics["mismatch/after_tool_1/token_fraction"] < 1
     share = is_outside[later].mean()
     assert metrics["mismatch/turn_1/fraction_clipped"] == pytest.approx(share) and 0 < share < 1
+
+
+BOUNDED = [
+    ("turn_tis", {"cap": 1.1}), ("turn_geo", {"cap": 1.01}),
+    ("capped_ratio", {"cap": 9.0, "cap_engine": 1.1, "cap_staleness": 9.0, "cap_trust_region": 9.0}),
+    ("token_tis", {"cap": 1.1}), ("token_icepop", {"lower": 0.9, "upper": 1.1}),
+    ("seq_mask_tis", {"lower": 0.99, "upper": 1.05}),
+]
+
+
+@pytest.mark.parametrize("weight", BOUNDED, ids=[name for name, _ in BOUNDED])
+def test_shares_of_bounded_weights_are_those_of_the_counts(weight):
+    """With turns of whole rows of equal length, so that each token counts alike."""
+    rng = np.random.default_rng(0)
+    mask = np.ones((4, 20), bool)
+    batch = {
+        "mask": mask, "sampled": mask, "logp_old": np.float32(rng.normal(-1, 0.1, mask.shape)),
+        "logp_behav": np.float32(rng.normal(-1, 0.1, mask.shape)), "rewards": np.zeros(4, np.float32),
+        "turn": np.zeros(mask.shape, np.int32),
+    } | dict.fromkeys(("logp", "logp_prox"))
+    batch["logp"] = batch["logp_prox"] = batch["logp_old"]
+    outputs = loss.apply_methods(batch, weight, ())
+    found = correction_metrics.gap_metrics(weight, outputs, batch)
+    counted = {name.rpartition("/")[2]: int(n) for name, n in outputs.counts.items()}
+    share = lambda name: round(80 * float(found[f"rollout_corr/rollout_is_{name}"]))
+    assert counted["truncated"] + counted["dropped"] > 0
+    if weight[0] in ("token_icepop", "seq_mask_tis"):
+        assert share("oob_ratio") == counted["dropped"]
+    else:
+        assert share("ratio_fraction_high") == counted["truncated"]
+
+
+def test_the_sample_size_of_a_weight_without_a_cap_has_none():
+    mask = np.ones((4, 20), bool)
+    behav = np.full(mask.shape, -5.0, np.float32)
+    old = behav.copy()
+    old[0, 0] = 0.0  # a ratio of e^5
+    batch = {"mask": mask, "sampled": mask, "logp_old": old, "logp_behav": behav,
+             "rewards": np.zeros(4, np.float32)}
+    weight = ("token_vanilla", {})
+    found = correction_metrics.gap_metrics(weight, loss.apply_methods(batch, weight, ()), batch)
+    w = np.exp(old - behav)
+    expected = w.mean() ** 2 / (w**2).mean()
+    assert found["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(expected, rel=1e-4)
+    assert expected < 0.1

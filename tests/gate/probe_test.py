@@ -79,3 +79,20 @@ def test_where_another_policy_stands_in_the_engine_is_measured_on_a_fresh_batch(
     last = [r for r in metrics.read(tmp_path / "run") if r["phase"] == "train"][-1]
     assert 0 < last["gate/engine/d_mean"] < 0.1 * last["gate/total/d_mean"]
     assert "gate/staleness/d_mean" not in last
+
+
+@pytest.mark.parametrize("way, is_fresh", [("none", True), ("ring", False)])
+def test_a_fresh_batch_has_the_cache_of_the_rollouts_and_gives_signs_of_life(monkeypatch, way, is_fresh):
+    calls, config = [], dict(rollout__old_logp_source=way, rollout__schedule="areal(staleness=2)")
+    if is_fresh:
+        config |= dict(
+            correction__weight="none", correction__mode="bypass", correction__objective="reinforce")
+    setup = tiny.setup(**config)
+
+    def measure(setup, params, prompts, heartbeat):
+        heartbeat()
+        return {"total": dict.fromkeys(report.MEASURES, 0.0)}
+
+    monkeypatch.setattr(report, "measure", measure)
+    probe.split(setup, rows(), None, lambda: calls.append("cache"), lambda: calls.append("beat"))
+    assert calls == (["cache", "beat"] if is_fresh else [])

@@ -494,3 +494,10 @@ def test_the_command_exits_with_1_when_it_fails_and_writes_what_the_page_documen
     assert result["exceeded"] == [] and result["total"]["d_mean"] is None
     code, result = command(tiny.config(**SAME), tmp_path / "accepted", prompts=8)
     assert code == 0 and result["sequences"] == 32
+
+
+def test_a_measure_gives_signs_of_life():
+    setup, beats = tiny.setup(**SAME), []
+    params = initial_params(setup.training)
+    report.measure(setup, params, setup.config.rollout.prompts, lambda: beats.append(1))
+    assert len(beats) > len(ladder.changes(setup))  # of each rung, and of the engine's calls

@@ -22,18 +22,21 @@ import hypothesis
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import strategies as st
 
 from jaxrl_tis.build import build
 from jaxrl_tis.engine.records import Request, Trajectory, extended
+from jaxrl_tis.learner import optimizer, step
 from jaxrl_tis.learner.arriving import accumulation_blocker, update_arriving
 from jaxrl_tis.learner.batch_layout import Packer, minibatches, packed_minibatches, trajectory_rows
+from jaxrl_tis.learner.scoring import Learner
 from jaxrl_tis.learner.setup import without_routes
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.step import moved_bias, router_loss
 from jaxrl_tis.learner.trainer import Trainer
-from jaxrl_tis.models import moe
+from jaxrl_tis.models import moe, transformer
 from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.rollouts.groups import Sample, sampling_params
 from jaxrl_tis.rollouts.source import generate
@@ -728,3 +731,26 @@ def test_a_bias_that_is_not_frozen_moves_by_its_rate_alone():
     expected = 0.01 * np.sign(load.mean(axis=1, keepdims=True) - load)
     np.testing.assert_allclose(moved, expected, atol=1e-7)
     assert "expert_counts" not in metrics and np.abs(expected).max() > 0
+
+
+def _overflowed(params):
+    return optimizer.scale_loss(optax.sgd(1.0)), {"x": jnp.full((1, 1, 1), jnp.inf)}, "float16"
+
+
+def _at_rest(params):
+    return optax.sgd(1.0), {"x": jnp.ones((1, 1, 1)), "lr_scale": jnp.zeros((1, 1))}, "float32"
+
+
+@pytest.mark.parametrize("case", [_overflowed, _at_rest])
+def test_a_skipped_update_moves_no_bias(case):
+    params = {"layers": {"w": jnp.ones(3), "router_bias": jnp.zeros((1, 2))}}
+    tx, fields, dtype = case(params)
+    forward = lambda p, b: jnp.sum(p["layers"]["w"]) * b["x"]
+    of_loss = lambda s, i: (jnp.sum(s), ({step.EXPERT_COUNTS: jnp.array([[3.0, 1.0]])}, {}))
+    learner = Learner(None, transformer.Program(dtype=dtype), 2, 2)
+    update = step._make_step(
+        learner, step.MicroLoss(forward, of_loss), tx, "actor", router_bias_rate=0.001)
+    state = step.TrainState(params, tx.init(params))
+    state, _ = update(state, {"mask": jnp.ones((1, 1, 1), bool)} | fields)
+    np.testing.assert_array_equal(state.params["layers"]["w"], 1.0)
+    np.testing.assert_array_equal(state.params["layers"]["router_bias"], 0.0)

@@ -91,6 +91,11 @@ def test_settings_of_routers_that_a_checkpoint_lacks_are_refused(changes, model,
         make_learner_setup(config, *chosen, read)
 
 
+def test_rows_that_the_context_shards_do_not_cut_are_refused():
+    with pytest.raises(ValueError, match="rows of 9 tokens cannot be cut into the 8 context shards"):
+        tiny.setup(mesh__train=(1, 1, 1, -1), task__max_prompt_tokens=5, rollout__max_new_tokens=4)
+
+
 @pytest.mark.parametrize("changes, name", [
     (dict(train__microbatch_rows=4), "train.microbatch_rows = 4"),
     (dict(train__microbatch_rows=8, warmup__rows=4), "warmup.rows = 4"),

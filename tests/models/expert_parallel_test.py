@@ -14,6 +14,7 @@ from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import expert_parallel, moe, placement, quant, transformer
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from tests import tiny, weights
@@ -91,6 +92,24 @@ def check(shape, ids, ws=None):
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_values_and_gradients_are_those_of_one_device(shape):
     check(shape, random_ids())
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 1, 2, 1, 2)], ids=str)
+def test_gradients_of_invariant_numerics_are_those_of_one_device(shape):
+    """A device has the whole sum of a product over the width, and so the whole gradient of a gate."""
+    width = 2 * tiles.K_TILE
+    ws = drawn(1, (4, tiles.K_TILE, width), (4, tiles.K_TILE, width), (4, width, tiles.K_TILE))
+    ids = random_ids() % 4
+    ids[..., 1] = (ids[..., 0] + 1) % 4
+    x, gates, y_bar = drawn(3, (B, T, tiles.K_TILE), (B, T, K), (B, T, tiles.K_TILE))
+    layout = sharding.layout(shape, sharding.TRAIN_RULES)
+    run = lambda x, ids, gates, ws: expert_parallel.experts(x, ids, gates, ws, 4, layout, True)
+    flat = lambda x: x.reshape(-1, x.shape[-1])
+    alone = lambda x, ids, gates, ws: moe.experts(
+        *map(flat, (x, ids, gates)), ws, 4, *moe.INVARIANT).reshape(x.shape)
+    found = jax.jit(functools.partial(pulled, run))(ids, (x, gates), placed(layout, ws), y_bar)
+    expected = jax.jit(functools.partial(pulled, alone))(ids, (x, gates), ws, y_bar)
+    close(found, expected)
 
 
 @pytest.mark.parametrize("shape", [MESHES[0], MESHES[3]], ids=str)

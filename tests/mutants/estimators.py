@@ -245,8 +245,12 @@ MUTANTS = [
     ),
     *of(
         "diagnostics/correction_metrics.py",
-        ("what no bound changed counts as clipped", "counts.is_bounded(", "~counts.is_bounded(",
-         "test_the_gap_by_place"),
+        ("what no bound changed counts as clipped", "is_clipped = counts.is_bounded(",
+         "is_clipped = ~counts.is_bounded(", "test_the_gap_by_place"),
+        ("every weight is a bounded ratio", 'if name == "none" or is_of_ratio:', "if True:",
+         "test_shares_of_bounded_weights_are_those_of_the_counts"),
+        ("a weight without a cap has one", 'parameters.get("upper", math.inf)', 'parameters.get("upper", 2.0)',
+         "test_the_sample_size_of_a_weight_without_a_cap_has_none"),
     ),
     *of(
         "diagnostics/routes.py",

@@ -281,3 +281,10 @@ def test_compilation_is_a_phase_of_its_own():
 def test_a_run_has_ended_with_the_evaluation_after_its_last_step():
     lines = [{"phase": "train", "step": 9}, {"phase": "eval", "step": 5}]
     assert metrics.has_ended(lines, 5) and not metrics.has_ended(lines, 9)
+
+
+def test_an_accuracy_is_of_the_answers_with_a_reward():
+    line = {"eval/n": 512.0, "eval/greedy_n": 4.0}
+    assert metrics.num_answers(line, "eval/greedy_accuracy") == 4
+    assert metrics.num_answers(line, "eval/constant_accuracy") == 512
+    assert metrics.num_answers({}, "eval/greedy_accuracy") is None

@@ -20,6 +20,7 @@ from jaxrl_tis.learner import trainer
 from jaxrl_tis.rollouts.episodes import (
     EpisodeScheduler, Openings, environment_seed, episode_metrics,
 )
+from jaxrl_tis.rollouts import groups
 from jaxrl_tis.rollouts.groups import Sample, is_equal, scores
 from jaxrl_tis.rollouts.prompts import Prompter
 from tests import arithmetic
@@ -583,6 +584,21 @@ def test_the_reward_is_the_sum_of_what_is_known():
     named = dataclasses.replace(record_of("done", 0.5), metrics={"calls": 2.0})
     [sample] = samples_of([named], [0])[1]
     assert sample.components == {"score": 0.5, "calls": 2.0}
+
+
+def test_a_reward_that_float32_does_not_hold_fails_its_episode_alone():
+    rewards = Rewards()
+    for given in ((1e39,), (3e38, 3e38), (-math.inf,)):
+        with np.errstate(over="ignore"):
+            trajectory = record_of("done", *given)
+        assert groups._of_episode(rewards, trajectory).is_failed
+    assert rewards.counts == {"errors": 0, "timeouts": 0, "non_finite": 3}
+
+
+def test_a_metric_called_score_is_not_the_score():
+    trajectory = dataclasses.replace(record_of("done", 0.5), metrics={"score": 9.0, "turns": 2.0})
+    scored = groups._of_episode(Rewards(), trajectory)
+    assert (scored.score, scored.components) == (0.5, {"score": 0.5, "turns": 2.0})
 
 
 def test_a_group_keeps_its_advantages_when_a_member_fails():
