@@ -1,12 +1,12 @@
 """Searches the largest settings of a config that fit a topology, by compiling its programs.
 
 For serving it searches the decode slots for each tensor split, with pages for all slots at full
-length (engine.num_pages is 0). The slots must fit in evaluations too, whose cache has the learner's dtype. For training it
-searches the rows of a micro-batch for each mesh split and remat policy. If the sampler sleeps
-(engine.sleep), neither search depends on the result of the other. The advised setting is the fastest
-in the roofline model among those that fit. All other fields stay unchanged. A compilation takes 10
-to 60 seconds or more. Rows and slots are therefore powers of two times the shards, found by
-bisection, and the number of settings is limited.
+length (engine.num_pages is 0). The slots must fit in evaluations too, whose cache has the learner's
+dtype. For training it searches the rows of a micro-batch for each mesh split and remat policy. If
+the sampler sleeps (engine.sleep), neither search depends on the result of the other. The advised
+setting is the fastest in the roofline model among those that fit. All other fields stay unchanged.
+A compilation takes 10 to 60 seconds or more. Rows and slots are therefore powers of two times the
+shards, found by bisection, and the number of settings is limited.
 """
 
 import itertools
