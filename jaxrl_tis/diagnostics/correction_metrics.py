@@ -27,7 +27,8 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
     Args:
       weight: name in `weights.WEIGHTS` and its parameters.
       outputs: of `loss.apply_methods` for this weight.
-      batch: `mask`, `sampled`, `logp_old`, `logp_behav` [N,T] and `rewards` [N].
+      batch: `mask`, `sampled`, `logp_old`, `logp_behav` [N,T], `rewards` [N], and the fields that the
+        weight needs.
     """
     mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_old"]
     log_ratio, (name, _) = outputs.log_ratio, weight

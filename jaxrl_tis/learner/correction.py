@@ -295,7 +295,8 @@ def _measures(
 ) -> Metrics:
     """Measures a rollout batch; `fields`, `outputs` and `rewards` are from `_prepared`."""
     mask, sampled = batch["mask"], batch["sampled"]
-    metrics = correction_metrics.gap_metrics(c.weight, outputs, batch)
+    seen = batch | {"logp": batch["logp_prox"]}
+    metrics = correction_metrics.gap_metrics(c.weight, outputs, seen)
     metrics |= correction_metrics.rejection_metrics(c.masks, outputs, mask) | outputs.counts
     metrics |= mismatch.kept_sample_size(outputs.weight, outputs.is_accepted, mask)
     metrics |= batch_metrics.staleness_metrics(batch["version"], batch["current_version"], mask)
