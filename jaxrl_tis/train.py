@@ -544,7 +544,8 @@ def run(
 
                 # Measure
                 probed, too_far = probe.of_step(
-                    r.setup, step, rows, r.policy, source, r.heartbeat
+                    r.setup, step, rows, r.policy, source.reduce_staleness, source.release_cache,
+                    r.heartbeat,
                 )
                 values |= probed | measured | sample_metrics(drawn, rows, config)
                 values |= r.data_metrics(drawn)

@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxrl_tis.build import Setup
 from jaxrl_tis.gate import ladder, report
-from jaxrl_tis.rollouts.source import RolloutSource
 from jaxrl_tis.runtime import processes
 
 
@@ -68,25 +67,26 @@ def metrics(parts: dict[str, dict[str, float]]) -> dict[str, float]:
 
 
 def of_step(
-    setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any, source: RolloutSource,
+    setup: Setup, step: int, rows: dict[str, np.ndarray], params: Any,
+    reduce_staleness: Callable[[], str], release_cache: Callable[[], None] = lambda: None,
     heartbeat: Callable[[], None] = lambda: None,
 ) -> tuple[dict[str, float], str | None]:
     """Probes the gap of a batch every rollout.gap_probe_every steps. Reacts to a gap above its bounds
     as rollout.on_gap_exceeded says.
 
     Args:
-      rows, params, heartbeat: see `split`; the log-probs are those before the update.
-      source: of the rollouts.
+      rows, params, release_cache, heartbeat: see `split`; the log-probs are those before the update.
+      reduce_staleness: see `RolloutSource.reduce_staleness`.
 
     Returns: (metrics, why the run has to stop; None where it goes on).
     """
     every, action = setup.config.rollout.gap_probe_every, setup.config.rollout.on_gap_exceeded
     if not every or step % every:
         return {}, None
-    parts = split(setup, rows, params, source.release_cache, heartbeat)
+    parts = split(setup, rows, params, release_cache, heartbeat)
     breach, too_far = verdict(parts, exceeded(setup, parts)), None
     if breach:
-        done = f"; {source.reduce_staleness()}" if action == "sync" else ""
+        done = f"; {reduce_staleness()}" if action == "sync" else ""
         processes.report(f"step {step}: {breach}{done}", sys.stderr)
         if action == "stop":
             too_far = f"step {step}: {breach}; the run stops, as rollout.on_gap_exceeded says"

@@ -68,6 +68,7 @@ def supervised(tmp_path):
     yield start
 
 
+HEARD = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"
 IGNORED = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
 
 
@@ -130,7 +131,7 @@ def test_a_signal_goes_to_the_command_and_ends_it_all(supervised, tmp_path, numb
     assert process.returncode == 42 and starts(tmp_path) == 1
 
 
-@pytest.mark.parametrize("before, ends", [("", True), (IGNORED, False)])
+@pytest.mark.parametrize("before, ends", [(HEARD, True), (IGNORED, False)])
 def test_a_closed_terminal_ends_it_except_under_nohup(supervised, tmp_path, before, ends):
     process = supervised(
         "(folder / 'ready').touch()\ntime.sleep(60 if not (folder / 'go').exists() else 0)\n"
