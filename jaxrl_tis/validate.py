@@ -25,7 +25,7 @@ from jaxrl_tis.learner.check import (
 )
 from jaxrl_tis.learner.correction import Correction
 from jaxrl_tis.learner.optimizer import SCHEDULES
-from jaxrl_tis.learner.setup import max_length
+from jaxrl_tis.learner.setup import max_length, uncut_rows
 from jaxrl_tis.models import lora, quant, transformer
 from jaxrl_tis.models.config import MOST_EXPERTS, SCORES
 from jaxrl_tis.record.sinks import SINKS
@@ -461,18 +461,10 @@ def _batches(config):
             f"train.microbatch_rows = {train.microbatch_rows}; make {rows} a multiple of their "
             "product"
         )
+    # An axis of -1 is known with the devices, where the learner's setup looks again.
     context = math.prod(config.mesh.train[3:4])
-    if not train.pack_length and length % context:
-        yield (
-            f"rows of {length} tokens cannot be cut into the {context} context shards of "
-            f"mesh.train; set train.pack_length to a multiple of {context}"
-        )
     shards = math.prod((*config.mesh.train[:2], *config.mesh.train[4:]))
-    if shards > 0 and train.microbatch_rows % shards:
-        yield (
-            f"train.microbatch_rows = {train.microbatch_rows} is not divisible by the {shards} "
-            f"data shards of mesh.train; set it to a multiple of {shards}"
-        )
+    yield from uncut_rows(config, max(shards, 1), max(context, 1))
     if not config.model.path and config.model.num_heads % config.model.num_kv_heads:
         yield (
             f"model.num_heads = {config.model.num_heads} is not a multiple of model.num_kv_heads = "

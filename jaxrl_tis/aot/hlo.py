@@ -27,6 +27,8 @@ _NO_BUFFER = {
 }
 _IN_PLACE = {"dynamic-update-slice", "scatter"}
 _HOST_CALL = re.compile(r"python_\w*callback|MoveTo(Host|Device)$|annotate_device_placement")
+# Starts whose result has the operands before the results.
+WITH_OPERANDS = ("all-gather-start", "collective-permute-start")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,10 +238,7 @@ class Module:
     def _collective(self, line: Instruction, kind: str, mesh) -> Collective:
         operands = self._operands(line)
         sent = sum(s.bytes for operand in operands for s in operand.shapes)
-        shapes = line.shapes
-        if line.opcode in ("all-gather-start", "collective-permute-start"):
-            count = len(operands)
-            shapes = shapes[count : 2 * count]  # (operands, results, flags)
+        shapes = _written(line) if line.opcode in WITH_OPERANDS else line.shapes
         if self._scatters(line):
             kind = "reduce-scatter"
         groups = hlo_groups.replica_groups(line.attributes, self.num_devices)
@@ -404,7 +403,7 @@ def _written(line: Instruction) -> tuple[Shape, ...]:
         return ()
     if line.opcode in ("copy-start", "recv"):
         return line.shapes[:1]  # (result, operand, flags)
+    if line.opcode in WITH_OPERANDS:
+        return line.shapes[len(line.operands) : 2 * len(line.operands)]  # (operands, results, flags)
     with_operand = line.opcode.endswith("-start") and line.opcode != "all-reduce-start"
-    if line.opcode in ("all-gather-start", "collective-permute-start"):
-        return line.shapes[len(line.operands) : 2 * len(line.operands)]
     return line.shapes[1:2] if with_operand else line.shapes

@@ -230,8 +230,12 @@ class Scheduler:
         """Returns the records, as an abort would write them, of all sequences that have sampled a
         token. The sequences go on."""
         self._collect()
-        drawn = [s for s in self._blocks.sequences() if s.count]
-        return [s.trajectory(*_aborted(s, self._engine.quant_id)) for s in drawn]
+        records, quant_id = [], self._engine.quant_id
+        for sequence in self._blocks.sequences():
+            if sequence.count:
+                reason, count = _aborted(sequence)
+                records.append(sequence.trajectory(reason, quant_id, count))
+        return records
 
     def sync_digest(self) -> dict[str, Any]:
         """Returns all counts and everything that decides the next step, by name. Schedulers of
@@ -394,8 +398,7 @@ class Scheduler:
             self._blocks.evict(sequence)
 
     def _abort(self, sequence: Sequence) -> None:
-        reason, _, count = _aborted(sequence, self._engine.quant_id)
-        self._finish(sequence, reason, count)
+        self._finish(sequence, *_aborted(sequence))
 
     def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
         """Frees slot and pages, and writes the record of the first `count` tokens."""
@@ -420,8 +423,8 @@ class Scheduler:
         return ended
 
 
-def _aborted(sequence: Sequence, quant_id: str) -> tuple[str, str, int]:
-    """Returns the arguments of `Sequence.trajectory` for a sequence that ends now: a stop string that
+def _aborted(sequence: Sequence) -> tuple[str, int]:
+    """Returns (the reason, the number of tokens) of a sequence that is aborted now. A stop string that
     the last call has completed ends it before."""
     stop = sequence.found_stop()
-    return ("abort", quant_id, sequence.count) if stop is None else ("stop", quant_id, stop)
+    return ("abort", sequence.count) if stop is None else ("stop", stop)

@@ -10,9 +10,9 @@ neither a block nor a box is final and wrong. A box outside the blocks makes an 
 at the end of a block is a line of its own, and a block without it is no call.
 
 The program has the standard library, but no files, network, other processes or environment
-variables, so it cannot import asyncio, ctypes or subprocess. CPU seconds, memory and output are limited. The system enforces the limits, an audit hook
-in the program's interpreter refuses the rest. This guards against mistakes of a policy. It is no
-sandbox for hostile code.
+variables, so it cannot import asyncio, ctypes or subprocess. CPU seconds, memory and output are
+limited. The system enforces the limits, an audit hook in the program's interpreter refuses the
+rest. This guards against mistakes of a policy. It is no sandbox for hostile code.
 
 Random numbers are seeded, and so are hashes. A program that prints the time or the address of an
 object is not repeatable.

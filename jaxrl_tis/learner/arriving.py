@@ -69,7 +69,6 @@ def update_arriving(
     """
     setup, waiting, sums, samples, scored, probes = trainer.setup, [], None, [], [], []
     without_routes = 0
-    add, finish = trainer.arriving_step
     for part in parts:
         waiting += part
         # Whole groups, which advantages compare, and whole micro-batches.
@@ -83,16 +82,10 @@ def update_arriving(
             rows = trainer.score(state, ready, sampled_by)
         without_routes += trainer.score_metrics.get(WITHOUT_ROUTES, 0)
         rows |= update_fields(len(ready), version, step, setup.config.seed)
-        outputs = []
         with phase("update"):
             probes.append(trainer.probe(state, rows, step))
-            updated = trainer.update_fields(rows, trainer.unscored(rows))
-            [(minibatch, _, flat)] = trainer.minibatches(updated, (setup.config.seed, step, 0))
-            for m in range(len(minibatch["mask"])):
-                micro = setup.layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
-                sums, found = add(state["policy"].params, sums, micro, base(state))
-                outputs.append(jax.tree.map(setup.layout.fetch, found))
-        rows |= {name: flat(np.concatenate([x[name] for x in outputs])) for name in outputs[0]}
+            sums, outputs = _added(trainer, state, sums, rows, step)
+        rows |= outputs
         samples += ready
         scored.append(rows | {"logp_prox": rows["logp_old"]})
     order = np.argsort([s.group for s in samples], kind="stable")
@@ -101,6 +94,7 @@ def update_arriving(
     probe = Probe.joined(probes, order)
     with phase("update"):
         if num_tokens:
+            _, finish = trainer.arriving_step
             policy, values = finish(
                 state["policy"], sums, np.float32(num_tokens), np.float32(count)
             )
@@ -115,3 +109,18 @@ def update_arriving(
     if WITHOUT_ROUTES in measured:
         measured[WITHOUT_ROUTES] = without_routes
     return state, [samples[i] for i in order], rows, measured
+
+
+def _added(
+    trainer: Trainer, state: dict[str, Any], sums: Any, rows: Rows, step: int
+) -> tuple[Any, Rows]:
+    """Returns `sums` with the gradient of these rows, None before the first, and what the pass gives of
+    each token [N,T]."""
+    setup, outputs, (add, _) = trainer.setup, [], trainer.arriving_step
+    updated = trainer.update_fields(rows, trainer.unscored(rows))
+    [(minibatch, _, flat)] = trainer.minibatches(updated, (setup.config.seed, step, 0))
+    for m in range(len(minibatch["mask"])):
+        micro = setup.layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
+        sums, found = add(state["policy"].params, sums, micro, base(state))
+        outputs.append(jax.tree.map(setup.layout.fetch, found))
+    return sums, {name: flat(np.concatenate([x[name] for x in outputs])) for name in outputs[0]}

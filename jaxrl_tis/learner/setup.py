@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 
 import ml_collections
 import numpy as np
@@ -291,20 +292,26 @@ def _check_mesh(
         )
     placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
     placement.check_experts(model, layout.mesh.shape["expert"])
-    context = layout.mesh.shape["context"]
-    if not config.train.pack_length and max_length(config) % context:
-        raise ValueError(
-            f"rows of {max_length(config)} tokens cannot be cut into the {context} context shards of "
+    for problem in uncut_rows(config, layout.shards, layout.mesh.shape["context"]):
+        raise ValueError(problem)
+
+
+def uncut_rows(config: ml_collections.ConfigDict, shards: int, context: int) -> Iterator[str]:
+    """Yields a sentence for each kind of rows that these numbers of data and context shards do not cut
+    into equal parts."""
+    length, rows = max_length(config), {"train.microbatch_rows": config.train.microbatch_rows}
+    if not config.train.pack_length and length % context:
+        yield (
+            f"rows of {length} tokens cannot be cut into the {context} context shards of "
             f"mesh.train; set train.pack_length to a multiple of {context}"
         )
-    rows = {"train.microbatch_rows": config.train.microbatch_rows}
     if config.warmup.steps:
         rows["warmup.rows"] = config.warmup.rows
     for name, count in rows.items():
-        if count % layout.shards:
-            raise ValueError(
-                f"{name} = {count} is not divisible by the {layout.shards} data shards of mesh.train; "
-                f"set it to a multiple of {layout.shards}"
+        if count % shards:
+            yield (
+                f"{name} = {count} is not divisible by the {shards} data shards of mesh.train; set it "
+                f"to a multiple of {shards}"
             )
 
 

@@ -365,14 +365,13 @@ class Probe:
     @classmethod
     def joined(cls, probes: Sequence["Probe"], order: np.ndarray) -> "Probe":
         """Returns that of a batch from those of its parts; `order` is that of the batch's rows."""
-        collisions, routing = [p.collisions for p in probes], [p.routing for p in probes]
-        if collisions[0] is not None:
-            collisions = np.concatenate(collisions)[order]
-        if routing[0] is not None:
-            ids, load, entropy = zip(*routing)
+        first, collisions, routing = probes[0], None, None
+        if first.collisions is not None:
+            collisions = np.concatenate([p.collisions for p in probes])[order]
+        if first.routing is not None:
+            ids, load, entropy = zip(*(p.routing for p in probes))
             routing = np.concatenate(ids)[order], sum(load), sum(entropy)
-        is_measured = lambda x: None if isinstance(x, list) else x
-        return cls(probes[0].is_due, is_measured(collisions), is_measured(routing))
+        return cls(first.is_due, collisions, routing)
 
 
 def own_routes(

@@ -34,7 +34,7 @@ from jaxrl_tis.runtime import fingerprint, processes
 from jaxrl_tis.runtime.cli import Interrupted, Unwritable
 
 MAX_RESTARTS = 100  # of a worker, beside those for which a node was preempted
-RETRY_SECONDS, LOOK_SECONDS, END_SECONDS, TELL_SECONDS = 0.2, 2.0, 5.0, 30.0
+LOOK_SECONDS, END_SECONDS, TELL_SECONDS = 2.0, 5.0, 30.0
 JOIN_SECONDS = 30.0  # until a worker that was interrupted while it was built is built again
 
 
@@ -323,7 +323,7 @@ class RayDriver:
                 joined = ray.get(actor.join.remote(), timeout=self._rollout.start_timeout)
                 session = self._join(name, joined)
             except ray.exceptions.ActorUnavailableError:
-                time.sleep(RETRY_SECONDS)  # it is starting again
+                time.sleep(ray_cluster.RETRY_SECONDS)  # it is starting again
                 continue
             except ray.exceptions.GetTimeoutError:
                 processes.report(f"rollout worker {name} builds no engine in time, and starts again")
