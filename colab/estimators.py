@@ -4,7 +4,7 @@
 # Sampler and learner give the same token different probabilities. This notebook draws every method of
 # `jaxrl_tis.estimators` that deals with this gap: weights, masks, the gradient of objectives and KL
 # terms, and the bias and variance of weights against the true gradient. Each curve comes from the
-# function that a training run calls. A new entry of a table appears without a change here.
+# function that a training run calls. A new entry of a table appears by itself.
 #
 # The notebook needs no accelerator and takes less than a minute on two CPU cores.
 #

@@ -353,7 +353,7 @@ def get_config() -> ConfigDict:
 
 def _optimizer(lr: float) -> ConfigDict:
     c = ConfigDict()
-    c.lr = lr  # learning rate; 0: no training, to measure a fixed policy
+    c.lr = lr  # learning rate; 0: these weights stay as they are
     c.schedule = "constant"  # learning rate over the run; linear and cosine end at 0
     c.warmup = 0  # updates with a rising learning rate
     c.weight_decay = 0.0  # decoupled weight decay

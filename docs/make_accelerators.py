@@ -28,8 +28,8 @@ In an installed environment `python -m benchmarks.accelerator --json=docs/accele
 kernels or the gate failed. Times and rates never decide it.
 
 Each part is a process of its own with a share of the eight minutes. A part that fails or is stopped is `failed` here,
-and the report has its error and its results until then. The other parts go on. Below, a stopped `step` has the ways
-that ended.
+and the report has its error and its results until then. The other parts go on. If `step` was stopped, its table
+below has the variants that were done.
 
 All models are random. The sizes depend on the device. Figures of different sizes are in different tables.
 
@@ -52,7 +52,7 @@ All models are random. The sizes depend on the device. Figures of different size
 For a TPU v5e chip libtpu compiled the update of the `full` step: 13.2 of 15.75 GiB are in use. This is a fact of the
 compiler; the script never ran there.
 
-"Beside other work" means that other processes kept the machine busy at the start or during the run.
+"Beside other work" means that other processes kept the machine busy at the start.
 `benchmarks/peaks.py` has the published rates and their sources.
 """
 TITLES = {

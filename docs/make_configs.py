@@ -124,7 +124,7 @@ def shown(value: Any) -> str:
 
 def sentence(text: str) -> str:
     """Returns a description with links, a capital letter and a full stop."""
-    text = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", text)
+    text = re.sub(r"docs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
     is_value = re.match(r"[\w-]+:", text)  # it begins with a value of the field
     return (text if is_value else text[0].upper() + text[1:]).removesuffix(".") + "."
 

@@ -167,13 +167,8 @@ No primary source gives the formulas of StableReinforce, MIPU, SAT, AIS, DCMDP, 
 
 ## To add a method
 
-1. Write one function in `jaxrl_tis/estimators/` with the docstring labels of its neighbours.
-2. Add one line to the table at the end of the file.
-3. Add one test in `tests/estimators/`, and the published name to `coverage_test.py` there.
-4. Run `python docs/make_methods.py`.
-
-[CONTRIBUTING.md](../CONTRIBUTING.md#add-a-method) has the steps that some methods need besides: `NEEDS`, `UNBOUNDED`
-and `samples.py`.
+One function, one test, one line of a table, and `python docs/make_methods.py`:
+[CONTRIBUTING.md](../CONTRIBUTING.md#add-a-method) has the steps.
 
 ## Sources without an arXiv id
 

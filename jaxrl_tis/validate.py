@@ -406,6 +406,16 @@ def _counts(config):
             f"model.experts_per_token is {model.experts_per_token} and model.num_experts is "
             f"{model.num_experts}; a token cannot have more experts than there are"
         )
+    if model.num_experts and model.shared_expert_dim > 0 and model.router != "sigmoid":
+        yield (
+            f"model.shared_expert_dim is {model.shared_expert_dim} and model.router is "
+            f"{model.router!r}; only models with router 'sigmoid' have shared experts"
+        )
+    if model.num_experts and model.expert_dim > 0 and max(model.shared_expert_dim, 0) % model.expert_dim:
+        yield (
+            f"model.shared_expert_dim is {model.shared_expert_dim} and model.expert_dim is "
+            f"{model.expert_dim}; shared experts are as wide as a number of others"
+        )
     if model.num_experts > MOST_EXPERTS:
         yield f"model.num_experts is {model.num_experts}; it must be at most {MOST_EXPERTS}"
     if 0 < config.watchdog.timeout <= config.reward.timeout:

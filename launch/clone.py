@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import plan as plans
 
-COPIED = ("jaxrl_tis", "configs", "launch", "setup.py")  # as far as a run needs the clone
+UNUSED = (":(exclude)docs", ":(exclude)tests", ":(exclude)benchmarks")  # by a run
 NAMES_SHOWN = 5
 
 
@@ -27,7 +27,7 @@ def problem(shell: plans.Shell, plan: plans.Plan) -> str:
 
 def changes(shell: plans.Shell) -> str:
     """Returns the files that differ from the commit, "" for none."""
-    code, text = shell.read(_git("status", "--porcelain", "--", *COPIED))
+    code, text = shell.read(_git("status", "--porcelain", "--", ".", *UNUSED))
     names = [line.split(maxsplit=1)[1] for line in text.splitlines()] if code == 0 else []
     more = len(names) - NAMES_SHOWN
     return ", ".join(names[:NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

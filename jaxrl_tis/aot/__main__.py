@@ -51,6 +51,8 @@ def main() -> None:
     name = TOPOLOGY.value or TOPOLOGIES.get(path.stem)
     if name is None:
         raise ValueError(f"{path} has no slice of its own; give --topology, as in v5e:2x4")
+    if FIT.value and (NAMES.value or JSON.value or MARKDOWN.value):
+        raise ValueError("--fit prints a search; --programs, --json and --markdown belong to a report")
     cli.check_folder("json", JSON.value)
     topology = Topology.parse(name, NUM_SLICES.value)
     if FIT.value:

@@ -4,6 +4,7 @@ The findings themselves are the tables of trees.py.
 """
 
 import dataclasses
+import itertools
 import math
 import operator
 from collections.abc import Callable
@@ -105,6 +106,7 @@ ENGINE_SHARE, FLIPS = "mismatch/engine/share", "mismatch/route_flip_token"
 ROUTE_GAPS = tuple(f"mismatch/route_flip_{x}/log_ratio_abs_mean" for x in ("flipped", "unflipped"))
 ROUTE_DROPS = tuple(f"mismatch/route_flip_{x}/icepop_dropped" for x in ("flipped", "unflipped"))
 
+PERIODIC = {NOISE, FLIPS, *ROUTE_GAPS, *ROUTE_DROPS}  # recorded every metrics.diagnostics_every steps
 FALLBACKS = {ESS: WEIGHTS_ESS}  # read where a record has too few values of the metric itself
 
 OPS = {
@@ -121,7 +123,7 @@ class Case:
       config: the "config" of config.json, {} without that file.
       thresholds: those of `THRESHOLDS`, as they apply to this run.
       last_step: the last training step, 0 without any.
-      unlogged: metrics whose absence from the series tells nothing; none of a run of ours.
+      unlogged: metrics whose absence from the series tells nothing.
       nans: metric -> the steps of its values that are NaN.
     """
 
@@ -145,9 +147,18 @@ class Case:
         few = len(self.recent(metric)) < self.thresholds["min_steps"]
         return fallback if few and fallback in self.series else metric
 
+    def interval(self, metric: str) -> int:
+        """Returns the number of steps from one value of a metric to the next. The judged window of a
+        metric of `PERIODIC` is longer by this factor."""
+        if metric not in PERIODIC or metric not in self.series:
+            return 1
+        steps = sorted(self.series[metric])
+        return min((b - a for a, b in itertools.pairwise(steps)), default=1)
+
     def recent(self, metric: str) -> list[float]:
         """Returns the values of the judged window."""
-        return list(self.window(metric, self.thresholds["window"]).values())
+        length = self.thresholds["window"] * self.interval(metric)
+        return list(self.window(metric, length).values())
 
     def setting(self, field: str) -> Any:
         """Returns a field of the config, or the preset's value where the config leaves it open;

@@ -12,7 +12,7 @@ from etils import epath
 
 from jaxrl_tis.doctor import asynchrony, corrections, depth, effects, frozen
 from jaxrl_tis.doctor.case import (
-    FLIPS, IS_VALID, OPS, THRESHOLDS, TREE_FACTS, Case, Clause, Finding,
+    FLIPS, IS_VALID, LAG, OPS, THRESHOLDS, TREE_FACTS, Case, Clause, Finding, is_ahead,
 )
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 from jaxrl_tis.record import failures, metrics
@@ -63,7 +63,11 @@ def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
             else:
                 series.setdefault(name, {})[record["step"]] = value
     config = read_config(workdir / "config.json")
-    return adapted(Case(series, config, limits, last_step, nans=nans))
+    case = Case(series, config, limits, last_step, nans=nans)
+    is_compact = config.get("metrics", {}).get("record") == "compact"
+    if is_compact and (is_ahead(case) or config["rollout"].get("replay")):
+        case = dataclasses.replace(case, unlogged=frozenset({LAG}))
+    return adapted(case)
 
 
 def limits_of(thresholds: Mapping[str, float]) -> dict[str, float]:
@@ -201,12 +205,13 @@ def _statistic(case, clause):
     """Returns (metric, value, {step: value} of the last steps); KeyError names missing values."""
     limits, metric = case.thresholds, clause.metric
     is_surge, compares = clause.statistic.startswith("surge"), clause.statistic not in SINGLE
-    width = limits["min_steps"] if is_surge else limits["window"]
-    before = limits["surge_steps"] if is_surge else limits["window"]
+    every = case.interval(metric)
+    width = every * (limits["min_steps"] if is_surge else limits["window"])
+    before = every * (limits["surge_steps"] if is_surge else limits["window"])
     values = case.window(metric, width)
     earlier = case.window(metric, width, before) if compares else values
     if compares and case.last_step <= before:
-        raise KeyError(f"{before + limits['min_steps']:g} steps, the run has {case.last_step}")
+        raise KeyError(f"{before + every * limits['min_steps']:g} steps, the run has {case.last_step}")
     for window, end in ((values, 0), (earlier, before)):
         if len(window) < limits["min_steps"]:
             raise KeyError(

@@ -149,8 +149,8 @@ RUN = tuple(
     f.name for f in (*frozen.CAUSES, *depth.CAUSES, *effects.CAUSES, *asynchrony.CAUSES)
     if f.parent is None
 )
-BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "D.noise", "C", "E")
-NOTED = ("rejected.many", "rejected.blind", "clipped.many", "F", *RUN)
+BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "C", "E")
+NOTED = ("D.noise", "rejected.many", "rejected.blind", "clipped.many", "F", *RUN)
 
 CAUSES = (
     *frozen.CAUSES,

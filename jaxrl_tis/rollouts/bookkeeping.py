@@ -292,10 +292,10 @@ class AsyncBookkeeping:
         since, self._before = stats.since(self._before), stats
         values = engine_metrics(self._config.engine, since)
         values |= {f"reward/{name}": count for name, count in failed.items()}
-        begun = self.controller.next_group / self.controller.batch
+        begun = len(self.queue) + len(self.taken)
         return values | self._replay_metrics | counts.metrics() | {
             "async/queue_groups": len(self.queue),
-            "async/batches_ahead": begun - self.controller.version,
+            "async/batches_ahead": begun / self.controller.batch,
             "async/in_flight": len(self.keys),
         }
 

@@ -105,6 +105,7 @@ class Episode:
       metrics: the last ones of the environment.
       joins: of the record.
       ended: the record up to the turn that the environment answers; None while the engine samples.
+      is_continued: it began elsewhere, and the environment has not repeated its answers here yet.
       is_cancelled: nobody wants it; it ends with its turn.
     """
 
@@ -115,6 +116,7 @@ class Episode:
     digests: list[str]
     joins: list[str] = dataclasses.field(default_factory=list)
     ended: Trajectory | None = None
+    is_continued: bool = False
     is_cancelled: bool = False
 
     def record(self, trajectory: Trajectory, **changes: Any) -> Trajectory:
@@ -191,7 +193,8 @@ class EpisodeScheduler:
         answers = [self._answer(partial, turn) for turn in range(len(rewards))]
         unseen = [""] * (1 + len(answers))
         episode = Episode(
-            request, answers, rewards, dict(partial.metrics), unseen, list(partial.joins)
+            request, answers, rewards, dict(partial.metrics), unseen, list(partial.joins),
+            is_continued=True,
         )
         most = self._turn_end(partial, sampling)
         is_stopped = partial.tokens[-1] in sampling.stop_ids
@@ -322,6 +325,10 @@ class EpisodeScheduler:
         del self._thinking[reply.id]
         if reply.fault:
             return self._failed(episode, trajectory, FAULTS[reply.fault], reply.error)
+        if episode.is_continued and not self._is_repeated(episode, trajectory, reply):
+            why = "the environment is not repeatable: its answers differ from those of the record"
+            return self._failed(episode, trajectory, "failed", why)
+        episode.is_continued = False
         step = reply.step
         episode.digests.append(reply.digest)
         episode.rewards.append(math.nan if step.reward is None else step.reward)
@@ -349,6 +356,20 @@ class EpisodeScheduler:
         most = length + min(sampling.max_tokens, room)
         self._scheduler.extend(episode.record(trajectory), suffix, _bounded(sampling, most))
         return None
+
+    def _is_repeated(self, episode: Episode, trajectory: Trajectory, reply: Reply) -> bool:
+        """Whether the environment has said again what the record has between its turns."""
+        stop_ids = episode.request.sampling.stop_ids
+        for turn, observation in enumerate(reply.observations[1 : reply.answers], 1):
+            sampled = trajectory.tokens[trajectory.mask & (trajectory.turn == turn - 1)]
+            given = trajectory.tokens[~trajectory.mask & (trajectory.turn == turn)]
+            try:
+                suffix = self._suffixes.after(observation, sampled[-1] in stop_ids, stop_ids)
+            except ValueError:
+                return False
+            if given.tolist() != list(suffix):
+                return False
+        return True
 
     def _failed(
         self, episode: Episode, trajectory: Trajectory, outcome: str, error: str

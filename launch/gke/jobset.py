@@ -186,10 +186,13 @@ def xpk(plan: plans.Plan, given: argparse.Namespace) -> list[str]:
         f"--docker-image={given.image}", f"--max-restarts={given.max_restarts}",
         f"--termination-grace-period-seconds={grace(plan)}",
         *[f"--env=LIBTPU_INIT_ARGS={flags}"] * bool(flags), *["--spot"] * given.spot,
-        *[f"--{name}={value}" for name in ("reservation", "project", "zone")
-          if (value := getattr(given, name))],
+        *_flags(given, "reservation", "project", "zone"),
         f"--command=cd /jaxrl_tis && python -m jaxrl_tis.main {shlex.join(plan.arguments)}",
     ]
+
+
+def _flags(given: argparse.Namespace, *names: str) -> list[str]:
+    return [f"--{name}={value}" for name in names if (value := getattr(given, name))]
 
 
 def apply(shell: plans.Shell, text: str) -> None:
@@ -255,7 +258,7 @@ def delete(shell: plans.Shell, plan: plans.Plan, given: argparse.Namespace) -> N
     """Deletes the JobSet and its Secret; the workdir stays."""
     if given.xpk:
         shell.run(["xpk", "workload", "delete", f"--cluster={given.cluster}",
-                   f"--workload={plan.name}"])
+                   f"--workload={plan.name}", *_flags(given, "project", "zone")])
         return
     shell.run_all(deletions(plan))
 

@@ -33,15 +33,15 @@ def test_model_flops_of_a_forward_pass():
 
 
 EXPERTS = dict(
-    model__num_layers=2, model__num_experts=6, model__expert_dim=16, model__shared_expert_dim=8,
-    model__experts_per_token=2,
+    model__num_layers=2, model__num_experts=6, model__expert_dim=16, model__shared_expert_dim=32,
+    model__experts_per_token=2, model__router="sigmoid",
 )
 
 
 def test_a_token_meets_its_own_experts_and_the_shared_ones():
-    """D 32; attention as above; the router 32 x 6; an expert 3 x 32 x 16, the shared one 3 x 32 x 8."""
+    """D 32; attention as above; the router 32 x 6; an expert 3 x 32 x 16, the shared one 3 x 32 x 32."""
     c = tiny_setup(**EXPERTS).model
-    rest = 2 * 1024 + 2 * 512 + 32 * 6 + 3 * 32 * 8
+    rest = 2 * 1024 + 2 * 512 + 32 * 6 + 3 * 32 * 32
     assert work.layers_weights(c) == 2 * (rest + 6 * 3 * 32 * 16)
     assert work.active_weights(c) == 2 * (rest + 2 * 3 * 32 * 16)
     per_token = 2 * (work.active_weights(c) + 32 * c.vocab_size) + 2 * 2 * 10 * 2 * 16 * 2

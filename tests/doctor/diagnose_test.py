@@ -7,8 +7,8 @@ import pytest
 
 from jaxrl_tis.doctor.__main__ import main
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, IS_VALID, KL, LAG, LENGTH, PEARSON, PPL,
-    WEIGHTS_ESS,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, IS_VALID, KL, LAG, LENGTH, NOISE,
+    PEARSON, PPL, WEIGHTS_ESS,
 )
 from jaxrl_tis.doctor.diagnose import _skewed_t, describe, diagnose
 from jaxrl_tis.record import failures
@@ -167,6 +167,41 @@ def test_a_stale_gap_that_was_not_split_is_not_blamed_on_either(tmp_path):
     assert diagnosis["verdict"] == ["not enough data"]
     reasons = {u["name"]: u["reason"] for u in diagnosis["undecided"]}
     assert ENGINE_SHARE in reasons["A"] and ENGINE_SHARE in reasons["B.lag"]
+
+
+def every_tenth(before, after):
+    """A metric of each tenth step, as metrics.diagnostics_every=10 records it."""
+    return lambda step: None if step % 10 else before if step <= 200 else after
+
+
+def test_a_periodic_metric_is_judged_over_as_many_values(tmp_path):
+    quiet, rising = ({NOISE: every_tenth(1.0, x)} for x in (1.0, 2.0))
+    short = diagnose(write_run(tmp_path, quiet, steps=210))
+    assert short["verdict"] == ["healthy"]
+    reasons = {u["name"]: u["reason"] for u in short["undecided"]}
+    assert list(reasons) == ["D.noise"] and f"10 values of {NOISE} in the 200 steps" in reasons["D.noise"]
+    long = diagnose(write_run(tmp_path, quiet, steps=400))
+    assert long["verdict"] == ["healthy"] and long["undecided"] == []
+    assert diagnose(write_run(tmp_path, rising, steps=400))["verdict"] == ["D.noise"]
+
+
+def test_flips_of_every_tenth_step_name_the_router(tmp_path):
+    values = {KL: 0.2, FLIPS: every_tenth(0.3, 0.3)}
+    experts = {"model.num_experts": 8, "engine.record_routes": True}
+    found = diagnose(write_run(tmp_path, values, experts, steps=100))
+    assert "A.routing" in names(found["findings"])
+    found = diagnose(write_run(tmp_path, values, experts, steps=99))
+    assert "A.routing" in names(found["undecided"])
+
+
+def test_a_compact_record_of_samplers_that_run_ahead_has_no_lag(tmp_path):
+    values, ahead = {KL: 0.2}, {"rollout.schedule": "areal(staleness=4)"}
+    full = diagnose(write_run(tmp_path, values, ahead))
+    compact = diagnose(write_run(tmp_path, values, ahead | {"metrics.record": "compact"}))
+    assert full["verdict"] == ["A"] and compact["verdict"] == ["not enough data"]
+    assert LAG in {u["name"]: u["reason"] for u in compact["undecided"]}["A"]
+    sync = diagnose(write_run(tmp_path, values, {"metrics.record": "compact"}))
+    assert sync["verdict"] == ["A"]
 
 
 def test_without_a_config_the_symptoms_still_count(tmp_path):

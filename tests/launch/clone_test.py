@@ -123,12 +123,14 @@ def test_changed_and_new_files_are_named(clone):
     script, shell, root = clone
     clones.commit(root)
     (root / "configs" / "a.py").write_text("2\n")
-    (root / "notes").write_text("not copied, not needed")
+    (root / "my_reward.py").write_text("")
+    (root / "docs").mkdir()
+    (root / "docs" / "a.md").write_text("not needed")
     (root / "configs" / "new.py").write_text("")
-    assert script.changes(shell) == "configs/a.py, configs/new.py"
+    assert script.changes(shell) == "configs/a.py, configs/new.py, my_reward.py"
     for i in range(6):
         (root / "configs" / f"new{i}.py").write_text("")
-    assert script.changes(shell).endswith("configs/new2.py and 3 more")
+    assert script.changes(shell).endswith("configs/new2.py and 4 more")
 
 
 # Secrets

@@ -176,6 +176,14 @@ def test_xpk_gets_the_same_run(cloud):
     ]
 
 
+def test_xpk_deletes_where_it_ran(cloud):
+    call("delete", "--xpk", "--cluster=c", "--zone=z", "--project=p", "--config=configs/gsm8k_qwen25_0p5b.py:ppo")
+    assert cloud.calls() == [[
+        "xpk", "workload", "delete", "--cluster=c", "--workload=gsm8k-qwen25-0p5b-ppo", "--project=p",
+        "--zone=z",
+    ]]
+
+
 @pytest.fixture
 def written(scripts):
     """(arguments) -> the Pod of the manifest, and the words for xpk."""

@@ -318,6 +318,24 @@ def test_interrupted_episodes_go_on_elsewhere(cut, waits, is_late):
     assert len(set(twice)) == len(twice)
 
 
+@pytest.mark.parametrize("turns", [3, 9])  # the environment's end, and that of the episode
+def test_an_environment_that_says_something_else_to_a_continued_episode(turns, capfd):
+    scheduler, pool = started([request(0, turns=turns)], waits=False)
+    while not (scheduler.records() and len(scheduler.records()[0].turn_rewards) == 2):
+        scheduler.step()
+    [partial] = scheduler.pause("abort")
+    tokens = partial.tokens.copy()
+    [given] = np.flatnonzero(~partial.mask & (partial.turn == 1))[:1]
+    tokens[given] = TOKENIZER.encode("t")[0]
+    for known, outcome in ((partial.tokens, None), (tokens, "failed")):
+        start = dataclasses.replace(partial, tokens=known)
+        other, _ = started([request(0, turns=turns, partial=start)])
+        [ended] = drain(other).values()
+        assert (ended.outcome == "failed") == (outcome == "failed")
+    assert ended.num_turns == 3 and np.isnan(ended.turn_rewards[-1])
+    assert "the environment is not repeatable" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("end", ["pause", "abort"])
 def test_a_continued_episode_is_interrupted_before_its_first_turn_ends(end):
     scheduler, pool = started([request(0)], waits=False)
