@@ -180,6 +180,7 @@ def check_equal_groups_make_room(make):
     samples, values = next_batch(c, 1)
     rewards = np.array([s.reward for s in samples]).reshape(4, 4)
     assert values["rollout/discarded_groups"] > 0
+    assert 1 <= values["async/batches_ahead"] <= 2  # the batch in training, and one ahead
     assert (np.ptp(rewards, axis=1) > 0).all()
 
 
