@@ -651,8 +651,10 @@ def _share(number, of):
 
 def text(counts: Counts) -> str:
     """Returns what stands in the page."""
-    head = (f"{counts.logs} clean logs of each framework, {counts.broken} with each cause; \"wrong\": share of "
-            "the clean ones in which a finding holds, \"found\": of those with its cause.")
+    head = (
+        f"{counts.logs} clean logs of each framework, {counts.broken} with each cause; \"wrong\": share of "
+        "the clean ones in which a finding holds,\n\"found\": of those with its cause."
+    )
     return "\n".join([BEGIN, head, "", *table(counts), END])
 
 

@@ -409,12 +409,12 @@ def _counts(config):
     if model.num_experts and model.shared_expert_dim > 0 and model.router != "sigmoid":
         yield (
             f"model.shared_expert_dim is {model.shared_expert_dim} and model.router is "
-            f"{model.router!r}; only models with router 'sigmoid' have shared experts"
+            f"{model.router!r}; only models with router 'sigmoid' have shared experts; set it to 0"
         )
     if model.num_experts and model.expert_dim > 0 and max(model.shared_expert_dim, 0) % model.expert_dim:
         yield (
             f"model.shared_expert_dim is {model.shared_expert_dim} and model.expert_dim is "
-            f"{model.expert_dim}; shared experts are as wide as a number of others"
+            f"{model.expert_dim}; it must be a multiple of the width of an expert"
         )
     if model.num_experts > MOST_EXPERTS:
         yield f"model.num_experts is {model.num_experts}; it must be at most {MOST_EXPERTS}"

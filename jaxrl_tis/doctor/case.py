@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 import operator
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -106,7 +107,8 @@ ENGINE_SHARE, FLIPS = "mismatch/engine/share", "mismatch/route_flip_token"
 ROUTE_GAPS = tuple(f"mismatch/route_flip_{x}/log_ratio_abs_mean" for x in ("flipped", "unflipped"))
 ROUTE_DROPS = tuple(f"mismatch/route_flip_{x}/icepop_dropped" for x in ("flipped", "unflipped"))
 
-PERIODIC = {NOISE, FLIPS, *ROUTE_GAPS, *ROUTE_DROPS}  # recorded every metrics.diagnostics_every steps
+# Recorded every metrics.diagnostics_every steps.
+PERIODIC = re.compile(r"variance_proxy/.+|mismatch/(route_flip|position|context)_.+")
 FALLBACKS = {ESS: WEIGHTS_ESS}  # read where a record has too few values of the metric itself
 
 OPS = {
@@ -148,12 +150,12 @@ class Case:
         return fallback if few and fallback in self.series else metric
 
     def interval(self, metric: str) -> int:
-        """Returns the number of steps from one value of a metric to the next. The judged window of a
-        metric of `PERIODIC` is longer by this factor."""
-        if metric not in PERIODIC or metric not in self.series:
+        """Returns the number of steps from one value of a metric to the next, above 1 for some of
+        `PERIODIC` alone. Their judged window is longer by this factor."""
+        if metric not in self.series or not PERIODIC.fullmatch(metric):
             return 1
-        steps = sorted(self.series[metric])
-        return min((b - a for a, b in itertools.pairwise(steps)), default=1)
+        newest = sorted(self.series[metric])[-int(self.thresholds["min_steps"]):]
+        return min((b - a for a, b in itertools.pairwise(newest)), default=1)
 
     def recent(self, metric: str) -> list[float]:
         """Returns the values of the judged window."""
@@ -266,11 +268,17 @@ def approximates_old_logp(case: Case) -> bool:
         return False
 
 
+def _is_stale(case):
+    """Returns whether tokens are older than the weights that learn; KeyError where no record tells."""
+    lags = case.recent(LAG)
+    if LAG in case.unlogged and not lags:
+        raise KeyError(LAG)
+    return any(lags)
+
+
 def _engine_share(case):
     """Returns the engine's share of the gap; 1 while sampler and learner have the same weights."""
-    if LAG in case.unlogged and LAG not in case.series:
-        raise KeyError(LAG)
-    if not any(case.recent(LAG)):
+    if not _is_stale(case):
         return 1.0
     if approximates_old_logp(case):
         raise KeyError("logp_old of the weights that sampled, with rollout.old_logp_source ring or replica")
@@ -282,7 +290,7 @@ def _engine_share(case):
 
 def _reuse_share(case):
     """Returns the share of the policy's movement since sampling that the updates of the batch make."""
-    if not any(case.recent(LAG)):
+    if not _is_stale(case):
         return 1.0
     reuse, before = (case.recent(f"mismatch/{part}/share") for part in ("trust_region", "staleness"))
     if not reuse or not before:

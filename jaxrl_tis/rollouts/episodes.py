@@ -105,7 +105,7 @@ class Episode:
       metrics: the last ones of the environment.
       joins: of the record.
       ended: the record up to the turn that the environment answers; None while the engine samples.
-      is_continued: it began elsewhere, and the environment has not repeated its answers here yet.
+      is_continued: it began elsewhere, and the environment has not repeated its observations here yet.
       is_cancelled: nobody wants it; it ends with its turn.
     """
 
@@ -326,7 +326,7 @@ class EpisodeScheduler:
         if reply.fault:
             return self._failed(episode, trajectory, FAULTS[reply.fault], reply.error)
         if episode.is_continued and not self._is_repeated(episode, trajectory, reply):
-            why = "the environment is not repeatable: its answers differ from those of the record"
+            why = "the environment is not repeatable: an observation differs from that of the record"
             return self._failed(episode, trajectory, "failed", why)
         episode.is_continued = False
         step = reply.step

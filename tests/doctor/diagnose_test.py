@@ -8,7 +8,7 @@ import pytest
 from jaxrl_tis.doctor.__main__ import main
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, IS_VALID, KL, LAG, LENGTH, NOISE,
-    PEARSON, PPL, WEIGHTS_ESS,
+    PEARSON, PPL, PPO_KL, WEIGHTS_ESS,
 )
 from jaxrl_tis.doctor.diagnose import _skewed_t, describe, diagnose
 from jaxrl_tis.record import failures
@@ -202,6 +202,20 @@ def test_a_compact_record_of_samplers_that_run_ahead_has_no_lag(tmp_path):
     assert LAG in {u["name"]: u["reason"] for u in compact["undecided"]}["A"]
     sync = diagnose(write_run(tmp_path, values, {"metrics.record": "compact"}))
     assert sync["verdict"] == ["A"]
+    # Also where the steps before the judged window have a lag, and for the updates of a batch.
+    values |= {LAG: lambda step: 0.0 if step < 90 else None, PPO_KL: 0.05}
+    changes = ahead | {"metrics.record": "compact", "train.minibatches": 2}
+    found = {u["name"] for u in diagnose(write_run(tmp_path, values, changes))["undecided"]}
+    assert {"A", "B.reuse"} <= found
+
+
+def test_a_periodic_metric_may_have_been_recorded_more_often_before(tmp_path):
+    often = lambda step: 0.3 if step < 50 or step % 10 == 0 else None
+    found = diagnose(write_run(
+        tmp_path, {KL: 0.2, FLIPS: often}, {"model.num_experts": 8, "engine.record_routes": True},
+        steps=200,
+    ))
+    assert "A.routing" in names(found["findings"])
 
 
 def test_without_a_config_the_symptoms_still_count(tmp_path):

@@ -589,7 +589,7 @@ MUTANTS = [
         ("the window has one step more",
          "end - length < step <= end", "end - length <= step <= end"),
         ("ten values of every tenth step are awaited in twenty steps",
-         "if metric not in PERIODIC or metric not in self.series:", "if True:",
+         "if metric not in self.series or not PERIODIC.fullmatch(metric):", "if True:",
          "test_flips_of_every_tenth_step_name_the_router"),
         tests="doctor/diagnose_test.py",
     ),
