@@ -63,8 +63,8 @@ MUTANTS = [
     *of(
         "doctor/case.py",
         ("the age of a batch counts as its reuse", "return reuse / (reuse + before)", "return 1.0"),
-        ("a fresh batch has no reuse", "if not any(case.recent(LAG)):\n        return 1.0\n    reuse",
-         "if not any(case.recent(LAG)):\n        return 0.0\n    reuse"),
+        ("a fresh batch has no reuse", "if not _is_stale(case):\n        return 1.0\n    reuse",
+         "if not _is_stale(case):\n        return 0.0\n    reuse"),
         tests="doctor/trees_test.py",
     ),
     *of(
