@@ -33,7 +33,7 @@ from jaxrl_tis.learner.state import as_begun, read_params, with_adapter
 from jaxrl_tis.record import intervals
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.rollouts.groups import Sample, request, sampling_params, scores
-from jaxrl_tis.rollouts.prompts import Prompter, lacks_answer
+from jaxrl_tis.rollouts.prompts import GENERATED, Prompter, lacks_answer
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import cli
 
@@ -54,9 +54,9 @@ class Evaluator:
         self.greedy: list[Sample] = []
         params = {**config.task.params, **config.eval.params}
         reject = lacks_answer(config)
+        limit = config.eval.prompts if config.task.on_bad_record == "error" else GENERATED
         checked = prompter.checked(
-            tasks.make(config.task.name, params), "held-out data", reject, config.eval.prompts,
-            heartbeat
+            tasks.make(config.task.name, params), "held-out data", reject, limit, heartbeat
         )
         if len(checked.good) < config.eval.prompts:
             raise ValueError(

@@ -276,8 +276,18 @@ class Runner:
     def _run(self, job: Job) -> int:
         if self._is_stopping:
             return cli.RESTART
-        job.log.parent.mkdir(parents=True, exist_ok=True)
         start, share = time.monotonic(), self._shares.get()
+        try:
+            code = self._code(job, share)
+        finally:
+            self._shares.put(share)
+        ended = "done" if code == 0 else f"ended with {code}, see {job.log}"
+        print(f"{job.arm}, seed {job.seed}: {ended} ({time.monotonic() - start:.0f} s)", flush=True)
+        return code
+
+    def _code(self, job: Job, share: Sequence[int]) -> int:
+        """Runs a job on these cores, and returns its exit code."""
+        job.log.parent.mkdir(parents=True, exist_ok=True)
         with open(job.log, "ab") as file:
             process = subprocess.Popen(
                 [sys.executable, *job.command[1:]], stdout=file, stderr=subprocess.STDOUT,
@@ -291,9 +301,6 @@ class Runner:
             process.send_signal(signal.SIGTERM)
         code = process.wait()
         self._running.discard(process)
-        self._shares.put(share)
-        ended = "done" if code == 0 else f"ended with {code}, see {job.log}"
-        print(f"{job.arm}, seed {job.seed}: {ended} ({time.monotonic() - start:.0f} s)", flush=True)
         return code
 
     def _stop(self, number: int, _) -> None:

@@ -208,10 +208,11 @@ class Run:
                 self.heartbeat,
                 self._prompter, self._taught,
             )
-        self.state = initial_state(self.setup.training, params)
-        keep_base(self.setup.training, self.state, self._mirror.workdir)
+        state = initial_state(self.setup.training, params)
+        keep_base(self.setup.training, state, self._mirror.workdir)
         if self.setup.config.gate.required:
-            require(self.setup, self.policy, self.heartbeat)
+            require(self.setup, policy(self.setup.training, state), self.heartbeat)
+        self.state = state  # only now a stop request finds something to save
 
     def _continue(self) -> None:
         workdir, training, changed = self._mirror.workdir, self.setup.training, self._changed
@@ -269,6 +270,11 @@ class Run:
         processes call it at the same places."""
         self._watchdog.heartbeat()
         self._interrupt.check()
+
+    def alive(self) -> None:
+        """Reports progress where a step cannot be given up: its update is made and not yet on
+        record."""
+        self._watchdog.heartbeat()
 
     def stop_if_asked(self) -> None:
         """Raises Interrupted between steps, if the run was asked to stop."""
@@ -545,7 +551,7 @@ def run(
                 # Measure
                 probed, too_far = probe.of_step(
                     r.setup, step, rows, r.policy, source.reduce_staleness, source.release_cache,
-                    r.heartbeat,
+                    r.alive,
                 )
                 values |= probed | measured | sample_metrics(drawn, rows, config)
                 values |= r.data_metrics(drawn)

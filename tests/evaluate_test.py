@@ -61,6 +61,15 @@ def evaluator(**changes):
     return evaluate.Evaluator(config, Prompter(TOKENIZER, config.task)), config
 
 
+def test_bad_records_of_a_generated_held_out_split_are_left_out():
+    """Sums of two digits each have 7 tokens with the start token, and 81 % of the sums are such."""
+    params = {"size": 256, "digits": 2, "terms": 2, "ops": "+"}
+    held_out, config = evaluator(
+        task__params=params, task__max_prompt_tokens=6, task__on_bad_record="skip"
+    )
+    assert len(held_out._records) == config.eval.prompts and held_out.left_out > 128
+
+
 def test_accuracies():
     held_out, _ = evaluator()
     scheduler, progress = Answers(), Progress()

@@ -276,6 +276,13 @@ def test_each_of_several_runs_has_its_share_of_the_cores(tmp_path):
     assert cores[0] != cores[1] or expected[0] == expected[1]
 
 
+def test_a_log_that_cannot_be_opened_ends_the_sweep(tmp_path):
+    found = [scripted(tmp_path, name) for name in "ab"]
+    found[0].log.mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        sweep.Runner(1).run(found)
+
+
 def test_a_signal_reaches_the_runs_and_ends_the_sweep(tmp_path):
     body = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n(folder / 'ready').touch()\ntime.sleep(60)"
     found = [scripted(tmp_path, name, body=body) for name in "ab"]

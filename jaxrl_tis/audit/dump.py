@@ -72,10 +72,15 @@ def read(
         raise ValueError("--columns reads two columns from one name; give each a name of its own")
     hidden = renamed.keys() - ours.keys()  # the file's own, in whose place another is read
     if path.endswith((".jsonl", ".jsonl.gz")):
-        return _collect(path, "line", _lines(path, ours, hidden), routes_shape)
-    if path.endswith(".npz"):
-        return _collect(path, "row", enumerate(_rows(path, ours, hidden)), routes_shape)
-    raise ValueError(f"{path}: the ending is unknown; give a .jsonl, .jsonl.gz or .npz file")
+        dump = _collect(path, "line", _lines(path, ours, hidden), routes_shape)
+    elif path.endswith(".npz"):
+        dump = _collect(path, "row", enumerate(_rows(path, ours, hidden)), routes_shape)
+    else:
+        raise ValueError(f"{path}: the ending is unknown; give a .jsonl, .jsonl.gz or .npz file")
+    for column, theirs in renamed.items():
+        if column not in (*dump.columns, "lengths"):
+            raise ValueError(f"{path} has no {theirs!r}, which --columns names for {column}")
+    return dump
 
 
 # JSONL
@@ -112,7 +117,7 @@ def _rows(path: str, ours: Mapping[str, str], hidden: Set[str]) -> Iterator[dict
     try:
         with np.load(path, allow_pickle=False) as file:
             arrays = {ours.get(k, k): file[k] for k in file.files if k not in hidden}
-    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+    except (AttributeError, EOFError, TypeError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(
             f"{path} is not a .npz file of numbers: {error}; write it with numpy.savez"
         ) from error
@@ -156,10 +161,10 @@ def _is_of_tokens(path, name, x, shape, num_sequences):
 def _padded(path, arrays):
     """(first, end) of what each row stores: from its first valid token to its last."""
     shape, mask = arrays["logp_behav"].shape, arrays["mask"]
-    if len(shape) != 2 or mask.shape != shape:
+    if len(shape) != 2 or mask.shape != shape or not shape[1]:
         raise ValueError(
             f"{path}, column mask: logp_behav has shape {list(shape)} and mask {list(mask.shape)}; "
-            "give both as [B,T]"
+            "give both as [B,T], T at least 1"
         )
     is_valid = mask != 0
     first = is_valid.argmax(axis=1)
@@ -173,8 +178,8 @@ def _flat(path, arrays, lengths):
     is_count = lengths.ndim == 1 and lengths.dtype.kind in "iu" and (lengths >= 0).all()
     if len(shape) != 1 or not is_count or lengths.sum() != shape[0]:
         raise ValueError(
-            f"{path}, column lengths: shape {list(lengths.shape)} with sum {lengths.sum()}; give "
-            f"whole numbers that add up to the tokens of logp_behav {list(shape)}"
+            f"{path}, column lengths: give whole numbers [B] that add up to the tokens of logp_behav "
+            f"{list(shape)}"
         )
     ends = np.cumsum(lengths)
     return ends - lengths, ends

@@ -29,6 +29,8 @@ def measure(
 
     Raises ValueError for a version that is newer than the current one.
     """
+    if num_experts is not None and not dump.routes:
+        raise ValueError("--num_experts needs the column routes_behav or routes_old")
     batch = make_batch(dump, current_version)
     rules = whatif.rules(frozenset(batch))
     tasks = (
@@ -69,6 +71,10 @@ def make_batch(dump: Dump, current_version: int | None) -> dict[str, Any]:
     batch["logp_now"] = batch["logp" if "logp" in batch else "logp_old"]
     if "logp" in batch:  # the learner now starts from here: nothing has moved within its step
         batch["logp_prox"] = batch["logp"]
+    if current_version is not None and "version" not in batch:
+        raise ValueError("--current_version needs the column version")
+    if current_version is not None and current_version >= 2**31:
+        raise ValueError(f"--current_version={current_version} is too large; the most is {2**31 - 1}")
     if "version" in batch:
         newest = int(dump.tokens["version"].max())
         if current_version is not None and newest > current_version:
@@ -108,7 +114,8 @@ def _histogram(dump):
     width = max(high - low, 1e-6)
     bins = functools.partial(np.histogram, bins=NUM_BINS, range=(low - width / 20, high + width / 20))
     counts, edges = bins(old - behav)
-    grid, _, _ = np.histogram2d(np.exp(behav), np.exp(old), bins=NUM_BINS, range=((0, 1), (0, 1)))
+    probabilities = (np.exp(np.minimum(x, 0.0)) for x in (behav, old))  # rounding may be above 0
+    grid, _, _ = np.histogram2d(*probabilities, bins=NUM_BINS, range=((0, 1), (0, 1)))
     return {"log_ratio": counts.tolist(), "edges": edges.tolist(), "probabilities": grid.tolist()}
 
 

@@ -245,8 +245,10 @@ def _gain(comparison, d, is_row):
 
 def _best_tail(comparison, d, place):
     """Returns (gain of the best last part of a sequence, the shift, where the part begins)."""
-    (x, known), (base, base_known) = comparison.by_shift[d], comparison.by_shift[0]
-    gain = np.where(known & base_known, x - base, 0.0)[place]
+    (x, known), (base, base_known) = (
+        tuple(a[place] for a in comparison.by_shift[shift]) for shift in (d, 0)
+    )
+    gain = np.where(known & base_known, x - base, 0.0)
     tail = np.cumsum(gain[::-1])[::-1]
     start = int(tail.argmax()) if len(tail) else 0
     return (float(tail[start]) if len(tail) else 0.0), d, start

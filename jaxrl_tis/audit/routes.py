@@ -6,6 +6,7 @@ count. A row of negative ids is missing.
 """
 
 import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import numpy as np
 from jaxrl_tis.audit import packing, route_faults, route_pairs
 from jaxrl_tis.audit.dump import Dump
 from jaxrl_tis.audit.route_columns import Routes
-from jaxrl_tis.diagnostics import routes
+from jaxrl_tis.diagnostics import attribution, routes
 
 SIDES = {"routes_behav": "sampler", "routes_old": "learner"}
 FEWEST_ROWS = 32  # in which a layer with one route is taken for no router
@@ -206,14 +207,23 @@ def _metrics(dump, rows, batch, layout, pair, num_experts, comparison):
     mask = rows.of_tokens(has_route & dump.tokens["mask"])
     shared = rows.of_tokens(np.where(has_route[:, None], shared, 0).astype(np.uint8))
     num_chosen = pair[0].ids.shape[2]
-    behav, old, seg = (batch[name] for name in ("logp_behav", "logp_old", "seg"))
+    behav, old, seg, response = (batch[name] for name in ("logp_behav", "logp_old", "seg", "mask"))
 
-    def all_metrics(shared, mask, behav, old, seg):
+    def all_metrics(shared, mask, behav, old, seg, response):
+        chosen = dict(num_chosen=num_chosen, response=response)
         return (
-            routes.flip_metrics(shared, mask, seg, num_chosen=num_chosen, num_experts=num_experts)
-            | routes.flip_grid(shared, mask, seg, num_chosen=num_chosen)
+            routes.flip_metrics(shared, mask, seg, num_experts=num_experts, **chosen)
+            | routes.flip_grid(shared, mask, seg, **chosen)
             | routes.gap_metrics(shared, old, behav, mask, num_chosen=num_chosen)
         )
 
-    values = jax.device_get(jax.jit(all_metrics)(shared, mask, behav, old, seg))
-    return {name: float(x) for name, x in values.items()}
+    values = jax.device_get(jax.jit(all_metrics)(shared, mask, behav, old, seg, response))
+    position = np.asarray(attribution.response_positions(response, seg))[mask]
+    buckets = np.minimum(attribution.power_of_two_bucket(position), routes.NUM_BUCKETS - 1)
+    firsts = {attribution.bucket_starts(routes.NUM_BUCKETS)[b] for b in np.unique(buckets)}
+    # A record may lack layers, and tokens of a part of the response.
+    number = lambda found: f"{pair[0].layers[int(found[0])]}"
+    return {
+        re.sub(r"(?<=route_flip_layer_)[0-9]+", number, name): float(x) for name, x in values.items()
+        if "position_" not in name or int(name.rpartition("_")[2]) in firsts
+    }

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from jaxrl_tis.doctor.case import CHI2, ENGINE_SHARE, ESS, THRESHOLDS, Case
+from jaxrl_tis.doctor.case import CHI2, DP_MAX, ENGINE_SHARE, ESS, PEARSON, THRESHOLDS, Case
 from jaxrl_tis.doctor.corrections import CALM, MASS
 from jaxrl_tis.doctor.diagnose import adapted, diagnosis_of
 from jaxrl_tis.doctor.frameworks import RATIO
@@ -60,7 +60,8 @@ def _lost_mass(report):
     """Returns the finding that the mean ratio is below 1. Its standard error counts each sequence as one
     token, because the ratios within a sequence may rise and fall together."""
     mean, square = report["metrics"][RATIO], 1.0 + report["metrics"][CHI2]
-    error = math.sqrt(max(square - mean**2, 0.0) / report["sequences"])
+    count = report["sequences"] - report["without_tokens"]
+    error = math.sqrt(max(square - mean**2, 0.0) / count)
     lost, least = 1.0 - mean, THRESHOLDS["mass_lost"]
     is_sure = lost > THRESHOLDS["mass_sigma"] * error and mean > THRESHOLDS["mean_usable"] * error
     if lost <= least or not is_sure:
@@ -79,6 +80,8 @@ def _of_gap(report):
         return {"verdict": [TOO_LITTLE], "findings": [], "undecided": undecided}
     unweighted = next(row for row in report["rules"] if row["name"] == "none")
     values = report["metrics"] | {ESS: unweighted["ess"]}
+    if values[DP_MAX] == 0:  # equal constants have no correlation
+        values[PEARSON] = 1.0
     values.setdefault(ENGINE_SHARE, 1.0)  # of what is known: logp_old is of the weights that sampled
     values |= {
         f"mismatch/{bucket}/{name}": x

@@ -180,7 +180,7 @@ def _cell(text: str) -> Any:
     if not text.startswith(("{", "[{")):
         return text or None
     for parse in (json.loads, ast.literal_eval):
-        with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+        with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
             value = parse(text)
             if all(isinstance(x, dict) for x in (value if isinstance(value, list) else [value])):
                 return value

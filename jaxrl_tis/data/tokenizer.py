@@ -86,6 +86,8 @@ def _said(message: Mapping[str, Any]) -> str:
 def _cut(text: str, last: Mapping[str, Any]) -> str | ValueError:
     """Cuts a rendered conversation at END, so that a sample continues the last message. A template may
     remove the space before the message, and nothing else."""
+    if last.get("tool_calls"):
+        return ValueError("the last message has tool calls, and a sample cannot continue it")
     begin, mark, _ = text.rpartition(END)
     refusal = "the chat template changes the assistant's last message, and a sample cannot continue it"
     return begin if mark and begin.endswith(_said(last).lstrip()) else ValueError(refusal)
@@ -180,7 +182,10 @@ class HFTokenizer:
     date: str = ""
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
-        return self.backend.encode(text, add_special_tokens=add_special).ids
+        try:
+            return self.backend.encode(text, add_special_tokens=add_special).ids
+        except Exception as error:  # tokenizers of a checkpoint raise bare exceptions
+            raise ValueError(f"the tokenizer cannot encode it: {error}") from error
 
     def decode(self, ids: Iterable[int]) -> str:
         # Not every file marks its end tokens as special.
@@ -231,7 +236,8 @@ class HFTokenizer:
         try:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special)
         except Exception:  # a refused text raises a bare exception
-            return _each(lambda text: self.encode(text, add_special), texts)
+            encode = functools.partial(self.backend.encode, add_special_tokens=add_special)
+            return _each(lambda text: encode(text).ids, texts)
         return [encoding.ids for encoding in encodings]
 
     def digest(self) -> str:

@@ -37,7 +37,7 @@ def overlap(routes_a: chex.Array, routes_b: chex.Array) -> chex.Array:
 
 def flip_metrics(
     overlap_btl: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, num_chosen: int,
-    num_experts: int,
+    num_experts: int, response: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Measures how often sampler and learner send a token to different experts.
 
@@ -47,6 +47,7 @@ def flip_metrics(
       seg: [B, T] sequence ids of packed rows, or None.
       num_chosen: k, experts that a router chooses.
       num_experts: experts of a router.
+      response: [B, T] tokens of the responses, whose first one has position 0; None takes `mask`.
 
     Returns mismatch/route_flip_expert, the share of chosen experts that the other side did not
     choose; mismatch/route_flip_delta, the share of all experts whose choice differs;
@@ -66,14 +67,15 @@ def flip_metrics(
     }
     for layer in range(flipped_btl.shape[2]):
         metrics[f"layer_{layer}"] = ratios.masked_mean(flipped_btl[..., layer], mask)
-    labels, flips_nl, count_n = _by_position(flipped_btl, mask, seg)
+    labels, flips_nl, count_n = _by_position(flipped_btl, mask, seg, response)
     rates_n = ratios.safe_divide(jnp.mean(flips_nl, axis=1), count_n)
     metrics |= {f"position_{label}": rate for label, rate in zip(labels, rates_n)}
     return mismatch.detached(metrics, "mismatch/route_flip_")
 
 
 def flip_grid(
-    overlap_btl: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, num_chosen: int
+    overlap_btl: chex.Array, mask: chex.Array, seg: chex.Array | None = None, *, num_chosen: int,
+    response: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Returns the flip rate of each layer and position bucket, for a picture.
 
@@ -84,7 +86,7 @@ def flip_grid(
     bucket whose router l has another set.
     """
     flipped_btl = _is_flipped(overlap_btl, mask, num_chosen)
-    labels, flips_nl, count_n = _by_position(flipped_btl, mask, seg)
+    labels, flips_nl, count_n = _by_position(flipped_btl, mask, seg, response)
     rates_nl = ratios.safe_divide(flips_nl, count_n[:, None])
     metrics = {
         f"layer_{layer}_position_{label}": rates_nl[n, layer]
@@ -111,7 +113,7 @@ def gap_metrics(
       lower, upper: IcePop's band of the ratio (arXiv:2510.18855).
 
     Returns mismatch/route_flip_<flipped|unflipped>/<metric>: log_ratio_abs_mean in nats; k3_kl, the
-    KL of learner from sampler by k3 in nats; icepop_dropped, the share outside IcePop's band.
+    KL(sampler || learner) by k3 in nats; icepop_dropped, the share outside IcePop's band.
     """
     flipped_bt = jnp.any(_is_flipped(overlap_btl, mask, num_chosen), axis=-1)
     log_ratio_bt = ratios.safe_log_ratio(logp_old, logp_behav, mask)
@@ -200,10 +202,10 @@ def _is_flipped(overlap_btl, mask, num_chosen):
     return overlap_btl < num_chosen
 
 
-def _by_position(flipped_btl, mask, seg):
+def _by_position(flipped_btl, mask, seg, response):
     """Returns (first position of each bucket, flips [N, L], tokens [N]) by position."""
     num_buckets = min(NUM_BUCKETS, (mask.shape[1] - 1).bit_length() + 1)
-    position_bt = attribution.response_positions(mask, seg)
+    position_bt = attribution.response_positions(mask if response is None else response, seg)
     bucket_bt = attribution.power_of_two_bucket(jnp.maximum(position_bt, 0))
     bucket_bt = jnp.where(ratios.as_bool(mask), jnp.minimum(bucket_bt, num_buckets - 1), 0)
     one_bt = ratios.as_bool(mask).astype(jnp.float32)

@@ -59,9 +59,13 @@ def _over_budget(case, part):
     if all(f"gate/{part}/{m}" not in case.series for m in MEASURES):
         return 0.0, f"gate/{part}"  # the run does not probe
     return max(
-        (_probed(case, part, m) / case.setting(f"gate.max_{m}"), f"gate/{part}/{m} by its bound")
+        (_by_bound(_probed(case, part, m), case.setting(f"gate.max_{m}")), f"gate/{part}/{m} by its bound")
         for m in MEASURES
     )
+
+
+def _by_bound(x, bound):
+    return x / bound if bound else math.inf if x > 0 else 0.0
 
 
 def lag_correlation(case: Case, gap: str, lag: str) -> float:
@@ -74,10 +78,10 @@ def lag_correlation(case: Case, gap: str, lag: str) -> float:
         (gaps[b] - gaps[a], lags[b] - lags[a]) for a, b in itertools.pairwise(common)
         if lags[b] != lags[a]
     ]
-    if len(pairs) < case.thresholds["min_steps"]:
+    least = max(case.thresholds["min_steps"], 4)  # Fisher's z needs more than 3
+    if len(pairs) < least:
         raise KeyError(
-            f"{case.thresholds['min_steps']:g} steps after which {lag} changes, with {gap}; there are "
-            f"{len(pairs)}"
+            f"{least:g} steps after which {lag} changes, with {gap}; there are {len(pairs)}"
         )
     xs, ys = zip(*pairs)
     size = math.sqrt(math.fsum(x * x for x in xs) * math.fsum(y * y for y in ys))

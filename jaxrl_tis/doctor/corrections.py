@@ -160,7 +160,7 @@ def _mass(case):
     if _in_errors(means, due) > case.thresholds["mean_usable"]:
         return means, due, metric
     logs = _logs_per_token(case)
-    is_told = len(logs) >= case.thresholds["min_steps"]
+    is_told = len(logs) >= max(case.thresholds["min_steps"], 2)
     return (logs, 0.0, f"(log {metric} / {LENGTH} + {K3})") if is_told else (means, due, metric)
 
 

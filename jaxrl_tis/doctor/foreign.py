@@ -138,7 +138,7 @@ def _read_values(logs, framework):
     """Returns the mapped values: (name -> {step: value}, name -> {step: value that is not finite}, number of
     replaced values). A name without any number is included, without values."""
     wanted = {name for row in framework.names for name in row.theirs}
-    values, nans, repeated = {}, {}, 0
+    values, repeated = {}, 0
     for log in logs:
         for row in log.rows:
             for logged, value in row.values.items():
@@ -152,19 +152,16 @@ def _read_values(logs, framework):
                     repeated += 1 + len(void)
                     for later in void:
                         del known[later]
-                        nans.get(name, {}).pop(later, None)
-                nans.setdefault(name, {}).pop(step, None)  # of a continued run the last counts
-                if not math.isfinite(value):
-                    nans[name][step] = value
-                if math.isnan(value):
-                    known.pop(step, None)
-                else:
-                    known[step] = value
-    for name, steps in nans.items():
-        if {math.inf, -math.inf} <= set(steps.values()):  # there is no mean of the two
-            values[name] = {step: x for step, x in values[name].items() if math.isfinite(x)}
-    nan_steps = {name: tuple(sorted(steps)) for name, steps in nans.items() if steps}
-    return values, nan_steps, repeated
+                known[step] = value
+    nans = {
+        name: tuple(sorted(step for step, x in steps.items() if not math.isfinite(x)))
+        for name, steps in values.items()
+    }
+    for name, steps in values.items():
+        has_both = {math.inf, -math.inf} <= set(steps.values())  # there is no mean of the two
+        is_number = math.isfinite if has_both else lambda x: not math.isnan(x)
+        values[name] = {step: x for step, x in steps.items() if is_number(x)}
+    return values, {name: steps for name, steps in nans.items() if steps}, repeated
 
 
 def _refuse_two_runs(logs, framework):
@@ -229,7 +226,7 @@ def load(paths: Sequence[str], wanted: str) -> Record:
     names = {name for log in logs for row in log.rows for name in row.values}
     texts = {name for log in logs for name in log.texts}
     if "phase" in texts and any(name.startswith(OURS) for name in names):
-        raise ValueError(f"{paths[0]} is a record of jaxrl_tis; give the folder that holds it")
+        raise ValueError(f"{paths[0]} is a record of jaxrl_tis; give the folder of one run alone")
     name, marks = recognise(names, wanted)
     framework = FRAMEWORKS[name]
     if name in VARIANTS and _marks_in(names, VARIANTS[name]):

@@ -22,9 +22,9 @@ BLOCKS = 10  # parts of the record, whose means are compared
 def _blocks(case: Case, metric: str) -> list[float]:
     """Returns the means of the BLOCKS equal parts of a record; KeyError with too few values."""
     values = [x for _, x in sorted(case.series[metric].items())] if metric in case.series else []
-    least = int(case.thresholds["frozen_steps"])
+    least = max(case.thresholds["frozen_steps"], BLOCKS)
     if len(values) < least:
-        raise KeyError(f"{least} values of {metric}, there are {len(values)}")
+        raise KeyError(f"{least:g} values of {metric}, there are {len(values)}")
     edges = [len(values) * i // BLOCKS for i in range(BLOCKS + 1)]
     return [statistics.fmean(values[a:b]) for a, b in zip(edges, edges[1:])]
 

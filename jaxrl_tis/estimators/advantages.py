@@ -205,7 +205,8 @@ def gdpo(
       rewards: not used, but for which are unknown.
       mask, group: see the module; the whole rollout batch must be in the call.
       reward_components: [B, C] the rewards of each sequence.
-      gdpo_weights: C weights of the components; None is 1 for each, as in verl.
+      gdpo_weights: C weights of the components; None is 1 for each, as in verl. A run has its components
+        in alphabetical order of their names.
       eps: of `grpo`.
 
     Returns adv [B, T].

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxrl_tis.build import Setup
 from jaxrl_tis.gate import ladder, report
+from jaxrl_tis.learner.trainer import scored_tokens
 from jaxrl_tis.runtime import processes
 
 
@@ -25,12 +26,13 @@ def split(
     "staleness" where another policy approximates pi_old.
 
     Args:
-      rows: a batch with logp_behav, logp_old and logp_prox [N,T].
+      rows: a batch with logp_behav, logp_old and logp_prox [N,T]; tokens that its update rejected count.
       params: of the policy that samples the next batch; only a fresh batch needs them.
       release_cache: frees the KV cache of the rollouts, before a fresh batch.
       heartbeat: called while a fresh batch is sampled and scored.
     """
-    gap = lambda after, before: ladder.gap(rows[after], rows[before], rows["mask"])
+    scored = scored_tokens(rows)
+    gap = lambda after, before: ladder.gap(rows[after], rows[before], scored)
     parts = {"total": gap("logp_prox", "logp_behav")}
     if setup.training.approximates_old_logp:
         release_cache()  # there is room for one

@@ -1,8 +1,9 @@
 """The update of a batch that arrives in parts: the gradient of each part is added on arrival."""
 
+import collections
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 
 from jaxrl_tis.diagnostics import attribution
 from jaxrl_tis.estimators import rank_masks
+from jaxrl_tis.fields import field
 from jaxrl_tis.learner.batch_layout import Rows, num_sequences, update_fields
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.state import base
@@ -18,6 +20,7 @@ from jaxrl_tis.rollouts.groups import Sample
 
 
 # Advantages with a mean, a scale or a count over all groups.
+RANKING = ("m2po", "kl_cov")  # objectives; clip_cov samples tokens, see its needs
 OF_BATCH = ("batch_mean", "gdpo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
@@ -31,6 +34,10 @@ def accumulation_blocker(setup: LearnerSetup) -> str | None:
         return setup.recompute_reason
     if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:
         return f"the mask {ranking[0]} ranks the tokens of the batch"
+    if chosen.objective[0] in RANKING:
+        return f"the objective {chosen.objective[0]} ranks the tokens of the batch"
+    if chosen.is_batch_normalized:
+        return "weights are divided by their mean over the batch"
     if chosen.advantage[0] in OF_BATCH:
         return f"the advantage {chosen.advantage[0]} looks at all groups of the batch"
     if chosen.aggregation == "prompt-mean":
@@ -68,7 +75,7 @@ def update_arriving(
     Returns (new state, samples in the order of their groups, their rows, metrics).
     """
     setup, waiting, sums, samples, scored, probes = trainer.setup, [], None, [], [], []
-    without_routes = 0
+    counts = collections.Counter()
     for part in parts:
         waiting += part
         # Whole groups, which advantages compare, and whole micro-batches.
@@ -80,7 +87,7 @@ def update_arriving(
             continue
         with phase("score"):
             rows = trainer.score(state, ready, sampled_by)
-        without_routes += trainer.score_metrics.get(WITHOUT_ROUTES, 0)
+        counts.update({name: x for name, x in trainer.score_metrics.items() if _is_count(name)})
         rows |= update_fields(len(ready), version, step, setup.config.seed)
         with phase("update"):
             probes.append(trainer.probe(state, rows, step))
@@ -89,7 +96,7 @@ def update_arriving(
         samples += ready
         scored.append(rows | {"logp_prox": rows["logp_old"]})
     order = np.argsort([s.group for s in samples], kind="stable")
-    rows = {name: np.concatenate([part[name] for part in scored])[order] for name in scored[0]}
+    rows = _joined(scored, order)
     num_tokens, count, values = rows["mask"].sum(), num_sequences(rows), {}
     probe = Probe.joined(probes, order)
     with phase("update"):
@@ -105,10 +112,27 @@ def update_arriving(
     if values:
         values |= attribution.shares(values)
         values |= trainer.variances(rows, probe, values["actor/grad_norm"], count)
-    measured = jax.device_get(measured) | trainer.score_metrics | values
-    if WITHOUT_ROUTES in measured:
-        measured[WITHOUT_ROUTES] = without_routes
+    measured = jax.device_get(measured) | trainer.score_metrics | values | counts
     return state, [samples[i] for i in order], rows, measured
+
+
+def _is_count(name: str) -> bool:
+    """Whether a metric of a score counts, so that a batch has the sum over its parts."""
+    return name == WITHOUT_ROUTES or name.startswith("harness/")
+
+
+def _joined(parts: Sequence[Rows], order: np.ndarray) -> Rows:
+    """Returns the rows of all parts. Samples without a token lack fields of records, which are padding
+    then."""
+    like = {name: x for part in parts for name, x in part.items()}
+
+    def of(part, name):
+        if name in part:
+            return part[name]
+        shape = len(part["mask"]), *like[name].shape[1:]
+        return np.full(shape, field(name).padding, like[name].dtype)
+
+    return {name: np.concatenate([of(part, name) for part in parts])[order] for name in like}
 
 
 def _added(

@@ -10,7 +10,7 @@ import ml_collections
 
 from jaxrl_tis.diagnostics import batch_metrics, correction_metrics, mismatch
 from jaxrl_tis.estimators import (
-    advantages, loss, methods, presets, rank_masks, returns, turn_credit,
+    advantages, loss, methods, presets, rank_masks, ratios, returns, turn_credit,
 )
 from jaxrl_tis.estimators.kl import penalized_rewards, sequence_kl
 from jaxrl_tis.estimators.methods import Method
@@ -317,13 +317,17 @@ def _kl(c: Correction, batch: Batch) -> jax.Array:
 
 
 def _rewards(c: Correction, batch: Batch) -> jax.Array:
-    """Returns the rewards [N] or, if turns are credited, [N,T]; [N,T] with the KL penalty of each
-    token if kl_placement is "reward"."""
+    """Returns the rewards [N] or, if turns are credited, [N,T]. If kl_placement is "reward", they are
+    less the KL penalty: of each token [N,T] for turns and for advantages of tokens, else of the
+    sequence [N], which a sequence without a token also has."""
     rewards = _credited(c, batch)
     if c.kl is None or c.kl_placement == "loss":
         return rewards
-    kl_coeff, batch = controlled(c, batch).kl_coeff, batch | {"mask": batch["sampled"]}
-    return penalized_rewards(rewards, batch["mask"], _kl(c, batch), kl_coeff)
+    kl_coeff, sampled = controlled(c, batch).kl_coeff, batch["sampled"]
+    kl = _kl(c, batch | {"mask": sampled})
+    if rewards.ndim == 1 and c.advantage[0] not in turn_credit.PER_TOKEN:
+        return rewards - jax.lax.stop_gradient(kl_coeff * ratios.masked_sum(kl, sampled, axis=1))
+    return penalized_rewards(rewards, sampled, kl, kl_coeff)
 
 
 def _credited(c: Correction, batch: Batch) -> jax.Array:

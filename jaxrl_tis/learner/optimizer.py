@@ -93,7 +93,8 @@ def align(
     and moments of tx."""
 
     def init(params):
-        alignment = controllers.gradient_alignment_init(params)
+        wide = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))  # of gradients
+        alignment = controllers.gradient_alignment_init(jax.tree.map(wide, params))
         return Aligned(alignment, tx.init(params), jnp.zeros(()), jnp.zeros(()))
 
     def update(grads, state, params):

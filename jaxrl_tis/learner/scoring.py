@@ -5,6 +5,7 @@ the mask are skipped.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -279,14 +280,18 @@ def make_logits(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
 
 def make_score_norms(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
     """Makes (params, batch [M, rows, ...]) -> |grad sum_t log pi(y_t)|^2 of each row [M, rows], by
-    a backward pass for each. Rows hold one sequence."""
+    a backward pass for each. Rows hold one sequence. The gradient is that of the trained parameters:
+    of an adapter its factors."""
 
     def log_prob(params, row):
         return jnp.sum(response_logprobs(params, learner, row))
 
     def squared_norm(params, row):
+        trained, base = lora.split(params)
+        whole = (lambda x: x) if base is None else functools.partial(lora.join_like, params, base)
+        one = jax.tree.map(lambda x: x[None], row)
         with learner.program.products():
-            gradient = jax.grad(log_prob)(params, jax.tree.map(lambda x: x[None], row))
+            gradient = jax.grad(lambda x: log_prob(whole(x), one))(trained)
         return jnp.square(optax.global_norm(gradient))
 
     return _by_micro_batch(

@@ -89,7 +89,10 @@ def accumulate_gradients(
         metrics = {name: x if adds_up(name) else x * share for name, x in metrics.items()}
         return value if scale is None else value * scale, (metrics, fields)
 
-    gradient = jax.grad(scaled_loss, has_aux=True)
+    def gradient(params, micro):
+        grads, rest = jax.grad(scaled_loss, has_aux=True)(params, micro)
+        wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))  # before sums
+        return jax.tree.map(wide, grads), rest
 
     def gradient_if_any(params, micro):
         # The total is not part of the choice, which would keep a second one.

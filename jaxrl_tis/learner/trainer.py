@@ -252,8 +252,9 @@ class Trainer:
             yield minibatch, packing.metrics(packer.shards), unpacked
 
     def with_prepared(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
-        """Returns the rows with the results of `prepare`, and stores their weights in `weights`."""
-        rows = rows | {name: np.asarray(value) for name, value in prepared.items()}
+        """Returns the rows with the results of `prepare`, and stores their weights in `weights`. The
+        field "scored" is their mask before any token was rejected."""
+        rows = rows | {"scored": rows["mask"]} | {name: np.asarray(value) for name, value in prepared.items()}
         self.weights = rows["weights"] if "weights" in rows else None
         return rows
 
@@ -401,8 +402,10 @@ def route_metrics(
     overlap = after(routes.overlap(own, rows["routes_behav"]))
     mask = rows["sampled"] & after(rows["routed_behav"])
     k = moe.top_k
-    metrics |= routes.flip_metrics(overlap, mask, num_chosen=k, num_experts=moe.num_experts)
-    metrics |= routes.flip_grid(overlap, mask, num_chosen=k)
+    metrics |= routes.flip_metrics(
+        overlap, mask, num_chosen=k, num_experts=moe.num_experts, response=rows["sampled"]
+    )
+    metrics |= routes.flip_grid(overlap, mask, num_chosen=k, response=rows["sampled"])
     return metrics | routes.gap_metrics(
         overlap, rows["logp_old"], rows["logp_behav"], mask & rows["mask"], num_chosen=k
     )
@@ -500,7 +503,9 @@ def reward_fields(samples: list[Sample], needs: Mapping[str, str]) -> Rows:
     if "greedy_rewards" in needs:
         fields["greedy_rewards"] = column("greedy_reward", np.float32)
     if "reward_components" in needs:
-        fields["reward_components"] = np.stack(list(components(samples).values()), axis=1)
+        parts = components(samples)
+        columns = [parts[name] for name in sorted(parts)] or [np.full(len(samples), np.nan, np.float32)]
+        fields["reward_components"] = np.stack(columns, axis=1)
     return fields
 
 
@@ -551,8 +556,8 @@ def sample_metrics(
     means = {f"reward/{name}": known.mean() for name, x in named.items() if len(known := _known(x))}
     if len(known := _known(rewards)):
         means["reward/std"] = known.std()
-    if rows["mask"].any():
-        means["actor/entropy"] = rows["entropy"][rows["mask"]].mean()
+    if (scored := scored_tokens(rows)).any():
+        means["actor/entropy"] = rows["entropy"][scored].mean()
     trajectories = [s.trajectory for s in samples]
     recorded = kept_metrics(trajectories) | reroute_metrics(trajectories)
     recorded |= episode_metrics(trajectories)
@@ -566,6 +571,11 @@ def sample_metrics(
             ~are_trained_on(samples, rows | {"rewards": rewards}, config.train.mask_truncated)
         ),
     }
+
+
+def scored_tokens(rows: Rows) -> np.ndarray:
+    """Returns the mask [N,T] of the tokens that were trained on or rejected by a mask."""
+    return rows["scored"] if "scored" in rows else rows["mask"]
 
 
 def _known(rewards: np.ndarray) -> np.ndarray:

@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 
 from jaxrl_tis.record.provenance import differences
 from jaxrl_tis.runtime import processes, storage
-from jaxrl_tis.runtime.cli import Unwritable
+from jaxrl_tis.runtime.cli import Interrupted, Unwritable
 
 MANIFEST = "manifest.json"
 CORRUPT, UNCOMMITTED = ".corrupt", ".uncommitted"
@@ -114,7 +114,7 @@ class Checkpoints:
             except Exception as error:
                 with contextlib.suppress(Exception):  # Orbax raises it once more, in this thread
                     self._manager.wait_until_finished()
-                if isinstance(error, jax.errors.JaxRuntimeError):
+                if isinstance(error, (jax.errors.JaxRuntimeError, Interrupted)):
                     raise
                 raise self._explained(step, error) from error
 
@@ -255,7 +255,10 @@ class Checkpoints:
             logging.error("%s: %s; restoring step %d instead.", self._directory, problem, chosen)
         return chosen
 
-    def _explained(self, step: int, error: Exception) -> Unwritable:
+    def _explained(self, step: int, error: Exception) -> Unwritable | Interrupted:
+        if storage.is_passing(error):
+            return Interrupted(f"checkpoint {step} could not be written to {self._directory}: {error}; "
+                               "the same command continues later")
         return Unwritable(f"checkpoint {step} could not be written to {self._directory}: "
                             f"{error}. The older steps {self.steps()} are intact; free space or "
                             "make the folder writable, then start the same command again to "

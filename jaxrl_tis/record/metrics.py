@@ -133,13 +133,9 @@ def parse_object(line: str) -> dict[str, Any]:
 
 
 def records_on_resume(records: list[dict[str, Any]], resume_step: int) -> list[dict[str, Any]]:
-    """Returns the records that a run resumed after `resume_step` keeps.
-
-    Warm-up may count its own steps. Its lines are kept if a line of a later phase is kept.
-    """
-    is_early = lambda record: record["step"] <= resume_step
-    has_begun = any(is_early(r) and r["phase"] != "warmup" for r in records)
-    return [r for r in records if is_early(r) or (has_begun and r["phase"] == "warmup")]
+    """Returns the records that a run resumed after `resume_step` keeps: those until then, and the
+    warm-up, which has steps of its own and no checkpoint within it."""
+    return [r for r in records if r["phase"] == "warmup" or r["step"] <= resume_step]
 
 
 class LineFile:

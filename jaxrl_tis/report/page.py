@@ -45,9 +45,12 @@ def _read_config(path: epath.Path) -> dict:
     if not path.exists():
         return {}
     try:
-        return json.loads(path.read_bytes())
+        content = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; restore or delete the file") from error
+    if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
+        raise ValueError(f'{path}: no object under "config", did a run write it?')
+    return content
 
 
 def _percent(run: Run, key: str, index: int) -> str:

@@ -56,9 +56,11 @@ class Run:
     failures: Sequence[Failure] = ()  # reward_errors.jsonl
 
     def curve(self, phase: str, key: str) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (steps [n], values [n]) of a metric."""
+        """Returns (steps [n], values [n]) of a metric, without the steps where its part of the tokens
+        is empty."""
+        share = key.rpartition("/")[0] + "/token_fraction"
         points = [(record["step"], record[key]) for record in self.records
-                  if record["phase"] == phase and key in record]
+                  if record["phase"] == phase and key in record and record.get(share) != 0]
         steps, values = np.array(points, float).reshape(-1, 2).T
         return steps, values
 
@@ -113,7 +115,7 @@ PLOTS = (
          {"training/rollout_probs_diff_max": "largest", "training/rollout_probs_diff_mean": "mean"},
          log=True, in_overview=True),
     Plot(GAP, "Correlation of the probabilities", {"training/rollout_actor_probs_pearson_corr": "r"}),
-    Plot(GAP, "KL divergence of learner from sampler",
+    Plot(GAP, "KL divergence, KL(sampler ‖ learner)",
          {"rollout_corr/kl": "k1", "rollout_corr/k3_kl": "k3"}, in_overview=True),
     Plot(GAP, "χ² divergence",
          {"rollout_corr/chi2_token": "per token", "rollout_corr/chi2_seq": "per sequence"}, log=True),
@@ -278,12 +280,12 @@ def flip_rates(run: Run) -> tuple[np.ndarray, list[int], list[int]] | None:
     for record in run.records:
         for name, x in record.items():
             found = pattern.fullmatch(name)
-            if found:
+            if found and record.get(f"mismatch/position_{found[2]}/token_fraction") != 0:
                 values.setdefault((int(found[1]), int(found[2])), []).append(x)
     if not values:
         return None
     layers, positions = (sorted(set(place)) for place in zip(*values))
-    rates = np.array([[np.mean(values[layer, at]) for at in positions] for layer in layers])
+    rates = np.array([[np.mean(values.get((layer, at), 0.0)) for at in positions] for layer in layers])
     end = np.flatnonzero(rates.any(axis=0)).max(initial=0) + 1
     return rates[:, :end], layers, positions[:end]
 

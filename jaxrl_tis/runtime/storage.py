@@ -70,6 +70,12 @@ def cache(name: str) -> pathlib.Path:
     return pathlib.Path(folder) / "jaxrl_tis" / name
 
 
+def is_passing(error: Exception) -> bool:
+    """Returns whether a bucket's client says that a later try may succeed."""
+    code = getattr(error, "code", None)
+    return code == 429 or isinstance(code, int) and code >= 500
+
+
 def children(path: epath.Path) -> list[epath.Path]:
     """Returns the sorted entries of a folder, [] if it does not exist. A bucket has no empty
     ones."""
@@ -247,8 +253,7 @@ class Mirror:
         try:
             yield
         except Exception as error:
-            code = getattr(error, "code", None)
-            if code == 429 or isinstance(code, int) and code >= 500:
+            if is_passing(error):
                 raise Interrupted(
                     f"{self.workdir} does not answer: {error}; the same command continues later"
                 ) from error

@@ -9,6 +9,8 @@ Examples:
     python -m jaxrl_tis.serve --config=configs/quickstart.py --host=0.0.0.0 --token_file=token.txt
 """
 
+import socket
+
 from absl import flags
 
 from jaxrl_tis import cli_flags
@@ -52,6 +54,13 @@ def main() -> None:
     token = read_token(TOKEN_FILE.value)
     if token is None and not is_loopback(HOST.value):
         raise ValueError(f"--host={HOST.value} is reachable from other machines; give --token_file")
+    try:
+        family = socket.AF_INET6 if ":" in HOST.value else socket.AF_INET
+        socket.create_server((HOST.value, PORT.value), family=family).close()
+    except OSError as error:
+        raise ValueError(
+            f"--host={HOST.value} --port={PORT.value}: {error.strerror}; give another --port"
+        ) from error
     config = as_begun(CONFIG.value, WORKDIR.value) if WORKDIR.value else CONFIG.value
     setup = build(config, penalties=True, top_n=LOGPROBS)
     limits = Limits(

@@ -206,6 +206,30 @@ def test_more_tokens_than_float32_counts(tmp_path, monkeypatch):
     assert "2 tokens are too many, because float32 counts up to 1" in refusal(dumps.write(tmp_path / "d.jsonl", [GOOD]))
 
 
+def test_a_renamed_column_has_to_be_there(tmp_path):
+    line = {"logp_behav": [-1, -1], "logp_old": [-1, -3], "mask": [1, 0]}
+    path = dumps.write(tmp_path / "d.jsonl", [line])
+    assert "has no 'loss_mask', which --columns names for mask" in refusal(path, renamed={"mask": "loss_mask"})
+
+
+def test_files_that_are_no_npz(tmp_path):
+    path = tmp_path / "a.npz"
+    with open(path, "wb") as file:
+        np.save(file, np.zeros(3))
+    assert "is not a .npz file of numbers" in refusal(path)
+    zeros = np.zeros(4096, np.float32)
+    np.savez_compressed(path, logp_behav=zeros, logp_old=zeros, lengths=np.array([4096]))
+    damaged = bytearray(path.read_bytes())
+    damaged[60:70] = b"\xff" * 10
+    path.write_bytes(damaged)
+    assert "is not a .npz file of numbers" in refusal(path)
+    empty = np.zeros((2, 0))
+    np.savez(path, logp_behav=empty, logp_old=empty, mask=empty)
+    assert "T at least 1" in refusal(path)
+    np.savez(path, logp_behav=zeros, logp_old=zeros, lengths=np.array(["a"]))
+    assert "column lengths: give whole numbers" in refusal(path)
+
+
 @pytest.mark.parametrize("value", ["logp_behav", "logp_behav=", "=x", "a=b,"])
 def test_names_of_columns_on_the_command_line(value, capsys):
     with pytest.raises(SystemExit) as end:

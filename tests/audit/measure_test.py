@@ -142,6 +142,35 @@ def test_no_mean_ratio_is_judged_by_a_few_sequences(tmp_path):
     assert "mass" not in found["verdict"]
 
 
+def test_sequences_without_a_token_make_no_mean_more_certain(tmp_path):
+    line = lambda ratio, on: {
+        "logp_old": [-1.0] * 10, "logp_behav": [-1.0 - float(np.log(ratio))] * 10, "mask": [on] * 10
+    }
+    lines = [*(line(ratio, 1) for ratio in (0.9, 0.9, 0.9, 1.1)), *[line(1.0, 0)] * 100]
+    assert "mass" not in judged(lines, tmp_path)["verdict"]
+
+
+def test_equal_constants_are_no_gap(tmp_path):
+    lines = [{"logp_old": [-1.0] * 20, "logp_behav": [-1.0] * 20}] * 8
+    assert judged(lines, tmp_path)["verdict"] == ["healthy"]
+
+
+def test_log_probs_that_rounding_put_above_zero_are_in_the_picture(tmp_path):
+    line = {"logp_old": [-1.0] * 12, "logp_behav": [-1.0] * 11 + [5e-5]}
+    report = measure.measure(dump.read(dumps.write(tmp_path / "d.jsonl", [line])))
+    assert np.sum(report["histogram"]["probabilities"]) == 12
+
+
+@pytest.mark.parametrize("flags, message", [
+    (dict(current_version=3), "--current_version needs the column version"),
+    (dict(num_experts=8), "--num_experts needs the column routes_behav"),
+])
+def test_flags_without_their_column_are_refused(flags, message, tmp_path):
+    path = dumps.write(tmp_path / "d.jsonl", [{"logp_old": [-1.0], "logp_behav": [-1.0]}])
+    with pytest.raises(ValueError, match=message):
+        measure.measure(dump.read(path), **flags)
+
+
 OUTLIER = [-1.0] * 199 + [-14.0]  # and the learner -1: a ratio of 442,413
 
 

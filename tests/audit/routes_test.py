@@ -143,6 +143,21 @@ def test_rows_stand_at_the_tokens_that_they_predict(tmp_path):
         assert layout.logp.tolist() == [0, -1, -2, 0, -3]
 
 
+def test_flips_stand_at_positions_of_the_response_and_at_layers_of_the_record(tmp_path):
+    """The first token has no route of the sampler, the third flips; layer 0 is no router."""
+    behav = [[[0, 0], [-1, -1]], [[0, 0], [0, 1]], [[0, 0], [2, 3]]]
+    old = [[[0, 0], [4, 5]], [[0, 0], [0, 1]], [[0, 0], [2, 4]]]
+    line = {"logp_behav": [-1.0] * 3, "logp_old": [-1.0] * 3, "prompt_tokens": 1}
+    lines = [line | {"routes_behav": behav, "routes_old": old}] * 32
+    report = measure.measure(dump.read(dumps.write(tmp_path / "d.jsonl", lines)))
+    flips = {
+        name.removeprefix("mismatch/route_flip_"): x for name, x in report["metrics"].items()
+        if name.startswith("mismatch/route_flip_")
+    }
+    assert flips["position_1"] == 0 and flips["position_2"] == 1 and "position_0" not in flips
+    assert flips["layer_1"] == 0.5 and "layer_0" not in flips
+
+
 LINE = {"logp_behav": [-1.0, -2.0], "logp_old": [-1.0, -2.0], "prompt_tokens": 1}
 GOOD = {"data": encoded([[[1, 2]]], "int16"), "shape": [1, 1, 2], "dtype": "int16"}
 

@@ -74,7 +74,7 @@ def test_messages_in_csv_are_json_or_as_python_prints_them(tmp_path):
 
 
 def test_cells_that_are_no_list_of_objects_stay_texts(tmp_path):
-    cells = ["[{1}, {2}]", "[{1: 2}, 3]", "{1, 2}"]
+    cells = ["[{1}, {2}]", "[{1: 2}, 3]", "{1, 2}", "{{1, 2}, {3}}", "{[0, 1]}", "[{{1}}]"]
     with open(tmp_path / "a.csv", "w", newline="") as file:
         csv.writer(file).writerows([["answer"], *([cell] for cell in cells)])
     assert [r.values["answer"] for r in files.read(str(tmp_path / "a.csv"), {})[0]] == cells

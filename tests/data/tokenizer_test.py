@@ -143,6 +143,8 @@ def test_bare_exceptions_of_a_tokenizer_are_of_their_text(tmp_path):
     tokenizers.Tokenizer(model).save(str(tmp_path / "a/tokenizer.json"))
     first, refused = load_tokenizer(tmp_path / "a").encodes(["a", "b"])
     assert first == [0] and isinstance(refused, ValueError) and "cannot encode" in str(refused)
+    with pytest.raises(ValueError, match="cannot encode"):
+        load_tokenizer(tmp_path / "a").encode("b")
 
 
 def test_the_digest_tells_tokenizers_and_templates_apart(tmp_path):
@@ -172,6 +174,14 @@ def test_a_last_message_that_the_template_does_not_write_is_refused(tmp_path):
     tokenizer = load_tokenizer(tmp_path / "a")
     found = tokenizer.chats([[{"role": "assistant", "content": c}] for c in ("abc", "", "ABC")])
     assert all("changes the assistant's last message" in str(x) for x in found)
+
+
+def test_a_last_message_with_tool_calls_is_refused(tmp_path):
+    jinja = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
+    write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=jinja)
+    call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+    [found] = load_tokenizer(tmp_path / "a").chats([[{"role": "assistant", "tool_calls": [call]}]])
+    assert isinstance(found, ValueError) and "has tool calls" in str(found)
 
 
 def test_a_last_message_that_the_template_cuts_is_refused(tmp_path):

@@ -66,6 +66,14 @@ def test_positions_of_packed_rows_begin_with_each_sequence():
     assert found == {"0": 0.5, "1": 0.0, "2": 0.0, "4": 0.0}
 
 
+def test_positions_count_from_the_first_token_of_the_response():
+    """Token 0 has no route, and token 2 flips."""
+    shared, mask = jnp.array([[[1], [1], [0]]]), jnp.array([[False, True, True]])
+    metrics = flip_metrics(shared, mask, num_chosen=1, num_experts=4, response=jnp.ones((1, 3), bool))
+    found = {name.rpartition("_")[2]: float(x) for name, x in metrics.items() if "position" in name}
+    assert found == {"0": 0.0, "1": 0.0, "2": 1.0}
+
+
 def test_flips_of_random_routes():
     rng = np.random.default_rng(0)
     old, behav = (

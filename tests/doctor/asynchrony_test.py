@@ -228,6 +228,20 @@ def test_the_metrics_it_reads_are_those_that_the_source_measures():
         assert f'"{name}":' in source, name
 
 
+def test_a_bound_of_zero_is_exceeded_by_any_gap(tmp_path):
+    changes = {"rollout.schedule": "areal(staleness=4)", "gate.max_k3": 0.0}
+    found = diagnose(write_run(tmp_path, probes(), changes))
+    assert evidence(found, "budget") == {"gate/total/k3 by its bound": math.inf}
+    none = probes(total_k3=0.0, engine_k3=0.0, staleness_k3=0.0)
+    assert "budget" not in diagnose(write_run(tmp_path, none, changes))["verdict"]
+
+
+def test_few_lags_are_too_few_for_a_correlation():
+    series = {"lag": {1: 0.0, 2: 1.0, 3: 0.0}, "gap": {1: 0.1, 2: 0.2, 3: 0.1}}
+    with pytest.raises(KeyError, match="4 steps after which lag changes"):
+        lag_correlation(Case(series, {}, THRESHOLDS | {"min_steps": 1.0}, 3), "gap", "lag")
+
+
 @pytest.mark.parametrize("noise, found", [(0.5, 0.0), (0.3, 0.913)])
 def test_few_steps_make_no_correlation(noise, found):
     """11 steps. A correlation of 0.79 is 2.8 standard errors of Fisher's z, one of 0.91 is 4.1."""

@@ -1,6 +1,7 @@
 """Verdicts on the logs of other frameworks: whose they are, what is read, what is missing."""
 
 import json
+import math
 
 import pytest
 
@@ -192,7 +193,7 @@ def test_a_few_names_are_enough_where_the_framework_is_told(tmp_path):
 
 def test_a_record_of_ours_is_not_anothers(tmp_path):
     runs.write_run(tmp_path)
-    with pytest.raises(ValueError, match="is a record of jaxrl_tis; give the folder"):
+    with pytest.raises(ValueError, match="is a record of jaxrl_tis; give the folder of one run"):
         foreign.diagnose([str(tmp_path / "metrics.jsonl")], "auto")
 
 
@@ -400,6 +401,14 @@ def test_a_restart_ends_the_branch_before_it(tmp_path):
             *logs.rows(logs.VERL, {}, range(51, 81))]
     found = foreign.diagnose([logs.write_verl(tmp_path / "a.jsonl", rows)], "auto")
     assert (found["verdict"], found["steps"]) == (["healthy"], [1, 80])
+
+
+def test_a_restart_at_a_step_without_a_number(tmp_path):
+    """Step 10 was NaN. The run goes on from there, and what it had logged after is void."""
+    rows = [*logs.rows(logs.VERL, {}, range(1, 10)), *logs.rows(logs.VERL, {KL: math.nan}, range(10, 11)),
+            *logs.rows(logs.VERL, {KL: 0.3}, range(11, 21)), *logs.rows(logs.VERL, {}, range(10, 13))]
+    record = foreign.load([str(logs.write_verl(tmp_path / "a.jsonl", rows))], "auto")
+    assert sorted(record.series[KL]) == [*range(1, 13)] and not record.nans
 
 
 @pytest.mark.parametrize("changes, fault", [

@@ -1,11 +1,16 @@
 """The parts of a batch's gap, and what a run does above its budget."""
 
+import json
+import os
+import signal
+
 import numpy as np
 import pytest
 
 from jaxrl_tis.gate import probe, report
 from jaxrl_tis.gate.report import MismatchError
 from jaxrl_tis.record import metrics
+from jaxrl_tis.runtime import cli
 from tests import tiny
 
 pytestmark = [pytest.mark.compiles]
@@ -28,6 +33,8 @@ def test_the_gap_is_split_by_hand():
     assert found == {"total": pytest.approx((1.1 + 0.3) / 2), "engine": pytest.approx(0.2),
                      "staleness": pytest.approx(0.5)}
     assert probe.metrics(parts)["gate/staleness/d_max"] == pytest.approx(1.0)
+    kept = rows() | {"mask": np.array([[False, True, False]]), "scored": rows()["mask"]}
+    assert probe.split(tiny.setup(), kept, None) == parts  # the gap of rejected tokens counts
 
 
 @pytest.mark.parametrize("bound, above, why", [
@@ -79,6 +86,22 @@ def test_where_another_policy_stands_in_the_engine_is_measured_on_a_fresh_batch(
     last = [r for r in metrics.read(tmp_path / "run") if r["phase"] == "train"][-1]
     assert 0 < last["gate/engine/d_mean"] < 0.1 * last["gate/total/d_mean"]
     assert "gate/staleness/d_mean" not in last
+
+
+def test_a_stop_request_within_a_probe_waits_for_the_record_of_its_step(tmp_path, monkeypatch):
+    def measure(setup, params, prompts, heartbeat):
+        os.kill(os.getpid(), signal.SIGTERM)
+        heartbeat()
+        return {"total": dict.fromkeys(report.MEASURES, 0.0)}
+
+    monkeypatch.setattr(report, "measure", measure)
+    with pytest.raises(cli.Interrupted):
+        tiny.run(
+            tmp_path / "run", rollout__old_logp_source="none", correction__weight="none",
+            correction__objective="decoupled", checkpoint__grace=0.0, **BUSY)
+    meta = json.loads((tmp_path / "run/checkpoints/1/meta/metadata").read_text())["meta"]
+    assert meta["step"] == meta["version"] == 1
+    assert [r["step"] for r in metrics.read(tmp_path / "run") if r["phase"] == "train"] == [1]
 
 
 @pytest.mark.parametrize("way, is_fresh", [("none", True), ("ring", False)])

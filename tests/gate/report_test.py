@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jaxrl_tis import build
+from jaxrl_tis import build, train
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.batch_layout import trajectory_rows
@@ -20,6 +20,7 @@ from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import attention
 from jaxrl_tis.rollouts.groups import Sample
+from jaxrl_tis.runtime import cli
 from jaxrl_tis.validate import validate
 from tests import commands, tiny
 from tests.gate import noisy
@@ -452,6 +453,19 @@ def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path):
     with pytest.raises(report.MismatchError, match="d_mean .* not within gate.max_.* = 1e-06"):
         tiny.run(tmp_path, gate__required=True, gate__max_d_mean=1e-6, warmup__steps=1)
     assert [r["phase"] for r in tiny.lines(tmp_path)] == ["warmup"]
+
+
+def test_a_stop_request_does_not_pass_a_required_gate(tmp_path, monkeypatch):
+    def asked(setup, params, heartbeat):
+        monkeypatch.undo()
+        raise cli.Interrupted
+
+    monkeypatch.setattr(train, "require", asked)
+    fields = dict(gate__required=True, gate__max_d_mean=1e-6, warmup__steps=1)
+    with pytest.raises(cli.Interrupted):
+        tiny.run(tmp_path, **fields)
+    with pytest.raises(report.MismatchError):
+        tiny.run(tmp_path, **fields)
 
 
 @pytest.mark.all

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import methods
-from jaxrl_tis.learner.arriving import OF_BATCH, accumulation_blocker, update_arriving
+from jaxrl_tis.fields import FIELDS
+from jaxrl_tis.learner.arriving import OF_BATCH, _joined, accumulation_blocker, update_arriving
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from tests import tiny
@@ -112,6 +113,14 @@ def test_advantages_of_parts_are_those_of_the_batch_or_wait_for_it(name):
     assert np.allclose(parts, of(group >= 0), rtol=1e-4) == (name not in OF_BATCH)
 
 
+def test_a_part_without_a_token_has_padding_for_what_others_recorded():
+    full = {"mask": np.ones((1, 2), bool), "kept": np.ones((1, 2, 3), np.int32)}
+    rows = _joined([full, {"mask": np.zeros((2, 2), bool)}], np.array([2, 0, 1]))
+    assert rows["kept"].shape == (3, 2, 3) and rows["kept"].dtype == np.int32
+    assert (rows["kept"][1] == 1).all() and (rows["kept"][[0, 2]] == FIELDS["kept"].padding).all()
+    assert rows["mask"].tolist() == [[False] * 2, [True] * 2, [False] * 2]
+
+
 @pytest.mark.parametrize("changes, reason", [
     (dict(), None),
     (dict(correction__advantage="batch_mean"), "the advantage batch_mean looks at all groups of the batch"),
@@ -122,6 +131,10 @@ def test_advantages_of_parts_are_those_of_the_batch_or_wait_for_it(name):
      "the aggregation prompt-mean counts the tokens of each prompt in the batch"),
     (dict(correction__environment_ce_coeff=0.1, **tiny.EPISODES),
      "the cross-entropy of environment tokens is a mean over those of the batch"),
+    (dict(correction__objective="kl_cov"), "the objective kl_cov ranks the tokens of the batch"),
+    (dict(correction__mode="bypass", correction__objective="reinforce", correction__batch_normalize=True,
+          train__pack_length=16, train__microbatch_rows=16),
+     "weights are divided by their mean over the batch"),
     (dict(correction__objective="clip_cov"), "clip_cov samples at random from the whole batch"),
     (dict(correction__advantage="gae", rollout__group_size=1, rollout__prompts=16),
      "the critic is updated after the policy"),

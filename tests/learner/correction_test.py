@@ -341,6 +341,18 @@ def test_kl_in_the_loss_leaves_the_rewards_alone():
     np.testing.assert_array_equal(correction._rewards(c, data), data["rewards"])
 
 
+def test_kl_in_the_reward_keeps_the_reward_of_an_answer_without_a_token():
+    """KL of 2 and 1 nats at two tokens, 0.1 each: 1 - 0.3. The second answer has no token."""
+    c = correction.parse(fields(advantage="rloo", kl="k1", kl_coeff=0.1, kl_placement="reward"))
+    sampled = np.array([[True, True], [False, False]])
+    logp = np.full((2, 2), -1, np.float32)
+    data = {"rewards": np.array([1.0, np.nan], np.float32), "sampled": sampled, "mask": sampled,
+            "logp_old": logp, "logp_ref": logp - np.array([[2, 1], [0, 0]], np.float32)}
+    np.testing.assert_allclose(correction._rewards(c, data), [0.7, np.nan], rtol=1e-6)
+    failed = data | {"rewards": np.array([1.0, -1.0], np.float32)}  # reward.on_error = -1
+    np.testing.assert_allclose(correction._rewards(c, failed), [0.7, -1.0], rtol=1e-6)
+
+
 def test_a_selection_draws_with_the_key_of_its_step():
     c = correction.parse(fields(masks="clip_cov"))
     draws = [update_fields(2, step - 1, step, seed=0)["draw"] for step in (1, 2)]

@@ -26,9 +26,10 @@ from jaxrl_tis.learner.scoring import (
     Learner, make_logits, make_score, make_score_norms, make_values, response_scores,
 )
 from jaxrl_tis.learner.step import (
-    TrainState, make_arriving_step, make_critic_step, make_supervised_step, make_train_step,
+    MicroLoss, TrainState, accumulate_gradients, make_arriving_step, make_critic_step,
+    make_supervised_step, make_train_step,
 )
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import lora, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
@@ -489,6 +490,29 @@ def test_score_norms_are_those_of_each_row():
         assert norms[row] == pytest.approx(
             sum(float(np.square(x).sum()) for x in leaves), rel=1e-3, abs=1e-6), row
     assert norms[7] == 0 and norms[0] > 1e-3
+
+
+def test_the_score_norms_of_an_adapter_are_those_of_its_factors():
+    data = batch()
+    rows = {name: data[name] for name in FORWARD}
+    shapes = transformer.abstract_params(CONFIG)
+    adapter = lora.Adapter.of(lora.parse("lora(rank=2)"), CONFIG, shapes)
+    factors = adapter.init(shapes, jax.random.key(1))
+    norms = lambda x: make_score_norms(LEARNER)(adapter.join(params(), x), cut(rows, 4)).reshape(B)
+    assert norms(factors)[0] > 0
+    # Of A = 0 and B = 0 both gradients are 0.
+    assert not np.any(norms(jax.tree.map(jnp.zeros_like, factors)))
+
+
+def test_sums_of_gradients_are_float32():
+    """256 and four times 1: in bfloat16 257 is 256."""
+    loss = lambda scores, x: (jnp.sum(scores * x[0]["c"]), ({}, {}))
+    micro = MicroLoss(lambda p, b: p["w"] * b["mask"].any(), loss)
+    data = {"mask": np.ones((5, 1, 1), bool), "c": np.array([256, 1, 1, 1, 1], np.float32).reshape(5, 1, 1)}
+    grads, *_ = accumulate_gradients(
+        LEARNER, micro, {"w": jnp.ones((), jnp.bfloat16)}, data, is_whole=False
+    )
+    assert grads["w"].dtype == jnp.float32 and grads["w"] == 260
 
 
 def test_the_drift_is_split_into_its_factors():

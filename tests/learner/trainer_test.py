@@ -13,7 +13,7 @@ from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.learner import trainer
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.step import TrainState
-from jaxrl_tis.learner.trainer import Trainer, sample_metrics
+from jaxrl_tis.learner.trainer import Trainer, reward_fields, sample_metrics
 from jaxrl_tis.models import transformer
 from jaxrl_tis.rollouts.groups import Sample
 from tests import tiny
@@ -144,6 +144,15 @@ def test_the_old_policy_stays_fixed_while_the_learner_moves():
     assert not np.array_equal(key(seen[0]), key(seen[2]))  # another order in the next epoch
 
 
+def test_components_stand_in_the_order_of_their_names():
+    sample = lambda parts: Sample(None, {}, "", 0.0, 0.0, 0, components=parts)
+    columns = lambda *parts: reward_fields([sample(x) for x in parts], {"reward_components": "gdpo"})
+    np.testing.assert_array_equal(
+        columns({"b": 1.0}, {"a": 3.0, "b": 2.0})["reward_components"], [[np.nan, 1.0], [3.0, 2.0]]
+    )
+    assert np.isnan(columns({}, {})["reward_components"]).tolist() == [[True], [True]]
+
+
 def test_metrics_of_the_samples_by_hand():
     samples = fake_samples(4)
     rewards = [1.0, 1.0, 0.0, 2.0]
@@ -156,6 +165,9 @@ def test_metrics_of_the_samples_by_hand():
     assert values["reward/mean"] == 1.0 and values["reward/score_mean"] == 0.5
     assert values["reward/std"] == pytest.approx(0.5**0.5)  # deviations 0, 0, -1, 1
     assert values["reward/zero_std_group_ratio"] == 0.5
+    assert values["actor/entropy"] == 1.5
+    rejected = rows | {"scored": np.ones((2, 2), bool)}
+    assert sample_metrics(samples, rejected, config)["actor/entropy"] == 5.25  # of 9, 1, 9 and 2
     alike = sample_metrics(samples, rows | {"rewards": np.ones(4)}, config)
     assert alike["reward/zero_std_group_ratio"] == 1.0
     assert values["response_length/mean"] == 1.75 and values["response_length/max"] == 3  # 1 2 3 1

@@ -395,9 +395,31 @@ MUTANTS = [
     *of(
         "learner/arriving.py",
         ("samples without routes are those of the last part",
-         "without_routes += trainer.score_metrics", "without_routes = trainer.score_metrics",
+         "counts.update({name", "counts = dict({name",
          "test_samples_without_routes_are_counted_over_all_parts"),
         tests="learner/routing_test.py",
+    ),
+    *of(
+        "learner/arriving.py",
+        ("a part divides its weights by its own mean", "if chosen.is_batch_normalized:", "if False:",
+         "test_what_keeps_a_learner_waiting_for_the_whole_batch"),
+        ("a field that one part lacks ends the step", "if name in part:", "if True:",
+         "test_a_part_without_a_token_has_padding_for_what_others_recorded"),
+        tests="learner/arriving_test.py",
+    ),
+    *of(
+        "learner/step.py",
+        ("micro-batches are summed in the parameters' dtype", "return jax.tree.map(wide, grads), rest",
+         "return grads, rest", "test_sums_of_gradients_are_float32"),
+        tests="learner/step_test.py",
+    ),
+    *of(
+        "learner/trainer.py",
+        ("the entropy is that of accepted tokens", 'rows["scored"] if "scored" in rows else rows["mask"]',
+         'rows["mask"]', "test_metrics_of_the_samples_by_hand"),
+        ("components stand as they came", "for name in sorted(parts)]", "for name in parts]",
+         "test_components_stand_in_the_order_of_their_names"),
+        tests="learner/trainer_test.py",
     ),
     *of(
         "learner/step.py",

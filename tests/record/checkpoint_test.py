@@ -16,6 +16,7 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxrl_tis.record import checkpoint
+from jaxrl_tis.runtime import cli
 
 pytestmark = pytest.mark.by_jax("orbax and the layout of arrays")
 
@@ -65,6 +66,34 @@ def test_a_lost_process_is_no_fault_of_the_folder(tmp_path, monkeypatch):
                 m.setattr(checkpoints, name, fails)
                 checkpoints.save(1, make_state(1), META)
         assert error.value is gone
+
+
+@pytest.mark.parametrize("code, expected", [
+    (503, cli.Interrupted), (429, cli.Interrupted), (403, cli.Unwritable),
+])
+def test_a_bucket_that_fails_for_now_interrupts_the_run(tmp_path, code, expected):
+    class HttpError(Exception):
+        pass
+
+    def upload():
+        error = HttpError("of the bucket")
+        error.code = code
+        raise error
+
+    checkpoints = checkpoint.Checkpoints(tmp_path, 1, before_commit=upload)
+    checkpoints.save(1, make_state(1), META)
+    with pytest.raises(expected, match="checkpoint 1 could not be written"):
+        checkpoints.wait()
+
+
+def test_an_interrupted_upload_stays_one(tmp_path):
+    def upload():
+        raise cli.Interrupted("the bucket does not answer")
+
+    checkpoints = checkpoint.Checkpoints(tmp_path, 1, before_commit=upload)
+    checkpoints.save(1, make_state(1), META)
+    with pytest.raises(cli.Interrupted, match="the bucket does not answer"):
+        checkpoints.wait()
 
 
 def test_what_ends_the_block_is_told_before_a_save_that_failed(tmp_path, monkeypatch, caplog):

@@ -131,9 +131,9 @@ def test_warmup_counts_its_own_steps(resume_step, expected):
     assert [(record["phase"], record["step"]) for record in kept] == expected
 
 
-def test_resume_within_warmup():
+def test_the_warm_up_has_steps_of_its_own():
     written = [{"step": step, "phase": "warmup"} for step in (0, 10, 20)]
-    assert metrics.records_on_resume(written, 10) == written[:2]
+    assert metrics.records_on_resume([*written, {"step": 1, "phase": "train"}], 0) == written
 
 
 def test_a_new_start_sets_the_old_record_aside(tmp_path):

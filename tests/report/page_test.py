@@ -159,6 +159,14 @@ def test_run_without_training_yet(tmp_path):
     assert page.rows[1][2:] == ["–", "– → –", "– → –", "–", "–", "–", "–", "–", "0s"]
 
 
+@pytest.mark.parametrize("content", ["[1]", "{}", '{"config": 3}'])
+def test_a_config_of_something_else_is_named(content, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "phase": "train"}\n')
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match='no object under "config"'):
+        load([tmp_path])
+
+
 def test_missing_workdir_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere"):
         write([tmp_path / "nowhere"], tmp_path / "report.html")

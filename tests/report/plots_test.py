@@ -93,6 +93,16 @@ def test_flips_by_layer_and_position():
     assert [label.get_text() for label in axes.get_xticklabels()] == ["0", "1"]
 
 
+def test_parts_without_a_token_are_left_out():
+    gap, share = "mismatch/turn_2/log_ratio_abs_mean", "mismatch/turn_2/token_fraction"
+    records = [{"step": s, "phase": "train", gap: 0.1 * x, share: x} for s, x in ((1, 0.0), (2, 0.5))]
+    steps, values = plots.Run("a", "black", records, {}).curve("train", gap)
+    assert steps.tolist() == [2] and values.tolist() == [0.05]
+    run = grid_run([[0.3, 0.0, 0.0]] * 2, [[0.0, 0.0, 0.0]] * 2)
+    run.records[1]["mismatch/position_0/token_fraction"] = 0.0
+    np.testing.assert_allclose(plots.flip_rates(run)[0], [[0.3], [0.3]])
+
+
 def test_the_picture_of_flips_is_drawn_where_they_are_recorded():
     notes = lambda *runs: [note for drawn in plots.figures(runs).values() for _, note in drawn]
     of_flips = [note for note in notes(grid_run([[0.1] * 3] * 2)) if note.startswith("experts: ")]
@@ -120,8 +130,8 @@ def test_nothing_to_draw_is_an_error(tmp_path):
 
 def test_a_caption_names_the_metrics_that_mean_different_things():
     of = {plot.title: plot for plot in plots.PLOTS}
-    assert of["KL divergence of learner from sampler"].caption.startswith("k1: KL of learner")
-    assert " k3: " in of["KL divergence of learner from sampler"].caption
+    assert of["KL divergence, KL(sampler ‖ learner)"].caption.startswith("k1: KL(sampler ‖ learner)")
+    assert " k3: " in of["KL divergence, KL(sampler ‖ learner)"].caption
     assert of["Probability difference"].caption.startswith("Δp, the difference")  # of both
     assert of["Held-out accuracy, greedy"].caption.endswith(" Band: 95 % Wilson interval.")
     assert of["Probability difference"].unit == "probability"
