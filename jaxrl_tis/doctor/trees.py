@@ -184,7 +184,8 @@ CAUSES = (
         "A.routing", "the routers of sampler and learner choose different experts",
         "Replay the sampler's routes in the learner (arXiv:2510.11370). As a cheap first step, "
         "mask tokens whose ratio leaves a band (IcePop, arXiv:2510.18855). In docs/referee.md a k3 of "
-        "0.03 nats with answers of 4 tokens needed neither; GSPO's ratio to the sampler did harm.",
+        "0.03 nats cost nothing with answers of 4 tokens, and 0.04 of reward with 24, where token "
+        "weights helped a little; GSPO's ratio to the sampler did harm.",
         all_of=(ROUTED, Clause("run/route_gap_share", ">=", "route_share")), parent="A",
         changes=REPLAYED,
     ),
@@ -194,8 +195,8 @@ CAUSES = (
         "If you need the speed, let the learner multiply as the sampler does (model.quantization; "
         "arXiv:2601.14243, 2604.07853). Or keep the gap and correct it, with token weights "
         "(arXiv:2601.18150, 2602.13953) or centred scores (arXiv:2609.20807; correction.preset "
-        "centered or centered_tis_2). In docs/referee.md int8 alone (k3 of 0.0004 nats, answers of 4 "
-        "tokens) cost nothing with or without a correction.",
+        "centered or centered_tis_2). In docs/referee.md int8 alone (k3 up to 0.001 nats, answers of 4 "
+        "and 24 tokens) cost nothing with or without a weight.",
         all_of=(is_so("config/is_quantized"),), parent="A", changes=SAME_QUANTIZATION,
     ),
     Finding(
@@ -244,7 +245,9 @@ CAUSES = (
     ),
     Finding(
         "B.lag", "the samples are stale, and most of the gap comes from their age",
-        "Sample with fresher weights first (a smaller staleness bound). Then correct the rest.",
+        "Sample with fresher weights first (a smaller staleness bound). Then correct the rest. In "
+        "docs/referee.md the decoupled loss (preset async) regained all that four steps of age had cost "
+        "answers of 24 tokens.",
         all_of=(Clause("run/engine_share", "<", "engine_share"),),
         any_of=(
             *GAP, Clause(KL, ">", "kl_fine", "steady"), Clause(CHI2, ">", "chi2_moderate", "steady"),
@@ -263,10 +266,10 @@ CAUSES = (
     ),
     Finding(
         "escalate.system", "the gap is too large for weights and rejection",
-        "Reduce the gap itself: precision, kernels, routing, fresher weights. At this size every "
-        "correction costs more than the repair. In docs/referee.md none was better than no correction "
-        "at such gaps, and with answers of 24 tokens sequence weights, geometric masks and GSPO's ratio "
-        "to the sampler collapsed the runs.",
+        "Reduce the gap itself: precision, kernels, routing, fresher weights. In docs/referee.md no "
+        "correction was better than none with noise on the sampler's weights (k3 of 1.4 nats), and with "
+        "answers of 24 tokens sequence weights, geometric masks and GSPO's ratio to the sampler collapsed "
+        "the runs. Age alone was corrected there (k3 of 0.6 nats), by the decoupled loss (preset async).",
         any_of=(Clause(CHI2, ">", "chi2_systems", "steady"), *_rejected("rejected_stop")),
         changes=SAME_ENGINE,
     ),
