@@ -145,7 +145,7 @@ def test_rows_stand_at_the_tokens_that_they_predict(tmp_path):
 
 def test_flips_stand_at_positions_of_the_response_and_at_layers_of_the_record(tmp_path):
     """The first token has no route of the sampler, the third flips; layer 0 is no router."""
-    behav = [[[0, 0], [-1, -1]], [[0, 0], [0, 1]], [[0, 0], [2, 3]]]
+    behav = [[[-1, -1], [-1, -1]], [[0, 0], [0, 1]], [[0, 0], [2, 3]]]
     old = [[[0, 0], [4, 5]], [[0, 0], [0, 1]], [[0, 0], [2, 4]]]
     line = {"logp_behav": [-1.0] * 3, "logp_old": [-1.0] * 3, "prompt_tokens": 1}
     lines = [line | {"routes_behav": behav, "routes_old": old}] * 32
