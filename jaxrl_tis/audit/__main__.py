@@ -79,8 +79,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     with concurrent.futures.ThreadPoolExecutor() as pool:
         doctor = pool.submit(_doctor)
         read = dump.read(args.dump, args.columns, args.routes_shape)
-        if args.routes_shape and not read.routes:
-            raise ValueError("--routes_shape needs the column routes_behav or routes_old")
         report = measure.measure(read, args.current_version, args.num_experts)
     report["doctor"] = doctor.result().verdict(report)
     print(table.text(report))

@@ -77,6 +77,8 @@ def read(
         dump = _collect(path, "row", enumerate(_rows(path, ours, hidden)), routes_shape)
     else:
         raise ValueError(f"{path}: the ending is unknown; give a .jsonl, .jsonl.gz or .npz file")
+    if routes_shape is not None and not dump.routes:
+        raise ValueError("--routes_shape needs the column routes_behav or routes_old")
     for column, theirs in renamed.items():
         if column not in (*dump.columns, "lengths"):
             raise ValueError(f"{path} has no {theirs!r}, which --columns names for {column}")

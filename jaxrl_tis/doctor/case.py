@@ -268,6 +268,15 @@ def approximates_old_logp(case: Case) -> bool:
         return False
 
 
+def leaves_out_lags(case: Case) -> bool:
+    """Returns whether the run may have stale tokens and a record without their lag."""
+    try:
+        is_compact = case.setting("metrics.record") == "compact"
+        return is_compact and (is_ahead(case) or bool(case.setting("rollout.replay")))
+    except KeyError:  # written by code without these fields
+        return False
+
+
 def _is_stale(case):
     """Returns whether tokens are older than the weights that learn; KeyError where no record tells."""
     lags = case.recent(LAG)

@@ -12,7 +12,7 @@ from etils import epath
 
 from jaxrl_tis.doctor import asynchrony, corrections, depth, effects, frozen
 from jaxrl_tis.doctor.case import (
-    FLIPS, IS_VALID, LAG, OPS, THRESHOLDS, TREE_FACTS, Case, Clause, Finding, is_ahead,
+    FLIPS, IS_VALID, LAG, OPS, THRESHOLDS, TREE_FACTS, Case, Clause, Finding, leaves_out_lags,
 )
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 from jaxrl_tis.record import failures, metrics
@@ -64,8 +64,7 @@ def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
                 series.setdefault(name, {})[record["step"]] = value
     config = read_config(workdir / "config.json")
     case = Case(series, config, limits, last_step, nans=nans)
-    is_compact = config.get("metrics", {}).get("record") == "compact"
-    if is_compact and (is_ahead(case) or config["rollout"].get("replay")):
+    if leaves_out_lags(case):
         case = dataclasses.replace(case, unlogged=frozenset({LAG}))
     return adapted(case)
 

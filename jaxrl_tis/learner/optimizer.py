@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import ml_collections
 import optax
 
-from jaxrl_tis.estimators import controllers
+from jaxrl_tis.estimators import controllers, ratios
 
 FIRST_SCALE, MAX_SCALE, SCALE_EVERY = 2.0**16, 2.0**24, 400  # of losses, see `scale_loss`
 SCHEDULES = ("constant", "linear", "cosine")
@@ -93,8 +93,8 @@ def align(
     and moments of tx."""
 
     def init(params):
-        wide = lambda p: jnp.zeros(p.shape, jnp.promote_types(p.dtype, jnp.float32))  # of gradients
-        alignment = controllers.gradient_alignment_init(jax.tree.map(wide, params))
+        # Gradients are float32 whatever the parameters are.
+        alignment = controllers.gradient_alignment_init(jax.tree.map(ratios.as_float, params))
         return Aligned(alignment, tx.init(params), jnp.zeros(()), jnp.zeros(()))
 
     def update(grads, state, params):

@@ -91,8 +91,7 @@ def accumulate_gradients(
 
     def gradient(params, micro):
         grads, rest = jax.grad(scaled_loss, has_aux=True)(params, micro)
-        wide = lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32))  # before sums
-        return jax.tree.map(wide, grads), rest
+        return jax.tree.map(ratios.as_float, grads), rest  # before sums
 
     def gradient_if_any(params, micro):
         # The total is not part of the choice, which would keep a second one.

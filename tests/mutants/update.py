@@ -409,7 +409,7 @@ MUTANTS = [
     ),
     *of(
         "learner/step.py",
-        ("micro-batches are summed in the parameters' dtype", "return jax.tree.map(wide, grads), rest",
+        ("micro-batches are summed in the parameters' dtype", "return jax.tree.map(ratios.as_float, grads), rest",
          "return grads, rest", "test_sums_of_gradients_are_float32"),
         tests="learner/step_test.py",
     ),
