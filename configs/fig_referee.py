@@ -19,15 +19,17 @@ from jaxrl_tis.sweep import Arm
 INT8 = {"engine.quantization": "w8a8"}
 EXPERTS = ("num_experts", "experts_per_token", "expert_dim", "shared_expert_dim", "router")
 MODEL = {f"model.{name}": fig_routing.get_config().model[name] for name in EXPERTS}
+REINFORCE = {"correction.mode": "bypass", "correction.objective": "reinforce"}
+UNSYNCHRONISED = ("stale", "in-flight")
 # Gap -> (fields of all arms, fields that make the gap)
 GAPS = {
     "int8": ({}, INT8),
     "noise": ({}, {"engine.injected": "weights(scale=0.3)"}),
     "routes": (MODEL, INT8 | {"engine.injected": "router(scale=0.3)"}),
     **dict.fromkeys(
-        ("stale", "in-flight"),
+        UNSYNCHRONISED,
         (
-            {"correction.mode": "bypass", "correction.objective": "reinforce"},
+            REINFORCE,
             {"rollout.schedule": "areal(staleness=4)", "rollout.old_logp_source": "none"},
         ),
     ),
@@ -75,6 +77,7 @@ DECOUPLED = {
     "correction.objective": "decoupled(upper=5.0, clip_high=0.28)",
 }
 EXACT = "exact engine"  # the arm without a gap
+CONTROL = "REINFORCE"  # `none` with the loss of KPop, IPO and centering; no arm, in no comparison
 
 
 def get_config():
@@ -105,6 +108,14 @@ def arms_of(gap: str, length: str) -> dict[str, Arm]:
     if "rollout.schedule" in fields:
         arms["decoupled PPO"] |= DECOUPLED
     return arms | {EXACT: shared | _weight("none")}
+
+
+def control_of(gap: str, length: str) -> dict[str, Arm]:
+    """Returns {CONTROL: its fields}, empty where `none` itself has that loss."""
+    if gap in UNSYNCHRONISED:
+        return {}
+    model, fields = GAPS[gap]
+    return {CONTROL: LENGTHS[length] | model | fields | _weight("none") | REINFORCE}
 
 
 def sweep():

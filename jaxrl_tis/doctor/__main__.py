@@ -86,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         help=f"replace a threshold: {', '.join(THRESHOLDS)}",
     )
     args = parser.parse_args(argv)
+    cli.check_folder("json", args.json)
     is_foreign = args.source or len(args.paths) > 1 or readers.is_log(foreign.path_of(args.paths[0]))
     if is_foreign:
         diagnosis = foreign.diagnose(args.paths, args.source or "auto", dict(args.threshold))

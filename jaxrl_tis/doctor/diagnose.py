@@ -8,14 +8,13 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etils import epath
-
 from jaxrl_tis.doctor import asynchrony, corrections, depth, effects, frozen
 from jaxrl_tis.doctor.case import (
     FLIPS, IS_VALID, LAG, OPS, THRESHOLDS, TREE_FACTS, Case, Clause, Finding, leaves_out_lags,
 )
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
 from jaxrl_tis.record import failures, metrics
+from jaxrl_tis.record.provenance import saved_config
 from jaxrl_tis.runtime import storage
 
 COUNTS = ("window", "min_steps", "surge_steps")  # thresholds that count steps
@@ -23,26 +22,6 @@ SINGLE = ("mean", "max", "steady")  # statistics of one window
 FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS | corrections.FACTS | frozen.FACTS | depth.FACTS
 
 # Reading
-
-
-def read_config(path: epath.Path) -> dict[str, Any]:
-    """Returns the configuration in a config.json, {} without such a file.
-
-    Raises:
-      ValueError: the file is not one that a run writes; names the file and the line.
-    """
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_bytes().decode(errors="replace"))
-    except json.JSONDecodeError as error:
-        raise ValueError(
-            f"{path}, line {error.lineno}: not JSON ({error.msg}); restore the file"
-        ) from error
-    is_config = isinstance(content, dict) and "config" in content
-    if not is_config or not isinstance(content["config"], dict):
-        raise ValueError(f'{path}, line 1: no object under "config", did a run write it?')
-    return content["config"]
 
 
 def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
@@ -62,7 +41,7 @@ def load(workdir: str | os.PathLike, thresholds: Mapping[str, float]) -> Case:
                 nans.setdefault(name, []).append(record["step"])
             else:
                 series.setdefault(name, {})[record["step"]] = value
-    config = read_config(workdir / "config.json")
+    config = saved_config(workdir) or {}
     case = Case(series, config, limits, last_step, nans=nans)
     if leaves_out_lags(case):
         case = dataclasses.replace(case, unlogged=frozenset({LAG}))

@@ -22,7 +22,6 @@ ABS_GAP, ABS_GAP_MAX = "mismatch/log_ratio_abs_mean", "mismatch/log_ratio_abs_ma
 DP_MEAN = "training/rollout_probs_diff_mean"
 RATIO = "mismatch/ratio_mean_token"  # mean of the ratio before any bound, of tokens or sequences
 WEIGHT_MEAN, WEIGHT_MIN, WEIGHT_MAX = (f"rollout_corr/rollout_is_{x}" for x in ("mean", "min", "max"))
-TRUNCATED = "response_length/truncated_ratio"
 KL_REF = "actor/kl_loss"  # of the policy to its reference
 SAMPLER_LOGP = "rollout_corr/rollout_log_ppl"  # minus the sampler's mean log-prob of its own tokens
 REWARD = "reward/mean"
@@ -180,7 +179,7 @@ TRL = Framework(
             WEIGHT_MIN: "sampling/importance_sampling_ratio/min",
             WEIGHT_MAX: "sampling/importance_sampling_ratio/max",
             CORRECTED: "sampling/importance_sampling_ratio/mean",
-            TRUNCATED: "completions/clipped_ratio", KL_REF: "kl",
+            KL_REF: "kl",
         }),
         *_alternatives(CLIPPED, "clip_ratio/region_mean", "clip_ratio"),
         *_alternatives(LENGTH, "completions/mean_length", "completion_length"),
@@ -225,7 +224,7 @@ OPENRLHF = Framework(
     names=(
         *_rows({
             KL: "vllm_kl", CORRECTED: "vllm_kl", PPO_KL: "ppo_kl", CLIPPED: "ppo_clip_ratio",
-            TRUNCATED: "rollout/truncated_rate", KL_REF: "kl",
+            KL_REF: "kl",
         }),
         *_alternatives(LENGTH, "rollout/response_length_mean", "response_length"),
     ),
@@ -251,7 +250,7 @@ SLIME = Framework(
             PPL: "train/mis_ppl_ratio", MEAN_GAP: "train/mis_log_ppl_abs_diff",
             CHI2: "train/mis_chi2_token", CHI2_SEQ: "train/mis_chi2_seq",
             PPO_KL: "train/ppo_kl", CLIPPED: "train/pg_clipfrac",
-            LENGTH: "rollout/response_len/mean", TRUNCATED: "rollout/truncated_ratio",
+            LENGTH: "rollout/response_len/mean",
             WEIGHT_MEAN: "train/mis_tis_weight_after_bound", KL_REF: "train/kl_loss",
         }),
         Named(SAMPLER_LOGP, ("rollout/rollout_log_probs",), lambda logp: -logp),

@@ -185,7 +185,8 @@ def gmpo(
     geometric mean damps; the band is wide (0.4 nats), and the mean is no importance ratio.
 
     Args:
-      weights: [B, T] importance weights, or None for 1.
+      weights: [B, T] importance weights, or None for 1. A weight of 0 multiplies its response of T
+        tokens by 1e-10^(1/T).
       clip_low: width of the band of log-ratios below 0, nats; 0.4 as in the paper.
       clip_high: width above 0, nats; 0.4 as in the paper.
 

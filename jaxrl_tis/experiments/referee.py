@@ -24,14 +24,17 @@ from jaxrl_tis.experiments.figures import Interval
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.runtime import cli
 
-NONE, EXACT = "none", fig_referee.EXACT
+NONE, EXACT, CONTROL = "none", fig_referee.EXACT, fig_referee.CONTROL
+OF_LOSS = ("KPop", "IPO", "centering", "centering + TIS")  # the arms with the loss of the control
+HALF = 40  # steps of a run of half the budget
 MARGIN = 0.05  # of the reward; a gap whose cost is surely below it needs no correction
 Gains = dict[str, dict[int, float]]  # correction -> seed -> gain
 
 
-def gain(run: Run) -> float:
-    """Returns the held-out reward at the end minus that before the first step."""
-    values = run.series[referee_runs.REWARD]
+def gain(run: Run, budget: float = np.inf) -> float:
+    """Returns the held-out reward at the end minus that before the first step, of a run that ends after
+    `budget` steps."""
+    values = run.series[referee_runs.REWARD][run.series["eval/steps"] <= budget]
     return float(values[1:][-figures.LAST :].mean() - values[0])
 
 
@@ -50,8 +53,12 @@ def by_part(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
     return parts
 
 
-def gains_of(arms: Mapping[str, Sequence[Run]]) -> Gains:
-    return {name: {run.seed: gain(run) for run in runs} for name, runs in arms.items()}
+def is_control(run: Run) -> bool:
+    return run.arm.endswith(f"/{CONTROL}")
+
+
+def gains_of(arms: Mapping[str, Sequence[Run]], budget: float = np.inf) -> Gains:
+    return {name: {run.seed: gain(run, budget) for run in runs} for name, runs in arms.items()}
 
 
 def paired(one: Mapping[int, float], other: Mapping[int, float]) -> np.ndarray:
@@ -141,7 +148,7 @@ def size_of_gap(runs: Sequence[Run]) -> float:
 
 def complete(runs: Sequence[Run]) -> tuple[dict[str, dict[str, list[Run]]], list[str]]:
     """Returns (the parts that have all of their runs, as `by_part` does; what the others have)."""
-    parts, others = by_part(runs), []
+    parts, others = by_part([run for run in runs if not is_control(run)]), []
     for part, arms in list(parts.items()):
         wanted = {(n, seed) for n in fig_referee.arms_of(*part.split("/")) for seed in referee_runs.SEEDS}
         missing = wanted - {(name, run.seed) for name, runs in arms.items() for run in runs}
@@ -155,16 +162,8 @@ def tables(runs: Sequence[Run], gradients: Sequence[Mapping]) -> str:
     """Returns Markdown: the decisions, all arms over all parts, and each part, of the complete parts."""
     parts, others = complete(runs)
     gains = {part: gains_of(arms) for part, arms in parts.items()}
-    lines, blocks = [], [f"Not complete, and left out: {', '.join(others)}."] if others else []
-    listed = lambda names: ", ".join(names) or "–"
-    for part, arms in parts.items():
-        gap, length = part.split("/")
-        lines.append([
-            gap, f"{size_of_gap(arms[NONE]):.2g}", length, advice(gains[part]),
-            listed(verdicts(gains[part])[1]), figures.interval(cost_of_gap(gains[part])),
-        ])
-    header = ["gap", "k3, nats per token", "answers", "take", "worse than none", "cost of the gap"]
-    blocks.append(figures.rows(header, lines))
+    blocks = [f"Not complete, and left out: {', '.join(others)}."] if others else []
+    blocks += [decisions(parts), f"With {HALF} of 80 steps:\n\n{decisions(parts, HALF)}"]
     has_run = lambda name: any(name in g for g in gains.values())
     names = [n for n in (*fig_referee.CORRECTIONS, EXACT) if n != NONE and has_run(n)]
     lines = [[name, figures.interval(overall(gains, name, len(names)))] for name in names]
@@ -177,9 +176,44 @@ def tables(runs: Sequence[Run], gradients: Sequence[Mapping]) -> str:
     if lines:
         header = ["part", "without one of the seeds", "better than none", "worse than none"]
         blocks.append(f"Verdicts that change without one seed:\n\n{figures.rows(header, lines)}")
+    if table := control_table(runs):
+        blocks.append(f"The control, REINFORCE without a correction:\n\n{table}")
     for part, arms in parts.items():
         blocks.append(f"**{part}**\n\n{part_table(arms, [g for g in gradients if g['part'] == part])}")
     return "\n\n".join(blocks)
+
+
+def control_table(runs: Sequence[Run]) -> str:
+    """Returns the table that tells the loss of `OF_LOSS` from their corrections. The intervals of a part
+    hold together. Empty without a part that has all runs of the control."""
+    lines = []
+    for part, arms in by_part(runs).items():
+        if {run.seed for run in arms.get(CONTROL, ())} < {*referee_runs.SEEDS}:
+            continue
+        gains, count = gains_of(arms), 1 + len(OF_LOSS)
+        pairs = [(CONTROL, NONE), *((name, CONTROL) for name in OF_LOSS)]
+        differences = [simultaneous(paired(gains[a], gains[b]), count) for a, b in pairs]
+        ends = f"{sum(map(collapsed, arms[CONTROL]))} of {len(arms[CONTROL])}"
+        lines.append([part, *map(figures.interval, differences), ends])
+    header = ["part", f"{CONTROL} minus none", *(f"{n} minus {CONTROL}" for n in OF_LOSS), "collapsed"]
+    return figures.rows(header, lines) if lines else ""
+
+
+def decisions(parts: Mapping[str, Mapping[str, Sequence[Run]]], budget: float = np.inf) -> str:
+    """Returns the table of what to take for each part, with runs of `budget` steps."""
+    lines = []
+    for part, arms in parts.items():
+        (gap, length), gains = part.split("/"), gains_of(arms, budget)
+        lines.append([
+            gap, f"{size_of_gap(arms[NONE]):.2g}", length, advice(gains),
+            listed(verdicts(gains)[1]), figures.interval(cost_of_gap(gains)),
+        ])
+    header = ["gap", "k3, nats per token", "answers", "take", "worse than none", "cost of the gap"]
+    return figures.rows(header, lines)
+
+
+def listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "–"
 
 
 def part_table(arms: Mapping[str, Sequence[Run]], gradients: Sequence[Mapping]) -> str:
@@ -187,7 +221,8 @@ def part_table(arms: Mapping[str, Sequence[Run]], gradients: Sequence[Mapping]) 
     gains, found = gains_of(arms), gradient_measures(gradients)
     to_none, to_exact = beside(gains, NONE), beside(gains, EXACT)
     lines = []
-    for name, runs in arms.items():
+    for name in (name for name in (*fig_referee.CORRECTIONS, EXACT) if name in arms):
+        runs = arms[name]
         measures = found[name] if name in found else ("–",) * 3
         lines.append([
             name, figures.mean(list(gains[name].values()), "+.3f"),

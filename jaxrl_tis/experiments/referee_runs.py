@@ -171,7 +171,7 @@ def train_part(
     path = path_of(folder, part)
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {(r.arm, r.seed) for r in records.read(path)[0]} if path.exists() else set()
-    arms = fig_referee.arms_of(*part.split("/"))
+    arms = fig_referee.arms_of(*part.split("/")) | fig_referee.control_of(*part.split("/"))
     programs, taught = Programs(), {}
     for name in chosen or arms:
         missing = [seed for seed in seeds if (f"{part}/{name}", seed) not in done]

@@ -33,6 +33,7 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
     yield from _batch(c, config)
     yield from _routing(c, config)
     yield from _weight(c)
+    yield from _rejected(c)
     yield from _kl(c)
     yield from _sampler_kl(c)
     yield from _environment_ce(c, config)
@@ -223,6 +224,21 @@ def _weight(c: Correction):
         yield (
             f"objective {objective!r} uses logp_behav itself, and the weight {weight!r} would "
             "count the engine gap twice; set correction.weight to 'none'"
+        )
+
+
+def _rejected(c: Correction):
+    """Finds rejected tokens in an objective that multiplies the weights of a response."""
+    objective = c.objective[0]
+    _, at_update = loss.split(c.masks, c.mode)
+    if "weights" not in methods.needs("objective", objective):
+        return
+    if at_update or (c.masks and c.rejected_in_denominator):
+        mask = (at_update or c.masks)[0][0]
+        change = "remove the mask" if at_update else "set correction.rejected_in_denominator to False"
+        yield (
+            f"objective {objective!r} multiplies the weights of a response, and a token that the "
+            f"mask {mask!r} rejects would have the weight 0 in the product; {change}"
         )
 
 

@@ -76,7 +76,7 @@ LEARNING = (
     compact("eval/{greedy,sampled}_n", "answers", "Answers with a reward, which the accuracy is of."),
     compact("{data,eval}/bad_records", "records",
             "Training and held-out records left out, with task.on_bad_record=skip; of a generated "
-            "task also the records replaced while it was sampled."),
+            "task also the records replaced while it was sampled, since the last start."),
     compact("warmup/loss", "nats per token",
             "Cross-entropy of the supervised steps before reinforcement learning."),
     Metric("critic/{score,rewards}/{mean,max,min}", "reward",
@@ -319,7 +319,8 @@ ROLLOUTS = (
     compact("response_length/mean", "tokens",
             "Sampled tokens of an answer, the end token included.", VERL),
     Metric("response_length/{max,min}", "tokens", "Longest and shortest answer.", VERL),
-    Metric("response_length/clip_ratio", "share", "Answers as long as the limit.", VERL),
+    Metric("response_length/clip_ratio", "share",
+           "Answers as long as the limit. 0 for episodes, whose limit counts other tokens too.", VERL),
     compact("response_length/truncated_ratio", "share",
             "Answers cut at the token limit, and episodes at a limit of tokens or turns."),
     Metric("response_length_non_aborted/{mean,max,min}", "tokens",

@@ -15,6 +15,7 @@ from typing import Any
 from jaxrl_tis.runtime import storage
 from jaxrl_tis.runtime.cli import Unwritable
 
+FILE_NAME = "config.json"
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "numpy")
 
 
@@ -35,7 +36,7 @@ def write_run_files(
       Unwritable: the file cannot be written.
     """
     versions = {name: metadata.version(name) for name in PACKAGES}
-    path = pathlib.Path(workdir) / "config.json"
+    path = pathlib.Path(workdir) / FILE_NAME
     run_id = saved(workdir, "run_id") or uuid.uuid4().hex[:16]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -84,23 +85,33 @@ def saved(workdir: str | os.PathLike, name: str) -> Any:
     Raises:
       ValueError: the file is broken.
     """
-    path = storage.folder(workdir) / "config.json"
-    if not path.exists():
-        return None
-    try:
-        content = json.loads(path.read_bytes())
-        content["config"]
-    except (KeyError, TypeError, ValueError) as error:
+    content = read(workdir)
+    if content and name not in content:
         raise ValueError(
-            f"{path} does not hold the configuration of a run: {error!r}; restore the file, or use "
-            "a new workdir"
-        ) from error
-    if name not in content:
-        raise ValueError(
-            f"{path} has no {name}: another version of jaxrl_tis wrote it; use that version, or a "
-            "new workdir"
+            f"{storage.folder(workdir) / FILE_NAME} has no {name}: another version of jaxrl_tis wrote "
+            "it; use that version, or a new workdir"
         )
-    return content[name]
+    return content[name] if content else None
+
+
+def read(workdir: str | os.PathLike) -> dict[str, Any]:
+    """Returns the content of a folder's config.json, {} if the file does not exist.
+
+    Raises:
+      ValueError: the file is not one that a run writes; names the file and the line.
+    """
+    path = storage.folder(workdir) / FILE_NAME
+    if not path.exists():
+        return {}
+    try:
+        content = json.loads(path.read_bytes().decode(errors="replace"))
+    except json.JSONDecodeError as error:
+        raise ValueError(
+            f"{path}, line {error.lineno}: not JSON ({error.msg}); restore the file"
+        ) from error
+    if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
+        raise ValueError(f'{path}, line 1: no object under "config"; restore what the run wrote')
+    return content
 
 
 def git_revision() -> str | None:

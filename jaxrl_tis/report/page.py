@@ -10,7 +10,7 @@ import numpy as np
 from etils import epath
 from matplotlib import colors
 
-from jaxrl_tis.record import failures, intervals, metrics, samples
+from jaxrl_tis.record import failures, intervals, metrics, provenance, samples
 from jaxrl_tis.record.progress import clock
 from jaxrl_tis.report import answers, plots
 from jaxrl_tis.report.plots import Run
@@ -35,22 +35,10 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
     for path, color in zip(paths, palette):
         label = path.name if names.count(path.name) == 1 else str(path)
         records = metrics.read(path)
-        config = _read_config(path / "config.json")
+        config = provenance.read(path)
         failed = failures.read(path / failures.FILE_NAME)
         runs.append(Run(label, color, records, config, samples.read(path), failed))
     return runs
-
-
-def _read_config(path: epath.Path) -> dict:
-    if not path.exists():
-        return {}
-    try:
-        content = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; restore or delete the file") from error
-    if not isinstance(content, dict) or not isinstance(content.get("config"), dict):
-        raise ValueError(f'{path}: no object under "config", did a run write it?')
-    return content
 
 
 def _percent(run: Run, key: str, index: int) -> str:

@@ -31,6 +31,16 @@ def test_weights_of_stale_arms_see_the_age():
         assert arm.get("rollout.old_logp_source") == (None if name == fig_referee.EXACT else "none")
 
 
+def test_the_control_is_none_with_the_loss_of_the_stale_arms():
+    for gap in ("int8", "noise", "routes"):
+        control, none = fig_referee.control_of(gap, "long")["REINFORCE"], fig_referee.arms_of(gap, "long")["none"]
+        assert dict(control.items() - none.items()) == {
+            "correction.mode": "bypass", "correction.objective": "reinforce",
+        }
+        assert none.items() <= control.items()
+    assert fig_referee.control_of("stale", "long") == {}
+
+
 @pytest.mark.parametrize("length", ["short", "long"])
 def test_a_stale_sampler_finishes_its_answers_during_an_update(length):
     """Then the bound of four steps is the age. With fewer turns the weights change within an answer."""

@@ -24,6 +24,18 @@ def test_the_gain_is_that_of_the_last_three_evaluations():
     assert referee.gain(run("a/b/none", 0, [0.2, 0.5])) == pytest.approx(0.3)
 
 
+def test_a_run_of_half_the_budget_ends_earlier():
+    """Evaluations after 0, 20, ... 80 steps."""
+    assert referee.gain(run("a/b/none", 0, [0.2, 0.9, 0.3, 0.4, 0.8]), 40) == pytest.approx(0.4)
+    arms = {
+        name: [run(f"a/b/{name}", seed, [0.2, x + 0.001 * seed, x, 0.2, 0.2, 0.2]) for seed in range(4)]
+        for name, x in (("none", 0.2), ("token TIS", 0.4), ("exact engine", 0.2))
+    }
+    parts = {"a/b": arms}
+    assert "| token TIS |" in referee.decisions(parts, 40)
+    assert "| token TIS |" not in referee.decisions(parts)
+
+
 @pytest.mark.parametrize(("last", "expected"), [(0.09, True), (0.11, False), (0.5, False)])
 def test_a_run_that_loses_half_of_its_reward_has_collapsed(last, expected):
     assert referee.collapsed(run("a/b/none", 0, [0.2, 0.4, last])) is expected
@@ -111,6 +123,27 @@ def test_the_mean_over_parts_counts_parts_and_seeds():
         expected = (0.3, 0.3 - quantile * half, 0.3 + quantile * half)
         assert referee.overall(parts, "KPop", count) == pytest.approx(expected, abs=1e-3)
     assert referee.overall({"a": parts["a"]}, "KPop", 1) == (pytest.approx(0.2), -np.inf, np.inf)
+
+
+def test_the_control_tells_the_loss_from_the_correction(monkeypatch):
+    """Means and half widths by hand: two seeds, quantile of five intervals with one degree of freedom
+    63.657, standard error of 0.1 and 0.3 0.1."""
+    monkeypatch.setattr(referee_runs, "SEEDS", (0, 1))
+    def made(name, *gained):
+        return [run(f"int8/long/{name}", seed, [0.2, 0.2 + x]) for seed, x in enumerate(gained)]
+    runs = [
+        *made("none", 0.5, 0.5), *made("REINFORCE", 0.4, 0.4), *made("KPop", 0.5, 0.7), *made("IPO", 0.4, 0.4),
+        *made("centering", 0.3, 0.3), *made("centering + TIS", 0.4, 0.4),
+    ]
+    table = referee.control_table(runs).splitlines()
+    assert table[0].startswith("| part | REINFORCE minus none | KPop minus REINFORCE |")
+    zero = "+0.000 [+0.000, +0.000]"
+    assert table[2].replace("-0.000", "+0.000") == (
+        "| int8/long | -0.100 [-0.100, -0.100] | +0.200 [-6.166, +6.566] | "
+        f"{zero} | -0.100 [-0.100, -0.100] | {zero} | 0 of 2 |"
+    )
+    assert not referee.control_table([r for r in runs if r.seed == 0])
+    assert "REINFORCE" not in referee.by_part([r for r in runs if not referee.is_control(r)])["int8/long"]
 
 
 def test_gradients_are_relative_to_that_without_a_gap():

@@ -39,7 +39,7 @@ def ended(capsys, function, *arguments, **options):
     (lambda folder: tiny.run(folder / "run", reward__name="none:f"),
      "the reward 'none:f' cannot be loaded"),
     (lambda folder: tiny.run(folder / "run", mesh__serve=(3, 1, 5)), "mesh {'data': 3"),
-    (lambda folder: tiny.run(folder / "broken", steps=1), "config.json does not hold the configuration of a run"),
+    (lambda folder: tiny.run(folder / "broken", steps=1), "config.json, line 1: not JSON"),
     (lambda folder: tiny.run(folder / "file", steps=1), "cannot make"),
     (lambda folder: report_main([str(folder)]), "metrics.jsonl not found: is"),
     (lambda folder: report_main([str(folder / "broken")]), "metrics.jsonl, line 1: not a JSON object"),
