@@ -1,6 +1,6 @@
 """The referee: which correction, for which gap, at which length of the answers.
 
-    ./launch/figures.sh referee    # 126 arms of 8 seeds; docs/referee.md has the protocol
+    ./launch/figures.sh referee    # 126 arms and 2 controls of 8 seeds; docs/referee.md has the protocol
 
 An arm is "GAP/LENGTH/CORRECTION". Short answers are two-digit sums of at most 4 tokens, with the model of
 configs/fig_base.py. Long answers are lists of eight one-digit sums, 24 tokens at most, rewarded by the share
@@ -20,14 +20,13 @@ INT8 = {"engine.quantization": "w8a8"}
 EXPERTS = ("num_experts", "experts_per_token", "expert_dim", "shared_expert_dim", "router")
 MODEL = {f"model.{name}": fig_routing.get_config().model[name] for name in EXPERTS}
 REINFORCE = {"correction.mode": "bypass", "correction.objective": "reinforce"}
-UNSYNCHRONISED = ("stale", "in-flight")
 # Gap -> (fields of all arms, fields that make the gap)
 GAPS = {
     "int8": ({}, INT8),
     "noise": ({}, {"engine.injected": "weights(scale=0.3)"}),
     "routes": (MODEL, INT8 | {"engine.injected": "router(scale=0.3)"}),
     **dict.fromkeys(
-        UNSYNCHRONISED,
+        ("stale", "in-flight"),
         (
             REINFORCE,
             {"rollout.schedule": "areal(staleness=4)", "rollout.old_logp_source": "none"},
@@ -77,7 +76,8 @@ DECOUPLED = {
     "correction.objective": "decoupled(upper=5.0, clip_high=0.28)",
 }
 EXACT = "exact engine"  # the arm without a gap
-CONTROL = "REINFORCE"  # `none` with the loss of KPop, IPO and centering; no arm, in no comparison
+# `none` with the loss of KPop, IPO and centering, in the parts where it decides; no arm, in no comparison
+CONTROL, CONTROLLED = "REINFORCE", ("int8/long", "noise/long")
 
 
 def get_config():
@@ -111,8 +111,8 @@ def arms_of(gap: str, length: str) -> dict[str, Arm]:
 
 
 def control_of(gap: str, length: str) -> dict[str, Arm]:
-    """Returns {CONTROL: its fields}, empty where `none` itself has that loss."""
-    if gap in UNSYNCHRONISED:
+    """Returns {CONTROL: its fields}, empty in parts without it."""
+    if f"{gap}/{length}" not in CONTROLLED:
         return {}
     model, fields = GAPS[gap]
     return {CONTROL: LENGTHS[length] | model | fields | _weight("none") | REINFORCE}

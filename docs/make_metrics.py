@@ -30,7 +30,7 @@ not yet a failing run: see [Is my gap dangerous?](gate.md#is-my-gap-dangerous)
 | | `rollout_corr/kl`, nats per token | below {kl_fine} | above {kl_bug}, or below {kl_negative} |
 | How noisy are the weights? | `rollout_corr/chi2_token` | up to {chi2_moderate} | above {chi2_high} |
 | | `rollout_corr/kept_eff_sample_size` | {ess_low} or more | below {ess_low}. With masks and below {ess_broken}: reduce the gap itself |
-| How much is rejected? | `rollout_corr/rollout_rs_masked_fraction` | up to {rejected_high} | above {rejected_stop} |
+| How much is rejected? | `rollout_corr/rollout_rs_masked_fraction`, `actor/rejected_fraction` | up to {rejected_high} | above {rejected_stop} |
 | Does the trust region hold the update? | `actor/pg_clipfrac` | up to {clipped} | above, and it rises |
 | How old are the samples? | `training/off_policy/trajectory_staleness_worst/mean`, versions | up to {lag_naive}; up to {lag} with preset `async` | above that limit |
 | Does the policy collapse? | `actor/entropy`, `actor/grad_norm` | steady | entropy falls to 0, or the norm has spikes |

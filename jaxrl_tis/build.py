@@ -23,7 +23,7 @@ from jaxrl_tis.engine.records import MAX_STOP_IDS
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.weights import sent
 from jaxrl_tis.environments.continuity import Suffixes
-from jaxrl_tis.environments.pool import Pool
+from jaxrl_tis.environments.pool import Pool, SharedPool
 from jaxrl_tis.estimators import centering
 from jaxrl_tis.harness.process import HarnessProcess
 from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
@@ -173,14 +173,15 @@ class Sampling:
             waits=rollout.driver == "virtual", heartbeat=heartbeat,
         )
 
-    def _pool(self) -> Pool:
+    def _pool(self) -> Pool | SharedPool:
         """Starts processes that play the environment."""
         task = self.config.task
-        return Pool(
+        start = lambda: Pool(
             environment=task.environment, params=task.environment_params.to_dict(),
             workers=task.environment_workers, timeout=task.turn_timeout,
             network=self.config.reward.network,
         )
+        return start() if processes.is_alone() else SharedPool(start)
 
     def turn_scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
         """Makes a scheduler of single turns; see `scheduler`."""
@@ -246,7 +247,7 @@ def build_sampling(config: ml_collections.ConfigDict) -> Sampling:
     layout = sharding.layout(
         config.mesh.serve, sharding.SERVE_RULES, vocab_size=model.vocab_size
     )
-    placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
+    _check_serving(config, choices, model, layout)
     sampling, _ = _engine_configs(config, choices, layout, model.vocab_size, {})
     return Sampling(config, model, tokenizer, (Engine(model, sampling, layout),))
 
@@ -287,13 +288,26 @@ def assemble(
     )
     layouts = _serving_layouts(config, training.layout, devices, model.vocab_size)
     first = layouts[0]
-    placement.check_tensor_parallel(model, first.mesh.shape["tensor"])
+    _check_serving(config, choices, model, first)
     sampling, evaluating = _engine_configs(config, choices, first, model.vocab_size, sampler)
     return Setup(
         config, model, tokenizer,
         engines=tuple(Engine(model, sampling, layout) for layout in layouts),
         training=training, replay=choices.replay, learner_engine=Engine(model, evaluating, first),
     )
+
+
+def _check_serving(
+    config: ml_collections.ConfigDict, choices: Choices, model: ModelConfig, layout: sharding.Layout
+) -> None:
+    """Raises ValueError for a mesh.serve that does not divide the model, or that LoRA does not fit."""
+    placement.shardings(layout, model)
+    tensor, is_invariant = layout.mesh.shape["tensor"], config.model.numerics == "invariant"
+    if choices.lora is not None and is_invariant and tensor > 1:
+        raise ValueError(
+            "model.lora with model.numerics = 'invariant' needs whole factors on a device, and "
+            f"mesh.serve has {tensor} tensor shards; set its tensor entry to 1"
+        )
 
 
 def _engine_configs(

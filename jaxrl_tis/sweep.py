@@ -325,8 +325,10 @@ def table(jobs: Sequence[Job]) -> str:
 def _cell(runs: list[list[dict]], phase: str, metric: str) -> str:
     values, trials = [], None
     for records in runs:
-        records = [r for r in records if r["phase"] == phase and metric in r]
-        if not records:
+        records = [r for r in records if r["phase"] == phase]
+        if phase == "train":
+            records = [r for r in records if metric in r]  # not every step has every metric
+        if not records or metric not in records[-1]:
             return "–"
         first = int((1 - LAST_SHARE) * len(records)) if phase == "train" else -1
         values.append(np.mean([r[metric] for r in records[first:]]))

@@ -349,7 +349,8 @@ class Run:
         config = self.setup.config.metrics
         self._timer.add("step", time.monotonic() - start)
         times = self._timer.collect() | goodput.memory()
-        times["time/rollout_tokens_per_s"] = rows["sampled"].sum() / times["time/rollout_s"]
+        if seconds := times.get("time/rollout_s"):  # a batch may have been complete before its step
+            times["time/rollout_tokens_per_s"] = rows["sampled"].sum() / seconds
         self.writer.write(step, "train", values | times)
         if config.samples_every and step % config.samples_every == 0:
             self._write_samples(samples.of_step(
@@ -399,7 +400,7 @@ class Run:
 
     def save(self) -> None:
         """Saves in the background; the time of the blocking part counts to the next step."""
-        with self.phase("checkpoint"):
+        with self.phase("checkpoint"), self._interrupt.saving():
             resume.save(
                 self._checkpoints, self.done, self.version, self.state, self.snapshots,
                 self.source.get_state(self.version), self._evaluator.digest,
@@ -463,6 +464,7 @@ def opened(
             processes.report(f"the learner waits for whole batches: {why}")
         try:
             yield r
+            interrupt.acknowledge()  # what is left is done however long it takes
         except Interrupted:
             interrupt.acknowledge()
             raise r.stop() from None

@@ -6,6 +6,7 @@ import pytest
 
 from jaxrl_tis import train
 from jaxrl_tis.learner.state import abstract_state
+from jaxrl_tis.record import metrics
 from jaxrl_tis.record.checkpoint import Checkpoints
 from tests import tiny
 
@@ -72,6 +73,17 @@ def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):
         np.testing.assert_array_equal, params(tmp_path / "whole", setup),
         params(tmp_path / "cut", setup),
     )
+
+
+@pytest.mark.all
+def test_a_batch_may_be_complete_before_its_step(tmp_path):
+    """All sequences end at about one time, and no sync is due, so a step takes no turn."""
+    tiny.run(
+        tmp_path / "run", rollout__schedule="fully_async(trigger=3, threshold=0)", rollout__update_turns=0,
+        engine__slots=64, eval__every=3, steps=4,
+    )
+    steps = [r for r in metrics.read(tmp_path / "run") if r["phase"] == "train"]
+    assert len(steps) == 4 and not all("time/rollout_tokens_per_s" in r for r in steps)
 
 
 @pytest.mark.all

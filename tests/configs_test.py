@@ -427,6 +427,18 @@ def test_a_doomed_serving_mesh_is_found_by_build(tmp_path):
         train.build(config)
 
 
+@pytest.mark.parametrize("changes, message", [
+    (dict(model__mlp_dim=49), "down"),
+    (dict(model__lora="lora(rank=4)", model__numerics="invariant", engine__quantization="none",
+          model__embed_dim=128, model__mlp_dim=256),
+     "needs whole factors on a device, and mesh.serve has 2 tensor shards"),
+], ids=["width", "factors"])
+def test_a_serving_mesh_that_divides_the_heads_alone_is_refused(changes, message):
+    heads = dict(model__num_heads=8, model__num_kv_heads=8)
+    with pytest.raises(ValueError, match=message):
+        train.build(tiny.config(**heads, **changes, mesh__serve=(4, 1, 2)))
+
+
 # Where things go
 
 

@@ -321,6 +321,10 @@ def test_metrics_of_training_are_averaged_over_the_last_tenth(tmp_path):
     (tmp_path / "a-seed0" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
     job = sweep.Job("a", 0, str(tmp_path / "a-seed0"), (), 20)
     assert "| 0.75 | 19.5 |" in sweep.table([job])  # Wilson's interval is of shares alone
+    # All rewards of the last evaluation failed: that of an earlier step is not its result.
+    lines.append(json.dumps({"step": 20, "phase": "eval", "eval/greedy_accuracy": 1.0, "eval/n": 4}))
+    (tmp_path / "a-seed0" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    assert "| – | 19.5 |" in sweep.table([job])
 
 
 # The command

@@ -27,15 +27,16 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
     Args:
       weight: name in `weights.WEIGHTS` and its parameters.
       outputs: of `loss.apply_methods` for this weight.
-      batch: `mask`, `sampled`, `logp_old`, `logp_behav` [N,T], `rewards` [N], and the fields that the
-        weight needs.
+      batch: `mask`, `sampled`, `logp_prox`, `logp_old`, `logp_behav` [N,T], `rewards` [N], and the
+        fields that the weight needs.
     """
     mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_old"]
     log_ratio, (name, _) = outputs.log_ratio, weight
     lower, upper = _band(weight)
     rewarded = returns.known(batch["rewards"], batch["sampled"])
     snis, ess = mismatch.snis_reward(rewarded[0], log_ratio, rewarded[1])
-    return _capped_fractions(weight, learner, learner, learner, behav, mask) | (
+    prox = batch["logp_prox"]
+    return _capped_fractions(weight, prox, prox, learner, behav, mask) | (
         mismatch.offpolicy_metrics(learner, behav, mask)
         | mismatch.probability_metrics(learner, behav, mask)
         | mismatch.importance_weight_metrics(

@@ -9,7 +9,7 @@ import itertools
 import math
 
 from jaxrl_tis.doctor.case import (
-    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, approximates_old_logp, is_ahead, is_direct,
+    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, approximates_old_logp, has_older, is_ahead, is_direct,
     is_not, is_so,
 )
 from jaxrl_tis.estimators import methods
@@ -111,9 +111,9 @@ def _looks_at_old(case):
     return case.setting("correction.mode") == "decoupled" and has_weight
 
 
-def _if_ahead(value):
-    """Returns a change for runs with samplers that run ahead; other runs would refuse it."""
-    return lambda case: (value(case) if callable(value) else value) if is_ahead(case) else None
+def _if_older(value):
+    """Returns a change for runs with tokens of older weights; other runs would refuse it."""
+    return lambda case: (value(case) if callable(value) else value) if has_older(case) else None
 
 
 def _per_group(metric):
@@ -226,7 +226,7 @@ SETUP = (
         "and collapses at 4.",
         all_of=(is_not("config/corrects_staleness"), Clause(LAG, ">", "lag_naive", absent=False)),
         changes={
-            field: _if_ahead(value) for field, value in (
+            field: _if_older(value) for field, value in (
                 ("correction.mode", "decoupled"), ("correction.objective", objective),
                 ("correction.weight", "none"), ("correction.centering", "none"),
             )

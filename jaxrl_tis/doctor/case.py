@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxrl_tis.estimators import methods, presets
 from jaxrl_tis.learner.snapshots import APPROXIMATIONS
-from jaxrl_tis.rollouts import schedules
+from jaxrl_tis.rollouts import replay, schedules
 
 # To be calibrated on a run that is known to be good. (ours): the survey gives a word, no number.
 THRESHOLDS = {
@@ -260,10 +260,26 @@ def is_ahead(case: Case) -> bool:
         return False
 
 
+def largest_age(case: Case) -> float:
+    """Returns how many versions a token may be old: by samplers that run ahead, or by replay."""
+    if not is_ahead(case) and not case.config.get("rollout", {}).get("replay"):
+        return 0  # nor is a field missing that older code did not write
+    way = replay.parse(case.setting("rollout.replay"))
+    return replay.max_age(case.schedule, way, case.setting("rollout.max_age"))
+
+
+def has_older(case: Case) -> bool:
+    """Returns whether tokens may be of older weights than those at the start of their update."""
+    try:
+        return largest_age(case) > 0
+    except KeyError:  # written by code without these fields
+        return is_ahead(case)
+
+
 def approximates_old_logp(case: Case) -> bool:
     """Returns whether another policy approximates the one that sampled, see `learner.snapshots`."""
     try:
-        return is_ahead(case) and case.setting("rollout.old_logp_source") in APPROXIMATIONS
+        return has_older(case) and case.setting("rollout.old_logp_source") in APPROXIMATIONS
     except KeyError:  # written by code without this field
         return False
 
@@ -271,8 +287,7 @@ def approximates_old_logp(case: Case) -> bool:
 def leaves_out_lags(case: Case) -> bool:
     """Returns whether the run may have stale tokens and a record without their lag."""
     try:
-        is_compact = case.setting("metrics.record") == "compact"
-        return is_compact and (is_ahead(case) or bool(case.setting("rollout.replay")))
+        return case.setting("metrics.record") == "compact" and has_older(case)
     except KeyError:  # written by code without these fields
         return False
 

@@ -144,7 +144,8 @@ CAUSES = (
     Finding(
         "frozen.adapter", "the run trains an adapter: the sampler's is old or absent",
         "Check every weight sync with rollout.canary, which compares the factors' fingerprints.",
-        all_of=(is_so("config/has_lora"),), parent="frozen", changes={"rollout.canary": "lora"},
+        all_of=(is_so("config/has_lora"),), parent="frozen",
+        changes={"rollout.canary": lambda c: "lora" if c.setting("rollout.canary") == "never" else None},
     ),
     Finding(
         "frozen.pinned", "the run trains all weights: the sampler's are pinned",

@@ -13,8 +13,8 @@ from typing import Any
 from jaxrl_tis.doctor import asynchrony, depth, effects, frozen
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE, OUT_OF_BAND,
-    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_own_weight, is_ahead, is_direct,
-    is_not, is_so,
+    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_older, has_own_weight, is_direct,
+    is_not, is_so, largest_age,
 )
 from jaxrl_tis.estimators import methods
 
@@ -29,34 +29,49 @@ def _of(field: str, scale: float | None = None) -> Callable[[Case], Any]:
 def _geo_mask(case):
     """Returns the masks with a band for the geometric mean that keeps about nine of ten responses.
 
-    A fixed 1 % suits responses of hundreds of tokens; the mean over a few tokens spreads more.
+    A fixed 1 % suits responses of hundreds of tokens; the mean over a few tokens spreads more. None
+    for an objective that multiplies the weights of a response, where a rejected token would weigh 0.
     """
+    is_product = "weights" in methods.needs("objective", case.method("objective")[0])
+    if is_product and (_is_bypass(case) or _rejected_stay(case)):
+        return None
     gaps = case.recent(MEAN_GAP) or [0.0]
     width = min(max(math.log(1.01), 2.0 * math.fsum(gaps) / len(gaps)), 1.0)
     band = f"seq_mean_ratio(lower={math.exp(-width):.4g}, upper={math.exp(width):.4g})"
     masks = [mask.strip() for mask in case.setting("correction.masks").split("&")]
     replaced = ("seq_mean_k1", "seq_mean_ratio", "seq_sum_")
-    replaced += () if is_ahead(case) else ("staleness",)  # nothing for it to judge
+    replaced += () if has_older(case) else ("staleness",)  # nothing for it to judge
     return " & ".join([*(m for m in masks if m and not m.startswith(replaced)), band])
+
+
+def _is_bypass(case):
+    return case.setting("correction.mode") == "bypass"
+
+
+def _rejected_stay(case):
+    """Returns True where rejected tokens have to stay in the batch, or stay already."""
+    has_kl = case.setting("correction.sampler_kl_coeff") and not _is_bypass(case)
+    return True if has_kl or case.setting("correction.rejected_in_denominator") else None
 
 
 def _mode(case):
     """Returns decoupled mode, in which weights see the sampler's gap alone; None where a method for stale
     samples weights the whole drift."""
-    return None if is_ahead(case) and asynchrony.corrects_staleness(case) else "decoupled"
+    return None if has_older(case) and asynchrony.corrects_staleness(case) else "decoupled"
 
 
 def _weighable(case):
     """Returns PPO for an objective that corrects the gap itself, because a weight would correct it twice;
     for stale samples, the objective that corrects both parts."""
-    if is_ahead(case):
+    if has_older(case):
         return asynchrony.objective(case)
-    return "ppo" if has_own_weight(case) else None
+    tapers = case.method("objective")[0].startswith("topr")  # whose good samples have no weight
+    return "ppo" if has_own_weight(case) or tapers else None
 
 
 def _beside(case, weight):
     """Returns a weight, or for stale samples its replacement: none with an objective that weights."""
-    if not is_ahead(case):
+    if not has_older(case):
         return weight
     is_weighed = is_direct(case) and case.method("weight")[0] == "none"  # by the objective itself
     if is_weighed or case.method("objective")[0] in asynchrony.OBJECTIVES:
@@ -81,14 +96,26 @@ def _icepop(case):
 
 def _old_logp(case):
     """Returns a source of the old log-probs that masks need, where the config has none."""
-    if not is_ahead(case) or case.setting("rollout.old_logp_source") != "none":
+    if not has_older(case) or case.setting("rollout.old_logp_source") != "none":
         return None
-    return "ring" if case.schedule.ahead < math.inf else "ewma"
+    return "ring" if largest_age(case) < math.inf else "ewma"
+
+
+def _clipped_kl(case):
+    """Returns the KL with the policy's clipped ratio, where that ratio is known."""
+    is_known = _is_bypass(case) or not has_older(case)
+    return "clipped_is_k2" if is_known or case.setting("rollout.old_logp_source") != "none" else None
+
+
+def _no_weight(case):
+    """Returns no weight; None where the weight is all that tells stale samples from fresh ones."""
+    updates = case.setting("train.epochs") * case.setting("train.minibatches")
+    return None if is_direct(case) and (has_older(case) or updates > 1) else "none"
 
 
 def _usual_clip(case):
     name, chosen = case.method("objective")
-    if name in asynchrony.OBJECTIVES and not is_ahead(case):
+    if name in asynchrony.OBJECTIVES and not has_older(case):
         return "ppo"
     usual = methods.parameters("objective", name)
     changed = {k: v for k, v in chosen.items() if not k.startswith("clip_") and v != usual[k]}
@@ -104,7 +131,7 @@ TIS = "token_tis(cap=2.0)"
 # Scores are centred with weights of single tokens alone, see estimators/centering.py.
 GEO = {
     "correction.masks": _geo_mask, "correction.centering": "none",
-    "rollout.old_logp_source": _old_logp,
+    "rollout.old_logp_source": _old_logp, "correction.rejected_in_denominator": _rejected_stay,
 }
 WEIGHABLE = {
     "correction.mode": _mode, "correction.objective": _weighable, "correction.centering": "none",
@@ -340,7 +367,7 @@ CAUSES = (
             is_so("config/is_weighted"), Clause(NOISE, ">", "rise", "growth", absent=False),
             Clause(NOISE, ">", "surge_sigma", "sigma", absent=False),
         ),
-        unless=("D", *ESCALATIONS), changes=GEO | {"correction.weight": "none"},
+        unless=("D", *ESCALATIONS), changes=GEO | {"correction.weight": _no_weight},
     ),
     Finding(
         "C", "the token ratios drift moderately",
@@ -438,7 +465,7 @@ SETUP = (
     Finding(
         "engine.same", "the sampler gives the learner's probabilities",
         "Use no weight.",
-        all_of=(SAME,), changes={"correction.weight": "none"},
+        all_of=(SAME,), changes={"correction.weight": _no_weight},
     ),
     Finding(
         "engine.corrected", "another engine samples, and its gap is corrected",
@@ -512,7 +539,7 @@ SETUP = (
         "kl.reused", "the KL loss has no ratio, with several updates per batch",
         "Give the KL term the clipped ratio of the policy term (arXiv:2510.01555), or move the KL "
         "into the reward. From the second update on, the samples are not the policy's.",
-        all_of=(is_so("config/has_plain_kl"), REUSED), changes={"correction.kl": "clipped_is_k2"},
+        all_of=(is_so("config/has_plain_kl"), REUSED), changes={"correction.kl": _clipped_kl},
     ),
     Finding(
         "model.dense", "no routed experts",

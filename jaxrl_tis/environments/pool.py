@@ -6,6 +6,7 @@ answers; digests show whether the observations are the same.
 """
 
 import concurrent.futures
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -18,6 +19,7 @@ from typing import Any
 
 from jaxrl_tis.data import confined
 from jaxrl_tis.environments.protocol import Messages, Step
+from jaxrl_tis.runtime import processes
 
 
 @dataclass(frozen=True)
@@ -98,14 +100,14 @@ class Pool:
         make = lambda _: confined.Confined(
             "jaxrl_tis.environments.host:make", setup, what=what, timeout=timeout, network=network,
         )
-        processes = [make(0)]
+        confined_ones = [make(0)]
         with concurrent.futures.ThreadPoolExecutor(workers) as starts:
-            processes += starts.map(make, range(1, workers))
+            confined_ones += starts.map(make, range(1, workers))
         self._change = threading.Condition()
         self._tickets = itertools.count()
         self._open: dict[str, int] = {}  # tickets of calls without a returned reply, by episode
         self._replies: list[Reply] = []
-        self._workers = [_Worker(x, what, self._is_open, self._arrive) for x in processes]
+        self._workers = [_Worker(x, what, self._is_open, self._arrive) for x in confined_ones]
         self._worker_of: dict[str, _Worker] = {}
 
     def __enter__(self) -> "Pool":
@@ -166,6 +168,49 @@ class Pool:
             if self._is_open(ticket, reply.id):
                 self._replies.append(reply)
                 self._change.notify_all()
+
+
+class SharedPool:
+    """The pool of process 0, whose replies all processes of a run get at the same time: their engines
+    are one program and have to see the same. All make the same calls.
+
+    Args:
+        start: makes the pool; called on process 0. An error is raised on all.
+    """
+
+    def __init__(self, start: Callable[[], Pool]):
+        self._pool: Pool | None = None
+
+        def begin():
+            self._pool = start()
+
+        processes.first(begin)
+
+    def submit(self, call: Call) -> None:
+        """As `Pool.submit`."""
+        if self._pool is not None:
+            self._pool.submit(call)
+
+    def ready(self, wait: float = 0.0) -> list[Reply]:
+        """As `Pool.ready`."""
+        arrived = lambda: [dataclasses.asdict(reply) for reply in self._pool.ready(wait)]
+        return [_reply(**fields) for fields in processes.first(arrived)]
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """As `Pool.forget`."""
+        if self._pool is not None:
+            self._pool.forget(ids)
+
+    def close(self) -> None:
+        """As `Pool.close`."""
+        if self._pool is not None:
+            self._pool.close()
+
+
+def _reply(step: Mapping[str, Any] | None, observations: Iterable, **fields: Any) -> Reply:
+    """Makes a reply from its fields as JSON."""
+    step = None if step is None else Step(**step)
+    return Reply(step=step, observations=tuple(observations), **fields)
 
 
 class _Fault(Exception):

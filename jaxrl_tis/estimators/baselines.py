@@ -137,7 +137,7 @@ def opob(
     return returns.on_tokens(adv_b, returns.compared(scores_b, mask, group))
 
 
-def _path_power(mask, logp_old, sum_pi_squared, weights, form):
+def _path_power(mask, logp_prox, sum_pi_squared, weights, form):
     """W_t = sum_{j <= t} (1 - 2 pi_j + sum_v pi_v^2) w_j^2 over valid tokens, [B, T], 0 at padding;
     forms with the weights outside of the sum in `otb`.
 
@@ -145,8 +145,8 @@ def _path_power(mask, logp_old, sum_pi_squared, weights, form):
     rounding below that is cut off.
     """
     ratios.check_choice("form", form, ("paper", "survey", "survey_mean"))
-    chex.assert_equal_shape([logp_old, sum_pi_squared, mask])
-    p_bt = jnp.exp(ratios.zero_padding(logp_old, mask))
+    chex.assert_equal_shape([logp_prox, sum_pi_squared, mask])
+    p_bt = jnp.exp(ratios.zero_padding(logp_prox, mask))
     squares_bt = ratios.zero_padding(sum_pi_squared, mask)
     power_bt = jnp.maximum(1.0 - 2.0 * p_bt + squares_bt, 0.0)
     power_bt, square_bt = ratios.zero_padding(power_bt, mask), jnp.ones((), power_bt.dtype)
@@ -182,7 +182,7 @@ def _minus_token_baseline(returns_bt, power_bt, mask, group, has_zero_tail):
 
 
 def otb(
-    rewards: Array, mask: Array, group: Array, *, logp_old: Array, sum_pi_squared: Array,
+    rewards: Array, mask: Array, group: Array, *, logp_prox: Array, sum_pi_squared: Array,
     weights: Array | None = None, otb_zero_tail: bool = True, form: str = "paper",
 ) -> Array:
     """Optimal token baseline (arXiv:2602.07078), A_t = G_t - sum_i G_it W_it / sum_i W_it.
@@ -205,8 +205,9 @@ def otb(
       rewards: [B] (put on the last valid token) or [B, T].
       mask: [B, T] valid tokens.
       group: [B] int, see `advantages`.
-      logp_old: [B, T] log-probs of the tokens under the policy whose gradient is estimated, nats.
-      sum_pi_squared: [B, T] sum over the vocabulary of pi^2 at the token's position.
+      logp_prox: [B, T] log-probs of the tokens under the policy whose gradient is estimated, that at
+        the start of the update, nats.
+      sum_pi_squared: [B, T] sum over the vocabulary of the same policy's pi^2 at the token's position.
       weights: [B, T] importance weights that multiply the loss; None is w = 1, the form without
         correction.
       otb_zero_tail: verl's handle_zero_tail, True there.
@@ -219,12 +220,12 @@ def otb(
     """
     mask = returns.compared(returns.sequence_rewards(rewards, mask), mask, group)
     returns_bt = returns.rewards_to_go(rewards, mask)
-    power_bt = _path_power(mask, logp_old, sum_pi_squared, weights, form)
+    power_bt = _path_power(mask, logp_prox, sum_pi_squared, weights, form)
     return _minus_token_baseline(returns_bt, power_bt, mask, group, otb_zero_tail)
 
 
 def tir_otb(
-    rewards: Array, mask: Array, group: Array, *, logp_old: Array, sum_pi_squared: Array,
+    rewards: Array, mask: Array, group: Array, *, logp_prox: Array, sum_pi_squared: Array,
     weights: Array | None = None, otb_zero_tail: bool = True, form: str = "paper",
 ) -> Array:
     """`otb` of multi-turn responses (arXiv:2602.07078): positions count generated tokens only.
@@ -250,7 +251,7 @@ def tir_otb(
         compact(returns.token_rewards(rewards, mask)),
         compact(mask),
         group,
-        logp_old=compact(logp_old),
+        logp_prox=compact(logp_prox),
         sum_pi_squared=compact(sum_pi_squared),
         weights=None if weights is None else compact(weights),
         otb_zero_tail=otb_zero_tail,
@@ -271,6 +272,6 @@ ADVANTAGES = {
 NEEDS = {
     "remax": ("greedy_rewards",),
     "opob": ("grad_norms", "logp_prox", "logp_behav"),
-    "otb": ("logp_old", "sum_pi_squared", "weights"),
-    "tir_otb": ("logp_old", "sum_pi_squared", "weights"),
+    "otb": ("logp_prox", "sum_pi_squared", "weights"),
+    "tir_otb": ("logp_prox", "sum_pi_squared", "weights"),
 }

@@ -142,8 +142,8 @@ def advice(gains: Gains) -> str:
 
 
 def size_of_gap(runs: Sequence[Run]) -> float:
-    """Returns k3 in nats a token, mean over steps and seeds."""
-    return float(np.mean([run.series["rollout_corr/k3_kl"] for run in runs]))
+    """Returns k3 in nats a token, mean over the steps of all runs."""
+    return float(np.nanmean(np.concatenate([run.series["rollout_corr/k3_kl"] for run in runs])))
 
 
 def complete(runs: Sequence[Run]) -> tuple[dict[str, dict[str, list[Run]]], list[str]]:
@@ -188,7 +188,8 @@ def control_table(runs: Sequence[Run]) -> str:
     hold together. Empty without a part that has all runs of the control."""
     lines = []
     for part, arms in by_part(runs).items():
-        if {run.seed for run in arms.get(CONTROL, ())} < {*referee_runs.SEEDS}:
+        found = [{run.seed for run in arms.get(name, ())} for name in (CONTROL, NONE, *OF_LOSS)]
+        if min(map(len, found)) < len(referee_runs.SEEDS):
             continue
         gains, count = gains_of(arms), 1 + len(OF_LOSS)
         pairs = [(CONTROL, NONE), *((name, CONTROL) for name in OF_LOSS)]
@@ -208,7 +209,7 @@ def decisions(parts: Mapping[str, Mapping[str, Sequence[Run]]], budget: float = 
             gap, f"{size_of_gap(arms[NONE]):.2g}", length, advice(gains),
             listed(verdicts(gains)[1]), figures.interval(cost_of_gap(gains)),
         ])
-    header = ["gap", "k3, nats per token", "answers", "take", "worse than none", "cost of the gap"]
+    header = ["gap", "k3 of 80 steps, nats per token", "answers", "take", "worse than none", "cost of the gap"]
     return figures.rows(header, lines)
 
 

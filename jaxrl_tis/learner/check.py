@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import ml_collections
 
 from jaxrl_tis.engine.check import is_filtered
-from jaxrl_tis.estimators import centering, loss, methods, turn_credit
+from jaxrl_tis.estimators import centering, factor_weights, loss, methods, turn_credit
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.learner import control, correction
 from jaxrl_tis.learner.batch_layout import MAX_SEGMENTS
@@ -19,12 +19,16 @@ from jaxrl_tis.rollouts.schedules import Schedule
 UNGROUPED = ("gae", "remax", "reinforce_plus_plus", "batch_mean")
 COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a whole
 WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
-PER_SEQUENCE = ("luspo",)  # objectives that are multiplied by the length
+# Objectives with something of the whole sequence in each of its tokens, whose gradient does not fall
+# with the length
+PER_SEQUENCE = ("luspo", "seq_ppo", "oapl")
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
-UNWEIGHTED = ("topr",)  # objectives that weigh some advantages and leave the others alone
+UNWEIGHTED = ("topr", "topr_token", "topr_geo")  # objectives that weigh some advantages and leave the others alone
 WITHOUT_OLD = (*UNRATIOED, "a3po", "decoupled")  # objectives that do not look at logp_old
 # Where all tokens are of the version that is updated, the proximal policy is the one that sampled:
 # what tells versions apart would do something else than its name says.
+OF_POLICY = ("opob", "otb", "tir_otb", "ess_scale")  # advantages and controllers
+WITH_FACTORS = ("decoupled", "qurl_acr")  # objectives with a weight of their own and a ratio
 OF_VERSIONS = ("a3po", "decoupled", "staleness")  # objectives and masks
 
 
@@ -97,8 +101,9 @@ def _batch(c: Correction, config):
         )
     if objective in PER_SEQUENCE and c.aggregation != "seq-mean-token-mean":
         yield (
-            f"objective {objective!r} multiplies by the number of tokens, which correction.aggregation "
-            f"= {c.aggregation!r} does not divide by; set it to 'seq-mean-token-mean'"
+            f"the gradient of objective {objective!r} grows with the number of tokens, which "
+            f"correction.aggregation = {c.aggregation!r} does not divide by; set it to "
+            "'seq-mean-token-mean'"
         )
     if c.mode == "bypass" and c.is_batch_normalized and not is_whole:
         yield (
@@ -176,6 +181,11 @@ def _routing(c: Correction, config):
             f"replay, and correction.routing is {c.routing!r}; set correction.routing_missing to "
             "'stop', or correction.routing to 'r3'"
         )
+    if c.routing_missing == "mask" and c.kl is not None and c.kl_placement == "reward":
+        yield (
+            "correction.routing_missing = 'mask' does not score samples without routes, and "
+            "correction.kl_placement = 'reward' needs their KL; set correction.kl_placement to 'loss'"
+        )
     if c.router_bias_rate and not config.model.path and config.model.router == "softmax":
         yield (
             "optimizer.freeze_router_bias = False moves the bias of routers with sigmoid scores, "
@@ -208,6 +218,11 @@ def _replayed(c: Correction, rollout, way: replay.Way | None):
 def _weight(c: Correction):
     """Finds an objective that already contains the weight, or must not be weighted."""
     weight, objective = c.weight[0], c.objective[0]
+    if c.mode == "bypass" and objective in WITH_FACTORS:
+        yield (
+            f"objective {objective!r} separates the gap of the sampler from its ratio, and bypass mode "
+            "makes them one; set correction.mode to 'decoupled', or correction.objective to 'ppo'"
+        )
     if weight == "none":
         return
     if objective in UNWEIGHTED:
@@ -338,6 +353,8 @@ def staleness_problems(
     if staleness:
         yield from _old_logp(config.rollout, schedule, staleness)
         yield from _without_old(c, config.rollout)
+        yield from _averaged(c, config.rollout)
+        yield from _of_several_versions(c, config.rollout)
     else:
         yield from _of_one_version(c, config.rollout)
 
@@ -355,6 +372,38 @@ def _of_one_version(c: Correction, rollout):
             yield (
                 f"rollout.{name} = {rollout[name]!r} is for tokens of older weights, and "
                 f"rollout.schedule = {rollout.schedule!r} has none; set it to {default!r}"
+            )
+
+
+def _of_several_versions(c: Correction, rollout):
+    """Finds weights that count the age of the tokens twice, or do not count it."""
+    if c.mode != "decoupled":
+        return
+    setting = f"tokens of older weights (rollout.schedule = {rollout.schedule!r})"
+    if c.weight[0] in factor_weights.WEIGHTS and c.objective[0] not in UNRATIOED:
+        yield (
+            f"the weight {c.weight[0]!r} contains the age of {setting}, and so does the ratio of "
+            f"objective {c.objective[0]!r}; set correction.mode to 'bypass' and correction.objective "
+            "to 'reinforce'"
+        )
+    if c.is_centered:
+        yield (
+            "correction.centering subtracts with the ratio of the current policy to the sampler, which "
+            f"the weights of {setting} are not in decoupled mode; set correction.mode to 'bypass' and "
+            "correction.objective to 'reinforce'"
+        )
+
+
+def _averaged(c: Correction, rollout):
+    """Finds methods that need the policy itself where logp_prox is of an average of its weights."""
+    if rollout.old_logp_source != "ewma":
+        return
+    chosen = [name for name, _ in (c.advantage, *c.controllers)]
+    for name in chosen:
+        if name in OF_POLICY:
+            yield (
+                f"{name!r} looks at the policy that is updated, and rollout.old_logp_source = 'ewma' "
+                "has log-probs of an average of its weights; set it to ring"
             )
 
 
@@ -395,6 +444,8 @@ def _without_old(c: Correction, rollout):
         return
     chosen = [("weight", c.weight[0])] if c.weight[0] != "none" else []
     chosen += [("mask", name) for name, _ in c.masks]
+    if c.kl is not None and "logp_old" in methods.needs("kl", c.kl[0]):
+        chosen.append(("kl", c.kl[0]))
     if c.objective[0] not in WITHOUT_OLD:
         chosen.append(("objective", c.objective[0]))
     for kind, name in chosen:

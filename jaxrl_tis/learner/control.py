@@ -39,7 +39,8 @@ def begin(c: Correction, states: States, batch: Batch) -> tuple[States, dict[str
         log_ratio = ratios.safe_log_ratio(batch["logp_prox"], batch["logp_behav"], mask)
         scale, _ = controllers.ess_scale(log_ratio, mask, **chosen["ess_scale"])
     if "length_surge" in chosen:
-        length = ratios.safe_divide(jnp.sum(mask.astype(jnp.float32)), jnp.sum(jnp.any(mask, 1)))
+        answers = batch["sampled"]  # those that are not trained on, too: the longest are truncated
+        length = ratios.safe_divide(jnp.sum(answers, dtype=jnp.float32), jnp.sum(jnp.any(answers, 1)))
         surge = controllers.length_surge(states["length_surge"], length, **chosen["length_surge"])
         states, scale = states | {"length_surge": surge}, scale * surge.scale
     if "ess_scale" in chosen or "length_surge" in chosen:
@@ -77,7 +78,8 @@ def check(c: Correction) -> None:
     def trial():
         row = jnp.zeros((1, 1))
         states, _ = begin(
-            c, init(c), {"mask": row > 0, "logp_prox": row, "logp_behav": row}
+            c, init(c),
+            {"mask": row > 0, "sampled": row > 0, "logp_prox": row, "logp_behav": row},
         )
         measured = {"actor/kl_to_reference": jnp.zeros(()), "actor/ratio_variance": jnp.zeros(())}
         end(c, states, measured, 1)

@@ -244,8 +244,11 @@ def _method_outputs(c: Correction, batch: Batch) -> loss.MethodOutputs:
 def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
     name, parameters = c.advantage
     if "weights" in methods.needs("advantage", name):
+        # Of all answers, as those that are not trained on count in their groups.
         batch = batch | {"weights": loss.apply_methods(
-            batch, c.weight, (), is_batch_normalized=c.is_batch_normalized
+            batch | {"mask": batch["sampled"]}, c.weight, (),
+            learner="logp" if c.mode == "bypass" else "logp_old",
+            is_batch_normalized=c.is_batch_normalized,
         ).weight}
     needed = loss.needed("advantage", name, batch)
     function = functools.partial(advantages.ADVANTAGES[name], **needed, **parameters)
@@ -342,14 +345,14 @@ def _credited(c: Correction, batch: Batch) -> jax.Array:
 def loss_spec(c: Correction, batch: Batch) -> loss.LossSpec:
     """Returns the loss of the chosen methods, with the coefficients that controllers have set.
 
-    Tokens rejected at an update, see `Correction.masks_at_update`, stay in every denominator:
-    their number is known only with the gradient.
+    Tokens rejected at an update, see `Correction.masks_at_update`, stay in every denominator, in the
+    KL and in the entropy: their number is known only with the gradient.
     """
     now = controlled(c, batch)
     return loss.LossSpec(
         objective=now.objective, weight=c.weight, masks=c.masks, mode=c.mode,
         aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
-        rejected_in_denominator=c.rejected_in_denominator or c.mode == "bypass",
+        rejected_in_denominator=True,  # those that were rejected before are not in the mask
         kl=c.kl if c.kl_placement == "loss" else None, kl_coeff=now.kl_coeff,
         sampler_kl_coeff=c.sampler_kl_coeff, entropy_coeff=c.entropy_coeff,
         environment_ce_coeff=c.environment_ce_coeff, scale=c.scale or None,

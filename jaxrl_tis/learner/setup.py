@@ -244,7 +244,7 @@ def make_learner_setup(
     adapter = None
     if recipe is not None:
         adapter = lora.Adapter.of(recipe, model, transformer.abstract_params(model))
-        _check_adapter(adapter, program, layout)
+        check_adapter(adapter, program, layout)
     packer = None
     if config.train.pack_length:
         packer = Packer.of(
@@ -315,7 +315,7 @@ def uncut_rows(config: ml_collections.ConfigDict, shards: int, context: int) -> 
             )
 
 
-def _check_adapter(
+def check_adapter(
     adapter: lora.Adapter, program: transformer.Program, layout: Layout
 ) -> None:
     """Raises ValueError for a mesh or numerics that the factors do not fit."""

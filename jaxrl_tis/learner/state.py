@@ -20,7 +20,7 @@ import ml_collections
 from jaxrl_tis import models
 from jaxrl_tis.learner import control
 from jaxrl_tis.learner.optimizer import optimizer_shardings
-from jaxrl_tis.learner.setup import LearnerSetup
+from jaxrl_tis.learner.setup import LearnerSetup, check_adapter
 from jaxrl_tis.learner.snapshots import Average
 from jaxrl_tis.learner.step import TrainState
 from jaxrl_tis.models import peft, placement, quant, transformer, transforms
@@ -211,6 +211,7 @@ def with_adapter(setup: LearnerSetup, read: Callable[[], Any], folder: str | Non
     if why := peft.other_base(folder, setup.config.model.path):
         processes.report(f"warning: {why}", sys.stderr)
     adapter, factors = peft.load(folder, setup.model)
+    check_adapter(adapter, setup.learner.program, setup.layout)
     return peft.join(read(), folder, adapter, factors)
 
 

@@ -344,7 +344,7 @@ class Trainer:
         if probe.collisions is None:
             return {}
         return self._variance_proxies(
-            rows["logp_old"], rows["adv"], probe.collisions, rows["mask"], w=self.weights,
+            rows["logp_prox"], rows["adv"], probe.collisions, rows["mask"], w=self.weights,
             gradient_norm=gradient_norm, num_sequences=num_sequences,
         )
 

@@ -103,6 +103,13 @@ def _target(prompter: Prompter, record: dict[str, Any]) -> list[int]:
     return [*prompter.tokenizer.encode(record["answer"]), prompter.tokenizer.eos_ids[0]]
 
 
+def _are_turns(turns: Any) -> bool:
+    is_pair = lambda x: isinstance(x, (list, tuple)) and len(x) == 2 and isinstance(x[0], str)
+    return isinstance(turns, (list, tuple)) and all(
+        is_pair(x) and isinstance(x[1], (str, list)) for x in turns
+    )
+
+
 def _why_bad(prompter: Prompter, record: dict[str, Any], limit: int) -> str:
     """Returns the reason why a record cannot be trained on; "" if it can."""
     if "answer" not in record:
@@ -114,6 +121,8 @@ def _why_bad(prompter: Prompter, record: dict[str, Any], limit: int) -> str:
         count = len(_target(prompter, record))
     except ValueError as error:
         return f"its answer: {error}"
+    if "turns" in record and not _are_turns(record["turns"]):
+        return 'its "turns" are not pairs of texts, an answer and an observation each'
     return "" if count <= limit else (
         f"the answer and its end are {count} tokens, config.rollout.max_new_tokens is {limit}; raise it"
     )

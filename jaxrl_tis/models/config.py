@@ -63,6 +63,10 @@ class RopeConfig:
             raise ValueError(
                 f"rope low_freq_factor={self.low_freq_factor} must be positive and below "
                 f"high_freq_factor={self.high_freq_factor}.")
+        if self.kind == "yarn" and not (self.theta > 1 and self.beta_fast > 0 and self.beta_slow > 0):
+            raise ValueError(
+                f"rope type 'yarn' needs rope_theta={self.theta} above 1, and beta_fast="
+                f"{self.beta_fast} and beta_slow={self.beta_slow} above 0.")
         if not 0 < self.fraction <= 1:
             raise ValueError(f"partial_rotary_factor={self.fraction} must be in (0, 1].")
 

@@ -167,11 +167,14 @@ def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[st
     is_gemma = family == "gemma3_text"
     num_heads = settings["attention.head_count"]
     num_kv_heads = _stated(settings, "attention.head_count_kv", num_heads)
+    one_number = lambda x: type(x) is int and x >= 1
     for name, heads in (("head_count", num_heads), ("head_count_kv", num_kv_heads)):
-        if type(heads) is not int or heads < 1:
+        if not one_number(heads):
             raise ValueError(f"attention.{name}={heads!r} must be one number for all layers.")
     embed_dim = settings["embedding_length"]
     head_dim = _stated(settings, "attention.key_length", embed_dim // num_heads)
+    if not one_number(head_dim):
+        raise ValueError(f"attention.key_length={head_dim!r} must be one number for all layers.")
     if is_gemma and settings["block_count"] == LAYERS_OF_27B and embed_dim // num_heads != head_dim:
         raise ValueError(
             f"Gemma 3 27B scales its queries by {embed_dim // num_heads}, not by the head size "

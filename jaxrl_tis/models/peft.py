@@ -22,7 +22,7 @@ import safetensors.numpy
 
 from jaxrl_tis.models import lora
 from jaxrl_tis.models.config import STACKS, ModelConfig
-from jaxrl_tis.models.safetensors import NAMES
+from jaxrl_tis.models.safetensors import names
 from jaxrl_tis.models.stacking import slots
 from jaxrl_tis.models.transformer import abstract_params
 from jaxrl_tis.runtime import hub
@@ -180,9 +180,15 @@ def join(
     base = lora.split(params)[1] or params
     with safetensors.safe_open(pathlib.Path(folder) / WEIGHTS, framework="numpy") as file:
         copy = file.get_tensor(HEAD_COPY) if HEAD_COPY in file.keys() else None
-    if copy is not None and not np.array_equal(copy.T, np.asarray(base["head"]).astype(copy.dtype)):
+    if copy is not None and not _is_rounded(copy.T, np.asarray(base["head"])):
         raise ValueError(f"{folder} is of another base: its {HEAD_COPY} is not this model's head")
     return adapter.join(base, factors)
+
+
+def _is_rounded(one: np.ndarray, other: np.ndarray) -> bool:
+    """Whether two arrays are equal in the narrower of their dtypes."""
+    narrow = min(one.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
+    return np.array_equal(one.astype(narrow), other.astype(narrow))
 
 
 def base_of(folder: str | os.PathLike) -> tuple[str, str]:
@@ -206,7 +212,7 @@ def other_base(folder: str | os.PathLike, path: str | os.PathLike) -> str:
 def _modules(config: ModelConfig) -> Iterator[tuple[str, str, str, int]]:
     """Yields (name of a module in a checkpoint, parameter, its stack or "", its place there) of every
     weight that can have factors, but for experts."""
-    tree = slots(config, NAMES)
+    tree = slots(config, names(config))
     for stack in STACKS:
         for name, slot in tree.get(stack, {}).items():
             if name in lora.MODULES and slot.names.ndim == 1:

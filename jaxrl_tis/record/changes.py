@@ -41,8 +41,10 @@ INTERRUPTING = ("checkpoint.every", "eval.every")
 QUEUED = (
     "rollout.schedule", "rollout.driver", "rollout.group_size", "rollout.prompts",
     "rollout.max_new_tokens", "task.max_context_tokens", "rollout.replay", "rollout.queue",
-    "rollout.old_logp_source",
-    "rollout.snapshots",
+    "rollout.old_logp_source", "rollout.snapshots", "rollout.temperature",
+    "rollout.sampling_mask_size", "correction.centering", "engine.quantization",
+    "engine.record_routes", "seed", "task.chat", "task.system", "task.template",
+    "task.template_kwargs", "task.tokenizer",
 )
 
 
@@ -98,7 +100,10 @@ def find(
     old = provenance.flat(saved)
     whole = new | old  # a run of another version may lack fields
     changed = [name for name, *_ in provenance.differences(old, new)]
-    fixed = [name for name in changed if name in QUEUED and (is_ahead(whole) or is_ahead(new))]
+    is_queued = is_ahead(whole) or is_ahead(new)
+    fixed = [name for name in changed if is_queued and is_within(name, QUEUED)]
+    if is_queued and (whole["correction.advantage"] == "remax") != (new["correction.advantage"] == "remax"):
+        fixed.append("correction.advantage")  # remax has one more answer in a group
     refused = [
         name for name in changed
         if not is_within(name, named) and not is_free(name, whole, new)

@@ -147,14 +147,15 @@ class Checkpoints:
             from the saved meta to it.
           step: None falls back to older steps when newer ones are damaged.
           is_part: abstract_state is a part of the saved state, with nested dicts in place of
-            classes; no other arrays are read.
+            classes; no other arrays are read, and nothing in the folder changes, where a run may
+            still save.
 
         Raises:
           FileNotFoundError: there is no checkpoint, or not the one asked for.
           ValueError: no intact checkpoint is left, or a leaf differs in name, shape or dtype.
         """
         self.wait()
-        step = self._intact(step)
+        step = self._intact(step, sets_aside=not is_part)
         self._manager.reload()
         saved = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         if callable(abstract_state):
@@ -226,8 +227,9 @@ class Checkpoints:
         path.rename(target)
         return target
 
-    def _intact(self, wanted: int | None) -> int:
-        """Returns the step to restore, checked by process 0; damaged ones are set aside."""
+    def _intact(self, wanted: int | None, sets_aside: bool) -> int:
+        """Returns the step to restore, checked by process 0; damaged ones are passed over, and set
+        aside where asked."""
         steps = self.steps()
         multihost_utils.sync_global_devices("checkpoints_listed")  # before process 0 renames any
         if not steps or (wanted is not None and wanted not in steps):
@@ -240,8 +242,10 @@ class Checkpoints:
             if problem is None:
                 chosen = step
                 break
-            target = self._set_aside(self._directory / str(step), CORRUPT)
-            problems.append(f"checkpoint {step} is damaged ({problem}), now called {target.name}")
+            name = ""
+            if sets_aside:
+                name = f", now called {self._set_aside(self._directory / str(step), CORRUPT).name}"
+            problems.append(f"checkpoint {step} is damaged ({problem}){name}")
         chosen = _agreed(chosen)
         if chosen is None:
             raise ValueError(f"no intact checkpoint{'' if wanted is None else f' {wanted}'} left "

@@ -29,11 +29,12 @@ from jaxrl_tis.engine.records import JOINS, OUTCOMES, Request, SamplingParams, T
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.environments.continuity import Suffixes
-from jaxrl_tis.environments.pool import Call, Pool, Reply
+from jaxrl_tis.environments.pool import Call, Pool, Reply, SharedPool
 from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.rollouts.prompts import Prompt
 
 PULSE_SECONDS = 0.5  # longest wait for a reply, if the sampler has nothing else to do
+OPEN_AT_ONCE = 256  # environments that are made for their prompt alone
 FAULTS = {"errors": "failed", "timeouts": "timeout"}  # of a reply -> outcome of the episode
 
 
@@ -51,9 +52,9 @@ class Openings:
       seed: config.seed.
     """
 
-    def __init__(self, make_pool: Callable[[], Pool], seed: int):
+    def __init__(self, make_pool: Callable[[], Pool | SharedPool], seed: int):
         self._make_pool, self._seed = make_pool, seed
-        self._pool: Pool | None = None
+        self._pool: Pool | SharedPool | None = None
 
     def __call__(
         self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
@@ -61,12 +62,13 @@ class Openings:
         """Returns the prompt of each record, or the reason why it has none.
 
         Raises:
-          ValueError: the first environment hangs, as all others would.
+          ValueError: the first of several environments hangs, as all others would.
         """
-        [first] = self._opened(records[:1], heartbeat) or [None]
-        if first is not None and first.fault == "timeouts":
-            raise ValueError(f"the environment has no prompt: {first.error}")
-        replies = [first, *self._opened(records[1:], heartbeat)] if records else []
+        replies = self._opened(records[:1], heartbeat)
+        if len(records) > 1 and replies[0].fault == "timeouts":
+            raise ValueError(f"the environment has no prompt: {replies[0].error}")
+        for start in range(1, len(records), OPEN_AT_ONCE):
+            replies += self._opened(records[start : start + OPEN_AT_ONCE], heartbeat)
         failed = lambda reply: ValueError(f"its environment has no prompt: {reply.error}")
         return [failed(reply) if reply.fault else reply.step.observation for reply in replies]
 
@@ -148,13 +150,13 @@ class EpisodeScheduler:
     """
 
     def __init__(
-        self, scheduler: Scheduler, make_pool: Callable[[], Pool], suffixes: Suffixes,
+        self, scheduler: Scheduler, make_pool: Callable[[], Pool | SharedPool], suffixes: Suffixes,
         decode: Callable[[Sequence[int]], str], *, max_turns: int, max_length: int, on_fork: str,
         waits: bool, heartbeat: Callable[[], None] = lambda: None,
     ):
         self._scheduler, self._suffixes, self._decode = scheduler, suffixes, decode
         self._make_pool = make_pool
-        self._pool: Pool | None = None
+        self._pool: Pool | SharedPool | None = None
         self._max_turns, self._max_length = max_turns, max_length
         self._on_fork, self._waits, self._heartbeat = on_fork, waits, heartbeat
         self._failures = Failures(what="an environment")

@@ -252,6 +252,11 @@ class Prompter:
                 f"task.template is {template!r}, and a prompt is a list of messages, which no "
                 f"template is put around; set it to {PLAIN!r}"
             )
+        elif self.opening is not None and not self.task.chat:
+            raise ValueError(
+                "the environment gives messages, which the chat template renders, and task.chat is "
+                "False, so that later observations would be plain text; set task.chat to True"
+            )
         has_system = any(message["role"] == "system" for message in prompt)
         return [{"role": "system", "content": system}, *prompt] if system and not has_system else prompt
 

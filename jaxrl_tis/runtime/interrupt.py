@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Iterator
 
 from jaxrl_tis.runtime import cli, processes
 
@@ -37,6 +38,7 @@ class Interrupt:
     def __init__(self, grace: float):
         self._grace, self._asked_at, self._calls = grace, None, 0
         self._is_over, self._is_acknowledged = threading.Event(), threading.Event()
+        self._save = threading.Lock()
 
     @property
     def is_set(self) -> bool:
@@ -78,6 +80,12 @@ class Interrupt:
         environments that it waits for."""
         self._is_acknowledged.set()
 
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Within it the time limits wait: a save that has begun is completed."""
+        with self._save:
+            yield
+
     def is_agreed(self) -> bool:
         """Whether any process received a request. All must call this at the same place."""
         return processes.any_of(self.is_set)
@@ -104,11 +112,15 @@ class Interrupt:
     def _enforce(self, bell: socket.socket) -> None:
         with bell:
             while heard := bell.recv(64):
-                is_asked = bool(set(heard) & set(STOPPING))
-                if is_asked and not self._is_acknowledged.wait(self._grace + FORCED_SECONDS):
-                    print("the run could not stop in time and ends without a save; the same "
-                          "command continues", flush=True)
-                    os._exit(cli.RESTART)
+                if not set(heard) & set(STOPPING):
+                    continue
+                seconds = self._grace + FORCED_SECONDS
+                while not self._is_acknowledged.wait(seconds):
+                    seconds = FORCED_SECONDS
+                    if not self._save.locked():
+                        print("the run could not stop in time and ends without a save; the same "
+                              "command continues", flush=True)
+                        os._exit(cli.RESTART)
 
     def _watch_machine(self) -> None:
         failures, before = 0, None

@@ -25,7 +25,7 @@ from jaxrl_tis.runtime.cli import Interrupted, Unwritable
 
 OWNER = "owner.json"
 SIGN_SECONDS, SIGNS = 15.0, 3  # after so many without a sign an owner is dead
-KEPT_APART = ("checkpoints", "lock", OWNER)  # not files that grow
+KEPT_APART = ("checkpoints", "base", "lock", OWNER)  # not files that grow; "base" is that of LoRA
 NEW = ".new"  # end of the name of a file that is being written
 STACKS = "stacks"  # of a process that hung: written when nothing can be copied any more
 

@@ -120,7 +120,7 @@ def test_the_sample_size_of_a_weight_without_a_cap_has_none():
     behav = np.full(mask.shape, -5.0, np.float32)
     old = behav.copy()
     old[0, 0] = 0.0  # a ratio of e^5
-    batch = {"mask": mask, "sampled": mask, "logp_old": old, "logp_behav": behav,
+    batch = {"mask": mask, "sampled": mask, "logp_prox": old, "logp_old": old, "logp_behav": behav,
              "rewards": np.zeros(4, np.float32)}
     weight = ("token_vanilla", {})
     found = correction_metrics.gap_metrics(weight, loss.apply_methods(batch, weight, ()), batch)

@@ -120,10 +120,10 @@ def test_opob_without_tokens_in_a_row_or_in_a_group():
 
 
 def token_fields(score_norm):
-    """logp_old and sum_pi_squared whose 1 - 2 pi + sum pi^2 is score_norm: pi is 0.5."""
+    """logp_prox and sum_pi_squared whose 1 - 2 pi + sum pi^2 is score_norm: pi is 0.5."""
     score_norm = jnp.asarray(score_norm)
     return {
-        "logp_old": jnp.where(jnp.isnan(score_norm), NAN, jnp.log(0.5)),
+        "logp_prox": jnp.where(jnp.isnan(score_norm), NAN, jnp.log(0.5)),
         "sum_pi_squared": score_norm,
     }
 
@@ -194,7 +194,7 @@ def test_equal_scores_give_the_mean_of_the_live_returns():
 
 def test_tokens_that_were_certain_do_not_divide_by_zero():
     # pi = 1: the score is 0, so W is 0 and the baseline 0 / 1e-8.
-    certain = {"logp_old": jnp.zeros((2, 2)), "sum_pi_squared": jnp.ones((2, 2))}
+    certain = {"logp_prox": jnp.zeros((2, 2)), "sum_pi_squared": jnp.ones((2, 2))}
     arguments = (jnp.ones((2, 2)), jnp.zeros(2, int))
     adv = TOKEN_BASELINES["otb"](jnp.array([1.0, 0.0]), *arguments, **certain)
     np.testing.assert_array_equal(adv, [[1, 1], [0, 0]])
@@ -216,7 +216,7 @@ def random_case(seed, has_holes):
         "rewards": np.where(mask, rng.normal(size=mask.shape), NAN),
         "mask": mask,
         "group": np.array([4, 0, 4, 0, 4, 2, 2]),
-        "logp_old": np.where(mask, np.log(p), NAN),
+        "logp_prox": np.where(mask, np.log(p), NAN),
         "sum_pi_squared": np.where(mask, p**2 + (1 - p) ** 2 * rng.random(mask.shape), NAN),
         "weights": np.where(mask, np.exp(rng.normal(size=mask.shape)), NAN),
     }
@@ -232,7 +232,7 @@ def loop_otb(case, is_compacted, otb_zero_tail=True):
     for b in rows:
         r, logp, square, w = (
             case[field][b, kept[b]]
-            for field in ("rewards", "logp_old", "sum_pi_squared", "weights")
+            for field in ("rewards", "logp_prox", "sum_pi_squared", "weights")
         )
         returns.append(np.cumsum(r[::-1])[::-1])
         power.append(np.cumsum((1 - 2 * np.exp(logp) + square) * w**2))
@@ -295,7 +295,7 @@ def test_the_token_baseline_minimises_the_weighted_square(name):
     case = random_case(5, has_holes=False)
     with jax.enable_x64(True):
         adv = np.asarray(TOKEN_BASELINES[name](**case))
-    score = np.where(case["mask"], 1 - 2 * np.exp(case["logp_old"]) + case["sum_pi_squared"], 0.0)
+    score = np.where(case["mask"], 1 - 2 * np.exp(case["logp_prox"]) + case["sum_pi_squared"], 0.0)
     power = np.cumsum(score * np.nan_to_num(case["weights"]) ** 2, axis=1) * case["mask"]
     for members in ([0, 2, 4], [1, 3]):
         is_shared = case["mask"][members].sum(axis=0) > 1

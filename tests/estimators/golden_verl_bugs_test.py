@@ -253,7 +253,7 @@ def test_equal_returns_have_exactly_no_optimal_baseline_advantage():
         jnp.array([1.0, 1.0]),
         jnp.ones(shape),
         jnp.array([0, 0]),
-        logp_old=jnp.full(shape, -1.0),
+        logp_prox=jnp.full(shape, -1.0),
         sum_pi_squared=jnp.full(shape, 0.2),
     )
     np.testing.assert_array_equal(adv, np.zeros(shape))
@@ -270,7 +270,7 @@ def test_rows_without_tokens_are_not_in_the_group_of_otb():
             jnp.array([1.0, 0.0]),
             jnp.array([[1, 1], [0, 0]], bool),
             jnp.array([0, 0]),
-            logp_old=jnp.full((2, 2), -1.0),
+            logp_prox=jnp.full((2, 2), -1.0),
             sum_pi_squared=jnp.full((2, 2), 0.2),
             otb_zero_tail=False,
         )

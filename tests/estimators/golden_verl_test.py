@@ -82,7 +82,7 @@ def test_rejection(name, run):
 
 def advantages_of(batch):
     """Advantages by verl's name, and the entries of ours that gave them."""
-    otb = {field: batch[field] for field in ("logp_old", "sum_pi_squared")}
+    otb = {"logp_prox": batch["logp_old"], "sum_pi_squared": batch["sum_pi_squared"]}
     weighted = otb | {"weights": batch["weights"], "otb_zero_tail": False}
     scores = ratios.masked_sum(batch["rewards"], batch["mask"], axis=1)
     components = {"reward_components": batch["reward_components"], "gdpo_weights": (1.0, 0.5)}

@@ -32,13 +32,13 @@ def test_weights_of_stale_arms_see_the_age():
 
 
 def test_the_control_is_none_with_the_loss_of_the_stale_arms():
-    for gap in ("int8", "noise", "routes"):
+    for gap in ("int8", "noise"):
         control, none = fig_referee.control_of(gap, "long")["REINFORCE"], fig_referee.arms_of(gap, "long")["none"]
         assert dict(control.items() - none.items()) == {
             "correction.mode": "bypass", "correction.objective": "reinforce",
         }
         assert none.items() <= control.items()
-    assert fig_referee.control_of("stale", "long") == {}
+    assert fig_referee.control_of("stale", "long") == {} == fig_referee.control_of("int8", "short")
 
 
 @pytest.mark.parametrize("length", ["short", "long"])

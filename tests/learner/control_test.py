@@ -18,8 +18,9 @@ def chosen(controllers, **changes):
 
 def rows():
     """Two responses of 2 and 1 tokens, whose weights are e^(0.5 - 0.25) and e^(-1)."""
+    mask = jnp.array([[False, True, True], [False, True, False]])
     return {
-        "mask": jnp.array([[False, True, True], [False, True, False]]),
+        "mask": mask, "sampled": mask,
         "logp_old": jnp.full((2, 3), -7.0),  # of older weights
         "logp_prox": jnp.array([[9.0, -1.0, -2.0], [9.0, -3.0, 9.0]]),
         "logp_behav": jnp.array([[0.0, -1.5, -1.75], [0.0, -2.0, 0.0]]),
@@ -64,6 +65,15 @@ def test_empty_rows_do_not_shorten_the_mean_length():
     padded = {name: jnp.pad(x, ((0, 2), (0, 0))) for name, x in rows().items()}
     states, _ = control.begin(c, control.init(c), padded)
     assert states["length_surge"].lengths[0] == 1.5
+
+
+def test_answers_that_are_not_trained_on_count_in_the_mean_length():
+    """Answers of 2, 1 and 6 tokens; the last is truncated."""
+    c = chosen("length_surge(surge_cooldown=5, surge_floor=0.1)")
+    cut = {name: jnp.pad(x, ((0, 1), (0, 3))) for name, x in rows().items()}
+    cut["sampled"] = cut["sampled"].at[2].set(True)
+    states, _ = control.begin(c, control.init(c), cut)
+    assert states["length_surge"].lengths[0] == 3.0
 
 
 def test_the_kl_coefficient_follows_the_measured_kl():

@@ -143,6 +143,39 @@ def test_a_cap_per_factor_is_applied_once_or_at_every_update():
     assert "mismatch/product/fraction_capped" not in prepared()[1]
 
 
+def test_the_cap_of_the_age_counts_where_the_policy_has_moved():
+    data = rollout()
+    data = data | {"logp_prox": data["logp_old"] + np.where(np.arange(T) % 2, 0.2, -0.3).astype(np.float32)}
+    _, metrics = prepared(data, weight="capped_ratio(cap_staleness=1.1)", objective="reinforce")
+    is_odd = np.broadcast_to(np.arange(T) % 2, data["mask"].shape)[data["mask"]]
+    assert metrics["mismatch/staleness/fraction_capped"] == pytest.approx(is_odd.mean())
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_the_optimal_baseline_is_that_of_the_policy_and_of_all_answers(mode):
+    """Two answers of one token: score norms 1 - 2 pi + sum pi^2 of 0.5 and 0.32, rewards 1 and 0. Weights of
+    decoupled mode pi_old / mu: 1 and 2. Of bypass mode pi / mu: 2 and 1. The second is not trained on."""
+    one = lambda *x: np.array(x, np.float32)[:, None]
+    data = {
+        "mask": one(1, 0) > 0, "sampled": one(1, 1) > 0, "rewards": one(1, 0)[:, 0],
+        "group": np.zeros(2, np.int32), "version": np.zeros((2, 1), np.int32),
+        "current_version": np.zeros((2, 1), np.int32), "sum_pi_squared": one(0.5, 0.52),
+        "logp_prox": np.log(one(0.5, 0.6)), "logp_old": np.log(one(0.25, 1.0)),
+    }
+    data["logp_behav"] = np.log(one(0.25, 0.5)) if mode == "decoupled" else np.log(one(0.25, 0.6))
+    out, _ = prepared(
+        data, advantage="otb", mode=mode, weight="token_tis(cap=9.0)", objective="reinforce",
+    )
+    norms = (0.5, 4 * 0.32) if mode == "decoupled" else (4 * 0.5, 0.32)
+    assert out["adv"][0, 0] == pytest.approx(1 - norms[0] / sum(norms), rel=1e-4)
+
+
+@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+def test_tokens_that_an_update_rejects_stay_in_every_denominator(mode):
+    c = correction.parse(fields(mode=mode, masks="trm(trm_delta=1.0)", weight="none"))
+    assert correction.loss_spec(c, {}).rejected_in_denominator
+
+
 def test_batch_normalised_weights_have_mean_one():
     out, metrics = prepared(batch_normalize=True)
     plain, plain_metrics = prepared()

@@ -40,6 +40,10 @@ FUSED = {
         correction__kl_coeff=0.1, correction__aggregation="seq-mean-token-mean",
     ),
     "exact masks at the update": dict(correction__masks="trm(trm_delta=1.0)"),
+    "rejected tokens have a KL": dict(
+        correction__masks="token_dp(upper=1.0) & trm(trm_delta=1e-3)", correction__kl_coeff=0.1,
+        correction__rejected_in_denominator=True, correction__entropy_coeff=0.1,
+    ),
     "critic": dict(
         correction__advantage="gae", rollout__group_size=1, rollout__prompts=16,
     ),

@@ -37,6 +37,17 @@ def test_turns_before_an_answer_are_read_and_not_taught():
     assert warmup._before(Prompter(tokenizer, config), None, record) == [tokenizer.bos_id, *call]
 
 
+@pytest.mark.parametrize(("turns", "is_bad"), [
+    ([], False), ([["12=", "3 "]], False), ([["12=", [{"role": "user", "content": "3"}]]], False),
+    (2, True), ("12=", True), ([["12="]], True), ([[12, "3 "]], True), ([["12=", 3]], True),
+])
+def test_turns_that_are_no_pairs_of_texts_are_refused(turns, is_bad):
+    """A column of that name can be in any data."""
+    prompter = Prompter(CharTokenizer(ARITHMETIC_CHARS), None)
+    why = warmup._why_bad(prompter, {"id": "1", "prompt": "12=", "answer": "3", "turns": turns}, 5)
+    assert bool(why) == is_bad and ("turns" in why) == is_bad
+
+
 def test_a_warm_up_answer_longer_than_the_row_of_targets_is_refused(tmp_path):
     """A target that max_new_tokens cuts off would be taught without its end, in silence."""
     with (

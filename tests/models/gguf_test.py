@@ -325,6 +325,7 @@ def test_forged_array_length_ends_at_the_end_of_the_file(tmp_path, llama):
     ("llama.attention.head_count_kv", [2, 1], r"head_count_kv=\[2, 1\]"),
     ("llama.attention.head_count", 0, "head_count=0"),
     ("llama.feed_forward_length", [64, 64], "feed_forward_length=.* must be one number for all layers"),
+    ("llama.attention.key_length", [8, 8], "key_length=.* must be one number for all layers"),
     ("llama.block_count", "2", "block_count='2' must be one number"),
     ("llama.attention.layer_norm_rms_epsilon", "1e-5", "layer_norm_rms_epsilon='1e-5' must be a number"),
     ("llama.rope.freq_base", "1e4", "rope.freq_base='1e4' must be a number"),

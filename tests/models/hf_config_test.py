@@ -257,6 +257,7 @@ def test_yarn_fields_and_default_original_length():
     ({"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}}, "100000 and 5.0"),
     ({"rope_scaling": {"type": "linear"}}, "'linear' needs the field 'factor'"),
     ({"rope_scaling": {"type": "linear", "factor": 0.5}}, "factor=0.5"),
+    ({"rope_scaling": {"type": "yarn", "factor": 2.0, "beta_fast": 0}}, "beta_fast=0.* above 0"),
     ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2'"),
     ({"rope_scaling": {"type": "linear", "factor": 2.0, "low_freq_factor": 1.0}},
      "low_freq_factor=1.0"),

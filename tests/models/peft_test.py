@@ -64,6 +64,25 @@ def test_a_round_trip(tmp_path, text):
         peft.save(tmp_path / "out", adapter, factors)
 
 
+def test_modules_of_gemma_have_names(tmp_path):
+    """Its layers have norms that others lack."""
+    config = models.read_config(GOLDEN.parent / "golden" / "gemma3")
+    adapter = lora.Adapter.of(lora.parse("lora(rank=2)"), config, transformer.abstract_params(config))
+    factors = adapter.init(transformer.abstract_params(config), jax.random.key(0))
+    peft.save(tmp_path / "out", adapter, factors)
+    read, found = peft.load(tmp_path / "out", config)
+    assert dict(read.ranks) == dict(adapter.ranks)
+    jax.tree.map(np.testing.assert_array_equal, found, factors)
+
+
+@pytest.mark.parametrize("narrow", ["head", "copy"])
+def test_the_copy_of_a_head_may_have_another_precision(narrow):
+    exact = np.float32([[1.001, 2.003]])
+    rounded = exact.astype(jnp.bfloat16)
+    one, other = (rounded, exact) if narrow == "copy" else (exact, rounded)
+    assert peft._is_rounded(one, other) and not peft._is_rounded(one, other + other)
+
+
 def test_an_adapter_of_several_ranks_is_written_with_patterns(tmp_path):
     """One that PEFT wrote with patterns, written again: rank 4 stands for all but the others."""
     config = models.read_config(GOLDEN / "base")

@@ -20,6 +20,8 @@ MUTANTS = [
     ),
     *of(
         "models/peft.py",
+        ("norms of Gemma have no names", "slots(config, names(config))", "slots(config, names(None))",
+         "test_modules_of_gemma_have_names"),
         ("rslora of a folder is ignored",
          '(math.sqrt(rank) if fields.get("use_rslora") else rank)', "rank",
          "test_the_scale_of_rslora_and_of_patterns"),

@@ -27,6 +27,7 @@ MUTANTS = [
     *of(
         "runtime/interrupt.py",
         ("a save is given up, too", "        if self._is_acknowledged.is_set():\n            return\n", ""),
+        ("a save that has begun is cut short", "if not self._save.locked():", "if True:"),
         ("a notice comes once", "if before is None or not notice else before", "if before is None else before"),
         ("the second Ctrl-C is the first", "if self.is_set and number == signal.SIGINT:", "if False:"),
         ("a step has no grace",
@@ -44,6 +45,7 @@ MUTANTS = [
         ("who is alive elsewhere is disturbed", "if (now := self._owner()) != owner:",
          "if (now := self._owner()) != owner and False:"),
         ("what is being written is copied, too", " or path.suffix == NEW", ""),
+        ("the base of LoRA is copied to every machine", '"base", ', ""),
         ("where a process hung is forgotten", "(*KEPT_APART, STACKS)", "KEPT_APART"),
         ("an old record of this machine stays",
          "shutil.rmtree(path) if path.is_dir() else path.unlink()", "pass"),

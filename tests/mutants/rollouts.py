@@ -5,6 +5,9 @@ from tests.mutants import of
 MUTANTS = [
     *of(
         "rollouts/episodes.py",
+        ("all prompts have their environments open at once",
+         "records[start : start + OPEN_AT_ONCE]", "records[start:]",
+         "test_environments_of_prompts_are_not_all_open_at_once"),
         ("a wait for environments gives no sign of life", "            self._heartbeat()\n", ""),
         ("a continued episode cannot end before its first call", "if self._pool is not None:  # a", "if True:  # a"),
         ("answers are tokenised again", "self._scheduler.extend(episode.record(trajectory), suffix,",

@@ -72,6 +72,8 @@ MUTANTS = [
     ),
     *of(
         "record/checkpoint.py",
+        ("a reader sets checkpoints aside", "            if sets_aside:\n", "            if True:\n",
+         "test_a_reader_changes_nothing"),
         ("the manifest's sums are unchecked",
          "if found[name] != files[name]:", "if found[name] != files[name] and False:"),
         ("a lost process is the folder's fault",
@@ -596,6 +598,9 @@ MUTANTS = [
     ),
     *of(
         "learner/check.py",
+        ("an average is the policy", 'rollout.old_logp_source != "ewma"', "True"),
+        ("a cap of the age is applied twice", "if c.weight[0] in factor_weights.WEIGHTS and", "if False and"),
+        ("rejected tokens are in a product of weights", "if at_update or (c.masks and", "if False and (c.masks and"),
         ("a band need not hold the ratio 1",
          "if not 0 <= low <= 1 <= high:", "if not 0 <= low <= high:"),
         tests="validate_test.py",

@@ -106,6 +106,11 @@ def test_a_queue_of_samples_keeps_its_shape(found):
     with pytest.raises(ValueError, match="does not fit this change: rollout.schedule"):
         found({"rollout.schedule": "sync"}, ["rollout"], **ahead)
     assert found({"rollout.group_size": 4}, ["rollout"]) == {"rollout.group_size": [8, 4]}
+    with pytest.raises(ValueError, match="does not fit this change: rollout.temperature"):
+        found({"rollout.temperature": 0.5}, ["rollout"], **ahead)
+    with pytest.raises(ValueError, match="does not fit this change: correction.advantage"):
+        found({"correction.advantage": "remax"}, ["correction"], **ahead)
+    assert found({"correction.advantage": "rloo"}, ["correction"], **ahead)
 
 
 def test_a_run_with_fields_that_no_longer_exist_is_refused_in_one_line(tmp_path):

@@ -216,6 +216,17 @@ def test_damaged_step_is_set_aside_and_the_older_one_used(tmp_path, message, cap
     assert (tmp_path / "checkpoints" / "2.corrupt").is_dir()
 
 
+def test_a_reader_changes_nothing(tmp_path, caplog):
+    """A run may delete old steps while another process reads them."""
+    save_steps(tmp_path, [1, 2])
+    flip_one_bit(largest_file(tmp_path / "checkpoints" / "2"))
+    with checkpoint.Checkpoints(tmp_path, keep=1) as checkpoints, \
+            caplog.at_level(logging.ERROR, logger="absl"):
+        _, meta = checkpoints.restore(abstract(make_state(0)), is_part=True)
+        assert meta["step"] == 1 and checkpoints.steps() == [1, 2]
+    assert "checkpoint 2 is damaged" in caplog.text and "restoring step 1" in caplog.text
+
+
 @pytest.mark.parametrize("message", DAMAGES)
 def test_every_file_of_a_step_is_guarded(tmp_path, message):
     save_steps(tmp_path, [1])

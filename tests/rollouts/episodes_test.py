@@ -20,7 +20,7 @@ from jaxrl_tis.learner import trainer
 from jaxrl_tis.rollouts.episodes import (
     EpisodeScheduler, Openings, environment_seed, episode_metrics,
 )
-from jaxrl_tis.rollouts import groups
+from jaxrl_tis.rollouts import episodes, groups
 from jaxrl_tis.rollouts.groups import Sample, is_equal, scores
 from jaxrl_tis.rollouts.prompts import Prompter
 from tests import arithmetic
@@ -549,6 +549,26 @@ def test_an_environment_without_a_prompt():
     assert sorted(pool.forgotten) == ["0", "0", "1"]
     with pytest.raises(ValueError, match="the environment has no prompt"):
         Openings(lambda: FakePool(kind="timeouts"), 0)(records[1:])
+    [found] = Openings(lambda: FakePool(kind="timeouts"), 0)(records[1:2])  # drawn later, alone
+    assert "no prompt" in f"{found}" and isinstance(found, ValueError)
+
+
+def test_environments_of_prompts_are_not_all_open_at_once(monkeypatch):
+    monkeypatch.setattr(episodes, "OPEN_AT_ONCE", 2)
+    pool, most = FakePool(lambda call: len(call.id)), []
+    ready = pool.ready
+    monkeypatch.setattr(pool, "ready", lambda *a: [most.append(len(pool.calls) - len(pool.forgotten)), ready(*a)][1])
+    records = [{"id": f"x{i}", "prompt": "a" * (i + 1)} for i in range(6)]
+    assert Openings(lambda: pool, 0)(records) == ["a" * (i + 1) for i in range(6)]
+    assert max(most) == 2 and len(pool.forgotten) == 6
+
+
+def test_messages_of_an_environment_need_the_chat_template():
+    opening = Openings(lambda: FakePool(lambda call: len(call.id)), seed=3)
+    task = dict(template="{prompt}", chat=False, system="", max_prompt_tokens=5)
+    prompter = Prompter(TOKENIZER, ml_collections.ConfigDict(task), opening)
+    with pytest.raises(ValueError, match="set task.chat to True"):
+        prompter.ids({"id": "a", "prompt": [{"role": "user", "content": "ab"}]})
 
 
 # Rewards

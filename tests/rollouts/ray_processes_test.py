@@ -18,6 +18,24 @@ FIELDS = {
 }
 
 
+def test_processes_evaluate_the_same_episodes(tmp_path):
+    """Process 0 plays them for both: replies that come at other times would be other inputs of one
+    program. The environment of the second process is never made."""
+    fields = FIELDS | {
+        "steps": "2", "task.environment": "tests.tiny_environment:Sums", "task.max_context_tokens": "20",
+        "task.max_turns": "3", "task.environment_workers": "1", "reward.name": "exact",
+    }
+    command = [
+        *hosts.MAIN, "--config=tests/small_run.py", f"--workdir={tmp_path / 'run'}",
+        *(f"--config.{name}={value}" for name, value in fields.items()),
+    ]
+    with hosts.Hosts(tmp_path / "first", command, devices=2) as pair:
+        assert pair.codes() == [0, 0], pair.text(0) + pair.text(1)
+    records = metrics.read(tmp_path / "run")
+    assert [r["step"] for r in records if r["phase"] == "train"] == [1, 2]
+    assert all(r["num_turns/mean"] > 1 for r in records if r["phase"] == "train")
+
+
 @pytest.mark.parametrize("lora", ["none", "lora(rank=4, alpha=8)"])
 def test_both_processes_train_on_the_same_batches_and_stop_together(tmp_path, lora):
     """processes.consistency_every of the config is 1: each step compares the processes' batches.

@@ -94,21 +94,23 @@ def test_a_signal_within_a_print_stops_the_run_all_the_same(monkeypatch, tmp_pat
 
 
 FORCED = """
-import sys, threading
+import contextlib, sys, threading
 from jaxrl_tis.runtime import interrupt
 
 interrupt.FORCED_SECONDS = 0.3
 
 with interrupt.Interrupt(grace=0.1) as asked:
-    if sys.argv[1] == "saves":
+    if sys.argv[1] == "stops":
         asked.acknowledge()
-    print("ready", flush=True)
-    threading.Event().wait({"hangs": 60, "saves": 1.5}[sys.argv[1]])
-    print("saved", flush=True)
+    saves = asked.saving() if sys.argv[1] == "saves" else contextlib.nullcontext()
+    with saves:
+        print("ready", flush=True)
+        threading.Event().wait(60 if sys.argv[1] == "hangs" else 1.5)
+        print("saved", flush=True)
 """
 
 
-@pytest.mark.parametrize("case, code", [("hangs", 42), ("saves", 0)])
+@pytest.mark.parametrize("case, code", [("hangs", 42), ("stops", 0), ("saves", 0)])
 def test_a_process_that_reaches_no_place_to_stop_ends_all_the_same(case, code):
     """But for one that is saving."""
     process = subprocess.Popen([sys.executable, "-c", FORCED, case], stdout=subprocess.PIPE, text=True,
@@ -117,7 +119,7 @@ def test_a_process_that_reaches_no_place_to_stop_ends_all_the_same(case, code):
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=50)
     assert process.returncode == code and ("ends without a save" in out) == (case == "hangs"), out
-    assert ("saved" in out) == (case == "saves")
+    assert ("saved" in out) == (case != "hangs")
 
 
 @contextlib.contextmanager

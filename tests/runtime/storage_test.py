@@ -92,6 +92,7 @@ def test_another_machine_begins_with_what_was_copied(bucket, monkeypatch, tmp_pa
     bucket.put("run/metrics.jsonl", b"1\n")
     bucket.put("run/tensorboard/events.1", b"e")
     bucket.put("run/checkpoints/3/manifest.json", b"{}")
+    bucket.put("run/base/checkpoints/0/manifest.json", b"{}")
     mirror = storage.Mirror("gs://bucket/run")
     mirror.folder.mkdir(parents=True)
     (mirror.folder / "metrics.jsonl").write_text("of an older run\n")
