@@ -137,8 +137,8 @@ the run, such as the overlong penalty, belong to the last turn.
 
 `rollout.dynamic_sampling` compares the rewards of whole episodes with any credit.
 
-Tokens of tools are in no loss, except with `correction.environment_ce_coeff`. The methods whose unit is a turn are {of_turns}.
-`tir_otb` counts positions in sampled tokens alone.
+Tokens of tools are in no loss, except with `correction.environment_ce_coeff`. `tir_otb` counts positions in sampled
+tokens alone. The methods whose unit is a turn are {of_turns}.
 
 ## Centred scores
 

@@ -181,7 +181,7 @@ class Sampling:
             workers=task.environment_workers, timeout=task.turn_timeout,
             network=self.config.reward.network,
         )
-        return start() if processes.is_alone() else SharedPool(start)
+        return start() if processes.is_alone() else SharedPool(start, processes.first)
 
     def turn_scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
         """Makes a scheduler of single turns; see `scheduler`."""

@@ -18,8 +18,8 @@ gcloud must be logged in. Its project and zone are used unless --project and --z
 
 Examples:
 
-    python launch/tpu_vm.py run --config=configs/dapo_qwen3_8b.py --workdir=gs://BUCKET/dapo --dry-run
-    python launch/tpu_vm.py logs --config=configs/dapo_qwen3_8b.py
+    python launch/tpu_vm.py run --config=configs/gsm8k_qwen25_0p5b.py:grpo --workdir=gs://BUCKET/gsm8k --dry-run
+    python launch/tpu_vm.py logs --config=configs/gsm8k_qwen25_0p5b.py:grpo
 """
 
 import argparse

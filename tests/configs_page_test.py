@@ -38,7 +38,7 @@ def test_every_field_has_a_row_and_a_meaning():
 def test_rows_by_hand():
     table = rows()
     assert table["seed"] == [
-        "`0`", "integer", "change", "Seed of the initialisation, the data order and the sampler.",
+        "`0`", "integer", "change if sync", "Seed of the initialisation, the data order and the sampler.",
     ]
     assert table["critic.clip_norm"] == ["`1.0`", "> 0", "change", "Largest norm of a gradient."]
     assert table["correction.weight"][:3] == ["preset", "[methods.md](methods.md)", "change"]

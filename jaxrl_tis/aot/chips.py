@@ -33,20 +33,20 @@ class Chip:
     cores_per_chip: int
 
 
+# Memory is what libtpu lets a program take, less than the published size but for v5p.
 CHIPS = {
     # ICI: 6 links of 50 GB/s each way (arXiv:2304.01433).
-    "v4": Chip(32 * GIB, 1.2e12, 275e12, 275e12, 300e9, 2),
-    # "16 GB", "819 GBps", 197 TFLOPs, 393 TOPs, ICI 400 GBps both ways. libtpu keeps a quarter of a
-    # GiB: a program may take 15.75.
+    "v4": Chip(61 * GIB // 2, 1.2e12, 275e12, 275e12, 300e9, 2),
+    # "16 GB", "819 GBps", 197 TFLOPs, 393 TOPs, ICI 400 GBps both ways.
     "v5e": Chip(63 * GIB // 4, 819e9, 197e12, 393e12, 200e9, 1),
     # 95 GiB, 2765 GBps, 459 TFLOPs, ICI 1200 GBps both ways; 918 int8 TOPs from the announcement
     # (cloud.google.com/blog, "Introducing Cloud TPU v5p", December 2023).
     "v5p": Chip(95 * GIB, 2765e9, 459e12, 918e12, 600e9, 2),
     # "32 GB", 1638 GBps, 918 TFLOPs, 1836 TOPs, ICI 800 GBps both ways.
-    "v6e": Chip(32 * GIB, 1638e9, 918e12, 1836e12, 400e9, 1),
+    "v6e": Chip(125 * GIB // 4, 1638e9, 918e12, 1836e12, 400e9, 1),
     # 192 GiB, 7380 GBps, 2307 TFLOPs, ICI 1200 GBps both ways. 4614 TFLOPs are for fp8; no int8
     # rate is published, so that of bfloat16 stands here.
-    "tpu7x": Chip(192 * GIB, 7380e9, 2307e12, 2307e12, 600e9, 2),
+    "tpu7x": Chip(379 * GIB // 2, 7380e9, 2307e12, 2307e12, 600e9, 2),
 }
 
 

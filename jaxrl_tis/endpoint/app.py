@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import json
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import Future
 from typing import Any, Protocol
@@ -153,6 +154,7 @@ class Server:
 
     def __init__(self, served: Served):
         self._served, self._loading = served, asyncio.Lock()
+        self._created = int(time.time())
         self._form = tool_calls.form_of(served.tokenizer)
 
     async def health(self, request: Request) -> Response:
@@ -167,7 +169,8 @@ class Server:
     async def models(self, request: Request) -> Response:
         self._check_open(request)
         model = {
-            "id": self._served.model, "object": "model", "owned_by": "jaxrl_tis",
+            "id": self._served.model, "object": "model", "created": self._created,
+            "owned_by": "jaxrl_tis",
             "max_model_len": self._served.limits.context_tokens,
             "version": self._served.worker.version,
         }

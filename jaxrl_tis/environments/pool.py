@@ -19,7 +19,6 @@ from typing import Any
 
 from jaxrl_tis.data import confined
 from jaxrl_tis.environments.protocol import Messages, Step
-from jaxrl_tis.runtime import processes
 
 
 @dataclass(frozen=True)
@@ -176,15 +175,17 @@ class SharedPool:
 
     Args:
         start: makes the pool; called on process 0. An error is raised on all.
+        first: calls a function on process 0 and returns its result, JSON, on all.
     """
 
-    def __init__(self, start: Callable[[], Pool]):
+    def __init__(self, start: Callable[[], Pool], first: Callable[[Callable[[], Any]], Any]):
         self._pool: Pool | None = None
+        self._first = first
 
         def begin():
             self._pool = start()
 
-        processes.first(begin)
+        first(begin)
 
     def submit(self, call: Call) -> None:
         """As `Pool.submit`."""
@@ -194,7 +195,7 @@ class SharedPool:
     def ready(self, wait: float = 0.0) -> list[Reply]:
         """As `Pool.ready`."""
         arrived = lambda: [dataclasses.asdict(reply) for reply in self._pool.ready(wait)]
-        return [_reply(**fields) for fields in processes.first(arrived)]
+        return [_reply(**fields) for fields in self._first(arrived)]
 
     def forget(self, ids: Iterable[str]) -> None:
         """As `Pool.forget`."""

@@ -7,8 +7,8 @@ the commands and runs nothing.
 
 Examples:
 
-    python launch/gke/jobset.py run --image=IMAGE --config=configs/dapo_qwen3_8b.py --workdir=gs://BUCKET/dapo
-    python launch/gke/jobset.py logs --config=configs/dapo_qwen3_8b.py
+    python launch/gke/jobset.py run --image=IMAGE --config=configs/gsm8k_qwen25_0p5b.py:grpo --workdir=gs://BUCKET/gsm8k
+    python launch/gke/jobset.py logs --config=configs/gsm8k_qwen25_0p5b.py:grpo
 """
 
 import argparse

@@ -12,7 +12,7 @@ dapo() {
 }
 dapo --workdir=gs://BUCKET/runs/dapo >launch/gke/v5p-128.yaml
 dapo --workdir=gs://BUCKET/runs/dapo-two --name=dapo-two-slices --num_slices=2 \
-  "--config.mesh.train=(2,64,1)" >launch/gke/two-slices.yaml
+  "--config.mesh.train=(2,64,1)" --config.train.microbatch_rows=128 >launch/gke/two-slices.yaml
 python3 launch/gke/raycluster.py manifest --image=REGISTRY/jaxrl_tis \
   --config=configs/gsm8k_qwen25_0p5b.py:grpo --workdir=gs://BUCKET/ahead --name=gsm8k-ahead \
   --worker_accelerator=v5litepod-4 --num_workers=2 --spot "--config.rollout.schedule=areal(staleness=2)" \

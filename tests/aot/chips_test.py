@@ -1,7 +1,9 @@
 """Names of slices, and the rule that every config has one."""
 
 import pathlib
+import re
 
+import jax
 import pytest
 
 from jaxrl_tis.aot.chips import CHIPS, OFFERS, TOPOLOGIES, Topology
@@ -54,6 +56,20 @@ def test_the_offers_are_of_known_chips():
     assert OFFERS.keys() < CHIPS.keys()
     with pytest.raises(ValueError, match="tpu7x has no known accelerator type"):
         Topology.parse("tpu7x:2x2x1").hosts_per_slice
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("name", ["v4:2x2x1", "v5e:2x2", "v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_the_memory_is_what_libtpu_lets_a_program_take(name):
+    pytest.importorskip("libtpu")
+    topology = Topology.parse(name)
+    device, *_ = devices = topology.devices()
+    x = jax.ShapeDtypeStruct((2**16, 2**20), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    with pytest.raises(jax.errors.JaxRuntimeError) as refusal:
+        jax.jit(lambda x: x + 1).lower(x).compile()
+    (allowed,) = re.findall(r"available HBM \(([\d.]+)G\)", str(refusal.value))
+    each = topology.chip.hbm_bytes * topology.num_chips / len(devices) / 2**30
+    assert float(allowed) - 0.75 <= each <= float(allowed)
 
 
 def test_several_slices():

@@ -1,5 +1,6 @@
 """Many episodes in several processes, and what a harmful one costs the others."""
 
+import json
 import os
 import random
 import re
@@ -10,7 +11,7 @@ import pytest
 
 from jaxrl_tis.data import confined
 from jaxrl_tis.environments import pool
-from jaxrl_tis.environments.pool import Call, Pool, Reply
+from jaxrl_tis.environments.pool import Call, Pool, Reply, SharedPool
 from jaxrl_tis.environments.protocol import Step
 
 RECORD = {"prompt": "p", "answer": "5", "id": "x"}
@@ -55,6 +56,31 @@ def end(pid):
     deadline = time.monotonic() + SECONDS
     while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
         time.sleep(0.01)
+
+
+def test_all_processes_get_the_replies_of_the_first():
+    """The other one has no environments; what it hears is JSON."""
+    told = []
+
+    def first(f):
+        told.append(json.dumps(f()))
+        return json.loads(told[-1])
+
+    one = SharedPool(made, first)
+    heard = iter(told)
+    other = SharedPool(lambda: pytest.fail("it started a pool"), lambda f: json.loads(next(heard)))
+    try:
+        for call in (Call("a", RECORD, 1), Call("b", RECORD, 2, ("x",))):
+            for play in (one, other):
+                play.submit(call)
+        found = replies(one, 2)
+        assert {r.id: r for _ in told[1:] for r in other.ready()} == found
+        assert found["a"].step.observation and found["a"].observations == (found["a"].step.observation,)
+        assert found["b"].answers == 1 and isinstance(found["b"].step, Step)
+    finally:
+        for play in (one, other):
+            play.forget(["a", "b"])
+            play.close()
 
 
 def test_an_episode():

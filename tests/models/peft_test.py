@@ -197,7 +197,10 @@ def test_an_adapter_of_another_revision_is_used_with_a_warning(tmp_path, capsys)
     config, params = models.load(GOLDEN / "base")
     folder = changed(tmp_path, base_model_name_or_path="owner/name", revision="v1")
     for path, is_told in ((f"{MODEL}@v1", False), (f"{MODEL}@v2", True)):
-        setup = types.SimpleNamespace(config=tiny.config(model__path=path), model=config)
+        training = tiny.setup().training
+        setup = types.SimpleNamespace(
+            config=tiny.config(model__path=path), model=config, learner=training.learner, layout=training.layout,
+        )
         adapted = state.with_adapter(setup, lambda: params, folder)
         assert lora.adapter_of(adapted, config).ranks
         assert ("warning: " in capsys.readouterr().err) == is_told

@@ -11,6 +11,7 @@ import json
 import os
 import pathlib
 import subprocess
+import time
 
 import httpx
 import numpy as np
@@ -95,6 +96,7 @@ def post(client, path, body):
 def test_the_model_is_listed_with_its_context(client):
     (model,) = client.models.list().data
     assert (model.id, model.max_model_len, model.version) == ("tiny", CONTEXT, 0)
+    assert 0 <= time.time() - model.created < 3600
 
 
 def test_a_conversation_with_tools(client, server):
