@@ -1,5 +1,6 @@
 """kubectl and xpk are scripts that write down their calls."""
 
+import math
 import os
 import pathlib
 import subprocess
@@ -9,6 +10,9 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+
+from jaxrl_tis import cli_flags
+from jaxrl_tis.learner import setup
 
 ROOT = pathlib.Path(__file__).parents[2]
 SCRIPT = ROOT / "launch" / "gke" / "jobset.py"
@@ -241,6 +245,22 @@ def test_the_other_commands(cloud, command, verbs):
 def test_the_other_commands_need_no_slice(cloud, command):
     done = call(command, "--config=configs/default.py", "--name=mine")
     assert done.returncode == 0 and "mine" in f"{cloud.calls()}", done.stderr
+
+
+@pytest.mark.parametrize("path", MANIFESTS, ids=lambda path: path.stem)
+def test_rows_of_a_manifest_divide_its_chips(path):
+    """Else all Pods end with code 2 once the slices are there."""
+    [replicated] = yaml.safe_load(path.read_text())["spec"]["replicatedJobs"]
+    job = replicated["template"]["spec"]
+    [container] = job["template"]["spec"]["containers"]
+    config = cli_flags.parsed([word for word in container["args"] if word.startswith("--config")])
+    chips = replicated["replicas"] * job["completions"] * container["resources"]["limits"]["google.com/tpu"]
+    mesh = dict(zip(("data", "fsdp", "tensor", "context", "expert"), (*config.mesh.train, 1, 1, 1)))
+    known = math.prod(n for n in mesh.values() if n > 0)
+    mesh = {axis: n if n > 0 else chips // known for axis, n in mesh.items()}
+    assert math.prod(mesh.values()) == chips
+    shards = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    assert list(setup.uncut_rows(config, shards, mesh["context"])) == []
 
 
 def test_the_large_manifests_find_model_and_data_outside_the_image():
