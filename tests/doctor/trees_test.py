@@ -25,6 +25,7 @@ from jaxrl_tis.estimators.presets import ICEPOP
 from jaxrl_tis.validate import validate
 from tests.doctor.runs import config_of, late, names, write_run
 
+PRODUCT_PPO = {"correction.objective": "seq_ppo", "correction.aggregation": "seq-mean-token-mean"}
 BYPASS = {"correction.preset": "bypass_ppo_clip"}
 BAND = {"correction.weight": "token_icepop"}
 PRODUCT = {"correction.weight": "seq_tis"}
@@ -210,12 +211,12 @@ CAUSE_CASES = {
     "E.pressure": (RISING, clip(0.15), {"E", "E.pressure"}),
     "E.pressure-higher": (RISING, clip(0.28), {"E", "E.pressure"}),
     "E.bypass": (RISING, BYPASS, {"E", "E.bypass"}),
-    "E.product": (RISING, {"correction.objective": "seq_ppo"}, {"E", "E.product", "E.pressure"}),
+    "E.product": (RISING, PRODUCT_PPO, {"E", "E.product", "E.pressure"}),
     "E.product-widened": (
-        RISING, {"correction.objective": "seq_ppo(clip_high=0.4)"}, {"E", "E.product", "E.pressure"}
+        RISING, PRODUCT_PPO | {"correction.objective": "seq_ppo(clip_high=0.4)"}, {"E", "E.product", "E.pressure"}
     ),
     "E.bypass-product": (
-        RISING, BYPASS | {"correction.objective": "seq_ppo"}, {"E", "E.bypass", "E.product"}
+        RISING, BYPASS | PRODUCT_PPO, {"E", "E.bypass", "E.product"}
     ),
     "E.widened": (RISING, WIDE, {"E", "E.pressure", "E.widened"}),
     "E.widened-low": (
@@ -377,6 +378,47 @@ def together(diagnosis):
 def of_model(values, changes):
     """Only a model with experts has flips."""
     return changes | ({"model.num_experts": 8} if FLIPS in values else {})
+
+
+OTHERS = {
+    f"{name}, {case}": (values, changes)
+    for name, changes in {
+        "tapered": {"correction.weight": "none", "correction.objective": "topr_geo"},
+        "product of weights": BYPASS | {"correction.weight": "none", "correction.objective": "gmpo"},
+        "whole product": {"correction.objective": "gmpo", "correction.rejected_in_denominator": True},
+        "KL to the sampler": {"correction.sampler_kl_coeff": 0.01},
+        "replayed": BYPASS | {
+            "rollout.replay": "uniform(uses=2, most=4)", "correction.objective": "reinforce",
+            "correction.weight": "token_tis", "rollout.old_logp_source": "none",
+        },
+        "replayed, clipped": {
+            "rollout.replay": "uniform(uses=2, most=4)", "correction.objective": "decoupled(upper=5.0)",
+            "correction.weight": "none", "rollout.old_logp_source": "none", "correction.kl_coeff": 0.01,
+            "train.minibatches": 2,
+        },
+        "ahead": {
+            "rollout.schedule": "areal(staleness=4)", "correction.objective": "decoupled(upper=5.0)",
+            "correction.weight": "none", "rollout.old_logp_source": "none", "correction.kl_coeff": 0.01,
+            "train.minibatches": 2,
+        },
+    }.items()
+    for case, values in {
+        "gap": {KL: 0.03}, "drift": {CHI2: 0.5}, "tokens": {CHI2: 1.5}, "longer": {LENGTH: late(100.0, 130.0)},
+        "old": {KL: 0.03} | STALE, "noise": {NOISE: late(1.0, 1.3)}, "same": {DP_MAX: 0.0},
+    }.items()
+    if case != "old" or "rollout.replay" in changes or "rollout.schedule" in changes
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_the_advice_fits_the_config(case, tmp_path):
+    values, changes = OTHERS[case]
+    validate(config_of(changes))
+    diagnosis = diagnose(write_run(tmp_path, values, changes))
+    for finding in (*diagnosis["findings"], *diagnosis["setup"]):
+        changed = config_of(changes)
+        changed.update_from_flattened_dict({line["field"]: line["value"] for line in finding["changes"]})
+        validate(changed)
 
 
 @pytest.mark.parametrize("case", [*CAUSE_CASES, *SETUP_CASES])
