@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes the figures of docs/experiments.md: ./launch/figures.sh [NAME ...]; all figures without names.
 # Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
-# lora_smollm2 trains SmolLM2-135M for an hour or more, and referee trains 1,008 small runs for some hours; these
+# lora_smollm2 trains SmolLM2-135M for an hour or more, and referee trains 1,024 small runs for some hours; these
 # two are not among "all figures".
 #
 # Examples:

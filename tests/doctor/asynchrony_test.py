@@ -78,7 +78,8 @@ CASES = {
         {}, DIRECT | {"correction.mode": "decoupled"}, {"training.async", "async.naive"}
     ),
     "caps of every factor": (
-        {}, {"correction.preset": "normal", "correction.weight": "capped_ratio"}, {"training.async"}
+        {}, {"correction.preset": "normal", "correction.weight": "capped_ratio",
+             "correction.objective": "reinforce"}, {"training.async"}
     ),
     "late": ({LAG: 9.0}, {"rollout.schedule": "areal(staleness=12)"}, {"training.late"}),
     "async.stand_in": ({}, STAND_IN, {"training.async", "async.stand_in"}),

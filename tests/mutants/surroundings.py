@@ -577,6 +577,8 @@ MUTANTS = [
     ),
     *of(
         "doctor/trees.py",
+        ("replayed tokens are fresh", "    if has_older(case):\n        return asynchrony.objective(case)\n", "",
+         "doctor/trees_test.py::test_the_advice_fits_the_config"),
         ("a few long answers are a surge",
          '            Clause(LENGTH, ">", "surge_sigma", "surge_sigma"),\n', ""),
         tests="doctor/confusion_test.py",
