@@ -23,12 +23,12 @@ WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
 # with the length
 PER_SEQUENCE = ("luspo", "seq_ppo", "oapl")
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
-UNWEIGHTED = ("topr", "topr_token", "topr_geo")  # objectives that weigh some advantages and leave the others alone
+UNWEIGHTED = ("topr", "topr_token", "topr_geo")  # objectives that weigh some advantages alone
+WITH_FACTORS = ("decoupled", "qurl_acr")  # objectives with a weight of their own and a ratio
+OF_POLICY = ("opob", "otb", "tir_otb", "ess_scale")  # advantages and controllers of the policy itself
 WITHOUT_OLD = (*UNRATIOED, "a3po", "decoupled")  # objectives that do not look at logp_old
 # Where all tokens are of the version that is updated, the proximal policy is the one that sampled:
 # what tells versions apart would do something else than its name says.
-OF_POLICY = ("opob", "otb", "tir_otb", "ess_scale")  # advantages and controllers
-WITH_FACTORS = ("decoupled", "qurl_acr")  # objectives with a weight of their own and a ratio
 OF_VERSIONS = ("a3po", "decoupled", "staleness")  # objectives and masks
 
 

@@ -41,8 +41,8 @@ FUSED = {
     ),
     "exact masks at the update": dict(correction__masks="trm(trm_delta=1.0)"),
     "rejected tokens have a KL": dict(
-        correction__masks="token_dp(upper=1.0) & trm(trm_delta=1e-3)", correction__kl_coeff=0.1,
-        correction__rejected_in_denominator=True, correction__entropy_coeff=0.1,
+        correction__masks="opsm(opsm_delta=1e-4)", correction__kl_coeff=0.1,
+        correction__entropy_coeff=0.1,
     ),
     "critic": dict(
         correction__advantage="gae", rollout__group_size=1, rollout__prompts=16,
