@@ -52,7 +52,7 @@ def experts(
         gathered = _gathered(weights, layout, x_btd.dtype)
         run = lambda rows: _summed(*rows, gathered, num_experts, layout, is_invariant)
         y_cmd = jax.lax.map(run, _chunks(x_btd, ids_btk, gates_btk))
-        y_btd = y_cmd.reshape(x_btd.shape)
+        y_btd = _whole(y_cmd, x_btd.shape)
         if not is_invariant:
             y_btd = layout.summed(y_btd, "mlp")
         return y_btd.astype(x_btd.dtype)
@@ -81,8 +81,8 @@ def _experts_bwd(num_experts, layout, is_invariant, operands, y_bar):
 
         zeros = jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), gathered)
         bars, (x_bar, gates_bar) = jax.lax.scan(chunk, zeros, _chunks(x, ids, gates, y_bar))
-        x_bar = layout.summed(x_bar.reshape(x.shape).astype(jnp.float32), "mlp")
-        gates_bar = gates_bar.reshape(gates.shape)
+        x_bar = layout.summed(_whole(x_bar, x.shape).astype(jnp.float32), "mlp")
+        gates_bar = _whole(gates_bar, gates.shape)
         if not is_invariant:  # there each device has the sum over the width already
             gates_bar = layout.summed(gates_bar, "mlp")
         return x_bar.astype(x.dtype), gates_bar, _scattered(bars, weights, layout)
@@ -160,10 +160,25 @@ def _scattered(bars: tuple, weights: tuple, layout: Layout) -> tuple:
 
 
 def _chunks(*arrays: jax.Array) -> tuple[jax.Array, ...]:
-    """Returns arrays [B,T,...] of tokens as equal chunks [C,M,...] of at most CHUNK tokens."""
+    """Returns arrays [B,T,...] of tokens as equal chunks [C,M,...] of at most CHUNK tokens. Zeros fill
+    the last one where no small number of chunks divides the tokens."""
     tokens = arrays[0].shape[0] * arrays[0].shape[1]
-    count = next(n for n in range(-(-tokens // CHUNK), tokens + 1) if tokens % n == 0)
-    return tuple(x.reshape(count, tokens // count, *x.shape[2:]) for x in arrays)
+    least = -(-tokens // CHUNK)
+    count = next((n for n in range(least, 2 * least) if tokens % n == 0), least)
+    size = -(-tokens // count)
+
+    def chunks(x):
+        rows = x.reshape(tokens, *x.shape[2:])
+        rows = jnp.pad(rows, [(0, count * size - tokens)] + [(0, 0)] * (rows.ndim - 1))
+        return rows.reshape(count, size, *x.shape[2:])
+
+    return tuple(map(chunks, arrays))
+
+
+def _whole(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Returns chunks [C,M,...] as the array [B,T,...] of this shape that `_chunks` has cut."""
+    rows = chunks.reshape(-1, *chunks.shape[2:])
+    return rows[: shape[0] * shape[1]].reshape(shape)
 
 
 def _summed(

@@ -122,6 +122,14 @@ def test_tokens_that_travel_in_chunks(shape, monkeypatch):
     check(shape, random_ids())
 
 
+def test_tokens_that_no_small_number_divides(monkeypatch):
+    """A device has 7 tokens: three chunks of 3, two tokens of which are zeros."""
+    monkeypatch.setattr(expert_parallel, "CHUNK", 3)
+    monkeypatch.setitem(globals(), "T", 7)
+    assert expert_parallel._chunks(jnp.zeros((1, T, 1)))[0].shape == (3, 3, 1)
+    check(MESHES[0], random_ids())
+
+
 @pytest.mark.cases("one device")
 @pytest.mark.parametrize("experts", [(0, 1), (6, 3)], ids=["one device", "two devices"])
 def test_experts_without_tokens(experts):

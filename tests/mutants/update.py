@@ -444,6 +444,9 @@ MUTANTS = [
     ),
     *of(
         "models/expert_parallel.py",
+        ("a token gets the result of another where chunks are filled", "rows[: shape[0] * shape[1]]",
+         "rows[-shape[0] * shape[1] :]",
+         "models/expert_parallel_test.py::test_tokens_that_no_small_number_divides"),
         ("gates of invariant numerics are summed over the width twice", "if not is_invariant:  # there", "if True:  # there",
          "models/expert_parallel_test.py::test_gradients_of_invariant_numerics_are_those_of_one_device"),
     ),
