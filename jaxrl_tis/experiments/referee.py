@@ -221,7 +221,7 @@ def part_table(arms: Mapping[str, Sequence[Run]], gradients: Sequence[Mapping]) 
     """Returns the table of a part."""
     gains, found = gains_of(arms), gradient_measures(gradients)
     to_none, to_exact = beside(gains, NONE), beside(gains, EXACT)
-    lines = []
+    half, lines = beside(gains_of(arms, HALF), NONE), []
     for name in (name for name in (*fig_referee.CORRECTIONS, EXACT) if name in arms):
         runs = arms[name]
         measures = found[name] if name in found else ("–",) * 3
@@ -229,10 +229,12 @@ def part_table(arms: Mapping[str, Sequence[Run]], gradients: Sequence[Mapping]) 
             name, figures.mean(list(gains[name].values()), "+.3f"),
             figures.interval(to_none[name]) if name in to_none else "–",
             figures.interval(to_exact[name]) if name in to_exact else "–",
+            figures.interval(half[name]) if name in half else "–",
             f"{sum(map(collapsed, runs))} of {len(runs)}", *measures,
         ])
     header = [
-        "arm", "gain", "minus none", "minus exact engine", "collapsed", "bias", "cosine", "noise",
+        "arm", "gain", "minus none", "minus exact engine", f"minus none, {HALF} steps", "collapsed",
+        "bias", "cosine", "noise",
     ]
     return figures.rows(header, lines)
 
