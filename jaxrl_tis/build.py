@@ -26,7 +26,9 @@ from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.environments.pool import Pool, SharedPool
 from jaxrl_tis.estimators import centering
 from jaxrl_tis.harness.process import HarnessProcess
-from jaxrl_tis.learner.setup import LearnerSetup, make_learner_setup, max_length
+from jaxrl_tis.learner.setup import (
+    LearnerSetup, check_whole_factors, make_learner_setup, max_length,
+)
 from jaxrl_tis.models import lora, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
@@ -302,12 +304,8 @@ def _check_serving(
 ) -> None:
     """Raises ValueError for a mesh.serve that does not divide the model, or that LoRA does not fit."""
     placement.shardings(layout, model)
-    tensor, is_invariant = layout.mesh.shape["tensor"], config.model.numerics == "invariant"
-    if choices.lora is not None and is_invariant and tensor > 1:
-        raise ValueError(
-            "model.lora with model.numerics = 'invariant' needs whole factors on a device, and "
-            f"mesh.serve has {tensor} tensor shards; set its tensor entry to 1"
-        )
+    if choices.lora is not None:
+        check_whole_factors(config.model.numerics == "invariant", layout, "mesh.serve")
 
 
 def _engine_configs(

@@ -9,8 +9,8 @@ import itertools
 import math
 
 from jaxrl_tis.doctor.case import (
-    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, approximates_old_logp, has_older, is_ahead, is_direct,
-    is_not, is_so,
+    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, approximates_old_logp, has_older, in_bypass, is_ahead,
+    is_direct, is_not, is_so,
 )
 from jaxrl_tis.estimators import methods
 
@@ -94,7 +94,7 @@ def corrects_staleness(case: Case) -> bool:
     """Returns whether staleness is corrected: by a weight, by the objective's own weight, or by a clip
     around the policy of the update."""
     weight = case.method("weight")[0]
-    is_whole = case.setting("correction.mode") == "bypass" or approximates_old_logp(case)
+    is_whole = in_bypass(case) or approximates_old_logp(case)
     return (
         case.method("objective")[0] in OBJECTIVES or weight != "none" and is_whole
         or is_direct(case) or "logp_prox" in methods.needs("weight", weight)

@@ -262,8 +262,6 @@ def is_ahead(case: Case) -> bool:
 
 def largest_age(case: Case) -> float:
     """Returns how many versions a token may be old: by samplers that run ahead, or by replay."""
-    if not is_ahead(case) and not case.config.get("rollout", {}).get("replay"):
-        return 0  # nor is a field missing that older code did not write
     way = replay.parse(case.setting("rollout.replay"))
     return replay.max_age(case.schedule, way, case.setting("rollout.max_age"))
 
@@ -379,11 +377,20 @@ def has_own_weight(case: Case) -> bool:
     return "logp_behav" in methods.needs("objective", case.method("objective")[0])
 
 
+def in_bypass(case: Case) -> bool:
+    return case.setting("correction.mode") == "bypass"
+
+
+def updates(case: Case) -> int:
+    """Returns the number of updates of a rollout batch."""
+    return case.setting("train.epochs") * case.setting("train.minibatches")
+
+
 def is_direct(case: Case) -> bool:
     """Returns whether the whole ratio to the sampler weights log pi, detached and without a clip."""
     objective, weight = case.method("objective")[0], case.method("weight")[0]
     is_weighed = objective == "dis" or objective in ("gpg", "reinforce") and weight != "none"
-    return case.setting("correction.mode") == "bypass" and is_weighed
+    return in_bypass(case) and is_weighed
 
 
 def _is_corrected(case):
@@ -422,8 +429,8 @@ TREE_FACTS: dict[str, Fact] = {
     "run/reuse_share": _reuse_share,
     "run/route_gap_share": _route_gap_share,
     "run/route_dropped_ratio": _route_dropped_ratio,
-    "config/updates": lambda c: c.setting("train.epochs") * c.setting("train.minibatches"),
-    "config/is_bypass": lambda c: c.setting("correction.mode") == "bypass",
+    "config/updates": updates,
+    "config/is_bypass": in_bypass,
     "config/is_weighted": lambda c: c.method("weight")[0] != "none",
     "config/is_corrected": _is_corrected,
     "config/is_centered": _is_centered,

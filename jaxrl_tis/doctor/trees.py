@@ -13,10 +13,11 @@ from typing import Any
 from jaxrl_tis.doctor import asynchrony, depth, effects, frozen
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE, OUT_OF_BAND,
-    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_older, has_own_weight, is_direct,
-    is_not, is_so, largest_age,
+    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_older, has_own_weight, in_bypass,
+    is_direct, is_not, is_so, largest_age, updates,
 )
 from jaxrl_tis.estimators import methods
+from jaxrl_tis.estimators.reinforce import UNWEIGHTED
 
 # Changes of the config
 
@@ -33,7 +34,7 @@ def _geo_mask(case):
     for an objective that multiplies the weights of a response, where a rejected token would weigh 0.
     """
     is_product = "weights" in methods.needs("objective", case.method("objective")[0])
-    if is_product and (_is_bypass(case) or _rejected_stay(case)):
+    if is_product and (in_bypass(case) or _rejected_stay(case)):
         return None
     gaps = case.recent(MEAN_GAP) or [0.0]
     width = min(max(math.log(1.01), 2.0 * math.fsum(gaps) / len(gaps)), 1.0)
@@ -44,13 +45,9 @@ def _geo_mask(case):
     return " & ".join([*(m for m in masks if m and not m.startswith(replaced)), band])
 
 
-def _is_bypass(case):
-    return case.setting("correction.mode") == "bypass"
-
-
 def _rejected_stay(case):
     """Returns True where rejected tokens have to stay in the batch, or stay already."""
-    has_kl = case.setting("correction.sampler_kl_coeff") and not _is_bypass(case)
+    has_kl = case.setting("correction.sampler_kl_coeff") and not in_bypass(case)
     return True if has_kl or case.setting("correction.rejected_in_denominator") else None
 
 
@@ -61,12 +58,12 @@ def _mode(case):
 
 
 def _weighable(case):
-    """Returns PPO for an objective that corrects the gap itself, because a weight would correct it twice;
-    for stale samples, the objective that corrects both parts."""
+    """Returns PPO for an objective that corrects the gap itself, because a weight would correct it twice,
+    or that takes no weight; for stale samples, the objective that corrects both parts."""
     if has_older(case):
         return asynchrony.objective(case)
-    tapers = case.method("objective")[0].startswith("topr")  # whose good samples have no weight
-    return "ppo" if has_own_weight(case) or tapers else None
+    is_unfit = has_own_weight(case) or case.method("objective")[0] in UNWEIGHTED
+    return "ppo" if is_unfit else None
 
 
 def _beside(case, weight):
@@ -103,14 +100,13 @@ def _old_logp(case):
 
 def _clipped_kl(case):
     """Returns the KL with the policy's clipped ratio, where that ratio is known."""
-    is_known = _is_bypass(case) or not has_older(case)
+    is_known = in_bypass(case) or not has_older(case)
     return "clipped_is_k2" if is_known or case.setting("rollout.old_logp_source") != "none" else None
 
 
 def _no_weight(case):
     """Returns no weight; None where the weight is all that tells stale samples from fresh ones."""
-    updates = case.setting("train.epochs") * case.setting("train.minibatches")
-    return None if is_direct(case) and (has_older(case) or updates > 1) else "none"
+    return None if is_direct(case) and (has_older(case) or updates(case) > 1) else "none"
 
 
 def _usual_clip(case):

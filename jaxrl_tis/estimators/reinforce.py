@@ -397,5 +397,6 @@ OBJECTIVES = {
     "dppo_kl": dppo_kl,
     "vespo": vespo,
 }
+UNWEIGHTED = ("topr", "topr_token", "topr_geo")  # which weigh bad samples alone; use weight "none"
 
 NEEDS = {}  # every entry takes the shared arguments alone

@@ -25,6 +25,7 @@ from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.runtime import cli
 
 NONE, EXACT, CONTROL = "none", fig_referee.EXACT, fig_referee.CONTROL
+ORDER = (*fig_referee.CORRECTIONS, EXACT)  # of the arms, simplest first
 OF_LOSS = ("KPop", "IPO", "centering", "centering + TIS")  # the arms with the loss of the control
 HALF = 40  # steps of a run of half the budget
 MARGIN = 0.05  # of the reward; a gap whose cost is surely below it needs no correction
@@ -42,6 +43,10 @@ def collapsed(run: Run) -> bool:
     """Whether the held-out reward ends below half of that before the first step."""
     values = run.series[referee_runs.REWARD]
     return bool(values[-1] < values[0] / 2)
+
+
+def collapses(runs: Sequence[Run]) -> str:
+    return f"{sum(map(collapsed, runs))} of {len(runs)}"
 
 
 def by_part(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
@@ -125,8 +130,7 @@ def decision(gains: Gains) -> list[str]:
         return []
     best = max(better, key=lambda name: paired(gains[name], gains[NONE]).mean())
     to_best = {n: simultaneous(paired(gains[n], gains[best]), len(gains) - 1) for n in better}
-    simplest = list(fig_referee.CORRECTIONS)
-    return sorted((n for n in better if to_best[n][2] >= 0), key=simplest.index)
+    return sorted((n for n in better if to_best[n][2] >= 0), key=ORDER.index)
 
 
 def cost_of_gap(gains: Gains) -> Interval:
@@ -165,7 +169,7 @@ def tables(runs: Sequence[Run], gradients: Sequence[Mapping]) -> str:
     blocks = [f"Not complete, and left out: {', '.join(others)}."] if others else []
     blocks += [decisions(parts), f"With {HALF} of 80 steps:\n\n{decisions(parts, HALF)}"]
     has_run = lambda name: any(name in g for g in gains.values())
-    names = [n for n in (*fig_referee.CORRECTIONS, EXACT) if n != NONE and has_run(n)]
+    names = [n for n in ORDER if n != NONE and has_run(n)]
     lines = [[name, figures.interval(overall(gains, name, len(names)))] for name in names]
     title = f"gain minus that of none, mean over {len(parts)} part{'s' * (len(parts) != 1)}"
     blocks.append(figures.rows(["arm", title], lines))
@@ -194,8 +198,7 @@ def control_table(runs: Sequence[Run]) -> str:
         gains, count = gains_of(arms), 1 + len(OF_LOSS)
         pairs = [(CONTROL, NONE), *((name, CONTROL) for name in OF_LOSS)]
         differences = [simultaneous(paired(gains[a], gains[b]), count) for a, b in pairs]
-        ends = f"{sum(map(collapsed, arms[CONTROL]))} of {len(arms[CONTROL])}"
-        lines.append([part, *map(figures.interval, differences), ends])
+        lines.append([part, *map(figures.interval, differences), collapses(arms[CONTROL])])
     header = ["part", f"{CONTROL} minus none", *(f"{n} minus {CONTROL}" for n in OF_LOSS), "collapsed"]
     return figures.rows(header, lines) if lines else ""
 
@@ -222,15 +225,14 @@ def part_table(arms: Mapping[str, Sequence[Run]], gradients: Sequence[Mapping]) 
     gains, found = gains_of(arms), gradient_measures(gradients)
     to_none, to_exact = beside(gains, NONE), beside(gains, EXACT)
     half, lines = beside(gains_of(arms, HALF), NONE), []
-    for name in (name for name in (*fig_referee.CORRECTIONS, EXACT) if name in arms):
-        runs = arms[name]
+    for name in filter(arms.__contains__, ORDER):
         measures = found[name] if name in found else ("–",) * 3
         lines.append([
             name, figures.mean(list(gains[name].values()), "+.3f"),
             figures.interval(to_none[name]) if name in to_none else "–",
             figures.interval(to_exact[name]) if name in to_exact else "–",
             figures.interval(half[name]) if name in half else "–",
-            f"{sum(map(collapsed, runs))} of {len(runs)}", *measures,
+            collapses(arms[name]), *measures,
         ])
     header = [
         "arm", "gain", "minus none", "minus exact engine", f"minus none, {HALF} steps", "collapsed",
@@ -262,7 +264,7 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     parts, gaps = complete(runs)[0], tuple(fig_referee.GAPS)
     lengths = [n for n in fig_referee.LENGTHS if any(part.endswith(f"/{n}") for part in parts)]
     axes = page.subplots(len(lengths), len(gaps), sharey=True, squeeze=False)
-    names = [name for name in (*fig_referee.CORRECTIONS, EXACT) if name != NONE][::-1]
+    names = [name for name in ORDER if name != NONE][::-1]
     for row, length in zip(axes, lengths):
         for ax, gap in zip(row, gaps):
             ax.set_title(f"{gap}, {length} answers")

@@ -7,6 +7,7 @@ import ml_collections
 
 from jaxrl_tis.engine.check import is_filtered
 from jaxrl_tis.estimators import centering, factor_weights, loss, methods, turn_credit
+from jaxrl_tis.estimators.reinforce import UNWEIGHTED
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.learner import control, correction
 from jaxrl_tis.learner.batch_layout import MAX_SEGMENTS
@@ -23,7 +24,6 @@ WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
 # with the length
 PER_SEQUENCE = ("luspo", "seq_ppo", "oapl")
 UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
-UNWEIGHTED = ("topr", "topr_token", "topr_geo")  # objectives that weigh some advantages alone
 WITH_FACTORS = ("decoupled", "qurl_acr")  # objectives with a weight of their own and a ratio
 OF_POLICY = ("opob", "otb", "tir_otb", "ess_scale")  # advantages and controllers of the policy itself
 WITHOUT_OLD = (*UNRATIOED, "a3po", "decoupled")  # objectives that do not look at logp_old

@@ -321,11 +321,7 @@ def check_adapter(
     """Raises ValueError for a mesh or numerics that the factors do not fit."""
     placement.of_factors(layout, adapter)
     ranks, width = dict(adapter.ranks), layout.count(layout.axes("embed"))
-    if program.is_invariant and layout.mesh.shape["tensor"] > 1:
-        raise ValueError(
-            "model.lora with model.numerics = 'invariant' needs whole factors on a device, and the "
-            f"mesh has {layout.mesh.shape['tensor']} tensor shards; set the tensor entry to 1"
-        )
+    check_whole_factors(program.is_invariant, layout, "mesh.train")
     if program.is_invariant and lora.HEAD in ranks:
         raise ValueError(
             "model.lora targets the head, which model.numerics = 'invariant' does not support; leave "
@@ -335,6 +331,17 @@ def check_adapter(
         raise ValueError(
             f"model.lora has rank {ranks[lora.HEAD]} at the head, which {width} shards of the "
             "embedding do not divide; choose a multiple"
+        )
+
+
+def check_whole_factors(is_invariant: bool, layout: Layout, mesh: str) -> None:
+    """Raises ValueError where tensor shards would cut factors in invariant numerics; `mesh` is the field
+    of the config."""
+    count = layout.mesh.shape["tensor"]
+    if is_invariant and count > 1:
+        raise ValueError(
+            "model.lora with model.numerics = 'invariant' needs whole factors on a device, and "
+            f"{mesh} has {count} tensor shards; set its tensor entry to 1"
         )
 
 

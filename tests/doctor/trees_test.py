@@ -380,6 +380,14 @@ def of_model(values, changes):
     return changes | ({"model.num_experts": 8} if FLIPS in values else {})
 
 
+def check_advice(diagnosis, config):
+    """The config accepts the lines of each finding."""
+    for finding in (*diagnosis["findings"], *diagnosis["setup"]):
+        changed = config.copy_and_resolve_references()
+        changed.update_from_flattened_dict({line["field"]: line["value"] for line in finding["changes"]})
+        validate(changed)
+
+
 OTHERS = {
     f"{name}, {case}": (values, changes)
     for name, changes in {
@@ -414,11 +422,7 @@ OTHERS = {
 def test_the_advice_fits_the_config(case, tmp_path):
     values, changes = OTHERS[case]
     validate(config_of(changes))
-    diagnosis = diagnose(write_run(tmp_path, values, changes))
-    for finding in (*diagnosis["findings"], *diagnosis["setup"]):
-        changed = config_of(changes)
-        changed.update_from_flattened_dict({line["field"]: line["value"] for line in finding["changes"]})
-        validate(changed)
+    check_advice(diagnose(write_run(tmp_path, values, changes)), config_of(changes))
 
 
 @pytest.mark.parametrize("case", [*CAUSE_CASES, *SETUP_CASES])
@@ -426,13 +430,8 @@ def test_the_config_accepts_the_advised_lines(case, tmp_path):
     values, changes, _ = (CAUSE_CASES | SETUP_CASES)[case]
     changes = of_model(values, changes)
     diagnosis = diagnose(write_run(tmp_path, values, changes))
-    config = config_of(changes)
     together(diagnosis)
-    for finding in (*diagnosis["findings"], *diagnosis["setup"]):
-        advised = {line["field"]: line["value"] for line in finding["changes"]}
-        changed = config.copy_and_resolve_references()
-        changed.update_from_flattened_dict(advised)
-        validate(changed)
+    check_advice(diagnosis, config_of(changes))
 
 
 MIXTURES = {
