@@ -280,7 +280,8 @@ CAUSES = (
     ),
     Finding(
         "B.reuse", "the policy moves far while it reuses one batch",
-        "Take fewer updates per batch. The clip handles the rest.",
+        "Take fewer updates per batch. The clip handles the rest. A KL to the sampler "
+        "(correction.sampler_kl_coeff, prime-rl) also holds tokens that a mask has dropped.",
         all_of=(
             REUSED, is_not("config/is_bypass"), Clause(PPO_KL, ">", "kl_fine", "steady"),
             Clause("run/reuse_share", ">=", "reuse_share"),
@@ -327,8 +328,10 @@ CAUSES = (
     ),
     Finding(
         "D.tokens", "single tokens dominate the weights",
-        "Drop tokens whose ratio leaves a band (IcePop, arXiv:2510.18855). If the band rejects 10 "
-        "to 25 % of the tokens, reduce the gap itself. Or train with noise that flattens sharp "
+        "Drop tokens whose ratio leaves a band (IcePop, arXiv:2510.18855), or whole responses with such a "
+        "token (veto, with veto_upper on both sides). KPop (token_kpop, arXiv:2606.15079) drops them by "
+        "their KL. In docs/referee.md it did harm with answers of 24 tokens and large noise. If the band "
+        "rejects 10 to 25 % of the tokens, reduce the gap itself. Or train with noise that flattens sharp "
         "distributions: correction.controllers = layerwise_perturbation in bypass mode (ALP, "
         "arXiv:2603.19470).",
         all_of=(is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
@@ -368,7 +371,8 @@ CAUSES = (
     Finding(
         "C", "the token ratios drift moderately",
         "Reject responses by their geometric mean: this drops outliers and leaves the gradient of "
-        "the other responses unchanged. Gaps of opposite sign cancel in this mean. They add up in "
+        "the other responses unchanged. mismatch/tail_above and tail_below tell on which side the ratios "
+        "leave 1/2 to 2. Gaps of opposite sign cancel in this mean. They add up in "
         "seq_mean_k2, in seq_logprob_error (NeMo-RL), and in seq_mean_binary_kl, where rare tokens "
         "count little (FlashREINFORCE).",
         all_of=(Clause(CHI2, ">", "chi2_moderate", "steady"),), unless=("D", *ESCALATIONS),
@@ -411,7 +415,8 @@ CAUSES = (
     Finding(
         "E.product", "the clipped ratio is a product over the whole response",
         "Clip the geometric mean in a narrow band (GSPO, arXiv:2507.18071). The product spreads "
-        "with the length, so one small step clips whole responses.",
+        "with the length, so one small step clips whole responses. With GSPO the tokens of long "
+        "responses count less; LUSPO (arXiv:2602.05261) multiplies by the length.",
         all_of=(is_so("config/is_clipped_product"),), parent="E",
         changes={"correction.objective": "gspo"},
     ),
@@ -431,8 +436,9 @@ CAUSES = (
     Finding(
         "F", "responses get longer fast: the optimizer amplifies the mismatch",
         "Halve the learning rate now and reject outliers: a length surge comes tens of steps "
-        "before a collapse (arXiv:2602.01826). If the length still grows at the lower rate, check "
-        "the reward: length, end of sequence, reward hacking.",
+        "before a collapse (arXiv:2602.01826). Compare correction.aggregation: with prompt-mean every "
+        "prompt has the same weight, however long its responses. If the length still grows at the lower "
+        "rate, check the reward: length, end of sequence, reward hacking.",
         all_of=(
             Clause(LENGTH, ">", "surge", "surge"),
             Clause(LENGTH, ">", "surge_sigma", "surge_sigma"),

@@ -142,6 +142,8 @@ def loss(step: Step) -> exact.LossFn:
 
     def loss_fn(logp, batch):
         fields, logp_top = with_advantage(step, logp, batch), None
+        of_token = jnp.broadcast_to(batch["group"][:, None], batch["mask"].shape)
+        fields = fields | {"group": of_token}  # as the loss of a run has it
         if step.head:
             logps, ids = jax.lax.top_k(jax.nn.log_softmax(batch["logits_behav"]), step.head)
             fields = fields | {"top_ids": ids, "top_logps": logps}

@@ -95,6 +95,8 @@ RECIPES = {
                 lambda r, v: r - r.mean(), lambda n: 1 / (2 * 3)),
     "gspo": (Step("grpo", objective="gspo", aggregation="seq-mean-token-mean"),
              lambda r, v: (r - r.mean()) / (r.std(ddof=1) + 1e-6), lambda n: 1 / (2 * n)),
+    "scale_rl": (Step("grpo", objective="cispo", aggregation="prompt-mean"),
+                 lambda r, v: (r - r.mean()) / (r.std(ddof=1) + 1e-6), lambda n: 1 / n.sum()),
     "gpg": (Step("gpg", objective="gpg", aggregation="token-mean"),
             lambda r, v: 2 / max(1, np.sum(r != 0)) * (r - r.mean()), lambda n: 1 / n.sum()),
 }  # fmt: skip
