@@ -133,19 +133,20 @@ class Thinking:
 
     def __init__(self, mean: float):
         self._rng, self._mean = np.random.default_rng(0), mean
-        self._due: list[tuple[float, str, int]] = []
+        self._due: list[tuple[float, str, tuple]] = []
 
     def submit(self, call: Call) -> None:
         due = time.perf_counter() + self._rng.exponential(self._mean)
-        heapq.heappush(self._due, (due, call.id, len(call.answers)))
+        said = (call.record["prompt"], *[""] * len(call.answers))
+        heapq.heappush(self._due, (due, call.id, said))
 
     def ready(self, wait: float) -> list[Reply]:
         if self._due:
             time.sleep(min(wait, max(0.0, self._due[0][0] - time.perf_counter())))
         replies, now = [], time.perf_counter()
         while self._due and self._due[0][0] <= now:
-            _, id, answers = heapq.heappop(self._due)
-            replies.append(Reply(id, answers, Step(""), ""))
+            _, id, said = heapq.heappop(self._due)
+            replies.append(Reply(id, len(said) - 1, Step(""), "", observations=said))
         return replies
 
     def forget(self, ids) -> None:
@@ -158,8 +159,11 @@ class Given:
     def __init__(self):
         self._rng = np.random.default_rng(1)
 
-    def after(self, observation: str, is_stopped: bool, stop_ids) -> list[int]:
+    def after(self, observation: str, end: int | None, stop_ids) -> list[int]:
         return self._rng.integers(0, SMALL["vocab"], GIVEN).tolist()
+
+    def replaces(self, observation: str, end: int | None, stop_ids) -> bool:
+        return False
 
     def join(self, answers: list[str], observations: list[str]) -> str:
         return "append"
@@ -169,14 +173,16 @@ def delayed(scheduler: Scheduler, count: int, mean: float, waits: bool) -> tuple
     """Returns the share of busy slots, and the sampled tokens per second, of episodes whose
     environments think."""
     player = EpisodeScheduler(
-        scheduler, lambda: Thinking(mean), Given(), lambda tokens: "", max_turns=TURNS[-1],
-        max_length=1280, on_fork="rows", waits=waits,
+        scheduler, lambda: Thinking(mean), Given(), lambda tokens: "", lambda prompt: prompt,
+        max_turns=TURNS[-1], max_length=1280, on_fork="rows", waits=waits,
     )
     rng, start = np.random.default_rng(0), time.perf_counter()
     for i, new in enumerate(lengths(count)):
         prompt = rng.integers(0, SMALL["vocab"], PROMPT)
         sampling = SamplingParams(max_tokens=new // TURNS[-1])
-        player.add(Request(f"{i}", prompt, 0, sampling, example={"id": f"{i}"}))
+        player.add(Request(f"{i}", prompt, 0, sampling, example={
+            "id": f"{i}", "prompt": prompt.tolist(),
+        }))
     while player.pending:
         player.step()
     took, stats = time.perf_counter() - start, scheduler.stats

@@ -171,7 +171,8 @@ class Sampling:
             return scheduler
         return EpisodeScheduler(
             scheduler, self._pool, self.suffixes, self.tokenizer.decode,
-            max_turns=task.max_turns, max_length=max_length(self.config), on_fork=rollout.on_fork,
+            Prompter(self.tokenizer, task).rendered, max_turns=task.max_turns,
+            max_length=max_length(self.config), on_fork=rollout.on_fork,
             waits=rollout.driver == "virtual", heartbeat=heartbeat,
         )
 

@@ -1,7 +1,8 @@
 """Held-out reward and accuracy: greedy, sampled, and what the commonest answer alone would score.
 
 An answer is right from a reward of eval.threshold on. An answer whose reward failed is left out of
-every mean, and counted.
+every mean, and counted. An episode that ended at a limit of turns or tokens without a reward is wrong;
+it is left out of the mean reward alone.
 
 As a command it measures a checkpoint of a run, the newest by default, a Hugging Face folder, a .gguf
 file or a model of the hub on a config's held-out task, with the learner's numerics.
@@ -27,15 +28,18 @@ from jaxrl_tis import cli_flags
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker, worker
-from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.records import OUTCOMES, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.learner.state import as_begun, read_params, with_adapter
 from jaxrl_tis.record import intervals
 from jaxrl_tis.record.progress import Progress
+from jaxrl_tis.rollouts.episodes import episode_metrics
 from jaxrl_tis.rollouts.groups import Sample, request, sampling_params, scores
 from jaxrl_tis.rollouts.prompts import GENERATED, Prompter, lacks_answer
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import cli
+
+LIMITS = ("max_turns", "overlong")  # outcomes of episodes that their environments did not end
 
 
 class Evaluator:
@@ -71,9 +75,9 @@ class Evaluator:
         self, scheduler: Scheduler, rewards: RewardWorker, step: int, progress,
         heartbeat: Callable[[], None] = lambda: None,
     ) -> dict[str, float]:
-        """Returns mean rewards, accuracies, the number of prompts and how many of the answers have
-        no reward. A mean of no reward is left out, and so is the accuracy of the commonest answer
-        where the data have none."""
+        """Returns mean rewards, accuracies, the number of prompts, how many of the answers have a
+        failed reward, and the metrics of episodes. A mean of no reward is left out, and so is the
+        accuracy of the commonest answer where the data have none."""
         constant = self._constant(rewards)
         trajectories = self._answers(scheduler, step, 1, progress, heartbeat)
         texts = self._texts(trajectories)
@@ -85,15 +89,25 @@ class Evaluator:
                 zip(trajectories[0::2], self._records, texts[0::2], greedy, strict=True)
             )
         ]
-        threshold, means = self._config.eval.threshold, {}
-        for name, found in {"greedy": greedy, "sampled": sampled, "constant": constant}.items():
-            known = np.array([score for score in found if not math.isnan(score)])
-            if len(known) and name != "constant":
+        at_limit = np.array([is_at_limit(t) for t in trajectories])
+        kinds = {
+            "greedy": (greedy, at_limit[0::2]), "sampled": (sampled, at_limit[1::2]),
+            "constant": (constant, False),
+        }
+        means, failed = {}, 0
+        for name, (found, is_wrong) in kinds.items():
+            of_kind = np.array(found, np.float64)
+            right = _known(are_right(of_kind, is_wrong, self._config.eval.threshold))
+            if len(right):
+                means[f"eval/{name}_accuracy"] = right.mean()
+            if name == "constant":
+                continue
+            failed += len(found) - len(right)
+            if len(right):
+                means[f"eval/{name}_n"] = len(right)
+            if len(known := _known(of_kind)):
                 means[f"eval/{name}_reward"] = known.mean()
-                means[f"eval/{name}_n"] = len(known)
-            if len(known):
-                means[f"eval/{name}_accuracy"] = np.mean(known >= threshold)
-        failed = int(np.isnan([*greedy, *sampled]).sum())
+        means |= {f"eval/{name}": value for name, value in episode_metrics(trajectories).items()}
         return means | {"eval/failed_rewards": failed, "eval/n": len(self._records)}
 
     def _constant(self, rewards: RewardWorker) -> list[float]:
@@ -109,12 +123,14 @@ class Evaluator:
     def scores(
         self, scheduler: Scheduler, rewards: RewardWorker, samples: int, progress
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the rewards of the answers: greedy [N], and of `samples` draws [N,samples]."""
+        """Returns the rewards of the answers [N,1+samples], the greedy one first, and whether they
+        are episodes that `is_at_limit`."""
         trajectories = self._answers(scheduler, 0, samples, progress, lambda: None)
         records = [record for record in self._records for _ in range(1 + samples)]
         scored = scores(rewards, self._texts(trajectories), records, trajectories)
-        found = np.array([x.score for x in scored]).reshape(len(self._records), 1 + samples)
-        return found[:, 0], found[:, 1:]
+        shape = len(self._records), 1 + samples
+        at_limit = np.array([is_at_limit(t) for t in trajectories]).reshape(shape)
+        return np.array([x.score for x in scored]).reshape(shape), at_limit
 
     def _answers(self, scheduler, step: int, samples: int, progress, heartbeat) -> list[Trajectory]:
         """Draws a greedy and sampled answers to each prompt; those of a prompt share one
@@ -139,6 +155,22 @@ class Evaluator:
         return [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
 
 
+def is_at_limit(trajectory: Trajectory) -> bool:
+    """Whether a limit of turns or tokens ended an episode, and not its environment."""
+    return trajectory.outcome in LIMITS
+
+
+def _known(values: np.ndarray) -> np.ndarray:
+    return values[~np.isnan(values)]
+
+
+def are_right(rewards: np.ndarray, at_limit: np.ndarray | bool, threshold: float) -> np.ndarray:
+    """Returns 1 for rewards of at least the threshold, 0 for others and where an episode without a
+    reward is `at_limit`, and NaN where a reward failed."""
+    wrong = np.where(at_limit, 0.0, np.nan)
+    return np.where(np.isnan(rewards), wrong, rewards >= threshold)
+
+
 def summary(values: dict[str, float]) -> str:
     """Says the metrics of `Evaluator.run` in a line."""
     shown = lambda name: f"{values[name]:.3f}" if name in values else "unknown"
@@ -146,7 +178,11 @@ def summary(values: dict[str, float]) -> str:
         f"{shown(f'eval/greedy_{of}')} greedy, {shown(f'eval/sampled_{of}')} sampled"
         for of in ("accuracy", "reward")
     )
-    return f"held-out accuracy {accuracy}; reward {reward}"
+    counts = {x: int(values.get(f"eval/episodes/{x}", 0)) for x in OUTCOMES[1:]}
+    limits = ", ".join(f"{name} {counts[name]}" for name in LIMITS if counts[name])
+    share = sum(counts[name] for name in LIMITS) / max(sum(counts.values()), 1)
+    at_limit = f"; {share:.1%} of the episodes ended at a limit ({limits})" if limits else ""
+    return f"held-out accuracy {accuracy}; reward {reward}{at_limit}"
 
 
 def pass_at(k: int, right: np.ndarray) -> np.ndarray:
@@ -164,12 +200,13 @@ def pass_at(k: int, right: np.ndarray) -> np.ndarray:
 def measure(
     setup: Setup, path: str, samples: int, step: int | None = None, adapter: str | None = None
 ) -> dict[str, Any]:
-    """Returns {"n", "samples", "failed", "greedy", "sampled", "pass_at_<k>", ..., "greedy_reward",
-    "sampled_reward"}; k are the powers of 2 up to `samples`.
+    """Returns {"n", "samples", "failed", "at_limit", "greedy", "sampled", "pass_at_<k>", ...,
+    "greedy_reward", "sampled_reward"}; k are the powers of 2 up to `samples`.
 
     Each accuracy is {"mean", "low", "high"} with its 95 % Wilson interval over prompts, each mean
     reward with Student's, None where one prompt has none. Answers whose reward `failed` are left out:
     the mean of a prompt is over the others, and pass@k over prompts with at least k of them.
+    "at_limit" counts the episodes that a limit ended, see `is_at_limit`.
 
     Raises ValueError where no answer is left; further see `state.read_params` and `Evaluator`.
     """
@@ -185,15 +222,15 @@ def measure(
         worker(config.reward) as rewards,
         Progress(total, "answers") as progress,
     ):
-        greedy, sampled = evaluator.scores(scheduler, rewards, samples, progress)
-    failed = int(np.isnan(greedy).sum() + np.isnan(sampled).sum())
-    known, drawn = greedy[~np.isnan(greedy)], [row[~np.isnan(row)] for row in sampled]
-    threshold = config.eval.threshold
-    shares = {"greedy": known >= threshold, "sampled": [(x >= threshold).mean() for x in drawn if len(x)]}
+        found, at_limit = evaluator.scores(scheduler, rewards, samples, progress)
+    right = are_right(found, at_limit, config.eval.threshold)
+    drawn = [_known(row) for row in right[:, 1:]]
+    shares = {"greedy": _known(right[:, 0]), "sampled": [x.mean() for x in drawn if len(x)]}
     for k in (2**i for i in range(samples.bit_length())):
-        right = [x[None] >= threshold for x in drawn if len(x) >= k]
-        shares[f"pass_at_{k}"] = [pass_at(k, x)[0] for x in right]
-    means = {"greedy_reward": known, "sampled_reward": [x.mean() for x in drawn if len(x)]}
+        several = [x[None] > 0 for x in drawn if len(x) >= k]
+        shares[f"pass_at_{k}"] = [pass_at(k, x)[0] for x in several]
+    given = [_known(row) for row in found[:, 1:]]
+    means = {"greedy_reward": _known(found[:, 0]), "sampled_reward": [x.mean() for x in given if len(x)]}
     measured = {name: _named(intervals.of_shares(x)) for name, x in shares.items() if len(x)}
     measured |= {name: _named(intervals.of_mean(x)) for name, x in means.items() if len(x)}
     if not measured:
@@ -201,7 +238,8 @@ def measure(
             f"the reward {config.reward.name!r} failed on every answer; the last error is "
             f"{rewards.last_error}"
         )
-    return {"n": len(greedy), "samples": samples, "failed": failed, **measured}
+    counts = {"failed": int(np.isnan(right).sum()), "at_limit": int(at_limit.sum())}
+    return {"n": len(found), "samples": samples, **counts, **measured}
 
 
 def _named(interval: tuple[float, float, float]) -> dict[str, float | None]:
@@ -223,8 +261,9 @@ def main() -> None:
         setup = build(as_begun(config.value, model))
         measured = measure(setup, model, samples.value, step.value, adapter.value)
         failed = f", {measured['failed']} answers without a reward" if measured["failed"] else ""
-        print(f"{model}: {measured['n']} prompts, {samples.value} samples each{failed}")
-        for name in list(measured)[3:]:
+        limits = f", {measured['at_limit']} episodes ended at a limit" if measured["at_limit"] else ""
+        print(f"{model}: {measured['n']} prompts, {samples.value} samples each{failed}{limits}")
+        for name in list(measured)[4:]:
             mean, low, high = measured[name].values()
             if name.endswith("_reward"):
                 print(f"{name:14} {mean:.4g}" + ("" if low is None else f"  [{low:.4g}, {high:.4g}]"))

@@ -13,11 +13,11 @@ from typing import Any
 import ml_collections
 
 from jaxrl_tis.data import confined
+from jaxrl_tis.data.signatures import SCORE
 from jaxrl_tis.record.failures import Failures
 
 DROP = "drop"  # of reward.on_error
 LARGEST = 3e38  # rewards are float32 in the learner
-SCORE = "score"  # the component that is the reward, if present
 BATCH = 16  # texts per call of a batched function
 PULSE_SECONDS = 0.5
 

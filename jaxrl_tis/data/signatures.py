@@ -38,6 +38,7 @@ ANSWER_WORDS = {
 }
 TEXTS = (str, bytes, bytearray)
 ERROR_CHARACTERS, TRACEBACK_CHARACTERS = 1000, 4000
+SCORE = "score"  # the component that is the reward, if present
 OURS = os.path.dirname(__file__)
 
 Item = tuple[str, dict[str, Any], list[int] | None]  # text, record, tokens of the text
@@ -353,6 +354,27 @@ def finite(value: Any) -> float | None:
     except (TypeError, ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
+
+
+def metrics(values: Any, who: str) -> dict[str, float]:
+    """Returns the metrics of an episode or a session by their names as texts. `who` begins the
+    message of an error: "step returned".
+
+    Raises:
+        Unusable: it is no mapping, a value is not finite, or a name is that of the reward.
+    """
+    if not isinstance(values, Mapping):
+        raise Unusable(f"{who} a {type(values).__name__} as metrics; return a dict")
+    found = {}
+    for name, value in values.items():
+        key, number = confined.printable(str(name)), finite(value)
+        if number is None:
+            text = f"{who} the metric {name!r}: {value!r}, not a finite number"
+            raise Unusable(text[:ERROR_CHARACTERS])
+        if key == SCORE:
+            raise Unusable(f"{who} a metric called {SCORE!r}, the name of the reward; rename it")
+        found[key] = number
+    return found
 
 
 def reading(value: Any) -> dict[str, Any]:

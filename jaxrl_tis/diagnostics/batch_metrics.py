@@ -72,8 +72,8 @@ def advantage_metrics(
 
 def length_metrics(
     prompt_length: chex.Array, response_length: chex.Array, *, max_prompt_length: int,
-    max_response_length: int, num_turns: chex.Array | None = None,
-    tool_calls: chex.Array | None = None,
+    max_response_length: int, longest_turn: chex.Array | None = None,
+    num_turns: chex.Array | None = None, tool_calls: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Returns statistics of the samples' lengths in tokens, turns and tool calls.
 
@@ -81,6 +81,8 @@ def length_metrics(
       prompt_length, response_length: [N] tokens; a response of length 0 was aborted.
       max_prompt_length, max_response_length: the limits; `clip_ratio` is the share of samples that
         reach them.
+      longest_turn: [N] tokens of the turn that is compared with max_response_length, or None: the
+        response is one turn.
       num_turns: [N] turns of the conversation, or None.
       tool_calls: [N] tool calls made, or None.
 
@@ -92,13 +94,14 @@ def length_metrics(
     is_answered_n = response_length > 0
     all_n = jnp.ones_like(is_answered_n)
     metrics = {"response/aborted_ratio": ratios.masked_mean(~is_answered_n, all_n)}
-    for name, length_n, limit, is_valid_n in (
-        ("response_length", response_length, max_response_length, all_n),
-        ("response_length_non_aborted", response_length, max_response_length, is_answered_n),
-        ("prompt_length", prompt_length, max_prompt_length, all_n),
+    turn_n = response_length if longest_turn is None else longest_turn
+    for name, length_n, is_at_limit_n, is_valid_n in (
+        ("response_length", response_length, turn_n == max_response_length, all_n),
+        ("response_length_non_aborted", response_length, turn_n == max_response_length, is_answered_n),
+        ("prompt_length", prompt_length, prompt_length == max_prompt_length, all_n),
     ):
         metrics |= _summary(name, length_n, is_valid_n)
-        metrics[f"{name}/clip_ratio"] = ratios.masked_mean(length_n == limit, is_valid_n)
+        metrics[f"{name}/clip_ratio"] = ratios.masked_mean(is_at_limit_n, is_valid_n)
     for name, count_n in (("num_turns", num_turns), ("tool_call_counts", tool_calls)):
         if count_n is not None:
             metrics |= _summary(name, count_n, all_n)

@@ -14,7 +14,8 @@ MAX_BIAS = 16  # tokens that a request may add something to
 MAX_STOP_IDS = 32
 NEVER = 2**31 - 1  # evict_step of a key that stayed
 OUTCOMES = ("", "done", "max_turns", "overlong", "failed", "timeout")  # of an episode
-JOINS = ("append", "realign", "fork")
+JOINS = ("append", "realign", "fork", "replace")
+PER_TOKEN = (*DRAWN, "version", "kv_version", "segment", "mask", "turn")  # fields of a record
 MAX_INT = 2**31 - 1
 # Programs take smaller float32 for 0, so that larger ones than 1 / TINY have no reciprocal.
 TINY, MAX_FLOAT = 2.0**-126, float(np.finfo(np.float32).max)
@@ -182,13 +183,16 @@ class Trajectory:
       rerouted: [2] int32: how often later passes over tokens chose experts for them again in some
         layer, and how often they chose another set. Empty unless routes are recorded.
       outcome: how the episode ended, one of OUTCOMES. "": no environment, or the episode goes on.
-        The stop reason of "done" is "stop", that of "max_turns" and "overlong" "length".
+        The stop reason of "done" is "stop", that of "max_turns" and "overlong" "length". "overlong"
+        is an episode with a turn that was cut at a limit of tokens, or without room for another.
       turn_rewards: [turns] float32, the environment's reward of each turn, NaN where it gave none.
         Empty without an environment.
       metrics: of the environment, by name.
       joins: one of JOINS for each observation that a turn followed: how the row would go on if the
         chat template rendered the conversation anew. "append": as it does. "realign": the template
-        changes the end of the answer. "fork": it changes more. Empty without an environment.
+        changes the end of the answer. "fork": it changes more. "replace": the answer ended with the
+        first token of a message of another role, and the row has the right one in its place.
+        Empty without an environment.
       fork: the number of the row in its session, in the order of the first calls; 0 without a
         harness.
       forks: the other rows of the session, each a record with the session's id, its own prompt and
@@ -279,6 +283,13 @@ def extended(trajectory: Trajectory, tokens: Sequence[int] | np.ndarray) -> Traj
     old = {name: getattr(trajectory, name) for name in values}
     joined = {n: np.concatenate([x, values[n].astype(x.dtype)]) for n, x in old.items()}
     return dataclasses.replace(trajectory, stop_reason="abort", **joined)
+
+
+def cut(trajectory: Trajectory, count: int) -> Trajectory:
+    """Returns the record of the first `count` tokens after the prompt."""
+    fields = {name: getattr(trajectory, name)[:count] for name in PER_TOKEN}
+    routes = trajectory.routes[: max(len(trajectory.prompt) + count - 1, 0)]
+    return dataclasses.replace(trajectory, routes=routes, **fields)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ QUESTION = {"role": "user", "content": "question-5d1c"}
 FIRST, SECOND = "answer-8e07", "answer-c3b4"
 OBSERVATION = {"role": "user", "content": "observation-3b92"}
 SYSTEM = {"role": "system", "content": "system-71f6"}
+ROLES = ("user", "tool", "system")
 SPACED = f" \n{FIRST}\n "
 THOUGHT = f"<think>\nthought-60a4\n</think>\n\n{FIRST}"
 MOVED_SYSTEM = "the system message"
@@ -64,17 +65,25 @@ class Suffixes:
             self.tool_role = "tool" if self._knows("tool") else "user"
             ended = tokenizer.chat([QUESTION, _answer(FIRST)], add_generation_prompt=False)
             self._end = tokenizer.encode(_rest(ended, FIRST))
+            known = [{**OBSERVATION, "role": role} for role in ROLES if self._knows(role)]
+            texts = [self._between(json.dumps([m])).partition(m["content"])[0] for m in known]
+            # The tokens that the template writes first after an answer.
+            self._begins = {ids[0] for text in texts if (ids := tokenizer.encode(text))}
 
     def after(
-        self, observation: str | Sequence[dict], is_stopped: bool, eos_ids: Collection[int]
+        self, observation: str | Sequence[dict], end: int | None, eos_ids: Collection[int]
     ) -> list[int]:
         """Returns the suffix for an observation.
 
+        Templates such as GLM's write no end of an answer. There the policy ends it with the token
+        that begins the next message, and the suffix starts after this token. If `replaces` is
+        true, the suffix has another one in its place.
+
         Args:
           observation: a text (with a template, a message of the user), or messages.
-          is_stopped: whether the last sampled token is one of `eos_ids`. It then stands for the
-            template's end of the answer. Otherwise, as after a stop string or at the length limit,
-            the end of the answer is a part of the suffix.
+          end: the last sampled token if it is one of `eos_ids`. It then stands for the template's
+            end of the answer. None otherwise, as after a stop string or at the length limit: the
+            end of the answer is a part of the suffix.
           eos_ids: tokens that end an answer when they are sampled.
 
         Raises:
@@ -88,8 +97,22 @@ class Suffixes:
             return self._encode(observation)
         ids = list(self._ids(json.dumps(self._messages(observation))))
         ends = [i for i, token in enumerate(self._end) if token in eos_ids]
-        sampled = self._end[: ends[0] + 1] if is_stopped and ends else []
-        return ids[len(sampled) :] if ids[: len(sampled)] == sampled else ids
+        begun = [end] if end in self._begins else []
+        sampled = self._end[: ends[0] + 1] if ends else begun
+        is_there = end is not None and ids[: len(sampled)] == sampled
+        return ids[len(sampled) :] if is_there else ids
+
+    def replaces(
+        self, observation: str | Sequence[dict], end: int | None, eos_ids: Collection[int]
+    ) -> bool:
+        """Whether `end`, see `after`, begins a message of another role than the observation's. The
+        suffix then begins with the token that belongs in its place.
+
+        Raises ValueError as `after`.
+        """
+        if not self._is_chat or end not in self._begins or any(x in eos_ids for x in self._end):
+            return False
+        return self._ids(json.dumps(self._messages(observation)))[:1] != (end,)
 
     def join(
         self, answers: Sequence[str], observations: Sequence[str | Sequence[dict]]

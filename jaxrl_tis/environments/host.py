@@ -42,9 +42,9 @@ def make(setup: Mapping[str, Any]) -> "Host":
 class Host:
     """Plays the episodes of one process; a call is (action, id of the episode, arguments).
 
-        reset, id, record, seed     makes an environment; the step's observation is the prompt
-        step, id, answer            takes one answer
-        forget, id                  closes the environment
+        reset, id, record, seed             makes an environment; the observation is the prompt
+        step, id, answer, is_cut, is_last   takes one answer; nobody reads the observation of the last
+        forget, id                          closes the environment
 
     A call never raises. It returns {"step": fields of a Step or None, "error": text}. A failed
     environment is closed at once.
@@ -52,6 +52,7 @@ class Host:
 
     def __init__(self, environment: type[Environment], params: Mapping[str, Any]):
         self._class, self._params = environment, params
+        self._is_told = "is_cut" in inspect.signature(environment.step).parameters
         self._episodes: dict[str, Environment] = {}
         self._errors = signatures.Errors()
 
@@ -69,8 +70,12 @@ class Host:
         prompt = self._episodes[id].reset(copy.deepcopy(record))
         return reading(Step(prompt), "reset", "prompt")
 
-    def _step(self, id: str, answer: str) -> dict[str, Any]:
-        return reading(self._episodes[id].step(answer), "step", "observation")
+    def _step(
+        self, id: str, answer: str, is_cut: bool = False, is_last: bool = False
+    ) -> dict[str, Any]:
+        step = self._episodes[id].step
+        said = step(answer, is_cut=is_cut) if self._is_told else step(answer)
+        return reading(said, "step", "observation", is_last)
 
     def _forget(self, id: str) -> None:
         """Closes an environment. An error of `close` is printed, because its episode is over."""
@@ -83,27 +88,24 @@ class Host:
             print(text, file=sys.stderr, flush=True)
 
 
-def reading(step: Any, method: str, what: str) -> dict[str, Any]:
-    """Returns the fields of a Step as JSON values; `what` names its observation.
+def reading(step: Any, method: str, what: str, is_last: bool = False) -> dict[str, Any]:
+    """Returns the fields of a Step as JSON values; `what` names its observation, which is "" after
+    the last answer.
 
     Raises:
-        Unusable: a field has another type, a number is not finite, or the observation is too long.
+        Unusable: a field has another type, a number is not finite, a metric has the name of the
+            reward, or the observation is too long.
     """
     if not isinstance(step, Step):
         raise Unusable(f"{method} returned {_kind(step)}; return a Step")
     if type(step.is_done).__name__ != "bool":  # Python's or NumPy's
         raise Unusable(f"{method} returned {_kind(step.is_done)} as is_done; return a bool")
-    if not isinstance(step.metrics, Mapping):
-        raise Unusable(f"{method} returned {_kind(step.metrics)} as metrics; return a dict")
-    is_rewarded = step.reward is not None
+    is_rewarded, is_last = step.reward is not None, is_last or bool(step.is_done)
     return {
-        "observation": _observation(step.observation, method, what),
+        "observation": "" if is_last else _observation(step.observation, method, what),
         "reward": _number(step.reward, f"{method} returned the reward") if is_rewarded else None,
         "is_done": bool(step.is_done),
-        "metrics": {
-            confined.printable(str(name)): _number(value, f"{method} returned the metric {name!r}:")
-            for name, value in step.metrics.items()
-        },
+        "metrics": signatures.metrics(step.metrics, f"{method} returned"),
     }
 
 

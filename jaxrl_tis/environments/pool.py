@@ -32,6 +32,8 @@ class Call:
         answers: all answers so far; without any the reply has the prompt.
         digests: of the prompt and the observations so far, in order, from the replies; "" and
             missing ones are unknown, and not compared.
+        cuts: whether each answer was cut at a limit of tokens; missing ones are whole.
+        is_last: nobody reads the observation that follows the last answer; the reply has "".
     """
 
     id: str
@@ -39,6 +41,14 @@ class Call:
     seed: int
     answers: tuple[str, ...] = ()
     digests: tuple[str, ...] = ()
+    cuts: tuple[bool, ...] = ()
+    is_last: bool = False
+
+    def step(self, number: int) -> tuple[Any, ...]:
+        """Returns the message to the process for answer `number`, from 0."""
+        is_cut = number < len(self.cuts) and self.cuts[number]
+        is_last = self.is_last and number == len(self.answers) - 1
+        return "step", self.id, self.answers[number], is_cut, is_last
 
 
 @dataclass(frozen=True)
@@ -272,11 +282,11 @@ class _Worker:
             said = ()
             step = self._ask("reset", call.id, dict(call.record), int(call.seed))
         else:
-            step = self._ask("step", call.id, call.answers[-1])
+            step = self._ask(*call.step(count - 1))
         while number < count:
             self._compare(call, number, step)
             said += (step.observation,)
-            step = self._ask("step", call.id, call.answers[number])
+            step = self._ask(*call.step(number))
             number += 1
         said += (step.observation,)
         self._played[call.id] = (call.record, call.seed, call.answers), said

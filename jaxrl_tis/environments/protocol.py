@@ -17,11 +17,13 @@ class Step:
 
     Attributes:
         observation: the text or messages that the policy reads before its next answer. Nobody reads
-            the observation of a last step; "" is enough there.
+            the observation of a last step: of one with is_done, or at task.max_turns. It may be
+            anything there.
         reward: of this turn, a finite number; None for no reward. The reward of an episode is the
             sum over its turns.
         is_done: whether the episode ends here.
-        metrics: finite numbers by name. An episode has the metrics of its last step with any.
+        metrics: finite numbers by name, none of them called "score": that is the reward. An episode
+            has the metrics of its last step with any.
     """
 
     observation: str | Messages
@@ -53,8 +55,12 @@ class Environment(Protocol):
         """Returns the prompt: text or messages. `record` is a record of the task, own_data.md."""
         ...
 
-    def step(self, answer: str) -> Step:
-        """Takes the policy's answer of one turn, without special tokens."""
+    def step(self, answer: str, is_cut: bool = False) -> Step:
+        """Takes the policy's answer of one turn, without special tokens.
+
+        `is_cut` is optional: a method with a parameter of this name learns by it whether the answer
+        was cut at rollout.max_new_tokens or task.max_context_tokens.
+        """
         ...
 
     def close(self) -> None:

@@ -54,17 +54,13 @@ def reading(result: Any) -> Reply:
     """Returns what a harness returned as JSON values.
 
     Raises:
-        Unusable: it is no number and no Result, or a number in it is not finite.
+        Unusable: it is no number and no Result, a number in it is not finite, or a metric has the
+            name of the reward.
     """
     result = result if isinstance(result, Result) else Result(result)
-    if not isinstance(result.metrics, Mapping):
-        raise Unusable(f"the harness returned {result.metrics!r:.80} as metrics; return a dict")
     return {
         "reward": None if result.reward is None else _number(result.reward, "the reward"),
-        "metrics": {
-            confined.printable(str(name)): _number(value, f"the metric {name!r}:")
-            for name, value in result.metrics.items()
-        },
+        "metrics": signatures.metrics(result.metrics, "the harness returned"),
         "calls": None if result.calls is None else [_call(*call) for call in result.calls],
     }
 

@@ -38,7 +38,7 @@ class Result:
 
     Attributes:
         reward: a finite number; None if it is unknown.
-        metrics: finite numbers by name.
+        metrics: finite numbers by name, none of them called "score": that is the reward.
         calls: optional: (token ids, log-probs or None) of each answer that the harness got, in any
             order. The run refuses the session if they differ from its record.
     """

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from jaxrl_tis.data.signatures import SCORE
 from jaxrl_tis.harness.protocol import Result, Session
 
 KEY = "JAXRL_TIS_ENDPOINT_KEY"  # variable from which verifiers' client reads the API key
@@ -74,7 +75,9 @@ class Taskset:
         if not episode.ok or not trace.ok:
             errors = [*episode.errors, *trace.errors]
             raise RuntimeError(f"the episode has failed: {errors[-1] if errors else trace!r}")
-        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        known = {name: value for name, value in trace.metrics.items() if value is not None}
+        # A taskset's own "score" is not the reward, which has this name here.
+        metrics = {f"metric_{name}" if name == SCORE else name: known[name] for name in known}
         return Result(trace.reward, metrics)
 
     def _task(self, id: str) -> Any:

@@ -22,7 +22,7 @@ from jaxrl_tis.learner.batch_layout import (
 from jaxrl_tis.learner.scoring import (
     make_collisions, make_logits, make_routing, make_score, make_score_norms, make_values, targets,
 )
-from jaxrl_tis.learner.setup import LearnerSetup, max_response
+from jaxrl_tis.learner.setup import LearnerSetup, max_length
 from jaxrl_tis.learner.state import abstract_params, base, joined, policy as policy_of
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
 from jaxrl_tis.models import lora, placement
@@ -563,7 +563,8 @@ def sample_metrics(
     recorded |= episode_metrics(trajectories)
     return means | recorded | _length_metrics(
         prompts, lengths, max_prompt_length=config.task.max_prompt_tokens,
-        max_response_length=max_response(config), num_turns=turns,
+        max_response_length=config.rollout.max_new_tokens, num_turns=turns,
+        longest_turn=np.array([_longest_turn(t, config) for t in trajectories]),
     ) | {
         "reward/zero_std_group_ratio": np.mean([len(np.unique(r)) < 2 for r in by_group]),
         "response_length/truncated_ratio": _are_truncated(samples).mean(),
@@ -571,6 +572,14 @@ def sample_metrics(
             ~are_trained_on(samples, rows | {"rewards": rewards}, config.train.mask_truncated)
         ),
     }
+
+
+def _longest_turn(trajectory: Trajectory, config: ml_collections.ConfigDict) -> int:
+    """Returns the sampled tokens of the longest turn; rollout.max_new_tokens if the sequence is
+    full, because then the last turn could have no more."""
+    is_full = len(trajectory.prompt) + len(trajectory.tokens) >= max_length(config)
+    counts = np.bincount(trajectory.turn[trajectory.mask], minlength=1)
+    return config.rollout.max_new_tokens if is_full else int(counts.max())
 
 
 def scored_tokens(rows: Rows) -> np.ndarray:

@@ -95,7 +95,7 @@ def _before(
     ids, eos_ids = list(prompter.ids(record)), prompter.tokenizer.eos_ids
     for answer, observation in record["turns"] if "turns" in record else ():
         ids += [*prompter.tokenizer.encode(answer), eos_ids[0]]
-        ids += suffixes().after(observation, True, eos_ids)
+        ids += suffixes().after(observation, eos_ids[0], eos_ids)
     return ids
 
 

@@ -65,15 +65,16 @@ LEARNING = (
     compact("reward/learner_snis_ess", "share",
             "Effective sample size of that estimate: 1 if all answers count the same.", "Kish"),
     compact("eval/{greedy,sampled}_reward", "reward",
-            "Mean reward of the learner's held-out answers; failed rewards are left out."),
+            "Mean reward of the learner's held-out answers, of the known rewards."),
     compact("eval/{greedy,sampled}_accuracy", "share",
-            "Held-out answers with a reward of at least eval.threshold, of the known rewards."),
+            "Held-out answers with a reward of at least eval.threshold. Failed rewards are left out; "
+            "an episode that ended at a limit without a reward is wrong."),
     compact("eval/constant_accuracy", "share",
             "Accuracy of always giving the most common answer; for data with answers."),
     compact("eval/failed_rewards", "answers",
             "Held-out answers, greedy and sampled, with a failed reward."),
     compact("eval/n", "prompts", "Number of held-out prompts."),
-    compact("eval/{greedy,sampled}_n", "answers", "Answers with a reward, which the accuracy is of."),
+    compact("eval/{greedy,sampled}_n", "answers", "Answers that the accuracy is of."),
     compact("{data,eval}/bad_records", "records",
             "Training and held-out records left out, with task.on_bad_record=skip; of a generated "
             "task also the records replaced while it was sampled, since the last start."),
@@ -321,9 +322,11 @@ ROLLOUTS = (
             "Sampled tokens of an answer, the end token included.", VERL),
     Metric("response_length/{max,min}", "tokens", "Longest and shortest answer.", VERL),
     Metric("response_length/clip_ratio", "share",
-           "Answers as long as the limit. 0 for episodes, whose limit counts other tokens too.", VERL),
+           "Answers as long as the limit; episodes and sessions with a turn as long, or without room "
+           "for another token.", VERL),
     compact("response_length/truncated_ratio", "share",
-            "Answers cut at the token limit, and episodes at a limit of tokens or turns."),
+            "Answers cut at the token limit; episodes with a turn that was cut, or at a limit of "
+            "tokens or turns."),
     Metric("response_length_non_aborted/{mean,max,min}", "tokens",
            "Length of the answers with a token.", VERL),
     Metric("response_length_non_aborted/clip_ratio", "share",
@@ -340,15 +343,18 @@ ROLLOUTS = (
            "Prompt tokens found in the cache, from an earlier prompt with the same weights."),
     Metric("rollout/shared_prompt_ratio", "share",
            "Prompt tokens shared with another sample of the group."),
-    Metric("episodes/{done,max_turns,overlong,failed,timeout}", "episodes",
-           "Episodes that the environment ended, that ended at task.max_turns or for lack of room in "
-           "task.max_context_tokens, and whose environment failed or took too long. Also sessions of "
-           "rollout.harness."),
-    Metric("episodes/given_ratio", "share",
+    Metric("{,eval/}episodes/{done,max_turns,overlong,failed,timeout}", "episodes",
+           "Episodes that the environment ended, that ended at task.max_turns, at a limit of tokens "
+           "(a turn was cut, or no room was left), and whose environment failed or took too long. "
+           "Also sessions of rollout.harness. In evaluations of greedy and sampled episodes."),
+    Metric("{,eval/}episodes/given_ratio", "share",
            "Tokens of the responses that environments gave. The policy did not choose them."),
-    Metric("episodes/template_{realigns,forks}", "turns",
+    Metric("{,eval/}episodes/template_{realigns,forks}", "turns",
            "Turns of episodes after which a render by the chat template would change the end of the "
            "answer, or more. The rows stay as sampled."),
+    Metric("{,eval/}episodes/template_replaces", "turns",
+           "Turns that ended with the first token of a message of another role than the "
+           "observation's. The observation's own token replaced it."),
     Metric("harness/calls", "calls", "Answered calls of a session (mean)."),
     Metric("harness/retries", "calls", "Calls that repeated an earlier one, by an SDK's retry."),
     Metric("harness/restarted", "sessions",

@@ -17,7 +17,9 @@ the record (`environments/pool.py`).
 """
 
 import dataclasses
+import functools
 import hashlib
+import json
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -25,16 +27,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_tis.engine.records import JOINS, OUTCOMES, Request, SamplingParams, Trajectory
+from jaxrl_tis.engine.records import JOINS, OUTCOMES, Request, SamplingParams, Trajectory, cut
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.environments.continuity import Suffixes
-from jaxrl_tis.environments.pool import Call, Pool, Reply, SharedPool
+from jaxrl_tis.environments.pool import Call, Pool, Reply, SharedPool, digest
+from jaxrl_tis.environments.protocol import Step
 from jaxrl_tis.record.failures import Failures
+from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.rollouts.prompts import Prompt
+from jaxrl_tis.runtime import processes
 
 PULSE_SECONDS = 0.5  # longest wait for a reply, if the sampler has nothing else to do
 OPEN_AT_ONCE = 256  # environments that are made for their prompt alone
+CACHED = 512  # prompts whose ids are kept; the episodes of a group have one
 FAULTS = {"errors": "failed", "timeouts": "timeout"}  # of a reply -> outcome of the episode
 
 
@@ -59,21 +65,27 @@ class Openings:
     def __call__(
         self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
     ) -> list[Prompt | ValueError]:
-        """Returns the prompt of each record, or the reason why it has none.
+        """Returns the prompt of each record, or the reason why it has none. Shows the progress of
+        several.
 
         Raises:
           ValueError: the first of several environments hangs, as all others would.
         """
-        replies = self._opened(records[:1], heartbeat)
-        if len(records) > 1 and replies[0].fault == "timeouts":
-            raise ValueError(f"the environment has no prompt: {replies[0].error}")
-        for start in range(1, len(records), OPEN_AT_ONCE):
-            replies += self._opened(records[start : start + OPEN_AT_ONCE], heartbeat)
+        is_shown = len(records) > 1 and processes.is_first()
+        title = "prompts of the environment"
+        with Progress(len(records), title, is_shown=is_shown) as progress:
+            opened = lambda some: self._opened(some, heartbeat, progress.update)
+            replies = opened(records[:1])
+            if len(records) > 1 and replies[0].fault == "timeouts":
+                raise ValueError(f"the environment has no prompt: {replies[0].error}")
+            for start in range(1, len(records), OPEN_AT_ONCE):
+                replies += opened(records[start : start + OPEN_AT_ONCE])
         failed = lambda reply: ValueError(f"its environment has no prompt: {reply.error}")
         return [failed(reply) if reply.fault else reply.step.observation for reply in replies]
 
     def _opened(
-        self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None]
+        self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None],
+        count: Callable[[int], None],
     ) -> list[Reply]:
         self._pool = self._pool or self._make_pool()
         for i, record in enumerate(records):
@@ -82,7 +94,9 @@ class Openings:
             )
         found: dict[str, Reply] = {}
         while len(found) < len(records):
-            found |= {reply.id: reply for reply in self._pool.ready(PULSE_SECONDS)}
+            replies = self._pool.ready(PULSE_SECONDS)
+            found |= {reply.id: reply for reply in replies}
+            count(len(replies))
             heartbeat()
         self._pool.forget(found)
         return [found[f"{i}"] for i in range(len(records))]
@@ -101,24 +115,26 @@ class Episode:
     Attributes:
       request: as it was added.
       answers: the texts of the turns that the environment has got.
+      cuts: whether each of these turns was cut at a limit of tokens.
       digests: of the prompt and the observations, in order; "" for those that this scheduler has
         not seen.
       rewards: the reward of each turn that the environment has answered.
       metrics: the last ones of the environment.
       joins: of the record.
       ended: the record up to the turn that the environment answers; None while the engine samples.
-      is_continued: it began elsewhere, and the environment has not repeated its observations here yet.
+      is_compared: the environment has given the prompt and the observations of the record here.
       is_cancelled: nobody wants it; it ends with its turn.
     """
 
     request: Request
     answers: list[str]
+    cuts: list[bool]
     rewards: list[float]
     metrics: dict[str, float]
     digests: list[str]
     joins: list[str] = dataclasses.field(default_factory=list)
     ended: Trajectory | None = None
-    is_continued: bool = False
+    is_compared: bool = False
     is_cancelled: bool = False
 
     def record(self, trajectory: Trajectory, **changes: Any) -> Trajectory:
@@ -140,6 +156,7 @@ class EpisodeScheduler:
       make_pool: starts the environments' processes, when the first turn has ended.
       suffixes: the token ids between two turns.
       decode: tokens -> text, without special tokens.
+      prompt_ids: the prompt of an environment -> its token ids.
       max_turns: most turns of an episode.
       max_length: most tokens of an episode, prompt included.
       on_fork: rollout.on_fork. With "refuse" an episode fails where a render by the chat template
@@ -151,10 +168,12 @@ class EpisodeScheduler:
 
     def __init__(
         self, scheduler: Scheduler, make_pool: Callable[[], Pool | SharedPool], suffixes: Suffixes,
-        decode: Callable[[Sequence[int]], str], *, max_turns: int, max_length: int, on_fork: str,
-        waits: bool, heartbeat: Callable[[], None] = lambda: None,
+        decode: Callable[[Sequence[int]], str], prompt_ids: Callable[[Prompt], Sequence[int]], *,
+        max_turns: int, max_length: int, on_fork: str, waits: bool,
+        heartbeat: Callable[[], None] = lambda: None,
     ):
         self._scheduler, self._suffixes, self._decode = scheduler, suffixes, decode
+        self._prompt_ids = functools.lru_cache(CACHED)(lambda text: prompt_ids(json.loads(text)))
         self._make_pool = make_pool
         self._pool: Pool | SharedPool | None = None
         self._max_turns, self._max_length = max_turns, max_length
@@ -189,14 +208,14 @@ class EpisodeScheduler:
             self._scheduler.add(
                 dataclasses.replace(request, sampling=_bounded(sampling, room), partial=None)
             )
-            self._episodes[request.id] = Episode(request, [], [], {}, [""])
+            self._episodes[request.id] = Episode(request, [], [], [], {}, [""])
             return
         rewards = partial.turn_rewards.tolist()
         answers = [self._answer(partial, turn) for turn in range(len(rewards))]
+        cuts = [_is_cut(partial, turn, sampling.stop_ids) for turn in range(len(rewards))]
         unseen = [""] * (1 + len(answers))
         episode = Episode(
-            request, answers, rewards, dict(partial.metrics), unseen, list(partial.joins),
-            is_continued=True,
+            request, answers, cuts, rewards, dict(partial.metrics), unseen, list(partial.joins)
         )
         most = self._turn_end(partial, sampling)
         is_stopped = partial.tokens[-1] in sampling.stop_ids
@@ -296,11 +315,13 @@ class EpisodeScheduler:
         request, example = episode.request, episode.request.example
         episode.ended = trajectory
         episode.answers.append(self._answer(trajectory, len(episode.answers)))
+        episode.cuts.append(trajectory.stop_reason == "length")
         self._thinking[request.id] = None
         self._pool = self._pool or self._make_pool()
         self._pool.submit(Call(
             request.id, example, environment_seed(request.seed, example),
-            tuple(episode.answers), tuple(episode.digests),
+            tuple(episode.answers), tuple(episode.digests), tuple(episode.cuts),
+            is_last=len(episode.answers) >= self._max_turns,
         ))
 
     def _replies(self) -> list[Reply]:
@@ -327,51 +348,69 @@ class EpisodeScheduler:
         del self._thinking[reply.id]
         if reply.fault:
             return self._failed(episode, trajectory, FAULTS[reply.fault], reply.error)
-        if episode.is_continued and not self._is_repeated(episode, trajectory, reply):
-            why = "the environment is not repeatable: an observation differs from that of the record"
-            return self._failed(episode, trajectory, "failed", why)
-        episode.is_continued = False
+        if not episode.is_compared:
+            if differs := self._differs(episode, trajectory, reply):
+                why = f"the environment is not repeatable: {differs} differs from that of the record"
+                return self._failed(episode, trajectory, "failed", why)
+            episode.is_compared = True
+            episode.digests = [digest(Step(text)) for text in reply.observations[:-1]]
         step = reply.step
         episode.digests.append(reply.digest)
         episode.rewards.append(math.nan if step.reward is None else step.reward)
         episode.metrics = dict(step.metrics) or episode.metrics
         if step.is_done:
-            return self._finish(episode, trajectory, "done")
+            return self._finish(episode, trajectory, "overlong" if any(episode.cuts) else "done")
         if len(episode.answers) >= self._max_turns:
             return self._finish(episode, trajectory, "max_turns")
-        sampling, is_stopped = episode.request.sampling, trajectory.stop_reason == "stop"
+        sampling = episode.request.sampling
+        end = None if episode.cuts[-1] else int(trajectory.tokens[-1])
         try:
-            suffix = self._suffixes.after(step.observation, is_stopped, sampling.stop_ids)
+            suffix = self._suffixes.after(step.observation, end, sampling.stop_ids)
+            is_other = self._suffixes.replaces(step.observation, end, sampling.stop_ids)
         except ValueError as error:
             return self._failed(episode, trajectory, "failed", f"{error}")
         if not suffix:
             return self._failed(episode, trajectory, "failed", "an observation has no tokens")
-        length = len(trajectory.tokens) + len(suffix)
+        # A turn keeps its only token: a row needs one of each turn.
+        is_only = np.sum(trajectory.mask & (trajectory.turn == trajectory.turn[-1])) == 1
+        kept = len(trajectory.tokens) - (is_other and not is_only)
+        length = kept + len(suffix)
         room = self._max_length - len(trajectory.prompt) - length
         if room < 1:
             return self._finish(episode, trajectory, "overlong")
         join = self._suffixes.join(episode.answers, reply.observations[1:])
+        join = "fork" if is_other and is_only else join
         if join == "fork" and self._on_fork == "refuse":
             why = "the chat template rewrites earlier turns, and rollout.on_fork is 'refuse'"
             return self._failed(episode, trajectory, "failed", why)
+        if kept < len(trajectory.tokens):
+            trajectory, join = cut(trajectory, kept), "replace"
         episode.joins.append(join)
         most = length + min(sampling.max_tokens, room)
         self._scheduler.extend(episode.record(trajectory), suffix, _bounded(sampling, most))
         return None
 
-    def _is_repeated(self, episode: Episode, trajectory: Trajectory, reply: Reply) -> bool:
-        """Whether the environment has said again what the record has between its turns."""
+    def _differs(self, episode: Episode, trajectory: Trajectory, reply: Reply) -> str:
+        """Returns what the environment has said here otherwise than in the record; "" for
+        nothing."""
         stop_ids = episode.request.sampling.stop_ids
+        try:
+            prompt = self._prompt_ids(json.dumps(reply.observations[0]))
+        except ValueError:
+            prompt = ()
+        if not np.array_equal(prompt, trajectory.prompt):
+            return "the prompt"
         for turn, observation in enumerate(reply.observations[1 : reply.answers], 1):
             sampled = trajectory.tokens[trajectory.mask & (trajectory.turn == turn - 1)]
             given = trajectory.tokens[~trajectory.mask & (trajectory.turn == turn)]
+            end = int(sampled[-1]) if sampled[-1] in stop_ids else None
             try:
-                suffix = self._suffixes.after(observation, sampled[-1] in stop_ids, stop_ids)
+                suffix = self._suffixes.after(observation, end, stop_ids)
             except ValueError:
-                return False
+                return "an observation"
             if given.tolist() != list(suffix):
-                return False
-        return True
+                return "an observation"
+        return ""
 
     def _failed(
         self, episode: Episode, trajectory: Trajectory, outcome: str, error: str
@@ -411,6 +450,12 @@ class EpisodeScheduler:
         sampled = partial.mask & (partial.turn == partial.turn[-1])
         start = len(partial.tokens) - int(sampled.sum())
         return start + min(sampling.max_tokens, self._max_length - len(partial.prompt) - start)
+
+
+def _is_cut(trajectory: Trajectory, turn: int, stop_ids: Collection[int]) -> bool:
+    """Whether a turn, which another one follows, was cut at a limit of tokens."""
+    sampled = trajectory.tokens[trajectory.mask & (trajectory.turn == turn)]
+    return sampled[-1] not in stop_ids and trajectory.joins[turn : turn + 1] != ("replace",)
 
 
 def _bounded(sampling: SamplingParams, most: int) -> SamplingParams:

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from jaxrl_tis.endpoint.calls import Call
-from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.fields import DRAWN
+from jaxrl_tis.engine.records import PER_TOKEN, Request, Trajectory
 from jaxrl_tis.harness.process import HarnessProcess, Reply
 from jaxrl_tis.harness.protocol import Session
 from jaxrl_tis.rollouts.episodes import environment_seed
@@ -19,7 +18,6 @@ from jaxrl_tis.rollouts.episodes import environment_seed
 if TYPE_CHECKING:  # it needs the extra [serve]
     from jaxrl_tis.endpoint.sessions import Endpoint
 
-PER_TOKEN = (*DRAWN, "version", "kv_version", "segment", "mask", "turn")
 CANCELLED = "the run needs it no more"
 
 
@@ -226,13 +224,6 @@ class Sessions:
             if reply.key in self._by_key:
                 self._by_key[reply.key].reply = reply
                 self.changed.notify_all()
-
-
-def cut(record: Trajectory, count: int) -> Trajectory:
-    """Returns the record of the first `count` tokens after the prompt."""
-    fields = {name: getattr(record, name)[:count] for name in PER_TOKEN}
-    routes = record.routes[: max(len(record.prompt) + count - 1, 0)]
-    return dataclasses.replace(record, routes=routes, **fields)
 
 
 def turn(record: Trajectory, start: int) -> Trajectory:

@@ -118,6 +118,13 @@ class Prompter:
             raise ValueError(f"example {record['id']}: {reason}")
         return outcome
 
+    def rendered(self, prompt: Prompt) -> np.ndarray:
+        """Returns the ids of a prompt; raises ValueError if the template or tokenizer refuses it."""
+        [outcome] = self._outcomes([prompt])
+        if isinstance(outcome, str):
+            raise ValueError(outcome)
+        return outcome
+
     def checked(
         self, source: tasks.Source, what: str, reject: Callable[[dict], str] = lambda record: "",
         limit: int = GENERATED, heartbeat: Callable[[], None] = lambda: None,

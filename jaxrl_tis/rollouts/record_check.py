@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.protocol import EngineProtocol
-from jaxrl_tis.engine.records import JOINS, OUTCOMES, Request, Trajectory
+from jaxrl_tis.engine.records import JOINS, OUTCOMES, PER_TOKEN, Request, Trajectory
 from jaxrl_tis.fields import DRAWN, route_dtype
 
 ROUNDING = 1e-3  # by which a log-prob may be above 0
@@ -101,7 +101,8 @@ def problem(
     if why := malformed(record):
         return f"{request.id}: {why}"
     sampling, count = request.sampling, len(record.tokens)
-    begun = 0 if request.partial is None else len(request.partial.tokens)
+    replaced = _replaced(record, request)
+    begun = 0 if request.partial is None else len(request.partial.tokens) - replaced
     # An environment may end an episode on the turn with which its partial ended.
     has_turn = count > begun or is_episode and count > 0
     is_stopped = has_turn and record.tokens[-1] in sampling.stop_ids
@@ -143,14 +144,24 @@ def problem(
             for name, field in DRAWN.items() if field.width
         }
     if begun:
+        routes = request.partial.routes[: max(len(request.partial.routes) - replaced, 0)]
         wrong["beginning"] = not all(
-            np.array_equal(getattr(record, name)[:begun], getattr(request.partial, name))
-            for name in (*DRAWN, "version", "kv_version", "segment", "mask", "turn")
-        ) or not np.array_equal(
-            record.routes[: len(request.partial.routes)], request.partial.routes
-        )
+            np.array_equal(getattr(record, name)[:begun], getattr(request.partial, name)[:begun])
+            for name in PER_TOKEN
+        ) or not np.array_equal(record.routes[: len(routes)], routes)
     named = [name for name, is_so in wrong.items() if is_so]
     return f"{request.id}: wrong {', '.join(named)}" if named else None
+
+
+def _replaced(record: Trajectory, request: Request) -> int:
+    """Returns 1 if the last token of the partial is the sampled end of a turn, and another one
+    replaced it (Trajectory.joins)."""
+    partial = request.partial
+    if partial is None or not len(partial.tokens) or not partial.mask[-1]:
+        return 0
+    turn = int(partial.turn[-1])
+    is_end = partial.tokens[-1] in request.sampling.stop_ids
+    return int(is_end and record.joins[turn : turn + 1] == ("replace",))
 
 
 def _ends_of_episode(record: Trajectory, is_stopped: bool) -> dict[str, bool]:

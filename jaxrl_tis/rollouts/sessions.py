@@ -26,12 +26,12 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.endpoint.calls import Call
-from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, extended
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, cut, extended
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.environments.continuity import Fork, Realign, joined_to_one
 from jaxrl_tis.record.failures import Failures
-from jaxrl_tis.rollouts.live import CANCELLED, Live, Row, Sessions, cut, turn
+from jaxrl_tis.rollouts.live import CANCELLED, Live, Row, Sessions, turn
 from jaxrl_tis.rollouts.record_check import EMPTY
 
 PULSE_SECONDS = 0.5  # longest wait for a call, if the sampler has nothing else to do
@@ -295,7 +295,13 @@ class SessionScheduler:
             return self._failed(live, "failed", "the harness made no call that was answered")
         if reply.calls is not None and (lie := differs(reply.calls, live.answered)):
             return self._failed(live, "failed", lie)
-        return self._end(live, "done", reply.reward, reply.metrics)
+        is_cut = any(call.is_delivered and self._is_cut(live, call.result) for call in live.answered)
+        return self._end(live, "overlong" if is_cut else "done", reply.reward, reply.metrics)
+
+    def _is_cut(self, live: Live, answer: Trajectory) -> bool:
+        """Whether a limit of the run cut an answer, and not a smaller one that its call asked for."""
+        most = min(live.request.sampling.max_tokens, self._max_length - len(answer.prompt))
+        return answer.stop_reason == "length" and len(answer.tokens) >= most
 
     def _failed(self, live: Live, outcome: str, error: str) -> Trajectory:
         example = str(live.request.example["id"])

@@ -1,4 +1,4 @@
-"""Chat templates of eight families, rewritten: the constructs that the families' own use, and what
+"""Chat templates of nine families, rewritten: the constructs that the families' own use, and what
 each is rendered with."""
 
 QWEN25 = """\
@@ -322,9 +322,77 @@ Be brief.{{ ' (' ~ pad_token ~ ')' }}
 {% endif %}
 """
 
+# No end of an answer: the next message's mark ends it.
+GLM45 = """\
+[gMASK]<sop>
+{%- if tools -%}
+<|system|>
+# Functions
+{% for tool in tools %}
+{{ tool | tojson(ensure_ascii=False) }}
+{% endfor %}
+{%- endif -%}
+{%- macro visible(content) -%}
+    {%- if content is string -%}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping -%}
+        {%- for item in content -%}
+            {%- if item is mapping and item.type == 'text' -%}{{- item.text }}{%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{- content }}
+    {%- endif -%}
+{%- endmacro -%}
+{%- set ns = namespace(last_user_index=-1) %}
+{%- for m in messages %}
+    {%- if m.role == 'user' %}{% set ns.last_user_index = loop.index0 -%}{%- endif %}
+{%- endfor %}
+{% for m in messages %}
+{%- if m.role == 'user' -%}<|user|>
+{{ visible(m.content) }}
+{{- '/nothink' if (enable_thinking is defined and not enable_thinking) else '' -}}
+{%- elif m.role == 'assistant' -%}
+<|assistant|>
+{%- set thought = '' %}
+{%- set content = visible(m.content) %}
+{%- if m.reasoning_content is string %}
+    {%- set thought = m.reasoning_content %}
+{%- elif '</think>' in content %}
+    {%- set thought = content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+    {%- set content = content.split('</think>')[-1].lstrip('\\n') %}
+{%- endif %}
+{%- if loop.index0 > ns.last_user_index and thought -%}
+{{ '\\n<think>' + thought.strip() + '</think>' }}
+{%- else -%}
+{{ '\\n<think></think>' }}
+{%- endif -%}
+{%- if content.strip() -%}{{ '\\n' + content.strip() }}{%- endif -%}
+{%- if m.tool_calls -%}
+{%- for call in m.tool_calls -%}
+{%- if call.function -%}{%- set call = call.function -%}{%- endif -%}
+{{ '\\n<tool_call>' + call.name }}
+{% for key, value in call.arguments.items() %}
+<arg_key>{{ key }}</arg_key>
+<arg_value>{{ value | tojson(ensure_ascii=False) if value is not string else value }}</arg_value>
+{% endfor %}
+</tool_call>{% endfor %}
+{%- endif -%}
+{%- elif m.role == 'tool' -%}
+    {%- if loop.first or (messages[loop.index0 - 1].role != 'tool') -%}{{- '<|observation|>' }}{%- endif -%}
+    {{- '\\n<tool_response>\\n' + visible(m.content) + '\\n</tool_response>' }}
+{%- elif m.role == 'system' -%}
+<|system|>
+{{ visible(m.content) }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+    <|assistant|>{{- '\\n<think></think>' if (enable_thinking is defined and not enable_thinking) else '' -}}
+{%- endif -%}
+"""
+
 TEMPLATES = {
     "qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3, "smollm2": SMOLLM2, "gemma3": GEMMA3,
-    "mistral": MISTRAL, "deepseek": DEEPSEEK, "olmo": OLMO,
+    "mistral": MISTRAL, "deepseek": DEEPSEEK, "olmo": OLMO, "glm4.5": GLM45,
 }
 # tokenizer_config.json beside each template; "boi_token" is of a model's own kind
 TOKENS = {

@@ -20,7 +20,7 @@ The known mistakes with episodes of several turns, the test of each, and a mutan
 | 14 failed episodes shrink a group, a reshape mixes groups | `rollouts/groups_test.py`: `test_a_failed_sample_stays_in_its_group`, `rollouts/episodes_test.py`: `test_a_group_keeps_its_advantages_when_a_member_fails` | `failed samples are dropped before their group is known`, `a group is four rows` |
 | 15 ids of a tool call are lost in a stream | `endpoint/tool_calls_test.py`: `test_calls_reach_the_client_and_come_back` | `ids of a tool call are lost in a stream` |
 
-The templates are those of eight families (tests/data/chat_templates.py). The tokenizer is a small
+The templates are those of nine families (tests/data/chat_templates.py). The tokenizer is a small
 byte-level BPE that knows their marks.
 """
 
@@ -46,11 +46,13 @@ MARKS = [
     "<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>",
     "<|end_header_id|>", "<|eot_id|>", "<start_of_turn>", "<end_of_turn>", "<|User|>",
     "<|Assistant|>", "<|end|>", "[INST]", "[/INST]", "<think>", "</think>",
+    "[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>",
 ]
 MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w")]
 ENDS = {  # of an answer, as each family writes it
     "qwen2.5": "<|im_end|>", "qwen3": "<|im_end|>", "llama3": "<|eot_id|>", "smollm2": "<|im_end|>",
     "gemma3": "<end_of_turn>", "mistral": "</s>", "deepseek": "<|end|>", "olmo": "</s>",
+    "glm4.5": "<|user|>",
 }
 
 
@@ -108,7 +110,7 @@ def encode(text):
 
 
 def test_a_suffix_of_chatml_by_hand():
-    found = suffixes("smollm2").after("4", True, [mark("<|im_end|>")])
+    found = suffixes("smollm2").after("4", mark("<|im_end|>"), [mark("<|im_end|>")])
     newline, start = piece("Ċ"), mark("<|im_start|>")
     user_ids = [piece(c) for c in "user"]
     assistant_ids = [piece(c) for c in "assistant"]
@@ -116,7 +118,7 @@ def test_a_suffix_of_chatml_by_hand():
                 *assistant_ids, newline]
     assert found == expected
     # After an answer without a sampled end, the template's end is a part of the suffix.
-    cut = suffixes("smollm2").after("4", False, [mark("<|im_end|>")])
+    cut = suffixes("smollm2").after("4", None, [mark("<|im_end|>")])
     assert cut == [mark("<|im_end|>"), *expected]
 
 
@@ -126,7 +128,7 @@ def test_a_suffix_of_chatml_by_hand():
     (["<pad>"], "<|im_end|>\n"),  # the template's end ends no answer of the sampler
 ])
 def test_a_sampled_end_stands_for_the_templates_end(stops, expected):
-    found = suffixes("smollm2").after("4", True, [mark(s) for s in stops])
+    found = suffixes("smollm2").after("4", mark(stops[0]), [mark(s) for s in stops])
     text = f"{expected}<|im_start|>user\n4<|im_end|>\n<|im_start|>assistant\n"
     assert found == encode(text)
 
@@ -134,13 +136,13 @@ def test_a_sampled_end_stands_for_the_templates_end(stops, expected):
 def test_an_end_within_the_observation_is_not_the_answers():
     """The template of this test writes nothing after an answer."""
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
-    found = Suffixes(tokenizer(template), chat=True).after("a</s>b", True, [mark("</s>")])
+    found = Suffixes(tokenizer(template), chat=True).after("a</s>b", mark("</s>"), [mark("</s>")])
     assert found == encode("][a</s>b]")
 
 
 def test_an_end_of_the_last_answer_alone_is_no_part_of_a_suffix():
     template = "{% for m in messages %}[{{ m.content }}{{ eos_token if loop.last }}{% endfor %}"
-    found = Suffixes(tokenizer(template), chat=True).after("4", True, [mark("</s>")])
+    found = Suffixes(tokenizer(template), chat=True).after("4", mark("</s>"), [mark("</s>")])
     assert found == encode("[4</s>")  # the last message of the longer render has it
 
 
@@ -163,6 +165,8 @@ def test_a_system_message_that_is_repeated_at_the_end_is_named():
     ("mistral", {}, ["beginning", "white space", "system"], "tool"),
     ("deepseek", {}, ["beginning", "thinking"], "user"),  # leaves messages of tools out
     ("olmo", {}, ["white space"], "tool"),
+    ("glm4.5", {}, ["beginning", "white space", "thinking"], "tool"),
+    ("glm4.5", {"enable_thinking": False}, ["beginning", "white space", "thinking"], "tool"),
 ])
 def test_what_a_template_rewrites_is_named(name, kwargs, rewrites, tool_role):
     names = {
@@ -242,32 +246,33 @@ def test_a_render_is_of_all_turns(name, answers, observations, expected):
 def test_messages_of_tools_have_the_role_that_the_template_knows():
     tool = [{"role": "tool", "content": "4"}]
     # Gemma has no such role, Llama calls it "ipython" and quotes the text.
-    end = [mark("<end_of_turn>")]
-    assert suffixes("gemma3").after(tool, True, end) == suffixes("gemma3").after("4", True, end)
-    found = suffixes("llama3").after(tool, True, [mark("<|eot_id|>")])
+    end = mark("<end_of_turn>")
+    of_gemma = lambda said: suffixes("gemma3").after(said, end, [end])
+    assert of_gemma(tool) == of_gemma("4")
+    found = suffixes("llama3").after(tool, mark("<|eot_id|>"), [mark("<|eot_id|>")])
     header = "<|start_header_id|>{}<|end_header_id|>\n\n"
     assert found == encode(header.format("ipython") + '"4"<|eot_id|>' + header.format("assistant"))
 
 
 def test_without_chat_an_observation_is_text():
     made = Suffixes(CharTokenizer("12="), chat=False)
-    assert made.after("21=", True, [2]) == [4, 3, 5] and made.after("", False, [2]) == []
+    assert made.after("21=", 2, [2]) == [4, 3, 5] and made.after("", None, [2]) == []
     with pytest.raises(ValueError, match="task.chat is False; return text"):
-        made.after([user("1")], True, [2])
+        made.after([user("1")], 2, [2])
     with pytest.raises(ValueError, match="'7' of '7' is not in the tokenizer's alphabet"):
-        made.after("7", True, [2])
+        made.after("7", 2, [2])
 
 
 def test_a_repeated_observation_is_rendered_once(monkeypatch):
-    made = Suffixes(family("smollm2"), chat=True)
+    made, end = Suffixes(family("smollm2"), chat=True), mark("<|im_end|>")
     calls = []
     chats = HFTokenizer.chats
     monkeypatch.setattr(HFTokenizer, "chats", lambda self, c: calls.append(1) or chats(self, c))
-    first = made.after("higher", True, [mark("<|im_end|>")])
+    first = made.after("higher", end, [end])
     assert len(calls) == 1
     first.append(0)  # belongs to the caller
-    assert made.after("higher", True, [mark("<|im_end|>")]) == first[:-1] and len(calls) == 1
-    made.after("lower", True, [mark("<|im_end|>")])
+    assert made.after("higher", end, [end]) == first[:-1] and len(calls) == 1
+    made.after("lower", end, [end])
     assert len(calls) == 2
 
 
@@ -300,7 +305,56 @@ def test_no_template_is_refused():
 ])
 def test_a_bad_observation_is_refused(observation, message):
     with pytest.raises(ValueError, match=message):
-        suffixes("gemma3").after(observation, True, [mark("<end_of_turn>")])
+        suffixes("gemma3").after(observation, None, [mark("<end_of_turn>")])
+
+
+# -- answers that end with the mark of the next message --
+
+
+ROLES = [mark(x) for x in ("<|endoftext|>", "<|user|>", "<|observation|>")]  # GLM's ends
+ASKED, TOLD = "<|user|>\n4<|assistant|>", (
+    "<|observation|>\n<tool_response>\n4\n</tool_response><|assistant|>"
+)
+
+
+@pytest.mark.parametrize("observation, end, text, is_other", [
+    ("4", "<|user|>", ASKED.removeprefix("<|user|>"), False),
+    (TOOL, "<|observation|>", TOLD.removeprefix("<|observation|>"), False),
+    # The sampled mark is another message's: the suffix has the right one.
+    ("4", "<|observation|>", ASKED, True), (TOOL, "<|user|>", TOLD, True),
+    ([*TOOL, user("4")], "<|user|>", TOLD.removesuffix("<|assistant|>") + ASKED, True),
+    # No mark of a message: nothing stands in its place, and nothing is missing.
+    ("4", "<|endoftext|>", ASKED, False), ("4", None, ASKED, False), (TOOL, None, TOLD, False),
+])
+def test_a_sampled_mark_begins_the_next_message(observation, end, text, is_other):
+    made, end = suffixes("glm4.5"), None if end is None else mark(end)
+    assert made.after(observation, end, ROLES) == encode(text)
+    assert made.replaces(observation, end, ROLES) == is_other
+
+
+def test_a_template_that_writes_an_end_replaces_nothing():
+    for name in ENDS.keys() - {"glm4.5"}:
+        end, ends = mark(ENDS[name]), [mark(ENDS[name]), mark("<|endoftext|>")]
+        assert not any(suffixes(name).replaces(x, e, ends) for x in ("4", TOOL) for e in (*ends, None))
+    assert not Suffixes(CharTokenizer("12="), chat=False).replaces("1", 3, [3])
+
+
+def test_marks_stand_once_between_turns_of_users_and_tools():
+    """The policy ends its second answer with the wrong mark, and the row is that of the render."""
+    thoughts = ["\n<think></think>\none", "\n<think></think>\nhello", "\n<think></think>\nthree"]
+    said, ends, talk = [TOOL, "4", TOOL], ["<|observation|>"] * 3, [user("2+3?")]
+    tokens, made = family("glm4.5"), suffixes("glm4.5")
+    row = Row(tokens.encode(tokens.chat(talk)))
+    for answer, observation, end in zip(thoughts, said, map(mark, ends)):
+        row.sample([*encode(answer), end])
+        if made.replaces(observation, end, ROLES):
+            row.join(Realign(len(row.ids) - 1, ()))
+        row.give(made.after(observation, end, ROLES))
+        talk += [assistant(answer), *([user("4")] if observation == "4" else TOOL)]
+        assert row.ids == tokens.encode(tokens.chat(talk))
+        assert len(row.ids) == len(row.mask) == len(row.logp)
+    assert sum(row.mask) == sum(len(encode(x)) for x in thoughts) + 2  # the marks but for one
+    assert made.join(thoughts, said) == "append"
 
 
 # -- episodes, and the mistakes --
@@ -342,7 +396,7 @@ def play(name, answers, observations, next_ids=None, ends=True):
     tokens, end = family(name), mark(ENDS[name])
     row = Row(tokens.encode(tokens.chat([user("2+3?")])))
     next_ids = next_ids or (
-        lambda row, k, ends: row.give(suffixes(name).after(observations[k], ends, [end]))
+        lambda row, k, ends: row.give(suffixes(name).after(observations[k], end if ends else None, [end]))
     )
     rows, returned = [copy.copy(row)], []
     for k, answer in enumerate(answers):
@@ -385,7 +439,7 @@ def test_the_ids_of_every_turn_are_those_of_the_render(name):
 @pytest.mark.parametrize("name", ["qwen2.5", "gemma3"])
 def test_mistake_1_a_newline_that_is_lost_after_the_end(name):
     def without_newline(row, k, ends):
-        first, *others = suffixes(name).after(OBSERVATIONS[k], True, [mark(ENDS[name])])
+        first, *others = suffixes(name).after(OBSERVATIONS[k], mark(ENDS[name]), [mark(ENDS[name])])
         assert first == piece("Ċ")
         row.give(others)
 
@@ -443,7 +497,7 @@ def test_mistake_5_no_end_is_made_up_as_sampled():
 
     def made_up(row, k, ends):
         row._add([end], True, 0.0)
-        row.give(suffixes("llama3").after(OBSERVATIONS[k], True, [end]))
+        row.give(suffixes("llama3").after(OBSERVATIONS[k], end, [end]))
 
     with pytest.raises(AssertionError):
         check_row(*play("llama3", ANSWERS, OBSERVATIONS, made_up, ends=False))
@@ -451,7 +505,7 @@ def test_mistake_5_no_end_is_made_up_as_sampled():
 
 def test_mistake_5_an_answer_of_a_stop_string_has_no_sampled_end_either():
     """Neither "has no end id" nor the stop reason alone says how an answer ended."""
-    found = suffixes("qwen2.5").after("4", False, [mark("<|im_end|>")])
+    found = suffixes("qwen2.5").after("4", None, [mark("<|im_end|>")])
     assert found[0] == mark("<|im_end|>") and found.count(mark("<|im_end|>")) == 2
 
 
@@ -472,6 +526,10 @@ def test_mistake_5_an_answer_of_a_stop_string_has_no_sampled_end_either():
     ([1, 2, 3, 4], 2, [1, 2], Fork()),
     ([1, 2, 3, 4], 2, [1, 2, 3], Fork()),
     ([1, 2, 3, 4], 2, [], Fork()),
+    # 4 is the mark that ended the answer: the next message's own, another one, and an empty answer.
+    ([1, 2, 3, 4], 2, [1, 2, 3, 4, 7, 8], Append((7, 8))),
+    ([1, 2, 3, 4], 2, [1, 2, 3, 5, 7, 8], Realign(3, (5, 7, 8))),
+    ([1, 2, 4], 2, [1, 2, 5, 7, 8], Fork()),
 ])
 def test_a_prompt_continues_a_record_by_its_ids(record, start, prompt, expected):
     assert joined(record, prompt, start) == expected

@@ -17,6 +17,7 @@ from jaxrl_tis.environments.pool import Call, Reply, digest
 from jaxrl_tis.environments.protocol import Step
 from jaxrl_tis.estimators import advantages
 from jaxrl_tis.learner import trainer
+from jaxrl_tis.record import progress
 from jaxrl_tis.rollouts.episodes import (
     EpisodeScheduler, Openings, environment_seed, episode_metrics,
 )
@@ -50,13 +51,14 @@ def play(call: Call) -> Step:
 class FakePool:
     """Environments in this process. A reply comes with the n-th look for it, as `delay` says."""
 
-    def __init__(self, delay=lambda call: 0, kind="errors"):
-        self.delay, self.kind = delay, kind
+    def __init__(self, delay=lambda call: 0, kind="errors", prompt=None):
+        self.delay, self.kind, self.prompt = delay, kind, prompt
         self.calls, self.waiting, self.forgotten, self.is_closed = [], {}, [], False
 
     def submit(self, call):
         assert call.id not in self.waiting
-        assert len(call.digests) == len(call.answers)
+        assert len(call.digests) == len(call.answers) == len(call.cuts)
+        assert call.is_last == (len(call.answers) == MAX_TURNS)
         self.calls.append(call)
         self.waiting[call.id] = [self.delay(call), call]
 
@@ -78,6 +80,7 @@ class FakePool:
         ]
         assert all(known in ("", digest(x)) for known, x in zip(call.digests, before, strict=True))
         said = tuple(x.observation for x in (*before, step))
+        said = said if self.prompt is None else (self.prompt, *said[1:])
         return Reply(call.id, len(call.answers), step, digest(step), observations=said)
 
     def forget(self, ids):
@@ -89,11 +92,24 @@ class FakePool:
         self.is_closed = True
 
 
+def shown(ids):
+    """A prompt of these ids, of which some have no text."""
+    return " ".join(map(str, ids))
+
+
+def decode(ids):
+    return TOKENIZER.decode([i for i in ids if i not in STOPS])
+
+
+def read(text):
+    return np.array(text.split(), np.int32)
+
+
 def request(number, turns=3, partial=None, **record):
     made = arithmetic.request(
         f"e{number}", np.arange(1, 4 + number % 3), seed=number, max_tokens=5, stop_ids=STOPS
     )
-    example = {"id": f"x{number}", "prompt": "abc", "turns": turns} | record
+    example = {"id": f"x{number}", "prompt": shown(made.prompt), "turns": turns} | record
     return dataclasses.replace(made, example=example, partial=partial)
 
 
@@ -110,8 +126,8 @@ def started(
     pool = FakePool() if pool is None else pool
     scheduler = EpisodeScheduler(
         Scheduler(engine, 0, **options), lambda: pool,
-        suffixes or Suffixes(TOKENIZER, chat=False), TOKENIZER.decode, max_turns=MAX_TURNS,
-        max_length=max_length, on_fork=on_fork, waits=waits, heartbeat=heartbeat,
+        suffixes or Suffixes(TOKENIZER, chat=False), decode, read,
+        max_turns=MAX_TURNS, max_length=max_length, on_fork=on_fork, waits=waits, heartbeat=heartbeat,
     )
     for each in added:
         scheduler.add(each)
@@ -127,9 +143,10 @@ def drain(scheduler, limit=2000):
     raise AssertionError(f"{scheduler.pending} requests never ended")
 
 
-def alone(request, max_length=MAX_LENGTH, weights=0):
-    """(tokens, mask, turn, rewards, outcome) of an episode by a plain loop over its tokens."""
-    history, mask, turns, rewards, answers = [], [], [], [], []
+def alone(request, max_length=MAX_LENGTH, weights=0, has_marks=False):
+    """(tokens, mask, turn, rewards, outcome) of an episode by a plain loop over its tokens. With
+    marks, 2 begins each observation, and 3 a message of another role."""
+    history, mask, turns, rewards, answers, is_cut = [], [], [], [], [], False
 
     def append(token, is_sampled):
         history.append(token)
@@ -145,7 +162,8 @@ def alone(request, max_length=MAX_LENGTH, weights=0):
             total = sum(arithmetic.key(int(t), s, weights) for s, t in enumerate(read))
             sampled.append(arithmetic.drawn(total, request, len(read), weights)[0])
             append(sampled[-1], True)
-        answers.append(TOKENIZER.decode(sampled))
+        answers.append(decode(sampled))
+        is_cut = is_cut or sampled[-1] not in STOPS
         seed = environment_seed(request.seed, request.example)
         try:
             step = play(Call(request.id, request.example, seed, tuple(answers)))
@@ -153,10 +171,17 @@ def alone(request, max_length=MAX_LENGTH, weights=0):
             return history, mask, turns, [*rewards, math.nan], "failed"
         rewards.append(math.nan if step.reward is None else step.reward)
         if step.is_done or len(answers) == MAX_TURNS:
-            return history, mask, turns, rewards, "done" if step.is_done else "max_turns"
-        suffix = TOKENIZER.encode(step.observation)
-        if len(request.prompt) + len(history) + len(suffix) >= max_length:
+            done = "overlong" if is_cut else "done"
+            return history, mask, turns, rewards, done if step.is_done else "max_turns"
+        suffix = [2, *TOKENIZER.encode(step.observation)] if has_marks else TOKENIZER.encode(step.observation)
+        uncut = len(history)
+        if has_marks and sampled[-1] == 2:
+            suffix = suffix[1:]
+        elif has_marks and sampled[-1] == 3 and len(sampled) > 1:
+            uncut -= 1
+        if len(request.prompt) + uncut + len(suffix) >= max_length:
             return history, mask, turns, rewards, "overlong"
+        del history[uncut:], mask[uncut:], turns[uncut:]
         for token in suffix:
             append(token, False)
 
@@ -182,7 +207,7 @@ def test_episodes_are_what_a_plain_loop_makes(waits, delay):
     scheduler, _ = started(requests(), pool, waits)
     found = drain(scheduler)
     assert_as_alone(found, requests())
-    assert {t.outcome for t in found.values()} == {"done", "max_turns"}
+    assert {t.outcome for t in found.values()} == {"done", "overlong", "max_turns"}
     assert sorted(set(pool.forgotten)) == sorted(found) and not pool.waiting
     scheduler.sleep()
     scheduler.close()
@@ -254,9 +279,12 @@ def test_observations_leave_the_budget_of_a_turn_alone():
 class Ends:
     """Suffixes that say how the turn before them ended."""
 
-    def after(self, observation, is_stopped, eos_ids):
+    def after(self, observation, end, eos_ids):
         assert eos_ids == STOPS
-        return TOKENIZER.encode("c" if is_stopped else "d")
+        return TOKENIZER.encode("d" if end is None else "c")
+
+    def replaces(self, observation, end, eos_ids):
+        return False
 
     def join(self, answers, observations):
         assert len(answers) == len(observations)
@@ -268,7 +296,7 @@ def test_every_turn_says_how_it_ended():
     added = [request(i, turns=4) for i in range(9)]
     engine = arithmetic.Engine(slots=3, steps=2, max_length=64)
     scheduler = EpisodeScheduler(
-        Scheduler(engine, 0), FakePool, Ends(), TOKENIZER.decode, max_turns=MAX_TURNS,
+        Scheduler(engine, 0), FakePool, Ends(), decode, read, max_turns=MAX_TURNS,
         max_length=MAX_LENGTH, on_fork="rows", waits=True,
     )
     for each in added:
@@ -336,6 +364,109 @@ def test_an_environment_that_says_something_else_to_a_continued_episode(turns, c
     assert "the environment is not repeatable" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("prompt", ["4 5 6", "no ids"])
+def test_an_environment_with_another_prompt_than_the_policys_fails(prompt, capfd):
+    """At its first answer, and where it goes on after an interruption."""
+    scheduler, _ = started([request(0)], waits=False)
+    while not (scheduler.records() and len(scheduler.records()[0].turn_rewards)):
+        scheduler.step()
+    [partial] = scheduler.pause("abort")
+    for start in (None, partial):
+        [ended] = drain(started([request(0, partial=start)], FakePool(prompt=prompt))[0]).values()
+        assert ended.outcome == "failed" and np.isnan(ended.turn_rewards[-1])
+        assert ended.num_turns == (1 if start is None else 2)
+    assert "the environment is not repeatable: the prompt differs" in capfd.readouterr().err
+
+
+def test_what_an_environment_said_here_is_what_it_has_to_repeat():
+    """The digests of a call are those of the prompt and all observations; at first they are unknown."""
+    scheduler, pool = started([request(0, turns=4)])
+    drain(scheduler)
+    said = [play(dataclasses.replace(pool.calls[-1], answers=pool.calls[-1].answers[:n])) for n in range(4)]
+    known = [digest(step) for step in said]
+    assert [call.digests for call in pool.calls[:3]] == [("",), tuple(known[:2]), tuple(known[:3])]
+
+
+class Marks(Suffixes):
+    """2 begins each observation, and 3 a message of another role."""
+
+    def __init__(self):
+        super().__init__(TOKENIZER, chat=False)
+
+    def after(self, observation, end, eos_ids):
+        ids = super().after(observation, end, eos_ids)
+        return ids if end == 2 else [2, *ids]
+
+    def replaces(self, observation, end, eos_ids):
+        return end == 3
+
+
+@pytest.mark.parametrize("cut", [None, *range(1, 14)])
+def test_the_mark_of_another_message_is_replaced(cut):
+    """Also in episodes that are interrupted and go on elsewhere, where each call of an environment
+    is told of the same answers that were cut."""
+    added = [request(i, turns=2 + i % 3) for i in range(24)]
+    calls = {}
+    for steps in (None, cut):
+        found = {}
+        scheduler, pool = started(added, FakePool(lambda call: len(call.answers)), False, suffixes=Marks())
+        for _ in range(steps or 0):
+            found |= {t.id: t for t in scheduler.step()}
+        partials = {t.id: t for t in (scheduler.pause("abort") if steps else ())}
+        again = [dataclasses.replace(r, partial=partials[r.id]) for r in added if r.id in partials]
+        other, more = started(again, suffixes=Marks()) if steps else (scheduler, FakePool())
+        found |= drain(other)
+        for call in pool.calls + more.calls:
+            assert calls.setdefault((call.id, call.answers), call.cuts) == call.cuts
+    assert_as_alone(found, added, has_marks=True)
+    seen = set()
+    for record in found.values():
+        begins = np.flatnonzero(~record.mask & np.append(True, record.mask[:-1]))
+        assert len(begins) == len(record.joins) == record.num_turns - 1
+        for at, join in zip(begins, record.joins):
+            end = record.tokens[at - 1] if record.tokens[at - 1] in STOPS else 0
+            is_written = record.tokens[at] == 2
+            seen.add((join, int(end), bool(is_written)))
+    # Replaced: no end is left. A turn of the mark alone keeps it, and a render would fork there.
+    assert seen == {("append", 2, False), ("append", 0, True), ("replace", 0, True), ("fork", 3, True)}
+
+
+def test_an_environment_is_told_of_answers_that_were_cut():
+    added = requests()
+    scheduler, pool = started(added)
+    found, cuts = drain(scheduler), set()
+    for call in pool.calls:
+        record = found[call.id]
+        for turn, is_cut in enumerate(call.cuts):
+            sampled = record.tokens[record.mask & (record.turn == turn)]
+            assert is_cut == (sampled[-1] not in STOPS)
+        cuts |= {*call.cuts}
+    assert cuts == {True, False}
+
+
+def test_a_cut_turn_is_a_cut_answer():
+    """An episode of one turn has the metrics of the sample without an environment."""
+    added = [request(i, turns=1) for i in range(24)]
+    plain = [dataclasses.replace(r, example=None) for r in added]
+    config = ml_collections.ConfigDict({
+        "task": {"max_prompt_tokens": 8, "max_context_tokens": 0, "environment": ""},
+        "rollout": {"max_new_tokens": 5, "harness": ""}, "train": {"mask_truncated": True},
+    })
+    values = []
+    for made in (added, plain):
+        trajectories = list(drain(started(made)[0]).values())
+        samples = [Sample(t, {}, "", 1.0, 1.0, group=i) for i, t in enumerate(trajectories)]
+        count = len(samples)
+        rows = {"rewards": np.ones(count, np.float32), "group": np.arange(count),
+                "mask": np.zeros((count, 1), bool)}
+        found = trainer.sample_metrics(samples, rows, config)
+        names = ("response_length/truncated_ratio", "actor/left_out_ratio", "response_length/clip_ratio")
+        values.append([float(found[name]) for name in names])
+    share = np.mean([len(t.tokens) == 5 and t.tokens[-1] not in STOPS for t in trajectories])
+    assert values[0] == values[1] and values[0][:2] == [share, share] and 0 < share < 1
+    assert values[0][2] == pytest.approx(np.mean([len(t.tokens) == 5 for t in trajectories]))
+
+
 @pytest.mark.parametrize("end", ["pause", "abort"])
 def test_a_continued_episode_is_interrupted_before_its_first_turn_ends(end):
     scheduler, pool = started([request(0)], waits=False)
@@ -388,9 +519,9 @@ class Flags(Suffixes):
         super().__init__(TOKENIZER, chat=False)
         self.seen = []
 
-    def after(self, observation, is_stopped, eos_ids):
-        self.seen.append(is_stopped)
-        return super().after(observation, is_stopped, eos_ids)
+    def after(self, observation, end, eos_ids):
+        self.seen.append(end)
+        return super().after(observation, end, eos_ids)
 
 
 @pytest.mark.parametrize("record", [dict(turns=3), dict(turns=3, fault=1)])
@@ -414,7 +545,7 @@ def test_an_episode_that_was_interrupted_as_its_environment_thought_ends_as_any_
 
 def joins_of(record):
     """How `Ends` joins the turns of a record, but for the last."""
-    texts = [TOKENIZER.decode(record.tokens[record.mask & (record.turn == k)])
+    texts = [decode(record.tokens[record.mask & (record.turn == k)])
              for k in range(record.num_turns - 1)]
     return tuple(JOINS[len(text) % 3] for text in texts)
 
@@ -426,7 +557,7 @@ def test_a_record_says_how_a_render_would_join_its_turns():
     assert any(t.joins for t in partials.values())
     again = [dataclasses.replace(r, partial=partials[r.id]) for r in requests() if r.id in partials]
     found = [*(first | drain(started(again, suffixes=Ends())[0])).values()]
-    assert {join for t in found for join in t.joins} == set(JOINS)
+    assert {join for t in found for join in t.joins} == set(JOINS[:3])
     for record in found:
         assert record.joins == joins_of(record)
     values = episode_metrics(found)
@@ -563,6 +694,18 @@ def test_environments_of_prompts_are_not_all_open_at_once(monkeypatch):
     assert max(most) == 2 and len(pool.forgotten) == 6
 
 
+def test_slow_prompts_show_their_progress(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
+    records = [{"id": f"x{i}", "prompt": "a"} for i in range(3)]
+    opening = Openings(lambda: FakePool(lambda call: int(call.id)), 0)
+    opening(records)
+    shown = capsys.readouterr().err
+    for count in range(4):  # 0: while the first one is awaited
+        assert f"prompts of the environment: {count}/3, " in shown or count == 0
+    opening(records[:1])  # drawn later, alone
+    assert capsys.readouterr().err == ""
+
+
 def test_messages_of_an_environment_need_the_chat_template():
     opening = Openings(lambda: FakePool(lambda call: len(call.id)), seed=3)
     task = dict(template="{prompt}", chat=False, system="", max_prompt_tokens=5)
@@ -673,8 +816,11 @@ def test_episodes_at_a_bound_are_truncated():
 def test_metrics_of_a_batch():
     found = drain(started(requests() + [request(20, turns=4, fault=1)])[0]).values()
     values = episode_metrics(list(found))
-    assert values["episodes/done"] == 8 and values["episodes/max_turns"] == 1
-    assert values["episodes/failed"] == 1 and values["episodes/timeout"] == 0
+    outcomes = [alone(r)[-1] for r in requests()]
+    assert {"done", "overlong", "max_turns"} == set(outcomes)
+    for outcome in ("done", "overlong", "max_turns", "timeout"):
+        assert values[f"episodes/{outcome}"] == outcomes.count(outcome)
+    assert values["episodes/failed"] == 1 and values["episodes/template_replaces"] == 0
     masks = np.concatenate([t.mask for t in found])
     assert values["episodes/given_ratio"] == pytest.approx(1 - masks.sum() / len(masks))
     assert episode_metrics([dataclasses.replace(t, outcome="") for t in found]) == {}
