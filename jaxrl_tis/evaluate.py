@@ -181,7 +181,7 @@ def summary(values: dict[str, float]) -> str:
     counts = {x: int(values.get(f"eval/episodes/{x}", 0)) for x in OUTCOMES[1:]}
     limits = ", ".join(f"{name} {counts[name]}" for name in LIMITS if counts[name])
     share = sum(counts[name] for name in LIMITS) / max(sum(counts.values()), 1)
-    at_limit = f"; {share:.1%} of the episodes ended at a limit ({limits})" if limits else ""
+    at_limit = f"; {100 * share:.1f} % of the episodes ended at a limit ({limits})" if limits else ""
     return f"held-out accuracy {accuracy}; reward {reward}{at_limit}"
 
 

@@ -44,6 +44,21 @@ class Episodes(FakeScheduler):
         )
 
 
+class Endless(FakeScheduler):
+    """Of eight prompts, the first three episodes end right and the fourth wrong. Two run into
+    max_turns and one into its length without a reward; the last one is right at max_turns."""
+
+    outcomes = ["done"] * 4 + ["max_turns", "max_turns", "overlong", "max_turns"]
+    rewards = [1.0, 1.0, 1.0, 0.0, NAN, NAN, NAN, 1.0]
+
+    def _trajectory(self, request):
+        index = int(request.id.split("/")[-1])
+        return dataclasses.replace(
+            super()._trajectory(request), outcome=self.outcomes[index],
+            turn_rewards=np.array([self.rewards[index]], np.float32),
+        )
+
+
 class Failing(FakeRewards):
     def failed(self, fault, error):
         return Scored(NAN, {}, is_failed=True)
@@ -101,11 +116,32 @@ def test_the_environment_rewards_episodes():
         "eval/greedy_accuracy": 1.0, "eval/sampled_accuracy": 0.0, "eval/n": 8,
         "eval/greedy_n": 8, "eval/sampled_n": 4,
         "eval/greedy_reward": 1.0, "eval/sampled_reward": 0.0, "eval/failed_rewards": 4,
+        "eval/episodes/done": 12, "eval/episodes/failed": 4, "eval/episodes/timeout": 0,
+        "eval/episodes/max_turns": 0, "eval/episodes/overlong": 0, "eval/episodes/given_ratio": 0.0,
     }
+    assert "limit" not in evaluate.summary(values)
     prompts = [r.example["prompt"] for r in scheduler.requests]
     assert prompts == [TOKENIZER.decode(r.prompt) for r in scheduler.requests]
-    greedy, sampled = held_out.scores(Episodes(), Failing(None), 2, Progress())
-    assert greedy.tolist() == [1.0] * 8 and np.isnan(sampled).sum() == 8
+    found, at_limit = held_out.scores(Episodes(), Failing(None), 2, Progress())
+    assert found[:, 0].tolist() == [1.0] * 8 and np.isnan(found[:, 1:]).sum() == 8
+    assert at_limit.shape == (8, 3) and not at_limit.any()
+
+
+def test_an_episode_that_a_limit_ended_is_wrong():
+    """By hand: 4 of 8 are right. The rewards of the other five have the mean 0.8."""
+    held_out, _ = evaluator(**tiny.EPISODES)
+    values = held_out.run(Endless(), Failing(None), 7, Progress())
+    for kind in ("greedy", "sampled"):
+        assert values[f"eval/{kind}_accuracy"] == 0.5 and values[f"eval/{kind}_n"] == 8
+        assert values[f"eval/{kind}_reward"] == pytest.approx(0.8)
+    assert values["eval/failed_rewards"] == 0 and values["eval/episodes/max_turns"] == 6
+    assert evaluate.summary(values) == (
+        "held-out accuracy 0.500 greedy, 0.500 sampled; reward 0.800 greedy, 0.800 sampled; 50.0 % of "
+        "the episodes ended at a limit (max_turns 6, overlong 2)"
+    )
+    found, at_limit = held_out.scores(Endless(), Failing(None), 2, Progress())
+    right = evaluate.are_right(found, at_limit, 1.0)
+    assert right.mean(axis=1).tolist() == [1, 1, 1, 0, 0, 0, 0, 1] and at_limit.sum() == 4 * 3
 
 
 def test_partial_credit_is_not_accuracy():
@@ -196,9 +232,9 @@ def test_several_draws_of_each_prompt():
     held_out, _ = evaluator()
     scheduler = Answers()
     rewards = FakeRewards(lambda text, record: float(text == record["answer"]))
-    greedy, sampled = held_out.scores(scheduler, rewards, 3, Progress())
-    assert greedy.tolist() == [1.0] * 8
-    assert sampled.tolist() == [[i % 2 == 0] * 3 for i in range(8)]
+    found, _ = held_out.scores(scheduler, rewards, 3, Progress())
+    assert found[:, 0].tolist() == [1.0] * 8
+    assert found[:, 1:].tolist() == [[i % 2 == 0] * 3 for i in range(8)]
     assert len({r.hash for r in scheduler.requests}) == 8 * 4  # no two draws share their noise
 
 
@@ -212,7 +248,7 @@ def test_the_command_measures_a_run_and_a_model(path, tmp_path):
     with tiny.one_device():
         measured = evaluate.measure(tiny.setup(), target, samples=4)
     assert list(measured) == [
-        "n", "samples", "failed", "greedy", "sampled", "pass_at_1", "pass_at_2", "pass_at_4",
+        "n", "samples", "failed", "at_limit", "greedy", "sampled", "pass_at_1", "pass_at_2", "pass_at_4",
         "greedy_reward", "sampled_reward",
     ]
     last = [r for r in tiny.lines(run) if r["phase"] == "eval"][-1]
@@ -233,7 +269,8 @@ def test_the_command_leaves_answers_out_whose_reward_failed(monkeypatch):
     def scores(self, scheduler, rewards, samples, progress):
         sampled = np.full((8, samples), 2.0)
         sampled[0] = 10.0, NAN
-        return np.array([NAN, *range(7)]), sampled
+        found = np.concatenate([np.array([NAN, *range(7)])[:, None], sampled], axis=1)
+        return found, np.zeros(found.shape, bool)
 
     monkeypatch.setattr(evaluate.Evaluator, "scores", scores)
     with tiny.one_device():

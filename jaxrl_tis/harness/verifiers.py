@@ -47,6 +47,12 @@ def write_records(name: str, file: Any = sys.stdout) -> None:
         print(json.dumps({"id": id, "prompt": data["prompt"]}), file=file)
 
 
+def metrics_of(trace: Any) -> dict[str, float]:
+    """Returns the metrics of a trace. Its "score" becomes "metric_score": "score" is the reward."""
+    known = {name: value for name, value in trace.metrics.items() if value is not None}
+    return {f"metric_{name}" if name == SCORE else name: value for name, value in known.items()}
+
+
 class Taskset:
     """A harness, see protocol.py. `name` is the id of the taskset."""
 
@@ -75,10 +81,7 @@ class Taskset:
         if not episode.ok or not trace.ok:
             errors = [*episode.errors, *trace.errors]
             raise RuntimeError(f"the episode has failed: {errors[-1] if errors else trace!r}")
-        known = {name: value for name, value in trace.metrics.items() if value is not None}
-        # A taskset's own "score" is not the reward, which has this name here.
-        metrics = {f"metric_{name}" if name == SCORE else name: known[name] for name in known}
-        return Result(trace.reward, metrics)
+        return Result(trace.reward, metrics_of(trace))
 
     def _task(self, id: str) -> Any:
         while id not in self._tasks:

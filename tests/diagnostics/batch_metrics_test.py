@@ -73,6 +73,11 @@ def test_length_metrics():
         "prompt_length/clip_ratio": 0.5,
     }
     assert_metrics(metrics, expected)
+    turns = length_metrics(
+        jnp.array([4, 2]), jnp.array([30, 20]), max_prompt_length=8, max_response_length=16,
+        longest_turn=jnp.array([16, 10]),
+    )
+    assert turns["response_length/clip_ratio"] == 0.5 and turns["response_length/max"] == 30
 
 
 def test_staleness_metrics():

@@ -69,7 +69,8 @@ ERRORS = {
     "text reward": "step returned the reward '1', not a finite number",
     "no bool": "step returned a str as is_done; return a bool",
     "metric": "step returned the metric 'a': None, not a finite number",
-    "metrics": "step returned a list as metrics",
+    "metrics": "step returned a list as metrics; return a dict",
+    "score": "step returned a metric called 'score', the name of the reward; rename it",
 }
 
 
@@ -128,13 +129,35 @@ def test_a_record_that_is_changed_is_changed_for_the_episode_alone(tmp_path):
 
 def test_what_a_step_may_return():
     messages = [{"role": "tool", "content": "é", "name": "f"}, {"role": "user", "content": ""}]
-    step = Step(messages, np.float32(0.5), np.bool_(True), {"a": np.int64(2), 3: True})
+    step = Step(messages, np.float32(0.5), np.bool_(False), {"a": np.int64(2), 3: True})
     assert host.reading(step, "step", "observation") == {
-        "observation": messages, "reward": 0.5, "is_done": True, "metrics": {"a": 2.0, "3": 1.0},
+        "observation": messages, "reward": 0.5, "is_done": False, "metrics": {"a": 2.0, "3": 1.0},
     }
     longest = "é" * host.OBSERVATION_CHARACTERS
     assert host.reading(Step(longest), "step", "observation")["observation"] == longest
     assert host.reading(Step("", 0), "step", "observation")["reward"] == 0.0
+
+
+@pytest.mark.parametrize("last", ["x" * 70_000, "\ud800", None, {1}])
+def test_nobody_reads_the_last_observation(last):
+    """Of a step that ends the episode, and of the last answer that it may have."""
+    for step, is_last in ((Step(last, 1.0, np.bool_(True)), False), (Step(last, 1.0), True)):
+        found = host.reading(step, "step", "observation", is_last)
+        assert (found["observation"], found["reward"]) == ("", 1.0)
+    with pytest.raises(ValueError, match="observation"):
+        host.reading(Step(last), "step", "observation")
+
+
+@pytest.mark.parametrize("name", ["Echo", "Told"])
+def test_an_environment_with_the_parameter_is_told_of_a_cut(name):
+    play = made(name)
+    play("reset", "a", RECORD, 1)
+    play("step", "a", "one", True)
+    said = play("step", "a", "two", False, False)["step"]["observation"]
+    assert said == ("p 1: one two" if name == "Echo" else "p 1: one (cut) two")
+    assert play("step", "a", "flood", False, True) == {"step": {
+        "observation": "", "reward": None, "is_done": False, "metrics": {},
+    }, "error": ""}
 
 
 @pytest.mark.parametrize("name, params, error", [

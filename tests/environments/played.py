@@ -77,7 +77,15 @@ FAULTS = {
     "no bool": lambda: Step("", is_done="no"),
     "metric": lambda: Step("", metrics={"a": None}),
     "metrics": lambda: Step("", metrics=[1]),
+    "score": lambda: Step("", 1.0, metrics={"score": 0.5}),
 }
+
+
+class Told(Echo):
+    """Repeats which answers were cut, too."""
+
+    def step(self, answer, is_cut=False):
+        return super().step(answer + " (cut)" * is_cut)
 
 
 class Unmade:

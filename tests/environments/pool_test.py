@@ -1,5 +1,6 @@
 """Many episodes in several processes, and what a harmful one costs the others."""
 
+import dataclasses
 import json
 import os
 import random
@@ -248,6 +249,17 @@ def test_an_episode_goes_on_elsewhere(play):
     assert text(asked(play, "r", ("one", "two"), digests)) == "p 1: one two"
     assert text(asked(play, "r", ("1", "2", "3"))) == "p 1: 1 2 3"
     assert text(asked(play, "r", ("1", "2", "3", "4"), seed=2)) == "p 2: 1 2 3 4"
+
+
+def test_a_repeated_episode_has_the_same_cuts_and_the_same_last_answer():
+    with made("Told") as play:
+        told = Call("a", RECORD, 1, ("x", "y", "z"), cuts=(True, False, True))
+        play.submit(told)
+        assert text(replies(play, 1)["a"]) == "p 1: x (cut) y z (cut)"
+        end(host(play))
+        play.submit(dataclasses.replace(told, answers=(*told.answers, "flood"), is_last=True))
+        reply = replies(play, 1)["a"]
+        assert text(reply) == "" and reply.observations[-2:] == ("p 1: x (cut) y z (cut)", "")
 
 
 def test_one_that_is_not_repeatable_fails():

@@ -60,6 +60,7 @@ def test_an_object_can_be_asynchronous():
     ("numpy", "not a finite number"),
     ("list", "the reward [1], not a finite number"),
     ("metrics", "the metric 'x': 'y', not a finite number"),
+    ("score", "a metric called 'score', the name of the reward; rename it"),
     ("calls", "the log-prob inf, not a finite number"),
     ("raise", "ZeroDivisionError"),
 ])

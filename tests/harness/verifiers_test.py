@@ -27,6 +27,11 @@ def test_without_verifiers_it_is_one_sentence():
         HarnessProcess(NAME, print)
 
 
+def test_a_metric_called_score_is_not_the_reward():
+    trace = types.SimpleNamespace(metrics={"score": 0.25, "turns": 2.0, "none": None})
+    assert verifiers.metrics_of(trace) == {"metric_score": 0.25, "turns": 2.0}
+
+
 def test_records_name_tasks_by_id_or_index(monkeypatch):
     dump = lambda mode: {"prompt": "p"}
     data = lambda id: types.SimpleNamespace(id=id, model_dump=dump)

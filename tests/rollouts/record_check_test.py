@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
+from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, cut
 from jaxrl_tis.rollouts.record_check import EMPTY, malformed, problem
 
 ENGINE = types.SimpleNamespace(
@@ -186,6 +186,20 @@ def test_given_tokens_keep_the_version_before_them():
     assert why_episode(oldest=4) == "7/0: wrong version"
     other = dataclasses.replace(request, partial=dataclasses.replace(begun, turn=ints(0, 1)))
     assert why_episode(other) == "7/0: wrong beginning"
+
+
+def test_a_partials_last_token_may_be_replaced():
+    """By an environment, where it ended a turn: here 1 by 8."""
+    begun = dataclasses.replace(
+        cut(EPISODE, 3), stop_reason="abort", outcome="", metrics={}, turn_rewards=floats(),
+        tokens=ints(3, 9, 1), mask=np.ones(3, bool), turn=ints(0, 0, 0), logp_behav=floats(-1, -1, -2),
+    )
+    request = dataclasses.replace(REQUEST, partial=begun)
+    assert why_episode(request, joins=("replace",)) is None
+    assert why_episode(request, joins=("append",)) == "7/0: wrong beginning"
+    assert why_episode(request, joins=("replace",), tokens=ints(3, 8, 8, 1, 2, 1)) == "7/0: wrong beginning"
+    whole = dataclasses.replace(request, partial=dataclasses.replace(begun, tokens=ints(3, 9, 2)))
+    assert why_episode(whole, joins=("replace",)) == "7/0: wrong beginning"  # it ended no turn
 
 
 @pytest.mark.parametrize("fields, named", [

@@ -11,13 +11,13 @@ import pytest
 
 from jaxrl_tis.endpoint.calls import Ended, Session
 from jaxrl_tis.endpoint.request import Choice, Completion
-from jaxrl_tis.engine.records import SamplingParams
+from jaxrl_tis.engine.records import SamplingParams, cut
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.environments.pool import Call as Step
 from jaxrl_tis.harness.process import Reply
 from jaxrl_tis.rollouts import sessions
 from jaxrl_tis.rollouts.episodes import environment_seed
-from jaxrl_tis.rollouts.live import Sessions, cut, turn
+from jaxrl_tis.rollouts.live import Sessions, turn
 from jaxrl_tis.rollouts.record_check import EMPTY
 from jaxrl_tis.rollouts.sessions import SessionScheduler
 from tests import arithmetic
@@ -160,7 +160,7 @@ def play(hub, schedulers, added):
             call, answers, rewards = state[r.id]
             if call is None or call.result is None:
                 continue
-            answers.append(TOKENIZER.decode(call.result.tokens))
+            answers.append(episodes.decode(call.result.tokens))
             seed = environment_seed(r.seed, r.example)
             step = episodes.play(Step(r.id, r.example, seed, tuple(answers)))
             rewards.append(step.reward or 0.0)
@@ -188,7 +188,10 @@ def test_a_session_is_the_episode_of_the_same_turns(waits):
         arithmetic.assert_replays(record, each)
         assert record.tokens.tolist() == tokens
         assert (record.mask.tolist(), record.turn.tolist()) == (mask, turns)
-        assert (record.outcome, record.stop_reason) == ("done", "stop")
+        ends = [np.flatnonzero(record.mask & (record.turn == k))[-1] for k in range(record.num_turns)]
+        is_whole = all(token in STOPS for token in record.tokens[ends])
+        ended = (record.outcome, record.stop_reason)
+        assert ended == (("done", "stop") if is_whole else ("overlong", "length"))
         assert np.isnan(record.turn_rewards[:-1]).all()
         assert record.turn_rewards[-1] == np.float32(np.nansum(rewards))
         assert record.metrics == {"turns": float(len(rewards))}
@@ -393,7 +396,7 @@ def test_what_a_harness_says_it_got_is_compared(change, words, capfd):
     calls = [(t.tokens.tolist(), t.logp_behav.tolist()) for t in (first, second)]
     client.reply(calls=change(calls))
     record = last(scheduler)
-    assert record.outcome == ("failed" if words else "done")
+    assert (record.outcome == "failed") == bool(words)
     assert words in capfd.readouterr().err
 
 
@@ -408,6 +411,40 @@ def test_a_session_without_an_answer_fails(reply, outcome, words, capfd):
     assert (record.outcome, len(record.tokens), record.id) == (outcome, 0, added.id)
     assert record.prompt.tolist() == added.prompt.tolist()
     assert words in capfd.readouterr().err and scheduler.pending == 0
+
+
+@pytest.mark.parametrize("asked, is_cut", [(5, True), (2, False)])
+def test_a_call_that_the_run_has_cut_is_a_cut_answer(asked, is_cut):
+    """Not one that asked for less than the run's 5 tokens."""
+    for number in range(30):
+        scheduler, client, added = opened(number)
+        sampled = answered(scheduler, client.ask(added.prompt, max_tokens=asked))
+        if sampled.stop_reason == "length":
+            break
+    assert len(sampled.tokens) == asked
+    client.reply(0.5)
+    record = last(scheduler)
+    assert record.outcome == ("overlong" if is_cut else "done")
+    assert record.stop_reason == ("length" if is_cut else "stop")
+    assert record.turn_rewards.tolist() == [0.5]
+
+
+def test_the_mark_of_another_message_is_realigned():
+    """The agent's next prompt has another mark in the place of the one that was sampled."""
+    for number in range(30):
+        scheduler, client, added = opened(number)
+        first = answered(scheduler, client.ask(added.prompt))
+        if first.tokens[-1] == 3 and len(first.tokens) > 1:
+            break
+    prompt = [*ids_of(first)[:-1], 2, 9]
+    answered(scheduler, client.ask(prompt))
+    client.reply()
+    record = last(scheduler)
+    count = len(first.tokens) - 1
+    assert record.forks == () and ids_of(record)[: len(prompt)] == prompt
+    assert record.mask.tolist()[: count + 2] == [True] * count + [False] * 2
+    assert scheduler.stats.realigned_tokens == 1
+    arithmetic.assert_replays(record, added)
 
 
 def test_an_error_after_a_prompt_without_room_is_overlong():
