@@ -292,9 +292,9 @@ def get_config() -> ConfigDict:
     c.train.minibatches = 1  # updates per epoch over a rollout batch
     c.train.epochs = 1  # epochs over a rollout batch
     c.train.microbatch_rows = 32  # rows per forward and backward pass
-    # Leave responses that reach rollout.max_new_tokens, and episodes that reach task.max_turns or
-    # task.max_context_tokens, out of the loss (DAPO's overlong filtering). Their rewards still count
-    # in their groups, and for rollout.dynamic_sampling.
+    # Leave responses and episodes with a turn that rollout.max_new_tokens cut, and episodes at
+    # task.max_turns or task.max_context_tokens, out of the loss (DAPO's overlong filtering). Their
+    # rewards still count in their groups, and for rollout.dynamic_sampling.
     c.train.mask_truncated = False
     c.train.pack_length = 0  # tokens of a row that several sequences share; 0: one sequence a row
     # For experts

@@ -21,3 +21,20 @@ class Sums:
         value = closeness(answer + "0", self._record)
         is_done = answer == self._record["answer"] or len(answer) == 1
         return Step(f"{self._digit}+", value, is_done, {"turns": self._turns})
+
+
+class Tools:
+    """Three turns: after the first answer a tool says something, after the second one the user."""
+
+    def __init__(self, *, seed: int):
+        self._turns = 0
+
+    def reset(self, record):
+        return [{"role": "user", "content": record["prompt"]}]
+
+    def step(self, answer: str) -> Step:
+        self._turns += 1
+        return Step(SAID[self._turns - 1], 1.0, self._turns == 3)
+
+
+SAID = ([{"role": "tool", "content": "7"}], "8", "")
