@@ -58,7 +58,7 @@ def test_a_row_is_the_render_of_its_conversation(name, tmp_path, monkeypatch):
         tmp_path / "run", **tiny.EPISODES | dict(
             steps=1, task__environment="tests.tiny_environment:Tools", task__chat=True,
             task__tokenizer=str(tmp_path), task__max_prompt_tokens=100, task__max_context_tokens=250,
-            warmup__steps=30, warmup__rows=8, eval__prompts=2,
+            task__date="2026-02-03", warmup__steps=30, warmup__rows=8, eval__prompts=2,
         ),
     )
     rendered, compared = tokenizer(TEMPLATES[name], ENDS.get(name, ENDS["glm4.5"])), 0
@@ -68,8 +68,11 @@ def test_a_row_is_the_render_of_its_conversation(name, tmp_path, monkeypatch):
         question = text.partition("=")[0][-3:] + "="
         talk = [{"role": "user", "content": question}]
         for answer, said in zip(answers, SAID[:2]):
-            observation = [{"role": "user", "content": said}] if isinstance(said, str) else said
-            talk += [{"role": "assistant", "content": answer}, *observation]
+            # Gemma knows no messages of tools: they are the user's.
+            is_user = isinstance(said, str) or name == "gemma3"
+            content = said if isinstance(said, str) else said[0]["content"]
+            role = "user" if is_user else "tool"
+            talk += [{"role": "assistant", "content": answer}, {"role": role, "content": content}]
         is_plain = all(x.isalnum() for x in answers)
         if is_plain and name in STABLE:
             assert text == rendered.chat(talk)

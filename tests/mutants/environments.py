@@ -5,6 +5,20 @@ from tests.mutants import of
 
 MUTANTS = [
     *of(
+        "environments/host.py",
+        ("the last observation is read", '"" if is_last else _observation(', '_observation(',
+         "test_nobody_reads_the_last_observation"),
+        ("an observation at task.max_turns is read", "is_last or bool(step.is_done)",
+         "bool(step.is_done)", "test_nobody_reads_the_last_observation"),
+        ("an environment is told of no cut", "if self._is_told else", "if False else",
+         "test_an_environment_with_the_parameter_is_told_of_a_cut"),
+    ),
+    *of(
+        "environments/pool.py",
+        ("a repeated answer was not cut", "and self.cuts[number]", "and number == len(self.answers) - 1",
+         "test_a_repeated_episode_has_the_same_cuts_and_the_same_last_answer"),
+    ),
+    *of(
         "environments/continuity.py",
         ("the newline after an answer is lost", "return ids[len(sampled) :] if",
          "return ids[len(sampled) + 1 :] if",

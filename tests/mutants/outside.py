@@ -76,7 +76,7 @@ MUTANTS = [
         "evaluate.py",
         ("pass@k with replacement",
          "1 - math.comb(n - c, k) / math.comb(n, k)", "1 - ((n - c) / n) ** k"),
-        ("a draw is the greedy answer", "found[:, 0], found[:, 1:]", "found[:, 0], found[:, :-1]"),
+        ("a draw is the greedy answer", "for row in right[:, 1:]]", "for row in right[:, :-1]]"),
     ),
     *of(
         "export.py",

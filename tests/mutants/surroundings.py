@@ -147,6 +147,8 @@ MUTANTS = [
     ),
     *of(
         "data/signatures.py",
+        ("a metric called score is replaced", "if key == SCORE:", "if False:",
+         "environments/host_test.py::test_what_a_step_may_not_return"),
         ("functions share a record", "copy.deepcopy(record)", "record",
          "data/signatures_test.py::test_a_function_changes_its_own_copy_of_a_record"),
         ("a function called score stands for the others", 'short == "score" and len(names) > 1', "False",
