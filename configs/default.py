@@ -67,6 +67,9 @@ def get_config() -> ConfigDict:
     c.task.template_kwargs.unlock()
     # Date that a chat template reads, as 2026-01-31. "": the start of the run, kept in config.json.
     c.task.date = ""
+    # Encode special tokens, as <|im_end|>, in observations and in messages of users and tools as plain
+    # text. False: they become control tokens, and one line says so.
+    c.task.escape_special_tokens = False
     c.task.max_prompt_tokens = 32  # a record with a longer prompt is a bad record
     # Action on a bad record. error: the run ends before its first step; skip: the record is left
     # out and counted.

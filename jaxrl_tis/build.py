@@ -12,7 +12,7 @@ import jax
 import ml_collections
 
 from jaxrl_tis import models, sharding
-from jaxrl_tis.data.tokenizer import check_tokenizer
+from jaxrl_tis.data.tokenizer import fitted
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.config import EngineConfig
@@ -260,10 +260,10 @@ def _read(config: ml_collections.ConfigDict) -> tuple[ModelConfig, Any]:
     model = models.read_config(config.model.path) if config.model.path else None
     tokenizer = load_tokenizer(
         config.task.tokenizer or config.model.path, config.task.template_kwargs.to_dict(),
-        config.task.date,
+        config.task.date, config.task.escape_special_tokens,
     )
     model = model or small_model(config, tokenizer.vocab_size)
-    check_tokenizer(tokenizer, model.vocab_size)
+    tokenizer = fitted(tokenizer, model.vocab_size)
     if (count := len(tokenizer.eos_ids)) > MAX_STOP_IDS:
         raise ValueError(
             f"the tokenizer and the model's files name {count} end tokens, and the engine supports "

@@ -16,11 +16,15 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
 from jaxrl_tis.data import confined
+from jaxrl_tis.runtime import processes
 
 ARITHMETIC_CHARS = "0123456789+-*/= "
 TEMPLATE_SECONDS = 5.0  # for one prompt
 TEMPLATE_MEMORY = 512 << 20  # bytes
 END = "<|end of the message that is continued|>"
+BREAK = "\ufdd0"  # within a special token that is plain text; Unicode reserves it for internal use
+OWN_ROLES = ("system", "assistant")  # their messages come from the run and its model
+CACHED = 512  # texts whose special tokens are known
 
 
 class Tokenizer(Protocol):
@@ -59,6 +63,8 @@ class Tokenizer(Protocol):
     ) -> list[list[int] | ValueError]: ...
 
     def chats(self, conversations: Sequence[Sequence[dict]]) -> list[str | ValueError]: ...
+
+    def escaped(self, text: str) -> str: ...
 
     def digest(self) -> str: ...
 
@@ -144,6 +150,9 @@ class CharTokenizer:
     def chats(self, conversations: Sequence[Sequence[dict]]) -> list[str | ValueError]:
         return [self.chat(messages) for messages in conversations]
 
+    def escaped(self, text: str) -> str:
+        return text  # no text has special tokens
+
     def digest(self) -> str:
         return "".join(self._ids)
 
@@ -168,6 +177,8 @@ class HFTokenizer:
       special: {name of a special token in templates: text}.
       template_kwargs: more variables of the template.
       date: ISO date of the template's strftime_now; "" is the clock.
+      num_rows: rows of the model's embedding. A text with a token beyond them is refused.
+      escapes: whether `escaped` makes special tokens plain text.
     """
 
     backend: tokenizers.Tokenizer
@@ -180,12 +191,14 @@ class HFTokenizer:
     source: str
     template_kwargs: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     date: str = ""
+    num_rows: int | None = None
+    escapes: bool = False
 
     def encode(self, text: str, add_special: bool = False) -> list[int]:
-        try:
-            return self.backend.encode(text, add_special_tokens=add_special).ids
-        except Exception as error:  # tokenizers of a checkpoint raise bare exceptions
-            raise ValueError(f"the tokenizer cannot encode it: {error}") from error
+        [ids] = self.encodes([text], add_special)
+        if isinstance(ids, ValueError):
+            raise ids
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         # Not every file marks its end tokens as special.
@@ -233,12 +246,82 @@ class HFTokenizer:
     def encodes(
         self, texts: Sequence[str], add_special: bool = False
     ) -> list[list[int] | ValueError]:
+        if self.escapes and any(BREAK in text for text in texts):
+            return [self._of_pieces(text.split(BREAK), add_special) for text in texts]
         try:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special)
+            found = [encoding.ids for encoding in encodings]
         except Exception:  # a refused text raises a bare exception
             encode = functools.partial(self.backend.encode, add_special_tokens=add_special)
-            return _each(lambda text: encode(text).ids, texts)
-        return [encoding.ids for encoding in encodings]
+            found = _each(lambda text: encode(text).ids, texts)
+        return [x if isinstance(x, ValueError) else self._mended(x, add_special) for x in found]
+
+    def escaped(self, text: str) -> str:
+        """Returns a text whose special tokens are encoded as plain text, if the tokenizer escapes
+        them. Otherwise returns the text unchanged, and says once that its special tokens stay special.
+
+        Raises:
+            ValueError: a special token is a single character.
+        """
+        spans = self._special_spans(text)
+        if not spans:
+            return text
+        (start, end), *_ = spans
+        if not self.escapes:
+            processes.report_once(
+                f"{self.source}: an observation or a request has the text {text[start:end]!r}, which "
+                "becomes a control token; --config.task.escape_special_tokens=True encodes such "
+                "texts as plain text"
+            )
+            return text
+        if single := [text[a] for a, b in spans if b - a == 1]:
+            raise ValueError(f"the special token {single[0]!r} is one character, and cannot be escaped")
+        cuts = [start + 1 for start, _ in spans]
+        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+        # The rest of one special token and the next text can be another one.
+        return BREAK.join(map(self.escaped, pieces))
+
+    def _of_pieces(self, pieces: Sequence[str], add_special: bool) -> list[int] | ValueError:
+        """Returns the ids of pieces that are encoded one by one, so that no token spans two."""
+        found = [*self.encodes(pieces[:1], add_special), *self.encodes(pieces[1:])]
+        refused = [x for x in found if isinstance(x, ValueError)]
+        return refused[0] if refused else [index for ids in found for index in ids]
+
+    def _mended(self, ids: list[int], add_special: bool) -> list[int] | ValueError:
+        """Returns the ids of a text with one start token; ValueError for an id that the model lacks."""
+        if add_special and self._adds_start and ids[1:2] == [self.bos_id]:
+            processes.report_once(
+                f"{self.source}: a text begins with the start token "
+                f"{self.backend.id_to_token(self.bos_id)!r}, which the tokenizer adds; it is written once"
+            )
+            ids = ids[1:]
+        if self.num_rows is not None and max(ids, default=0) >= self.num_rows:
+            index = next(index for index in ids if index >= self.num_rows)
+            return ValueError(
+                f"the text has the token {self.backend.id_to_token(index)!r} of id {index}, and the "
+                f"model's vocabulary has {self.num_rows} ids; remove it from the text"
+            )
+        return ids
+
+    @functools.cached_property
+    def _adds_start(self) -> bool:
+        return self.bos_id is not None and self.backend.encode("").ids[:1] == [self.bos_id]
+
+    @functools.cached_property
+    def _special_spans(self) -> Callable[[str], list[tuple[int, int]]]:
+        """Returns a function from a text to the (start, end) of its special tokens."""
+        added = self.backend.get_added_tokens_decoder().items()
+        special = {index for index, token in added if token.special or index in self.eos_ids}
+
+        @functools.lru_cache(CACHED)
+        def spans(text: str) -> list[tuple[int, int]]:
+            try:
+                found = self.backend.encode(text, add_special_tokens=False)
+            except Exception:  # `encodes` says why
+                return []
+            return [span for index, span in zip(found.ids, found.offsets) if index in special]
+
+        return spans
 
     def digest(self) -> str:
         fields = [getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "backend"]
@@ -262,10 +345,38 @@ class HFTokenizer:
         )
 
 
-def check_tokenizer(tokenizer: Tokenizer, vocab_size: int) -> None:
-    """Raises ValueError for a tokenizer with ids outside the model's embedding of `vocab_size` rows."""
-    if tokenizer.vocab_size > vocab_size:
+def escaped(tokenizer: Tokenizer, given: str | Sequence[dict]) -> str | list[dict]:
+    """Returns a text, or messages of users and tools, as `Tokenizer.escaped` prepares them."""
+    if isinstance(given, str):
+        return tokenizer.escaped(given)
+    is_outside = lambda m: m.get("role") not in OWN_ROLES and isinstance(m.get("content"), str)
+    return [
+        {**m, "content": tokenizer.escaped(m["content"])} if is_outside(m) else m for m in given
+    ]
+
+
+def fitted(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
+    """Returns the tokenizer for a model whose embedding has `vocab_size` rows.
+
+    Added tokens may have ids beyond the rows, as Gemma 3's token of an image does. The result refuses
+    each text with such a token.
+
+    Raises:
+        ValueError: an end token, or a token of ordinary text, is beyond the rows.
+    """
+    if ends := [index for index in tokenizer.eos_ids if index >= vocab_size]:
+        raise ValueError(
+            f"the end token of id {ends[0]} is beyond the model's vocabulary of {vocab_size} ids, and "
+            "no sample could end with it; correct eos_token_id in the model's files, or eos_token in "
+            "tokenizer_config.json"
+        )
+    beyond = set(tokenizer.ids[tokenizer.ids >= vocab_size].tolist())
+    if beyond - tokenizer.backend.get_added_tokens_decoder().keys():
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocabulary has "
             f"{vocab_size}; use the tokenizer that was trained with this model"
         )
+    if not beyond:
+        return tokenizer
+    pad_id = tokenizer.pad_id if tokenizer.pad_id < vocab_size else 0
+    return dataclasses.replace(tokenizer, num_rows=vocab_size, pad_id=pad_id)

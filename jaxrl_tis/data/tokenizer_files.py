@@ -56,14 +56,37 @@ def _make(backend, eos_ids, pad_id, bos_id, special, template, source) -> HFToke
     )
 
 
+def _read_text(path: Path) -> str:
+    hub.check_whole(path)
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}; copy it again") from error
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     """Reads the JSON object in `path`; {} if the file does not exist."""
     if not path.exists():
         return {}
+    text = _read_text(path)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; copy it again") from error
+        raise ValueError(f"{path} is not JSON, or is cut: {error}; copy it again") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not a JSON object; copy it again")
+    return value
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(_read_text(path))
+    except Exception as error:  # tokenizers raises bare exceptions
+        _read_json(path)  # says where a file that is cut ends
+        raise ValueError(
+            f"{path} cannot be read by tokenizers {tokenizers.__version__}: {error}; if a newer "
+            "release wrote it: pip install -U tokenizers"
+        ) from error
 
 
 def _token_id(backend: tokenizers.Tokenizer, token: str | dict | None, path: Path) -> int | None:
@@ -104,7 +127,7 @@ def _folder_template(folder: Path, tokenizer_config: dict) -> str | None:
     tokenizer_config.json."""
     separate = folder / "chat_template.jinja"
     if separate.exists():
-        return separate.read_text(encoding="utf-8")
+        return _read_text(separate)
     template = tokenizer_config.get("chat_template")
     if isinstance(template, list):
         template = {entry["name"]: entry["template"] for entry in template}
@@ -119,7 +142,8 @@ def from_folder(folder: str | os.PathLike) -> HFTokenizer:
 
     Raises:
         FileNotFoundError: no tokenizer.json.
-        ValueError: a file is not JSON or names an unknown token, or no file names an end token.
+        ValueError: a file is cut, too new, or a pointer of Git LFS, or names an unknown token; or no
+            file names an end token.
     """
     folder = Path(folder)
     path = folder / "tokenizer.json"
@@ -127,7 +151,7 @@ def from_folder(folder: str | os.PathLike) -> HFTokenizer:
         raise FileNotFoundError(
             f"{path} is missing; a tokenizer folder holds tokenizer.json and tokenizer_config.json"
         )
-    backend = tokenizers.Tokenizer.from_file(str(path))
+    backend = _read_backend(path)
     config_path = folder / "tokenizer_config.json"
     config = _read_json(config_path)
     if "added_tokens_decoder" not in config:  # written before transformers 4.34
@@ -178,7 +202,13 @@ GGUF_PRE_TOKENIZERS = {
 def _gguf_fields(path: Path) -> dict[str, Any]:
     from gguf import GGUFReader
 
-    fields = GGUFReader(path).fields
+    hub.check_whole(path)
+    try:
+        fields = GGUFReader(path).fields
+    except Exception as error:  # of any kind, by where the file ends
+        raise ValueError(
+            f"{path} is not a GGUF file, or is cut ({error}); copy it again"
+        ) from error
     return {name: field.contents() for name, field in fields.items() if "tokenizer." in name}
 
 
@@ -240,18 +270,19 @@ def from_gguf(path: str | os.PathLike) -> HFTokenizer:
 
 
 def load_tokenizer(
-    path_or_spec: str | os.PathLike, template_kwargs: Mapping[str, Any] = {}, date: str = ""
+    path_or_spec: str | os.PathLike, template_kwargs: Mapping[str, Any] = {}, date: str = "",
+    escapes: bool = False,
 ) -> Tokenizer:
     """Loads the tokenizer of `path_or_spec`: "char", a .gguf file, or a checkpoint folder, local or on
     the hub.
 
     Args:
-      template_kwargs, date: see HFTokenizer.
+      template_kwargs, date, escapes: see HFTokenizer.
 
     Raises:
       ValueError: variables are set without a template; or see `from_folder`.
     """
-    tokenizer = _load(path_or_spec)
+    tokenizer = _load(path_or_spec, escapes)
     if tokenizer.template is not None:
         # Without the clock, runs of different days have equal tokenizers.
         date = date if "strftime_now" in tokenizer.template else ""
@@ -264,8 +295,9 @@ def load_tokenizer(
     return tokenizer
 
 
-def _load(path_or_spec: str | os.PathLike) -> Tokenizer:
+def _load(path_or_spec: str | os.PathLike, escapes: bool) -> Tokenizer:
     if path_or_spec == "char":
         return CharTokenizer(ARITHMETIC_CHARS)
     path = hub.local(path_or_spec, weights=False)
-    return from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
+    tokenizer = from_gguf(path) if path.suffix == ".gguf" else from_folder(path)
+    return dataclasses.replace(tokenizer, escapes=escapes)

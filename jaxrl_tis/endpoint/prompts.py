@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.data.tokenizer import Tokenizer, escaped
 
 SAME_ROLE = {"developer": "system"}  # the newer name, which chat templates do not know
 # Further text fields of a message, for chat templates that use them.
@@ -40,7 +40,7 @@ def of_chat(
     for i, tool in enumerate(tools):
         if not _is_function(tool):
             raise ValueError(f"tools[{i}] is {tool!r:.80}; {TOOL_FORM}")
-    text = tokenizer.chat(read, add_generation_prompt, tools or None)
+    text = tokenizer.chat(escaped(tokenizer, read), add_generation_prompt, tools or None)
     return tokenizer.encode(text, add_special)
 
 

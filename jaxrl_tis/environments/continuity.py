@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.data.tokenizer import Tokenizer, escaped
 
 QUESTION = {"role": "user", "content": "question-5d1c"}
 FIRST, SECOND = "answer-8e07", "answer-c3b4"
@@ -94,7 +94,7 @@ class Suffixes:
                 raise ValueError(
                     "the observation is a list of messages, but task.chat is False; return text"
                 )
-            return self._encode(observation)
+            return self._encode(self._tokenizer.escaped(observation))
         ids = list(self._ids(json.dumps(self._messages(observation))))
         ends = [i for i, token in enumerate(self._end) if token in eos_ids]
         begun = [end] if end in self._begins else []
@@ -145,7 +145,7 @@ class Suffixes:
 
     def _messages(self, observation: str | Sequence[dict]) -> list[dict]:
         if isinstance(observation, str):
-            return [{"role": "user", "content": observation}]
+            return escaped(self._tokenizer, [{"role": "user", "content": observation}])
         if not observation or not all(isinstance(m, dict) and "role" in m for m in observation):
             raise ValueError(
                 f"the observation is {str(observation)[:80]!r}; return a text, or a list of "
@@ -157,7 +157,8 @@ class Suffixes:
             raise ValueError(
                 f"the chat template does not write messages of the role {unknown[0]!r}; use 'user'"
             )
-        return [{**message, "role": role} for message, role in zip(observation, roles)]
+        messages = [{**message, "role": role} for message, role in zip(observation, roles)]
+        return escaped(self._tokenizer, messages)
 
     def _encoded(self, messages: str) -> tuple[int, ...]:
         return tuple(self._encode(self._between(messages)))
@@ -219,6 +220,21 @@ class Suffixes:
 
 def _rest(text: str, answer: str) -> str:
     return text.partition(answer)[2]
+
+
+def end_of_answer(tokenizer: Tokenizer, role: str) -> int:
+    """Returns the end token that the chat template writes after an answer, or else before the next
+    message, of `role`. The tokenizer's first end token if the template writes none."""
+    turn = [QUESTION, _answer(FIRST)]
+    for talk in (turn, [*turn, {**OBSERVATION, "role": role}]):
+        try:
+            text = tokenizer.chat(talk, add_generation_prompt=False)
+            ids = tokenizer.encode(_rest(text, FIRST).partition(OBSERVATION["content"])[0])
+        except ValueError:  # of a template that refuses the role
+            continue
+        if ends := [index for index in ids if index in tokenizer.eos_ids]:
+            return ends[0]
+    return tokenizer.eos_ids[0]
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import jax
 import ml_collections
 
 from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.environments.continuity import Suffixes
+from jaxrl_tis.environments.continuity import Suffixes, end_of_answer
 from jaxrl_tis.learner.batch_layout import supervised_rows
 from jaxrl_tis.learner.optimizer import make_optimizer, optimizer_shardings, scaled_for
 from jaxrl_tis.learner.setup import LearnerSetup
@@ -27,13 +27,14 @@ def examples(
 ) -> Batches | None:
     """Returns the checked examples of the warm-up; None for a config without a warm-up.
 
-    Raises ValueError, with task.on_bad_record "error", if an example has no answer, or if its answer
-    with the end token exceeds rollout.max_new_tokens.
+    Raises ValueError, with task.on_bad_record "error", if an example has no answer, if its answer
+    with the end token exceeds rollout.max_new_tokens, or if a turn of it has no token ids.
     """
     config = setup.config
     if config.warmup.steps == 0:
         return None
-    reject = lambda record: _why_bad(prompter, record, config.rollout.max_new_tokens)
+    pairs = Pairs(prompter, config.task.chat)
+    reject = lambda record: _why_bad(pairs, record, config.rollout.max_new_tokens)
     return Batches(
         config.task.name, {**config.task.params, **config.warmup.params},
         batch_size=config.warmup.rows, seed=config.seed, **processes.shard(),
@@ -63,13 +64,11 @@ def warm_up(
     state = TrainState(params, jax.jit(tx.init, out_shardings=moments)(params))
     context = layout.mesh.shape["context"]
     length = -(-setup.row_length // context) * context
-    # Only examples with turns need a chat template that can be extended.
-    suffixes = functools.cache(lambda: Suffixes(prompter.tokenizer, config.task.chat))
+    pairs = Pairs(prompter, config.task.chat)
     with Progress(config.warmup.steps, "warm-up", is_shown=processes.is_first()) as progress:
         for index in range(1, config.warmup.steps + 1):
             records = batches.next_whole()
-            pairs = [(_before(prompter, suffixes, r), _target(prompter, r)) for r in records]
-            rows = supervised_rows(pairs, length)
+            rows = supervised_rows([(pairs.before(r), pairs.target(r)) for r in records], length)
             minibatch = {name: value[None] for name, value in rows.items()}
             state, values = train_step(state, layout.put_batch(minibatch))
             loss = float(values["supervised/ce_loss"])
@@ -87,20 +86,37 @@ def warm_up(
     return state.params
 
 
-def _before(
-    prompter: Prompter, suffixes: Callable[[], Suffixes], record: dict[str, Any]
-) -> list[int]:
-    """Returns the ids before the answer: the prompt, and the (answer, observation) pairs in the
-    record's "turns"."""
-    ids, eos_ids = list(prompter.ids(record)), prompter.tokenizer.eos_ids
-    for answer, observation in record["turns"] if "turns" in record else ():
-        ids += [*prompter.tokenizer.encode(answer), eos_ids[0]]
-        ids += suffixes().after(observation, eos_ids[0], eos_ids)
-    return ids
+class Pairs:
+    """Makes the (prompt, target) ids of examples. Each answer ends with the end token that the chat
+    template writes after it, and without a template with the tokenizer's first end token."""
 
+    def __init__(self, prompter: Prompter, chat: bool):
+        self._prompter, self._tokenizer, self._is_chat = prompter, prompter.tokenizer, chat
+        self._end = functools.cache(functools.partial(end_of_answer, self._tokenizer))
 
-def _target(prompter: Prompter, record: dict[str, Any]) -> list[int]:
-    return [*prompter.tokenizer.encode(record["answer"]), prompter.tokenizer.eos_ids[0]]
+    @functools.cached_property
+    def _suffixes(self) -> Suffixes:  # only examples with turns need a template that can be extended
+        return Suffixes(self._tokenizer, self._is_chat)
+
+    def before(self, record: dict[str, Any]) -> list[int]:
+        """Returns the ids before the answer: the prompt, and the (answer, observation) pairs in the
+        record's "turns"."""
+        ids = list(self._prompter.ids(record))
+        for answer, observation in record["turns"] if "turns" in record else ():
+            role = "user" if isinstance(observation, str) else observation[0]["role"]
+            role = self._suffixes.tool_role if role == "tool" else role
+            ids += self._ended(answer, role, self._is_chat)
+            ids += self._suffixes.after(observation, ids[-1], self._tokenizer.eos_ids)
+        return ids
+
+    def target(self, record: dict[str, Any]) -> list[int]:
+        """Returns the ids of the answer, with its end."""
+        is_messages = self._prompter.opening is None and isinstance(record["prompt"], list)
+        return self._ended(record["answer"], "user", self._is_chat or is_messages)
+
+    def _ended(self, answer: str, next_role: str, is_chat: bool) -> list[int]:
+        end = self._end(next_role) if is_chat else self._tokenizer.eos_ids[0]
+        return [*self._tokenizer.encode(answer), end]
 
 
 def _are_turns(turns: Any) -> bool:
@@ -110,7 +126,7 @@ def _are_turns(turns: Any) -> bool:
     )
 
 
-def _why_bad(prompter: Prompter, record: dict[str, Any], limit: int) -> str:
+def _why_bad(pairs: Pairs, record: dict[str, Any], limit: int) -> str:
     """Returns the reason why a record cannot be trained on; "" if it can."""
     if "answer" not in record:
         return (
@@ -118,11 +134,15 @@ def _why_bad(prompter: Prompter, record: dict[str, Any], limit: int) -> str:
             "set warmup.steps to 0"
         )
     try:
-        count = len(_target(prompter, record))
+        count = len(pairs.target(record))
     except ValueError as error:
         return f"its answer: {error}"
     if "turns" in record and not _are_turns(record["turns"]):
         return 'its "turns" are not pairs of texts, an answer and an observation each'
+    try:
+        pairs.before(record)
+    except ValueError as error:
+        return f'its "turns": {error}'
     return "" if count <= limit else (
         f"the answer and its end are {count} tokens, config.rollout.max_new_tokens is {limit}; raise it"
     )

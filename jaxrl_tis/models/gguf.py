@@ -12,6 +12,7 @@ from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig, SlidingC
 from jaxrl_tis.models.hf_config import COMPUTES, SLIDING_PATTERN
 from jaxrl_tis.models.hf_rope import GEMMA_THETA
 from jaxrl_tis.models.stacking import Tensor, assemble, check_names, experts_of, slots
+from jaxrl_tis.runtime import hub
 
 # general.architecture -> family
 FAMILIES = {
@@ -121,6 +122,7 @@ def _open(path: pathlib.Path) -> GGUFReader:
         raise FileNotFoundError(
             f"No GGUF file {path}: put the model there or correct the path "
             "(launch/smollm2.sh fetches SmolLM2).")
+    hub.check_whole(path)
     try:
         return _BoundedReader(path)
     except (ValueError, IndexError, KeyError, OverflowError) as error:

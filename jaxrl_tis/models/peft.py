@@ -226,6 +226,7 @@ def _read_fields(folder: pathlib.Path) -> dict[str, Any]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder} has no {name}: is it the folder of a PEFT adapter?")
+        hub.check_whole(folder / name)
     path = folder / CONFIG
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))

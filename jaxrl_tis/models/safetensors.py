@@ -18,6 +18,7 @@ from jaxrl_tis.models import hf_config
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.stacking import Slot, Tensor, assemble, check_names, experts_of, slots
 from jaxrl_tis.models.transformer import abstract_params
+from jaxrl_tis.runtime import hub
 
 NAMES = {
     "embed": "model.embed_tokens.weight",
@@ -168,6 +169,7 @@ def _read_hf(folder: pathlib.Path) -> dict[str, Any]:
 def _read_json(path: pathlib.Path) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} has no {path.name}; copy it from the checkpoint.")
+    hub.check_whole(path)
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -215,6 +217,7 @@ def _weight_map(folder: pathlib.Path) -> dict[str, str]:
 def _open_file(path: pathlib.Path, files: contextlib.ExitStack) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing; copy all shards that {INDEX} names.")
+    hub.check_whole(path)
     try:
         handle = files.enter_context(safetensors.safe_open(path, framework="numpy"))
     except safetensors.SafetensorError as error:

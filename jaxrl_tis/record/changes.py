@@ -44,7 +44,7 @@ QUEUED = (
     "rollout.old_logp_source", "rollout.snapshots", "rollout.temperature",
     "rollout.sampling_mask_size", "correction.centering", "engine.quantization",
     "engine.record_routes", "seed", "task.chat", "task.system", "task.template",
-    "task.template_kwargs", "task.tokenizer",
+    "task.template_kwargs", "task.tokenizer", "task.escape_special_tokens",
 )
 
 

@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl_tis.data import files, tasks
 from jaxrl_tis.data.graders import REWARDS, names
 from jaxrl_tis.data.records import Bad, Examples, listed
-from jaxrl_tis.data.tokenizer import Tokenizer
+from jaxrl_tis.data.tokenizer import Tokenizer, escaped
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.runtime import processes, storage
 
@@ -169,7 +169,13 @@ class Prompter:
     ) -> list[Prompt | ValueError]:
         if self.opening is None:
             return [record["prompt"] for record in records]
-        return self.opening(records, heartbeat)
+        return [self._escaped(prompt) for prompt in self.opening(records, heartbeat)]
+
+    def _escaped(self, prompt: Prompt | ValueError) -> Prompt | ValueError:
+        try:
+            return prompt if isinstance(prompt, ValueError) else escaped(self.tokenizer, prompt)
+        except ValueError as error:
+            return error
 
     def _outcome(self, record: dict[str, Any]) -> Outcome:
         [outcome] = self._outcomes(self._prompts([record]))

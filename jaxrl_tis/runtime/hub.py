@@ -29,6 +29,7 @@ SINGLE_FILES = (".gguf", ".json")
 DATA_SUFFIXES = (".parquet", ".jsonl", ".json", ".csv")
 DATA_ENDS = (*DATA_SUFFIXES, *(f"{suffix}.gz" for suffix in DATA_SUFFIXES))
 COMMIT = re.compile(r"[0-9a-f]{40}")
+POINTER = b"version https://git-lfs.github.com/spec/"  # the file that Git LFS leaves for another one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +92,16 @@ def local(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
         folder = [f"{inside}/{pattern}" for pattern in patterns]
         return _fetch(reference, folder, [f"{inside}/*/*"]) / inside
     return _fetch(reference, patterns, ["*/*"])
+
+
+def check_whole(path: pathlib.Path) -> None:
+    """Raises ValueError for the pointer that a clone without Git LFS has in the place of a file."""
+    with path.open("rb") as file:
+        if file.read(len(POINTER)) == POINTER:
+            raise ValueError(
+                f"{path} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its "
+                "folder, or copy the file again"
+            )
 
 
 def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:

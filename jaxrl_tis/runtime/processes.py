@@ -5,6 +5,7 @@ process (records, rewards, requests to stop) is exchanged here before a decision
 """
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -197,6 +198,12 @@ def report(text: str, stream: TextIO | None = None) -> None:
     """Prints a line, once for all processes; `stream` defaults to stdout."""
     if is_first():
         print(text, file=stream, flush=True)
+
+
+@functools.cache
+def report_once(text: str) -> None:
+    """Prints a line to stderr, once for this text."""
+    report(text, sys.stderr)
 
 
 # Exchange

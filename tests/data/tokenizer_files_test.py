@@ -15,6 +15,7 @@ TEMPLATE = (
     "  {% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}\n"
 )
 USER = [{"role": "user", "content": "2+3?"}]
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4665\nsize 33384568\n"
 
 # Ids 0-2 are control tokens and 3 is a user-defined one, as in SmolLM2's layout; then one token
 # per byte that the texts need, then the merges. "Ġ" is the byte-level name of a space.
@@ -241,3 +242,41 @@ def test_folder_errors(tmp_path):
     bare = write_folder(tmp_path / "c", config={"eos_token": "<|im_end|>"})
     with pytest.raises(ValueError, match="c has no chat template"):
         from_folder(bare).chat(USER)
+
+
+def cut(text):
+    return text[: len(text) // 2]
+
+
+def newer(text):
+    return json.dumps(json.loads(text) | {"model": {"type": "Tomorrow"}})
+
+
+@pytest.mark.parametrize(("name", "damage", "message"), [
+    ("tokenizer.json", cut, "is not JSON, or is cut: .*; copy it again"),
+    ("tokenizer.json", newer, rf"read by tokenizers {tokenizers.__version__}: .*pip install -U tokenizers"),
+    ("tokenizer.json", lambda text: "[]", "cannot be read by|holds a list, not a JSON object"),
+    ("tokenizer.json", lambda text: POINTER, "is a pointer of Git LFS, .*git lfs pull"),
+    ("tokenizer_config.json", lambda text: POINTER, "is a pointer of Git LFS"),
+    ("tokenizer_config.json", lambda text: "[]", "holds a list, not a JSON object"),
+    ("chat_template.jinja", lambda text: POINTER, "is a pointer of Git LFS"),
+    ("chat_template.jinja", lambda text: "\udcff", "is not text in UTF-8"),
+])
+def test_a_file_that_is_not_whole_is_named_with_the_likely_reason(tmp_path, name, damage, message):
+    folder = write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=TEMPLATE)
+    path = folder / name
+    path.write_bytes(damage(path.read_text()).encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=f"{path}.* ({message})"):
+        from_folder(folder)
+
+
+def test_a_gguf_file_that_is_not_whole_is_named(tmp_path):
+    path = write_gguf(tmp_path / "a.gguf")
+    whole = path.read_bytes()
+    for kept in (0, 3, 40, len(whole) // 2):
+        path.write_bytes(whole[:kept])
+        with pytest.raises(ValueError, match=f"{path} is not a GGUF file, or is cut"):
+            load_tokenizer(path)
+    path.write_text(POINTER)
+    with pytest.raises(ValueError, match=f"{path} is a pointer of Git LFS"):
+        load_tokenizer(path)

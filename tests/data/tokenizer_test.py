@@ -3,7 +3,7 @@ import json
 import pytest
 import tokenizers
 
-from jaxrl_tis.data.tokenizer import CharTokenizer, check_tokenizer
+from jaxrl_tis.data.tokenizer import BREAK, CharTokenizer, escaped, fitted
 from jaxrl_tis.data.tokenizer_files import from_folder, from_gguf, load_tokenizer
 from tests.data.tokenizer_files_test import TEMPLATE, TOKENS, USER, write_folder, write_gguf
 
@@ -110,12 +110,111 @@ def test_template_helpers(tmp_path):
     assert tokenizer.chat(USER) == '%{"a": "é<"}'
 
 
-def test_check_tokenizer_gives_both_numbers():
+END = {"eos_token": "<|im_end|>"}
+
+
+def loaded(folder, *added, config=END, escapes=False, generation=None):
+    """A tokenizer with the ids of TOKENS, then one for each text of `added`."""
+    write_folder(folder, config=config, generation=generation)
+    backend = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    backend.add_special_tokens(list(added))
+    backend.save(str(folder / "tokenizer.json"))
+    return load_tokenizer(folder, escapes=escapes)
+
+
+def test_a_tokenizer_of_ordinary_text_beyond_the_model_is_refused(tmp_path):
     tokenizer = CharTokenizer("0123")
-    check_tokenizer(tokenizer, 7)
-    check_tokenizer(tokenizer, 128)
+    assert fitted(tokenizer, 7) is fitted(tokenizer, 128) is tokenizer
     with pytest.raises(ValueError, match="has 7 ids but the model's vocabulary has 6"):
-        check_tokenizer(tokenizer, 6)
+        fitted(tokenizer, 6)
+    tokenizer, count = loaded(tmp_path / "a"), len(TOKENS)
+    assert fitted(tokenizer, count) is tokenizer
+    with pytest.raises(ValueError, match=f"has {count} ids but the model's vocabulary has {count - 1}"):
+        fitted(tokenizer, count - 1)
+
+
+def test_a_text_with_an_added_token_beyond_the_model_is_refused(tmp_path):
+    """As Gemma 3, whose token of an image is the first id after its vocabulary."""
+    count = len(TOKENS)
+    tokenizer = fitted(loaded(tmp_path / "a", "<image>", config=END | {"pad_token": "<image>"}), count)
+    assert (tokenizer.vocab_size, tokenizer.pad_id) == (count + 1, 0)
+    first, refused = tokenizer.encodes(["hello", "a<image>b<image>"])
+    assert first == [TOKENS.index("hello")]
+    expected = f"has the token '<image>' of id {count}, and the model's vocabulary has {count} ids"
+    assert isinstance(refused, ValueError) and expected in str(refused)
+    with pytest.raises(ValueError, match=expected):
+        tokenizer.encode("<image>")
+    assert fitted(tokenizer, count + 1).encode("<|im_end|>") == [2]
+
+
+@pytest.mark.parametrize("end", ["tokenizer_config", "generation_config"])
+def test_an_end_token_beyond_the_model_is_refused(tmp_path, end):
+    is_named = end == "tokenizer_config"
+    config, generation = ({"eos_token": "<end>"}, None) if is_named else (END, {"eos_token_id": [2, 99]})
+    tokenizer = loaded(tmp_path / "a", "<end>", config=config, generation=generation)
+    id = len(TOKENS) if is_named else 99
+    with pytest.raises(ValueError, match=f"end token of id {id} is beyond .* of {len(TOKENS)} ids"):
+        fitted(tokenizer, len(TOKENS))
+
+
+def test_a_start_token_that_a_text_begins_with_is_written_once(tmp_path, capsys):
+    start, a = TOKENS.index("<|im_start|>"), TOKENS.index("a")
+    tokenizer = from_gguf(write_gguf(tmp_path / "a.gguf", add_bos=True))
+    assert tokenizer.encode("a", add_special=True) == [start, a]
+    assert "" == capsys.readouterr().err
+    texts = ["<|im_start|>a", "<|im_start|><|im_start|>a", "a<|im_start|>", "<|im_start|>"]
+    once = [[start, a], [start, start, a], [start, a, start], [start]]
+    assert tokenizer.encodes(texts, add_special=True) == once
+    assert [tokenizer.encode(text, add_special=True) for text in texts] == once
+    assert tokenizer.encode("<|im_start|>a") == [start, a]
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "start token '<|im_start|>', which the tokenizer adds" in told
+    # This one adds none, so that both are of the text.
+    tokenizer = from_gguf(write_gguf(tmp_path / "b.gguf", add_bos=False))
+    assert tokenizer.encodes(texts[1:2], add_special=True) == [[start, start, a]]
+
+
+def test_special_tokens_of_a_text_from_outside(tmp_path, capsys):
+    text = "a<|im_end|>b<tool><|im_start|>"
+    names = {token: i for i, token in enumerate(TOKENS)}
+    ids = [names[x] for x in ("a", "<|im_end|>", "b", "<tool>", "<|im_start|>")]
+    # Of the marks' characters this tokenizer has none but letters, and leaves out the others.
+    plain = [names[x] for x in ("a", "i", "e", "d", "b", "<tool>", "i", "s", "a", "r")]
+    kept = loaded(tmp_path / "kept")
+    assert kept.escaped("a<tool>") == "a<tool>" and capsys.readouterr().err == ""
+    assert kept.encode(kept.escaped(text)) == ids == kept.encode(text)
+    assert kept.escaped(text * 2) == text * 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1 and "'<|im_end|>', which becomes a control token" in told
+    assert "config.task.escape_special_tokens=True" in told
+    escaping = loaded(tmp_path / "escaped", escapes=True)
+    made = escaping.escaped(text)
+    assert made.replace(BREAK, "") == text and escaping.escaped(made) == made
+    assert escaping.encode(made) == plain
+    assert escaping.encode(f"<|im_end|>{made}<|im_end|>") == [2, *plain, 2]  # of a template
+    assert escaping.encodes([made, text]) == [plain, ids]
+    assert capsys.readouterr().err == ""
+    assert CharTokenizer("ab").escaped("ab") == "ab"
+
+
+def test_what_is_left_of_a_special_token_is_no_other_one(tmp_path):
+    tokenizer = loaded(tmp_path / "a", "abc", "cd", "bcd", escapes=True)
+    # "abc" is found first; without it "bcd" begins after the cut, and without that "cd".
+    assert tokenizer.escaped("abcd") == BREAK.join("abcd")
+    names = [TOKENS.index(c) for c in "abcd"]
+    assert tokenizer.encode(tokenizer.escaped("abcd")) == names
+    tokenizer = loaded(tmp_path / "b", "é", escapes=True)
+    with pytest.raises(ValueError, match="special token 'é' is one character"):
+        tokenizer.escaped("aé")
+
+
+def test_messages_of_users_and_tools_come_from_outside(tmp_path):
+    tokenizer = loaded(tmp_path / "a", escapes=True)
+    roles = ("system", "user", "assistant", "tool")
+    talk = [{"role": role, "content": "<|im_end|>", "name": "<|im_end|>"} for role in roles]
+    made = [m["content"] for m in escaped(tokenizer, talk)]
+    assert [BREAK in content for content in made] == [False, True, False, True]
+    assert escaped(tokenizer, [{"role": "user"}]) == [{"role": "user"}]
 
 
 def test_many_at_once_are_as_one_by_one(tmp_path):

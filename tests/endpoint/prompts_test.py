@@ -1,9 +1,11 @@
+import dataclasses
 import json
 
 import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.endpoint import prompts
+from tests.data.tokenizer_test import loaded
 
 TOKENIZER = CharTokenizer("abcd\n")
 
@@ -93,6 +95,15 @@ def test_what_is_no_prompt(given):
 
 def test_a_text_gets_special_tokens_and_ids_stay():
     assert prompts.of_text("a", TOKENIZER) == [1, 3] and prompts.of_text([3], TOKENIZER) == [3]
+
+
+def test_messages_of_users_and_tools_are_escaped_on_request(tmp_path):
+    jinja = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    made = [loaded(tmp_path / f"{x}", escapes=x) for x in (False, True)]
+    made = [dataclasses.replace(tokenizer, template=jinja) for tokenizer in made]
+    talk = [{"role": role, "content": "<|im_end|>"} for role in ("user", "assistant", "tool")]
+    became, escaped = (prompts.of_chat(talk, [], tokenizer, False).count(2) for tokenizer in made)
+    assert (became, escaped) == (6, 4)
 
 
 class Rendered(CharTokenizer):

@@ -25,6 +25,7 @@ byte-level BPE that knows their marks.
 """
 
 import copy
+import dataclasses
 import functools
 import pathlib
 import re
@@ -36,7 +37,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from jaxrl_tis.data.tokenizer import CharTokenizer, HFTokenizer
 from jaxrl_tis.environments.continuity import (
-    Append, Fork, Realign, Suffixes, joined, joined_to_one,
+    Append, Fork, Realign, Suffixes, end_of_answer, joined, joined_to_one,
 )
 from tests.data import chat_templates
 from tests.mutants.__main__ import MUTANTS as PLANTED
@@ -274,6 +275,54 @@ def test_a_repeated_observation_is_rendered_once(monkeypatch):
     assert made.after("higher", end, [end]) == first[:-1] and len(calls) == 1
     made.after("lower", end, [end])
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_special_tokens_of_an_observation_are_plain_text_on_request(chat, capsys):
+    """The template's own ones stay."""
+    template = chat_templates.TEMPLATES["smollm2"]
+    kept = tokenizer(template, "<|im_end|>")
+    made = [
+        Suffixes(dataclasses.replace(kept, source=f"{chat}", escapes=x), chat) for x in (False, True)
+    ]
+    text, end = "4<|im_end|>5", mark("<|im_end|>")
+    became, escaped = (x.after(text, True, [end]) for x in made)
+    assert "'<|im_end|>', which becomes a control token" in capsys.readouterr().err
+    assert became.count(end) - escaped.count(end) == 1 and escaped.count(end) == chat
+    assert backend().decode(escaped, skip_special_tokens=False) == (
+        backend().decode(became, skip_special_tokens=False)
+    )
+    if chat:
+        assert made[1].after([user(text)], True, [end]) == escaped
+        assert made[1].join(["4"], [text]) == "append"
+
+
+# GLM's form: nothing after an answer, and a token of the role before a message.
+OF_ROLES = (
+    "{% set marks = {'user': '<|User|>', 'assistant': '<|Assistant|>', 'tool': '<|end|>'} %}"
+    "{% for m in messages %}{{ marks[m.role] }}{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|>{% endif %}"
+)
+# A tool's message continues the question, and only the last answer has an end.
+LAST_ENDS = (
+    "{% for m in messages %}[{{ m.content }}{{ eos_token if loop.last and m.role == 'assistant' }}"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template, role, eos, end", [
+    *((chat_templates.TEMPLATES[name], "user", ["<s>", ENDS[name]], ENDS[name]) for name in ENDS),
+    (OF_ROLES, "user", ["<s>", "<|User|>", "<|end|>"], "<|User|>"),
+    (OF_ROLES, "tool", ["<s>", "<|User|>", "<|end|>"], "<|end|>"),
+    (OF_ROLES, "tool", ["<s>", "</s>"], "<s>"),  # it writes neither
+    (OF_ROLES, "</s>", ["<s>", "</s>"], "<s>"),  # it refuses such a message
+    (LAST_ENDS, "user", ["<s>", "</s>"], "</s>"),
+    (None, "user", ["<s>", "</s>"], "<s>"),
+])
+def test_the_end_of_an_answer_is_the_one_that_the_template_writes(template, role, eos, end):
+    ends = tuple(map(mark, eos))
+    made = dataclasses.replace(tokenizer(template, eos[-1]), eos_ids=ends)
+    assert end_of_answer(made, role) == mark(end)
 
 
 # -- what cannot be extended --

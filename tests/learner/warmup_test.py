@@ -1,5 +1,6 @@
 """The supervised steps before the first one."""
 
+import dataclasses
 from unittest import mock
 
 import ml_collections
@@ -7,10 +8,10 @@ import pytest
 
 from jaxrl_tis import train
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
-from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.learner import warmup
 from jaxrl_tis.rollouts.prompts import Prompter
 from tests import tiny
+from tests.environments import continuity_test
 
 pytestmark = [
     pytest.mark.compiles,
@@ -30,11 +31,47 @@ def test_turns_before_an_answer_are_read_and_not_taught():
         dict(template="{prompt}", chat=False, system="", max_prompt_tokens=8)
     )
     record = {"id": "1", "prompt": "12=", "answer": "3", "turns": [["12=", "3 "]]}
-    ids = warmup._before(Prompter(tokenizer, config), lambda: Suffixes(tokenizer, False), record)
+    pairs = warmup.Pairs(Prompter(tokenizer, config), chat=False)
+    ids = pairs.before(record)
     call, reply = tokenizer.encode("12="), tokenizer.encode("3 ")
     assert ids == [tokenizer.bos_id, *call, *call, 2, *reply]
+    assert pairs.target(record) == [*tokenizer.encode("3"), 2]
     del record["turns"]
-    assert warmup._before(Prompter(tokenizer, config), None, record) == [tokenizer.bos_id, *call]
+    assert pairs.before(record) == [tokenizer.bos_id, *call]
+
+
+def test_an_answer_ends_as_the_template_writes_it():
+    """GLM's form: the next message begins with the token that ends an answer, of its role."""
+    ends = [continuity_test.mark(x) for x in ("</s>", "<|User|>", "<|end|>")]
+    tokenizer = dataclasses.replace(
+        continuity_test.tokenizer(continuity_test.OF_ROLES), eos_ids=tuple(ends)
+    )
+    config = ml_collections.ConfigDict(
+        dict(template="{prompt}", chat=True, system="", max_prompt_tokens=8)
+    )
+    pairs = warmup.Pairs(Prompter(tokenizer, config), chat=True)
+    call, tool = tokenizer.encode("call"), [{"role": "tool", "content": "4"}]
+    record = {"id": "1", "prompt": "2", "answer": "call", "turns": [["call", tool], ["call", "5"]]}
+    assert pairs.target(record) == [*call, ends[1]]
+    begin = continuity_test.mark("<|Assistant|>")
+    found = [x for x in pairs.before(record) if x in ends or x == begin]
+    # The question, the call and its result, the second call and the next question.
+    assert found[:3] == [ends[1], begin, ends[2]] and found[-1] == begin
+    # Messages go through the template with task.chat False, too; text does not.
+    config.chat = False
+    pairs = warmup.Pairs(Prompter(tokenizer, config), chat=False)
+    talk = [{"role": "user", "content": "2"}]
+    assert pairs.target(record)[-1] == ends[0]
+    assert pairs.target(record | {"prompt": talk})[-1] == ends[1]
+
+
+def test_turns_that_the_tokenizer_refuses_are_of_their_record():
+    prompter = Prompter(CharTokenizer(ARITHMETIC_CHARS), ml_collections.ConfigDict(
+        dict(template="{prompt}", chat=False, system="", max_prompt_tokens=8)
+    ))
+    record = {"id": "1", "prompt": "12=", "answer": "3", "turns": [["12=", "?"]]}
+    why = warmup._why_bad(warmup.Pairs(prompter, chat=False), record, 5)
+    assert why.startswith('its "turns": ') and "'?' is not in the tokenizer's alphabet" in why
 
 
 @pytest.mark.parametrize(("turns", "is_bad"), [
@@ -43,8 +80,9 @@ def test_turns_before_an_answer_are_read_and_not_taught():
 ])
 def test_turns_that_are_no_pairs_of_texts_are_refused(turns, is_bad):
     """A column of that name can be in any data."""
-    prompter = Prompter(CharTokenizer(ARITHMETIC_CHARS), None)
-    why = warmup._why_bad(prompter, {"id": "1", "prompt": "12=", "answer": "3", "turns": turns}, 5)
+    prompter = Prompter(CharTokenizer(ARITHMETIC_CHARS), None, known={"12=": [3, 4]})
+    pairs = warmup.Pairs(prompter, chat=True)
+    why = warmup._why_bad(pairs, {"id": "1", "prompt": "12=", "answer": "3", "turns": turns}, 5)
     assert bool(why) == is_bad and ("turns" in why) == is_bad
 
 

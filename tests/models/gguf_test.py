@@ -14,6 +14,7 @@ from jaxrl_tis.models import gguf as loader
 from jaxrl_tis.models import safetensors as checkpoint
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
+from tests.data.tokenizer_files_test import POINTER
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 Q4_1 = gguf.GGMLQuantizationType.Q4_1
@@ -300,6 +301,9 @@ def test_missing_and_damaged_files(tmp_path, llama):
             models.load(path)
     path.write_bytes(b"JUNK" + whole[4:])
     with pytest.raises(ValueError, match="is not a GGUF file"):
+        models.load(path)
+    path.write_text(POINTER)
+    with pytest.raises(ValueError, match="m.gguf is a pointer of Git LFS"):
         models.load(path)
 
 

@@ -15,6 +15,7 @@ from jaxrl_tis.models import safetensors as checkpoint
 from jaxrl_tis.models import stacking, transformer
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.models.stacking import Tensor
+from tests.data.tokenizer_files_test import POINTER
 
 UNTIED = ModelConfig(
     family="qwen2", vocab_size=11, embed_dim=8, num_layers=2, num_heads=4, num_kv_heads=2,
@@ -353,6 +354,14 @@ def test_truncated_file_is_named(tmp_path, kept):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:kept])
     with pytest.raises(ValueError, match=r"model\.safetensors is truncated or damaged"):
+        models.load(folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_pointer_in_the_place_of_a_file_is_named(tmp_path, name):
+    folder, _ = saved(tmp_path / "m")
+    (folder / name).write_text(POINTER)
+    with pytest.raises(ValueError, match=f"{name} is a pointer of Git LFS, .*git lfs pull"):
         models.load(folder)
 
 

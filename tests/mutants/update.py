@@ -243,6 +243,8 @@ MUTANTS = [
     ),
     *of(
         "rollouts/prompts.py",
+        ("special tokens of an environment's prompt stay", "escaped(self.tokenizer, prompt)", "prompt",
+         "test_special_tokens_of_an_environments_prompt_are_plain_text_on_request"),
         ("an empty prompt is a prompt", 'return "" if len(found) else', 'return "" if True else'),
         ("the longest prompt that is allowed is refused", "if len(found) > limit:", "if len(found) >= limit:"),
         ("the template of a chat gets a start token",
@@ -310,6 +312,11 @@ MUTANTS = [
         ("a warm-up answer of full length is refused",
          "if count <= limit else", "if count < limit else",
          "test_the_warm_up_taught_the_format"),
+        ("the warm-up teaches an end that the template does not write",
+         "end = self._end(next_role) if is_chat else", "end =",
+         "test_an_answer_ends_as_the_template_writes_it"),
+        ("a turn without ids ends the warm-up", "        pairs.before(record)\n", "        pass\n",
+         "test_turns_that_the_tokenizer_refuses_are_of_their_record"),
     ),
     *of(
         "learner/trainer.py",

@@ -12,7 +12,8 @@ from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.rollouts import prompts
 from jaxrl_tis.rollouts.prompts import Prompter
-from tests.data import tokenizer_files_test
+from tests.data import tokenizer_files_test, tokenizer_test
+from tests.data.tokenizer_files_test import TOKENS
 
 ALPHABET = "0123456789+= "
 
@@ -128,6 +129,30 @@ def test_a_model_without_a_start_token(tmp_path):
     source = write(tmp_path / "a.jsonl", [f"{i}+1=" if i != 7 else "" for i in range(20)])
     with pytest.raises(ValueError, match=r"1 of 20 .*\n- .*a.jsonl:8: the prompt has 0 tokens"):
         p.checked(source, "training data")
+
+
+def test_a_record_with_a_token_beyond_the_model_is_bad(tmp_path):
+    """Gemma 3 has the token of an image after its vocabulary."""
+    own = tokenizer.fitted(tokenizer_test.loaded(tmp_path / "model", "<image>"), len(TOKENS))
+    source = write(tmp_path / "a.jsonl", ["1", "2<image>", "3"])
+    with pytest.raises(ValueError, match=r"1 of 3 .*\n- .*a.jsonl:2: .*'<image>' of id"):
+        prompter(own).checked(source, "training data")
+    checked = prompter(own, on_bad_record="skip").checked(source, "training data")
+    assert (len(checked), checked.left_out) == (2, 1)
+
+
+@pytest.mark.parametrize("is_outside", [True, False])
+def test_special_tokens_of_an_environments_prompt_are_plain_text_on_request(tmp_path, is_outside):
+    """The texts of data keep theirs."""
+    own = tokenizer_test.loaded(tmp_path / "model", escapes=True)
+    given = {"x": "a<|im_end|>", "y": ValueError("no prompt")}
+    opening = (lambda records, heartbeat: [given[r["id"]] for r in records]) if is_outside else None
+    p = Prompter(own, task(), opening)
+    plain = [TOKENS.index(c) for c in "aied"]
+    assert p.ids(record(given["x"])).tolist() == (plain if is_outside else [plain[0], 2])
+    if is_outside:
+        with pytest.raises(ValueError, match="example y: no prompt"):
+            p.ids(record("", "y"))
 
 
 def test_a_template_that_refuses_a_record_and_one_that_hangs(tmp_path, monkeypatch):
