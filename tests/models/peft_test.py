@@ -14,7 +14,7 @@ import safetensors.numpy
 
 from jaxrl_tis import models
 from jaxrl_tis.learner import state
-from jaxrl_tis.models import lora, peft, transformer
+from jaxrl_tis.models import lora, peft, peft_config, transformer
 from tests import tiny
 from tests.models import lora_test
 
@@ -36,7 +36,7 @@ def drawn(config, text, size=0.1):
     return adapter, jax.tree_util.tree_map_with_path(lambda path, x: np.float32(of(path, x)), shapes)
 
 
-def base_of(name):
+def base_folder(name):
     return GOLDEN.parent / "golden" / BASES[name] if name in BASES else GOLDEN / "base"
 
 
@@ -45,7 +45,7 @@ def base_of(name):
 def test_the_logits_are_those_of_peft(name):
     """make_golden_peft.py wrote the files. Its adapters move logits by 0.01 at least, and those of models
     with experts by 0.1. transformers in float32 is off by up to 1e-5 there (error.npy)."""
-    config, params = models.load(base_of(name))
+    config, params = models.load(base_folder(name))
     expected = np.load(GOLDEN / f"{name}.npy")
     adapted = peft.beside(params, GOLDEN / name, config)
     logits = jax.jit(lambda p: transformer.logits(p, config, jnp.asarray(TOKENS)))
@@ -59,7 +59,7 @@ def test_the_logits_are_those_of_peft(name):
 def test_a_folder_of_experts_is_written_as_peft_wrote_it(tmp_path, name):
     """The same tensors under the same names, and the same targets with the same ranks and alphas: PEFT
     reads it as it read its own, whose logits are beside it."""
-    config = models.read_config(base_of(name))
+    config = models.read_config(base_folder(name))
     peft.save(tmp_path / "out", *peft.load(GOLDEN / name, config))
     own, written = (
         safetensors.numpy.load_file(x / "adapter_model.safetensors")
@@ -87,7 +87,7 @@ def test_gate_and_up_of_experts_share_a_or_have_ranks_of_their_own(tmp_path):
     """PEFT has rank 4 of both together in either folder."""
     ranks, factors = {}, {}
     for name in ("qwen3_moe", "converted"):
-        adapter, found = peft.load(GOLDEN / name, models.read_config(base_of(name)))
+        adapter, found = peft.load(GOLDEN / name, models.read_config(base_folder(name)))
         ranks[name], factors[name] = dict(adapter.ranks)["expert_up"], found["layers"]
     assert ranks == {"qwen3_moe": 2, "converted": 4}
     of = lambda name: [factors[name][x]["a"] for x in ("expert_gate", "expert_up")]
@@ -99,7 +99,7 @@ def test_gate_and_up_of_experts_share_a_or_have_ranks_of_their_own(tmp_path):
 @pytest.mark.parametrize("size", [0.1, 0])
 def test_a_round_trip_of_experts(tmp_path, targets, size):
     """Also of fresh factors, whose B is zero."""
-    config = models.read_config(base_of("glm4_moe"))
+    config = models.read_config(base_folder("glm4_moe"))
     adapter, factors = drawn(config, f"lora(rank=8, alpha=32, targets='{targets}')", size)
     peft.save(tmp_path / "out", adapter, factors)
     read, found = peft.load(tmp_path / "out", config)
@@ -139,7 +139,7 @@ def test_a_round_trip(tmp_path, text):
     assert fields["target_modules"][0] == "down_proj" and fields["lora_alpha"] / fields["r"] == (
         pytest.approx(dict(adapter.scales)["q"])
     )
-    assert peft.base_of(tmp_path / "out") == ("models/mine", "")
+    assert peft_config.base_of(tmp_path / "out") == ("models/mine", "")
     with pytest.raises(FileExistsError):
         peft.save(tmp_path / "out", adapter, factors)
 
@@ -170,7 +170,7 @@ def test_an_adapter_of_several_ranks_is_written_with_patterns(tmp_path):
     assert len(set(adapter.ranks)) > 1 and len({rank for _, rank in adapter.ranks}) > 1
     peft.save(tmp_path / "out", adapter, factors, "hf://owner/name@v1")
     again, read = peft.load(tmp_path / "out", config)
-    assert again == adapter and peft.base_of(tmp_path / "out") == ("owner/name", "v1")
+    assert again == adapter and peft_config.base_of(tmp_path / "out") == ("owner/name", "v1")
     jax.tree.map(np.testing.assert_array_equal, read, factors)
 
 
@@ -263,8 +263,23 @@ MODEL = "hf://owner/name"
 ])
 def test_an_adapter_that_names_another_base_or_revision(tmp_path, name, revision, path, named):
     folder = changed(tmp_path, base_model_name_or_path=name, revision=revision)
-    found = peft.other_base(folder, path)
+    found = peft_config.other_base(folder, path)
     assert found.startswith(f"{folder} was {named}") if named else found == ""
+
+
+def test_an_adapter_of_the_hub(monkeypatch):
+    """Messages name it as the user did, with both slashes."""
+    path, config = "hf://owner/adapter", models.read_config(GOLDEN / "base")
+    found = {path: GOLDEN / "all", "hf://owner/none": GOLDEN}
+    monkeypatch.setattr(peft.hub, "local_files", lambda path, names: found.get(path, path))
+    adapter, factors = peft.load(path, config)
+    expected = peft.load(GOLDEN / "all", config)
+    assert adapter == expected[0] and peft_config.base_of(path) == ("base", "")
+    jax.tree.map(np.testing.assert_array_equal, factors, expected[1])
+    with pytest.raises(ValueError, match="^hf://owner/adapter is of another base or rank"):
+        peft.load(path, lora_test.UNTIED)
+    with pytest.raises(FileNotFoundError, match="^hf://owner/none has no adapter_config.json"):
+        peft.load("hf://owner/none", config)
 
 
 def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read():
