@@ -363,7 +363,9 @@ def _refuse_unadapted(
 ) -> None:
     """Raises ValueError for a tensor of a module that the model has and that cannot have factors: the
     embedding, a router, a norm."""
-    own = {x.removesuffix(".weight") for s in jax.tree.leaves(slots(config, names(config))) for x in s.names.flat}
+    table = names(config)
+    tensors = (x for slot in jax.tree.leaves(slots(config, table)) for x in slot.names.flat)
+    own = {x.removesuffix(".weight") for x in tensors}
     for stray in strays:
         module = re.split(r"\.(?:lora_|base_layer|weight)", stray.removeprefix(PREFIX))[0]
         if module in own and module not in known:
