@@ -49,6 +49,9 @@ def get_config() -> ConfigDict:
     # Trained weights. none: all; lora(rank=32, alpha=32, targets='all') or rslora(...): low-rank
     # factors beside a constant base. targets: attention, mlp, all, head or projections, as 'q,v'.
     c.model.lora = "none"
+    # PEFT folder, also hf:// name, of the adapter that model.lora starts from; its rank, alpha and
+    # targets must be those of model.lora. "": a fresh adapter, which is its base.
+    c.model.adapter = ""
     # Update-aware quantization (QuRL, which uses 1.5): scale of an update relative to the
     # quantization step. 1: off.
     c.model.uaq_scale = 1.0

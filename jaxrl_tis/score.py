@@ -17,7 +17,7 @@ import numpy as np
 from absl import flags
 
 from jaxrl_tis import cli_flags, models
-from jaxrl_tis.models import peft, transformer
+from jaxrl_tis.models import peft, peft_config, transformer
 
 MODEL = flags.DEFINE_string("model", None, "Checkpoint folder or .gguf file.")
 ADAPTER = flags.DEFINE_string("adapter", None, "Folder of a PEFT adapter of this model.")
@@ -32,7 +32,7 @@ def score(model: str, tokens_bt: np.ndarray, out: str, adapter: str | None = Non
     Raises:
       ValueError: the tokens are no [B,T] array of integers below the model's vocabulary.
     """
-    if adapter is not None and (why := peft.other_base(adapter, model)):
+    if adapter is not None and (why := peft_config.other_base(adapter, model)):
         print(f"warning: {why}", file=sys.stderr)
     loaded = None if adapter is None else peft.load(adapter, models.read_config(model))
     config, params = models.load(model)

@@ -21,7 +21,9 @@ from jaxrl_tis.gate import canary, probe
 from jaxrl_tis.gate.report import MismatchError, require
 from jaxrl_tis.learner import arriving
 from jaxrl_tis.learner.batch_layout import Rows
-from jaxrl_tis.learner.state import initial_params, initial_state, keep_base, policy
+from jaxrl_tis.learner.state import (
+    initial_params, initial_state, keep_base, policy, starting_factors,
+)
 from jaxrl_tis.learner.trainer import Trainer, sample_metrics
 from jaxrl_tis.learner.warmup import examples, warm_up
 from jaxrl_tis.record import changes, failures, goodput, samples, sinks
@@ -101,6 +103,7 @@ class Run:
         self._evaluator = evaluate.Evaluator(config, self._prompter, watchdog.heartbeat)
         is_new, training = checkpoints.latest() is None, setup.training
         self._taught = examples(training, self._prompter, watchdog.heartbeat) if is_new else None
+        self._factors = starting_factors(training) if is_new else None
         self.trainer = Trainer(training)
         self.snapshots = self.trainer.weight_snapshots()
         self.source = self._make_source()
@@ -208,7 +211,8 @@ class Run:
                 self.heartbeat,
                 self._prompter, self._taught,
             )
-        state = initial_state(self.setup.training, params)
+        factors, self._factors = self._factors, None
+        state = initial_state(self.setup.training, params, factors)
         keep_base(self.setup.training, state, self._mirror.workdir)
         if self.setup.config.gate.required:
             require(self.setup, policy(self.setup.training, state), self.heartbeat)

@@ -21,7 +21,7 @@ from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import loss, presets, reduce, turn_credit
 from jaxrl_tis.learner import correction, snapshots
 from jaxrl_tis.learner.check import (
-    adapter_problems, method_problems, staleness_problems, trace_problems,
+    adapter_problems, method_problems, staleness_problems, start_problems, trace_problems,
 )
 from jaxrl_tis.learner.correction import Correction
 from jaxrl_tis.learner.optimizer import SCHEDULES
@@ -167,6 +167,7 @@ def _of_rooms(config, parsed: dict[str, Any]):
             yield from staleness_problems(config, parsed["correction"], *scheduling)
         if parsed.get("lora") is not None:
             yield from adapter_problems(config, parsed["correction"])
+    yield from start_problems(config)
     yield from engine_problems(config)
     if is_parsed:
         yield from rollout_problems(config, *scheduling)
@@ -183,6 +184,11 @@ def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
         )
     if c.kl is None:
         return sentences
+    if config.model.adapter:
+        sentences.append(
+            f"correction.kl compares with the base alone, and the run starts from model.adapter = "
+            f"{config.model.adapter!r}: the KL is above 0 at the start"
+        )
     if c.kl_placement == "reward" and c.kl[0] != "k1":
         sentences.append(
             f"correction.kl is {c.kl[0]!r} in the reward, where only k1 has the gradient of the KL: "

@@ -51,6 +51,23 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
         yield from _centering(c, config)
 
 
+def start_problems(config: ml_collections.ConfigDict) -> Iterator[str]:
+    """Yields a sentence for each setting that model.adapter cannot start beside."""
+    setting = f"model.adapter = {config.model.adapter!r}"
+    if not config.model.adapter:
+        return
+    if config.model.lora == "none":
+        yield (
+            f"{setting} has factors to train, and model.lora is 'none'; set it to the folder's rank, "
+            "alpha and targets"
+        )
+    if config.warmup.steps > 0:
+        yield (
+            f"{setting} was trained beside its base, which warmup.steps = {config.warmup.steps} "
+            "would change; set warmup.steps to 0"
+        )
+
+
 def adapter_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterator[str]:
     """Yields a sentence for each setting that would change the base of model.lora."""
     base = "keeps its base constant"

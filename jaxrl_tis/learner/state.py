@@ -9,6 +9,7 @@
 * "ewma": an average of the policy, if it replaces older policies.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import ml_collections
+import numpy as np
 
 from jaxrl_tis import models
 from jaxrl_tis.learner import control
@@ -23,7 +25,7 @@ from jaxrl_tis.learner.optimizer import optimizer_shardings
 from jaxrl_tis.learner.setup import LearnerSetup, check_adapter
 from jaxrl_tis.learner.snapshots import Average
 from jaxrl_tis.learner.step import TrainState
-from jaxrl_tis.models import peft, placement, quant, transformer, transforms
+from jaxrl_tis.models import lora, peft, peft_config, placement, quant, transformer, transforms
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import date, saved
 from jaxrl_tis.runtime import hub, processes, storage
@@ -121,16 +123,63 @@ def frozen(program: transformer.Program, params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-def initial_state(setup: LearnerSetup, params: Any) -> dict[str, Any]:
+def starting_factors(setup: LearnerSetup) -> Any:
+    """Returns the factors in the folder model.adapter, in the training layout; None without one.
+
+    Raises:
+      FileNotFoundError, ValueError: see `peft.load`.
+      ValueError: they have other ranks, scales or targets than model.lora, or some cannot train.
+    """
+    path = setup.config.model.adapter
+    if not path:
+        return None
+    found, factors = _read_adapter(setup, path)
+    for what, of in (("rank", "ranks"), ("s = alpha / rank", "scales")):
+        theirs, own = dict(getattr(found, of)), dict(getattr(setup.adapter, of))
+        choice = f"model.lora = {setup.config.model.lora!r}"
+        if theirs.keys() != own.keys():
+            raise ValueError(
+                f"{path} adapts {', '.join(theirs)}, and {choice} adapts {', '.join(own)}; set its "
+                f"targets to {','.join(theirs)!r}"
+            )
+        for name, value in own.items():
+            if not math.isclose(theirs[name], value, rel_tol=1e-6):
+                raise ValueError(
+                    f"{path} has {what} {theirs[name]:g} at {name}, and {choice} has {value:g} there; "
+                    "make them agree"
+                )
+    pairs = jax.tree_util.tree_leaves_with_path(factors, is_leaf=lambda x: "a" in x)
+    for at, pair in pairs:
+        idle = ~(pair["a"].any(axis=-2) | pair["b"].any(axis=-1))
+        if idle.any():
+            name = jax.tree_util.keystr(at, simple=True, separator=".")
+            raise ValueError(
+                f"{path} lacks {idle.sum()} of the {idle.size} ranks of {name}, all layers together, "
+                "and factors of zeros do not train; start from an adapter with one rank in all layers"
+            )
+    shardings = placement.of_factors(setup.layout, setup.adapter)
+    return jax.tree.map(_put, factors, shardings)
+
+
+def initial_state(setup: LearnerSetup, params: Any, factors: Any = None) -> dict[str, Any]:
     """Makes the state at step 0. The policy is folded by `model.uaq_scale`; critic and reference start
-    as copies of it. With LoRA policy and critic start as fresh factors."""
+    as copies of it. With LoRA the critic starts as fresh factors, and so does the policy without
+    model.adapter.
+
+    Args:
+      factors: those of `starting_factors`, read here if they are None.
+    """
+    factors = starting_factors(setup) if factors is None else factors
+    if factors is not None:
+        peft.check_head(setup.config.model.adapter, lambda: setup.layout.fetch(params["head"]))
     shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
     on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings)
 
-    def make(params):
+    def make(params, factors):
         state = {}
         if setup.adapter is not None:
-            state["base"], params = frozen(setup.learner.program, params), _fresh_factors(setup, "policy")
+            state["base"] = frozen(setup.learner.program, params)
+            params = _fresh_factors(setup, "policy") if factors is None else factors
         elif setup.config.model.uaq_scale != 1:
             params = transforms.fold(params, setup.config.model.uaq_scale)
         state["policy"] = TrainState(params, setup.optimizer.init(params))
@@ -149,12 +198,13 @@ def initial_state(setup: LearnerSetup, params: Any) -> dict[str, Any]:
             state["controllers"] = states
         return state
 
-    return jax.device_put(jax.jit(make, out_shardings=on_device)(params), shardings)
+    return jax.device_put(jax.jit(make, out_shardings=on_device)(params, factors), shardings)
 
 
 def initial_policy(setup: LearnerSetup) -> Any:
     """Returns the policy's parameters at step 0, without a warm-up."""
-    return policy(setup, initial_state(setup, initial_params(setup)))
+    factors = starting_factors(setup)
+    return policy(setup, initial_state(setup, initial_params(setup), factors))
 
 
 FACTOR_STREAMS = {"policy": 0x6C6F7261, "critic": 0x6C6F7262}  # apart from the run's other draws
@@ -208,11 +258,25 @@ def with_adapter(setup: LearnerSetup, read: Callable[[], Any], folder: str | Non
     warning."""
     if folder is None:
         return read()
-    if why := peft.other_base(folder, setup.config.model.path):
+    adapter, factors = _read_adapter(setup, folder)
+    params = read()
+    base = lora.split(params)[1] or params
+    peft.check_head(folder, lambda: setup.layout.fetch(base["head"]))
+    return adapter.join(base, jax.tree.map(_put, factors, placement.of_factors(setup.layout, adapter)))
+
+
+def _read_adapter(setup: LearnerSetup, path: str) -> tuple[lora.Adapter, Any]:
+    """Reads an adapter that fits the learner, onto the host. One of another base is a warning."""
+    if why := peft_config.other_base(path, setup.config.model.path):
         processes.report(f"warning: {why}", sys.stderr)
-    adapter, factors = peft.load(folder, setup.model)
+    adapter, factors = peft.load(path, setup.model)
     check_adapter(adapter, setup.learner.program, setup.layout)
-    return peft.join(read(), folder, adapter, factors)
+    return adapter, factors
+
+
+def _put(x: np.ndarray, sharding: jax.sharding.Sharding) -> jax.Array:
+    """Places an array that every process holds."""
+    return jax.make_array_from_callback(x.shape, sharding, x.__getitem__)
 
 
 def read_params(setup: LearnerSetup, path: str, step: int | None = None) -> Any:

@@ -103,7 +103,8 @@ class Pairs:
         record's "turns"."""
         ids = list(self._prompter.ids(record))
         for answer, observation in record["turns"] if "turns" in record else ():
-            role = "user" if isinstance(observation, str) else observation[0]["role"]
+            first = observation[0] if isinstance(observation, list) and observation else {}
+            role = first["role"] if isinstance(first, dict) and "role" in first else "user"
             role = self._suffixes.tool_role if role == "tool" else role
             ids += self._ended(answer, role, self._is_chat)
             ids += self._suffixes.after(observation, ids[-1], self._tokenizer.eos_ids)

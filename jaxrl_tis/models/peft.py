@@ -5,42 +5,63 @@ every tensor must bind a module of the model, and every targeted module must hav
 """
 
 import collections
-import functools
+import dataclasses
 import json
 import math
 import os
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxrl_tis.models import lora
+from jaxrl_tis.models import lora, peft_config
 from jaxrl_tis.models.config import STACKS, ModelConfig
-from jaxrl_tis.models.safetensors import names
+from jaxrl_tis.models.peft_config import CONFIG, WEIGHTS
+from jaxrl_tis.models.safetensors import FUSED, names
 from jaxrl_tis.models.stacking import slots
 from jaxrl_tis.models.transformer import abstract_params
 from jaxrl_tis.runtime import hub
 
-CONFIG, WEIGHTS, PREFIX = "adapter_config.json", "adapter_model.safetensors", "base_model.model."
+PREFIX = "base_model.model."
 HEAD_COPY = f"{PREFIX}lm_head.base_layer.weight"
-READ = (
-    "peft_type", "task_type", "r", "lora_alpha", "target_modules", "rank_pattern", "alpha_pattern",
-    "exclude_modules", "layers_to_transform", "layers_pattern", "use_rslora",
-    "base_model_name_or_path", "revision",
-)
-# Keys without an effect on a loaded adapter.
-UNREAD = (
-    "auto_mapping", "eva_config", "inference_mode", "lora_dropout", "megatron_core", "peft_version",
-    "qalora_group_size",
-)
-# Values of init_lora_weights that leave the base as it is.
-PLAIN_INIT = (True, False, None, "gaussian", "eva", "orthogonal")
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A place in a checkpoint that can have one pair of factors.
+
+    Attributes:
+      name: of a module, or of a tensor of all experts of a layer ("...mlp.experts.gate_up_proj").
+      parts: the parameters in its weight; several share A.
+      stack: of the parameters, or "".
+      place: its indices in them. A tensor of all experts has the layer's alone.
+      prefix: of the names of its factors.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    stack: str
+    place: tuple[int, ...]
+    prefix: str
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether it is a tensor of all experts."""
+        return self.name != self.prefix
+
+    @property
+    def parameter_name(self) -> str:
+        return self.name if self.is_fused else f"{self.name}.weight"
+
+    def tensor(self, factor: str) -> str:
+        return f"{PREFIX}{self.prefix}.lora_{factor}.weight"
 
 
 def save(
@@ -48,45 +69,45 @@ def save(
 ) -> None:
     """Writes the factors of an adapter as a folder that PEFT reads, in float32.
 
+    PEFT 0.21 takes gate_proj, up_proj and down_proj among the `target_modules` of a model with
+    experts for tensors of experts. Those of its dense layers and shared experts are therefore
+    `target_parameters` as well.
+
     Args:
       folder: must not exist yet.
       base: path of the base; its name and revision are written.
 
     Raises:
       FileExistsError: the folder exists.
-      ValueError: experts have factors, which PEFT's names do not cover.
+      ValueError: gate and up of experts have different ranks or scales; PEFT has one of both.
     """
-    folder, ranks, scales = pathlib.Path(folder), dict(adapter.ranks), dict(adapter.scales)
-    if experts := [name for name in ranks if name.startswith("expert_")]:
-        raise ValueError(
-            f"the adapter has factors of {', '.join(experts)}, and a folder of PEFT has no names for "
-            "those of experts; export it with --merged"
-        )
+    folder, config, ranks = pathlib.Path(folder), adapter.config, dict(adapter.ranks)
     if folder.exists():
         raise FileExistsError(f"{folder} exists; give the adapter a folder of its own.")
-    # The most frequent setting stands for all; the others are patterns of single modules.
-    settings = {name: (rank, _alpha(scales[name] * rank)) for name, rank in ranks.items()}
+    tensors, modules, parameters = {}, {}, {}
+    fused = [parts for parts in FUSED.values() if set(parts) & ranks.keys()]
+    sites = [site for site in _modules(config) if site.parts[0] in ranks and len(site.place) < 2]
+    for site in [*sites, *_fused(config, fused)]:
+        a, b, setting = _written(site, adapter, factors)
+        tensors |= {site.tensor(x): np.ascontiguousarray(y) for x, y in (("A", a), ("B", b))}
+        if site.is_fused or config.moe is not None and site.parts[0] in ("gate", "up", "down"):
+            parameters[".".join(site.parameter_name.split(".")[3:])] = setting
+        else:
+            modules[site.name.rpartition(".")[2]] = setting
+    # The most frequent setting stands for all; the others are patterns of single targets.
+    settings = modules | parameters
     (rank, alpha), _ = collections.Counter(settings.values()).most_common(1)[0]
-    tensors, targets, rank_pattern, alpha_pattern = {}, set(), {}, {}
-    for module, name, stack, i in _modules(adapter.config):
-        if name not in ranks:
-            continue
-        pair = factors[stack][name] if stack else factors[name]
-        a, b = (np.asarray(pair[x][i] if stack else pair[x], np.float32) for x in "ab")
-        tensors[f"{PREFIX}{module}.lora_A.weight"] = np.ascontiguousarray(a.T)
-        tensors[f"{PREFIX}{module}.lora_B.weight"] = np.ascontiguousarray(b.T)
-        targets.add(module.rpartition(".")[2])
-        own_rank, own_alpha = settings[name]
-        rank_pattern |= {module: own_rank} if own_rank != rank else {}
-        alpha_pattern |= {module: own_alpha} if own_alpha != alpha else {}
     base, revision = hub.name_and_revision(base)
     fields = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base or None,
         "revision": revision or None, "r": rank, "lora_alpha": alpha, "use_rslora": False,
-        "rank_pattern": rank_pattern, "alpha_pattern": alpha_pattern,
-        "target_modules": sorted(targets), "lora_dropout": 0.0, "bias": "none",
+        "rank_pattern": {name: own for name, (own, _) in settings.items() if own != rank},
+        "alpha_pattern": {name: own for name, (_, own) in settings.items() if own != alpha},
+        "target_modules": sorted(modules), "lora_dropout": 0.0, "bias": "none",
         "init_lora_weights": True, "inference_mode": True,
     }
+    if parameters:
+        fields["target_parameters"] = sorted(parameters)
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:
@@ -99,90 +120,172 @@ def save(
         raise
 
 
+def _written(
+    site: Site, adapter: lora.Adapter, factors: Mapping[str, Any]
+) -> tuple[np.ndarray, np.ndarray, tuple[int, float]]:
+    """Returns lora_A, lora_B and (r, lora_alpha) of a site.
+
+    The parts of a tensor of experts have ranks of their own, one after the other: A = [A1, A2] and B
+    is block-diagonal. A part without factors is zero. PEFT lays the rows of A out by (expert, rank),
+    and the columns of B by (rank, expert).
+    """
+    ranks, scales = dict(adapter.ranks), dict(adapter.scales)
+    own = [name for name in site.parts if name in ranks]
+    rank, scale = ranks[own[0]], scales[own[0]]
+    if any((ranks[name], scales[name]) != (rank, scale) for name in own):
+        raise ValueError(
+            f"the adapter has ranks {[ranks[n] for n in own]} and scales {[scales[n] for n in own]} of "
+            f"{', '.join(own)}, which PEFT has in one tensor; give them one rank and scale"
+        )
+    tree = factors[site.stack] if site.stack else factors
+    of = lambda name, x: np.asarray(tree[name][x][site.place], np.float32)
+    setting = rank * len(site.parts), _alpha(scale * rank * len(site.parts))
+    if not site.is_fused:
+        return of(own[0], "a").T, of(own[0], "b").T, setting
+    a, b = (
+        [of(name, x) if name in own else np.zeros_like(of(own[0], x)) for name in site.parts] for x in "ab"
+    )
+    apart = lambda i: ((0, 0), (i * rank, (len(b) - 1 - i) * rank), (0, 0))
+    a = np.concatenate(a, axis=2)
+    b = np.concatenate([np.pad(x, apart(i)) for i, x in enumerate(b)], axis=2)
+    return a.swapaxes(1, 2).reshape(-1, a.shape[1]), b.transpose(2, 1, 0).reshape(b.shape[2], -1), setting
+
+
 def _alpha(alpha: float) -> float:
     """Returns alpha without the rounding of a scale times its rank."""
     return round(alpha) if math.isclose(alpha, round(alpha), rel_tol=1e-12) else alpha
 
 
-def load(folder: str | os.PathLike, config: ModelConfig) -> tuple[lora.Adapter, dict[str, Any]]:
-    """Returns the adapter in a folder of PEFT and its factors, in float32.
+def load(path: str | os.PathLike, config: ModelConfig) -> tuple[lora.Adapter, dict[str, Any]]:
+    """Returns the adapter in a folder of PEFT, or of the hub, and its factors, in float32.
 
     Layers without factors get factors of zeros. Where the scale differs from layer to layer, B is
     multiplied by it. A copy of the base's head, which PEFT writes beside factors of it, is left out.
+    Factors of experts are read from tensors of all experts, and of each as transformers 4 has them.
 
     Raises:
       FileNotFoundError: the folder or one of its files does not exist.
       ValueError: a file is damaged, a key is not implemented, or the tensors do not fit the model.
     """
-    folder = pathlib.Path(folder)
-    fields = _read_fields(folder)
+    folder = peft_config.local(path)
+    fields = peft_config.read(path)
     try:
         tensors = safetensors.numpy.load_file(folder / WEIGHTS)
     except safetensors.SafetensorError as error:
         raise ValueError(f"{folder / WEIGHTS} is damaged ({error}); copy it again.") from error
     tensors.pop(HEAD_COPY, None)
-    modules = list(_modules(config))
-    bound = {m[0] for m in modules if f"{PREFIX}{m[0]}.lora_A.weight" in tensors}
-    _check_tensors(folder, fields, tensors, bound, [m[0] for m in modules])
-    if config.tie_embeddings and "lm_head" in bound:
+    sites = _checked_sites(path, fields, tensors, config)
+    if config.tie_embeddings and any(site.name == "lm_head" for site in sites):
         raise ValueError(
-            f"{folder} adapts lm_head, and the model's head is its embedding; train the adapter "
+            f"{path} adapts lm_head, and the model's head is its embedding; train the adapter "
             "without it"
         )
-    shapes, ranks, scales, factors = abstract_params(config), {}, {}, {}
-    for name in sorted({m[1] for m in modules if m[0] in bound}):
-        of_name = [m for m in modules if m[1] == name]
-        found = [_setting(fields, m[0]) for m in of_name if m[0] in bound]
-        ranks[name], alike = max(rank for rank, _ in found), len({scale for _, scale in found}) == 1
-        scales[name] = found[0][1] if alike else 1.0
-        for stack in {m[2] for m in of_name}:
-            leaf = (shapes[stack] if stack else shapes)[name]
-            a = np.zeros((*leaf.shape[:-1], ranks[name]), np.float32)
-            b = np.zeros((*leaf.shape[:-2], ranks[name], leaf.shape[-1]), np.float32)
-            for module, _, _, i in (m for m in of_name if m[2] == stack and m[0] in bound):
-                rank, scale = _setting(fields, module)
-                place = i if stack else ...
-                expected = {"A": (rank, leaf.shape[-2]), "B": (leaf.shape[-1], rank)}
-                pair = {x: tensors[f"{PREFIX}{module}.lora_{x}.weight"] for x in "AB"}
-                for x, shape in expected.items():
-                    if pair[x].shape != shape:
-                        raise ValueError(
-                            f"{folder} is of another base or rank: lora_{x} of {module} is "
-                            f"{list(pair[x].shape)}, and this model needs {list(shape)}"
-                        )
-                    is_float = jnp.issubdtype(pair[x].dtype, jnp.floating)
-                    if not (is_float and np.isfinite(pair[x].astype(np.float32)).all()):
-                        raise ValueError(
-                            f"{folder}: lora_{x} of {module} must have finite floats, and its dtype is "
-                            f"{pair[x].dtype}; copy {WEIGHTS} again, or export the adapter again"
-                        )
-                a[place][:, :rank] = pair["A"].astype(np.float32).T
-                b[place][:rank] = pair["B"].astype(np.float32).T * (1.0 if alike else scale)
+    shapes, found = abstract_params(config), collections.defaultdict(list)
+    trees = {"": shapes} | {stack: shapes[stack] for stack in STACKS if stack in shapes}
+    for site in sites:
+        leaves = [trees[site.stack][name] for name in site.parts]
+        rank, scale = _setting(fields, site)
+        pair = _read_pair(path, tensors, site, leaves, rank)
+        for name, a, b in _parts(site, leaves, *pair):
+            found[name].append((site, a, b, scale))
+    ranks, scales, factors = {}, {}, {}
+    for name, entries in sorted(found.items()):
+        ranks[name] = rank = max(a.shape[-1] for _, a, _, _ in entries)
+        is_alike = len({scale for *_, scale in entries}) == 1
+        scales[name] = entries[0][3] if is_alike else 1.0
+        for stack, tree in trees.items():
+            if name not in tree:
+                continue
+            leaf = tree[name]
+            whole = {
+                "a": np.zeros((*leaf.shape[:-1], rank), np.float32),
+                "b": np.zeros((*leaf.shape[:-2], rank, leaf.shape[-1]), np.float32),
+            }
+            for site, a, b, scale in entries:
+                if site.stack == stack:
+                    whole["a"][site.place][..., : a.shape[-1]] = a
+                    whole["b"][site.place][..., : a.shape[-1], :] = b * (1.0 if is_alike else scale)
             home = factors.setdefault(stack, {}) if stack else factors
-            home[name] = {"a": jnp.asarray(a), "b": jnp.asarray(b)}
+            home[name] = whole
     adapter = lora.Adapter(config, tuple(sorted(ranks.items())), tuple(sorted(scales.items())))
     return adapter, factors
 
 
+def _read_pair(
+    path: str | os.PathLike, tensors: Mapping[str, np.ndarray], site: Site, leaves: list, rank: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns lora_A and lora_B of a site in float32. ValueError for another shape or bad numbers."""
+    experts = leaves[0].shape[1] if site.is_fused else 1
+    expected = {
+        "A": (rank * experts, leaves[0].shape[-2]),
+        "B": (sum(leaf.shape[-1] for leaf in leaves), rank * experts),
+    }
+    pair = {x: tensors[site.tensor(x)] for x in "AB"}
+    for x, shape in expected.items():
+        if pair[x].shape != shape:
+            raise ValueError(
+                f"{path} is of another base or rank: lora_{x} of {site.name} is "
+                f"{list(pair[x].shape)}, and this model needs {list(shape)}"
+            )
+        is_float = jnp.issubdtype(pair[x].dtype, jnp.floating)
+        pair[x] = pair[x].astype(np.float32) if is_float else pair[x]
+        if not (is_float and np.isfinite(pair[x]).all()):
+            raise ValueError(
+                f"{path}: lora_{x} of {site.name} must have finite floats, and its dtype is "
+                f"{tensors[site.tensor(x)].dtype}; copy {WEIGHTS} again, or export the adapter again"
+            )
+    return pair["A"], pair["B"]
+
+
+def _parts(
+    site: Site, leaves: list, a: np.ndarray, b: np.ndarray
+) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Yields (parameter, its A [..., in, r], its B [..., r, out]) of a site, see `_written`.
+
+    Parts whose ranks are apart have these alone, and a part whose A is zero has no factors. Any other
+    parts share all of A.
+    """
+    if not site.is_fused:
+        yield site.parts[0], a.T, b.T
+        return
+    experts, count = leaves[0].shape[1], len(site.parts)
+    a = a.reshape(experts, -1, a.shape[1]).swapaxes(1, 2)
+    b = b.reshape(len(b), -1, experts).transpose(2, 1, 0)
+    rank, ends = b.shape[1] // count, np.cumsum([leaf.shape[-1] for leaf in leaves])
+    of_parts = np.split(b, ends[:-1], axis=2)
+    own = [slice(i * rank, (i + 1) * rank) for i in range(count)]
+    outside = [np.delete(x, s, axis=1) for x, s in zip(of_parts, own)]
+    if b.shape[1] % count or any(x.any() for x in outside):
+        own = [slice(None)] * count
+    for name, x, s in zip(site.parts, of_parts, own):
+        if a[:, :, s].any():
+            yield name, a[:, :, s], x[:, s]
+
+
 def beside(
-    params: dict[str, Any], folder: str | os.PathLike, config: ModelConfig
+    params: dict[str, Any], path: str | os.PathLike, config: ModelConfig
 ) -> dict[str, Any]:
     """Returns parameters with the adapter in a folder of PEFT, in place of any that they have. Raises as
-    `load` and `join`."""
-    return join(params, folder, *load(folder, config))
+    `load` and `check_head`."""
+    return join(params, path, *load(path, config))
 
 
 def join(
-    params: dict[str, Any], folder: str | os.PathLike, adapter: lora.Adapter, factors: dict[str, Any]
+    params: dict[str, Any], path: str | os.PathLike, adapter: lora.Adapter, factors: dict[str, Any]
 ) -> dict[str, Any]:
     """Returns parameters with the adapter that `load` has read from a folder, in place of any that they
-    have. ValueError if the folder has a copy of another head."""
+    have. Raises as `check_head`."""
     base = lora.split(params)[1] or params
-    with safetensors.safe_open(pathlib.Path(folder) / WEIGHTS, framework="numpy") as file:
+    check_head(path, lambda: np.asarray(base["head"]))
+    return adapter.join(base, jax.tree.map(jnp.asarray, factors))
+
+
+def check_head(path: str | os.PathLike, head: Callable[[], np.ndarray]) -> None:
+    """Raises ValueError if the folder has a copy of another head than the base's."""
+    with safetensors.safe_open(peft_config.local(path) / WEIGHTS, framework="numpy") as file:
         copy = file.get_tensor(HEAD_COPY) if HEAD_COPY in file.keys() else None
-    if copy is not None and not _is_rounded(copy.T, np.asarray(base["head"])):
-        raise ValueError(f"{folder} is of another base: its {HEAD_COPY} is not this model's head")
-    return adapter.join(base, factors)
+    if copy is not None and not _is_rounded(copy.T, head()):
+        raise ValueError(f"{path} is of another base: its {HEAD_COPY} is not this model's head")
 
 
 def _is_rounded(one: np.ndarray, other: np.ndarray) -> bool:
@@ -191,158 +294,82 @@ def _is_rounded(one: np.ndarray, other: np.ndarray) -> bool:
     return np.array_equal(one.astype(narrow), other.astype(narrow))
 
 
-def base_of(folder: str | os.PathLike) -> tuple[str, str]:
-    """Returns (name, revision) of the base that an adapter was trained on, "" if the folder has none."""
-    fields = _read_fields(pathlib.Path(folder))
-    return fields.get("base_model_name_or_path") or "", fields.get("revision") or ""
-
-
-def other_base(folder: str | os.PathLike, path: str | os.PathLike) -> str:
-    """Returns a sentence if an adapter names another base than the model at `path`, else "". A name
-    or a revision that one side lacks is no difference."""
-    (name, revision), path = base_of(folder), os.fspath(path)
-    own_name, own_revision = hub.name_and_revision(path)
-    is_other_revision = bool(revision and own_revision) and revision != own_revision
-    if not (name and path) or name == own_name and not is_other_revision:
-        return ""
-    at = f" at revision {revision}" if revision else ""
-    return f"{folder} was trained on {name}{at}, and the model is {path}"
-
-
-def _modules(config: ModelConfig) -> Iterator[tuple[str, str, str, int]]:
-    """Yields (name of a module in a checkpoint, parameter, its stack or "", its place there) of every
-    weight that can have factors, but for experts."""
+def _modules(config: ModelConfig) -> Iterator[Site]:
+    """Yields every module that can have factors, those of experts one by one."""
     tree = slots(config, names(config))
     for stack in STACKS:
         for name, slot in tree.get(stack, {}).items():
-            if name in lora.MODULES and slot.names.ndim == 1:
-                for i, tensor in enumerate(slot.names):
-                    yield tensor.removesuffix(".weight"), name, stack, i
-    yield "lm_head", lora.HEAD, "", 0
+            if name in lora.MODULES:
+                for place, tensor in np.ndenumerate(slot.names):
+                    module = tensor.removesuffix(".weight")
+                    yield Site(module, (name,), stack, place, module)
+    yield Site("lm_head", (lora.HEAD,), "", (), "lm_head")
 
 
-def _read_fields(folder: pathlib.Path) -> dict[str, Any]:
-    """Returns the checked fields of a folder's adapter_config.json. Raises as `load`."""
-    for name in (CONFIG, WEIGHTS):
-        if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder} has no {name}: is it the folder of a PEFT adapter?")
-        hub.check_whole(folder / name)
-    path = folder / CONFIG
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON ({error}); copy it again.") from error
-    if not isinstance(fields, dict) or fields.get("peft_type") != "LORA":
-        raise ValueError(f"{path} is not a LoRA adapter: its peft_type must be 'LORA'")
-    init = fields.get("init_lora_weights", True)
-    if init not in PLAIN_INIT:
-        raise ValueError(f"{path} has init_lora_weights {init!r}, which changes the base")
-    unread = {n: x for n, x in fields.items() if n not in (*READ, *UNREAD, "init_lora_weights")}
-    for name, value in unread.items():
-        if value and not (name == "bias" and value == "none"):
-            raise ValueError(f"{path} has {name} = {value!r}, which is not implemented")
-    for name in ("r", "lora_alpha", "target_modules"):
-        if fields.get(name) is None:
-            raise ValueError(f"{path} has no {name}; write it, since its default differs by version")
-    for name, (is_one, words) in KINDS.items():
-        if (value := fields.get(name)) is not None and not is_one(value):
-            raise ValueError(f"{path} has {name} = {value!r}, which must be {words}")
-    return fields
+def _fused(config: ModelConfig, wanted: Iterable[tuple[str, ...]]) -> Iterator[Site]:
+    """Yields the tensors of all experts with the `wanted` of the parts in FUSED. PEFT wraps their module
+    once for each of them, the first one innermost."""
+    wanted = [(template, parts) for template, parts in FUSED.items() if parts in wanted]
+    for i, layer in enumerate(config.stacks["layers"] if config.moe is not None else ()):
+        for depth, (template, parts) in enumerate(reversed(wanted)):
+            name = template.format(layer=layer)
+            prefix = name.rpartition(".")[0] + ".base_layer" * depth
+            yield Site(name, parts, "layers", (i,), prefix)
 
 
-def _is_count(value: Any) -> bool:
-    return type(value) is int and value >= 1
+def _setting(fields: Mapping[str, Any], site: Site) -> tuple[int, float]:
+    """Returns (rank, s) of a site. Patterns match the name that the site is targeted by."""
+    is_module = peft_config.is_target(fields, site.name)
+    return peft_config.setting(fields, site.name if is_module else site.parameter_name)
 
 
-def _is_alpha(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+def _is_parameter(fields: Mapping[str, Any], site: Site) -> bool:
+    """Whether a site is targeted by its tensor. Single experts have no tensor in transformers 5."""
+    return len(site.place) < 2 and peft_config.is_target_parameter(fields, site.parameter_name)
 
 
-def _is_regex(value: Any) -> bool:
-    try:
-        return isinstance(value, str) and re.compile(value) is not None
-    except re.error:
-        return False
-
-
-def _is_pattern(of: Callable[[Any], bool], value: Any) -> bool:
-    """Whether a value maps regular expressions to values of a kind."""
-    return isinstance(value, dict) and all(_is_regex(k) and of(x) for k, x in value.items())
-
-
-def _are_modules(value: Any) -> bool:
-    return _is_regex(value) or isinstance(value, list) and all(isinstance(x, str) for x in value)
-
-
-def _are_layers(value: Any) -> bool:
-    layers = value if isinstance(value, list) else [value]
-    return all(type(x) is int and x >= 0 for x in layers)
-
-
-_MODULES = _are_modules, "a list of names or a regular expression"
-_TEXT = lambda value: isinstance(value, str), "a text"
-# Fields that are read, and what they must be where they are not null.
-KINDS = {
-    "r": (_is_count, "a whole number of at least 1"),
-    "lora_alpha": (_is_alpha, "a finite number above 0"),
-    "rank_pattern": (
-        functools.partial(_is_pattern, _is_count),
-        "regular expressions with whole numbers of at least 1",
-    ),
-    "alpha_pattern": (
-        functools.partial(_is_pattern, _is_alpha), "regular expressions with finite numbers above 0",
-    ),
-    "target_modules": _MODULES, "exclude_modules": _MODULES,
-    "layers_to_transform": (_are_layers, "a layer's number or a list of them"),
-    "base_model_name_or_path": _TEXT, "revision": _TEXT,
-}
-
-
-def _setting(fields: Mapping[str, Any], module: str) -> tuple[int, float]:
-    """Returns (rank, s) of a module."""
-
-    def of(pattern, default):
-        matches = lambda key: re.match(rf"(.*\.)?({key})$", module)
-        return next((x for key, x in (fields.get(pattern) or {}).items() if matches(key)), default)
-
-    rank, alpha = of("rank_pattern", fields["r"]), of("alpha_pattern", fields["lora_alpha"])
-    return rank, alpha / (math.sqrt(rank) if fields.get("use_rslora") else rank)
-
-
-def _is_target(fields: Mapping[str, Any], module: str) -> bool:
-    """Whether adapter_config.json names a module."""
-
-    def is_named(wanted):
-        if isinstance(wanted, str):
-            return re.fullmatch(wanted, module) is not None
-        return any(module == name or module.endswith(f".{name}") for name in wanted)
-
-    wanted, excluded = fields["target_modules"], fields.get("exclude_modules")
-    if excluded and is_named(excluded):
-        return False
-    is_wanted = module != "lm_head" if wanted == "all-linear" else is_named(wanted)
-    layers = fields.get("layers_to_transform")
-    if layers in (None, []) or not is_wanted:
-        return is_wanted
-    index = re.search(r"\.layers\.(\d+)\.", f".{module}")
-    return index is not None and int(index[1]) in ([layers] if isinstance(layers, int) else layers)
-
-
-def _check_tensors(folder, fields, tensors, bound: set[str], modules: list[str]) -> None:
-    """Raises ValueError for tensors that bind no module, and modules without tensors."""
-    expected = {f"{PREFIX}{m}.lora_{x}.weight" for m in bound for x in "AB"}
+def _checked_sites(
+    path: str | os.PathLike, fields: Mapping[str, Any], tensors: Mapping[str, Any], config: ModelConfig
+) -> list[Site]:
+    """Returns the sites that adapter_config.json targets. ValueError for tensors of others, and for
+    targets without tensors."""
+    modules = list(_modules(config))
+    wanted = [s for s in modules if peft_config.is_target(fields, s.name) or _is_parameter(fields, s)]
+    fused = {s.parts for s in _fused(config, FUSED.values()) if _is_parameter(fields, s)}
+    wanted += _fused(config, fused)
+    known = {site.prefix: site for site in (*modules, *_fused(config, FUSED.values()))}
+    bound = {prefix: site for prefix, site in known.items() if site.tensor("A") in tensors}
+    expected = {site.tensor(x) for site in bound.values() for x in "AB"}
     if strays := sorted(tensors.keys() - expected):
+        _refuse_unadapted(path, strays, config, known)
         raise ValueError(
-            f"{folder} has {len(strays)} tensors that bind no module of this model, such as "
+            f"{path} has {len(strays)} tensors that bind no module of this model, such as "
             f"{strays[0]}; it is an adapter of another base"
         )
     if missing := sorted(expected - tensors.keys()):
-        raise ValueError(f"{folder} has no tensor {missing[0]}; copy {WEIGHTS} again")
-    wanted = {m for m in modules if _is_target(fields, m)}
+        raise ValueError(f"{path} has no tensor {missing[0]}; copy {WEIGHTS} again")
     if not bound:
-        raise ValueError(f"{folder} binds no module of this model; it is an adapter of another base")
-    if wanted != bound:
+        raise ValueError(f"{path} binds no module of this model; it is an adapter of another base")
+    if differing := {site.prefix for site in wanted} ^ bound.keys():
         raise ValueError(
-            f"{folder}: {CONFIG} targets {len(wanted)} modules of this model and {WEIGHTS} has "
-            f"{len(bound)}; they differ in {sorted(wanted ^ bound)[0]}"
+            f"{path}: {CONFIG} targets {len(wanted)} modules of this model and {WEIGHTS} has "
+            f"{len(bound)}; they differ in {sorted(differing)[0]}"
         )
+    return wanted
+
+
+def _refuse_unadapted(
+    path: str | os.PathLike, strays: Iterable[str], config: ModelConfig, known: Collection[str]
+) -> None:
+    """Raises ValueError for a tensor of a module that the model has and that cannot have factors: the
+    embedding, a router, a norm."""
+    table = names(config)
+    tensors = (x for slot in jax.tree.leaves(slots(config, table)) for x in slot.names.flat)
+    own = {x.removesuffix(".weight") for x in tensors}
+    for stray in strays:
+        module = re.split(r"\.(?:lora_|base_layer|weight)", stray.removeprefix(PREFIX))[0]
+        if module in own and module not in known:
+            raise ValueError(
+                f"{path} adapts {module}, and here the projections of attention, MLP and experts and "
+                f"the head alone have factors; train the adapter without {module.rpartition('.')[2]}"
+            )

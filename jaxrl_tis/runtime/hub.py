@@ -17,7 +17,7 @@ import os
 import pathlib
 import re
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxrl_tis.runtime import cli, storage
@@ -102,6 +102,16 @@ def check_whole(path: pathlib.Path) -> None:
                 f"{path} is a pointer of Git LFS, not the file itself; run `git lfs pull` in its "
                 "folder, or copy the file again"
             )
+
+
+def local_files(path: str | os.PathLike, names: Sequence[str]) -> pathlib.Path:
+    """Returns the local folder with the named files; downloads those if the path is a folder of the hub.
+    Raises: see `_fetch`."""
+    if not is_hub(path):
+        return pathlib.Path(path)
+    reference = Reference.parse(path)
+    inside = f"{reference.inside}/" if reference.inside else ""
+    return _fetch(reference, [f"{inside}{name}" for name in names]) / reference.inside
 
 
 def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:

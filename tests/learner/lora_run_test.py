@@ -3,20 +3,22 @@
 import contextlib
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis import sharding
+from jaxrl_tis import build, sharding
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.weights import sent
 from jaxrl_tis.learner.state import (
-    initial_params, initial_state, keep_base, policy, read_base, read_params,
+    initial_params, initial_policy, initial_state, keep_base, policy, read_base, read_params,
+    starting_factors,
 )
 from jaxrl_tis.learner.trainer import Trainer
-from jaxrl_tis.models import lora, placement, transformer
+from jaxrl_tis.models import lora, peft, placement, transformer
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import fingerprint
@@ -196,7 +198,75 @@ def test_factors_on_a_mesh_are_whole_ones():
     np.testing.assert_allclose(cut, whole, rtol=0, atol=1e-4)
 
 
+STARTED = LORA | dict(warmup__steps=0)
+
+
+def saved_adapter(folder):
+    """Writes an adapter with moved factors; returns (its factors, the base that it was moved on)."""
+    setup, _, state = begun(warmup__steps=0)
+    moved = jax.tree.map(lambda x: np.asarray(x) + 0.05, state["policy"].params)
+    peft.save(folder, setup.training.adapter, moved)
+    return moved, state["base"]
+
+
+def test_a_run_starts_from_an_adapter(tmp_path):
+    """Policy and sampler have it; the base, which is the reference, and the critic do not."""
+    factors, base = saved_adapter(tmp_path / "adapter")
+    changes = STARTED | dict(correction__advantage="gae", model__adapter=str(tmp_path / "adapter"))
+    training = tiny.setup(**changes).training
+    state = initial_state(training, initial_params(training))
+    jax.tree.map(np.testing.assert_array_equal, state["policy"].params, factors)
+    jax.tree.map(np.testing.assert_array_equal, state["base"], base)
+    assert not any(np.any(x["b"]) for x in state["critic"].params["decoder"]["layers"].values())
+    jax.tree.map(np.testing.assert_array_equal, lora.split(initial_policy(training))[0], factors)
+    shutil.rmtree(tmp_path / "adapter")
+    build.build_sampling(tiny.config(**changes))  # a rollout worker needs no folder
+
+
+@pytest.mark.all
+def test_a_run_that_started_from_an_adapter_continues_without_its_folder(tmp_path):
+    folder = tmp_path / "adapter"
+    factors, _ = saved_adapter(folder)
+    changes = STARTED | SHORT | dict(warmup__steps=0, model__adapter=str(folder))
+    tiny.run(tmp_path / "run", steps=1, **changes | dict(optimizer__lr=0.0))
+    read = lambda: read_params(tiny.setup(**changes).training, str(tmp_path / "run"))
+    jax.tree.map(np.testing.assert_array_equal, lora.split(read())[0], factors)
+    shutil.rmtree(folder)
+    tiny.run(tmp_path / "run", steps=2, change=("steps", "optimizer.lr"), **changes)
+    assert len([x for x in tiny.lines(tmp_path / "run") if x["phase"] == "train"]) == 2
+    assert np.any(lora.split(read())[0]["layers"]["q"]["b"] != factors["layers"]["q"]["b"])
+    config = json.loads((tmp_path / "run" / "config.json").read_text())["config"]
+    assert config["model"]["adapter"] == str(folder)
+
+
+@pytest.mark.parametrize("text, named", [
+    ("lora(rank=8, alpha=64)", "has rank 4 at down, and model.lora = 'lora.rank=8, alpha=64.' has 8 there"),
+    ("lora(rank=4, alpha=16)", "has s = alpha / rank 8 at down, and model.lora = .* has 4 there"),
+    ("lora(rank=4, alpha=32, targets='q,v')",
+     "adapts down, gate, k, o, q, up, v, and model.lora = .* adapts q, v; set its targets to 'down,gate,"),
+])
+def test_an_adapter_that_does_not_agree_with_the_config(tmp_path, text, named):
+    saved_adapter(tmp_path / "adapter")
+    training = tiny.setup(
+        **STARTED | dict(model__lora=text, model__adapter=str(tmp_path / "adapter"))
+    ).training
+    with pytest.raises(ValueError, match=named):
+        starting_factors(training)
+
+
+def test_an_adapter_of_some_ranks_cannot_start_a_run(tmp_path):
+    """As one of some layers: the others would have factors of zeros, which have no gradient."""
+    setup, _, state = begun(warmup__steps=0)
+    factors = jax.tree.map(np.array, state["policy"].params)
+    factors["layers"]["q"]["a"][..., 1:] = 0  # B is zero in a fresh adapter
+    peft.save(tmp_path / "adapter", setup.training.adapter, factors)
+    training = tiny.setup(**STARTED | dict(model__adapter=str(tmp_path / "adapter"))).training
+    with pytest.raises(ValueError, match="lacks 3 of the 4 ranks of layers.q, all layers together"):
+        starting_factors(training)
+
+
 @pytest.mark.parametrize("field, value, named", [
+    ("model__adapter", "a", "model.adapter = 'a' was trained beside its base, which warmup.steps = 12"),
     ("model__uaq_scale", 1.5, "model.uaq_scale = 1.5 scales it; set it to 1"),
     ("optimizer__weight_decay", 0.1, "optimizer.weight_decay = 0.1 decays weights; set it to 0"),
     ("engine__noise_start", 0.1, "engine.noise_start = 0.1 adds noise"),

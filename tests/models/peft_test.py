@@ -1,5 +1,6 @@
 """Folders of PEFT: what PEFT itself wrote and computed, the round trip, and folders that are refused."""
 
+import dataclasses
 import json
 import pathlib
 import shutil
@@ -13,7 +14,7 @@ import safetensors.numpy
 
 from jaxrl_tis import models
 from jaxrl_tis.learner import state
-from jaxrl_tis.models import lora, peft, transformer
+from jaxrl_tis.models import lora, peft, peft_config, transformer
 from tests import tiny
 from tests.models import lora_test
 
@@ -21,27 +22,96 @@ GOLDEN = pathlib.Path(__file__).parent / "golden_peft"
 TOKENS = np.arange(12).reshape(2, 6) * 5 % 24
 
 
+BASES = {
+    "qwen3_moe": "qwen3_moe_raw", "glm4_moe": "glm4_moe", "converted": "qwen3_moe_raw",
+    "down": "qwen3_moe_raw", "single_experts": "qwen3_moe",
+}
+
+
+def drawn(config, text, size=0.1):
+    """Returns (adapter, factors) with random A, and B of this size."""
+    adapter, rng = lora_test.adapter(config, text), np.random.default_rng(0)
+    shapes = adapter.abstract(transformer.abstract_params(config))
+    of = lambda path, x: rng.normal(size=x.shape).astype(np.float32) * (size if path[-1].key == "b" else 1)
+    return adapter, jax.tree_util.tree_map_with_path(lambda path, x: np.float32(of(path, x)), shapes)
+
+
+def base_folder(name):
+    return GOLDEN.parent / "golden" / BASES[name] if name in BASES else GOLDEN / "base"
+
+
 @pytest.mark.by_jax("a whole model, compared with PEFT")
-@pytest.mark.parametrize("name", ["all", "rslora", "regex", "patterns"])
+@pytest.mark.parametrize("name", ["all", "rslora", "regex", "patterns", "whole_name", *BASES])
 def test_the_logits_are_those_of_peft(name):
-    """make_golden_peft.py wrote the files. Its adapters move logits by 0.01 at least."""
-    config, params = models.load(GOLDEN / "base")
+    """make_golden_peft.py wrote the files. Its adapters move logits by 0.01 at least, and those of models
+    with experts by 0.1. transformers in float32 is off by up to 1e-5 there (error.npy)."""
+    config, params = models.load(base_folder(name))
     expected = np.load(GOLDEN / f"{name}.npy")
     adapted = peft.beside(params, GOLDEN / name, config)
-    logits = lambda p: transformer.logits(p, config, jnp.asarray(TOKENS))
-    np.testing.assert_allclose(logits(adapted), expected, rtol=0, atol=1e-5)
-    np.testing.assert_allclose(logits(lora.merged(adapted)), expected, rtol=0, atol=1e-5)
-    assert np.abs(logits(params) - expected).max() > 0.01
+    logits = jax.jit(lambda p: transformer.logits(p, config, jnp.asarray(TOKENS)))
+    np.testing.assert_allclose(logits(adapted), expected, rtol=0, atol=5e-5 if name in BASES else 1e-5)
+    if name not in BASES:
+        np.testing.assert_allclose(logits(lora.merged(adapted)), expected, rtol=0, atol=1e-5)
+        assert np.abs(logits(params) - expected).max() > 0.01
 
 
-def test_the_scale_of_rslora_and_of_patterns():
-    config = models.read_config(GOLDEN / "base")
-    adapter, _ = peft.load(GOLDEN / "rslora", config)
-    assert set(dict(adapter.scales).values()) == {32 / 4**0.5}
-    adapter, factors = peft.load(GOLDEN / "patterns", config)
-    assert dict(adapter.ranks) == {"q": 2, "v": 3}
-    assert dict(adapter.scales) == {"q": 5 / 2, "v": 8 / 3}
-    assert not np.any(factors["layers"]["q"]["b"][0]) and np.any(factors["layers"]["q"]["b"][1])
+@pytest.mark.parametrize("name", ["qwen3_moe", "glm4_moe", "down"])
+def test_a_folder_of_experts_is_written_as_peft_wrote_it(tmp_path, name):
+    """The same tensors under the same names, and the same targets with the same ranks and alphas: PEFT
+    reads it as it read its own, whose logits are beside it."""
+    config = models.read_config(base_folder(name))
+    peft.save(tmp_path / "out", *peft.load(GOLDEN / name, config))
+    own, written = (
+        safetensors.numpy.load_file(x / "adapter_model.safetensors")
+        for x in (GOLDEN / name, tmp_path / "out")
+    )
+    assert own.keys() == written.keys()
+    for tensor, x in own.items():
+        np.testing.assert_array_equal(written[tensor], x, err_msg=tensor)
+    own, written = (
+        json.loads((x / "adapter_config.json").read_text()) for x in (GOLDEN / name, tmp_path / "out")
+    )
+    last = lambda names: {".".join(x.split(".")[-2:]) for x in names}
+    assert last(own["target_parameters"]) == last(written["target_parameters"])
+    assert set(own["target_modules"]) == set(written["target_modules"])
+    of = lambda fields, x: {
+        name: fields[pattern].get(name, fields[default])
+        for name in fields["target_parameters"]
+        for pattern, default in [(f"{x}_pattern", {"rank": "r", "alpha": "lora_alpha"}[x])]
+    }
+    for x in ("rank", "alpha") if name != "down" else ():
+        assert of(own, x) == of(written, x)
+
+
+def test_gate_and_up_of_experts_share_a_or_have_ranks_of_their_own(tmp_path):
+    """PEFT has rank 4 of both together in either folder."""
+    ranks, factors = {}, {}
+    for name in ("qwen3_moe", "converted"):
+        adapter, found = peft.load(GOLDEN / name, models.read_config(base_folder(name)))
+        ranks[name], factors[name] = dict(adapter.ranks)["expert_up"], found["layers"]
+    assert ranks == {"qwen3_moe": 2, "converted": 4}
+    of = lambda name: [factors[name][x]["a"] for x in ("expert_gate", "expert_up")]
+    np.testing.assert_array_equal(*of("converted"))
+    assert not np.any(of("qwen3_moe")[0] == of("qwen3_moe")[1])
+
+
+@pytest.mark.parametrize("targets", ["all", "attention", "expert_gate", "expert_up,expert_down", "up"])
+@pytest.mark.parametrize("size", [0.1, 0])
+def test_a_round_trip_of_experts(tmp_path, targets, size):
+    """Also of fresh factors, whose B is zero."""
+    config = models.read_config(base_folder("glm4_moe"))
+    adapter, factors = drawn(config, f"lora(rank=8, alpha=32, targets='{targets}')", size)
+    peft.save(tmp_path / "out", adapter, factors)
+    read, found = peft.load(tmp_path / "out", config)
+    assert read == adapter
+    jax.tree.map(np.testing.assert_array_equal, found, factors)
+
+
+def test_gate_and_up_of_different_ranks_have_no_tensor_in_peft(tmp_path):
+    adapter, factors = drawn(lora_test.EXPERTS, "lora(rank=4)")
+    ranks = tuple((n, 1 if n == "expert_up" else rank) for n, rank in adapter.ranks)
+    with pytest.raises(ValueError, match=r"ranks \[2, 1\] .* of expert_gate, expert_up"):
+        peft.save(tmp_path / "out", dataclasses.replace(adapter, ranks=ranks), factors)
 
 
 @pytest.mark.parametrize("text", ["lora(rank=4, alpha=32, targets='all,head')", "rslora(rank=3)"])
@@ -59,7 +129,7 @@ def test_a_round_trip(tmp_path, text):
     assert fields["target_modules"][0] == "down_proj" and fields["lora_alpha"] / fields["r"] == (
         pytest.approx(dict(adapter.scales)["q"])
     )
-    assert peft.base_of(tmp_path / "out") == ("models/mine", "")
+    assert peft_config.base_of(tmp_path / "out") == ("models/mine", "")
     with pytest.raises(FileExistsError):
         peft.save(tmp_path / "out", adapter, factors)
 
@@ -90,14 +160,8 @@ def test_an_adapter_of_several_ranks_is_written_with_patterns(tmp_path):
     assert len(set(adapter.ranks)) > 1 and len({rank for _, rank in adapter.ranks}) > 1
     peft.save(tmp_path / "out", adapter, factors, "hf://owner/name@v1")
     again, read = peft.load(tmp_path / "out", config)
-    assert again == adapter and peft.base_of(tmp_path / "out") == ("owner/name", "v1")
+    assert again == adapter and peft_config.base_of(tmp_path / "out") == ("owner/name", "v1")
     jax.tree.map(np.testing.assert_array_equal, read, factors)
-
-
-def test_experts_have_no_names_in_a_folder(tmp_path):
-    _, adapted = lora_test.trained(lora_test.EXPERTS, "lora(rank=4)")
-    with pytest.raises(ValueError, match="no names for those of experts"):
-        peft.save(tmp_path / "out", lora.adapter_of(adapted, lora_test.EXPERTS), {})
 
 
 def changed(tmp_path, tensors=lambda t: t, **fields):
@@ -110,39 +174,14 @@ def changed(tmp_path, tensors=lambda t: t, **fields):
     return folder
 
 
-@pytest.mark.parametrize("fields, named", [
-    (dict(use_dora=True), "use_dora = True, which is not implemented"),
-    (dict(bias="all"), "bias = 'all'"),
-    (dict(lora_bias=True), "lora_bias"),
-    (dict(modules_to_save=["lm_head"]), "modules_to_save"),
-    (dict(target_parameters=["w"]), "target_parameters"),
-    (dict(fan_in_fan_out=True), "fan_in_fan_out"),
-    (dict(init_lora_weights="pissa"), "init_lora_weights 'pissa', which changes the base"),
-    (dict(use_something_new={"x": 1}), "use_something_new"),
-    (dict(peft_type="IA3"), "peft_type must be 'LORA'"),
-    (dict(r=None), "has no r"),
-    (dict(target_modules=None), "has no target_modules"),
-    (dict(target_modules=["q_proj"]), "targets 2 modules of this model"),
-    (dict(r=8), "is of another base or rank"),
-    (dict(r=0), "r = 0, which must be a whole number of at least 1"),
-    (dict(r="4"), "r = '4', which must be a whole number"),
-    (dict(lora_alpha=float("nan")), "lora_alpha = nan, which must be a finite number above 0"),
-    (dict(rank_pattern={"q_proj": 0}), "rank_pattern = .*, which must be regular expressions with whole"),
-    (dict(alpha_pattern={"(": 2}), "alpha_pattern = .*, which must be regular expressions with finite"),
-    (dict(target_modules="(q_proj"), "target_modules = '.q_proj', which must be a list of names or a"),
-    (dict(exclude_modules=3), "exclude_modules = 3, which must be a list of names"),
-    (dict(layers_to_transform="0"), "layers_to_transform = '0', which must be a layer's number"),
-    (dict(revision=3), "revision = 3, which must be a text"),
-])
-def test_a_key_that_is_refused_by_name(tmp_path, fields, named):
-    with pytest.raises(ValueError, match=named):
-        peft.load(changed(tmp_path, **fields), models.read_config(GOLDEN / "base"))
-
-
 @pytest.mark.parametrize("tensors, named", [
     (lambda t: {}, "binds no module"),
     (lambda t: {n.replace("model.model", "model.other"): x for n, x in t.items()}, "bind no module"),
     (lambda t: t | {"base_model.model.extra": np.zeros(2, np.float32)}, "1 tensors that bind no"),
+    (lambda t: t | {f"base_model.model.model.embed_tokens.lora_embedding_{x}": np.zeros((2, 2), np.float32)
+                    for x in "AB"}, "changed adapts model.embed_tokens, and here the projections of"),
+    (lambda t: t | {"base_model.model.model.layers.1.mlp.gate.lora_A.weight": np.zeros((2, 2), np.float32)},
+     "1 tensors that bind no"),  # a router, which this model lacks
     (lambda t: {n: x for n, x in t.items() if "lm_head.lora_B" not in n}, "has no tensor"),
     (lambda t: {n: x for n, x in t.items() if "lm_head.lora_A" not in n}, "bind no module"),
     (lambda t: {n: x * np.nan for n, x in t.items()}, "must have finite floats, and its dtype is float32"),
@@ -168,23 +207,19 @@ def test_an_adapter_of_another_base(tmp_path):
 MODEL = "hf://owner/name"
 
 
-@pytest.mark.parametrize("name, revision, path, named", [
-    ("owner/name", None, MODEL, ""),
-    ("owner/name", "v1", MODEL, ""),  # of the newest revision, whose name is not known
-    ("owner/name", None, f"{MODEL}@v1", ""),
-    ("owner/name", "v1", f"{MODEL}@v1", ""),
-    ("owner/name", "v1", f"{MODEL}@v2", "trained on owner/name at revision v1, and the model is hf://owner/name@v2"),
-    ("owner/other", None, MODEL, "trained on owner/other, and the model is hf://owner/name"),
-    ("owner/other", "v1", f"{MODEL}@v1", "trained on owner/other at revision v1, and the model is"),
-    ("models/a", None, pathlib.Path("models/a"), ""),
-    ("models/a", None, "models/b", "trained on models/a, and the model is models/b"),
-    (None, "v1", f"{MODEL}@v2", ""),  # the folder names no base
-    ("owner/name", "v1", "", ""),  # a model without a path
-])
-def test_an_adapter_that_names_another_base_or_revision(tmp_path, name, revision, path, named):
-    folder = changed(tmp_path, base_model_name_or_path=name, revision=revision)
-    found = peft.other_base(folder, path)
-    assert found.startswith(f"{folder} was {named}") if named else found == ""
+def test_an_adapter_of_the_hub(monkeypatch):
+    """Messages name it as the user did, with both slashes."""
+    path, config = "hf://owner/adapter", models.read_config(GOLDEN / "base")
+    found = {path: GOLDEN / "all", "hf://owner/none": GOLDEN}
+    monkeypatch.setattr(peft.hub, "local_files", lambda path, names: found.get(path, path))
+    adapter, factors = peft.load(path, config)
+    expected = peft.load(GOLDEN / "all", config)
+    assert adapter == expected[0] and peft_config.base_of(path) == ("base", "")
+    jax.tree.map(np.testing.assert_array_equal, factors, expected[1])
+    with pytest.raises(ValueError, match="^hf://owner/adapter is of another base or rank"):
+        peft.load(path, lora_test.UNTIED)
+    with pytest.raises(FileNotFoundError, match="^hf://owner/none has no adapter_config.json"):
+        peft.load("hf://owner/none", config)
 
 
 def test_an_adapter_that_does_not_fit_is_refused_before_weights_are_read():

@@ -59,6 +59,7 @@ MUTANTS = [
         ("a broken connection is a bug", "return (*bases, *filter(None, transfer))", "return ()"),
         ("a commit is looked up anew for a run that is continued",
          "if path in before:", "if path in before and False:"),
+        ("named files come with all others", '[f"{inside}{name}" for name in names]', '["*"]'),
         ("a busy hub ends the run", "response.status_code == 429 or response.status_code >= 500",
          "False"),
         ("a split is every name that begins like it",

@@ -122,6 +122,15 @@ def test_a_folder_of_a_repository(served):
     assert os.listdir(os.path.dirname(folder)) == ["part"]
 
 
+@pytest.mark.parametrize("inside", ["", "part/"])
+def test_named_files_come_alone(served, inside):
+    server, client = served
+    server.put("models/o/m", "1", {f"{inside}{name}": data for name, data in MODEL.items()})
+    names, path = ["config.json", "absent.json"], f"hf://o/m/{inside}"
+    folder, without = client.ask(("local_files", [path, names]), ("local_files", ["/a/b", names]))
+    assert without == "/a/b" and os.listdir(folder) == ["config.json"]
+
+
 def test_the_files_of_a_split(served):
     server, client = served
     server.put("datasets/o/d", "2", {
