@@ -29,7 +29,7 @@ from jaxrl_tis.harness.process import HarnessProcess
 from jaxrl_tis.learner.setup import (
     LearnerSetup, check_whole_factors, make_learner_setup, max_length,
 )
-from jaxrl_tis.models import lora, placement, transformer, transforms
+from jaxrl_tis.models import lora, overflow, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
 from jaxrl_tis.rollouts import replay
@@ -286,6 +286,9 @@ def assemble(
     """
     _check_model(config, model)
     _check_positions(config, model)
+    dtypes = {"model.dtype": config.model.dtype, "engine.dtype": config.engine.dtype}
+    if doubt := overflow.doubt(model, dtypes):
+        processes.report(f"warning: {doubt}", sys.stderr)
     training = make_learner_setup(
         config, choices.correction, choices.schedule, choices.replay, model, devices, choices.lora
     )

@@ -173,7 +173,7 @@ def are_right(rewards: np.ndarray, at_limit: np.ndarray | bool, threshold: float
 
 def summary(values: dict[str, float]) -> str:
     """Says the metrics of `Evaluator.run` in a line."""
-    shown = lambda name: f"{values[name]:.3f}" if name in values else "unknown"
+    shown = lambda name: f"{values[name]:z.3f}" if name in values else "unknown"
     accuracy, reward = (
         f"{shown(f'eval/greedy_{of}')} greedy, {shown(f'eval/sampled_{of}')} sampled"
         for of in ("accuracy", "reward")
@@ -266,7 +266,7 @@ def main() -> None:
         for name in list(measured)[4:]:
             mean, low, high = measured[name].values()
             if name.endswith("_reward"):
-                print(f"{name:14} {mean:.4g}" + ("" if low is None else f"  [{low:.4g}, {high:.4g}]"))
+                print(f"{name:14} {mean:z.4g}" + ("" if low is None else f"  [{low:z.4g}, {high:z.4g}]"))
             else:
                 print(f"{name:14} {100 * mean:5.1f} %  [{100 * low:.1f}, {100 * high:.1f}]")
         if path.value:

@@ -9,6 +9,7 @@ Examples:
     python -m jaxrl_tis.score --model=models/mine --adapter=adapters/a --tokens=in.npy --out=out.npy
 """
 
+import os
 import sys
 
 import jax
@@ -17,7 +18,7 @@ import numpy as np
 from absl import flags
 
 from jaxrl_tis import cli_flags, models
-from jaxrl_tis.models import peft, peft_config, transformer
+from jaxrl_tis.models import overflow, peft, peft_config, transformer
 
 MODEL = flags.DEFINE_string("model", None, "Checkpoint folder or .gguf file.")
 ADAPTER = flags.DEFINE_string("adapter", None, "Folder of a PEFT adapter of this model.")
@@ -31,6 +32,7 @@ def score(model: str, tokens_bt: np.ndarray, out: str, adapter: str | None = Non
 
     Raises:
       ValueError: the tokens are no [B,T] array of integers below the model's vocabulary.
+      FloatingPointError: a logit is not finite; `out` is then removed.
     """
     if adapter is not None and (why := peft_config.other_base(adapter, model)):
         print(f"warning: {why}", file=sys.stderr)
@@ -44,6 +46,10 @@ def score(model: str, tokens_bt: np.ndarray, out: str, adapter: str | None = Non
     written = np.lib.format.open_memmap(out, mode="w+", dtype=np.float32, shape=shape)
     for i, tokens in enumerate(tokens_bt):
         written[i] = row_logits(params, jnp.asarray(tokens, jnp.int32)[None])[0]
+        if not np.isfinite(written[i]).all():
+            os.remove(out)
+            why = overflow.cause(params, config, transformer.Program(), tokens)
+            raise FloatingPointError(f"the logits of row {i} are not finite: {why}")
     written.flush()
 
 

@@ -336,9 +336,9 @@ def _cell(runs: list[list[dict]], phase: str, metric: str) -> str:
     mean, low, high = intervals.of_mean(values)
     if len(values) == 1:
         if trials is None:
-            return f"{mean:.4g}"
+            return f"{mean:z.4g}"
         low, high = intervals.wilson(mean, trials)
-    return f"{mean:.4g} [{low:.4g}, {high:.4g}]"
+    return f"{mean:z.4g} [{low:z.4g}, {high:z.4g}]"
 
 
 def default_folder(config: str) -> str:

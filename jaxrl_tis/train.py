@@ -46,15 +46,30 @@ from jaxrl_tis.runtime.interrupt import Interrupt
 from jaxrl_tis.runtime.watchdog import Watchdog
 
 
-def check_finite(step: int, values: dict[str, float], saved: int | None) -> None:
-    """Raises FloatingPointError naming the step and the terms that are not finite."""
+def check_finite(
+    step: int, values: dict[str, float], saved: int | None, cause: Callable[[], str] = str
+) -> None:
+    """Raises FloatingPointError naming the step and the terms that are not finite. `cause` returns
+    which log-probs are not finite and why, "" if all are."""
     bad = {name: float(v) for name, v in values.items() if not math.isfinite(v)}
     # An unclamped divergence may overflow by itself; only what moves the weights stops the run.
     terms = {n: v for n, v in bad.items() if n.endswith(("_loss", "grad_norm", "reward/mean"))}
     if terms:
         named = ", ".join(f"{n} is {v}" for n, v in terms.items())
-        rest = f" and the checkpoint of step {saved} is intact" if saved is not None else ""
-        raise FloatingPointError(f"step {step}: {named}; the run stops here{rest}")
+        why = cause()
+        raise FloatingPointError(_stopped(step, f"{named}. {why}" if why else named, saved))
+
+
+def check_scores(step: int, why: str, saved: int | None) -> None:
+    """Raises FloatingPointError before the update if log-probs are not finite, see
+    `Trainer.non_finite`."""
+    if why:
+        raise FloatingPointError(_stopped(step, why, saved))
+
+
+def _stopped(step: int, why: str, saved: int | None) -> str:
+    rest = f" and the checkpoint of step {saved} is intact" if saved is not None else ""
+    return f"step {step}: {why}; the run stops here{rest}"
 
 
 def check_rewards(
@@ -547,6 +562,7 @@ def run(
                         with r.phase("score"):
                             known_logps = snapshots.pop_logps([s.trajectory for s in drawn])
                             rows = trainer.score(r.state, drawn, snapshots, known_logps)
+                            check_scores(step, trainer.non_finite(r.state, rows), r.saved)
                         r.compare(step, rows)
 
                         # Update
@@ -561,7 +577,9 @@ def run(
                 )
                 values |= probed | measured | sample_metrics(drawn, rows, config)
                 values |= r.data_metrics(drawn)
-                check_finite(step, values, r.saved)
+                check_finite(
+                    step, values, r.saved, lambda rows=rows: trainer.non_finite(r.state, rows)
+                )
                 if not rows["mask"].any():
                     idle = f"step {step}: nothing to train on; the weights stay as they were"
                     processes.report(idle, sys.stderr)

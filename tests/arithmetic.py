@@ -364,10 +364,23 @@ class Engine:
         slot.remaining = 0 if token in slot.request.sampling.stop_ids else slot.remaining - 1
         return token, logp, route[0]
 
+    def non_finite(self, params, tokens):
+        return f"weights {params} break after {tokens.tolist()}"
+
     def _use(self, state):
         assert not state.is_consumed, "a donated state was used again"
         state.is_consumed = True
         return dataclasses.replace(state, is_consumed=False)
+
+
+class Overflowing(Engine):
+    """The log-probs of requests whose id begins with "bad" are not finite from their third token on."""
+
+    def _draw(self, weights, state, b, *args):
+        token, logp, route = super()._draw(weights, state, b, *args)
+        request, position = state.slots[b].request, state.slots[b].position
+        is_bad = request.id.startswith("bad") and position >= len(request.prompt) + 2
+        return token, float("nan") if is_bad else logp, route
 
 
 def drain(scheduler, limit=1000):

@@ -125,6 +125,15 @@ def test_the_quickstart_builds_on_a_machine_with_several_devices():
     train.build(get_config("quickstart"))
 
 
+def test_a_family_that_overflows_in_float16_is_named_at_the_start(capsys):
+    gemma = dict(model__path=str(ROOT / "tests" / "models" / "golden" / "gemma3"))
+    train.build(tiny.config(**gemma, model__dtype="bfloat16"))
+    assert "float16" not in capsys.readouterr().err
+    train.build(tiny.config(**gemma, model__dtype="float16"))
+    said = "warning: model.dtype = 'float16': models of the family gemma3_text are known to exceed 65504"
+    assert said in capsys.readouterr().err
+
+
 def test_more_positions_than_the_model_has_are_refused_before_anything_is_made(tmp_path, capsys):
     with pytest.raises(ValueError, match="5 or rollout.max_new_tokens = 3, or raise model.max_position"):
         train.build(tiny.config(model__max_position=7))

@@ -4,16 +4,20 @@ import dataclasses
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from jaxrl_tis import evaluate, export
 from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
+from jaxrl_tis.models import transformer
 from jaxrl_tis.record import intervals
 from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.runtime import cli
 from tests import forked, tiny
 from tests.rollouts.synchronous_test import FakeRewards, FakeScheduler
+from tests.weights import exploding
 
 NAN = float("nan")
 TOKENIZER = CharTokenizer(ARITHMETIC_CHARS)
@@ -310,3 +314,12 @@ def test_the_command_line(tmp_path):
     assert code == 2 and said.splitlines()[-1] == "WORKDIR|MODEL is missing; --help shows the arguments"
     code, said = call(str(tmp_path / "none"), "--config=tests/small_run.py")
     assert code == 2 and "No model folder" in said
+
+
+def test_a_model_that_overflows_has_no_accuracy(monkeypatch):
+    setup = tiny.setup(model__num_layers=2, model__dtype="float16")
+    params = exploding(transformer.init(setup.model, jax.random.key(0)))
+    monkeypatch.setattr(evaluate, "read_params", lambda *_: params)
+    with pytest.raises(FloatingPointError, match=r"is not finite: values stop .* in layer 1 ") as error:
+        evaluate.measure(setup, "models/any", samples=1)
+    assert cli.exit_code(error.value) == 1

@@ -48,3 +48,14 @@ def test_an_adapter_of_another_base_is_named_on_stderr(tmp_path, capsys):
     folder = GOLDEN.parents[1] / "golden_peft"
     score.score(folder / "base", np.zeros((1, 2), np.int32), tmp_path / "out.npy", folder / "all")
     assert f"warning: {folder / 'all'} was trained on base, and the model is" in capsys.readouterr().err
+
+
+def test_logits_that_are_not_finite_leave_no_file(tmp_path, monkeypatch):
+    """Token 3 has a broken embedding. The row before is fine."""
+    config, params = score.models.load(GOLDEN)
+    params["embed"] = params["embed"].at[3].set(np.nan)
+    monkeypatch.setattr(score.models, "load", lambda _: (config, params))
+    out, tokens = tmp_path / "out.npy", np.array([[1, 2, 4], [1, 3, 2]])
+    with pytest.raises(FloatingPointError, match="row 1 are not finite: the weight embed"):
+        score.score(GOLDEN, tokens, out)
+    assert not out.exists()

@@ -201,6 +201,18 @@ def test_non_finite_terms_are_named(name, value):
     assert "checkpoint of step 4 is intact" in str(error.value)
 
 
+def test_the_cause_of_a_term_that_is_not_finite_is_named():
+    with pytest.raises(FloatingPointError, match="step 7: actor/pg_loss is nan. 3 of 9; the run stops"):
+        train.check_finite(7, {"actor/pg_loss": math.nan}, None, lambda: "3 of 9")
+    train.check_finite(7, {"actor/pg_loss": 0.1}, None, lambda: 1 / 0)  # searched for a fault alone
+
+
+def test_log_probs_that_are_not_finite_stop_a_run_before_its_update():
+    train.check_scores(7, "", 4)
+    with pytest.raises(FloatingPointError, match="step 7: 3 of 9; the run .*step 4 is intact"):
+        train.check_scores(7, "3 of 9", 4)
+
+
 def test_an_infinite_divergence_does_not_stop_a_run():
     train.check_finite(7, {"rollout_corr/k3_kl": math.inf, "actor/pg_loss": 0.1}, 4)
 

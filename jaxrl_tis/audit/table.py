@@ -10,34 +10,34 @@ RULE_WIDTH = 40
 
 # (metric, its label, how it is written, what it says)
 GAPS = (
-    ("mismatch/log_ratio_abs_mean", "mean |log ratio|", "{:.4g} nats",
+    ("mismatch/log_ratio_abs_mean", "mean |log ratio|", "{:z.4g} nats",
      "mean difference of a token's two log-probs"),
-    ("p99", "99th percentile", "{:.4g} nats", "one token in a hundred differs by more"),
-    ("training/rollout_probs_diff_max", "largest |dp|", "{:.3g}",
+    ("p99", "99th percentile", "{:z.4g} nats", "one token in a hundred differs by more"),
+    ("training/rollout_probs_diff_max", "largest |dp|", "{:z.3g}",
      "largest difference of a token's two probabilities"),
-    ("training/rollout_actor_probs_pearson_corr", "correlation", "{:.5f}",
+    ("training/rollout_actor_probs_pearson_corr", "correlation", "{:z.5f}",
      "correlation of the two probabilities; below 0.99 find the cause"),
-    ("rollout_corr/kl", "KL, k1", "{:.3g} nats",
+    ("rollout_corr/kl", "KL, k1", "{:z.3g} nats",
      "KL(sampler || learner) per token; negative only by chance"),
-    ("rollout_corr/k3_kl", "KL, k3", "{:.3g} nats", "the same KL, never negative and less noisy"),
-    ("rollout_corr/chi2_token", "chi2 of tokens", "{:.3g}", "variance of untruncated token weights"),
-    ("rollout_corr/chi2_seq", "chi2 of sequences", "{:.3g}", "variance of untruncated sequence weights"),
-    ("mismatch/tv_token", "total variation, token", "{:.3g}",
+    ("rollout_corr/k3_kl", "KL, k3", "{:z.3g} nats", "the same KL, never negative and less noisy"),
+    ("rollout_corr/chi2_token", "chi2 of tokens", "{:z.3g}", "variance of untruncated token weights"),
+    ("rollout_corr/chi2_seq", "chi2 of sequences", "{:z.3g}", "variance of untruncated sequence weights"),
+    ("mismatch/tv_token", "total variation, token", "{:z.3g}",
      "share of the learner's next-token mass that the sampler misses"),
-    ("mismatch/tv_seq", "total variation, sequence", "{:.3g}",
+    ("mismatch/tv_seq", "total variation, sequence", "{:z.3g}",
      "the same for whole sequences; near 1 the two hardly overlap"),
-    ("mismatch/ess_seq", "ESS of sequences", "{:.3g}",
+    ("mismatch/ess_seq", "ESS of sequences", "{:z.3g}",
      "effective sample size of exact sequence weights, 1 is all"),
-    ("mismatch/ratio_mean_token", "mean ratio", "{:.4f}",
+    ("mismatch/ratio_mean_token", "mean ratio", "{:z.4f}",
      "1 if the recorded log-probs are those of the sampled distribution"),
-    ("reward/mean", "reward", "{:.4g}", "mean reward of the sampler"),
-    ("reward/learner_snis", "reward of the learner", "{:.4g}",
+    ("reward/mean", "reward", "{:z.4g}", "mean reward of the sampler"),
+    ("reward/learner_snis", "reward of the learner", "{:z.4g}",
      "its estimated mean reward, by exact weights (SNIS)"),
-    ("training/off_policy/trajectory_staleness_worst/mean", "staleness", "{:.3g} versions",
+    ("training/off_policy/trajectory_staleness_worst/mean", "staleness", "{:z.3g} versions",
      "mean age of a sequence's oldest token"),
-    ("centering/sampler_mass", "sampler's mass in top", "{:.3g}",
+    ("centering/sampler_mass", "sampler's mass in top", "{:z.3g}",
      "mass of the top tokens; the rest is modelled"),
-    ("centering/learner_mass", "learner's mass in top", "{:.3g}",
+    ("centering/learner_mass", "learner's mass in top", "{:z.3g}",
      "mass of the top tokens; the rest is modelled"),
 )
 CAUSES = (
@@ -114,7 +114,7 @@ def _verdict(report) -> Iterator[str]:
         if entry["name"] in doctor["verdict"]:
             yield from _wrapped(entry["reason"])
     for finding in doctor["findings"]:
-        seen = [f"{e['metric']} {e['value']:.3g} {e['op']} {e['threshold']:g}"
+        seen = [f"{e['metric']} {e['value']:z.3g} {e['op']} {e['threshold']:g}"
                 for e in finding["evidence"] if e["op"] != "=="]
         because = f" ({'; '.join(seen)})" if seen else ""
         yield from _wrapped(f"{finding['name']}: {finding['title']}{because}. {finding['advice']}")
@@ -130,7 +130,7 @@ def _causes(report) -> Iterator[str]:
         for factor, meaning in CAUSES:
             share = values[f"mismatch/{factor}/share"]
             mean = values[f"mismatch/{factor}/log_ratio_abs_mean"]
-            yield f"  {factor:<12}{share:>7.1%} of the squared log ratio, {mean:.4g} nats: {meaning}"
+            yield f"  {factor:<12}{share:>z7.1%} of the squared log ratio, {mean:z.4g} nats: {meaning}"
     yield ""
 
 
@@ -148,11 +148,11 @@ def _routes(report) -> Iterator[str]:
                                 f"{', '.join(map(str, constant))}", 11)
     if found["shifts"]:
         for name, label, meaning in FLIP_ROWS:
-            yield f"  {label:<26}{values[FLIPS + name]:>14.2%}  {meaning}"
+            yield f"  {label:<26}{values[FLIPS + name]:>z14.2%}  {meaning}"
         for part in ("flipped", "unflipped"):
             gap, k3, dropped = (values[f"{FLIPS}{part}/{name}"] for name in (
                 "log_ratio_abs_mean", "k3_kl", "icepop_dropped"))
-            yield (f"  {'gap, ' + part:<26}{gap:>9.4g} nats  mean |log ratio| of such tokens; KL k3 {k3:.3g} nats, "
+            yield (f"  {'gap, ' + part:<26}{gap:>9.4g} nats  mean |log ratio| of such tokens; KL k3 {k3:z.3g} nats, "
                    f"IcePop drops {dropped:.2%}")
         for kind in ("layer", "position"):
             rates = flips_by(report, kind)
@@ -186,7 +186,7 @@ def _profiles(report) -> Iterator[str]:
             yield f"  {'':>10}{'tokens':>10}{'|log ratio|':>13}{'log ratio':>12}{'max |dp|':>10}"
             for label, x in rows.items():
                 yield (f"  {label:>10}{x['token_fraction']:>10.1%}{x['log_ratio_abs_mean']:>13.4g}"
-                       f"{x['log_ratio_mean']:>12.2g}{x['dp_max']:>10.3g}")
+                       f"{x['log_ratio_mean']:>z12.2g}{x['dp_max']:>10.3g}")
             yield ""
 
 
@@ -224,5 +224,5 @@ def _number(name, x):
     if name in ("tokens_kept", "sequences_kept", "truncated"):
         return f"{x:.1%}" if x < 0.9995 or x == 1 else "99.9%"
     if name == "kept_k3":
-        return f"{x:.2g}"
-    return f"{x:.3f}" if abs(x) < 1000 else f"{x:.1e}"
+        return f"{x:z.2g}"
+    return f"{x:z.3f}" if abs(x) < 1000 else f"{x:.1e}"

@@ -3,7 +3,7 @@
 import math
 from typing import Any
 
-from jaxrl_tis.doctor.case import CHI2, DP_MAX, ENGINE_SHARE, ESS, PEARSON, THRESHOLDS, Case
+from jaxrl_tis.doctor.case import CHI2, DP_MAX, ENGINE_SHARE, ESS, KL, PEARSON, THRESHOLDS, Case
 from jaxrl_tis.doctor.corrections import CALM, MASS
 from jaxrl_tis.doctor.diagnose import adapted, diagnosis_of
 from jaxrl_tis.doctor.frameworks import RATIO
@@ -63,8 +63,9 @@ def _lost_mass(report):
     count = report["sequences"] - report["without_tokens"]
     error = math.sqrt(max(square - mean**2, 0.0) / count)
     lost, least = 1.0 - mean, THRESHOLDS["mass_lost"]
+    is_wide = abs(report["metrics"][KL]) > THRESHOLDS["mass_gap"]  # of other tokens, or of other weights
     is_sure = lost > THRESHOLDS["mass_sigma"] * error and mean > THRESHOLDS["mean_usable"] * error
-    if lost <= least or not is_sure:
+    if lost <= least or not is_sure or is_wide:
         return []
     evidence = {"metric": f"1 - {RATIO}", "statistic": None, "value": lost, "op": ">", "threshold": least}
     evidence |= dict.fromkeys(("steps", "crossed", "extreme_step"))

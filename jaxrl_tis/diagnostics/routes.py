@@ -58,7 +58,9 @@ def flip_metrics(
     """
     flipped_btl = _is_flipped(overlap_btl, mask, num_chosen)
     mask_btl = jnp.broadcast_to(ratios.as_bool(mask)[..., None], flipped_btl.shape)
-    expert = ratios.masked_mean(1.0 - overlap_btl / num_chosen, mask_btl)
+    # 1 - overlap / num_chosen of equal sets is a little off 0: XLA multiplies by a rounded 1 / 3.
+    missed_btl = num_chosen - overlap_btl.astype(jnp.float32)
+    expert = ratios.masked_mean(missed_btl / num_chosen, mask_btl)
     metrics = {
         "expert": expert,
         "delta": expert * (2.0 * num_chosen / num_experts),

@@ -76,6 +76,7 @@ THRESHOLDS = {
     "shorter_sigma": -3.0,  # of the difference of those two means, in standard errors (ours)
     "mass_lost": 0.005,  # of a distribution, by which a mean ratio is below 1 (ours)
     "mass_sigma": 5.0,  # of that difference, in standard errors, steps taken as independent (ours)
+    "mass_gap": 1.0,  # nats; a filter with a larger gap keeps less than exp(-1) of a token's mass (ours)
     "frozen_steps": 40.0,  # fewest of a record that show growth with a distance (ours)
     "frozen_correlation": 0.9,  # rank correlation of the means of tenths of the record (ours)
     "frozen_rise": 2.0,  # of the gap, from the first tenth of the record to the last (ours)

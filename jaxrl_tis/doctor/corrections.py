@@ -194,6 +194,15 @@ def _mass_usable(case):
     return _in_errors(means, due)
 
 
+def _mass_gap(case):
+    """Returns (the mean gap of a token in nats, its metric). The gap of a filter is -log of the mass that
+    it keeps. A much larger one has another cause, and the sample has no part of the mean ratio's tail."""
+    for metric in (KL, K3, ABS_GAP):
+        if values := _recent(case, metric):
+            return abs(statistics.fmean(values)), metric
+    raise KeyError(f"{KL}, {K3} or {ABS_GAP}, to tell a filter from a wide gap")
+
+
 def _in_errors(found, due):
     """Returns a mean ratio in standard errors. Bounded weights and logarithms are usable as they are."""
     error = _standard_error(found)
@@ -258,6 +267,7 @@ FACTS = {
     "record/lost_mass": _lost_mass,
     "record/mass_sigma": _mass_sigma,
     "record/mass_usable": _mass_usable,
+    "record/mass_gap": _mass_gap,
     "record/gap_by_lag": _gap_by_lag,
     "record/gap_by_period": _gap_by_period,
 }
@@ -275,6 +285,7 @@ MASS = Finding(
     all_of=(
         Clause("record/lost_mass", ">", "mass_lost"), Clause("record/mass_sigma", ">", "mass_sigma"),
         Clause("record/mass_usable", ">", "mean_usable"),
+        Clause("record/mass_gap", "<=", "mass_gap"),
     ),
     mistake="correct this with the weight: it is below 1 for every token alike",
 )

@@ -305,7 +305,7 @@ def _evidence_text(e):
     """A line of evidence. `theirs` has another framework's names of the metric, see foreign.py."""
     theirs = [name for name in e.get("theirs", ()) if name != e["metric"]]
     text = e["metric"] + (f" [{', '.join(theirs)}]" if theirs else "")
-    text += f" {e['value']:.4g} {e['op']} {e['threshold']:g}"
+    text += f" {e['value']:z.4g} {e['op']} {e['threshold']:g}"
     if e["steps"] is None:
         return text
     text += f"  ({STATISTICS.get(e['statistic'], e['statistic'])} of steps {e['steps'][0]}-{e['steps'][1]}"

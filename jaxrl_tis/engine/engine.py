@@ -21,7 +21,7 @@ from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.spec import Spec
 from jaxrl_tis.engine.state import DecodeState, Slots
 from jaxrl_tis.engine.weights import Weights
-from jaxrl_tis.models import lora, placement, transformer, transforms
+from jaxrl_tis.models import lora, overflow, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout, single_device
 
@@ -103,6 +103,10 @@ class Engine:
         return _abstract(
             transformer.abstract_params(self.model), placement.shardings(self.layout, self.model)
         )
+
+    def non_finite(self, params: transformer.Params, tokens: np.ndarray) -> str:
+        """Returns where the values of a sequence stop being finite, see overflow.cause."""
+        return overflow.cause(params, self.model, self.program, tokens)
 
     # Prefill
 

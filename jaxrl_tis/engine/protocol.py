@@ -112,7 +112,8 @@ class EngineProtocol(Protocol):
     number of its evicted positions. Requests may change the logits of the first `num_penalised`
     tokens of the vocabulary, which are all or none. Results have `num_logits`, `top_n` and
     `num_kept` entries per sampled token, and routes of `route_shape` (layers, experts) with ids
-    below `num_experts`; (0, 0) records none.
+    below `num_experts`; (0, 0) records none. `non_finite` says where the values of a sequence stop
+    being finite.
     """
 
     slots: int
@@ -134,6 +135,7 @@ class EngineProtocol(Protocol):
     quant_id: str
 
     def bucket(self, length: int) -> int: ...
+    def non_finite(self, params: Any, tokens: np.ndarray) -> str: ...
     def init_state(self) -> Any: ...
     def prefill(
         self, params: Any, state: Any, chunks: list[Chunk]

@@ -60,6 +60,15 @@ class Full(RuntimeError):
     """As many requests are pending as the scheduler takes; call `step` and try again."""
 
 
+class NonFinite(FloatingPointError):
+    """Sampled tokens have log-probs that are not finite. The requests `ids` have ended without a
+    record, and the others go on."""
+
+    def __init__(self, message: str, ids: Collection[str]):
+        super().__init__(message)
+        self.ids = ids
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A decode call whose tokens have not been read.
@@ -129,6 +138,8 @@ class Scheduler:
         self._call: Call | None = None
         self._live: dict[str, Sequence] = {}
         self._ended: list[Trajectory] = []
+        self._failed: dict[Sequence, int] = {}  # index of its first token that is not finite
+        self._causes: dict[int, str] = {}  # of such tokens, by version
         self._arrivals = 0
 
     # For callers
@@ -268,7 +279,9 @@ class Scheduler:
     # One step
 
     def step(self) -> list[Trajectory]:
-        """Admits, prefills, inserts, generates once, and returns the trajectories that ended."""
+        """Admits, prefills, inserts, generates once, and returns the trajectories that ended. Raises
+        NonFinite for tokens whose log-prob is not finite; the next step returns what ended beside
+        them."""
         start = time.perf_counter()
         self._runner.start()
         self._admit()
@@ -278,6 +291,7 @@ class Scheduler:
         self._call = call
         if not self._async_scheduling:
             self._collect()
+        self._refuse_failed()
         finished = self._pop_ended()
         if not self._live:
             self._call = None  # its tokens belong to no request
@@ -364,6 +378,7 @@ class Scheduler:
         routes, result = result.routes, dataclasses.replace(result, routes=None)
         self._routes.read(call.prefilled)
         counts = result.valid.sum(axis=0)
+        is_bad = result.valid & ~np.isfinite(result.logp_behav)
         self.stats.add_call(result.valid[:1] if drafts else result.valid)
         for sequence, (slot, most) in call.rows.items():
             if sequence.has_ended:
@@ -380,7 +395,11 @@ class Scheduler:
             if draft := drafts.get(sequence):
                 self._drafts.observe(len(draft), count - 1, is_last)
                 self.stats.add_draft(len(draft), count - 1)
-            self._finish_or_evict(sequence, tokens, is_last)
+            if is_bad[:, slot].any():
+                self._failed[sequence] = sequence.count - count + int(is_bad[:, slot].argmax())
+                self._leave(sequence, "abort")
+            else:
+                self._finish_or_evict(sequence, tokens, is_last)
         self._blocks.to_release -= set(np.flatnonzero(result.remaining == 0).tolist())
 
     def _finish_or_evict(self, sequence: Sequence, tokens: np.ndarray, is_last: bool) -> None:
@@ -404,11 +423,35 @@ class Scheduler:
         """Frees slot and pages, and writes the record of the first `count` tokens."""
         if self._blocks.holds(sequence):
             self._keep_pages(sequence)
+        self._leave(sequence, reason, count)
+        self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
+
+    def _leave(self, sequence: Sequence, reason: str, count: int = 0) -> None:
+        """Frees slot and pages of a sequence that ends."""
+        if self._blocks.holds(sequence):
             self._blocks.free(sequence)
         sequence.has_ended = True
         self._waiting.ended(sequence.request, None if reason == "abort" else count)
         self._drafts.remove(sequence.request)
-        self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
+
+    def _refuse_failed(self) -> None:
+        """Raises NonFinite if sequences have failed. The cause is searched once for each version of
+        the weights."""
+        failed, self._failed = self._failed, {}
+        if not failed:
+            return
+        for sequence in failed:
+            del self._live[sequence.request.id]
+        sequence, index = next(iter(failed.items()))
+        ids, version = [s.request.id for s in failed], self._runner.version
+        if version not in self._causes:
+            tokens = sequence.tokens()[: len(sequence.request.prompt) + index]
+            self._causes[version] = self._engine.non_finite(self._runner.params, tokens)
+        named = ids[0] if len(ids) == 1 else f"{ids[0]} and {len(ids) - 1} others"
+        raise NonFinite(
+            f"the sampler's log-prob of token {index} of {named} is not finite: "
+            f"{self._causes[version]}", ids
+        )
 
     def _keep_pages(self, sequence: Sequence) -> None:
         """Leaves the full pages of a sequence that ends in the cache, where `extend` finds them."""

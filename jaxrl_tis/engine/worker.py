@@ -11,10 +11,10 @@ import numpy as np
 from absl import logging
 
 from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.scheduler import NonFinite, Scheduler
 
 # Called in the worker's thread with (request id, its tokens so far | its record when it has ended |
-# the error that ended the worker).
+# the error that ended it or the worker).
 Listener = Callable[[str, np.ndarray | Trajectory | Exception], None]
 
 
@@ -139,6 +139,12 @@ class EngineThread:
                 if len(tokens) > self._streamed[id]:
                     self._streamed[id] = len(tokens)
                     self._listeners[id](id, tokens)
+        except NonFinite as error:
+            logging.error("%s", error)
+            for id in error.ids:
+                self._streamed.pop(id, None)
+                if listener := self._listeners.pop(id, None):
+                    listener(id, RuntimeError(str(error)))
         except Exception as error:
             logging.exception("The engine has failed.")
             self.error = RuntimeError(f"the engine has failed: {error!r}")

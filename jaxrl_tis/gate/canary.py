@@ -21,7 +21,7 @@ import numpy as np
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.weights import sent
 from jaxrl_tis.gate.report import MismatchError
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import overflow, transformer
 from jaxrl_tis.runtime import fingerprint
 
 WHEN = ("lora", "always", "never")  # choices of rollout.canary
@@ -55,6 +55,7 @@ class Canary:
 
         Raises:
           MismatchError: a sampler has an old or no adapter, or the distributions are too far apart.
+          FloatingPointError: see `measured`.
         """
         setup, bounds = self._setup, self._setup.config.gate
         parts = served if isinstance(served, list) else [served]
@@ -85,10 +86,21 @@ class Canary:
         return d <= bounds.max_d_p99 and dp_max <= bounds.max_dp_max
 
     def measured(self, params: Any, served: Any, ids: list[int]) -> tuple[float, float]:
-        """Returns (d, dp_max) of the token after a prompt, see the head of the file."""
+        """Returns (d, dp_max) of the token after a prompt, see the head of the file. Raises
+        FloatingPointError where a log-prob of it is not finite."""
         setup = self._setup
         learned = self._scored(self._learner, setup.training.layout, params, ids)
-        return distances(learned, self._scored(self._sampler, setup.engine.layout, served, ids))
+        sampled = self._scored(self._sampler, setup.engine.layout, served, ids)
+        for whose, logp_v, weights, program in (
+            ("learner", learned, params, setup.training.learner.program),
+            ("sampler", sampled, served, setup.engine.program),
+        ):
+            if not np.isfinite(logp_v).all():
+                raise FloatingPointError(
+                    f"log-probs of the {whose} after a fixed prompt are not finite: "
+                    f"{overflow.cause(weights, setup.model, program, ids)}; the run stops before it samples"
+                )
+        return distances(learned, sampled)
 
     def _scored(self, program: Any, layout: Any, params: Any, ids: list[int]) -> np.ndarray:
         """Returns the log-probs [V] of the token after a prompt."""

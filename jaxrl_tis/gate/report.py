@@ -24,8 +24,8 @@ from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.gate import ladder
 from jaxrl_tis.learner.scoring import make_logits, make_routing
 from jaxrl_tis.learner.setup import MAX_LOGITS
-from jaxrl_tis.learner.trainer import own_routes, route_metrics
-from jaxrl_tis.models import lora
+from jaxrl_tis.learner.trainer import first_sequence, own_routes, route_metrics
+from jaxrl_tis.models import lora, overflow
 from jaxrl_tis.rollouts.groups import request, sampling_params
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import processes
@@ -167,7 +167,10 @@ def gap_report(
     ]
     differing = [r for r in described if not r["is_same"]]
     bounds = {n: bound for n, bound in _bounds(setup).items() if bound < math.inf}
-    non_finite = lambda logp: int(np.sum(~np.isfinite(logp) & mask))
+    bad = {
+        side: ~np.isfinite(logp) & mask
+        for side, logp in (("learner", logp_old), ("sampler", logp_behav))
+    }
     return {
         "config": setup.config.name,
         "sequences": len(trajectories),
@@ -178,12 +181,24 @@ def gap_report(
         "largest": max(
             differing, key=lambda r: r["d_mean"] if math.isfinite(r["d_mean"]) else math.inf
         )["cause"],
-        "non_finite": {"learner": non_finite(logp_old), "sampler": non_finite(logp_behav)},
+        "non_finite": {side: int(x.sum()) for side, x in bad.items()},
+        "non_finite_cause": _cause(setup, params, rows, bad["learner"]),
         **support_agreement(setup, params, rows),
         "route_flips": route_flips(setup, params, rows, logp_old),
         "budgets": bounds,
         "exceeded": [name for name in above(setup, total) if name in bounds],
     }
+
+
+def _cause(
+    setup: Setup, params: Any, rows: dict[str, np.ndarray], bad: np.ndarray
+) -> str | None:
+    """Returns where the learner's values stop being finite in the first sequence with a log-prob that
+    is not; None without one."""
+    if not bad.any():
+        return None
+    program = setup.training.learner.program
+    return overflow.cause(params, setup.model, program, first_sequence(rows, bad))
 
 
 def _bounds(setup: Setup) -> dict[str, float]:
@@ -211,8 +226,9 @@ def measure(
 def failures(report: dict[str, Any]) -> list[str]:
     """Returns the reasons why the gate fails, one sentence each; none when it passes."""
     counts, total, bounds = report["non_finite"], report["total"], report["budgets"]
+    why = {"learner": report["non_finite_cause"]}
     return [
-        f"{count} log-probs of the {side} are not finite"
+        f"{count} log-probs of the {side} are not finite" + (f": {why[side]}" if side in why else "")
         for side, count in counts.items() if count
     ] + [
         f"{name} {total[name]:.4g} is not within gate.max_{name} = {bounds[name]:.4g}"
@@ -229,13 +245,13 @@ def to_json(report: dict[str, Any]) -> str:
 def table(report: dict[str, Any]) -> str:
     """Returns the report as text."""
     lines = [f"{'cause':<18}" + "".join(f"{name:>12}" for name in MEASURES)]
-    numbers = lambda r: "".join(f"{r[name]:>12.3g}" for name in MEASURES)
+    numbers = lambda r: "".join(f"{r[name]:>z12.3g}" for name in MEASURES)
     for r in report["rungs"]:
         lines.append(f"{r['cause']:<18}" + (f"{'same':>12}" if r["is_same"] else numbers(r)))
     total = report["total"]
     lines += [f"{'total':<18}" + numbers(total), f"largest cause: {report['largest']}"]
-    lines.append("  ".join(f"{n} {v:.4g}" for n, v in total.items() if n not in MEASURES))
-    if agreed := [f"{name} {report[name]:.4f}" for name in AGREEMENT if report[name] is not None]:
+    lines.append("  ".join(f"{n} {v:z.4g}" for n, v in total.items() if n not in MEASURES))
+    if agreed := [f"{name} {report[name]:z.4f}" for name in AGREEMENT if report[name] is not None]:
         lines.append("  ".join(agreed))
     return "\n".join(lines + _flip_lines(report["route_flips"]) + failures(report))
 
@@ -244,7 +260,7 @@ def _flip_lines(flips: dict[str, float] | None) -> list[str]:
     """Returns the flip rates as text: of all routers, and of each layer with experts."""
     if flips is None:
         return []
-    of = lambda names: "  ".join(f"{name} {flips[name]:.4f}" for name in names)
+    of = lambda names: "  ".join(f"{name} {flips[name]:z.4f}" for name in names)
     layers = [name for name in flips if re.fullmatch(r"layer_\d+", name)]
     return [f"route flips: {of(('token', 'router', 'expert'))}", f"route flips: {of(layers)}"]
 

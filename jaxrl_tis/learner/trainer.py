@@ -25,12 +25,17 @@ from jaxrl_tis.learner.scoring import (
 from jaxrl_tis.learner.setup import LearnerSetup, max_length
 from jaxrl_tis.learner.state import abstract_params, base, joined, policy as policy_of
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
-from jaxrl_tis.models import lora, placement
+from jaxrl_tis.models import lora, overflow, placement
 from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.rollouts.episodes import episode_metrics
 from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics, reroute_metrics
 
 WITHOUT_ROUTES = "moe/samples_without_routes"
+# Whose log-probs these fields are.
+LOGPS = {
+    "logp_prox": "the learner", "logp_old": "the learner", "logp_ref": "the reference",
+    "logp_behav": "the sampler",
+}
 
 
 class Trainer:
@@ -114,9 +119,7 @@ class Trainer:
             micro, flat = self.setup.micro_batches(rows | {"mask": rows["sampled"]})
             rows["values"] = flat(self._values(critic, micro))
         if self.setup.correction.kl is not None:
-            reference = base(state) or placement.put(
-                state["reference"], self.setup.layout, self.setup.model
-            )
+            reference = self._reference(state)
             own = self._passes(without_replay(rows))
             rows["logp_ref"] = own(lambda *a: self._score(*a)["logp"], reference)
             if "logits_ref" in needs:
@@ -131,6 +134,26 @@ class Trainer:
         rows |= {name: run(f, policy) for name, f in by_learner.items() if name in needs}
         rows |= {"mask": rows["mask"] & trained[extra.owners][:, None]}
         return rows | ({"environment": environment_tokens(rows)} if "environment" in needs else {})
+
+    def _reference(self, state: dict[str, Any]) -> Any:
+        layout, model = self.setup.layout, self.setup.model
+        return base(state) or placement.put(state["reference"], layout, model)
+
+    def non_finite(self, state: dict[str, Any], rows: Rows) -> str:
+        """Returns which log-probs of a scored batch are not finite, and where the values of the
+        first such sequence stop being finite under the policy or the reference; "" without any."""
+        for name, whose in LOGPS.items():
+            bad = rows["mask"] & ~np.isfinite(rows[name]) if name in rows else np.zeros(1, bool)
+            if not bad.any():
+                continue
+            params = policy_of(self.setup, state)
+            if name == "logp_ref":
+                params = self._reference(state)
+            tokens = first_sequence(rows, bad)
+            why = overflow.cause(params, self.setup.model, self.setup.learner.program, tokens)
+            count = rows["mask"].sum()
+            return f"{bad.sum()} of {count} log-probs of {whose} ({name}) are not finite: {why}"
+        return ""
 
     def _passes(self, rows: Rows) -> Callable[[Callable, Any], Any]:
         """Returns a function (program, params) -> its results for the rows, [N,T,...] each. The rows
@@ -580,6 +603,13 @@ def _longest_turn(trajectory: Trajectory, config: ml_collections.ConfigDict) -> 
     is_full = len(trajectory.prompt) + len(trajectory.tokens) >= max_length(config)
     counts = np.bincount(trajectory.turn[trajectory.mask], minlength=1)
     return config.rollout.max_new_tokens if is_full else int(counts.max())
+
+
+def first_sequence(rows: Rows, is_bad: np.ndarray) -> np.ndarray:
+    """Returns the tokens [n] of the first row with a bad token: all, since attention in whole rows
+    multiplies later values by 0, and 0 times infinity is NaN."""
+    row = int(is_bad.any(axis=1).argmax())
+    return rows["tokens"][row][rows["segment_ids"][row] > 0]
 
 
 def scored_tokens(rows: Rows) -> np.ndarray:

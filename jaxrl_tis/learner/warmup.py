@@ -15,7 +15,7 @@ from jaxrl_tis.learner.batch_layout import supervised_rows
 from jaxrl_tis.learner.optimizer import make_optimizer, optimizer_shardings, scaled_for
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.step import TrainState, make_supervised_step
-from jaxrl_tis.models import placement
+from jaxrl_tis.models import overflow, placement
 from jaxrl_tis.record.metrics import MetricsWriter, NoRecord
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -71,12 +71,15 @@ def warm_up(
             rows = supervised_rows([(pairs.before(r), pairs.target(r)) for r in records], length)
             minibatch = {name: value[None] for name, value in rows.items()}
             state, values = train_step(state, layout.put_batch(minibatch))
-            loss = float(values["supervised/ce_loss"])
+            loss, norm = (float(values[f"supervised/{name}"]) for name in ("ce_loss", "grad_norm"))
             if not math.isfinite(loss):
+                tokens = rows["tokens"][0][rows["segment_ids"][0] > 0]
+                why = overflow.cause(state.params, setup.model, setup.learner.program, tokens)
                 raise FloatingPointError(
-                    f"warm-up step {index}: the cross-entropy is {loss}; lower warmup.lr"
+                    f"warm-up step {index}: the cross-entropy is {loss}. After the step, {why}; lower "
+                    "warmup.lr if earlier steps were finite"
                 )
-            if not math.isfinite(norm := float(values["supervised/grad_norm"])):
+            if not math.isfinite(norm):
                 raise FloatingPointError(
                     f"warm-up step {index}: the gradient norm is {norm}; lower warmup.lr"
                 )

@@ -9,7 +9,7 @@ unrolled instead.
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -478,6 +478,23 @@ def _hidden(
     params, config, program, tokens_bt, positions_bt, attend, cache, seed_b, replay, asked,
     is_token_bt,
 ):
+    layer = _layer(
+        config, program, positions_bt, attend, seed_b, replay, asked, is_token_bt
+    )
+    x_btd = _embeddings(params, config, program, tokens_bt)
+    ids_lbtk = None if replay is None else replay.ids
+    run_layers = _unrolled if isinstance(params["layers"], tuple) else _scanned
+    x_btd, carried, routed = run_layers(layer, params, config, x_btd, cache, ids_lbtk)
+    x_btd = _norm(program, config, x_btd, params["final_norm"])
+    return Hidden(x_btd, carried, routed)
+
+
+def _layer(
+    config, program, positions_bt, attend, seed_b=None, replay=None, asked=moe.Asked(),
+    is_token_bt=None,
+) -> Callable:
+    """Returns the function of one layer: (x [B,T,D], its parameters, its cache, its noise, its
+    routes, whether it has the sliding window) -> (x, carried output, what its router did)."""
     if config.sliding is not None and program.is_invariant:
         raise ValueError(
             "numerics='invariant' has no layers with a sliding window; set model.numerics to 'fast'"
@@ -505,15 +522,15 @@ def _hidden(
 
     if program.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[program.remat])
+    return layer
+
+
+def _embeddings(params, config, program, tokens_bt) -> jax.Array:
+    """Returns the residual stream [B,T,D] before the first layer."""
     x_btd = program.embedded(params["embed"], tokens_bt)
     if config.scales_embeddings:
         x_btd = x_btd * jnp.asarray(config.embed_dim**0.5, x_btd.dtype)
-    x_btd = program.constrain(x_btd, ("batch", "length", None))
-    ids_lbtk = None if replay is None else replay.ids
-    run_layers = _unrolled if isinstance(params["layers"], tuple) else _scanned
-    x_btd, carried, routed = run_layers(layer, params, config, x_btd, cache, ids_lbtk)
-    x_btd = _norm(program, config, x_btd, params["final_norm"])
-    return Hidden(x_btd, carried, routed)
+    return program.constrain(x_btd, ("batch", "length", None))
 
 
 def _unrolled(layer, params, config, x_btd, cache, ids_lbtk):
@@ -631,16 +648,56 @@ def rows_routed(
     unseen_bt = None
     if evict_step_bt is not None:
         unseen_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt + evict_step_bt
+    attend = _row_attention(program, segment_ids_bt, unseen_bt)
+    return hidden(
+        params, config, program, tokens_bt, positions_bt, attend, seed_b=seed_b, replay=replay,
+        asked=asked, is_token_bt=segment_ids_bt > 0,
+    )
+
+
+def _row_attention(program, segment_ids_bt, unseen_bt) -> Callable:
+    """Returns the `attend` of `hidden` for whole rows."""
 
     def attend(q, k, v, _, window):
         if program.kv_dtype is not None:
             k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
         return program.row_attention(q, k, v, segment_ids_bt, unseen_bt, window), None
 
-    return hidden(
-        params, config, program, tokens_bt, positions_bt, attend, seed_b=seed_b, replay=replay,
-        asked=asked, is_token_bt=segment_ids_bt > 0,
-    )
+    return attend
+
+
+def residuals(
+    params: Params, config: ModelConfig, program: Program, tokens_bt: jax.Array
+) -> Iterator[jax.Array]:
+    """Yields the residual stream [B,T,D] of rows of one segment: the embeddings, then the output of
+    each layer. A layer is computed when it is asked for. Its router chooses by itself.
+
+    It is for the search of a fault: it waits between the layers, and reads each from its stack.
+    """
+    shape, compiler_options = tokens_bt.shape, program.compiler_options
+    positions_bt = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
+
+    @functools.partial(jax.jit, compiler_options=compiler_options)
+    def one(x_btd, layer_params, is_sliding):
+        attend = _row_attention(program, jnp.ones(shape, jnp.int32), None)
+        layer = _layer(config, program, positions_bt, attend)
+        with program.products():
+            return layer(x_btd, layer_params, None, None, None, is_sliding)[0]
+
+    embed = functools.partial(_embeddings, config=config, program=program, tokens_bt=tokens_bt)
+    outer = {name: x for name, x in params.items() if name not in config.stacks}
+    x_btd = jax.jit(embed, compiler_options=compiler_options)(outer)
+    yield x_btd
+    places = {i: (name, n) for name, ids in config.stacks.items() for n, i in enumerate(ids)}
+    for i in range(config.num_layers):
+        name, n = places[i]
+        if isinstance(params["layers"], tuple):
+            layer_params = params["layers"][i]
+        else:
+            layer_params = jax.tree.map(lambda x, n=n: x[n], params[name])
+        is_sliding = None if config.sliding is None else jnp.array(i in config.sliding.layers)
+        x_btd = one(x_btd, layer_params, is_sliding)
+        yield x_btd
 
 
 def output_head(params: Params, program: Program, x: jax.Array) -> tuple[Head, jax.Array]:

@@ -65,7 +65,7 @@ class Progress:
 
 
 def _shown(values: Mapping[str, float]) -> dict[str, str]:
-    return {name: f"{float(value):.4g}" for name, value in values.items()}
+    return {name: f"{float(value):z.4g}" for name, value in values.items()}
 
 
 def clock(seconds: float) -> str:

@@ -37,7 +37,7 @@ def answer(line: dict[str, Any]) -> str:
     more = f" <small>and {rest} more tokens</small>" if rest else ""
     right = line["answer"]
     expected = "" if right is None else f", expected {html.escape(right)}"
-    reward = "unknown" if line["reward"] is None else f'{line["reward"]:g}'
+    reward = "unknown" if line["reward"] is None else f'{line["reward"]:zg}'
     ended = f', {line["outcome"]}, turns {len(line["turn_rewards"])}' if "outcome" in line else ""
     return (
         f'<div class="card answer"><p><small>prompt</small> {html.escape(line["prompt"])}</p>'

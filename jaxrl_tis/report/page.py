@@ -56,12 +56,12 @@ def _percent(run: Run, key: str, index: int) -> str:
 def _change(run: Run, key: str) -> str:
     """Returns the first and the last value of an evaluation."""
     values = run.curve("eval", key)[1]
-    return f"{values[0]:.3g} → {values[-1]:.3g}" if values.size else "–"
+    return f"{values[0]:z.3g} → {values[-1]:z.3g}" if values.size else "–"
 
 
 def _number(run: Run, key: str, reduce: Callable) -> str:
     values = run.curve("train", key)[1]
-    return f"{reduce(values):.3g}" if values.size else "–"
+    return f"{reduce(values):z.3g}" if values.size else "–"
 
 
 def summary_row(run: Run) -> dict[str, str]:

@@ -142,6 +142,14 @@ def test_no_mean_ratio_is_judged_by_a_few_sequences(tmp_path):
     assert "mass" not in found["verdict"]
 
 
+def test_a_gap_too_wide_for_a_filter_is_not_named_one(tmp_path):
+    """Log-probs of other tokens: 3 nats lower for each token, where a filter would keep 5 % of the mass."""
+    old = -np.random.default_rng(0).exponential(1.0, (64, 100)) - 0.1
+    lines = lambda gap: [{"logp_behav": x.tolist(), "logp_old": (x - gap).tolist()} for x in old]
+    assert "mass" not in judged(lines(3.0), tmp_path)["verdict"]
+    assert "mass" in judged(lines(0.9), tmp_path)["verdict"]
+
+
 def test_sequences_without_a_token_make_no_mean_more_certain(tmp_path):
     line = lambda ratio, on: {
         "logp_old": [-1.0] * 10, "logp_behav": [-1.0 - float(np.log(ratio))] * 10, "mask": [on] * 10

@@ -156,3 +156,11 @@ def test_without_a_valid_token_every_metric_is_zero(mask):
     metrics |= routes.load_metrics(load, routes.router_entropy(OLD, mask))
     for name, value in metrics.items():
         assert value == 0.0, name
+
+
+@pytest.mark.parametrize("num_chosen", range(1, 9))
+def test_equal_sets_do_not_flip_at_all(num_chosen):
+    """A rounded 1 / 3 would make it -6e-8, which prints as -0.0000."""
+    same = jnp.full((1, 4, 2), num_chosen, jnp.uint8)
+    found = flip_metrics(same, MASK, num_chosen=num_chosen, num_experts=16)
+    assert float(found["mismatch/route_flip_expert"]) == 0.0

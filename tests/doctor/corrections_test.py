@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.doctor import foreign
-from jaxrl_tis.doctor.case import KL, LAG
+from jaxrl_tis.doctor.case import K3, KL, LAG
 from jaxrl_tis.doctor.frameworks import SAMPLER_LOGP
 from tests.doctor import logs, make_tinker_run
 from tests.doctor.runs import names
@@ -248,6 +248,48 @@ def test_products_that_spread_too_far_for_a_mean_are_judged_by_its_logarithm(tmp
     assert "mass" not in held(tmp_path, logs.NEMO, wide(-2.0))
     assert "mass" not in held(tmp_path, logs.NEMO, wide(-6.0) | {"train/gen_kl_error": 0.03})
     assert "mass" not in held(tmp_path, logs.NEMO, wide(-6.0) | {"train/gen_kl_error": None})
+
+
+def tokens_of_verl(seed, mean, spread, kept=1.0):
+    """verl's metrics of 20,000 tokens a step over 60 steps. Log-ratios of tokens are normal; a filter that
+    keeps a share of the learner's mass adds the logarithm of this share to each."""
+    rng, rows = np.random.default_rng(seed), []
+    for step in range(1, 61):
+        gap = rng.normal(mean, spread, 20_000) + math.log(kept)
+        rows.append((step, {
+            KL: float(-gap.mean()), K3: float(np.mean(np.exp(gap) - gap - 1)),
+            "rollout_corr/rollout_is_mean": float(np.exp(gap).mean()), "actor/pg_clipfrac": 0.01,
+        }))
+    return rows
+
+
+@pytest.mark.parametrize("spread, mean, kept, is_filter", [
+    (0.1, None, 0.9, True), (0.5, None, 0.8, True), (0.8, None, 0.6, True), (0.3, None, 0.4, True),
+    # True importance ratios: the mean is -spread^2 / 2, and the ratios have mean 1.
+    *((spread, None, 1.0, False) for spread in (1.0, 3.5, 5.0, 6.5)),
+    # Log-probs of other tokens or other weights: no filter leaves exp(-3) of the mass.
+    (3.5, -16.3, 1.0, False), (0.5, -16.0, 1.0, False), (1.0, -3.0, 1.0, False),
+])
+def test_no_wide_gap_is_a_filter(spread, mean, kept, is_filter, tmp_path):
+    """In each of six logs. The sample of a wide ratio lacks the tail that makes its mean 1."""
+    centre = -(spread**2) / 2 if mean is None else mean
+    for seed in range(6):
+        path = logs.write_jsonl(tmp_path / "log.jsonl", tokens_of_verl(seed, centre, spread, kept))
+        shown = foreign.diagnose([path], "verl")
+        assert ("mass" in names(shown["corrections"])) == is_filter, seed
+        assert "A" in shown["verdict"] or centre + math.log(kept) > -0.05
+
+
+def test_the_gap_that_rules_out_a_filter_is_what_a_log_has(tmp_path):
+    """k1, else k3, else the mean |log-ratio|; without any of them nothing is said."""
+    lost = {"policy/loss_metrics/is_ratio_mean": noise(0.3, 1e-3)}
+    gap = "policy/rollout_train_logprobs_abs_diff_mean"
+    assert "mass" in held(tmp_path, logs.SKYRL, lost | {gap: 0.99})
+    assert "mass" not in held(tmp_path, logs.SKYRL, lost | {gap: 1.01})
+    assert "mass" in names(found(tmp_path, logs.SKYRL, lost | {gap: None})["undecided"])
+    nemo = {"train/sampling_importance_ratio": noise(0.3, 1e-3)}
+    assert "mass" in held(tmp_path, logs.NEMO, nemo | {"train/gen_kl_error": 0.99})
+    assert "mass" not in held(tmp_path, logs.NEMO, nemo | {"train/gen_kl_error": 1.01})
 
 
 def test_one_step_has_no_error(tmp_path):

@@ -300,3 +300,14 @@ def test_a_row_does_not_see_the_other_rows():
         alone = jax.device_get(alone)
         for field in ("tokens", "logp_behav", "logp_raw", "entropy"):
             assert getattr(alone, field)[row] == getattr(together, field)[row], (row, field)
+
+
+@pytest.mark.parametrize("value, place", [
+    (np.nan, slice(None)), (np.nan, 3), (np.inf, 3), (np.inf, slice(None)), (-np.inf, slice(None)),
+])
+def test_no_token_of_broken_logits_has_a_finite_log_prob(value, place):
+    """However it is sampled: the scheduler looks at the log-prob."""
+    logits_bv = np.tile(np.linspace(-1, 1, 100, dtype=np.float32), (len(ROWS), 1))
+    logits_bv[:, place] = value
+    out = draw(logits_bv, SamplingRows.of(ROWS), keys(len(ROWS)), np.zeros(len(ROWS), np.int32))
+    assert not np.isfinite(out.logp_behav).any()

@@ -3,6 +3,7 @@
 import collections
 import dataclasses
 import inspect
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from jaxrl_tis.engine.policies import POLICIES, LongestFirst, ShortestPrompt
 from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.engine.scheduler import Full, Scheduler
+from jaxrl_tis.engine.scheduler import Full, NonFinite, Scheduler
 from jaxrl_tis.engine.wait_queue import WaitQueue
 from tests import arithmetic
 from tests.arithmetic import (
@@ -119,6 +120,47 @@ def test_the_scheduler_calls_nothing_outside_the_protocol():
     scheduler.step()
     scheduler.abort("a")
     assert {t.id for t in drain(scheduler)} == {"a", "b"}
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_tokens_whose_log_prob_is_not_finite_end_their_request_alone(async_scheduling):
+    """The error names the requests and the tokens before; it searches once for each version."""
+    good = [request(f"r{i}", seed=i, max_tokens=9) for i in range(3)]
+    bad = [request(f"bad{i}", (4, 5), seed=i, max_tokens=9) for i in range(2)]
+    engine = arithmetic.Overflowing(slots=3)
+    scheduler = started(engine, [*bad, *good], async_scheduling=async_scheduling)
+    records, raised = [], []
+    while scheduler.pending:
+        try:
+            records += scheduler.step()
+        except NonFinite as error:
+            raised.append(error)
+    assert_as_alone(records, good)
+    assert [id for error in raised for id in error.ids] == ["bad0", "bad1"]
+    before = [4, 5, *alone(bad[0])[0][:2]]
+    assert "log-prob of token 2 of bad0" in str(raised[0])
+    assert f"is not finite: weights 0 break after {before}" in str(raised[0])
+    assert all(pages.used == 0 for pages in scheduler.pages) and not scheduler._failed
+    with mock.patch.object(engine, "non_finite", side_effect=AssertionError):
+        scheduler.add(request("bad2", (4, 5), max_tokens=9))
+        with pytest.raises(NonFinite, match="of bad2 is not finite: weights 0 break"):
+            drain(scheduler)
+    scheduler.set_params(7, 1)
+    scheduler.add(request("bad3", (4, 5), max_tokens=9))
+    with pytest.raises(NonFinite, match="weights 7 break"):
+        drain(scheduler)
+
+
+def test_a_failed_request_is_pending_until_a_step_has_said_so():
+    """A pause between the call and the next step returns no record of it."""
+    engine, requests = arithmetic.Overflowing(slots=1), [request("bad", max_tokens=9)]
+    scheduler = started(engine, requests, async_scheduling=True)
+    scheduler.step()
+    scheduler.step()
+    assert scheduler.pause("abort") == [] and scheduler.pending == 1
+    with pytest.raises(NonFinite, match="of bad is not finite"):
+        scheduler.step()
+    assert scheduler.pending == 0
 
 
 # Who is refused

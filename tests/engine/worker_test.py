@@ -8,7 +8,7 @@ import pytest
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full, Scheduler
 from jaxrl_tis.engine.worker import EngineThread
-from tests.arithmetic import Engine, alone, request
+from tests.arithmetic import Engine, Overflowing, alone, request
 
 
 @pytest.fixture
@@ -80,6 +80,18 @@ def test_an_engine_that_failed_is_not_asked_again():
     assert "no pages" in str(ear.wait()["a"][0])
     with pytest.raises(RuntimeError, match="the engine has failed.*no pages"):
         worker.submit([request("b")], ear, False).result(5)
+    worker.stop()
+
+
+def test_a_request_that_overflows_fails_alone():
+    worker, ear, r = EngineThread(Scheduler(Overflowing(), 0)), Ear(2), request("a", max_tokens=9)
+    worker.start()
+    worker.submit([request("bad", max_tokens=9), r], ear, False).result(5)
+    heard = ear.wait()
+    [error] = heard["bad"]
+    assert isinstance(error, RuntimeError) and "token 2 of bad is not finite" in str(error)
+    assert heard["a"][0].tokens.tolist() == alone(r)[0]
+    assert worker.error is None and worker.pending == 0
     worker.stop()
 
 

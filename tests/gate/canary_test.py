@@ -61,7 +61,6 @@ def test_another_base_is_caught_by_the_log_probs():
     ([(0.4, 0.0), (0.1, 0.0), (0.2, 0.0)], 3, None),
     ([(0.4, 0.0), (0.31, 0.0), (0.2, 0.0)], 3, "median d 0.31 "),
     ([(0.0, 0.3), (0.0, 0.1), (0.0, 0.26)], 3, "median dp_max 0.26 "),
-    ([(float("nan"), 0.0)] * 3, 3, "median d nan "),
 ])
 def test_a_prompt_above_a_bound_is_an_alarm_if_most_are(monkeypatch, pairs, scored, alarm):
     canary, engine, params, _ = begun(0.1)
@@ -73,6 +72,14 @@ def test_a_prompt_above_a_bound_is_an_alarm_if_most_are(monkeypatch, pairs, scor
         with pytest.raises(MismatchError, match=alarm):
             canary.check(params, served, 1)
     assert len(pairs) - len(rest) == scored
+
+
+def test_a_side_that_is_not_finite_is_named_and_is_no_disagreement():
+    canary, engine, params, _ = begun(0.1)
+    served = engine.load(params)
+    broken = served | {"final_norm": np.nan * served["final_norm"]}
+    with pytest.raises(FloatingPointError, match="of the sampler after .*: the weight final_norm "):
+        canary.check(params, broken, 1)
 
 
 @pytest.mark.parametrize("index", [0, 1, 2])

@@ -316,6 +316,7 @@ def test_a_gap_that_is_no_number_is_the_largest_and_within_no_bound(sampled, val
     assert result["exceeded"] == ["k3"] and result["budgets"] == {"k3": 1e9}
     assert result["largest"] == "decode"  # batch_shape, before it, is finite
     assert result["non_finite"] == {"learner": 0, "sampler": 1}
+    assert result["non_finite_cause"] is None
     said = "1 log-probs of the sampler are not finite"
     k3 = result["total"]["k3"]
     assert report.failures(result) == [said, f"k3 {k3} is not within gate.max_k3 = 1e+09"]
@@ -340,6 +341,19 @@ def test_a_learner_that_is_no_number_is_told_from_the_sampler(sampled):
     setup, params, trajectories = sampled(**SAME)
     result = report.gap_report(setup, noisy.perturbed(params, np.nan), trajectories)
     assert result["non_finite"] == {"learner": result["tokens"], "sampler": 0}
+    said = f"{result['tokens']} log-probs of the learner are not finite: the weight embed (float32) is"
+    assert report.failures(result)[0].startswith(said)
+
+
+def test_no_zero_is_printed_as_negative():
+    flips = dict.fromkeys(("token", "router", "expert", "layer_0"), -0.0)
+    assert report._flip_lines(flips)[0] == "route flips: token 0.0000  router 0.0000  expert 0.0000"
+    total = dict.fromkeys((*report.MEASURES, "k1"), -0.0)
+    said = report.table({
+        "rungs": [], "total": total, "largest": "dtype", "route_flips": flips, "exceeded": [],
+        "non_finite": {}, "non_finite_cause": None, "budgets": {}, **dict.fromkeys(report.AGREEMENT),
+    })
+    assert "-0" not in said
 
 
 def test_filters_cost_the_kept_mass(sampled):
@@ -503,9 +517,9 @@ def test_the_command_exits_with_1_when_it_fails_and_writes_what_the_page_documen
     names |= {rung["cause"] for rung in result["rungs"]}
     assert not [name for name in names if f"`{name}`" not in page]
     unbounded = {f"gate__max_{name}": np.inf for name in report.MEASURES}
-    code, result = command(tiny.config(**SAME, **unbounded), tmp_path / "broken", noise=np.nan)
-    assert code == 1 and "of the sampler are not finite" in capsys.readouterr().out
-    assert result["exceeded"] == [] and result["total"]["d_mean"] is None
+    with pytest.raises(FloatingPointError, match="is not finite: the weight embed") as error:
+        command(tiny.config(**SAME, **unbounded), tmp_path / "broken", noise=np.nan)
+    assert cli.exit_code(error.value) == 1 and not (tmp_path / "broken").exists()
     code, result = command(tiny.config(**SAME), tmp_path / "accepted", prompts=8)
     assert code == 0 and result["sequences"] == 32
 

@@ -13,10 +13,11 @@ from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.learner import trainer
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.step import TrainState
-from jaxrl_tis.learner.trainer import Trainer, reward_fields, sample_metrics
+from jaxrl_tis.learner.trainer import Trainer, first_sequence, reward_fields, sample_metrics
 from jaxrl_tis.models import transformer
 from jaxrl_tis.rollouts.groups import Sample
 from tests import tiny
+from tests.weights import exploding
 
 pytestmark = [
     pytest.mark.compiles,
@@ -102,6 +103,31 @@ def test_weights_that_are_gone_are_named():
 
 
 # Several minibatches and epochs
+
+
+def test_log_probs_that_are_not_finite_are_named_with_their_layer():
+    setup = tiny.setup(model__num_layers=2, model__dtype="float16", train__fuse_old_logp="never")
+    with tiny.one_device():
+        trainer = Trainer(setup.training)
+    params = initial_params(setup.training)
+    score = lambda params: (
+        state := initial_state(setup.training, params),
+        trainer.score(state, fake_samples(), {0: state["policy"].params}),
+    )
+    assert trainer.non_finite(*score(params)) == ""
+    state, rows = score(exploding(params))
+    said, count = trainer.non_finite(state, rows), rows["mask"].sum()
+    assert f"{count} of {count} log-probs of the learner (logp_prox) are not finite" in said
+    assert "in layer 1 (of layers 0 to 1)" in said
+    rows["mask"][:] = False  # nothing is trained on
+    assert trainer.non_finite(state, rows) == ""
+
+
+def test_the_sequence_of_a_bad_token_is_whole():
+    """A token of row 1 that overflows makes earlier ones NaN, too."""
+    rows = {"tokens": np.array([[1, 2, 3, 0], [4, 5, 6, 0]]), "segment_ids": np.array([[1, 1, 1, 0]] * 2)}
+    bad = np.array([[0, 0, 0, 0], [0, 1, 0, 0]], bool)
+    assert first_sequence(rows, bad).tolist() == [4, 5, 6]
 
 
 def test_one_minibatch_and_one_epoch_is_on_policy():

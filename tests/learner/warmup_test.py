@@ -12,6 +12,7 @@ from jaxrl_tis.learner import warmup
 from jaxrl_tis.rollouts.prompts import Prompter
 from tests import tiny
 from tests.environments import continuity_test
+from tests.weights import exploding
 
 pytestmark = [
     pytest.mark.compiles,
@@ -93,3 +94,12 @@ def test_a_warm_up_answer_longer_than_the_row_of_targets_is_refused(tmp_path):
         pytest.raises(ValueError, match="max_new_tokens"),
     ):
         tiny.run(tmp_path, rollout__max_new_tokens=2, task__max_prompt_tokens=8, warmup__steps=1)
+
+
+def test_a_warm_up_that_overflows_names_the_layer(tmp_path):
+    begin = train.initial_params
+    with (
+        mock.patch.object(train, "initial_params", lambda setup: exploding(begin(setup))),
+        pytest.raises(FloatingPointError, match="warm-up step 1: the cross-entropy is nan.* layer 1 "),
+    ):
+        tiny.run(tmp_path, model__num_layers=2, model__dtype="float16")

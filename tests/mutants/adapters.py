@@ -92,6 +92,8 @@ MUTANTS = [
     ),
     *of(
         "gate/canary.py",
+        ("a side that is no number is a disagreement", "if not np.isfinite(logp_v).all():", "if False:",
+         "test_a_side_that_is_not_finite_is_named_and_is_no_disagreement"),
         ("an old adapter passes", "!= expected:", "== None:",
          "test_an_old_adapter_is_caught_however_small_the_update"),
         ("another base passes",

@@ -112,6 +112,12 @@ MUTANTS = [
     ),
     *of(
         "engine/scheduler.py",
+        ("a token whose log-prob is no number goes on", "if is_bad[:, slot].any():", "if False:",
+         "engine/scheduler_test.py::test_tokens_whose_log_prob_is_not_finite_end_their_request_alone"),
+        ("a request that failed is forgotten at once",
+         'self._leave(sequence, "abort")',
+         'self._leave(sequence, "abort"); del self._live[sequence.request.id]',
+         "engine/scheduler_test.py::test_a_failed_request_is_pending_until_a_step_has_said_so"),
         ("new weights keep the prompts that nobody waits for",
          "self._blocks.prefixes.forget()\n        self._drafts.forget()", "self._drafts.forget()",
          INTERRUPTIONS + "::test_new_weights_fill_a_half_filled_prompt_anew"),

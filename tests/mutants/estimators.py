@@ -254,6 +254,9 @@ MUTANTS = [
     ),
     *of(
         "diagnostics/routes.py",
+        ("equal sets of three experts differ by rounding",
+         "missed_btl / num_chosen, mask_btl", "1.0 - overlap_btl / num_chosen, mask_btl",
+         "diagnostics/routes_test.py::test_equal_sets_do_not_flip_at_all"),
         ("experts of one side count",
          "(2.0 * num_chosen / num_experts)", "(num_chosen / num_experts)"),
         ("flips of padding count by position",

@@ -320,6 +320,9 @@ MUTANTS = [
     ),
     *of(
         "learner/trainer.py",
+        ("log-probs that nobody trains on stop a run",
+         'bad = rows["mask"] & ~np.isfinite(rows[name]) if', 'bad = ~np.isfinite(rows[name]) if',
+         "learner/trainer_test.py::test_log_probs_that_are_not_finite_are_named_with_their_layer"),
         ("a penalty of the run is lost where turns are credited",
          "elif sample.reward != sample.score:", "elif False:",
          "learner/turns_test.py::test_the_reward_of_a_turn_stands_on_its_last_token"),
