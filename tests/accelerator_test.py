@@ -156,7 +156,7 @@ def test_correctness_and_the_gate_decide():
 @pytest.mark.parametrize("has_passed", [True, False])
 def test_the_exit_code_and_the_files(has_passed, monkeypatch, tmp_path, capsys):
     report = example() | {"passed": has_passed}
-    monkeypatch.setattr(accelerator, "measure", lambda machine: report)
+    monkeypatch.setattr(accelerator, "measure", lambda machine, **_: report)
     monkeypatch.setattr(sys, "argv", ["accelerator", f"--json={tmp_path}/a.json"])
     with pytest.raises(SystemExit) as end:
         accelerator.main()
