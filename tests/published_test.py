@@ -58,6 +58,12 @@ def test_every_published_command_has_a_way_to_run():
     assert len(published.chosen("", "0/1")) > 200
 
 
+def test_a_command_without_a_way_is_refused(monkeypatch):
+    monkeypatch.setattr(ways, "WAYS", {".*(?<!--quick)$": ways.Way()})
+    with pytest.raises(ValueError, match="published_ways.py has no way to run ./launch/test.sh --quick"):
+        published.chosen("", "0/1")
+
+
 def test_every_way_runs_a_command():
     used = {id(ways.way(command.text)) for command in published.commands()}
     idle = [pattern for pattern, way in ways.WAYS.items() if id(way) not in used]

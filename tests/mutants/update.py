@@ -310,6 +310,13 @@ MUTANTS = [
          "test_the_warm_up_taught_the_format"),
     ),
     *of(
+        "fields.py",
+        ("the rows of an update have a field without a line",
+         '    "scored": Field("token", "bool", "prepare", "batch"),\n', "",
+         "learner/trainer_test.py::test_counts_are_of_the_whole_batch"),
+        tests="fields_test.py",
+    ),
+    *of(
         "learner/trainer.py",
         ("a penalty of the run is lost where turns are credited",
          "elif sample.reward != sample.score:", "elif False:",
