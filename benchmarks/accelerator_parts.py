@@ -94,8 +94,8 @@ def sizes(is_smoke: bool = False) -> Sizes:
         return SMOKE
     if jax.default_backend() == "cpu":
         return Sizes(
-            "cpu", "4 layers, width 256, vocabulary 49,152", model.SMALL, (1, 32, 128), 32, 16, 4096, 16,
-            2048, 2,
+            "cpu", "4 layers, width 256, vocabulary 49,152", model.SMALL, (1, 32, 128), 32, 16, 4096,
+            16, 2048, 2,
         )
     shape = ModelConfig.from_hf(json.loads(SHAPE.read_text()))
     step = model.Sizes(
@@ -117,7 +117,8 @@ def device(of: Sizes) -> Iterator[Result]:
         "versions": {"python": platform.python_version()} | {
             package: metadata.version(package) for package in ("jax", "jaxlib", "flax", "numpy")
         },
-        "sizes": of.name, "model": of.description, "peak": peak and peak._asdict(), "matrix_rates": {},
+        "sizes": of.name, "model": of.description, "peak": peak and peak._asdict(),
+        "matrix_rates": {},
     }
     yield found
     seconds, moved = kernels.seconds(lambda x: x + 1.0, (jax.numpy.ones(of.copied),), 5)

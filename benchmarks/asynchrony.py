@@ -111,9 +111,8 @@ def source_of(setup, timer):
         address = ray_cluster.connect(rollout)
         from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray
 
-        return ray_source(
-            parts, setup.engine, setup.abstract_served, setup.identity, build.build_sampling, address
-        )
+        served, facts = setup.abstract_served, setup.identity
+        return ray_source(parts, setup.engine, served, facts, build.build_sampling, address)
     starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
     if setup.schedule.is_sync:
         return SyncSource(parts, starts[0])

@@ -10,7 +10,7 @@ speed: a model with random weights, shaped as SmolLM2-135M or as `--shape`, comp
   A round samples `--new` tokens for each of `--prompts` prompts of `--length` tokens at temperature
   1, prefill included. "host" is the scheduler's share of the time. Our engine runs on one simulated
   device with all cores and, as "by core", on one device per core, each with its part of the slots.
-oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 slots (--slots) in bfloat16, as the
+oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 `--slots` in bfloat16, as the
   scheduler runs them, reading tokens at once or a call late (`async_scheduling`), and in static
   batches of 32: the ratio of the median times, of the decode steps, and that of an ideal first-come schedule
   of the same lengths. That depends on the draw:
@@ -304,7 +304,8 @@ def overlap(args: argparse.Namespace) -> dict:
     )
     for kind, of in kinds.items():
         engine, params = random_engine(
-            MODELS[args.model] | dict(vocab=of["vocab"]), slots=32, max_length=16 + of["sampling"].max_tokens,
+            MODELS[args.model] | dict(vocab=of["vocab"]), slots=32,
+            max_length=16 + of["sampling"].max_tokens,
             steps=of["steps"], prefill_batch=32, page_size=16, **BF16,
         )
         schedulers = {
@@ -410,7 +411,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", choices=MODELS, default="small", help="for oversubscribed, shared, overlap")
+    parser.add_argument(
+        "--model", choices=MODELS, default="small", help="for oversubscribed, shared, overlap"
+    )
     parser.add_argument("--shape", choices=SHAPES, default="smollm2", help="for speed, prefill, drafts")
     parser.add_argument("--slots", type=int, default=32, help="for oversubscribed")
     parser.add_argument("--only", default="", help="engines, separated by commas")

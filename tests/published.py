@@ -1,14 +1,14 @@
 """Runs every command that a page or a docstring names once, with tiny sizes.
 
-    python -m tests.published [--list] [--only TEXT] [--slice K/N]
+    python -m tests.published [--list] [--only PATTERN] [--slice K/N]
 
 The commands are found, not listed: in the code of the pages, and in the docstrings and heads of
 commands. `WAYS` in published_ways.py says how each runs tiny; published_test.py fails for a command
 that it lacks. All run in a copy of the working tree, one at a time. What a command reads and no clone
 has is made before it (`MADE`).
 
---list prints the commands and runs none. --only takes the commands that contain TEXT. --slice=K/N
-takes every N-th, from the K-th modulo N.
+--list prints the commands and runs none. --only takes the commands in which a regular expression is
+found. --slice=K/N takes every N-th, from the K-th modulo N.
 """
 
 import argparse
@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
 SOURCES = (
     "benchmarks/*.py", "colab/*.py", "configs/**/*.py", "jaxrl_tis/**/*.py", "launch/**/*.py",
-    "launch/*.sh", "tests/mutants/*.py",
+    "launch/*.sh", "tests/mutants/*.py", "tests/published.py",
 )
 LIMIT = 600  # seconds of a command
 FENCED = re.compile(r"^(```|~~~)[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
@@ -242,7 +242,7 @@ def chosen(only: str, slice_: str) -> dict[Command, ways.Way]:
     for command in commands():
         if (way := ways.way(command.text)) is None:
             raise ValueError(f"tests/published_ways.py has no way to run {command.text}")
-        if only in command.text:
+        if re.search(only, command.text):
             found.setdefault((command.variables, *tiny(command, way)), (command, way))
     index, count = map(int, slice_.split("/"))
     return dict(list(found.values())[index % count :: count])
@@ -253,7 +253,7 @@ def main() -> int:
         prog="python -m tests.published", description=__doc__.partition("\n")[0]
     )
     parser.add_argument("--list", action="store_true", help="print the commands and run none")
-    parser.add_argument("--only", default="", help="the commands that contain this text")
+    parser.add_argument("--only", default="", help="the commands in which this pattern is found")
     parser.add_argument("--slice", default="0/1", help="K/N: every N-th command, from the K-th")
     args = parser.parse_args()
     found, failed = chosen(args.only, args.slice), []

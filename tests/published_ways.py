@@ -87,7 +87,7 @@ LANE = "the lane itself, or hours"
 WAYS: dict[str, Way] = {
     # Benchmarks.
     r"python -m benchmarks\.accelerator --row": Way(),
-    r"python -m benchmarks\.accelerator": Way("--smoke", codes=(0, 1)),  # 1: the gate of a random model
+    r"python -m benchmarks\.accelerator": SMOKE,
     r"python -m benchmarks\.prose": Way(codes=(0, 1)),  # 1: a page is above a limit
     r"python -m benchmarks\.canary": Way(
         f"{TINY} --prompts=2",
@@ -177,6 +177,7 @@ WAYS: dict[str, Way] = {
     r"python launch/(tpu_vm|gke/jobset|gke/raycluster)\.py": DRY,
     r"\.ci/\w+": Way(instead="-n", why=LANE),
     r"python -m tests\.mutants": Way("--check"),
+    r"python -m tests\.published": Way("--list"),
 }
 
 
