@@ -1,7 +1,10 @@
-"""The flag `--smoke` of every benchmark, and the lines that say what a benchmark is doing."""
+"""The flag `--smoke` of every benchmark, its processes, and the lines that say what it is doing."""
 
 import argparse
+import json
+import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -26,6 +29,17 @@ def parse(parser: argparse.ArgumentParser, **smoke: Any) -> argparse.Namespace:
     if args.smoke:
         vars(args).update(smoke)
     return args
+
+
+def result(command: Sequence[str], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Runs a module in a process of its own, and returns the JSON in the last line that it prints. If
+    it fails, its reason is on stderr, and this process ends too."""
+    done = subprocess.run(
+        [sys.executable, "-m", *command], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    if done.returncode:
+        sys.exit(f"python -m {' '.join(command)} ended with {done.returncode}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def say(text: str) -> None:

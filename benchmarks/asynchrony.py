@@ -19,8 +19,6 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
-import sys
 import time
 
 from benchmarks import arguments
@@ -208,12 +206,10 @@ def in_process(arm: str, steps: int, most: int = MOST) -> dict[str, float]:
     flags, threads = ("", "2") if arm == BOTH else (ONE_THREAD, "1")
     environment = os.environ | {"XLA_FLAGS": flags, "NPROC": threads, "JAX_PLATFORMS": "cpu"}
     driver = "ray" if arm == RAY else "threads"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.asynchrony", f"--schedule={arm.partition(', ')[0]}",
-         f"--steps={steps}", f"--driver={driver}", f"--most={most}"],
-        env=environment, stdout=subprocess.PIPE, text=True, check=True,
+    return arguments.result(
+        ["benchmarks.asynchrony", f"--schedule={arm.partition(', ')[0]}", f"--steps={steps}",
+         f"--driver={driver}", f"--most={most}"], environment,
     )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def compare(rounds: int, steps: int, most: int, arms: tuple[str, ...]) -> None:

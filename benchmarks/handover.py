@@ -20,8 +20,6 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 
@@ -163,11 +161,7 @@ def in_process(part: str, rounds: int, is_smoke: bool) -> dict:
     if kind == "smollm2":
         command = ["benchmarks.handover", f"--part={part}", f"--rounds={rounds}"]
     command += ["--smoke"] if is_smoke else []
-    done = subprocess.run(
-        [sys.executable, "-m", *command], env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE, text=True, check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    return arguments.result(command, os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
 def table(found: dict[str, dict], kind: str) -> str:

@@ -25,3 +25,12 @@ def test_smoke_replaces_the_sizes_of_the_command_line(monkeypatch):
 def test_a_size_that_no_argument_has_is_refused(monkeypatch):
     with pytest.raises(ValueError, match="--smoke sets lines, which benchmark has not"):
         parsed(monkeypatch, lines=2)
+
+
+def test_a_process_of_its_own_returns_its_last_line(tmp_path):
+    text = "import sys\nprint(1)\nprint('{\"a\": 1}')\nsys.exit(len(sys.argv) - 1)\n"
+    (tmp_path / "told.py").write_text(text)
+    environment = {"PYTHONPATH": str(tmp_path)}
+    assert arguments.result(["told"], environment) == {"a": 1}
+    with pytest.raises(SystemExit, match="python -m told b ended with 1"):
+        arguments.result(["told", "b"], environment)

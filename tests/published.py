@@ -257,6 +257,7 @@ def main() -> int:
     parser.add_argument("--slice", default="0/1", help="K/N: every N-th command, from the K-th")
     args = parser.parse_args()
     found, failed = chosen(args.only, args.slice), []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the command, too
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         if not args.list:
             copied(pathlib.Path(folder))
