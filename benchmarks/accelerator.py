@@ -28,6 +28,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
+from benchmarks import arguments
 from jaxrl_tis.record import provenance
 from jaxrl_tis.runtime import cli
 
@@ -46,11 +47,11 @@ COLUMNS = (
 )
 
 
-def measure_part(name: str) -> None:
+def measure_part(name: str, is_smoke: bool = False) -> None:
     """Prints the results of a part, one line of JSON each."""
     from benchmarks import accelerator_parts  # imports jax, for which the parent has no use
 
-    for result in accelerator_parts.PARTS[name]():
+    for result in accelerator_parts.PARTS[name](accelerator_parts.sizes(is_smoke)):
         print(MARK + to_json(result), flush=True)
 
 
@@ -60,13 +61,16 @@ def to_json(result: dict[str, Any]) -> str:
     return json.dumps(strict, allow_nan=False)
 
 
-def run_part(name: str, seconds: float, command: list[str] | None = None) -> dict[str, Any]:
+def run_part(
+    name: str, seconds: float, command: list[str] | None = None, is_smoke: bool = False
+) -> dict[str, Any]:
     """Runs a part for at most so many seconds.
 
     Returns {is_ok, seconds, error, result}: `result` is the last one that the part printed, None
     without any; `error` is None if the part ended.
     """
-    command = command or [sys.executable, "-m", "benchmarks.accelerator", f"--part={name}"]
+    own = [sys.executable, "-m", "benchmarks.accelerator", f"--part={name}"]
+    command = command or own + ["--smoke"] * is_smoke
     start, error = time.monotonic(), None
     with (
         tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as log,
@@ -115,12 +119,15 @@ def passed(parts: Mapping[str, Mapping[str, Any]]) -> bool:
     return all(x["is_ok"] for x in compared) and not failures
 
 
-def measure(machine: str, shares: Mapping[str, float] = SECONDS) -> dict[str, Any]:
+def measure(
+    machine: str, shares: Mapping[str, float] = SECONDS, is_smoke: bool = False
+) -> dict[str, Any]:
     """Returns the report of all parts, which benchmarks/accelerator_schema.json describes."""
     load, start, due, parts = os.getloadavg()[0], time.monotonic(), 0.0, {}
     for name, share in shares.items():
         due += share
-        parts[name] = run_part(name, due - (time.monotonic() - start))
+        arguments.say(f"{name}: at most {due - (time.monotonic() - start):.0f} s")
+        parts[name] = run_part(name, due - (time.monotonic() - start), is_smoke=is_smoke)
         state = "done" if parts[name]["is_ok"] else f"failed: {parts[name]['error']}"
         print(f"{name}: {parts[name]['seconds']:.0f} s, {state}", flush=True)
     return {
@@ -187,13 +194,13 @@ def main() -> None:
     parser.add_argument("--machine", default="", help="name for the page; default: the device's")
     parser.add_argument("--row", default="", help="print the row of this report; measure nothing")
     parser.add_argument("--part", choices=SECONDS, help="measure this part in this process")
-    given = parser.parse_args()
+    given = arguments.parse(parser)
     if given.part:
-        return measure_part(given.part)
+        return measure_part(given.part, given.smoke)
     if given.row:
         return print(row(json.loads(pathlib.Path(given.row).read_text())))
     cli.check_folder("json", given.json)
-    report = measure(given.machine)
+    report = measure(given.machine, is_smoke=given.smoke)
     if given.json:
         pathlib.Path(given.json).write_text(json.dumps(report, indent=1) + "\n")
     print(row(report))

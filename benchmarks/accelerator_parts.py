@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent import futures
 from importlib import metadata
 from typing import Any
@@ -39,8 +39,7 @@ from jaxrl_tis.record import metrics
 ROOT = pathlib.Path(__file__).parents[1]
 SHAPE = ROOT / "configs" / "shapes" / "Qwen2.5-0.5B-Instruct.json"
 FORMATS = {"bfloat16": "none", "W8A8": "w8a8"}  # of the sampler -> engine.quantization
-QUICKSTART = {"steps": 30, "eval.every": 30}  # fields of its config
-COPIED = 2**26  # float32 numbers of the timed copy, more than any cache holds
+QUICKSTART = {"steps": 30, "eval.every": 30}
 Result = dict[str, Any]
 
 
@@ -49,6 +48,7 @@ class Sizes:
     """The sizes of the parts.
 
     Attributes:
+      name: of these sizes, for the report.
       description: of the model and the step, for the page.
       step: model and batch of the GRPO step; the other parts have the same model.
       batches: sequences that decode together.
@@ -58,8 +58,11 @@ class Sizes:
       gate_prompts: prompts of the gate, with 8 samples each.
       matrix: width of the timed matrix product.
       rounds: repetitions of each timed part.
+      quickstart: fields of its config.
+      copied: float32 numbers of the timed copy, more than any cache holds.
     """
 
+    name: str
     description: str
     step: model.Sizes
     batches: tuple[int, ...]
@@ -69,28 +72,43 @@ class Sizes:
     gate_prompts: int
     matrix: int
     rounds: int
+    quickstart: Mapping[str, Any] = dataclasses.field(default_factory=QUICKSTART.copy)
+    copied: int = 2**26
 
 
-def sizes() -> tuple[str, Sizes]:
-    """Returns the name of the sizes and the sizes. A CPU gets the model of the learner's benchmarks,
-    a quarter of the tokens and prompts, and smaller matrices. Other devices get the full sizes."""
+SMOKE = Sizes(
+    "smoke", "1 layer, width 32, vocabulary 1,024", model.TINY, batches=(1, 2, 4), decode_tokens=16,
+    check_tokens=4, head_vocab=64, gate_prompts=16, matrix=32, rounds=1,
+    quickstart={
+        "steps": 3, "eval.every": 3, "eval.prompts": 8, "warmup.steps": 2, "rollout.prompts": 16,
+        "model.num_layers": 1,
+    },
+    copied=1024,
+)
+
+
+def sizes(is_smoke: bool = False) -> Sizes:
+    """Returns the sizes for this device. A CPU gets the model of the learner's benchmarks, a quarter
+    of the tokens and prompts, and smaller matrices. Other devices get the full sizes."""
+    if is_smoke:
+        return SMOKE
     if jax.default_backend() == "cpu":
-        return "cpu", Sizes(
-            "4 layers, width 256, vocabulary 49,152", model.SMALL, (1, 32, 128), 32, 16, 4096, 16,
-            2048, 2,
+        return Sizes(
+            "cpu", "4 layers, width 256, vocabulary 49,152", model.SMALL, (1, 32, 128), 32, 16, 4096,
+            16, 2048, 2,
         )
     shape = ModelConfig.from_hf(json.loads(SHAPE.read_text()))
     step = model.Sizes(
         shape, prompt_tokens=256, new_tokens=256, dtype="bfloat16", remat="dots"
     )
-    return "full", Sizes(
-        "Qwen2.5-0.5B's shape", step, (1, 32, 128), 128, 64, 151_936, 64, 8192, 3
+    return Sizes(
+        "full", "Qwen2.5-0.5B's shape", step, (1, 32, 128), 128, 64, 151_936, 64, 8192, 3
     )
 
 
-def device() -> Iterator[Result]:
+def device(of: Sizes) -> Iterator[Result]:
     """Yields the device, its driver, the versions, its published rates and measured rates."""
-    [first, *_], (name, of) = jax.devices(), sizes()
+    first = jax.devices()[0]
     stats, peak = first.memory_stats() or {}, peaks.PEAKS.get(first.device_kind)
     found = {
         "platform": first.platform, "kind": first.device_kind, "count": jax.device_count(),
@@ -99,10 +117,11 @@ def device() -> Iterator[Result]:
         "versions": {"python": platform.python_version()} | {
             package: metadata.version(package) for package in ("jax", "jaxlib", "flax", "numpy")
         },
-        "sizes": name, "model": of.description, "peak": peak and peak._asdict(), "matrix_rates": {},
+        "sizes": of.name, "model": of.description, "peak": peak and peak._asdict(),
+        "matrix_rates": {},
     }
     yield found
-    seconds, moved = kernels.seconds(lambda x: x + 1.0, (jax.numpy.ones(COPIED),), 5)
+    seconds, moved = kernels.seconds(lambda x: x + 1.0, (jax.numpy.ones(of.copied),), 5)
     found["copy_rate"] = moved / seconds
     for dtype in ("float32", "bfloat16", "int8"):
         found["matrix_rates"][dtype] = model.matrix_rate(dtype, of.matrix)
@@ -126,9 +145,8 @@ def processor() -> str:
     return found[1] if found else platform.processor() or platform.machine()
 
 
-def correctness() -> Iterator[Result]:
+def correctness(of: Sizes) -> Iterator[Result]:
     """Yields the errors of logits and kernels against float64 on the host."""
-    _, of = sizes()
     found = {"kernels": {}, "logits": accelerator_checks.logits(of.step.model, of.check_tokens)}
     yield found
     width = -(-of.step.model.embed_dim // 128) * 128
@@ -137,9 +155,8 @@ def correctness() -> Iterator[Result]:
         yield found
 
 
-def gate() -> Iterator[Result]:
+def gate(of: Sizes) -> Iterator[Result]:
     """Yields the gate's measures of samplers in two formats, with the quickstart's random model."""
-    _, of = sizes()
     found = {}
     for name, quantization in FORMATS.items():
         config = quickstart_config.get_config()
@@ -154,14 +171,13 @@ def gate() -> Iterator[Result]:
         yield found
 
 
-def decode() -> Iterator[Result]:
+def decode(of: Sizes) -> Iterator[Result]:
     """Yields tokens/s of decoding, the scheduler included and prefill excluded.
 
     The bytes of a token are the least that must move: the served weights once for all sequences,
     and the keys and values of the sequence at its mean length. The programs of all engines are
     compiled at the same time, before the first is timed.
     """
-    _, of = sizes()
     shape, length = of.step.model, of.decode_tokens
     params, found = transformer.init(shape, jax.random.key(0)), {"tokens": length, "rows": []}
     peak = peaks.PEAKS.get(jax.devices()[0].device_kind)
@@ -221,14 +237,13 @@ def kv_bytes(shape: ModelConfig, length: int) -> int:
     return 2 * 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * length
 
 
-def step() -> Iterator[Result]:
+def step(of: Sizes) -> Iterator[Result]:
     """Yields seconds and model FLOPs of a GRPO step with a W8A8 sampler, fused and not.
 
     A fused update also computes logp_old, so nothing is scored before it. `mfu` and `update_mfu`
     are shares of the published rate of bfloat16. `matrix_share` is the share of the matrix rate that
     this process measured in the learner's dtype.
     """
-    _, of = sizes()
     rate = model.matrix_rate(of.step.dtype, of.matrix)
     found = {
         "rows": of.step.rows, "prompt_tokens": of.step.prompt_tokens,
@@ -254,10 +269,9 @@ def step() -> Iterator[Result]:
         yield found
 
 
-def sync() -> Iterator[Result]:
+def sync(of: Sizes) -> Iterator[Result]:
     """Yields seconds and bytes of a weight sync: float32 parameters of the learner to those of a
     sampler on the same device, quantized there."""
-    _, of = sizes()
     shape, found = of.step.model, {}
     params = transformer.init(shape, jax.random.key(0))
     for name, quantization in FORMATS.items():
@@ -270,14 +284,14 @@ def sync() -> Iterator[Result]:
         yield found
 
 
-def quickstart() -> Iterator[Result]:
+def quickstart(of: Sizes) -> Iterator[Result]:
     """Yields seconds and accuracies of a run of the quickstart. This process leaves the device to the
     run."""
     with tempfile.TemporaryDirectory() as folder:
         start = time.monotonic()
         subprocess.run(
             [sys.executable, "-m", "jaxrl_tis.main", "--config=configs/quickstart.py",
-             f"--workdir={folder}/run", *(f"--config.{n}={x}" for n, x in QUICKSTART.items())],
+             f"--workdir={folder}/run", *(f"--config.{n}={x}" for n, x in of.quickstart.items())],
             cwd=ROOT, stdout=sys.stderr, check=True,
         )
         seconds, lines = time.monotonic() - start, metrics.read(f"{folder}/run")

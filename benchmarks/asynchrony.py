@@ -19,9 +19,10 @@ import json
 import os
 import pathlib
 import statistics
-import subprocess
-import sys
 import time
+
+from benchmarks import arguments
+from jaxrl_tis.runtime import cli
 
 ARMS = ("sync", "one_step", "areal(staleness=2)", "in_flight(staleness=2)")
 BOTH, RAY = "sync, both", "areal(staleness=2), ray"
@@ -30,21 +31,22 @@ WARM, MOST = 5, 384
 SMOLLM2 = "configs/shapes/SmolLM2-135M-Instruct.Q4_1.gguf.json"
 
 
-def config(schedule: str, driver: str = "threads"):
+def config(schedule: str, driver: str = "threads", most: int = MOST):
+    """Returns a run's config whose responses have at most `most` tokens."""
     from configs import default
 
     c = default.get_config()
     c.name, c.steps = "asynchrony", 1000
     c.task.tokenizer = "char"
     c.task.max_prompt_tokens = 16
-    c.rollout.prompts, c.rollout.group_size, c.rollout.max_new_tokens = 8, 4, MOST
+    c.rollout.prompts, c.rollout.group_size, c.rollout.max_new_tokens = 8, 4, most
     c.rollout.schedule = schedule
     c.correction.objective, c.correction.weight = "ppo", "none"
     if schedule != "sync":
         c.rollout.driver, c.rollout.old_logp_source = driver, "none"
         c.correction.objective = "a3po"
     c.engine.slots, c.engine.steps_per_call, c.engine.prefill_batch = 32, 8, 8
-    c.train.microbatch_rows, c.train.fuse_old_logp, c.train.pack_length = 2, "never", 416
+    c.train.microbatch_rows, c.train.fuse_old_logp, c.train.pack_length = 2, "never", most + 32
     return c
 
 
@@ -67,7 +69,8 @@ def long_tailed(setup):
     import numpy as np
 
     from jaxrl_tis.rollouts.groups import Groups
-    from jaxrl_tis.rollouts.prompts import Prompter
+
+    most = setup.config.rollout.max_new_tokens
 
     class LongTailed(Groups):
         def requests(self, record, name, redundant=0):
@@ -75,12 +78,11 @@ def long_tailed(setup):
 
         def _cut(self, request):
             source = np.random.default_rng(zlib.crc32(request.id.encode()))
-            length = int(np.clip(source.lognormal(np.log(48), 1.0), 1, MOST))
+            length = int(np.clip(source.lognormal(np.log(48), 1.0), 1, most))
             sampling = dataclasses.replace(request.sampling, stop_ids=(), max_tokens=length)
             return dataclasses.replace(request, sampling=sampling)
 
-    prompter = Prompter(setup.tokenizer, setup.config.task)
-    return LongTailed(setup.config, prompter, LengthRewards(), with_greedy=False)
+    return LongTailed(setup.config, setup.prompter(), LengthRewards(), with_greedy=False)
 
 
 def parts_of(setup, timer):
@@ -107,7 +109,8 @@ def source_of(setup, timer):
         address = ray_cluster.connect(rollout)
         from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray
 
-        return ray_source(parts, setup.engine, setup.identity, build.build_sampling, address)
+        served, facts = setup.abstract_served, setup.identity
+        return ray_source(parts, setup.engine, served, facts, build.build_sampling, address)
     starts = [functools.partial(setup.scheduler, engine) for engine in setup.engines]
     if setup.schedule.is_sync:
         return SyncSource(parts, starts[0])
@@ -145,7 +148,7 @@ def thread_seconds() -> dict[str, float]:
     return found
 
 
-def train(schedule: str, steps: int, driver: str) -> dict[str, float]:
+def train(schedule: str, steps: int, driver: str, most: int = MOST) -> dict[str, float]:
     """Trains one arm and returns its tokens per second, the waiting times, and the driver's share
     of the learner's time."""
     from jaxrl_tis import build
@@ -154,7 +157,7 @@ def train(schedule: str, steps: int, driver: str) -> dict[str, float]:
     from jaxrl_tis.record.metrics import Timer
     from jaxrl_tis.rollouts.source import next_batch
 
-    setup = build.build(config(schedule, driver))
+    setup = build.build(config(schedule, driver, most))
     training = setup.training
     state, trainer = initial_state(training, initial_params(training)), Trainer(training)
     timer, known = Timer(), set(thread_seconds())
@@ -198,26 +201,24 @@ def train(schedule: str, steps: int, driver: str) -> dict[str, float]:
     return found
 
 
-def in_process(arm: str, steps: int) -> dict[str, float]:
+def in_process(arm: str, steps: int, most: int = MOST) -> dict[str, float]:
     """Trains one arm in a process of its own with a limited number of threads."""
     flags, threads = ("", "2") if arm == BOTH else (ONE_THREAD, "1")
     environment = os.environ | {"XLA_FLAGS": flags, "NPROC": threads, "JAX_PLATFORMS": "cpu"}
     driver = "ray" if arm == RAY else "threads"
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.asynchrony", f"--schedule={arm.partition(', ')[0]}",
-         f"--steps={steps}", f"--driver={driver}"],
-        env=environment, capture_output=True, text=True, check=True,
+    return arguments.result(
+        ["benchmarks.asynchrony", f"--schedule={arm.partition(', ')[0]}", f"--steps={steps}",
+         f"--driver={driver}", f"--most={most}"], environment,
     )
-    return json.loads(done.stdout.splitlines()[-1])
 
 
-def compare(rounds: int, steps: int) -> None:
+def compare(rounds: int, steps: int, most: int, arms: tuple[str, ...]) -> None:
     """Runs all arms in turns and prints their medians and the load of the machine."""
-    arms = (BOTH, *ARMS, RAY)
     found = {arm: [] for arm in arms}
     for _ in range(rounds):
         for arm in arms:
-            found[arm].append(in_process(arm, steps))
+            arguments.say(f"{arm}: a process compiles and trains")
+            found[arm].append(in_process(arm, steps, most))
             print(arm, found[arm][-1], "load", os.getloadavg()[0], flush=True)
     rate = lambda arm: statistics.median(r["tokens_per_s"] for r in found[arm])
     for arm in arms:
@@ -283,7 +284,7 @@ def sync(rounds: int) -> None:
         print(f"{name}: {size:,} bytes, {statistics.median(seconds[1:]):.3f} s")
 
 
-def pause(rounds: int) -> None:
+def pause(rounds: int, most: int = MOST) -> None:
     """Prints how long weight syncs pause a sampler, with a learner that takes no time."""
     from jaxrl_tis import build
     from jaxrl_tis.learner.state import initial_params
@@ -292,7 +293,8 @@ def pause(rounds: int) -> None:
 
     for schedule in ("areal(staleness=2)", "in_flight(staleness=2)"):
         for name, quantization in (("bfloat16", "none"), ("int8", "w8a8")):
-            c = config(schedule)
+            arguments.say(f"{schedule}, {name}")
+            c = config(schedule, most=most)
             c.engine.dtype, c.engine.quantization = "bfloat16", quantization
             setup = build.build(c)
             source, params = source_of(setup, Timer()), initial_params(setup.training)
@@ -350,17 +352,22 @@ def main() -> None:
     parser.add_argument("--measure", choices=("machine", "sync", "pause", "control"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
-    given = parser.parse_args()
+    parser.add_argument("--most", type=int, default=MOST, help="tokens of the longest response")
+    given = arguments.parse(parser, rounds=1, steps=1, most=24)
     if given.schedule:
-        print(json.dumps(train(given.schedule, given.steps, given.driver)))
+        print(json.dumps(train(given.schedule, given.steps, given.driver, given.most)))
     elif given.measure == "control":
         control(given.rounds)
     elif given.measure:
         os.environ |= {"XLA_FLAGS": ONE_THREAD, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
-        {"machine": machine, "sync": sync, "pause": pause}[given.measure](given.rounds)
+        if given.measure == "pause":
+            pause(given.rounds, given.most)
+        else:
+            {"machine": machine, "sync": sync}[given.measure](given.rounds)
     else:
-        compare(given.rounds, given.steps)
+        arms = ("sync", BOTH, RAY) if given.smoke else (BOTH, *ARMS, RAY)
+        compare(given.rounds, given.steps, given.most, arms)
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

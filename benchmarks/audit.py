@@ -19,6 +19,9 @@ import time
 
 import numpy as np
 
+from benchmarks import arguments
+from jaxrl_tis.runtime import cli
+
 MEAN, LONGEST = 512, 4096
 
 
@@ -53,7 +56,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--spread", type=float, default=0.8)
     parser.add_argument("--kind", default="jsonl", choices=["jsonl", "npz"])
-    args = parser.parse_args()
+    args = arguments.parse(parser, tokens=4000)
+    arguments.say(f"writing a dump of {args.tokens:,} tokens")
     records = responses(args.tokens, args.spread)
     lengths = [len(record["logp_old"]) for record in records]
     environment = {k: v for k, v in os.environ.items() if k != "JAX_COMPILATION_CACHE_DIR"}
@@ -61,6 +65,7 @@ def main() -> None:
         path = pathlib.Path(folder) / f"dump.{args.kind}"
         write(path, records)
         size = path.stat().st_size / 2**20
+        arguments.say(f"the audit of {size:.0f} MiB")
         start = time.perf_counter()
         subprocess.run(
             [sys.executable, "-m", "jaxrl_tis.audit", str(path)], check=True, env=environment,
@@ -74,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from absl import flags
 
+from benchmarks import arguments
 from jaxrl_tis import build, cli_flags
 from jaxrl_tis.data import tasks
 from jaxrl_tis.gate.canary import Canary
@@ -24,6 +25,7 @@ SIZES = (0, 1e-4, 1e-4, 1e-4, 3e-4, 3e-4, 1e-3, 1e-3, 3e-3)
 
 def main() -> None:
     config = CONFIG.value
+    arguments.say(f"building {config.name}")
     setup = build.build(config.lock())
     source, prompter = tasks.make(config.task.name, config.task.params), setup.prompter()
     prompts = [prompter.ids(source[i]) for i in range(PROMPTS.value)]

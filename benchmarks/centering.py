@@ -9,7 +9,7 @@ centered_tis_2.
 import argparse
 import statistics
 
-from benchmarks import model
+from benchmarks import arguments, model
 from benchmarks.grpo_step import timed
 from jaxrl_tis.runtime import cli
 
@@ -18,13 +18,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=10, help="steps of each arm")
     parser.add_argument("--head", type=int, default=32, help="other tokens at each position")
-    args = parser.parse_args()
+    args = arguments.parse(parser, rounds=1, head=4)
+    sizes = model.TINY if args.smoke else model.SMALL
     steps = {
-        text: model.Step(*model.setup(preset="centered_tis_2", centering=text))
+        text: model.Step(*model.setup(sizes, preset="centered_tis_2", centering=text))
         for text in ("none", f"top({args.head})")
     }
-    for step in steps.values():
+    for text, step in steps.items():
+        arguments.say(f"compiling with {text}")
         step(), step()
+    arguments.say(f"{args.rounds} rounds")
     times = {(text, part): [] for text in steps for part in ("rollout", "update")}
     for index in range(args.rounds):
         for text, step in steps.items():

@@ -18,6 +18,7 @@ from absl import flags
 from jax.experimental import topologies
 from ml_collections import config_flags
 
+from benchmarks import arguments
 from jaxrl_tis import build, cli_flags
 from jaxrl_tis.aot import programs, report
 from jaxrl_tis.aot.work import device_bytes
@@ -78,6 +79,7 @@ def main() -> None:
     print(f"{config.name}, {model.num_layers} layers, {device.device_kind}, GiB")
     print(line.format("program", "arguments", "temporaries", "beside", "sum"), flush=True)
     for name in NAMES.value or available:
+        arguments.say(f"compiling {name}")
         function, args = available[name]
         memory = function.lower(*args).compile().memory_analysis()
         # A donated argument is counted once, as the result takes its place.

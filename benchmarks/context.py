@@ -24,6 +24,7 @@ import numpy as np
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
+from benchmarks import arguments
 from jaxrl_tis import sharding
 from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.hlo import Module
@@ -225,13 +226,14 @@ def main() -> None:
     parser.add_argument("--shards", default="2,4,8,16", help="sizes of the context axis")
     parser.add_argument("--length", type=int, default=32_768, help="tokens of the row")
     parser.add_argument("--layers", type=int, default=3)
-    args = parser.parse_args()
+    args = arguments.parse(parser, model="0.5b", shards="2", length=1024, layers=1)
     counts = args.shards.split(",")
     if not set(counts) <= set(map(str, TOPOLOGIES)):
         parser.error(f"--shards={args.shards}: choose of {', '.join(map(str, TOPOLOGIES))}")
     jax.config.update("jax_platforms", "cpu")  # the TPU's compiler needs no TPU
     jax.config.update("jax_num_cpu_devices", 4)
     forms = {"gathered": row_attention}
+    arguments.say("comparing the rings with row_attention on CPU")
     for name, unroll in (("unrolled ring", True), ("looped ring", False)):
         forms[name] = functools.partial(ring_attention, unroll=unroll)
         found = ", ".join(f"{k} {v:.1e}" for k, v in largest_differences(4, unroll).items())
@@ -242,6 +244,7 @@ def main() -> None:
         devices = Topology.parse(TOPOLOGIES[shards]).devices()
         layout = sharding.layout((1, 1, TENSOR, shards), sharding.TRAIN_RULES, devices)
         for name, attend in forms.items():
+            arguments.say(f"compiling the {name} form for {shards} shards")
             program = lowered(attend, layout, args.model, args.length, args.layers)
             report(name, shards, program, dict(layout.mesh.shape))
 

@@ -17,10 +17,12 @@ import time
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from benchmarks import arguments
 from configs import default
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.runtime import cli
 
 MEAN_WORDS, WORDS = 45, 4000
 TEMPLATE = (
@@ -67,11 +69,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--tokenizer", default="")
-    args = parser.parse_args()
+    args = arguments.parse(parser, lines=2000)
     config = default.get_config()
     config.task.chat, config.task.max_prompt_tokens = True, 1024
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "train.jsonl"
+        arguments.say(f"writing {args.lines:,} lines, and a tokenizer")
         prompts = write_lines(path, args.lines)
         spec = args.tokenizer or write_tokenizer(pathlib.Path(folder), prompts[:5000])
         print("| start | read, s | checked, s | of this process, CPU s | tokens a prompt |")
@@ -89,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from benchmarks import arguments
 from configs import default
 from jaxrl_tis.doctor import foreign
 from jaxrl_tis.doctor.case import THRESHOLDS, Case
@@ -619,6 +620,7 @@ def measure(logs: int, broken: int, frameworks=tuple(LAYOUTS), causes=tuple(BROK
     """Counts findings over `logs` clean logs of each framework and `broken` logs of each cause."""
     counts = Counts(logs, broken, collections.Counter(), collections.Counter())
     for framework in frameworks:
+        arguments.say(f"logs of {framework}")
         for index in range(logs):
             log = simulate(rng_of(framework, None, index), framework)
             wrong = {name for name in found_in(log, framework) if not {name, name.split(".")[0]} & log.holds}
@@ -671,7 +673,7 @@ def main() -> None:
     parser.add_argument("--broken", type=int, default=50, help="logs of each cause and framework")
     parser.add_argument("--only", help="frameworks, separated by commas")
     parser.add_argument("--write", action="store_true", help="put the table into docs/doctor.md")
-    args = parser.parse_args()
+    args = arguments.parse(parser, logs=1, broken=1)
     if args.only and args.write:
         raise ValueError(f"--write needs every framework, and --only={args.only} leaves some out")
     frameworks = tuple(args.only.split(",")) if args.only else tuple(LAYOUTS)

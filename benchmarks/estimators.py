@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import arguments
 from jaxrl_tis.diagnostics import divergences, mismatch
 from jaxrl_tis.estimators import methods, rank_masks, ratios
 from jaxrl_tis.runtime import cli
@@ -139,7 +140,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=8192)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--only", default="", help="lines, separated by commas")
-    args = parser.parse_args()
+    args = arguments.parse(parser, rows=2, length=512, rounds=1)
     batch = make_batch(args.rows, args.length)
     chosen = programs()
     names = args.only.split(",") if args.only else list(chosen)
@@ -148,6 +149,7 @@ def main() -> None:
     print(f"{int(batch['mask'].sum()):,} tokens in {int(batch['seg'].max(1).sum()):,} responses")
     read = None
     for name in dict.fromkeys(["read", *names]):
+        arguments.say(f"compiling {name}")
         start = time.perf_counter()
         compiled = jax.jit(chosen[name]).lower(batch).compile()
         compile_seconds = time.perf_counter() - start

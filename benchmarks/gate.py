@@ -8,18 +8,21 @@ of `decode`.
 """
 
 import argparse
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from benchmarks import arguments
 from configs import quickstart
-from jaxrl_tis import build, rollouts
+from jaxrl_tis import build
 from jaxrl_tis.gate import report
 from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.learner.warmup import examples, warm_up
 from jaxrl_tis.record.metrics import NoRecord
+from jaxrl_tis.runtime import cli
 
 FLOATS = dict(quantization="none")
 SAMPLERS = {
@@ -35,8 +38,11 @@ SAMPLERS = {
 MEASURES = ("d_mean", "d_p99", "dp_max", "k3")
 
 
-def setup(engine: dict, temperature: float = 1.0) -> build.Setup:
+def setup(
+    engine: dict, temperature: float = 1.0, warmup_steps: int | None = None
+) -> build.Setup:
     config = quickstart.get_config()
+    config.warmup.steps = config.warmup.steps if warmup_steps is None else warmup_steps
     config.engine.update(engine)
     config.rollout.temperature = temperature
     return build.build(config.lock())
@@ -70,19 +76,23 @@ def reports(prompts: int) -> dict[str, Callable]:
     }
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--prompts", type=int, default=64)
-    prompts = parser.parse_args().prompts
-    exact = setup(FLOATS)
-    training, prompter = exact.training, rollouts.Prompter(exact.tokenizer, exact.config.task)
-    taught = warm_up(
-        training, initial_params(training), NoRecord(), lambda: None, prompter,
-        examples(training, prompter),
-    )
+    parser.add_argument("--warmup_steps", type=int, help="default: the quickstart's")
+    args = arguments.parse(parser, prompts=16, warmup_steps=2)
+    exact = setup(FLOATS, warmup_steps=args.warmup_steps)
+    training = exact.training
+    arguments.say("the warm-up")
+    with contextlib.closing(exact.prompter()) as prompter:
+        taught = warm_up(
+            training, initial_params(training), NoRecord(), lambda: None, prompter,
+            examples(training, prompter),
+        )
     states = initial_params(training), taught
     decode = lambda r: next(x["d_mean"] for x in r["rungs"] if x["cause"] == "decode")
-    for sampler, judged in reports(prompts).items():
+    for sampler, judged in reports(args.prompts).items():
+        arguments.say(f"the gate of {sampler}")
         found = [judged(params) for params in states]
         both = lambda text: " / ".join(map(text, found))
         columns = [both(lambda r: f"{r['total'][name]:.2g}") for name in MEASURES]
@@ -91,4 +101,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import arguments
 from jaxrl_tis import sharding
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -78,11 +79,12 @@ def main() -> None:
     )
     parser.add_argument("--shards", default="16,64")
     parser.add_argument("--length", type=int, default=256)
-    args = parser.parse_args()
+    args = arguments.parse(parser, shards="4", length=16)
     params = transformer.init(CONFIG, jax.random.key(0))
     print(f"{'loss':16} {'shards':>6} {'float32':>9} {'bfloat16':>9} {'bf16 rows':>9}")
     for name in ("policy gradient", "cross-entropy"):
         for count in map(int, args.shards.split(",")):
+            arguments.say(f"{name}, gradients of {count} rows")
             rng = np.random.default_rng(count)
             tokens = rng.integers(0, CONFIG.vocab_size, (count, args.length)).astype(np.int32)
             weights = rng.normal(size=count) if name == "policy gradient" else np.ones(count)

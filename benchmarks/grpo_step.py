@@ -7,7 +7,7 @@ The model is random, with 4 layers, width 256 and vocabulary 49,152. The batch h
 samples of 64 + 64 tokens. The last line divides the model FLOPs of a step by its time and by the
 machine's own matrix rate: a float32 product of width 2,048, the best of five before and five after.
 With --trl_python and --tunix_python TRL and Tunix run the same step (grpo_trl.py, grpo_tunix.py)
-before and after ours, and the ratio to ours is printed.
+before and after the rounds of ours, and the ratio to ours is printed.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import time
 
 import jax
 
-from benchmarks import model
+from benchmarks import arguments, model
 from jaxrl_tis.learner.batch_layout import update_fields
 from jaxrl_tis.runtime import cli
 
@@ -57,6 +57,7 @@ def peer_seconds(name: str, python: str, steps: int) -> dict[str, float]:
 def measure_peers(args: argparse.Namespace, found: dict[str, list[float]]) -> None:
     for name in PEERS:
         if python := getattr(args, f"{name}_python"):
+            arguments.say(f"{args.peer_steps} steps of {name}")
             for way, seconds in peer_seconds(name, python, args.peer_steps).items():
                 found.setdefault(way, []).append(seconds)
 
@@ -76,16 +77,17 @@ def main() -> None:
     for name in PEERS:
         parser.add_argument(f"--{name}_python", default="")
     parser.add_argument("--peer_steps", type=int, default=6)
-    args = parser.parse_args()
+    args = arguments.parse(parser, rounds=1)
+    sizes = model.TINY if args.smoke else model.SMALL
     peers = {}
-    measure_peers(args, peers)
-    step = model.Step(*model.setup(fuse_old_logp=args.fuse_old_logp))
-    step(), step()
+    arguments.say("compiling the step")
+    step = model.Step(*model.setup(sizes, fuse_old_logp=args.fuse_old_logp))
+
     prepared = lambda rows: step.trainer.prepare(rows | update_fields(len(rows["mask"]), 0, 1, 0))
-    collisions = lambda rows: step.trainer._collisions(
-        step.state["policy"].params, step.trainer.setup.micro_batches(rows)[0]
-    )
-    prepared(step.rows), collisions(step.rows)
+    collisions = lambda rows: step.trainer.probe(step.state, rows, 0).collisions  # due at step 0
+    step(), step(), prepared(step.rows), collisions(step.rows)
+    measure_peers(args, peers)
+    arguments.say(f"{args.rounds} rounds")
     names = "rollout", "score", "update", "step", "correction", "variance proxies"
     parts, rates = {name: [] for name in names}, [model.matrix_rate("float32", 2048)]
     for index in range(args.rounds):
@@ -103,7 +105,7 @@ def main() -> None:
     share = statistics.median(parts["correction"]) / statistics.median(parts["step"])
     print(f"correction and metrics: {share:.2%} of the step")
     is_fused = step.trainer.setup.recompute_reason is None
-    work, rate = sum(model.flops(model.SMALL, is_fused).values()), max(rates)
+    work, rate = sum(model.flops(sizes, is_fused).values()), max(rates)
     median = statistics.median(parts["step"])
     print(f"model FLOPs of a step: {work / 1e9:.0f} GF in {median:.2f} s, "
           f"{work / median / rate:.0%} of the machine's {rate / 1e9:.0f} GF/s")

@@ -19,14 +19,11 @@ import itertools
 import json
 import os
 import pathlib
-import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 
-from benchmarks import asynchrony, records
+from benchmarks import arguments, asynchrony, records
 from jaxrl_tis import build
 from jaxrl_tis.rollouts.source import next_batch
 from jaxrl_tis.runtime import cli
@@ -35,6 +32,7 @@ FORMATS = {"bfloat16": "none", "int8": "w8a8"}
 ARMS = {"sync": "sync", "sync, both": asynchrony.BOTH, "threads": "areal(staleness=2)",
         "driver": asynchrony.RAY}
 SMOLLM2 = [f"smollm2:{name}:{count}" for name in FORMATS for count in (1, 2)]
+SMOKE = ("smollm2:int8:1", "records:1", "train:driver")  # the parts with --smoke
 PARTS = (*SMOLLM2, "records:1", "records:2", *(f"train:{arm}" for arm in ARMS))
 LABELS = {  # of the lines of the tables, by name in the JSON
     "handover_s": "weight sync, s", "publish_s": "of it in the learner's thread, s",
@@ -53,18 +51,24 @@ class LoggedSampling(build.Sampling):
     """The sampler's half of a run. Its schedulers write version, end and prefilled prompt tokens of
     each step that sampled a token, into the folder of the model."""
 
-    def scheduler(self, *args):
-        scheduler, path = super().scheduler(*args), f"{self.config.model.path}/{os.getpid()}.calls"
-        log, step = open(path, "a", buffering=1), scheduler.step
+    def scheduler(self, engine, params, version):
+        scheduler = super().scheduler(engine, params, version)
+        path = f"{self.config.model.path}/{os.getpid()}.calls"
+        log, step, set_params = open(path, "a", buffering=1), scheduler.step, scheduler.set_params
 
         def logged():
             before = scheduler.stats.tokens
             finished, stats = step(), scheduler.stats
             if stats.tokens > before:
-                log.write(f"{scheduler._runner.version} {time.monotonic()} {stats.prefilled}\n")
+                log.write(f"{version} {time.monotonic()} {stats.prefilled}\n")
             return finished
 
-        scheduler.step = logged
+        def synced(new_params, new_version):
+            nonlocal version
+            version = new_version
+            set_params(new_params, new_version)
+
+        scheduler.step, scheduler.set_params = logged, synced
         return scheduler
 
 
@@ -104,11 +108,14 @@ def store_bytes() -> int:
     return int(total["object_store_memory"] - free["object_store_memory"])
 
 
-def smollm2(name: str, workers: int, rounds: int) -> dict:
-    """Syncs weights of a format to workers `rounds` times, and returns medians."""
+def smollm2(name: str, workers: int, rounds: int, layers: int | None = None) -> dict:
+    """Syncs weights of a format to workers `rounds` times, and returns medians. The model has so many
+    layers; by default its own number."""
     published, seconds, peak = {}, [], 0
     with tempfile.TemporaryDirectory() as folder:
-        shutil.copy(asynchrony.SMOLLM2, f"{folder}/config.json")
+        shape = json.loads(pathlib.Path(asynchrony.SMOLLM2).read_text())
+        shape["num_hidden_layers"] = layers or shape["num_hidden_layers"]
+        pathlib.Path(folder, "config.json").write_text(json.dumps(shape))
         c = records.config(workers, "in_flight(staleness=4)")
         c.model.path, c.train.microbatch_rows = folder, 4
         c.rollout.update(prompts=2, group_size=2, max_new_tokens=160)
@@ -144,19 +151,17 @@ def smollm2(name: str, workers: int, rounds: int) -> dict:
     }
 
 
-def in_process(part: str, rounds: int) -> dict:
+def in_process(part: str, rounds: int, is_smoke: bool) -> dict:
     """Measures a part in a process of its own."""
     kind, rest = part.split(":", 1)
     if kind == "train":
-        return asynchrony.in_process(ARMS[rest], 4 * rounds)
+        most = 24 if is_smoke else asynchrony.MOST
+        return asynchrony.in_process(ARMS[rest], 4 * rounds, most)
     command = ["benchmarks.records", f"--workers={rest}"]
     if kind == "smollm2":
         command = ["benchmarks.handover", f"--part={part}", f"--rounds={rounds}"]
-    done = subprocess.run(
-        [sys.executable, "-m", *command], env=os.environ | {"JAX_PLATFORMS": "cpu"},
-        stdout=subprocess.PIPE, text=True, check=True,
-    )
-    return json.loads(done.stdout.splitlines()[-1])
+    command += ["--smoke"] if is_smoke else []
+    return arguments.result(command, os.environ | {"JAX_PLATFORMS": "cpu"})
 
 
 def table(found: dict[str, dict], kind: str) -> str:
@@ -179,15 +184,17 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="weight syncs, each for 4 steps")
     parser.add_argument("--json", default="", help="file for all numbers")
     parser.add_argument("--part", choices=PARTS, help="measure this part in this process")
-    given = parser.parse_args()
+    given = arguments.parse(parser, rounds=1)
     if given.part:
         _, name, workers = given.part.split(":")
-        print(json.dumps(smollm2(name, int(workers), given.rounds)))
+        layers = 1 if given.smoke else None
+        print(json.dumps(smollm2(name, int(workers), given.rounds, layers)))
         return
     found = {}
-    for part in PARTS:
+    for part in SMOKE if given.smoke else PARTS:
         if part.startswith(given.only):
-            found[part] = in_process(part, given.rounds)
+            arguments.say(f"{part}: a process starts Ray, compiles and measures")
+            found[part] = in_process(part, given.rounds, given.smoke)
             print(part, json.dumps(found[part]), "load", os.getloadavg()[0], flush=True)
     if given.json:
         pathlib.Path(given.json).write_text(json.dumps({"driver": "ray"} | found, indent=1))

@@ -17,11 +17,13 @@ import numpy as np
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from benchmarks import arguments
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.protocol import Prefilled, ResultTokens
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.sequences import Drawn, Sequence
+from jaxrl_tis.runtime import cli
 
 SLOTS, STEPS, LENGTH, VOCAB = 64, 8, 4096, 256
 
@@ -148,13 +150,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--waiting", type=int, nargs="+", default=[500, 10_000])
     parser.add_argument("--steps", type=int, default=30)
-    args = parser.parse_args()
-    show = lambda name, of: print(f"{name:56} {of[0]:8.2f} {of[1]:8.2f}")
+    args = arguments.parse(parser, waiting=[50], steps=2)
+    show = lambda name, of: print(f"{name:56} {of[0]:8.2f} {of[1]:8.2f}", flush=True)
     print(f"{'ms a step':56} {'median':>8} {'largest':>8}")
     for policy, preempt_after, waiting in itertools.product(POLICIES, (0, 32), args.waiting):
         way = f", preempt_after {preempt_after}" if preempt_after else ""
         name = f"{waiting} waiting, {policy}{way}"
         show(name, queue(policy, preempt_after, waiting, args.steps))
+    arguments.say("stop strings")
     for length, of in stops([100, 500, 2000], args.steps).items():
         show(f"stop strings at {length} tokens", of)
     for name, of in reads(512, 5).items():
@@ -162,4 +165,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    cli.run(main)

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks import arguments
 from jaxrl_tis.kernels import segment
 from jaxrl_tis.kernels.head import Head
 from jaxrl_tis.kernels.logprob import token_logprob
@@ -107,7 +108,9 @@ def main() -> None:
     parser.add_argument("--head_tokens", type=int, default=512, help="tokens of token_logprob")
     parser.add_argument("--vocab", type=int, default=151_936, help="vocabulary of token_logprob")
     parser.add_argument("--only", default="", help="starts of names, separated by commas")
-    args = parser.parse_args()
+    args = arguments.parse(
+        parser, rows=1, length=256, segments=4, rounds=1, head_tokens=8, vocab=256
+    )
     if args.head_tokens < 8 or args.head_tokens % 8:
         parser.error("--head_tokens is a multiple of 8")
     device = jax.devices()[0]

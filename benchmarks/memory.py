@@ -11,7 +11,7 @@ import dataclasses
 
 import jax
 
-from benchmarks import model
+from benchmarks import arguments, model
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.learner.step import make_train_step
 from jaxrl_tis.runtime import cli
@@ -37,12 +37,16 @@ def temporary_bytes(vocab_size: int, new_tokens: int) -> tuple[int, int]:
 
 
 def main() -> None:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m benchmarks.memory", description=__doc__.partition("\n")[0]
-    ).parse_args()
+    )
+    parser.add_argument("--vocabularies", type=int, nargs="+", default=[49_152, 98_304])
+    parser.add_argument("--new_tokens", type=int, nargs="+", default=[64, 256, 1024])
+    args = arguments.parse(parser, vocabularies=[256], new_tokens=[16])
     print("vocabulary  new tokens  temporaries  minus 4 x parameters  all logits would be")
-    for vocab_size in (49_152, 98_304):
-        for new_tokens in (64, 256, 1024):
+    for vocab_size in args.vocabularies:
+        for new_tokens in args.new_tokens:
+            arguments.say(f"compiling for {vocab_size} and {new_tokens}")
             temporaries, params = temporary_bytes(vocab_size, new_tokens)
             logits = 8 * new_tokens * vocab_size * 4
             print(

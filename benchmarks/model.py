@@ -59,6 +59,13 @@ SMALL = Sizes(ModelConfig(
     head_dim=32, mlp_dim=768, rope=RopeConfig("default", 1e4), max_position=2048, norm_eps=1e-5,
     qkv_bias=False, qk_norm=False, tie_embeddings=True,
 ))
+TINY = Sizes(  # for --smoke
+    dataclasses.replace(
+        SMALL.model, vocab_size=1024, embed_dim=32, num_layers=1, num_heads=2, num_kv_heads=1,
+        head_dim=16, mlp_dim=48,
+    ),
+    prompts=2, group=2, prompt_tokens=16, new_tokens=16, microbatch_rows=2,
+)
 
 
 def engine_config(dtype: str, **options) -> EngineConfig:

@@ -18,7 +18,7 @@ import json
 
 from ml_collections import ConfigDict
 
-from benchmarks import numerics, rollout
+from benchmarks import arguments, numerics, rollout
 from configs import quickstart_moe
 from jaxrl_tis.runtime import cli
 
@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=24, help="sampled tokens of a sequence")
     parser.add_argument("--torch_python", default="")
     parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments.parse(parser, rounds=1, rows=8, new=4)
     if args.torch_python:
         argv = dict(torch_python=args.torch_python, batches=str(args.rows), length=64, new=64,
                     rounds=args.rounds, only="")

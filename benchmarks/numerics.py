@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
+from benchmarks import arguments
 from configs import quickstart
 from jaxrl_tis import build
 from jaxrl_tis.engine.protocol import Chunk, Insertion
@@ -119,8 +120,12 @@ def measure(
 ) -> dict[tuple[str, str], float]:
     """Returns median seconds by (part, name of a config). The configs take turns; the first round
     compiles and does not count."""
-    runs = {name: Parts(config, rows) for name, config in configs.items()}
+    runs = {}
+    for name, config in configs.items():
+        arguments.say(f"compiling {name}")
+        runs[name] = Parts(config, rows)
     found = {(part, name): [] for part in parts for name in configs}
+    arguments.say(f"{rounds} rounds of {', '.join(parts)}")
     for _ in range(rounds + 1):
         for part, name in found:
             found[part, name].append(getattr(runs[name], part)())
@@ -139,7 +144,7 @@ def main() -> None:
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--rows", type=int, default=128)
-    args = parser.parse_args()
+    args = arguments.parse(parser, dtypes="float32", rounds=1, rows=8)
     print(f"{'':18s}" + "".join(f"{numerics:>12s}" for numerics in NUMERICS) + f"{'ratio':>8s}")
     for dtype in args.dtypes.split(","):
         configs = {numerics: config_of(numerics, dtype) for numerics in NUMERICS}

@@ -16,7 +16,7 @@ import time
 import jax
 import numpy as np
 
-from benchmarks import asynchrony
+from benchmarks import arguments, asynchrony
 from configs import default
 from jaxrl_tis import build
 from jaxrl_tis.engine.records import Trajectory
@@ -26,7 +26,6 @@ from jaxrl_tis.models import placement, transformer
 from jaxrl_tis.record.metrics import Timer
 from jaxrl_tis.rollouts import ray_cluster
 from jaxrl_tis.rollouts.groups import Groups, Sample
-from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.source import next_batch
 from jaxrl_tis.runtime import cli, fingerprint
 
@@ -101,13 +100,16 @@ def opened(c, sampling: type):
     params = transformer.init(setup.model, jax.random.key(0))
     params = placement.put(params, setup.training.layout, setup.model)
     fingerprint.hex(fingerprint.digest(setup.serving_params(params, 0)))  # compiles
-    groups = Plain(c, Prompter(setup.tokenizer, c.task), asynchrony.LengthRewards(), False)
+    groups = Plain(c, setup.prompter(), asynchrony.LengthRewards(), False)
     parts = dataclasses.replace(asynchrony.parts_of(setup, Timer()), groups=groups)
     address, start = ray_cluster.connect(c.rollout), time.monotonic()
     from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray
 
     make = lambda c: sampling(**vars(build.build_sampling(c)))
-    return params, ray_source(parts, setup.engine, setup.identity, make, address), start
+    source = ray_source(
+        parts, setup.engine, setup.abstract_served, setup.identity, make, address
+    )
+    return params, source, start
 
 
 def measure(workers: int, seconds: float) -> dict[str, float]:
@@ -136,7 +138,8 @@ def main() -> None:
     parser = cli.parser("benchmarks.records", __doc__.partition("\n")[0], __doc__)
     parser.add_argument("--workers", type=int, default=1, help="actors")
     parser.add_argument("--seconds", type=float, default=12.0, help="after the first batches")
-    given = parser.parse_args()
+    given = arguments.parse(parser, seconds=1.0)
+    arguments.say(f"{given.workers} workers, {given.seconds:g} s after the first batches")
     print(json.dumps(measure(given.workers, given.seconds)))
 
 

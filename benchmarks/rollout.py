@@ -10,7 +10,7 @@ speed: a model with random weights, shaped as SmolLM2-135M or as `--shape`, comp
   A round samples `--new` tokens for each of `--prompts` prompts of `--length` tokens at temperature
   1, prefill included. "host" is the scheduler's share of the time. Our engine runs on one simulated
   device with all cores and, as "by core", on one device per core, each with its part of the slots.
-oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 slots in bfloat16, as the
+oversubscribed: 256 requests of 8 to 512 new tokens, log-uniform, over 32 `--slots` in bfloat16, as the
   scheduler runs them, reading tokens at once or a call late (`async_scheduling`), and in static
   batches of 32: the ratio of the median times, of the decode steps, and that of an ideal first-come schedule
   of the same lengths. That depends on the draw:
@@ -38,11 +38,13 @@ import subprocess
 import sys
 import time
 
+from benchmarks import arguments
 from jaxrl_tis.runtime import cli
 
 SHAPE = dict(vocab=49152, dim=576, layers=30, heads=9, kv_heads=3, head_dim=64, mlp=1536)
 SMALL = dict(vocab=4096, dim=256, layers=4, heads=4, kv_heads=2, head_dim=64, mlp=1024)
-MODELS = {"small": SMALL, "smollm2": SHAPE}
+TINY = SMALL | dict(dim=64, layers=1, heads=2, kv_heads=1, head_dim=32, mlp=64)
+MODELS = {"small": SMALL, "smollm2": SHAPE, "tiny": TINY}
 # Qwen3-MoE: 8 layers of 8 experts, 2 a token. The dense model has as many parameters a token.
 MOE = dict(vocab=8192, dim=512, layers=8, heads=8, kv_heads=4, head_dim=64)
 SHAPES = MODELS | {"moe": MOE | dict(mlp=512, experts=8, per_token=2), "dense": MOE | dict(mlp=1024)}
@@ -205,7 +207,7 @@ def oversubscribed(args: argparse.Namespace) -> dict:
     from jaxrl_tis.engine.records import Request, SamplingParams
     from jaxrl_tis.engine.scheduler import Scheduler
 
-    slots, count = 32, 256
+    slots, count = args.slots, 8 * args.slots
     engine, params = random_engine(
         MODELS[args.model], slots=slots, max_length=16 + 512, steps=4, prefill_batch=2,
         page_size=16, **BF16,
@@ -267,7 +269,7 @@ def shared(args: argparse.Namespace) -> dict:
     from jaxrl_tis.engine.scheduler import Scheduler
 
     engine, params = random_engine(
-        SMALL, slots=16, max_length=512 + 2, steps=1, prefill_batch=1, page_size=16
+        MODELS[args.model], slots=16, max_length=512 + 2, steps=1, prefill_batch=1, page_size=16
     )
     out = {}
     for length in (512, 500):
@@ -302,7 +304,8 @@ def overlap(args: argparse.Namespace) -> dict:
     )
     for kind, of in kinds.items():
         engine, params = random_engine(
-            SMALL | dict(vocab=of["vocab"]), slots=32, max_length=16 + of["sampling"].max_tokens,
+            MODELS[args.model] | dict(vocab=of["vocab"]), slots=32,
+            max_length=16 + of["sampling"].max_tokens,
             steps=of["steps"], prefill_batch=32, page_size=16, **BF16,
         )
         schedulers = {
@@ -337,7 +340,7 @@ def prefill(args: argparse.Namespace) -> dict:
     from jaxrl_tis.engine.protocol import Chunk
 
     engine, params = random_engine(
-        SHAPE, slots=8, max_length=args.length + 16, prefill_batch=8, page_size=16, **BF16
+        SHAPES[args.shape], slots=8, max_length=args.length + 16, prefill_batch=8, page_size=16, **BF16
     )
     state, pages = engine.init_state(), engine.pages_per_slot
     times = {count: [] for count in (1, 2, 4, 8)}
@@ -367,7 +370,7 @@ def drafts(args: argparse.Namespace) -> dict:
     out = {}
     for slots in (1, 4, 16):
         engine, params = random_engine(
-            SHAPE, slots=slots, max_length=64 + args.new, steps=8, prefill_batch=slots,
+            SHAPES[args.shape], slots=slots, max_length=64 + args.new, steps=8, prefill_batch=slots,
             page_size=64, **OURS["ours w8a8"],
         )
         for length in (0, 1, 3, 7):
@@ -408,11 +411,16 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=64)
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--model", choices=MODELS, default="small", help="for oversubscribed")
-    parser.add_argument("--shape", choices=SHAPES, default="smollm2", help="for speed")
+    parser.add_argument(
+        "--model", choices=MODELS, default="small", help="for oversubscribed, shared, overlap"
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="smollm2", help="for speed, prefill, drafts")
+    parser.add_argument("--slots", type=int, default=32, help="for oversubscribed")
     parser.add_argument("--only", default="", help="engines, separated by commas")
     parser.add_argument("--json", default="")
-    args = parser.parse_args()
+    args = arguments.parse(
+        parser, batches="2", length=16, new=8, rounds=1, model="tiny", shape="tiny", slots=4
+    )
     if args.serve:
         kind, name, shape, *sizes = args.serve
         sizes = list(map(int, sizes))
@@ -424,6 +432,7 @@ def main() -> None:
     if not set(parts) <= set(PARTS):
         parser.error(f"--parts={args.parts}: choose of {', '.join(PARTS)}")
     for part in parts:
+        arguments.say(part)
         out[part] = PARTS[part](args)
     if args.json:
         with open(args.json, "w", encoding="utf-8") as file:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 
+from benchmarks import arguments
 from jaxrl_tis.record import metrics
 from jaxrl_tis.runtime import cli
 
@@ -88,11 +89,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--config", default="configs/quickstart.py")
     parser.add_argument("--rounds", type=int, default=3, help="rounds with a full cache")
-    args = parser.parse_args()
+    args = arguments.parse(parser, config="tests/small_run.py", rounds=1)
     full = []
     with tempfile.TemporaryDirectory() as work:
         folder = pathlib.Path(work)
         for number in range(args.rounds + 1):
+            arguments.say("a run to its first step")
             found, told = first_step(args.config, folder / f"run{number}", folder / "cache")
             parts = ", ".join(f"{phase} {seconds:.1f} s" for phase, seconds in found.items())
             print(f"{'full' if number else 'empty'} cache: {parts}; {told}", flush=True)

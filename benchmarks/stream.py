@@ -18,6 +18,7 @@ import time
 import jax
 import numpy as np
 
+from benchmarks import arguments
 from configs import quickstart
 from jaxrl_tis import build
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
@@ -177,13 +178,16 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    args = parser.parse_args()
+    args = arguments.parse(parser, requests=12)
+    arguments.say("engines and weights")
     engine, alone, weights = engines(args.dtype)
     start = time.monotonic()
+    arguments.say(f"the stream of {args.requests} requests")
     stream = Stream(engine, weights, args.seed)
     stream.run(args.requests)
     print(f"stream: {time.monotonic() - start:.0f} s, {dict(stream.events)}")
     print(stream.scheduler.stats)
+    arguments.say("the replays")
     replay, wrong, tokens = Replay(alone, weights), 0, 0
     spans = collections.Counter()
     for count, (id, t) in enumerate(stream.done.items(), 1):

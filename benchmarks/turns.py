@@ -28,11 +28,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import host
+from benchmarks import arguments, host
 from benchmarks.rollout import SMALL, random_engine
+from jaxrl_tis.engine.block_manager import BlockManager
+from jaxrl_tis.engine.policies import FirstCome
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.sequences import Drawn, Sequence
+from jaxrl_tis.engine.stats import Stats
+from jaxrl_tis.engine.wait_queue import WaitQueue
 from jaxrl_tis.environments.pool import Call, Reply
 from jaxrl_tis.environments.protocol import Step
 from jaxrl_tis.rollouts.episodes import EpisodeScheduler
@@ -113,14 +117,15 @@ def host_times(length: int, rounds: int) -> dict[str, float]:
     )
     times = {"keep": [], "record": []}
     for _ in range(rounds):
-        scheduler = Scheduler(sizes, 0)
+        waiting = WaitQueue(FirstCome(), None, sizes.page_size)
+        blocks = BlockManager(sizes, waiting, Stats())
         request = Request("r", np.arange(64), 0, SamplingParams(max_tokens=host.LENGTH - 64))
         sequence = Sequence.of(request, 0, 0)
         sequence.pieces = [Drawn(result, 0, 1, 0, 0, 0)] * (length - 64)
         sequence.count, sequence.is_running, sequence.shard = length - 64, True, 0
-        sequence.pages = scheduler.pages[0].allocate(-(-length // sizes.page_size))
+        sequence.pages = blocks.pages[0].allocate(-(-length // sizes.page_size))
         start = time.perf_counter()
-        scheduler._keep_pages(sequence)
+        blocks.keep(sequence, 0)
         middle = time.perf_counter()
         sequence.trajectory("length", "", sequence.count)
         times["keep"].append(middle - start)
@@ -193,7 +198,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--episodes", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=5)
-    args = parser.parse_args()
+    args = arguments.parse(parser, episodes=2, rounds=1)
+    arguments.say("episodes and long sequences")
     engine, params = random_engine(
         SMALL, slots=SLOTS, max_length=1280, steps=8, prefill_batch=SLOTS, page_size=16,
         num_pages=SLOTS * 80 + 2, dtype="float32", cache_dtype="float32",
@@ -215,6 +221,7 @@ def main() -> None:
     print("\nrecord  extend ms, cached  fresh prefill ms  decode ms")
     scheduler = Scheduler(engine, params)
     for length in (128, 512, 1024):
+        arguments.say(f"extensions of {length} tokens")
         found = extensions(scheduler, params, length, args.rounds)
         print(f"{length:6} {found['cached']:18.1f} {found['fresh']:17.1f} {found['decode']:10.1f}")
     print("\ntokens  keep ms  record ms")
@@ -223,6 +230,7 @@ def main() -> None:
         print(f"{length:6} {found['keep']:8.3f} {found['record']:10.3f}")
     print("\nmean delay s  waits: busy  tokens/s  otherwise: busy  tokens/s  ratio")
     for mean in DELAYS:
+        arguments.say(f"delays of {mean} s")
         rounds = [
             [delayed(Scheduler(engine, params), args.episodes, mean, waits) for waits in (True, False)]
             for _ in range(args.rounds)

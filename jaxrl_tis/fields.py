@@ -152,6 +152,8 @@ FIELDS = {
     "adv": Field("token", "float32", "prepare", "update"),
     "weights": Field("token", "float32", "prepare", "update"),
     "returns": Field("token", "float32", "prepare", "update", is_optional=True),
+    # The mask before the methods rejected tokens, in the rows that an update returns.
+    "scored": Field("token", "bool", "prepare", "batch"),
     # What an update computes.
     "logp": Field("token", "float32", "update", "method"),
     "key": Field("step", "uint32", "update", "method"),

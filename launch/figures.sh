@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Makes the figures of docs/experiments.md: ./launch/figures.sh [NAME ...]; all figures without names.
+# Makes the figures of docs/experiments.md: ./launch/figures.sh [NAME ...] [--smoke]; all figures
+# without names. With --smoke no run is trained: the runs are listed, and the stored records are drawn.
 # Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
 # lora_smollm2 trains SmolLM2-135M for an hour or more, and referee trains 1,024 small runs for some hours; these
 # two are not among "all figures".
@@ -12,7 +13,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 prepare_venv ""
 
-failed=0
+failed=0 smoke=""
+if [ "${!#}" = --smoke ]; then smoke=1 && set -- "${@:1:$#-1}"; fi
 trained=(rescue critic threshold staleness formats causes routing lora)
 by_name=(lora_smollm2)
 computed=(parallelism budget frontier router_noise router_noise_trained turns)
@@ -29,14 +31,25 @@ referee() {  # its runs and gradients; one process for each part, each on a core
   done
 }
 
+sweep() {  # of the arms of $name with $seeds
+  "$PY" -m jaxrl_tis.sweep --config="configs/fig_$name.py" --seeds="$seeds" --jobs="${JOBS:-2}" \
+    --out="runs/figures/$name" "$@"
+}
+
 for name in "$@"; do
   seeds=0,1,2,3,4
   if [ "$name" = causes ]; then seeds=0,1,2,3,4,5,6,7,8,9; fi
   if [ "$name" = routing ]; then seeds=0,1; fi
-  if [ "$name" = lora_smollm2 ]; then seeds=0,1 && ./launch/smollm2.sh --fetch; fi
+  if [ "$name" = lora_smollm2 ]; then seeds=0,1; fi
+  if [ -n "$smoke" ]; then
+    if [[ " ${trained[*]} ${by_name[*]} " == *" $name "* ]]; then sweep --dry_run; fi
+    # What is computed takes minutes.
+    if [[ " ${computed[*]} " != *" $name "* ]]; then "$PY" -m "jaxrl_tis.experiments.$name"; fi
+    continue
+  fi
+  if [ "$name" = lora_smollm2 ]; then ./launch/smollm2.sh --fetch; fi
   if [[ " ${trained[*]} ${by_name[*]} " == *" $name "* ]]; then
-    "$PY" -m jaxrl_tis.sweep --config="configs/fig_$name.py" --seeds="$seeds" --jobs="${JOBS:-2}" \
-      --out="runs/figures/$name" || failed=1  # the others are drawn, and those that failed are named
+    sweep || failed=1  # the others are drawn, and those that failed are named
     "$PY" -m jaxrl_tis.experiments.records "runs/figures/$name" --out "docs/experiments/$name.jsonl"
   fi
   if [ "$name" = referee ]; then referee; fi

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the quickstart from a bare clone: ./launch/quickstart.sh [moe|tool] [--compare]
+# Runs the quickstart from a bare clone: ./launch/quickstart.sh [moe|tool] [--compare] [--config.field=value ...]
 # With moe the model has experts (configs/quickstart_moe.py), with tool it learns to call a calculator
 # (configs/quickstart_tool.py). --compare also runs the config's other variants with the same seed. One
 # report overlays all four.
@@ -23,12 +23,12 @@ elif [ "${1:-}" = tool ]; then
   variants=(tis gap_tis gap_turn gap_off)
   shift
 fi
-[ "${1:-}" = "--compare" ] || variants=("${variants[0]}")
+if [ "${1:-}" = "--compare" ]; then shift; else variants=("${variants[0]}"); fi
 workdirs=()
 for variant in "${variants[@]}"; do
   workdir=runs/$name-$variant
   echo "running configs/$name.py:$variant in $workdir"
-  "$PY" -m jaxrl_tis.main --config="configs/$name.py:$variant" --workdir="$workdir"
+  "$PY" -m jaxrl_tis.main --config="configs/$name.py:$variant" --workdir="$workdir" "$@"
   workdirs+=("$workdir")
 done
 if [ "${#workdirs[@]}" -gt 1 ]; then

@@ -1,6 +1,5 @@
 """The parts of benchmarks/accelerator.py, with a tiny model: every result has the schema of its part."""
 
-import dataclasses
 import json
 
 import jsonschema
@@ -9,19 +8,9 @@ import pytest
 
 from benchmarks import accelerator, accelerator_parts as parts, model
 from jaxrl_tis.aot import work
-from tests import accelerator_checks_test
 
-MODEL = dataclasses.replace(accelerator_checks_test.MODEL, vocab_size=1024)  # prompts have ids below
+MODEL = model.TINY.model
 SCHEMA = json.loads(accelerator.SCHEMA.read_text())
-TINY = parts.Sizes(
-    "tiny", model.Sizes(MODEL, prompts=2, group=2, prompt_tokens=16, new_tokens=16, microbatch_rows=2),
-    batches=(1, 2, 4), decode_tokens=16, check_tokens=4, head_vocab=64, gate_prompts=16, matrix=32,
-    rounds=1,
-)
-QUICKSTART = {
-    "steps": 3, "eval.every": 3, "eval.prompts": 8, "warmup.steps": 2, "rollout.prompts": 16,
-    "model.num_layers": 1,
-}
 
 
 def test_parts_are_those_of_the_command():
@@ -29,12 +18,13 @@ def test_parts_are_those_of_the_command():
 
 
 def test_the_sizes_of_a_cpu_and_of_other_devices(monkeypatch):
-    name, small = parts.sizes()
-    assert (name, small.step) == ("cpu", model.SMALL)
+    small = parts.sizes()
+    assert (small.name, small.step) == ("cpu", model.SMALL)
     monkeypatch.setattr(parts.jax, "default_backend", lambda: "gpu")
-    name, full = parts.sizes()
+    full = parts.sizes()
     step = full.step
-    assert (name, step.rows, step.prompt_tokens, step.new_tokens) == ("full", 32, 256, 256)
+    assert parts.sizes(is_smoke=True).name == "smoke"
+    assert (full.name, step.rows, step.prompt_tokens, step.new_tokens) == ("full", 32, 256, 256)
     assert full.batches == small.batches == (1, 32, 128)
     # Qwen2.5-0.5B without its biases and norms.
     weights = work.layers_weights(step.model) + step.model.vocab_size * step.model.embed_dim
@@ -63,12 +53,9 @@ def test_the_model_flops_of_a_step_by_hand():
 @pytest.mark.all
 @pytest.mark.compiles
 @pytest.mark.parametrize("name", [name for name in parts.PARTS if name != "correctness"])
-def test_a_result_has_its_schema(name, monkeypatch):
+def test_a_result_has_its_schema(name):
     """The kernels of `correctness` are in accelerator_checks_test.py."""
-    monkeypatch.setattr(parts, "sizes", lambda: ("cpu", TINY))
-    monkeypatch.setattr(parts, "QUICKSTART", QUICKSTART)
-    monkeypatch.setattr(parts, "COPIED", 1024)
-    *_, last = map(accelerator.to_json, parts.PARTS[name]())
+    *_, last = map(accelerator.to_json, parts.PARTS[name](parts.SMOKE))
     found = json.loads(last)
     jsonschema.validate(found, {"$defs": SCHEMA["$defs"], "$ref": f"#/$defs/{name}"})
     if name == "step":

@@ -122,7 +122,7 @@ def test_eight_minutes_and_what_a_part_leaves_to_the_next(monkeypatch):
     assert sum(accelerator.SECONDS.values()) == 480
     now, limits = [0.0], {}
 
-    def fake(name, seconds):
+    def fake(name, seconds, is_smoke):
         limits[name] = seconds
         now[0] += {"a": 4.0, "b": 26.0, "c": 0.0}[name]
         return {"is_ok": True, "seconds": 0.0, "error": None, "result": {}}
@@ -156,7 +156,7 @@ def test_correctness_and_the_gate_decide():
 @pytest.mark.parametrize("has_passed", [True, False])
 def test_the_exit_code_and_the_files(has_passed, monkeypatch, tmp_path, capsys):
     report = example() | {"passed": has_passed}
-    monkeypatch.setattr(accelerator, "measure", lambda machine: report)
+    monkeypatch.setattr(accelerator, "measure", lambda machine, **_: report)
     monkeypatch.setattr(sys, "argv", ["accelerator", f"--json={tmp_path}/a.json"])
     with pytest.raises(SystemExit) as end:
         accelerator.main()
@@ -271,10 +271,10 @@ def test_the_launcher_runs_the_benchmark_and_writes_the_page(tmp_path):
     (tmp_path / "python").write_text(
         '#!/bin/sh\necho "$@"\ncase "$*" in *--json=*) touch docs/accelerators/h100.json; exit 1;; esac\n')
     (tmp_path / "python").chmod(0o755)
-    done = subprocess.run(["bash", "launch/accelerator.sh", "h100"], cwd=tmp_path, capture_output=True,
+    done = subprocess.run(["bash", "launch/accelerator.sh", "h100", "--smoke"], cwd=tmp_path, capture_output=True,
                           text=True, env={"PATH": "/usr/bin:/bin", "EXTRA": "cuda13"})
     assert done.returncode == 1, done.stderr
     assert done.stdout.splitlines() == [
-        "extra: cuda13", "-m benchmarks.accelerator --json=docs/accelerators/h100.json",
+        "extra: cuda13", "-m benchmarks.accelerator --json=docs/accelerators/h100.json --smoke",
         "docs/make_accelerators.py",
     ]

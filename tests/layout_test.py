@@ -286,3 +286,27 @@ def test_every_file_has_a_test_of_its_name_or_a_named_one():
         near |= {m for n in near for m in modules((PACKAGE / f"{n}.py").read_text())}
         command = name.removesuffix("/__main__").replace("/", ".")
         assert name in near or command in text, f"{test} does not reach {name}"
+
+
+def private(text: str) -> set[str]:
+    """Private names of others that a source uses: attributes of anything but self, cls and super(), and
+    imported names."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Attribute) and not node.attr.startswith("__"):
+            own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+            own |= isinstance(node.value, ast.Call) and ast.unparse(node.value.func) == "super"
+            if node.attr.startswith("_") and not own:
+                found.add(node.attr)
+        elif isinstance(node, ast.ImportFrom):
+            found |= {alias.name for alias in node.names if alias.name.startswith("_")}
+    return found
+
+
+def test_benchmarks_call_what_users_call():
+    """But for JAX's own attention kernel, which has no public gradient; `_asdict` is a public name."""
+    sources = (ROOT / "benchmarks").glob("*.py")
+    found = {path.stem: names for path in sources if (names := private(path.read_text()))}
+    assert found == {"context": {"_splash_attention_bwd"}, "accelerator_parts": {"_asdict"}}
+    text = "self._a; super()._b(); x._c; x.y._d(); from e import _f; g.__name__"
+    assert private(text) == {"_c", "_d", "_f"}

@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators.counts import is_count
+from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.learner import trainer
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.step import TrainState
@@ -57,6 +58,7 @@ def one_update(optimizer=None, **changes):
     samples = fake_samples(vocab_size=num_logits, top_n=setup.engine.top_n)
     rows = trainer.score(state, samples, {0: state["policy"].params})
     state, rows, metrics = trainer.update(state, rows, 1, 0)
+    assert rows.keys() <= FIELDS.keys()  # else no pass can take them again
     return before, state, rows, metrics, trainer
 
 

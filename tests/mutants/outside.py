@@ -128,6 +128,21 @@ MUTANTS = [
          "test_a_command_line_that_lacks_something_is_refused_in_one_line"),
     ),
     *of(
+        "../benchmarks/arguments.py",
+        ("a published size stays with --smoke", "        vars(args).update(smoke)\n", "        pass\n"),
+        ("a size of --smoke that is no argument is ignored", "set(smoke) - set(vars(args))", "set()"),
+        tests="arguments_test.py",
+    ),
+    *of(
+        "../tests/published.py",
+        ("a command without a way is not run", "is None:\n            raise ValueError(f\"tests/",
+         "is None:\n            continue\n            raise ValueError(f\"tests/"),
+        ("a command may fail", "if code not in way.codes:", "if False:"),
+        ("a continued line is cut", r're.sub(r"\s*\\\n\s*", " ", block)', "block"),
+        ("a slice is the whole", "[index % count :: count]", ""),
+        tests="published_test.py",
+    ),
+    *of(
         "../launch/supervise.py",
         ("a mistake is repeated", "code == RESTART or", "code in (RESTART, 1, 2) or"),
         ("the command for the end is dropped", "if given.after is not None:", "if False:"),

@@ -319,6 +319,13 @@ MUTANTS = [
          "test_turns_that_the_tokenizer_refuses_are_of_their_record"),
     ),
     *of(
+        "fields.py",
+        ("the rows of an update have a field without a line",
+         '    "scored": Field("token", "bool", "prepare", "batch"),\n', "",
+         "learner/trainer_test.py::test_counts_are_of_the_whole_batch"),
+        tests="fields_test.py",
+    ),
+    *of(
         "learner/trainer.py",
         ("log-probs that nobody trains on stop a run",
          'bad = rows["mask"] & ~np.isfinite(rows[name]) if', 'bad = ~np.isfinite(rows[name]) if',

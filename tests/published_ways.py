@@ -1,0 +1,254 @@
+"""How each published command runs tiny, see published.py.
+
+`WAYS` is read from top to bottom, the first pattern that begins a command counts. `MADE` makes what a
+command reads and no clone has.
+"""
+
+import dataclasses
+import gzip
+import json
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Mapping
+
+import numpy as np
+
+import numpy as np
+
+from tests.audit import dumps
+from tests.doctor import logs
+
+MODEL = {
+    "model.num_layers": 1, "model.embed_dim": 32, "model.num_heads": 2, "model.num_kv_heads": 1,
+    "model.head_dim": 16, "model.mlp_dim": 48,
+}
+BATCH = {
+    "rollout.prompts": 2, "rollout.group_size": 2, "engine.slots": 4, "engine.prefill_batch": 4,
+    "train.microbatch_rows": 4, "steps": 1, "eval.prompts": 2,
+}
+
+
+def fields(*groups: Mapping[str, object]) -> str:
+    return " ".join(f"--config.{name}={x}" for group in groups for name, x in group.items())
+
+
+TINY = fields(MODEL, BATCH)
+RUN = f"{TINY} --config.warmup.steps=1 --config.warmup.rows=4"
+# Config and workdir of a command that leaves them open.
+OPEN = (("--config=...", "--config=configs/quickstart.py"), ("--workdir=...", "--workdir=runs/new"))
+# A run begins in a new folder.
+NEW = (*OPEN, (r"--workdir=runs/.*", "--workdir=runs/new"))
+# The program of a run that is only parsed and checked.
+CHECK = (
+    "import sys; from jaxrl_tis import cli_flags, validate; "
+    "validate.validate(cli_flags.parsed(sys.argv[1:]))"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Way:
+    """How a command runs.
+
+    Attributes:
+      add: arguments after those of the page.
+      swap: (pattern, text) for whole arguments; an empty text leaves the argument out.
+      instead: what takes the place of all arguments, because of `why`.
+      check: only parse and check the config, because of `why`.
+      why: the reason.
+      codes: exit codes of success.
+      until: the command does not end; it is stopped once it printed this.
+      feed: file for its standard input.
+    """
+
+    add: str = ""
+    swap: tuple[tuple[str, str], ...] = ()
+    instead: str = ""
+    check: bool = False
+    why: str = ""
+    codes: tuple[int, ...] = (0,)
+    until: str = ""
+    feed: str = ""
+
+
+def help_for(why: str) -> Way:
+    return Way(instead="--help", why=why)
+
+
+MENTION = help_for("the page names the command without its arguments")
+SMOKE = Way("--smoke", swap=(
+    (r"--\w+_python=.*", ""),  # of other libraries, whose environments are not here
+    (r"--rows=ROWS", "--rows=8"), (r"--tokenizer=models/.*", ""),
+))
+DRY = Way("--dry-run", swap=(("--config=CONFIG", "--config=configs/gsm8k_qwen25_0p5b.py:grpo"),))
+FIGURE = Way(swap=((r"docs/experiments", ""),))  # the default
+LANE = "the lane itself, or hours"
+
+WAYS: dict[str, Way] = {
+    # Benchmarks.
+    r"python -m benchmarks\.accelerator --row": Way(),
+    r"python -m benchmarks\.accelerator": SMOKE,
+    r"python -m benchmarks\.prose": Way(codes=(0, 1)),  # 1: a page is above a limit
+    r"python -m benchmarks\.canary": Way(
+        f"{TINY} --prompts=2",
+        swap=((r"--config=.*", "--config=tests/small_run.py"),),
+    ),
+    r"python -m benchmarks\.config_memory .*--gpu": help_for("needs the compiler of GPUs"),
+    r"python -m benchmarks\.config_memory": Way("--layers=1 --programs=decode"),
+    r"python -m benchmarks\.\w+": SMOKE,
+    # Runs whose weights or machines are not here.
+    r"(RAY_ADDRESS=\S+ )?python -m jaxrl_tis\.main --config=configs/(dapo|gsm8k|smollm2)": Way(
+        check=True, why="needs weights that are downloaded, and most of them a TPU slice",
+    ),
+    r"RAY_ADDRESS=\S+ python -m jaxrl_tis\.main": Way(check=True, why="needs that Ray cluster"),
+    r"python -m jaxrl_tis\.main .*--coordinator": Way(check=True, swap=OPEN, why="needs two hosts"),
+    r"python -m jaxrl_tis\.main --config=configs/NAME": help_for("stands for every config"),
+    r"python -m jaxrl_tis\.main .*--config\.model\.path": Way(
+        f"{fields(BATCH)} --config.task.max_prompt_tokens=16 --config.rollout.max_new_tokens=4", NEW,
+    ),
+    # Runs.
+    r"python -m jaxrl_tis\.main .*--workdir=runs/bad": Way(TINY, NEW, codes=(2,)),  # as the page says
+    r"python -m jaxrl_tis\.main .*--change": Way(
+        f"{RUN} --config.steps=2", (*OPEN[:1], ("--workdir=.*", "--workdir=WORKDIR")),
+    ),
+    r"python -m jaxrl_tis\.main .*task\.name=jsonl": Way(TINY, NEW),
+    r"python -m jaxrl_tis\.main .*configs/async_local": Way(
+        f"{RUN} --config.task.params.digits=2 --config.rollout.max_new_tokens=4 "
+        "--config.engine.steps_per_call=4 --config.metrics.samples=2", NEW,
+    ),
+    r"(XLA_FLAGS=\S+ )?python -m jaxrl_tis\.main .*--workdir": Way(RUN, NEW),
+    r"python -m jaxrl_tis\.main": Way(f"{RUN} --workdir=runs/new", NEW),
+    r"python launch/supervise\.py": Way(RUN, NEW),
+    # Tools.
+    r"python -m jaxrl_tis\.(aot|audit|doctor|gate|serve|sweep)( --json| FILE --from=)?$": MENTION,
+    r"python -m jaxrl_tis\.aot .*--fit": help_for("searches for half an hour"),
+    r"python -m jaxrl_tis\.aot": Way("--layers=1 --programs=decode", (
+        ("--config=...", "--config=configs/gsm8k_qwen25_0p5b.py:grpo"),
+    )),
+    r"python -m jaxrl_tis\.audit .*--routes_shape": Way(
+        "--num_experts=16", (("dump.jsonl", "tests/audit/routes.jsonl.gz"), ("--routes_shape=.*", "")),
+    ),
+    r"python -m jaxrl_tis\.audit": Way(),
+    r"python -m jaxrl_tis\.doctor -$": Way(feed="train.log"),
+    r"python -m jaxrl_tis\.doctor": Way(),
+    r"python -m jaxrl_tis\.evaluate models/mine": Way(
+        f"{TINY} --samples=1", (("--config=.*", "--config=configs/quickstart.py"),),
+    ),
+    r"python -m jaxrl_tis\.evaluate": Way(f"{TINY} --samples=1"),
+    r"python -m jaxrl_tis\.export": Way(swap=(("--step=50", "--step=1"),)),
+    r"python -m jaxrl_tis\.gate": Way(f"{TINY} --prompts=2", OPEN, codes=(0, 1)),  # 1: it fails
+    r"python -m jaxrl_tis\.libtpu_flags": Way(),
+    r"python -m jaxrl_tis\.report": Way(),
+    r"python -m jaxrl_tis\.score .*\.gguf": help_for("no command writes a GGUF file"),
+    r"python -m jaxrl_tis\.score": Way(),
+    r"python -m jaxrl_tis\.serve": Way(f"{TINY} --port=0", until="serving"),
+    r"python -m jaxrl_tis\.sweep .*--launch": Way(),
+    r"python -m jaxrl_tis\.sweep": Way("--dry_run"),  # sweep_test.py runs a small one
+    # Studies.
+    r"(XLA_FLAGS=\S+ )?python -m jaxrl_tis\.experiments\.parallelism": help_for("needs SmolLM2"),
+    r"python -m jaxrl_tis\.experiments\.(budget|turns|router_noise_trained)": help_for(
+        "computes for many minutes; its test computes a small part"
+    ),
+    r"python -m jaxrl_tis\.experiments\.records": help_for("reads the sweep of a figure"),
+    r"python -m jaxrl_tis\.experiments\.referee_runs": Way("--seeds=0 --arms=none --folder=runs"),
+    r"python -m jaxrl_tis\.experiments\.referee_gradients": help_for("computes for many minutes"),
+    r"python -m jaxrl_tis\.experiments\.": FIGURE,
+    # Pages and notebooks.
+    r"python (docs/make_\w+|colab/notebooks)\.py": Way(),
+    # Scripts.
+    r"(EXTRA=\w+ )?\./launch/accelerator\.sh": Way(
+        "--smoke", (("EXTRA=.*", "EXTRA="),), codes=(0, 1),
+    ),
+    r"(JOBS=\d )?\./launch/aot\.sh": help_for("an hour of compiling; its commands run one by one"),
+    r"\./launch/async_local\.sh": Way(
+        "--config.steps=8 --config.task.params.digits=40 --config.rollout.max_new_tokens=48 "
+        "--config.task.max_prompt_tokens=96 --config.warmup.steps=1 --config.eval.prompts=2"
+    ),
+    r"(JOBS=\d )?\./launch/figures\.sh NAME": Way("--smoke", (("NAME", "causes"),)),
+    r"(JOBS=\d )?\./launch/figures\.sh": Way("--smoke"),
+    r"\./launch/jetstream\.sh": help_for("installs 3 GB into an environment of its own"),
+    r"(\w+=\S+ )*\./launch/on_(ray|vm)\.sh": help_for("runs on the hosts of a cluster"),
+    r"\./launch/quickstart\.sh": Way(RUN),
+    r"\./launch/smollm2\.sh": help_for("downloads a model"),
+    r"(OPTIMIZED=1 )?\./launch/test\.sh tests/": Way("--collect-only"),
+    r"(OPTIMIZED=1 )?\./launch/test\.sh": Way("tests/choices_test.py"),
+    r"\./tests/profile\.sh": Way("tests/choices_test.py"),
+    r"python launch/(tpu_vm|gke/jobset|gke/raycluster)\.py .*--dry-run": Way(),
+    r"python launch/(tpu_vm|gke/jobset|gke/raycluster)\.py": DRY,
+    r"\.ci/\w+": Way(instead="-n", why=LANE),
+    r"python -m tests\.mutants": Way("--check"),
+    r"python -m tests\.published": Way("--list"),
+}
+
+
+def way(text: str) -> Way | None:
+    """Returns how a command runs; None for one that the table lacks."""
+    return next((way for pattern, way in WAYS.items() if re.match(pattern, text)), None)
+
+
+# What commands read
+
+
+def _verl(path: pathlib.Path) -> None:
+    rows = logs.rows(logs.VERL)
+    lines = (" - ".join([f"step:{s}", *(f"{n}:{x}" for n, x in row.items())]) for s, row in rows)
+    path.write_text("\n".join(lines) + "\n")
+
+
+def _state(path: pathlib.Path) -> None:
+    logs.write_state(path, logs.rows(logs.TRL))
+
+
+def _outputs(path: pathlib.Path) -> None:
+    (path / "checkpoint-120").mkdir(parents=True)
+    _state(path / "checkpoint-120" / "trainer_state.json")
+
+
+def _dump(path: pathlib.Path) -> None:
+    names = {"logp_behav": "rollout_log_probs", "logp_old": "old_log_probs"}
+    is_ours = path.suffix == ".jsonl"
+    lines = dumps.records()
+    if not is_ours:
+        lines = [{names.get(name, name): x for name, x in line.items()} for line in lines]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    path.write_text(text) if is_ours else path.write_bytes(gzip.compress(text.encode()))
+
+
+def _arrays(path: pathlib.Path) -> None:
+    lines = dumps.only(dumps.records(), "logp_behav", "logp_old", "reward", "version")
+    tokens = {name: np.concatenate([line[name] for line in lines]) for name in ("logp_behav", "logp_old")}
+    each = {name: np.array([line[name] for line in lines]) for name in ("reward", "version")}
+    lengths = np.array([len(line["logp_old"]) for line in lines])
+    np.savez(path, **tokens, **each, lengths=lengths, old_log_probs=tokens["logp_old"])
+
+
+def _tokens(path: pathlib.Path) -> None:
+    np.save(path, np.zeros((1, 4), np.int32))
+
+
+def _report(path: pathlib.Path) -> None:
+    shutil.copy(path.parent / "docs/accelerators/h200.json", path)
+
+
+BASE = "python -m jaxrl_tis.main --config=configs/quickstart.py"
+# A run, a run with an adapter of the same weights, and exports of both: made by commands.
+MADE: dict[str, str | Callable[[pathlib.Path], None]] = {
+    **dict.fromkeys(
+        ("WORKDIR", "runs/first", "runs/second", "runs/quickstart-tis", "runs/mine", "runs/a", "runs/b"),
+        f"{BASE} {RUN} --workdir=runs/made",
+    ),
+    "runs/base": f"{BASE} {TINY} --config.warmup.steps=0 --config.optimizer.lr=0 --workdir=runs/base",
+    "runs/lora": f"{BASE} {TINY} --config.warmup.steps=0 '--config.model.lora=lora(rank=2)' --workdir=runs/lora",
+    **dict.fromkeys(("MODEL", "models/mine"), "python -m jaxrl_tis.export runs/base models/made"),
+    **dict.fromkeys(
+        ("adapters/lora", "adapters/a"), "python -m jaxrl_tis.export runs/lora adapters/made --adapter"
+    ),
+    "in.npy": _tokens,
+    "dump.jsonl": _dump, "dump.jsonl.gz": _dump, "dump.npz": _arrays,
+    "slurm-4711.out": _verl, "train.log": _verl, "outputs/my-run": _outputs,
+    "trainer_state.json": _state,
+    "trainer.jsonl": lambda path: logs.write_jsonl(path, logs.rows(logs.PRIME)),
+    "orchestrator.jsonl": lambda path: logs.write_jsonl(path, logs.rows(logs.PRIME_ORCHESTRATOR)),
+    "h100.json": _report,
+    "token.txt": lambda path: path.write_text("secret\n"),
+}
