@@ -189,6 +189,7 @@ class Trajectory:
       joins: one of JOINS for each observation that a turn followed: how the row would go on if the
         chat template rendered the conversation anew. "append": as it does. "realign": the template
         changes the end of the answer. "fork": it changes more. Empty without an environment.
+      error: why the environment or the harness failed, for outcome "failed" or "timeout"; else "".
       fork: the number of the row in its session, in the order of the first calls; 0 without a
         harness.
       forks: the other rows of the session, each a record with the session's id, its own prompt and
@@ -223,6 +224,7 @@ class Trajectory:
     turn_rewards: np.ndarray = _no(np.float32)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     joins: tuple[str, ...] = ()
+    error: str = ""
     fork: int = 0
     forks: tuple["Trajectory", ...] = ()
 

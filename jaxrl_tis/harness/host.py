@@ -54,7 +54,7 @@ def reading(result: Any) -> Reply:
     """Returns what a harness returned as JSON values.
 
     Raises:
-        Unusable: it is no number and no Result, or a number in it is not finite.
+        Unusable: it is no number and no Result, or a number in it is not finite in float32.
     """
     result = result if isinstance(result, Result) else Result(result)
     if not isinstance(result.metrics, Mapping):
@@ -72,7 +72,7 @@ def reading(result: Any) -> Reply:
 def _number(value: Any, what: str) -> float:
     number = signatures.finite(value)
     if number is None:
-        raise Unusable(f"the harness returned {what} {value!r:.80}, not a finite number")
+        raise Unusable(f"the harness returned {what} {value!r:.80}, not a finite number of float32")
     return number
 
 

@@ -30,7 +30,6 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.environments.pool import Call, Pool, Reply, SharedPool
-from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.rollouts.prompts import Prompt
 
 PULSE_SECONDS = 0.5  # longest wait for a reply, if the sampler has nothing else to do
@@ -159,7 +158,6 @@ class EpisodeScheduler:
         self._pool: Pool | SharedPool | None = None
         self._max_turns, self._max_length = max_turns, max_length
         self._on_fork, self._waits, self._heartbeat = on_fork, waits, heartbeat
-        self._failures = Failures(what="an environment")
         self._episodes: dict[str, Episode] = {}
         self._thinking: dict[str, None] = {}  # ids, in the order of their calls
         self._ended: list[Trajectory] = []
@@ -378,9 +376,7 @@ class EpisodeScheduler:
     ) -> Trajectory:
         """Ends an episode whose environment failed on the last turn."""
         episode.rewards = [*episode.rewards[: len(episode.answers) - 1], math.nan]
-        id = str(episode.request.example["id"])
-        self._failures.add(error.partition(":")[0], error, "", id, episode.answers[-1])
-        return self._finish(episode, trajectory, outcome)
+        return self._finish(episode, dataclasses.replace(trajectory, error=error), outcome)
 
     def _finish(self, episode: Episode, trajectory: Trajectory, outcome: str) -> Trajectory:
         """Returns the record of an episode that has ended. A bound on turns or tokens counts as
