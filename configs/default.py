@@ -141,7 +141,7 @@ def get_config() -> ConfigDict:
     # as "module:function" or "verifiers:TASKSET"; reward.name is then not read. "": none
     # (docs/harness.md).
     c.rollout.harness = ""
-    c.rollout.harness_timeout = 600.0  # seconds of one session, waiting for the engine included
+    c.rollout.harness_timeout = 600.0  # seconds of one session, without those of compilation
     # host:port of a Ray cluster, driver ray. "": RAY_ADDRESS of the environment, else a local Ray.
     c.rollout.ray_address = ""
     c.rollout.cpus_per_worker = 1.0  # CPUs that Ray reserves for each worker

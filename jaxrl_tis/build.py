@@ -144,7 +144,6 @@ class Sampling:
         return Sessions(
             lambda: Endpoint(
                 name, self.model.vocab_size, self.tokenizer, max_length=length, logprobs=top_n,
-                seconds=rollout.harness_timeout,
             ),
             lambda on_reply: HarnessProcess(rollout.harness, on_reply, rollout.harness_python),
             name, rollout.harness_timeout,

@@ -46,6 +46,19 @@ def define_config(values: flags.FlagValues = flags.FLAGS) -> flags.FlagHolder:
     return holder
 
 
+class _TextParser(flags.ArgumentParser):
+    """Reads a field of text. None is no text: `validate` says which fields may have it."""
+
+    def parse(self, argument: str | None) -> str | None:
+        return None if argument == "None" else argument
+
+    def flag_type(self) -> str:
+        return "string"
+
+
+config_flags.register_flag_parser_for_type(str, _TextParser())
+
+
 def run(
     main: Callable[..., object], required: Sequence[str] = (), words: Sequence[str] = ()
 ) -> None:
@@ -132,6 +145,9 @@ class _ConfigParser(flags.ArgumentParser):
         self._inner = inner
 
     def parse(self, argument: str) -> ml_collections.ConfigDict:
+        words = [word for word in _words() if re.match(r"--?config(=|$)", word)]
+        if len(words) > 1:
+            raise flags.Error(f"--config is given {len(words)} times; give one config file")
         path = argument.partition(":")[0]
         if not pathlib.Path(path).is_file():
             raise flags.Error(
@@ -145,11 +161,16 @@ class _ConfigParser(flags.ArgumentParser):
         if not isinstance(config, ml_collections.ConfigDict):
             kind = type(config).__name__
             raise flags.Error(f"{path}: get_config() returns a value of type {kind}, not a ConfigDict")
-        adapt(config, overrides(flags.FLAGS.read_flags_from_files(sys.argv, force_gnu=False)))
+        adapt(config, overrides(_words()))
         return config
 
     def flag_type(self) -> str:
         return self._inner.flag_type()
+
+
+def _words() -> list[str]:
+    """Returns the command line, with the contents of flag files."""
+    return flags.FLAGS.read_flags_from_files(sys.argv, force_gnu=False)
 
 
 def _error_text(error: Exception, path: str) -> str:

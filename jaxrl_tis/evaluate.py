@@ -33,6 +33,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.learner.state import as_begun, read_params, with_adapter
 from jaxrl_tis.record import intervals
 from jaxrl_tis.record.progress import Progress
+from jaxrl_tis.rollouts import live
 from jaxrl_tis.rollouts.episodes import episode_metrics
 from jaxrl_tis.rollouts.groups import Sample, request, sampling_params, scores
 from jaxrl_tis.rollouts.prompts import GENERATED, Prompter, lacks_answer
@@ -211,12 +212,14 @@ def measure(
     Raises ValueError where no answer is left; further see `state.read_params` and `Evaluator`.
     """
     config, engine = setup.config, setup.learner_engine
+    total = config.eval.prompts * (1 + samples)
+    if config.rollout.harness:
+        live.check_files(total)
     prompter = setup.prompter()
     evaluator = Evaluator(config, prompter)
     read = lambda: read_params(setup.training, path, step)
     params = with_adapter(setup.training, read, adapter)
     scheduler = setup.scheduler(engine, engine.load(params), 0)
-    total = config.eval.prompts * (1 + samples)
     with (
         contextlib.closing(prompter), contextlib.closing(scheduler),
         worker(config.reward) as rewards,

@@ -33,7 +33,7 @@ from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.record.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.record.provenance import date, identity, saved, write_run_files
-from jaxrl_tis.rollouts import ray_cluster
+from jaxrl_tis.rollouts import live, ray_cluster
 from jaxrl_tis.rollouts.groups import Groups, Sample, unknown_ids
 from jaxrl_tis.rollouts.prompts import Checked, lacks_answer
 from jaxrl_tis.rollouts.source import RolloutSource, SourceParts, next_batch
@@ -73,22 +73,17 @@ def _stopped(step: int, why: str, saved: int | None) -> str:
 
 
 def check_rewards(
-    step: int, drawn: list[Sample], last_error: str, is_first: bool, environment: str = ""
+    step: int, drawn: list[Sample], last_error: str, is_first: bool, field: str
 ) -> None:
     """Raises ValueError if no response of the first batch has a reward. For later batches it
-    prints a warning. `environment` is that of episodes."""
+    prints a warning. `field` of the config names what gives the rewards."""
     if not all(sample.is_failed for sample in drawn):
         return
     problem = f"step {step}: all {len(drawn)} rewards failed. The last error: {last_error}"
-    if is_first and environment:
-        raise ValueError(
-            f"{problem}. Fix task.environment = {environment!r}; the first error of each kind is "
-            "printed above"
-        )
     if is_first:
         raise ValueError(
-            f"{problem}. Fix the function that reward.name names, or the harness; "
-            f"WORKDIR/{failures.FILE_NAME} has the errors by kind, with the last texts of each"
+            f"{problem}. Fix what {field} names; WORKDIR/{failures.FILE_NAME} has the errors by "
+            "kind, with the last texts of each"
         )
     processes.report(problem, sys.stderr)
 
@@ -324,10 +319,10 @@ class Run:
 
     def check_rewards(self, step: int, samples: list[Sample]) -> None:
         """Raises ValueError for rewards that cannot be trained on."""
-        check_rewards(
-            step, samples, self.rewards.last_error, is_first=not self._is_rewarded,
-            environment=self.setup.config.task.environment,
-        )
+        config, field = self.setup.config, "reward.name"
+        if config.task.environment or config.rollout.harness:
+            field = "task.environment" if config.task.environment else "rollout.harness"
+        check_rewards(step, samples, self.rewards.last_error, not self._is_rewarded, field)
         takes_parts = "reward_components" in self.setup.training.correction.needs
         if takes_parts and any(SCORE in s.components for s in samples):
             raise ValueError(
@@ -448,6 +443,7 @@ def opened(
         setup = build(config)
         for doubt in validate.doubts(config, setup.training.correction):
             processes.report(f"warning: {doubt}", sys.stderr)
+        processes.first(lambda: sinks.check(config.metrics.sinks))
         if config.task.environment and (changed := setup.suffixes.rewrites):
             processes.report(
                 f"warning: the chat template changes earlier turns ({', '.join(changed)}); the ids of "
@@ -455,6 +451,7 @@ def opened(
                 "episodes/template_forks count the turns where a render would differ", sys.stderr,
             )
         if config.rollout.harness:
+            live.check_files(live.at_once(config, setup.schedule))
             setup.sessions.enter()
             stack.callback(setup.sessions.leave)
         if setup.training.recompute_reason:

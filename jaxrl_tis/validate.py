@@ -13,7 +13,7 @@ import ml_collections
 from jaxrl_tis.data import confined, tasks
 from jaxrl_tis.data.graders import REWARDS, names
 from jaxrl_tis.data.rewards import DROP
-from jaxrl_tis.data.signatures import SIGNATURES
+from jaxrl_tis.data.signatures import LARGEST, SIGNATURES
 from jaxrl_tis.engine import injection
 from jaxrl_tis.engine.check import EIGHT_BIT, engine_problems
 from jaxrl_tis.engine.injection import Injection
@@ -97,6 +97,8 @@ NOT_NEGATIVE = (
     "correction.router_z_coeff", "watchdog.timeout", "checkpoint.grace", "metrics.samples",
     "metrics.samples_every", "critic.value_clip",
 )
+# Fields that may be None: the preset gives them.
+OPTIONAL = tuple(f"correction.{x}" for x in ("mode", "weight", "masks", "objective", "centering"))
 DECAYS = ("optimizer.b1", "optimizer.b2", "critic.b1", "critic.b2")
 
 
@@ -122,7 +124,7 @@ class Choices:
 def validate(config: ml_collections.ConfigDict) -> Choices:
     """Returns the parsed choices of a config; ValueError lists every problem of the config, one a
     line."""
-    parsed, problems = {}, list(_tuples(config))
+    parsed, problems = {}, list(_missing(config)) or list(_tuples(config))
     if not problems:
         parsed, refused = _parsed(config)
         checks = (_finite, _names, _counts, _batches, _task, _environment, _harness)
@@ -209,6 +211,16 @@ def _finite(config):
         is_finite = not isinstance(value, float) or math.isfinite(value)
         if not is_finite and not (is_bound and value == math.inf):
             yield f"{field} is {value}; it must be a finite number{' or inf' if is_bound else ''}"
+
+
+def _missing(config):
+    """Finds fields without a value. Arguments of a user's own code may have none."""
+    for section, value in config.items():
+        fields = value.items() if isinstance(value, ml_collections.ConfigDict) else [("", value)]
+        for name, value in fields:
+            field = f"{section}.{name}".rstrip(".")
+            if value is None and field not in OPTIONAL:
+                yield f"{field} is None; give a value, or {field}='' for an empty text"
 
 
 def _tuples(config):
@@ -387,7 +399,7 @@ def _reward(reward):
                 "'module:function'"
             )
     if reward.on_error != DROP and not _is_number(reward.on_error):
-        yield f"reward.on_error is {reward.on_error!r}; it must be {DROP!r} or a number"
+        yield f"reward.on_error is {reward.on_error!r}; it must be {DROP!r} or a number of float32"
     for name, weight in reward.weights.items():
         if type(weight) not in (int, float):
             yield f"reward.weights.{name} is {weight!r}; it must be a number"
@@ -395,7 +407,7 @@ def _reward(reward):
 
 def _is_number(text):
     try:
-        return math.isfinite(float(text))
+        return abs(float(text)) <= LARGEST
     except ValueError:
         return False
 

@@ -40,7 +40,7 @@ def test_the_example_is_played(tmp_path, monkeypatch):
     (tmp_path / "my_agent.py").write_text(code)
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
     replies, calls = queue.SimpleQueue(), []
-    endpoint = Endpoint("m", 30, TOKENIZER, max_length=60, logprobs=0, seconds=10.0)
+    endpoint = Endpoint("m", 30, TOKENIZER, max_length=60, logprobs=0)
     harness = HarnessProcess("my_agent:calculator", replies.put)
 
     def answer(call):

@@ -14,6 +14,7 @@ import pytest
 from jaxrl_tis.record import samples
 from jaxrl_tis.rollouts.groups import request, sampling_params
 from jaxrl_tis.rollouts.source import generate
+from jaxrl_tis.runtime import cli
 from jaxrl_tis.serve import setup as serving
 from tests import tiny
 from tests.asynchronous_run_test import params
@@ -128,6 +129,13 @@ def test_a_harness_that_cannot_be_used_ends_the_run_before_it_begins(tmp_path):
     with pytest.raises(ValueError, match="'tests.tiny_harness:missing' cannot be loaded"):
         tiny.run(tmp_path, **tiny.HARNESS | dict(rollout__harness="tests.tiny_harness:missing"))
     assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_system_with_too_few_open_files_is_named_before_a_run_begins(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "raise_file_limit", lambda: 287)
+    with pytest.raises(ValueError, match="16 sessions .* need 288 open files, .* 287 .*ulimit -Hn"):
+        tiny.run(tmp_path / "run", **tiny.HARNESS)
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.all

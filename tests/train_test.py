@@ -167,13 +167,13 @@ def test_a_jsonl_task_needs_no_warm_up_split(tmp_path):
 
 def test_a_first_batch_without_any_reward_ends_the_run_and_a_later_one_is_told(capsys):
     failed, scored = mock.Mock(is_failed=True), mock.Mock(is_failed=False)
-    train.check_rewards(1, [failed, scored], "KeyError: 'x'", is_first=True)
+    train.check_rewards(1, [failed, scored], "KeyError: 'x'", is_first=True, field="reward.name")
     with pytest.raises(ValueError, match="step 1: all 2 rewards failed. The last error: KeyError: 'x'"):
-        train.check_rewards(1, [failed] * 2, "KeyError: 'x'", is_first=True)
-    with pytest.raises(ValueError, match="it failed. Fix task.environment = 'a:B'; .* printed above$"):
-        train.check_rewards(1, [failed] * 2, "it failed", is_first=True, environment="a:B")
+        train.check_rewards(1, [failed] * 2, "KeyError: 'x'", is_first=True, field="reward.name")
+    with pytest.raises(ValueError, match="it failed. Fix what rollout.harness names; WORKDIR/reward"):
+        train.check_rewards(1, [failed] * 2, "it failed", is_first=True, field="rollout.harness")
     assert capsys.readouterr().err == ""
-    train.check_rewards(2, [failed] * 2, "KeyError: 'x'", is_first=False)
+    train.check_rewards(2, [failed] * 2, "KeyError: 'x'", is_first=False, field="reward.name")
     assert capsys.readouterr().err.startswith("step 2: all 2 rewards failed")
 
 

@@ -13,11 +13,10 @@ from typing import Any
 import ml_collections
 
 from jaxrl_tis.data import confined
-from jaxrl_tis.data.signatures import SCORE
+from jaxrl_tis.data.signatures import LARGEST, SCORE
 from jaxrl_tis.record.failures import Failures
 
 DROP = "drop"  # of reward.on_error
-LARGEST = 3e38  # rewards are float32 in the learner
 BATCH = 16  # texts per call of a batched function
 PULSE_SECONDS = 0.5
 
@@ -136,11 +135,17 @@ class RewardWorker:
         failed = Scored(self.on_error, dict.fromkeys(names, self.on_error / len(names)), True)
         return [failed if s is None else s for s in scored]
 
-    def failed(self, fault: str, error: str) -> Scored:
-        """Counts a failure elsewhere, under one of the names of `counts`. Returns its reward."""
+    def failed(
+        self, fault: str, error: str, text: str, record: Mapping[str, Any], kind: str = "",
+        traceback: str = "",
+    ) -> Scored:
+        """Records that an answer has no reward, under one of the names of `counts`. Returns its
+        reward. Without a kind, the kind is the beginning of the error."""
         self.counts[fault] += 1
         self.counts["dropped"] += math.isnan(self.on_error)
         self.last_error = error
+        id = str(record["id"]) if "id" in record else "?"
+        self.failures.add(kind or error.partition(": ")[0], error, traceback, id, text)
         return Scored(self.on_error, {}, is_failed=True)
 
     def unused_weights(self) -> list[str]:
@@ -227,9 +232,7 @@ class RewardWorker:
 
     def _failed(self, item: list, fault: str, kind: str, error: str, traceback: str = "") -> None:
         text, record, _ = item
-        self.failed(fault, error)
-        id = str(record["id"]) if "id" in record else "?"
-        self.failures.add(kind, error, traceback, id, text)
+        self.failed(fault, error, text, record, kind, traceback)
 
 
 def _outcome(result: dict[str, Any]) -> Outcome:

@@ -12,7 +12,6 @@ This file imports the standard library only: see confined.py.
 import asyncio
 import copy
 import inspect
-import math
 import os
 import re
 import sys
@@ -39,6 +38,7 @@ ANSWER_WORDS = {
 TEXTS = (str, bytes, bytearray)
 ERROR_CHARACTERS, TRACEBACK_CHARACTERS = 1000, 4000
 SCORE = "score"  # the component that is the reward, if present
+LARGEST = 3e38  # rewards and metrics are float32 in the learner
 OURS = os.path.dirname(__file__)
 
 Item = tuple[str, dict[str, Any], list[int] | None]  # text, record, tokens of the text
@@ -346,14 +346,14 @@ class Errors:
 
 
 def finite(value: Any) -> float | None:
-    """Returns the value as a finite number; None if it is none, or a text."""
+    """Returns the value as a finite number of float32; None if it is none, or a text."""
     if isinstance(value, TEXTS):
         return None
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None
 
 
 def metrics(values: Any, who: str) -> dict[str, float]:

@@ -13,8 +13,11 @@ but a base URL and an API key. A call goes through these functions:
 import asyncio
 import collections
 import contextlib
+import errno
 import hashlib
+import math
 import secrets
+import sys
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
@@ -118,18 +121,16 @@ class Endpoint:
       vocab_size: number of token ids.
       max_length: most tokens of prompt and answer.
       logprobs: most of the likeliest tokens that the engine records.
-      seconds: longest time of a call.
 
     Attributes:
       token: the API key of all sessions.
     """
 
     def __init__(
-        self, model: str, vocab_size: int, tokenizer: Tokenizer, *, max_length: int, logprobs: int,
-        seconds: float,
+        self, model: str, vocab_size: int, tokenizer: Tokenizer, *, max_length: int, logprobs: int
     ):
         self.token = secrets.token_urlsafe(24)
-        limits = Limits(BODY_BYTES, max_length, MAX_INT, 1, logprobs, seconds)
+        limits = Limits(BODY_BYTES, max_length, MAX_INT, 1, logprobs, math.inf)  # a call ends with its session
         self._weights = _Weights()
         self._sessions = SessionServer(app.Served(
             self._weights, tokenizer, model, vocab_size, limits, load=None, token=self.token,
@@ -145,6 +146,7 @@ class Endpoint:
             uvicorn.Config(application, port=0, log_level="critical", lifespan="off", **options)
         )
         self._ended: collections.deque[str] = collections.deque()
+        self._is_full = False  # it was said that too many files are open
         self._is_up = threading.Event()
         self._thread = threading.Thread(target=self._run, name="endpoint", daemon=True)
         self._thread.start()
@@ -174,8 +176,21 @@ class Endpoint:
         self._server.should_exit = True
         self._thread.join()
 
+    def _fault(self, loop: asyncio.AbstractEventLoop, context: dict) -> None:
+        """Says once that no more connections can be open: the loop tries it thousands of times."""
+        if getattr(context.get("exception"), "errno", None) not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+        elif not self._is_full:
+            self._is_full = True
+            print(
+                "the agents of rollout.harness have more connections than this process may open "
+                "files (ulimit -Hn), and calls wait for others to end: raise the limit, or lower "
+                "rollout.prompts, rollout.group_size and eval.prompts", file=sys.stderr, flush=True,
+            )
+
     def _run(self) -> None:
         async def serve():
+            asyncio.get_running_loop().set_exception_handler(self._fault)
             task = asyncio.ensure_future(self._server.serve())
             while not self._server.started and not task.done():
                 await asyncio.sleep(0.001)

@@ -193,6 +193,7 @@ class Trajectory:
         changes the end of the answer. "fork": it changes more. "replace": the answer ended with the
         first token of a message of another role, and the row has the right one in its place.
         Empty without an environment.
+      error: why the environment or the harness failed, for outcome "failed" or "timeout"; else "".
       fork: the number of the row in its session, in the order of the first calls; 0 without a
         harness.
       forks: the other rows of the session, each a record with the session's id, its own prompt and
@@ -227,6 +228,7 @@ class Trajectory:
     turn_rewards: np.ndarray = _no(np.float32)
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)
     joins: tuple[str, ...] = ()
+    error: str = ""
     fork: int = 0
     forks: tuple["Trajectory", ...] = ()
 

@@ -133,7 +133,7 @@ def _is_message(value: Any) -> bool:
 def _number(value: Any, what: str) -> float:
     number = signatures.finite(value)
     if number is None:
-        raise Unusable(f"{what} {value!r}, not a finite number"[:ERROR_CHARACTERS])
+        raise Unusable(f"{what} {value!r}, not a finite number of float32"[:ERROR_CHARACTERS])
     return number
 
 

@@ -54,8 +54,8 @@ def reading(result: Any) -> Reply:
     """Returns what a harness returned as JSON values.
 
     Raises:
-        Unusable: it is no number and no Result, a number in it is not finite, or a metric has the
-            name of the reward.
+        Unusable: it is no number and no Result, a number in it is not finite in float32, or a metric
+            has the name of the reward.
     """
     result = result if isinstance(result, Result) else Result(result)
     return {
@@ -68,7 +68,7 @@ def reading(result: Any) -> Reply:
 def _number(value: Any, what: str) -> float:
     number = signatures.finite(value)
     if number is None:
-        raise Unusable(f"the harness returned {what} {value!r:.80}, not a finite number")
+        raise Unusable(f"the harness returned {what} {value!r:.80}, not a finite number of float32")
     return number
 
 

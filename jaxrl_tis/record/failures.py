@@ -1,4 +1,5 @@
-"""Failed reward calls, grouped by kind: a count, the first error printed, the last ones in a file.
+"""Answers without a reward, because its function, the environment or the harness failed. They are
+grouped by kind: a count, the first error printed, the last ones in a file.
 
 WORKDIR/reward_errors.jsonl has a line for each kind: {"kind", "count", "error", "traceback",
 "last_at", "last": [{"id", "text", "error"}, ...]}. The error and the traceback are those of the
@@ -35,32 +36,30 @@ class Failure:
 
 
 class Failures:
-    """Collects failed reward calls.
+    """Collects answers whose reward failed.
 
     Args:
       path: of the file, whose contents are kept and added to; None writes no file.
       say: prints a text.
-      what: the function that fails, for messages.
     """
 
     def __init__(
         self, path: os.PathLike | None = None,
         say: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True),
-        what: str = "a reward",
     ):
-        self._path, self._say, self._what = path, say, what
+        self._path, self._say = path, say
         self._kinds = {f.kind: f for f in ([] if path is None else read(path))}
         self._printed: set[str] = set()
 
     def add(self, kind: str, error: str, traceback: str, id: str, text: str) -> None:
-        """Records a failed reward of the response `text` to the example `id`."""
+        """Records that the response `text` to the example `id` has no reward."""
         if kind not in self._kinds and len(self._kinds) >= KINDS:
             kind, traceback = OTHERS, ""
         if kind not in self._kinds:
             self._kinds[kind] = Failure(kind, 0, error, traceback, "", [])
         if kind not in self._printed:
             self._printed.add(kind)
-            self._say(f"{self._what} failed, example {id}: {error} (further ones like it are counted)")
+            self._say(f"no reward, example {id}: {error} (further ones like it are counted)")
             if traceback:
                 self._say(traceback.rstrip())
         failure = self._kinds[kind]

@@ -33,7 +33,6 @@ from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.environments.pool import Call, Pool, Reply, SharedPool, digest
 from jaxrl_tis.environments.protocol import Step
-from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.rollouts.prompts import Prompt
 from jaxrl_tis.runtime import processes
@@ -178,7 +177,6 @@ class EpisodeScheduler:
         self._pool: Pool | SharedPool | None = None
         self._max_turns, self._max_length = max_turns, max_length
         self._on_fork, self._waits, self._heartbeat = on_fork, waits, heartbeat
-        self._failures = Failures(what="an environment")
         self._episodes: dict[str, Episode] = {}
         self._thinking: dict[str, None] = {}  # ids, in the order of their calls
         self._ended: list[Trajectory] = []
@@ -417,9 +415,7 @@ class EpisodeScheduler:
     ) -> Trajectory:
         """Ends an episode whose environment failed on the last turn."""
         episode.rewards = [*episode.rewards[: len(episode.answers) - 1], math.nan]
-        id = str(episode.request.example["id"])
-        self._failures.add(error.partition(":")[0], error, "", id, episode.answers[-1])
-        return self._finish(episode, trajectory, outcome)
+        return self._finish(episode, dataclasses.replace(trajectory, error=error), outcome)
 
     def _finish(self, episode: Episode, trajectory: Trajectory, outcome: str) -> Trajectory:
         """Returns the record of an episode that has ended. A bound on turns or tokens counts as

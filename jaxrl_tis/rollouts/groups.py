@@ -1,6 +1,7 @@
 """Groups: makes the requests of an example's samples, and rewarded samples from the sequences."""
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +9,8 @@ from typing import Any
 import ml_collections
 import numpy as np
 
-from jaxrl_tis.data.rewards import (
-    LARGEST, SCORE, RewardWorker, Scored, soft_overlong_penalty,
-)
+from jaxrl_tis.data.rewards import SCORE, RewardWorker, Scored, soft_overlong_penalty
+from jaxrl_tis.data.signatures import LARGEST
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.rollouts.episodes import FAULTS
@@ -118,7 +118,12 @@ def scores(
     reward of an episode is the sum of its known turn rewards. It is unknown if the environment
     failed, or gave none to any turn."""
     of_function = [i for i, t in enumerate(trajectories) if not t.outcome]
-    scored: list[Scored | None] = [_of_episode(rewards, t) if t.outcome else None for t in trajectories]
+    scored: list[Scored | None] = [
+        _of_episode(rewards, *played) if played[0].outcome else None
+        for played in zip(trajectories, texts, records, strict=True)
+    ]
+    if any(result is not None and result.is_failed for result in scored):
+        rewards.failures.write()
     if of_function:
         chosen = lambda values: [values[i] for i in of_function]
         tokens = [t.tokens for t in chosen(trajectories)]
@@ -127,15 +132,18 @@ def scores(
     return scored
 
 
-def _of_episode(rewards: RewardWorker, trajectory: Trajectory) -> Scored:
+def _of_episode(
+    rewards: RewardWorker, trajectory: Trajectory, text: str, record: dict[str, Any]
+) -> Scored:
+    failed = functools.partial(rewards.failed, text=text, record=record)
     known = trajectory.turn_rewards[~np.isnan(trajectory.turn_rewards)]
     if trajectory.outcome in OF_OUTCOMES:
-        return rewards.failed(OF_OUTCOMES[trajectory.outcome], "the environment or harness failed")
+        return failed(OF_OUTCOMES[trajectory.outcome], trajectory.error)
     if not len(known) and trajectory.outcome == "done":
-        return rewards.failed("non_finite", "the environment or harness gave no reward")
+        return failed("non_finite", "the environment or harness gave no reward")
     score = float(known.sum(dtype=np.float64)) if len(known) else math.nan
     if len(known) and not abs(score) <= LARGEST:
-        return rewards.failed("non_finite", "the turns' rewards have no finite sum in float32")
+        return failed("non_finite", "the turns' rewards have no finite sum in float32")
     return Scored(score, trajectory.metrics | {SCORE: score} if trajectory.metrics else {"reward": score})
 
 

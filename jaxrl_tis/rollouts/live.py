@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import ml_collections
 import numpy as np
 
 from jaxrl_tis.endpoint.calls import Call
@@ -14,11 +15,37 @@ from jaxrl_tis.engine.records import PER_TOKEN, Request, Trajectory
 from jaxrl_tis.harness.process import HarnessProcess, Reply
 from jaxrl_tis.harness.protocol import Session
 from jaxrl_tis.rollouts.episodes import environment_seed
+from jaxrl_tis.rollouts.schedules import Schedule
+from jaxrl_tis.runtime import cli
 
 if TYPE_CHECKING:  # it needs the extra [serve]
     from jaxrl_tis.endpoint.sessions import Endpoint
 
 CANCELLED = "the run needs it no more"
+# Open files of a process of a run: for each session its connection and one that is closing, and others.
+FILES_PER_SESSION, OTHER_FILES = 2, 256
+
+
+def check_files(count: int) -> None:
+    """Raises the limit of open files as far as it goes. ValueError if it is too low for this number
+    of sessions at a time."""
+    most, needed = cli.raise_file_limit(), FILES_PER_SESSION * count + OTHER_FILES
+    if needed > most:
+        raise ValueError(
+            f"{count} sessions of rollout.harness at a time need {needed} open files, and the hard "
+            f"limit of this system is {most} (ulimit -Hn): raise it, or lower rollout.prompts, "
+            "rollout.group_size and eval.prompts"
+        )
+
+
+def at_once(config: ml_collections.ConfigDict, schedule: Schedule) -> int:
+    """Returns the most sessions of a run at a time. An evaluation has two for each prompt. Samplers
+    that run ahead have one for each slot, also while an evaluation runs."""
+    rollout, evaluated = config.rollout, 2 * config.eval.prompts
+    if schedule.is_sync:
+        greedy = config.correction.advantage == "remax"
+        return max(rollout.prompts * (rollout.group_size + greedy), evaluated)
+    return rollout.workers * config.engine.slots + evaluated
 
 
 @dataclasses.dataclass(eq=False)
@@ -128,7 +155,7 @@ class Sessions:
     ):
         self.changed = threading.Condition()
         self._make_endpoint, self._make_process = make_endpoint, make_process
-        self._model, self._timeout = model, timeout
+        self._model, self.timeout = model, timeout
         self.endpoint: "Endpoint | None" = None
         self.process: HarnessProcess | None = None
         self._users = 0
@@ -182,6 +209,12 @@ class Sessions:
         with self.changed:
             self._end(live, why)
 
+    def postpone(self, seconds: float) -> None:
+        """Gives all sessions more time."""
+        with self.changed:
+            for live in self.live.values():
+                live.deadline += seconds
+
     def expire(self) -> None:
         """Ends interrupted sessions that no scheduler has taken within their time."""
         now = time.monotonic()
@@ -191,7 +224,7 @@ class Sessions:
                     self._end(live, CANCELLED)
 
     def _open(self, request: Request) -> Live:
-        live = Live(request, "", time.monotonic() + self._timeout)
+        live = Live(request, "", time.monotonic() + self.timeout)
         live.key, url = self.endpoint.open(request.sampling, lambda call: self._called(live, call))
         live.url = url
         self.live[request.id] = self._by_key[live.key] = live

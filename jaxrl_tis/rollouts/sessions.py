@@ -30,7 +30,7 @@ from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, cut, e
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.environments.continuity import Fork, Realign, joined_to_one
-from jaxrl_tis.record.failures import Failures
+from jaxrl_tis.record import goodput
 from jaxrl_tis.rollouts.live import CANCELLED, Live, Row, Sessions, turn
 from jaxrl_tis.rollouts.record_check import EMPTY
 
@@ -62,11 +62,11 @@ class SessionScheduler:
     ):
         self._scheduler, self._sessions, self._heartbeat = scheduler, sessions, heartbeat
         self._max_length, self._on_fork, self._waits = max_length, on_fork, waits
-        self._failures = Failures(what="a harness")
         self._live: dict[str, Live] = {}
         self._rows: dict[str, tuple[Live, Row]] = {}  # that the scheduler samples
         self._dropped: set[str] = set()  # ids of rows that were aborted
         self._ended: list[Trajectory] = []
+        self._clock = time.monotonic(), goodput.compile_seconds()
         sessions.enter()
 
     # For callers
@@ -87,6 +87,7 @@ class SessionScheduler:
         if request.example is None:
             self._scheduler.add(request)
             return
+        self._stop_clock()
         live, goes_on = self._sessions.own(request)
         self.stats.restarted_sessions += request.partial is not None and not goes_on
         self._live[request.id] = live
@@ -174,6 +175,7 @@ class SessionScheduler:
         Raises:
           RuntimeError: the harness's process has ended again and again.
         """
+        self._stop_clock()
         self._sessions.expire()
         if not self._sessions.process.error:
             self._wait()  # the heartbeat may raise
@@ -186,6 +188,7 @@ class SessionScheduler:
             while live.calls and live.request.id in self._live:
                 if (refused := self._begin(live, live.calls.popleft())) is not None:
                     finished.append(refused)
+        self._stop_clock()  # the wait was the agents' time
         # After the engine's step nothing of the agents is read: with `waits` they have the whole
         # time until the next step, whatever their speed.
         for trajectory in self._scheduler.step() if self._scheduler.pending else ():
@@ -194,6 +197,13 @@ class SessionScheduler:
             else:
                 finished += self._single([trajectory])
         return finished
+
+    def _stop_clock(self) -> None:
+        """Takes the time since the last call from no session if a program was compiled meanwhile. Its
+        first call also traces it, so all of this time is left out."""
+        (before, compiled), self._clock = self._clock, (time.monotonic(), goodput.compile_seconds())
+        if self._clock[1] > compiled:
+            self._sessions.postpone(self._clock[0] - before)
 
     def _wait(self) -> None:
         """Waits for the agents; without `waits` only if the scheduler has nothing to do."""
@@ -225,7 +235,7 @@ class SessionScheduler:
             if live.rows and self._on_fork == "refuse":
                 why = "a call continues no row of the session, and rollout.on_fork is 'refuse'"
                 call.fail(ValueError(why))
-                return self._failed(live, "failed", why)
+                return self._end(live, "failed", error=why)
             row = self._new_row(live, prompt)
             running = dataclasses.replace(row.first, sampling=self._sampling(call, row, 0))
             start = lost = 0
@@ -286,15 +296,16 @@ class SessionScheduler:
         reply, is_overlong = live.reply, self._sessions.endpoint.session(live.key).is_overlong
         if reply is None:
             self._sessions.process.check()
-            return self._failed(live, "timeout", "a session exceeded rollout.harness_timeout")
+            why = f"a session exceeded rollout.harness_timeout = {self._sessions.timeout:g} seconds"
+            return self._end(live, "timeout", error=why)
         if reply.error and is_overlong and not reply.is_lost:
             return self._end(live, "overlong")
         if reply.error:
-            return self._failed(live, "failed", reply.error)
+            return self._end(live, "failed", error=reply.error)
         if not any(call.is_delivered for call in live.answered):
-            return self._failed(live, "failed", "the harness made no call that was answered")
+            return self._end(live, "failed", error="the harness made no call that was answered")
         if reply.calls is not None and (lie := differs(reply.calls, live.answered)):
-            return self._failed(live, "failed", lie)
+            return self._end(live, "failed", error=lie)
         is_cut = any(call.is_delivered and self._is_cut(live, call.result) for call in live.answered)
         return self._end(live, "overlong" if is_cut else "done", reply.reward, reply.metrics)
 
@@ -303,14 +314,9 @@ class SessionScheduler:
         most = min(live.request.sampling.max_tokens, self._max_length - len(answer.prompt))
         return answer.stop_reason == "length" and len(answer.tokens) >= most
 
-    def _failed(self, live: Live, outcome: str, error: str) -> Trajectory:
-        example = str(live.request.example["id"])
-        self._failures.add(error.partition(":")[0], error, "", example, "")
-        return self._end(live, outcome)
-
     def _end(
         self, live: Live, outcome: str, reward: float | None = None,
-        metrics: dict[str, float] = {},
+        metrics: dict[str, float] = {}, error: str = "",
     ) -> Trajectory:
         """Returns the record of a session: its longest row, of equal rows the last, with the
         session's reward. The others are its forks."""
@@ -338,6 +344,7 @@ class SessionScheduler:
             record, id=id, outcome=outcome, turn_rewards=rewards, forks=tuple(forks),
             fork=0 if longest is None else longest.number,
             stop_reason=reasons.get(outcome, record.stop_reason), metrics=dict(metrics),
+            error=error,
         )
 
     def _leave(self, live: Live, why: str) -> None:

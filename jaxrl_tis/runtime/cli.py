@@ -16,6 +16,7 @@ import glob
 import importlib.util
 import os
 import pathlib
+import resource
 import select
 import sys
 import textwrap
@@ -163,8 +164,19 @@ def leave_out_missing_tpu() -> None:
         sys.modules["jax"].config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 
+def raise_file_limit() -> int:
+    """Lets this process and those that it starts open as many files as the system allows. Returns
+    this number."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # macOS allows no unlimited number
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
+
+
 def run(main: Callable[[], object]) -> None:
     """Runs a command; see the top of the file. `main` parses its own arguments."""
     leave_out_missing_tpu()
+    raise_file_limit()
     with piped(), messages():
         main()

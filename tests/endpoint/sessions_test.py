@@ -1,10 +1,12 @@
 """The endpoint of a run behind a socket, with a real client. The test answers its calls."""
 
-import dataclasses
+import errno
 import gc
+import math
 import threading
 import time
 import weakref
+from unittest import mock
 
 import httpx
 import numpy as np
@@ -63,7 +65,7 @@ class Door:
 
 @pytest.fixture(scope="module")
 def endpoint():
-    made = Endpoint("tiny", arithmetic.VOCAB, TOKENIZER, max_length=LENGTH, logprobs=0, seconds=20.0)
+    made = Endpoint("tiny", arithmetic.VOCAB, TOKENIZER, max_length=LENGTH, logprobs=0)
     yield made
     made.close()
 
@@ -183,15 +185,25 @@ def test_an_ended_session_keeps_nothing_of_its_owner(endpoint):
     assert seen() is None
 
 
-def test_a_call_without_an_answer_in_time_is_an_error(door, endpoint, monkeypatch):
+def test_a_call_ends_with_its_session_and_has_no_limit_of_its_own(door, endpoint):
+    """Its first token may wait until programs are compiled."""
     door.is_answering = False
-    served = endpoint._sessions._served
-    limits = dataclasses.replace(served.limits, seconds=0.1)
-    monkeypatch.setattr(endpoint._sessions, "_served", dataclasses.replace(served, limits=limits))
-    reply = door.post("/v1/completions", TEXT)
-    assert reply.status_code == 500
-    assert "the answer did not come in time" in reply.json()["error"]["message"]
-    assert door.calls[0].is_gone
+    assert endpoint._sessions._served.limits.seconds == math.inf
+    replies = []
+    thread = threading.Thread(target=lambda: replies.append(door.post("/v1/completions", TEXT)))
+    thread.start()
+    door.wait(1)
+    endpoint.end(door.key, "it took too long")
+    thread.join()
+    assert replies[0].status_code == 409 and "it took too long" in replies[0].text
+
+
+def test_too_many_connections_are_said_once(endpoint, capsys):
+    loop = mock.Mock()
+    for number in (errno.EMFILE, errno.EMFILE, errno.EPIPE):
+        endpoint._fault(loop, {"message": "", "exception": OSError(number, "of a socket")})
+    assert capsys.readouterr().err.count("more connections than this process may open files") == 1
+    assert loop.default_exception_handler.call_count == 1  # EPIPE
 
 
 def test_the_oldest_ended_sessions_are_forgotten(endpoint, monkeypatch):

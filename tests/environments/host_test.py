@@ -65,6 +65,7 @@ ERRORS = {
     "surrogate": "step returned a lone surrogate in the observation",
     "nan": "step returned the reward nan, not a finite number",
     "inf": "step returned the reward inf",
+    "beyond": "step returned the reward 1e.39, not a finite number of float32",
     "large": "step returned the reward 1000",
     "text reward": "step returned the reward '1', not a finite number",
     "no bool": "step returned a str as is_done; return a bool",

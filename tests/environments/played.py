@@ -72,6 +72,7 @@ FAULTS = {
     "surrogate": lambda: Step("\ud800"),
     "nan": lambda: Step("", float("nan")),
     "inf": lambda: Step("", float("inf")),
+    "beyond": lambda: Step("", 1e39),
     "large": lambda: Step("", 10**400),
     "text reward": lambda: Step("", "1"),
     "no bool": lambda: Step("", is_done="no"),

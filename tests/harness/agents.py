@@ -89,6 +89,7 @@ def two(session, more):
 def told(session):
     return {
         "text": "good", "nan": math.nan, "none": None, "metrics": Result(1.0, {"x": "y"}),
-        "score": Result(1.0, {"score": 0.5}), "numpy": 2**5000, "list": [1], "calls": Result(1.0, {}, [([1], [math.inf])]),
+        "score": Result(1.0, {"score": 0.5}), "numpy": 2**5000, "large": 1e39, "list": [1],
+        "calls": Result(1.0, {}, [([1], [math.inf])]),
         "raise": None,
     }[session.record["kind"]] if session.record["kind"] != "raise" else 1 / 0

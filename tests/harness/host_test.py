@@ -58,6 +58,7 @@ def test_an_object_can_be_asynchronous():
     ("text", "the reward 'good', not a finite number"),
     ("nan", "the reward nan, not a finite number"),
     ("numpy", "not a finite number"),
+    ("large", "the reward 1e+39, not a finite number of float32"),
     ("list", "the reward [1], not a finite number"),
     ("metrics", "the metric 'x': 'y', not a finite number"),
     ("score", "a metric called 'score', the name of the reward; rename it"),

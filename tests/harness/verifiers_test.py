@@ -64,7 +64,7 @@ def test_an_episode_is_played(tmp_path, monkeypatch):
             ended = scheduler.step()
         call.answer(ended[0])
 
-    endpoint = Endpoint("tiny", 400, tokenizer, max_length=500, logprobs=0, seconds=20.0)
+    endpoint = Endpoint("tiny", 400, tokenizer, max_length=500, logprobs=0)
     harness = HarnessProcess(NAME, replies.put, os.environ["VERIFIERS_PYTHON"])
     try:
         key, url = endpoint.open(SamplingParams(max_tokens=8), answer)

@@ -14,8 +14,8 @@ def test_the_first_of_a_kind_is_printed_and_all_are_counted(tmp_path):
         found.add("KeyError at f.py:3", f"KeyError: {i}", "Traceback 1" if i == 0 else "", f"id{i}", "a" * i)
     found.add("the reward returned None", "the reward returned None", "", "id9", "b" * 5000)
     assert said == [
-        "a reward failed, example id0: KeyError: 0 (further ones like it are counted)", "Traceback 1",
-        "a reward failed, example id9: the reward returned None (further ones like it are counted)",
+        "no reward, example id0: KeyError: 0 (further ones like it are counted)", "Traceback 1",
+        "no reward, example id9: the reward returned None (further ones like it are counted)",
     ]
     assert failures.read(path) == []  # nothing is written until it is asked for
     found.write()

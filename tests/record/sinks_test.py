@@ -43,7 +43,55 @@ def test_trackio_on_this_machine(tmp_path):
     assert b"train/reward/mean" in b"".join(p.read_bytes() for p in files)
 
 
-def test_a_missing_package_is_named(monkeypatch, tmp_path):
+def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ImportError, match=r"metrics.sinks names 'wandb'.*pip install 'jaxrl_tis\[wandb\]'"):
-        sinks.make("wandb", str(tmp_path), "id", {"name": "a"})
+        sinks.check(("wandb",))
+
+
+KEYLESS = """
+from jaxrl_tis.record import sinks
+from jaxrl_tis.runtime import cli
+cli.run(lambda: sinks.check(("trackio", "wandb")))
+"""
+
+
+@pytest.mark.parametrize("mode, code", [("online", 2), ("on", 2), ("offline", 0)])
+def test_wandb_without_a_key_is_named_before_anything_is_written(tmp_path, mode, code):
+    home = {"HOME": str(tmp_path), "WANDB_MODE": mode, "WANDB_API_KEY": "", "NETRC": ""}
+    done = run(KEYLESS, tmp_path, **home)
+    assert done.returncode == code, done.stderr
+    assert ("set WANDB_API_KEY, log in by `wandb login`" in done.stderr) == (code == 2)
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("fails", ["open", "log", "close"])
+def test_a_sink_that_fails_is_one_line_and_gets_nothing_more(monkeypatch, capsys, fails):
+    said = []
+
+    class Service:
+        def __init__(self, *about):
+            self._do("open")
+
+        def log(self, step, values):
+            self._do("log")
+
+        def close(self):
+            self._do("close")
+
+        def _do(self, what):
+            said.append(what)
+            if what == fails:
+                raise ConnectionError("no way\nto the host")
+
+    monkeypatch.setitem(sinks.SINKS, "wandb", Service)
+    sink = sinks.make("wandb", "run", "id", {})
+    for step in range(2):
+        sink.log(step, {"a": 1.0})
+    sink.close()
+    expected = {"open": ["open"], "log": ["open", "log"], "close": ["open", "log", "log", "close"]}
+    assert said == expected[fails]
+    assert capsys.readouterr().err.splitlines() == [
+        "wandb has failed and gets no more values: ConnectionError: no way to the host; metrics.jsonl "
+        "has all"
+    ]

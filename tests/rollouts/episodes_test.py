@@ -8,7 +8,7 @@ import ml_collections
 import numpy as np
 import pytest
 
-from jaxrl_tis.data.rewards import Scored
+from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.engine.records import JOINS
 from jaxrl_tis.engine.scheduler import Scheduler
@@ -17,7 +17,8 @@ from jaxrl_tis.environments.pool import Call, Reply, digest
 from jaxrl_tis.environments.protocol import Step
 from jaxrl_tis.estimators import advantages
 from jaxrl_tis.learner import trainer
-from jaxrl_tis.record import progress
+from jaxrl_tis.record import failures, progress
+from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.rollouts.episodes import (
     EpisodeScheduler, Openings, environment_seed, episode_metrics,
 )
@@ -236,7 +237,7 @@ def test_with_waits_runs_make_equal_steps_whatever_the_delays():
 
 
 @pytest.mark.parametrize("kind, outcome", [("errors", "failed"), ("timeouts", "timeout")])
-def test_a_failed_episode_keeps_its_tokens_and_has_no_reward(kind, outcome, capfd):
+def test_a_failed_episode_keeps_its_tokens_and_has_no_reward(kind, outcome):
     """It fails on its second turn; the first had no reward. An episode beside it goes on."""
     added = [request(0, turns=4, fault=2), request(1, turns=2)]
     found = drain(started(added, FakePool(kind=kind))[0])
@@ -246,7 +247,7 @@ def test_a_failed_episode_keeps_its_tokens_and_has_no_reward(kind, outcome, capf
     assert failed.mask.tolist() == mask and np.isnan(failed.turn_rewards).all()
     assert len(failed.turn_rewards) == 2 and failed.metrics == {"turns": 1.0}
     assert other.outcome == "done" and other.stop_reason == "stop"
-    assert "an environment failed, example x0: Fault: of the test" in capfd.readouterr().err
+    assert (failed.error, other.error) == ("Fault: of the test", "")
 
 
 def test_an_episode_without_room_is_overlong():
@@ -347,7 +348,7 @@ def test_interrupted_episodes_go_on_elsewhere(cut, waits, is_late):
 
 
 @pytest.mark.parametrize("turns", [3, 9])  # the environment's end, and that of the episode
-def test_an_environment_that_says_something_else_to_a_continued_episode(turns, capfd):
+def test_an_environment_that_says_something_else_to_a_continued_episode(turns):
     scheduler, pool = started([request(0, turns=turns)], waits=False)
     while not (scheduler.records() and len(scheduler.records()[0].turn_rewards) == 2):
         scheduler.step()
@@ -361,11 +362,11 @@ def test_an_environment_that_says_something_else_to_a_continued_episode(turns, c
         [ended] = drain(other).values()
         assert (ended.outcome == "failed") == (outcome == "failed")
     assert ended.num_turns == 3 and np.isnan(ended.turn_rewards[-1])
-    assert "the environment is not repeatable" in capfd.readouterr().err
+    assert ended.error.startswith("the environment is not repeatable")
 
 
 @pytest.mark.parametrize("prompt", ["4 5 6", "no ids"])
-def test_an_environment_with_another_prompt_than_the_policys_fails(prompt, capfd):
+def test_an_environment_with_another_prompt_than_the_policys_fails(prompt):
     """At its first answer, and where it goes on after an interruption."""
     scheduler, _ = started([request(0)], waits=False)
     while not (scheduler.records() and len(scheduler.records()[0].turn_rewards)):
@@ -375,7 +376,7 @@ def test_an_environment_with_another_prompt_than_the_policys_fails(prompt, capfd
         [ended] = drain(started([request(0, partial=start)], FakePool(prompt=prompt))[0]).values()
         assert ended.outcome == "failed" and np.isnan(ended.turn_rewards[-1])
         assert ended.num_turns == (1 if start is None else 2)
-    assert "the environment is not repeatable: the prompt differs" in capfd.readouterr().err
+        assert "the environment is not repeatable: the prompt differs" in ended.error
 
 
 def test_what_an_environment_said_here_is_what_it_has_to_repeat():
@@ -525,7 +526,7 @@ class Flags(Suffixes):
 
 
 @pytest.mark.parametrize("record", [dict(turns=3), dict(turns=3, fault=1)])
-def test_an_episode_that_was_interrupted_as_its_environment_thought_ends_as_any_other(record, capfd):
+def test_an_episode_that_was_interrupted_as_its_environment_thought_ends_as_any_other(record):
     """The interruption's reason is not that of the turn, which was over."""
     scheduler, pool = started([request(0, **record)], FakePool(lambda call: 99), waits=False)
     while not pool.calls:
@@ -566,7 +567,7 @@ def test_a_record_says_how_a_render_would_join_its_turns():
     assert values["episodes/template_forks"] == counted.count("fork") > 0
 
 
-def test_an_episode_that_would_fork_fails_by_choice(capfd):
+def test_an_episode_that_would_fork_fails_by_choice():
     scheduler, _ = started(requests(), suffixes=Ends(), on_fork="refuse")
     found = drain(scheduler)
     for id, record in drain(started(requests(), suffixes=Ends())[0]).items():
@@ -575,9 +576,9 @@ def test_an_episode_that_would_fork_fails_by_choice(capfd):
             continue
         kept = record.joins.index("fork")
         assert found[id].outcome == "failed" and found[id].joins == record.joins[:kept]
+        assert "rollout.on_fork is 'refuse'" in found[id].error
         assert found[id].num_turns == kept + 1 and np.isnan(found[id].turn_rewards[-1])
     assert any(t.outcome == "failed" for t in found.values())
-    assert "rollout.on_fork is 'refuse'" in capfd.readouterr().err
 
 
 def test_new_weights_between_turns():
@@ -645,11 +646,11 @@ def test_an_id_is_refused_while_it_is_pending():
         scheduler.sleep()
 
 
-def test_an_observation_that_cannot_be_tokens_fails_its_episode(capfd):
+def test_an_observation_that_cannot_be_tokens_fails_its_episode():
     found = drain(started([request(0, long="?"), request(1, turns=1)])[0])
     assert [found[id].outcome for id in ("e0", "e1")] == ["failed", "done"]
     assert np.isnan(found["e0"].turn_rewards).all()
-    assert "the character '?'" in capfd.readouterr().err
+    assert "the character '?'" in found["e0"].error
 
 
 # Prompts
@@ -717,15 +718,12 @@ def test_messages_of_an_environment_need_the_chat_template():
 # Rewards
 
 
-class Rewards:
+class Rewards(RewardWorker):
     """Of a run, without a process."""
 
-    def __init__(self):
-        self.counts = {"errors": 0, "timeouts": 0, "non_finite": 0}
-
-    def failed(self, fault, error):
-        self.counts[fault] += 1
-        return Scored(math.nan, {}, is_failed=True)
+    def __init__(self, path=None):
+        self.failures, self.on_error = Failures(path, lambda text: None), math.nan
+        self.counts = {"errors": 0, "timeouts": 0, "non_finite": 0, "dropped": 0}
 
 
 @functools.cache
@@ -761,10 +759,29 @@ def test_the_reward_is_the_sum_of_what_is_known():
     rewards, samples = samples_of([record_of(*case) for case in cases], range(len(cases)))
     np.testing.assert_array_equal([s.score for s in samples], list(cases.values()))
     assert [s.is_failed for s in samples] == [False] * 6 + [True] * 3
-    assert rewards.counts == {"errors": 1, "timeouts": 1, "non_finite": 1}
+    assert rewards.counts == {"errors": 1, "timeouts": 1, "non_finite": 1, "dropped": 3}
     named = dataclasses.replace(record_of("done", 0.5), metrics={"calls": 2.0})
     [sample] = samples_of([named], [0])[1]
     assert sample.components == {"score": 0.5, "calls": 2.0}
+
+
+def test_the_reasons_of_failed_episodes_are_kept_with_their_texts(tmp_path):
+    """By kind, as those of failed rewards: the kind of an exception is its type and its place."""
+    rewards = Rewards(tmp_path / failures.FILE_NAME)
+    errors = ["KeyError at a.py:3: 'x'", "KeyError at a.py:3: 'y'", "no answer"]
+    made = [dataclasses.replace(record_of("failed", NAN), error=error) for error in errors]
+    made.append(record_of("done", NAN))
+    scores(rewards, ["a", "b", "c", "d"], [{"id": f"x{i}"} for i in range(4)], made)
+    raised, silent, unknown = failures.read(tmp_path / failures.FILE_NAME)
+    assert (raised.kind, raised.count, raised.error) == ("KeyError at a.py:3", 2, errors[0])
+    assert raised.last == [
+        {"id": "x0", "text": "a", "error": errors[0]}, {"id": "x1", "text": "b", "error": errors[1]},
+    ]
+    assert (silent.kind, silent.count) == ("no answer", 1)
+    assert unknown.last == [
+        {"id": "x3", "text": "d", "error": "the environment or harness gave no reward"},
+    ]
+    assert rewards.last_error == "the environment or harness gave no reward"
 
 
 def test_a_reward_that_float32_does_not_hold_fails_its_episode_alone():
@@ -772,13 +789,13 @@ def test_a_reward_that_float32_does_not_hold_fails_its_episode_alone():
     for given in ((1e39,), (3e38, 3e38), (-math.inf,)):
         with np.errstate(over="ignore"):
             trajectory = record_of("done", *given)
-        assert groups._of_episode(rewards, trajectory).is_failed
-    assert rewards.counts == {"errors": 0, "timeouts": 0, "non_finite": 3}
+        assert groups._of_episode(rewards, trajectory, "", {}).is_failed
+    assert rewards.counts == {"errors": 0, "timeouts": 0, "non_finite": 3, "dropped": 3}
 
 
 def test_a_metric_called_score_is_not_the_score():
     trajectory = dataclasses.replace(record_of("done", 0.5), metrics={"score": 9.0, "turns": 2.0})
-    scored = groups._of_episode(Rewards(), trajectory)
+    scored = groups._of_episode(Rewards(), trajectory, "", {})
     assert (scored.score, scored.components) == (0.5, {"score": 0.5, "turns": 2.0})
 
 

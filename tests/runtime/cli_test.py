@@ -1,6 +1,7 @@
 """How commands end: what a user can mend is told in its message alone, a bug with its traceback."""
 
 import importlib.util
+import resource
 import sys
 import types
 
@@ -180,3 +181,16 @@ def test_a_lost_connection_is_no_unread_output(capsys):
 
     with pytest.raises(BrokenPipeError, match="a socket"):
         cli.run(lost)
+
+
+def test_a_command_may_open_as_many_files_as_the_system_allows():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before[1] - 1, before[1]))
+    found = []
+    try:
+        cli.run(lambda: found.append(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+        assert found == [before[1]]
+        most = sys.maxsize if before[1] == resource.RLIM_INFINITY else before[1]
+        assert cli.raise_file_limit() == most
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
