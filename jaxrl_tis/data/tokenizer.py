@@ -269,6 +269,7 @@ class HFTokenizer:
         (start, end), *_ = spans
         if not self.escapes:
             processes.report_once(
+                f"special tokens of {self.source}",
                 f"{self.source}: an observation or a request has the text {text[start:end]!r}, which "
                 "becomes a control token; --config.task.escape_special_tokens=True encodes such "
                 "texts as plain text"
@@ -291,6 +292,7 @@ class HFTokenizer:
         """Returns the ids of a text with one start token; ValueError for an id that the model lacks."""
         if add_special and self._adds_start and ids[1:2] == [self.bos_id]:
             processes.report_once(
+                f"start token of {self.source}",
                 f"{self.source}: a text begins with the start token "
                 f"{self.backend.id_to_token(self.bos_id)!r}, which the tokenizer adds; it is written once"
             )

@@ -5,7 +5,6 @@ process (records, rewards, requests to stop) is exchanged here before a decision
 """
 
 import contextlib
-import functools
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from jaxrl_tis.runtime import cli
 
 END_SECONDS = 10  # for the others to end, too, before a process ends by itself
 OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT")  # errors of JAX that no other process is the cause of
+_reported: set[str] = set()  # topics of `report_once`
 
 
 def define_flags() -> Callable:
@@ -200,10 +200,11 @@ def report(text: str, stream: TextIO | None = None) -> None:
         print(text, file=stream, flush=True)
 
 
-@functools.cache
-def report_once(text: str) -> None:
-    """Prints a line to stderr, once for this text."""
-    report(text, sys.stderr)
+def report_once(topic: str, text: str) -> None:
+    """Prints a line to stderr, the first one of its topic in this process."""
+    if topic not in _reported:
+        _reported.add(topic)
+        report(text, sys.stderr)
 
 
 # Exchange

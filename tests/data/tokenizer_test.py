@@ -183,7 +183,7 @@ def test_special_tokens_of_a_text_from_outside(tmp_path, capsys):
     kept = loaded(tmp_path / "kept")
     assert kept.escaped("a<tool>") == "a<tool>" and capsys.readouterr().err == ""
     assert kept.encode(kept.escaped(text)) == ids == kept.encode(text)
-    assert kept.escaped(text * 2) == text * 2
+    assert kept.escaped("<|im_start|>") == "<|im_start|>"
     told = capsys.readouterr().err
     assert told.count("\n") == 1 and "'<|im_end|>', which becomes a control token" in told
     assert "config.task.escape_special_tokens=True" in told
