@@ -85,9 +85,9 @@ def save(
     if folder.exists():
         raise FileExistsError(f"{folder} exists; give the adapter a folder of its own.")
     tensors, modules, parameters = {}, {}, {}
-    fused = [parts for parts in FUSED.values() if set(parts) & ranks.keys()]
     sites = [site for site in _modules(config) if site.parts[0] in ranks and len(site.place) < 2]
-    for site in [*sites, *_fused(config, fused)]:
+    sites += _fused(config, lambda name, parts: not ranks.keys().isdisjoint(parts))
+    for site in sites:
         a, b, setting = _written(site, adapter, factors)
         tensors |= {site.tensor(x): np.ascontiguousarray(y) for x, y in (("A", a), ("B", b))}
         if site.is_fused or config.moe is not None and site.parts[0] in ("gate", "up", "down"):
@@ -306,13 +306,15 @@ def _modules(config: ModelConfig) -> Iterator[Site]:
     yield Site("lm_head", (lora.HEAD,), "", (), "lm_head")
 
 
-def _fused(config: ModelConfig, wanted: Iterable[tuple[str, ...]]) -> Iterator[Site]:
-    """Yields the tensors of all experts with the `wanted` of the parts in FUSED. PEFT wraps their module
+def _fused(
+    config: ModelConfig, is_wanted: Callable[[str, tuple[str, ...]], bool] = lambda name, parts: True
+) -> Iterator[Site]:
+    """Yields the tensors of all experts of a layer with is_wanted(name, parts). PEFT wraps their module
     once for each of them, the first one innermost."""
-    wanted = [(template, parts) for template, parts in FUSED.items() if parts in wanted]
     for i, layer in enumerate(config.stacks["layers"] if config.moe is not None else ()):
-        for depth, (template, parts) in enumerate(reversed(wanted)):
-            name = template.format(layer=layer)
+        tensors = ((template.format(layer=layer), parts) for template, parts in FUSED.items())
+        wanted = [pair for pair in tensors if is_wanted(*pair)]
+        for depth, (name, parts) in enumerate(reversed(wanted)):
             prefix = name.rpartition(".")[0] + ".base_layer" * depth
             yield Site(name, parts, "layers", (i,), prefix)
 
@@ -335,9 +337,8 @@ def _checked_sites(
     targets without tensors."""
     modules = list(_modules(config))
     wanted = [s for s in modules if peft_config.is_target(fields, s.name) or _is_parameter(fields, s)]
-    fused = {s.parts for s in _fused(config, FUSED.values()) if _is_parameter(fields, s)}
-    wanted += _fused(config, fused)
-    known = {site.prefix: site for site in (*modules, *_fused(config, FUSED.values()))}
+    wanted += _fused(config, lambda name, parts: peft_config.is_target_parameter(fields, name))
+    known = {site.prefix: site for site in (*modules, *_fused(config))}
     bound = {prefix: site for prefix, site in known.items() if site.tensor("A") in tensors}
     expected = {site.tensor(x) for site in bound.values() for x in "AB"}
     if strays := sorted(tensors.keys() - expected):

@@ -107,6 +107,20 @@ def test_a_round_trip_of_experts(tmp_path, targets, size):
     jax.tree.map(np.testing.assert_array_equal, found, factors)
 
 
+def test_experts_of_one_layer_alone(tmp_path):
+    """Named by the whole name of their tensor. The other layer with experts has factors of zeros."""
+    config, name = models.read_config(base_folder("down")), "model.layers.2.mlp.experts.down_proj"
+    folder = changed(
+        tmp_path, lambda t: {n: x for n, x in t.items() if "layers.0." not in n}, "down",
+        target_parameters=[name],
+    )
+    _, factors = peft.load(folder, config)
+    _, whole = peft.load(GOLDEN / "down", config)
+    for x, found in factors["layers"]["expert_down"].items():
+        np.testing.assert_array_equal(found[1], whole["layers"]["expert_down"][x][1])
+        assert not found[0].any() and found[1].any()
+
+
 def test_gate_and_up_of_different_ranks_have_no_tensor_in_peft(tmp_path):
     adapter, factors = drawn(lora_test.EXPERTS, "lora(rank=4)")
     ranks = tuple((n, 1 if n == "expert_up" else rank) for n, rank in adapter.ranks)
@@ -164,9 +178,9 @@ def test_an_adapter_of_several_ranks_is_written_with_patterns(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, read, factors)
 
 
-def changed(tmp_path, tensors=lambda t: t, **fields):
+def changed(tmp_path, tensors=lambda t: t, source="all", **fields):
     folder = tmp_path / "changed"
-    shutil.copytree(GOLDEN / "all", folder)
+    shutil.copytree(GOLDEN / source, folder)
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | fields))
     path = folder / "adapter_model.safetensors"
