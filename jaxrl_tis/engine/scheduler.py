@@ -449,7 +449,7 @@ class Scheduler:
             self._causes[version] = self._engine.non_finite(self._runner.params, tokens)
         named = ids[0] if len(ids) == 1 else f"{ids[0]} and {len(ids) - 1} others"
         raise NonFinite(
-            f"the sampler's log-prob of token {index} of {named} is not finite: "
+            f"the log-prob of token {index} of {named} is not finite: "
             f"{self._causes[version]}", ids
         )
 
