@@ -10,6 +10,7 @@ of `decode`.
 import argparse
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -59,7 +60,10 @@ def perturbed(params: Any, noise: float) -> Any:
 def reports(prompts: int) -> dict[str, Callable]:
     """Returns the gate's report for each sampler with these parameters."""
     exact, colder = setup(FLOATS), setup(FLOATS, temperature=0.9)
-    measure = lambda engine: lambda params: report.measure(setup(engine), params, prompts)
+
+    def measure(engine):
+        made = functools.cache(lambda: setup(engine))
+        return lambda params: report.measure(made(), params, prompts)
 
     def off_by(noise):
         sample = lambda params: report.sample(exact, perturbed(params, noise), prompts)

@@ -150,6 +150,7 @@ WAYS: dict[str, Way] = {
         "computes for many minutes; its test computes a small part"
     ),
     r"python -m jaxrl_tis\.experiments\.records": help_for("reads the sweep of a figure"),
+    r"python -m jaxrl_tis\.experiments\.async_clock": Way("--steps=3"),
     r"python -m jaxrl_tis\.experiments\.referee_runs": Way("--seeds=0 --arms=none --folder=runs"),
     r"python -m jaxrl_tis\.experiments\.referee_gradients": help_for("computes for many minutes"),
     r"python -m jaxrl_tis\.experiments\.": FIGURE,
