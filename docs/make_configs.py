@@ -7,13 +7,16 @@ and the rule for continued runs come from the tables that check a config.
 import inspect
 import pathlib
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
-from configs import default
-from jaxrl_tis import validate
-from jaxrl_tis.record import changes
-from jaxrl_tis.rollouts import check
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # of `python docs/make_configs.py`
+
+from configs import default  # noqa: E402  (of the line above)
+from jaxrl_tis import validate  # noqa: E402
+from jaxrl_tis.record import changes  # noqa: E402
+from jaxrl_tis.rollouts import check  # noqa: E402
 
 PAGE = pathlib.Path(__file__).with_name("configs.md")
 MANY = 12  # names that a cell lists at most

@@ -64,7 +64,7 @@ class Endless(FakeScheduler):
 
 
 class Failing(FakeRewards):
-    def failed(self, fault, error):
+    def failed(self, fault, error, text, record):
         return Scored(NAN, {}, is_failed=True)
 
 
