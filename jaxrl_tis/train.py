@@ -369,7 +369,7 @@ class Run:
         if config.samples_every and step % config.samples_every == 0:
             self._write_samples(samples.of_step(
                 step, drawn, rows, self.trainer.weights, self.setup.tokenizer.decode,
-                config.samples,
+                config.samples, self.setup.tokenizer.backend.id_to_token,
             ))
         self.done = step
 
@@ -407,7 +407,7 @@ class Run:
         self.writer.write(step, "eval", values | {"time/eval_s": seconds})
         self._write_samples(samples.of_evaluation(
             step, self._evaluator.greedy, self.setup.tokenizer.decode,
-            self.setup.config.metrics.samples,
+            self.setup.config.metrics.samples, self.setup.tokenizer.backend.id_to_token,
         ))
         self.last_eval = values
         processes.report(f"step {step}: {evaluate.summary(values)}")

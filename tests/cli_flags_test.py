@@ -149,10 +149,26 @@ def test_variables_of_a_chat_template(read):
     (["task.template=a set {}"], "it must contain {prompt}, and other braces must be doubled"),
     (["task.template=Answer:"], "task.template is 'Answer:'; it must contain {prompt}"),
     (["engine.retention=4"], "engine.retention is .4,.; it needs"),
+    (["model.path=None"], "model.path is None; give a value, or model.path='' for an empty text"),
+    (["name=None", "task.tokenizer=None"], "- name is None; .*\n- task.tokenizer is None; give"),
 ])
 def test_parameters_that_do_not_fit_the_task_are_named(read, fields, message):
     with pytest.raises(ValueError, match=message):
         validate(read(ROOT / "configs/quickstart.py", *fields))
+
+
+def test_a_field_that_may_be_none_can_be_set_back(read):
+    path = ROOT / "configs/quickstart.py:off"
+    assert read(path).correction.weight == "none"
+    config = read(path, "correction.weight=None")
+    assert config.correction.weight is None
+    validate(config)
+
+
+def test_two_configs_are_refused(read):
+    paths = [f"--config={ROOT}/configs/{name}.py" for name in ("quickstart", "smollm2_135m")]
+    with pytest.raises(flags.Error, match="--config is given 2 times; give one config file"):
+        cli_flags.parsed([paths[0], "--config.steps=1", paths[1]])
 
 
 @pytest.mark.parametrize("field, message", [

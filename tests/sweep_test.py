@@ -127,6 +127,15 @@ def test_jobs_of_arms_and_seeds(monkeypatch):
         "--config.optimizer.lr=0.1", "--config.seed=7", "--workdir=out/lr=0.1-seed7"]
 
 
+def test_an_arm_may_set_a_field_to_none(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arms = [{"correction.weight": None}, {"model.path": None}]
+    [job] = sweep.jobs_of("configs/quickstart.py:off", [], arms[:1], [], "runs/x")
+    assert job.arm == "weight=None" and "--config.correction.weight=None" in job.arguments
+    with pytest.raises(ValueError, match="path=None: .*\n- model.path is None"):
+        sweep.jobs_of("configs/quickstart.py:off", [], arms, [], "runs/x")
+
+
 def test_every_mistake_of_every_arm_is_told(monkeypatch):
     monkeypatch.chdir(ROOT)
     arms = [{"optimizer.lr": 0.1}, {"optimzer.lr": 0.1}, {"correction.preset": "tis_9"},

@@ -83,10 +83,10 @@ def test_what_a_failed_reward_is_worth(text):
     validate(tiny.config(reward__on_error=text))
 
 
-@pytest.mark.parametrize("text", ["", "dropped", "nan", "inf", "0,5"])
+@pytest.mark.parametrize("text", ["", "dropped", "nan", "inf", "1e39", "0,5"])
 def test_what_a_failed_reward_cannot_be_worth(text):
     assert problems(reward__on_error=text) == [
-        f"- reward.on_error is {text!r}; it must be 'drop' or a number"
+        f"- reward.on_error is {text!r}; it must be 'drop' or a number of float32"
     ]
 
 

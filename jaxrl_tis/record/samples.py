@@ -2,7 +2,8 @@
 
 A line is {"step", "phase", "id", "prompt", "response", "answer", "reward", "tokens", "logp_behav",
 "logp_old", "weight", "version", "length"}: texts, then a value for each of the first MAX_TOKENS
-tokens of the response. `length` counts all tokens. An episode with an environment also has "turn",
+tokens of the response. `length` counts all tokens. Where tokens have no text, as the end has none,
+"names" has the names of these tokens, null for the others. An episode with an environment also has "turn",
 the turn of each of these tokens, "outcome", "turn_rewards", null where a turn has none, and
 "joins", see `engine.records.Trajectory`. A session with forks has "fork", the number of its row, and
 "forks", the number, prompt, response and length of each other row.
@@ -32,11 +33,12 @@ DIGITS = 6  # after the point
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # what bytes decode to that are part of a character
 
 Decode = Callable[[Sequence[int]], str]
+Name = Callable[[int], str | None]  # token id -> its name in the tokenizer
 
 
 def of_step(
     step: int, samples: Sequence[Any], rows: Mapping[str, np.ndarray],
-    weights: np.ndarray | None, decode: Decode, count: int,
+    weights: np.ndarray | None, decode: Decode, count: int, name: Name = lambda token: None,
 ) -> list[dict[str, Any]]:
     """Returns the lines of a training step: the first response of each of the first `count` groups.
 
@@ -55,24 +57,27 @@ def of_step(
         if is_trained_on:
             of_tokens["logp_old"] = rows["logp_old"][i][response]
             of_tokens["weight"] = None if weights is None else weights[i][response]
-        lines.append(_line(step, "train", sample, sample.reward, of_tokens, decode))
+        lines.append(_line(step, "train", sample, sample.reward, of_tokens, decode, name))
     return lines
 
 
 def of_evaluation(
-    step: int, samples: Sequence[Any], decode: Decode, count: int
+    step: int, samples: Sequence[Any], decode: Decode, count: int, name: Name = lambda token: None,
 ) -> list[dict[str, Any]]:
     """Returns the lines of an evaluation: its first `count` responses."""
     return [
-        _line(step, "eval", sample, sample.score, {"logp_old": sample.trajectory.logp_raw}, decode)
+        _line(
+            step, "eval", sample, sample.score, {"logp_old": sample.trajectory.logp_raw}, decode, name
+        )
         for sample in samples[:count]
     ]
 
 
-def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
+def _line(step, phase, sample, reward, of_tokens, decode, name) -> dict[str, Any]:
     trajectory = sample.trajectory
     ids, mask = trajectory.tokens.tolist(), trajectory.mask[:MAX_TOKENS].tolist()
     names = "logp_behav", "logp_old", "weight", "version"
+    control = [None if decode([token]) else name(token) for token in ids[:MAX_TOKENS]]
     columns = {n: of_tokens[n] if n in of_tokens else None for n in names}
     return {
         "step": step, "phase": phase, "id": sample.record["id"],
@@ -81,6 +86,7 @@ def _line(step, phase, sample, reward, of_tokens, decode) -> dict[str, Any]:
         "reward": None if math.isnan(reward) else round(float(reward), DIGITS),
         "length": len(ids), "tokens": pieces(ids[:MAX_TOKENS], decode),
         **{n: None if x is None else _numbers(x[:MAX_TOKENS], mask) for n, x in columns.items()},
+        **({"names": control} if any(control) else {}),
         **(_of_episode(trajectory) if trajectory.outcome else {}),
         **(_of_forks(trajectory, decode) if trajectory.forks else {}),
     }

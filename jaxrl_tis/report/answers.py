@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 FULL_COLOR = 0.25  # |Δp| that is drawn in full colour
-EMPTY = "\N{WHITE SQUARE}"  # for a token without text, such as the end
+EMPTY = "\N{WHITE SQUARE}"  # for a token without text or name, as a part of a character
 
 CSS = """
 .answer { padding: 10px 14px; margin: 10px 0; } .answer p { margin: 4px 0; white-space: pre-wrap;
@@ -51,10 +51,11 @@ def _token(line: dict[str, Any], i: int) -> str:
         None if line[name] is None else line[name][i]
         for name in ("logp_behav", "logp_old", "weight", "version")
     )
-    facts = [repr(line["tokens"][i])]
+    shown = line["tokens"][i] or ("names" in line and line["names"][i]) or EMPTY
+    facts = [repr(shown if shown != EMPTY else "")]
     if "turn" in line and behav is None and old is None:
         title = html.escape(f"{facts[0]}, given before turn {line['turn'][i] + 1}", quote=True)
-        return f'<span class="given" title="{title}">{html.escape(line["tokens"][i]) or EMPTY}</span>'
+        return f'<span class="given" title="{title}">{html.escape(shown)}</span>'
     facts += [] if behav is None else [f"sampler's probability {math.exp(behav):.4f}"]
     facts += [] if old is None else [f"learner's probability {math.exp(old):.4f}"]
     facts += [] if weight is None else [f"weight {weight:.4f}"]
@@ -64,4 +65,4 @@ def _token(line: dict[str, Any], i: int) -> str:
         alpha = min(abs(math.exp(old) - math.exp(behav)) / FULL_COLOR, 1.0)
         style = f' style="background:rgba(213,94,0,{alpha:.3f})"'
     title = html.escape(", ".join(facts), quote=True)
-    return f'<span title="{title}"{style}>{html.escape(line["tokens"][i]) or EMPTY}</span>'
+    return f'<span title="{title}"{style}>{html.escape(shown)}</span>'

@@ -13,6 +13,7 @@ import pathlib
 import re
 import shutil
 import socket
+import sys
 import threading
 import time
 import urllib.parse
@@ -39,11 +40,17 @@ def folder(path: str | os.PathLike) -> epath.Path:
 
     Raises:
       ImportError: the folder is on a bucket, and the package gcsfs is not installed.
-      ValueError: the path is empty, or names no bucket.
+      ValueError: the path is empty, names no bucket, or is no text in this locale.
     """
     if not os.fspath(path):
         raise ValueError(
             "the path of a folder is empty; give a folder, such as . for the current one"
+        )
+    if not _is_text(path if is_remote(path) else os.path.abspath(path)):
+        raise ValueError(
+            f"the path {os.fspath(path)!a} is no text in this locale, whose file names are "
+            f"{sys.getfilesystemencoding()}, and libraries read paths as UTF-8: set LC_ALL=C.UTF-8 "
+            "or PYTHONUTF8=1"
         )
     if not is_remote(path):
         return epath.Path(os.path.abspath(path))
@@ -62,6 +69,14 @@ def folder(path: str | os.PathLike) -> epath.Path:
     # TensorStore writes beside it, which a listing that is kept would not show.
     fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     return epath.Path(path)
+
+
+def _is_text(path: str | os.PathLike) -> bool:
+    """Whether a path has the same bytes for Python, by the locale, and for libraries, in UTF-8."""
+    try:
+        return os.fspath(path).encode() == os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
 
 
 def cache(name: str) -> pathlib.Path:

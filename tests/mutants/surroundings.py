@@ -45,6 +45,38 @@ MUTANTS = [
         tests="runtime/processes_test.py",
     ),
     *of(
+        "cli_flags.py",
+        ("the second config is read, too", "        if len(words) > 1:\n", "        if False:\n",
+         "cli_flags_test.py::test_two_configs_are_refused"),
+        ("None is a text", 'return None if argument == "None" else argument', "return argument",
+         "cli_flags_test.py::test_a_field_that_may_be_none_can_be_set_back"),
+    ),
+    *of(
+        "validate.py",
+        ("every field may be None", "if value is None and field not in OPTIONAL:", "if False:",
+         "cli_flags_test.py::test_parameters_that_do_not_fit_the_task_are_named"),
+    ),
+    *of(
+        "data/signatures.py",
+        ("numbers beyond float32 are finite", "if abs(number) <= LARGEST else None",
+         "if number - number == 0 else None", "harness/host_test.py::test_what_is_no_result_fails"),
+    ),
+    *of(
+        "runtime/storage.py",
+        ("paths are read by the locale", "return os.fspath(path).encode() == os.fsencode(path)",
+         "return True", "runtime/storage_test.py::test_a_path_that_libraries_read_otherwise_is_refused"),
+    ),
+    *of(
+        "record/samples.py",
+        ("every token has its name", "None if decode([token]) else name(token)", "name(token)",
+         "record/samples_test.py::test_tokens_without_text_have_names"),
+    ),
+    *of(
+        "report/answers.py",
+        ("control tokens are empty boxes", 'line["tokens"][i] or ("names" in line and line["names"][i]) or',
+         'line["tokens"][i] or', "report/answers_test.py::test_a_control_token_is_shown_by_its_name"),
+    ),
+    *of(
         "sweep.py",
         ("every arm has seed 0", "seeds or [found.seed]", "seeds or [0]",
          "sweep_test.py::test_each_arm_runs_with_the_seed_that_it_sets"),

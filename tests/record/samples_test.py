@@ -45,6 +45,17 @@ def test_the_first_answer_of_each_group_with_its_tokens():
     assert samples.of_step(4, drawn, rows(), None, decode, 1)[0]["weight"] is None
 
 
+def test_tokens_without_text_have_names():
+    """Token 9 has no text, and token 3 has one."""
+    text = lambda ids: decode([i for i in ids if i != 9])
+    name = {3: "c", 9: "</s>"}.get
+    for [line] in (
+        samples.of_step(4, [sample(0, [3, 9])], rows(), None, text, 1, name),
+        samples.of_evaluation(4, [sample(0, [3, 9])], text, 1, name),
+    ):
+        assert (line["tokens"], line["names"]) == (["c", ""], [None, "</s>"])
+
+
 def test_answers_and_tokens_that_are_not_trained_on():
     """The first answer has a token that masks rejected; the second failed, and has no log-prob."""
     drawn, kept = [sample(0, [3, 4, 5]), sample(1, [3, 4], score=np.nan)], rows()["mask"].copy()

@@ -38,6 +38,12 @@ def test_a_token_without_text_is_seen():
     assert text.count("</span>") == 2 and f">{answers.EMPTY}</span>" in text
 
 
+def test_a_control_token_is_shown_by_its_name():
+    text = answers.answer(LINE | {"tokens": ["2", ""], "names": [None, "</s>"]})
+    assert ">&lt;/s&gt;</span>" in text and answers.EMPTY not in text
+    assert Spans(text).spans[1]["title"].startswith("'</s>', sampler's")
+
+
 def test_an_evaluation_has_no_colour():
     line = LINE | {"phase": "eval", "logp_behav": None, "weight": None, "version": None}
     first, _ = Spans(answers.answer(line)).spans

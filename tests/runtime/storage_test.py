@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -38,6 +39,18 @@ def test_a_folder_of_this_machine_does_not_depend_on_where_one_is(tmp_path, monk
     assert str(storage.folder("a/b")) == str(tmp_path / "a" / "b")
     mirror = storage.Mirror("a/b")
     assert mirror.folder == pathlib.Path("a/b") and not storage.is_remote("a/b")
+
+
+@pytest.mark.parametrize("utf8, is_refused", [("0", True), ("1", False)])
+def test_a_path_that_libraries_read_otherwise_is_refused(utf8, is_refused):
+    environment = {"LC_ALL": "C", "PYTHONUTF8": utf8, "PYTHONCOERCECLOCALE": "0"}
+    code = "import sys; from jaxrl_tis.runtime import cli, storage; cli.run(lambda: storage.folder(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "läufe".encode()], env=os.environ | environment,
+        capture_output=True, text=True,
+    )
+    assert done.returncode == (2 if is_refused else 0), done.stderr
+    assert ("is no text in this locale, whose file names are ascii" in done.stderr) == is_refused
 
 
 def test_an_empty_path_is_not_the_folder_one_is_in():
