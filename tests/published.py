@@ -170,34 +170,33 @@ def environment(folder: pathlib.Path, command: Command) -> dict[str, str]:
 
 
 def make(folder: pathlib.Path, words: list[str]) -> None:
-    """Makes the files and folders of `MADE` that a command names and that are not there."""
+    """Makes the files and folders of `MADE` that a command reads and that are not there."""
     for name in [part for word in words for part in (word, word.partition("=")[2])]:
-        path, maker = folder / name, ways.MADE.get(name)
-        if maker is None or path.exists():
-            continue
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if callable(maker):
-            maker(path)
-            continue
-        command = parse(maker)
-        [target] = [x for x in command.words[3:] if re.search(r"(runs|models|adapters)/(made|base|lora)$", x)][-1:]
-        made = folder / target.removeprefix("--workdir=")
-        if not made.exists():
-            run(folder, command, ways.Way())
-        if made != path:
-            shutil.copytree(made, path)
+        source = ways.SAME.get(name, name)
+        for wanted in (source, name) if source in ways.MADE else ():
+            path, maker = folder / wanted, ways.MADE.get(wanted)
+            if path.exists():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if maker is None:
+                shutil.copytree(folder / source, path)
+            elif callable(maker):
+                maker(path)
+            else:
+                run(folder, parse(maker), ways.Way(), made=wanted)
 
 
-def run(folder: pathlib.Path, command: Command, way: ways.Way) -> None:
-    """Runs a command in the copy. RuntimeError with the end of its output if it fails."""
+def run(folder: pathlib.Path, command: Command, way: ways.Way, made: str = "") -> None:
+    """Runs a command in the copy; it makes the folder `made`. RuntimeError with the end of its output
+    if it fails."""
     swapped = tuple((p, n) for p, n in way.swap if "=" in p and p.partition("=")[0].isupper())
     variables = tuple(
         next((new for pattern, new in swapped if re.match(pattern, x)), x) for x in command.variables
     )
     words = tiny(command, way)
-    make(folder, [*words, way.feed])
-    if way.swap == ways.NEW or ways.NEW[-1] in way.swap:
-        shutil.rmtree(folder / "runs" / "new", ignore_errors=True)
+    make(folder, [word for word in [*words, way.feed] if not made or made not in word])
+    shutil.rmtree(folder / "new", ignore_errors=True)
+    (folder / "new").mkdir()
     feed = open(folder / way.feed) if way.feed else subprocess.DEVNULL
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(

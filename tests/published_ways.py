@@ -36,9 +36,9 @@ def fields(*groups: Mapping[str, object]) -> str:
 TINY = fields(MODEL, BATCH)
 RUN = f"{TINY} --config.warmup.steps=1 --config.warmup.rows=4"
 # Config and workdir of a command that leaves them open.
-OPEN = (("--config=...", "--config=configs/quickstart.py"), ("--workdir=...", "--workdir=runs/new"))
-# A run begins in a new folder.
-NEW = (*OPEN, (r"--workdir=runs/.*", "--workdir=runs/new"))
+OPEN = (("--config=...", "--config=configs/quickstart.py"), ("--workdir=...", "--workdir=new/run"))
+# A run begins in a new folder: `new` is emptied before each command.
+NEW = (*OPEN, (r"--workdir=runs/.*", "--workdir=new/run"))
 # The program of a run that is only parsed and checked.
 CHECK = (
     "import sys; from jaxrl_tis import cli_flags, validate; "
@@ -117,17 +117,18 @@ WAYS: dict[str, Way] = {
         "--config.engine.steps_per_call=4 --config.metrics.samples=2", NEW,
     ),
     r"(XLA_FLAGS=\S+ )?python -m jaxrl_tis\.main .*--workdir": Way(RUN, NEW),
-    r"python -m jaxrl_tis\.main": Way(f"{RUN} --workdir=runs/new", NEW),
+    r"python -m jaxrl_tis\.main": Way(f"{RUN} --workdir=new/run", NEW),
     r"python launch/supervise\.py": Way(RUN, NEW),
     # Tools.
     r"python -m jaxrl_tis\.(aot|audit|doctor|gate|serve|sweep)( --json| FILE --from=)?$": MENTION,
     r"python -m jaxrl_tis\.aot .*--fit": help_for("searches for half an hour"),
     r"python -m jaxrl_tis\.aot": Way("--layers=1 --programs=decode", (
-        ("--config=...", "--config=configs/gsm8k_qwen25_0p5b.py:grpo"),
+        ("--config=...", "--config=configs/dapo_qwen25_32b.py"),
     )),
     r"python -m jaxrl_tis\.audit .*--routes_shape": Way(
         "--num_experts=16", (("dump.jsonl", "tests/audit/routes.jsonl.gz"), ("--routes_shape=.*", "")),
     ),
+    r"python -m jaxrl_tis\.audit dump\.npz --columns": Way(swap=(("dump.npz", "named.npz"),)),
     r"python -m jaxrl_tis\.audit": Way(),
     r"python -m jaxrl_tis\.doctor -$": Way(feed="train.log"),
     r"python -m jaxrl_tis\.doctor": Way(),
@@ -135,7 +136,9 @@ WAYS: dict[str, Way] = {
         f"{TINY} --samples=1", (("--config=.*", "--config=configs/quickstart.py"),),
     ),
     r"python -m jaxrl_tis\.evaluate": Way(f"{TINY} --samples=1"),
-    r"python -m jaxrl_tis\.export": Way(swap=(("--step=50", "--step=1"),)),
+    r"python -m jaxrl_tis\.export": Way(swap=(
+        ("--step=50", "--step=1"), (r"(adapters|models)/.*|OUT|exported", "new/export"),
+    )),
     r"python -m jaxrl_tis\.gate": Way(f"{TINY} --prompts=2", OPEN, codes=(0, 1)),  # 1: it fails
     r"python -m jaxrl_tis\.libtpu_flags": Way(),
     r"python -m jaxrl_tis\.report": Way(),
@@ -145,7 +148,7 @@ WAYS: dict[str, Way] = {
     r"python -m jaxrl_tis\.sweep .*--launch": Way(),
     r"python -m jaxrl_tis\.sweep": Way("--dry_run"),  # sweep_test.py runs a small one
     # Studies.
-    r"(XLA_FLAGS=\S+ )?python -m jaxrl_tis\.experiments\.parallelism": help_for("needs SmolLM2"),
+    r"(XLA_FLAGS=\S+ )?python -m jaxrl_tis\.experiments\.(parallelism|lora_smollm2)": help_for("needs SmolLM2"),
     r"python -m jaxrl_tis\.experiments\.(budget|turns|router_noise_trained)": help_for(
         "computes for many minutes; its test computes a small part"
     ),
@@ -165,7 +168,8 @@ WAYS: dict[str, Way] = {
         "--config.steps=8 --config.task.params.digits=40 --config.rollout.max_new_tokens=48 "
         "--config.task.max_prompt_tokens=96 --config.warmup.steps=1 --config.eval.prompts=2"
     ),
-    r"(JOBS=\d )?\./launch/figures\.sh NAME": Way("--smoke", (("NAME", "causes"),)),
+    r"(JOBS=\d )?\./launch/figures\.sh lora_smollm2": help_for("needs SmolLM2"),
+    r"(JOBS=\d )?\./launch/figures\.sh( NAME)?$": Way("rescue --smoke", (("NAME", ""),)),
     r"(JOBS=\d )?\./launch/figures\.sh": Way("--smoke"),
     r"\./launch/jetstream\.sh": help_for("installs 3 GB into an environment of its own"),
     r"(\w+=\S+ )*\./launch/on_(ray|vm)\.sh": help_for("runs on the hosts of a cluster"),
@@ -216,11 +220,13 @@ def _dump(path: pathlib.Path) -> None:
 
 
 def _arrays(path: pathlib.Path) -> None:
+    names = ("logp_behav", "old_log_probs" if path.stem == "named" else "logp_old")
     lines = dumps.only(dumps.records(), "logp_behav", "logp_old", "reward", "version")
-    tokens = {name: np.concatenate([line[name] for line in lines]) for name in ("logp_behav", "logp_old")}
-    each = {name: np.array([line[name] for line in lines]) for name in ("reward", "version")}
+    columns = {name: [line[name] for line in lines] for name in lines[0]}
+    tokens = [np.concatenate(columns.pop(name)) for name in ("logp_behav", "logp_old")]
     lengths = np.array([len(line["logp_old"]) for line in lines])
-    np.savez(path, **tokens, **each, lengths=lengths, old_log_probs=tokens["logp_old"])
+    each = {name: np.array(x) for name, x in columns.items()}
+    np.savez(path, **dict(zip(names, tokens)), **each, lengths=lengths)
 
 
 def _tokens(path: pathlib.Path) -> None:
@@ -232,24 +238,27 @@ def _report(path: pathlib.Path) -> None:
 
 
 BASE = "python -m jaxrl_tis.main --config=configs/quickstart.py"
-# A run, a run with an adapter of the same weights, and exports of both: made by commands.
+# A file's maker, or the command that makes a folder. The run with an adapter has the weights of
+# runs/base, whose rate is 0.
 MADE: dict[str, str | Callable[[pathlib.Path], None]] = {
-    **dict.fromkeys(
-        ("WORKDIR", "runs/first", "runs/second", "runs/quickstart-tis", "runs/mine", "runs/a", "runs/b"),
-        f"{BASE} {RUN} --workdir=runs/made",
-    ),
+    "runs/first": f"{BASE} {RUN} --workdir=runs/first",
     "runs/base": f"{BASE} {TINY} --config.warmup.steps=0 --config.optimizer.lr=0 --workdir=runs/base",
-    "runs/lora": f"{BASE} {TINY} --config.warmup.steps=0 '--config.model.lora=lora(rank=2)' --workdir=runs/lora",
-    **dict.fromkeys(("MODEL", "models/mine"), "python -m jaxrl_tis.export runs/base models/made"),
-    **dict.fromkeys(
-        ("adapters/lora", "adapters/a"), "python -m jaxrl_tis.export runs/lora adapters/made --adapter"
-    ),
+    "runs/lora": f"{BASE} {TINY} --config.warmup.steps=0 '--config.model.lora=lora(rank=2)' "
+    "--workdir=runs/lora",
+    "models/mine": "python -m jaxrl_tis.export runs/base models/mine",
+    "adapters/lora": "python -m jaxrl_tis.export runs/lora adapters/lora --adapter",
     "in.npy": _tokens,
-    "dump.jsonl": _dump, "dump.jsonl.gz": _dump, "dump.npz": _arrays,
+    "dump.jsonl": _dump, "dump.jsonl.gz": _dump, "dump.npz": _arrays, "named.npz": _arrays,
     "slurm-4711.out": _verl, "train.log": _verl, "outputs/my-run": _outputs,
     "trainer_state.json": _state,
     "trainer.jsonl": lambda path: logs.write_jsonl(path, logs.rows(logs.PRIME)),
     "orchestrator.jsonl": lambda path: logs.write_jsonl(path, logs.rows(logs.PRIME_ORCHESTRATOR)),
     "h100.json": _report,
     "token.txt": lambda path: path.write_text("secret\n"),
+}
+SAME = {  # folders that are copies of one that is made
+    **dict.fromkeys(
+        ("WORKDIR", "runs/second", "runs/quickstart-tis", "runs/mine", "runs/a", "runs/b"), "runs/first"
+    ),
+    "MODEL": "models/mine", "adapters/a": "adapters/lora",
 }

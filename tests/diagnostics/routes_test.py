@@ -160,7 +160,7 @@ def test_without_a_valid_token_every_metric_is_zero(mask):
 
 @pytest.mark.parametrize("num_chosen", range(1, 9))
 def test_equal_sets_do_not_flip_at_all(num_chosen):
-    """A rounded 1 / 3 would make it -6e-8, which prints as -0.0000."""
-    same = jnp.full((1, 4, 2), num_chosen, jnp.uint8)
-    found = flip_metrics(same, MASK, num_chosen=num_chosen, num_experts=16)
+    """A rounded 1 / 3 would make it -3e-8, which prints as -0.0000."""
+    same, mask = jnp.full((1, 64, 3), num_chosen, jnp.uint8), jnp.ones((1, 64), bool)
+    found = flip_metrics(same, mask, num_chosen=num_chosen, num_experts=16)
     assert float(found["mismatch/route_flip_expert"]) == 0.0
