@@ -5,7 +5,7 @@ pair, see `methods.parse`. The behaviour policy can be used in two ways.
 
 Decoupled: logp_old is the learner recomputed at the weights that sampled. The objective's ratio
 logp - logp_old is the staleness. Weight and masks see the sampler's gap logp_old - logp_behav, once
-for the rollout batch. Masks in `masks.AT_UPDATE` bound the policy that is trained. They see
+for the rollout batch. Masks with the trait `at_update` bound the policy that is trained. They see
 logp - logp_behav at every update.
 
 Bypass: for the objective, the KL term and the masks logp_behav takes the place of logp_old and
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_tis.estimators import centering, counts, methods, ratios, reduce, weights
-from jaxrl_tis.estimators.masks import AT_UPDATE, all_of
+from jaxrl_tis.estimators.masks import all_of
 from jaxrl_tis.estimators.methods import Method
 
 MODES = ("decoupled", "bypass")
@@ -77,13 +77,6 @@ def needed(kind: str, name: str, batch: dict[str, chex.Array]) -> dict[str, chex
     return {field: _field(batch, field, name) for field in methods.needs(kind, name)}
 
 
-def weight_level(name: str) -> str:
-    """The level of a weight, a key of `weights.RAW`: "seq" and "geo" weights are per sequence, all
-    others count as "token"."""
-    level = name.split("_")[0]
-    return level if level in weights.RAW and name != "seq_mask_tis" else "token"
-
-
 def importance_weights(
     log_ratio: chex.Array, batch: dict[str, chex.Array], weight: Method,
     is_batch_normalized: bool = False,
@@ -102,7 +95,7 @@ def importance_weights(
     w_bt = function(log_ratio, mask, seg, **needed("weight", name, batch), **parameters)
     if not is_batch_normalized:
         return w_bt, jnp.ones(())
-    return weights.batch_normalize(w_bt, mask, weight_level(name), seg)
+    return weights.batch_normalize(w_bt, mask, methods.traits("weight", name).level, seg)
 
 
 def weight_counts(
@@ -148,7 +141,7 @@ def split(
     masks: tuple[Method, ...], mode: str
 ) -> tuple[tuple[Method, ...], tuple[Method, ...]]:
     """(masks that are applied once for a rollout batch, masks that are applied at every update)."""
-    is_live = lambda m: mode == "bypass" or m[0] in AT_UPDATE
+    is_live = lambda m: mode == "bypass" or methods.traits("mask", m[0]).at_update
     return tuple(m for m in masks if not is_live(m)), tuple(m for m in masks if is_live(m))
 
 

@@ -10,7 +10,7 @@ import ml_collections
 
 from jaxrl_tis.diagnostics import batch_metrics, correction_metrics, mismatch
 from jaxrl_tis.estimators import (
-    advantages, loss, methods, presets, rank_masks, ratios, returns, turn_credit,
+    advantages, loss, methods, presets, ratios, returns, turn_credit,
 )
 from jaxrl_tis.estimators.kl import penalized_rewards, sequence_kl
 from jaxrl_tis.estimators.methods import Method
@@ -107,7 +107,7 @@ class Correction:
                 if made(field) and field not in allowed:
                     return f"the {kind} {name} needs {field} of the batch"
         for name, _ in once:
-            if name in rank_masks.MASKS:
+            if methods.traits("mask", name).ranks:
                 return f"the mask {name} ranks the tokens of the batch"
         if self.mode == "decoupled" and self.is_batch_normalized:
             return "weights are divided by their mean over the batch"
@@ -252,7 +252,7 @@ def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
         ).weight}
     needed = loss.needed("advantage", name, batch)
     function = functools.partial(advantages.ADVANTAGES[name], **needed, **parameters)
-    if c.turn_credit == "episode" or name in turn_credit.PER_TOKEN:
+    if c.turn_credit == "episode" or methods.traits("advantage", name).per_token:
         adv = function(rewards, batch["sampled"], batch["group"])
         # Forks of a session have no reward of their own, see learner/forks.py.
         has_forks = "owner" in batch
@@ -328,7 +328,7 @@ def _rewards(c: Correction, batch: Batch) -> jax.Array:
         return rewards
     kl_coeff, sampled = controlled(c, batch).kl_coeff, batch["sampled"]
     kl = _kl(c, batch | {"mask": sampled})
-    if rewards.ndim == 1 and c.advantage[0] not in turn_credit.PER_TOKEN:
+    if rewards.ndim == 1 and not methods.traits("advantage", c.advantage[0]).per_token:
         return rewards - jax.lax.stop_gradient(kl_coeff * ratios.masked_sum(kl, sampled, axis=1))
     return penalized_rewards(rewards, sampled, kl, kl_coeff)
 

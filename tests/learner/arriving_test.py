@@ -95,7 +95,7 @@ def test_no_group_is_cut_by_micro_batches(monkeypatch):
         np.testing.assert_allclose(seen[group], recorded[group], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in methods.TABLES["advantage"][0] if n != "gae"])  # has a critic
+@pytest.mark.parametrize("name", [n for n in methods.TABLES["advantage"] if n != "gae"])  # has a critic
 def test_advantages_of_parts_are_those_of_the_batch_or_wait_for_it(name):
     """Two groups of three and one without any reward, one after the other and together."""
     rng, group, mask = np.random.default_rng(0), np.repeat([0, 1, 2], 3), np.ones((9, 2), bool)
