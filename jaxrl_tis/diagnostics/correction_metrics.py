@@ -39,8 +39,8 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
         mismatch.offpolicy_metrics(learner, behav, mask)
         | mismatch.probability_metrics(learner, behav, mask)
         | mismatch.importance_weight_metrics(
-            outputs.weight * outputs.factor, log_ratio, mask, level=methods.traits("weight", name).level,
-            upper=upper, lower=lower,
+            outputs.weight * outputs.factor, log_ratio, mask,
+            level=methods.traits("weight", name).level, upper=upper, lower=lower,
         )
         | _changed_by_bounds(log_ratio, batch, weight)
         | divergences.divergence_metrics(log_ratio, mask)

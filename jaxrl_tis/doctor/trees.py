@@ -61,7 +61,8 @@ def _weighable(case):
     or that takes no weight; for stale samples, the objective that corrects both parts."""
     if has_older(case):
         return asynchrony.objective(case)
-    is_unfit = has_own_weight(case) or not methods.traits("objective", case.method("objective")[0]).takes_weight
+    traits = methods.traits("objective", case.method("objective")[0])
+    is_unfit = has_own_weight(case) or not traits.takes_weight
     return "ppo" if is_unfit else None
 
 

@@ -83,7 +83,8 @@ def _batch(c: Correction, config):
             f"objective {objective!r} needs all samples of a prompt at once: set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
         )
-    if methods.traits("objective", objective).is_per_sequence and c.aggregation != "seq-mean-token-mean":
+    is_per_sequence = methods.traits("objective", objective).is_per_sequence
+    if is_per_sequence and c.aggregation != "seq-mean-token-mean":
         yield (
             f"the gradient of objective {objective!r} grows with the number of tokens, which "
             f"correction.aggregation = {c.aggregation!r} does not divide by; set it to "
@@ -105,7 +106,8 @@ def _forks(c: Correction, config):
     setting = "rollout.on_fork = 'rows' gives the forks of a session its advantage"
     advantage = c.advantage[0]
     unfit = {
-        f"advantage {advantage!r} has one of each token": methods.traits("advantage", advantage).per_token,
+        f"advantage {advantage!r} has one of each token":
+            methods.traits("advantage", advantage).per_token,
         f"correction.turn_credit = {c.turn_credit!r} has one of each turn": c.turn_credit != "episode",
         f"correction.kl_placement = {c.kl_placement!r} has one of each token":
             c.kl is not None and c.kl_placement != "loss",
