@@ -22,27 +22,15 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Correction:
-    """The chosen methods, each a name with its parameters; see configs/default.py."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Correction(loss.LossSpec):
+    """The chosen methods, each a name with its parameters: those of the loss, and those around it.
+    See configs/default.py."""
 
-    mode: str
-    weight: Method
-    masks: tuple[Method, ...]
-    is_batch_normalized: bool
-    rejected_in_denominator: bool
     advantage: Method
     turn_credit: str
-    objective: Method
     centering: str
-    aggregation: str
-    scale: float
-    kl: Method | None
-    kl_coeff: float
     kl_placement: str
-    sampler_kl_coeff: float
-    entropy_coeff: float
-    environment_ce_coeff: float
     controllers: tuple[Method, ...]
     routing: str
     routing_missing: str
@@ -171,7 +159,7 @@ def parse(fields: ml_collections.ConfigDict, router_bias_rate: float = 0.0) -> C
         objective=methods.parse("objective", parts["objective"]),
         centering=parts["centering"],
         aggregation=fields.aggregation,
-        scale=fields.scale,
+        scale=fields.scale or None,
         kl=methods.parse("kl", fields.kl) if fields.kl_coeff else None,
         kl_coeff=fields.kl_coeff,
         kl_placement=fields.kl_placement,
@@ -348,14 +336,10 @@ def loss_spec(c: Correction, batch: Batch) -> loss.LossSpec:
     Tokens rejected at an update, see `Correction.masks_at_update`, stay in every denominator, in the
     KL and in the entropy: their number is known only with the gradient.
     """
-    now = controlled(c, batch)
-    return loss.LossSpec(
-        objective=now.objective, weight=c.weight, masks=c.masks, mode=c.mode,
-        aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
+    return dataclasses.replace(
+        controlled(c, batch),
         rejected_in_denominator=True,  # those that were rejected before are not in the mask
-        kl=c.kl if c.kl_placement == "loss" else None, kl_coeff=now.kl_coeff,
-        sampler_kl_coeff=c.sampler_kl_coeff, entropy_coeff=c.entropy_coeff,
-        environment_ce_coeff=c.environment_ce_coeff, scale=c.scale or None,
+        kl=c.kl if c.kl_placement == "loss" else None,
     )
 
 

@@ -471,7 +471,7 @@ def test_the_configs_above_hold_every_entry():
 
 
 def test_a_method_that_needs_what_no_run_records_is_refused():
-    entry = Traits(needs=("prices",))(lambda log_ratio, mask, seg=None, *, prices: mask)
+    entry = Traits(needs=("prices",))(lambda x, mask, seg=None, *, prices, cap=2.0: mask)
     with mock.patch.dict(methods.TABLES["weight"], {"token_tis": entry}):
         with pytest.raises(ValueError, match="'token_tis' needs prices, which a run does not record"):
             validate(tiny.config())
