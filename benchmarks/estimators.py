@@ -70,7 +70,7 @@ def call(kind: str, name: str, batch: dict[str, jax.Array]) -> jax.Array:
 
 
 def entries(kind: str) -> list[str]:
-    return [n for n in methods.TABLES[kind][0] if n not in (*SCANNED, *SELECTIONS, *OF_LOGITS)]
+    return [n for n in methods.TABLES[kind] if n not in (*SCANNED, *SELECTIONS, *OF_LOGITS)]
 
 
 def weights(batch):

@@ -13,8 +13,7 @@ import re
 from collections.abc import Iterable
 
 from jaxrl_tis.estimators import (
-    advantages, centering, controllers, kl, masks, methods, objectives, presets, turn_credit,
-    weights,
+    advantages, centering, controllers, kl, masks, methods, objectives, presets, weights,
 )
 from jaxrl_tis.fields import FIELDS
 
@@ -249,6 +248,11 @@ def needs(kind: str, name: str) -> str:
     return ", ".join(marked) or "–"
 
 
+def advantages_with(trait: str) -> str:
+    names = methods.TABLES["advantage"]
+    return listed(n for n in names if getattr(methods.traits("advantage", n), trait))
+
+
 def section(title: str, header: list[str], rows: Iterable[list[str]], about: str = "") -> str:
     escaped = [[cell.replace("|", r"\|") for cell in cells] for cells in rows]
     lines = [header, ["---"] * len(header), *escaped]
@@ -267,7 +271,7 @@ def without_constants(header: list[str], rows: list[list[str]]) -> tuple[list, l
 
 
 def method_rows(kind: str) -> list[list[str]]:
-    table, shared = methods.TABLES[kind][0], KINDS[kind][1].__doc__
+    table, shared = methods.TABLES[kind], KINDS[kind][1].__doc__
     parameters = {name: defaults(methods.parameters(kind, name)) for name in table}
     return [row(n, table, shared, COLUMNS, parameters[n], needs(kind, n)) for n in table]
 
@@ -279,16 +283,18 @@ def controller_row(name: str) -> list[str]:
 
 def page() -> str:
     header = ["name", "paper", *COLUMNS.values(), "defaults", "needs", "when to use it"]
-    at_update = [name for name in masks.MASKS if name in masks.AT_UPDATE]
+    at_update = [name for name in masks.MASKS if methods.traits("mask", name).at_update]
     of_turns = [
-        name for kind in KINDS for name in methods.TABLES[kind][0]
+        name for kind in KINDS for name in methods.TABLES[kind]
         if "turn" in methods.needs(kind, name)
     ]
     text = HEAD.format(
-        at_update=listed(at_update), centred_weights=listed(centering.WEIGHTS),
-        centred_masks=listed(centering.MASKS), centred_objectives=listed(centering.OBJECTIVES),
-        centred_at_one=listed(centering.AT_RATIO_ONE), whole=listed(turn_credit.WHOLE),
-        per_token=listed(turn_credit.PER_TOKEN), of_turns=listed(of_turns),
+        at_update=listed(at_update), centred_weights=listed(centering.known("weight")),
+        centred_masks=listed(centering.known("mask")),
+        centred_objectives=listed(centering.known("objective")),
+        centred_at_one=listed(centering.known("objective", "one")),
+        whole=advantages_with("of_sequences"), per_token=advantages_with("per_token"),
+        of_turns=listed(of_turns),
     )
     for kind in KINDS:
         columns, rows, about = without_constants(header, method_rows(kind))

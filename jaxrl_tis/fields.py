@@ -55,7 +55,7 @@ class Field:
         "step": the run, at the start of an update. "controller": `learner/control.py`. "prepare":
         `correction.make_prepare`. "update": the update itself.
       use: who reads it. "forward": every program that computes log-probs. "update": every update.
-        "method": the methods that name it in their `NEEDS`. "batch": what is computed once of a
+        "method": the methods whose traits name it. "batch": what is computed once of a
         rollout batch, and no update.
       padding: its value where a row holds no token.
       axes: axes after those of the unit: numbers, or names of widths that a run decides.

@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 
 from configs import gsm8k_one_chip, quickstart
 from jaxrl_tis import validate
-from jaxrl_tis.estimators import kl, masks, objectives, weights
+from jaxrl_tis.estimators import kl, masks, methods, objectives, weights
 from jaxrl_tis.experiments import frontier
 
 FOLDER = pathlib.Path(__file__).parents[1] / "colab"
@@ -79,7 +79,7 @@ def check_weights(figure):
 def check_masks(figure):
     (axes,) = figure.axes
     names = [label.get_text() for label in axes.get_yticklabels()]
-    assert names == [name for name in masks.MASKS if name not in masks.NEEDS]
+    assert names == [name for name in masks.MASKS if not methods.needs("mask", name)]
     paths = [bar.get_paths() for bar in axes.collections]
     assert [len(path) for path in paths] == [1] * len(names)
     columns = [path.vertices[:, 0] for (path,) in paths]

@@ -112,6 +112,7 @@ COVERED = {
     "engine/stats": "engine/scheduler_fuzz_test",
     "engine/stop_strings": "engine/scheduler_interruptions_test",
     "environments/protocol": "environments/host_test",
+    "estimators/traits": "estimators/methods_test",
     "experiments/critic": "experiments/rescue_test",
     "experiments/frontier": "experiments/horizon_test",
     "experiments/lora_smollm2": "experiments/lora_test",

@@ -25,7 +25,7 @@ def test_the_page_is_current():
 @pytest.mark.parametrize("kind", make_methods.KINDS)
 def test_every_entry_has_every_column(kind):
     table = rows(make_methods.KINDS[kind][0])
-    assert [cells[0].split("`")[1] for cells in table] == list(methods.TABLES[kind][0])
+    assert [cells[0].split("`")[1] for cells in table] == list(methods.TABLES[kind])
     shared = section(make_methods.KINDS[kind][0]).count(" of every row is: ")
     assert all(len(cells) == 8 - shared and all(cells) for cells in table)
 
@@ -70,7 +70,7 @@ def test_a_missing_label_is_an_error_that_names_the_entry(label, monkeypatch):
         pass
 
     bare.__doc__ = "Bare; no paper.\n\n    " + " ".join(f"{k}: {v}." for k, v in labels.items())
-    monkeypatch.setitem(methods.TABLES["objective"][0], "bare", bare)
+    monkeypatch.setitem(methods.TABLES["objective"], "bare", bare)
     with pytest.raises(ValueError, match=f"'bare' has no '{label}'"):
         make_methods.page()
 
@@ -82,6 +82,6 @@ def test_a_missing_source_is_an_error_that_names_the_entry(monkeypatch):
         Unit: token. Trust region: w <= 1. Gradient: none. Use: never.
         """
 
-    monkeypatch.setitem(methods.TABLES["weight"][0], "bare", bare)
+    monkeypatch.setitem(methods.TABLES["weight"], "bare", bare)
     with pytest.raises(ValueError, match="'bare' has no source"):
         make_methods.page()

@@ -19,7 +19,6 @@ import numpy as np
 
 from jaxrl_tis.diagnostics import mismatch
 from jaxrl_tis.estimators import counts, loss, methods, presets, ratios, weights
-from jaxrl_tis.estimators.masks import AT_UPDATE
 
 Batch = dict[str, Any]
 
@@ -90,7 +89,7 @@ def rules(fields: frozenset[str]) -> list[Rule]:
     """Returns every weight, mask and preset as a rule; `fields` are those of the batch."""
     chosen = []
     for kind in ("weight", "mask"):
-        for name in methods.TABLES[kind][0]:
+        for name in methods.TABLES[kind]:
             text = _with_bounds(kind, name)
             parts = (_part(kind, text, False, fields),)
             chosen.append(Rule(kind, name, text, parts, "logp_old", _reason(parts, (), fields)))
@@ -105,7 +104,7 @@ def rules(fields: frozenset[str]) -> list[Rule]:
 
 
 def _part(kind, text, is_bypass, fields):
-    is_now = is_bypass or methods.parse(kind, text)[0] in AT_UPDATE
+    is_now = is_bypass or methods.traits(kind, methods.parse(kind, text)[0]).at_update
     return Part(kind, text, is_now and (kind == "objective" or "logp" in fields))
 
 
@@ -144,9 +143,9 @@ def evaluate_parts(parts: Sequence[Part], batch: Batch) -> list[tuple[jax.Array,
             evaluated.append((loss.accepted(log_ratio, batch, (method,))[0], none))
         else:
             w, _ = loss.importance_weights(log_ratio, batch, method)
-            is_ratio = text != "none" and method[0].startswith(tuple(weights.RAW))
-            if is_ratio and not methods.needs("weight", method[0]):
-                counted = counts.of_weight(w, raw(loss.weight_level(method[0]), is_now), mask)
+            traits = methods.traits("weight", method[0])
+            if text != "none" and traits.is_bounded_ratio:
+                counted = counts.of_weight(w, raw(traits.level, is_now), mask)
             else:
                 counted = loss.weight_counts(log_ratio, batch, method)
             evaluated.append((w, _truncated(counted)))

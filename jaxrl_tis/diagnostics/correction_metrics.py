@@ -9,13 +9,12 @@ import math
 import jax
 
 from jaxrl_tis.diagnostics import attribution, divergences, mismatch
-from jaxrl_tis.estimators import counts, factor_weights, loss, ratios, returns, weights
+from jaxrl_tis.estimators import counts, loss, methods, ratios, returns
 from jaxrl_tis.estimators.methods import Method
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
-OF_OTHER_BOUNDS = ("seq_mask_tis", "seq_capped_ratio")  # not of the ratio that they begin with
 NUM_TURNS = 8  # metrics by turn; later turns join the last
 
 
@@ -40,8 +39,8 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
         mismatch.offpolicy_metrics(learner, behav, mask)
         | mismatch.probability_metrics(learner, behav, mask)
         | mismatch.importance_weight_metrics(
-            outputs.weight * outputs.factor, log_ratio, mask, level=loss.weight_level(name),
-            upper=upper, lower=lower,
+            outputs.weight * outputs.factor, log_ratio, mask,
+            level=methods.traits("weight", name).level, upper=upper, lower=lower,
         )
         | _changed_by_bounds(log_ratio, batch, weight)
         | divergences.divergence_metrics(log_ratio, mask)
@@ -129,8 +128,7 @@ def _changed_by_bounds(log_ratio: jax.Array, batch: Batch, weight: Method) -> Me
     its geometric mean: tokens with a larger, a smaller or another weight without bounds. {} for
     those."""
     name, parameters = weight
-    is_of_ratio = name.partition("_")[0] in weights.RAW and name not in OF_OTHER_BOUNDS
-    if name == "none" or is_of_ratio:
+    if name == "none" or methods.traits("weight", name).is_bounded_ratio:
         return {}
     w_bt, raw_bt = loss.with_and_without_bounds(log_ratio, batch, weight)
     is_changed_bt, is_kept_bt = counts.is_bounded(w_bt, raw_bt), w_bt > 0
@@ -148,6 +146,6 @@ def _capped_fractions(weight: Method, *chain: jax.Array) -> Metrics:
     """Measures how often each cap of a weight with a cap per factor acts; {} for any other
     weight."""
     name, caps = weight
-    if name not in factor_weights.WEIGHTS:
+    if not methods.traits("weight", name).is_of_factors:
         return {}
-    return attribution.capped_fractions(*chain, level=loss.weight_level(name), **caps)
+    return attribution.capped_fractions(*chain, level=methods.traits("weight", name).level, **caps)

@@ -364,8 +364,8 @@ def _is_quantized(case):
 
 
 def _is_product(case):
-    weight, masks = case.method("weight")[0], case.setting("correction.masks")
-    return (weight.startswith("seq_") and weight != "seq_mask_tis") or "seq_sum_" in masks
+    level = methods.traits("weight", case.method("weight")[0]).level
+    return level == "seq" or "seq_sum_" in case.setting("correction.masks")
 
 
 def _is_rejecting(case):

@@ -17,7 +17,6 @@ from jaxrl_tis.doctor.case import (
     is_direct, is_not, is_so, largest_age, updates,
 )
 from jaxrl_tis.estimators import methods
-from jaxrl_tis.estimators.reinforce import UNWEIGHTED
 
 # Changes of the config
 
@@ -62,7 +61,8 @@ def _weighable(case):
     or that takes no weight; for stale samples, the objective that corrects both parts."""
     if has_older(case):
         return asynchrony.objective(case)
-    is_unfit = has_own_weight(case) or case.method("objective")[0] in UNWEIGHTED
+    traits = methods.traits("objective", case.method("objective")[0])
+    is_unfit = has_own_weight(case) or not traits.takes_weight
     return "ppo" if is_unfit else None
 
 

@@ -16,7 +16,7 @@ Args of every entry:
   group: [B] int, equal for the samples of one prompt; any integers, any order, groups of any size.
     A row that only pads the batch must have a group of its own.
 
-`NEEDS` lists the further keyword arguments of an entry. The importance `weights` of the token
+The traits of an entry name its further keyword arguments. The importance `weights` of the token
 baselines are among them because a run has them. A direct call may omit them for w = 1.
 """
 
@@ -29,6 +29,7 @@ from chex import Array
 
 from jaxrl_tis.estimators import baselines, ratios, returns
 from jaxrl_tis.kernels.segment import segment_scan
+from jaxrl_tis.estimators.traits import Traits
 
 
 def whiten(x: Array, mask: Array) -> Array:
@@ -162,6 +163,7 @@ def rloo(rewards: Array, mask: Array, group: Array) -> Array:
     return returns.on_tokens(jnp.where(is_constant, 0.0, leave_one_out), mask)
 
 
+@Traits(of_batch=True)
 def gpg(rewards: Array, mask: Array, group: Array) -> Array:
     """GPG (arXiv:2504.02546), A = alpha (R - mean of the group), alpha = B / max(1, #{R != 0}).
 
@@ -185,6 +187,7 @@ def gpg(rewards: Array, mask: Array, group: Array) -> Array:
     return alpha.astype(scores_b.dtype) * dr_grpo(scores_b, mask, group)
 
 
+@Traits(needs=("reward_components",), of_batch=True, of_components=True, of_sequences=True)
 def gdpo(
     rewards: Array, mask: Array, group: Array, *,
     reward_components: Array, gdpo_weights: tuple[float, ...] | None = None, eps: float = 1e-6,
@@ -280,6 +283,7 @@ def _gae_recursion(rewards, mask, values, gamma, lam):
     return jax.lax.stop_gradient((ratios.zero_padding(adv_bt, mask), values_bt))
 
 
+@Traits(needs=("values",), compares=False, per_token=True)
 def gae(
     rewards: Array, mask: Array, group: Array, *,
     values: Array, gamma: float = 1.0, lam: float = 1.0, is_whitened: bool = True,
@@ -318,6 +322,7 @@ def gae_returns(
     return adv_bt + jax.lax.stop_gradient(values_bt)
 
 
+@Traits(compares=False, of_batch=True, per_token=True)
 def reinforce_plus_plus(rewards: Array, mask: Array, group: Array, *, gamma: float = 1.0) -> Array:
     """REINFORCE++ (arXiv:2501.03262), A = whiten(G) over the batch, G_t = r_t + gamma G_t+1.
 
@@ -342,6 +347,7 @@ def reinforce_plus_plus(rewards: Array, mask: Array, group: Array, *, gamma: flo
     return whiten(returns_bt, mask)
 
 
+@Traits(of_batch=True)
 def reinforce_plus_plus_baseline(rewards: Array, mask: Array, group: Array) -> Array:
     """REINFORCE++-baseline (arXiv:2501.03262), A = whiten(R - mean of the group) over the batch.
 
@@ -373,10 +379,4 @@ ADVANTAGES = {
     "reinforce_plus_plus": reinforce_plus_plus,
     "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
     **baselines.ADVANTAGES,
-}
-
-NEEDS = {
-    "gdpo": ("reward_components",),
-    "gae": ("values",),
-    **baselines.NEEDS,
 }

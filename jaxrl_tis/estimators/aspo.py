@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ppo, ratios
+from jaxrl_tis.estimators.traits import Traits
 
 
 def entropy_quantile(entropy: Array, mask: Array, seg: Array | None, quantile: Numeric) -> Array:
@@ -38,6 +39,7 @@ def entropy_quantile(entropy: Array, mask: Array, seg: Array | None, quantile: N
     return below_bt + (place_bt - jnp.floor(place_bt)) * (above_bt - below_bt)
 
 
+@Traits(needs=("entropy",))
 def aspo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     entropy: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, dual_clip: float = 3.0,
@@ -94,5 +96,3 @@ def aspo(
 
 
 OBJECTIVES = {"aspo": aspo}
-
-NEEDS = {"aspo": ("entropy",)}

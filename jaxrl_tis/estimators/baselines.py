@@ -10,6 +10,9 @@ import jax.numpy as jnp
 from chex import Array
 
 from jaxrl_tis.estimators import ratios, returns
+from jaxrl_tis.estimators.traits import Traits
+
+PATH = ("logp_prox", "sum_pi_squared", "weights")
 
 OTB_EPS = 1e-8  # in the denominator of the token baselines, as in verl
 
@@ -25,6 +28,7 @@ def _minus_weighted_mean(scores_b, power_b, group):
     return jnp.where(is_constant, 0.0, scores_b - baseline_b)
 
 
+@Traits(needs=("greedy_rewards",), compares=False, per_token=True)
 def remax(rewards: Array, mask: Array, group: Array, *, greedy_rewards: Array) -> Array:
     """ReMax (arXiv:2310.10505), A_t = sum_{s >= t} r_s - R(greedy response to the same prompt).
 
@@ -51,6 +55,7 @@ def remax(rewards: Array, mask: Array, group: Array, *, greedy_rewards: Array) -
     return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
 
 
+@Traits(compares=False, of_batch=True)
 def batch_mean(rewards: Array, mask: Array, group: Array) -> Array:
     """FlashREINFORCE's advantage (Hu et al. 2026), A = R - mean of the batch; no division by its
     std.
@@ -99,6 +104,7 @@ def opo(rewards: Array, mask: Array, group: Array) -> Array:
     return returns.on_tokens(jnp.where(count == 1, scores_b, adv_b), mask)
 
 
+@Traits(needs=("grad_norms", "logp_prox", "logp_behav"), of_policy=True, of_sequences=True)
 def opob(
     rewards: Array, mask: Array, group: Array, *,
     grad_norms: Array, logp_prox: Array, logp_behav: Array,
@@ -181,6 +187,7 @@ def _minus_token_baseline(returns_bt, power_bt, mask, group, has_zero_tail):
     return jax.lax.stop_gradient(ratios.zero_padding(adv_bt, mask))
 
 
+@Traits(needs=PATH, of_policy=True, per_token=True)
 def otb(
     rewards: Array, mask: Array, group: Array, *, logp_prox: Array, sum_pi_squared: Array,
     weights: Array | None = None, otb_zero_tail: bool = True, form: str = "paper",
@@ -224,6 +231,7 @@ def otb(
     return _minus_token_baseline(returns_bt, power_bt, mask, group, otb_zero_tail)
 
 
+@Traits(needs=PATH, of_policy=True, per_token=True)
 def tir_otb(
     rewards: Array, mask: Array, group: Array, *, logp_prox: Array, sum_pi_squared: Array,
     weights: Array | None = None, otb_zero_tail: bool = True, form: str = "paper",
@@ -267,11 +275,4 @@ ADVANTAGES = {
     "opob": opob,
     "otb": otb,
     "tir_otb": tir_otb,
-}
-
-NEEDS = {
-    "remax": ("greedy_rewards",),
-    "opob": ("grad_norms", "logp_prox", "logp_behav"),
-    "otb": ("logp_prox", "sum_pi_squared", "weights"),
-    "tir_otb": ("logp_prox", "sum_pi_squared", "weights"),
 }

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators.traits import Traits
 
 MARGIN = 1e-6  # of probabilities to 0 and 1, as in the code of FlashREINFORCE's authors
 
@@ -51,6 +52,7 @@ def binary_kl(
     return jax.lax.stop_gradient(jnp.maximum(own_bt + rest_bt, 0.0))  # rounding may put it below
 
 
+@Traits(needs=("logp_behav",))
 def token_binary_kl(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, logp_behav: Array, upper: Numeric
 ) -> Array:
@@ -69,6 +71,7 @@ def token_binary_kl(
     return ratios.as_bool(mask) & (binary_kl(log_ratio, logp_behav, mask) <= upper)
 
 
+@Traits(needs=("logp_behav",))
 def token_kpop(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, upper: Numeric = 0.1,
@@ -94,6 +97,7 @@ def token_kpop(
     return ratios.as_bool(mask) & (jnp.maximum(forward_bt, reverse_bt) <= upper)
 
 
+@Traits(needs=("logp_behav",))
 def seq_mean_binary_kl(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, upper: Numeric = 3e-3,
@@ -125,5 +129,3 @@ MASKS = {
     "token_kpop": token_kpop,
     "seq_mean_binary_kl": seq_mean_binary_kl,
 }
-
-NEEDS = dict.fromkeys(MASKS, ("logp_behav",))

@@ -34,14 +34,13 @@ from jaxrl_tis.estimators.methods import Method
 # f: ([B,S] log of learner over sampler, [B,S] log-prob of the sampler) -> weights [B,S].
 Rule = Callable[[Array, Array], Array]
 
-WEIGHTS = (
-    "none", "token_vanilla", "token_tis", "token_clip", "token_mis", "token_icepop",
-)
-MASKS = ("token_k1", "token_k2", "token_k3", "token_ratio", "token_dp")
-OBJECTIVES = ("gpg", "reinforce", "cispo")
-# At a ratio of 1 these have the gradient of `reinforce`.
-AT_RATIO_ONE = ("ppo", "dual_clip")
 SMALLEST_TAIL = 1e-6  # of the learner's mass outside the head
+
+
+def known(kind: str, where: str = "ratio") -> list[str]:
+    """Returns the methods whose weight of a token that was not sampled is known: at every ratio, or
+    where it is "one"."""
+    return [n for n in methods.TABLES[kind] if methods.traits(kind, n).centering == where]
 
 
 def head_size(text: str, mask_size: int) -> int:
@@ -70,11 +69,12 @@ def why_not(
       is_one_update: whether a rollout batch gets a single update, so that the policy of the update
         is the one that weights judge.
     """
-    if weight[0] not in WEIGHTS:
-        return f"the weight {weight[0]!r} has no value for each token; choose {', '.join(WEIGHTS)}"
+    if weight[0] not in known("weight"):
+        choices = ", ".join(known("weight"))
+        return f"the weight {weight[0]!r} has no value for each token; choose {choices}"
     for name, _ in masks:
-        if name not in MASKS:
-            choices = ", ".join(MASKS)
+        if name not in known("mask"):
+            choices = ", ".join(known("mask"))
             return f"the mask {name!r} does not decide for each token separately; choose {choices}"
     name, parameters = objective
     if mode == "decoupled" and not is_one_update:
@@ -85,9 +85,10 @@ def why_not(
     ends = ("cispo_mask_low", "cispo_mask_high")
     if name == "cispo" and any(parameters[end] < jnp.inf for end in ends):
         return "the masks of objective 'cispo' depend on the advantage; leave them infinite"
-    if name in OBJECTIVES or (name in AT_RATIO_ONE and mode == "decoupled"):
+    where = methods.traits("objective", name).centering
+    if where == "ratio" or (where == "one" and mode == "decoupled"):
         return None
-    choices = ", ".join(OBJECTIVES)
+    choices = ", ".join(known("objective"))
     return f"the objective {name!r} is not a weight times a log-prob; choose {choices}"
 
 

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators.traits import Traits
 
 # ESS-guided learning rate
 
 ESS_POWERS = {"sqrt": 0.5, "linear": 1.0}
 
 
+@Traits(of_policy=True)
 def ess_scale(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     vcpo_ess_target: float = 1.0, vcpo_rule: str = "sqrt",

@@ -5,10 +5,12 @@ import inspect
 import textwrap
 from collections.abc import Callable
 
+from jaxrl_tis.estimators.traits import Traits
+
 
 def entry(
-    function: Callable, first: str, name: str, what: str, region: str, use: str, bounds: str = "",
-    **defaults: float,
+    function: Callable, first: str, name: str, what: str, region: str, use: str, traits: Traits,
+    bounds: str = "", **defaults: float,
 ) -> Callable:
     """Returns `function(first, ...)` as an entry with its own signature, name and docstring.
 
@@ -19,6 +21,7 @@ def entry(
       what: what the entry computes, and its source.
       region: the trust region.
       use: what the entry is good for; what is against it.
+      traits: of the entry.
       bounds: where the defaults come from.
       defaults: of the parameters; a parameter without any is required.
     """
@@ -33,4 +36,4 @@ def entry(
     call.__name__ = call.__qualname__ = name
     call.__module__ = function.__module__
     call.__signature__ = inspect.signature(bound)
-    return call
+    return traits(call)

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators.traits import Traits
 
 FACTORS = ("engine", "staleness", "trust_region")
+CHAIN = ("logp", "logp_prox", "logp_old", "logp_behav")
 
 
 def split_ratio(
@@ -58,6 +60,7 @@ def log_product(logs: dict[str, Array], caps: dict[str, Numeric]) -> Array:
     return ratios.clamp(total, -ratios.LOG_BOUND, ratios.LOG_BOUND)
 
 
+@Traits(needs=CHAIN, is_of_factors=True, is_bounded_ratio=False)
 def capped_ratio(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, logp: Array, logp_prox: Array,
     logp_old: Array, logp_behav: Array, cap: Numeric = jnp.inf, cap_engine: Numeric = 2.0,
@@ -91,6 +94,7 @@ def capped_ratio(
     return ratios.zero_padding(w_bt, mask)
 
 
+@Traits(needs=CHAIN, is_of_factors=True, is_bounded_ratio=False, level="seq")
 def seq_capped_ratio(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, logp: Array, logp_prox: Array,
     logp_old: Array, logp_behav: Array, cap: Numeric = jnp.inf, cap_engine: Numeric = 2.0,
@@ -112,5 +116,3 @@ def seq_capped_ratio(
 
 
 WEIGHTS = {"capped_ratio": capped_ratio, "seq_capped_ratio": seq_capped_ratio}
-
-NEEDS = dict.fromkeys(WEIGHTS, ("logp", "logp_prox", "logp_old", "logp_behav"))

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ppo, ratios
+from jaxrl_tis.estimators.traits import Traits
 
 
 def fused_log_probs(logits: Array, logits_teacher: Array, alpha: Numeric) -> Array:
@@ -37,6 +38,7 @@ def fused_log_probs(logits: Array, logits_teacher: Array, alpha: Numeric) -> Arr
     return jax.nn.log_softmax(alpha * logits_teacher + (1.0 - alpha) * logits)
 
 
+@Traits(needs=("logp_behav",))
 def fusion_cap(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, cap: Numeric = 3.0,
@@ -65,6 +67,7 @@ def fusion_cap(
     return loss_bt, ppo.clip_metrics(log_ratio_bt, ratio_bt > cap, mask)
 
 
+@Traits(needs=("logp_behav",))
 def fusion_shaped(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, fusion_gamma: Numeric = 0.1,
@@ -93,5 +96,3 @@ def fusion_shaped(
 
 
 OBJECTIVES = {"fusion_cap": fusion_cap, "fusion_shaped": fusion_shaped}
-
-NEEDS = dict.fromkeys(OBJECTIVES, ("logp_behav",))

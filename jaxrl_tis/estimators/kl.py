@@ -2,8 +2,8 @@
 
 Each entry of `KL` maps (logp, logp_ref, **parameters) to kl_bt [B, T] in nats. Only logp carries a
 gradient, in the exact forms only logits. Callers set padding to zero in every argument first
-(`ratios.zero_padding`), and the reduction drops it. `NEEDS` lists the further keyword arguments of an
-entry.
+(`ratios.zero_padding`), and the reduction drops it. The traits of an entry name
+its further keyword arguments.
 
 Trust region: soft, kl_coeff per nat from the reference.
 
@@ -43,6 +43,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios, returns
+from jaxrl_tis.estimators.traits import Traits
 
 K3_BOUND = 10.0  # verl's bound on the k3 value
 
@@ -128,6 +129,7 @@ def absolute_plus(logp: Array, logp_ref: Array) -> Array:
     return _straight_through(absolute(logp, logp_ref), k2(logp, logp_ref))
 
 
+@Traits(needs=("logp_old",))
 def is_k3(logp: Array, logp_ref: Array, *, logp_old: Array) -> Array:
     """Unbiased KL of DeepSeek-V3.2 (arXiv:2512.02556, eq. 7), r (exp(-z) - 1 + z), r = pi / pi_old.
 
@@ -157,6 +159,7 @@ def is_k3(logp: Array, logp_ref: Array, *, logp_old: Array) -> Array:
     return _straight_through(ratio * (jnp.expm1(log_ratio) - log_ratio), ratio * difference)
 
 
+@Traits(needs=("logp_old",))
 def clipped_is_k2(
     logp: Array, logp_ref: Array, *,
     logp_old: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
@@ -202,6 +205,7 @@ def _full_kl(logits_p, logits_q):
     return jnp.sum(jnp.exp(logp_btv) * gap_btv, axis=-1)
 
 
+@Traits(needs=("logits", "logits_ref"))
 def exact_reverse(logp: Array, logp_ref: Array, *, logits: Array, logits_ref: Array) -> Array:
     """KL(pi || ref) over the whole vocabulary, [B, T].
 
@@ -222,6 +226,7 @@ def exact_reverse(logp: Array, logp_ref: Array, *, logits: Array, logits_ref: Ar
     return _full_kl(logits, jax.lax.stop_gradient(logits_ref))
 
 
+@Traits(needs=("logits", "logits_ref"))
 def exact_forward(logp: Array, logp_ref: Array, *, logits: Array, logits_ref: Array) -> Array:
     """KL(ref || pi) over the whole vocabulary, [B, T]. Source as `exact_reverse`, and so are the
     arguments.
@@ -276,11 +281,4 @@ KL = {
     "clipped_is_k2": clipped_is_k2,
     "exact_reverse": exact_reverse,
     "exact_forward": exact_forward,
-}
-
-NEEDS = {
-    "is_k3": ("logp_old",),
-    "clipped_is_k2": ("logp_old",),
-    "exact_reverse": ("logits", "logits_ref"),
-    "exact_forward": ("logits", "logits_ref"),
 }

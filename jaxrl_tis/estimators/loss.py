@@ -5,7 +5,7 @@ pair, see `methods.parse`. The behaviour policy can be used in two ways.
 
 Decoupled: logp_old is the learner recomputed at the weights that sampled. The objective's ratio
 logp - logp_old is the staleness. Weight and masks see the sampler's gap logp_old - logp_behav, once
-for the rollout batch. Masks in `masks.AT_UPDATE` bound the policy that is trained. They see
+for the rollout batch. Masks with the trait `at_update` bound the policy that is trained. They see
 logp - logp_behav at every update.
 
 Bypass: for the objective, the KL term and the masks logp_behav takes the place of logp_old and
@@ -15,14 +15,14 @@ log-probs.
 """
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import chex
 import jax
 import jax.numpy as jnp
 
 from jaxrl_tis.estimators import centering, counts, methods, ratios, reduce, weights
-from jaxrl_tis.estimators.masks import AT_UPDATE, all_of
+from jaxrl_tis.estimators.masks import all_of
 from jaxrl_tis.estimators.methods import Method
 
 MODES = ("decoupled", "bypass")
@@ -47,9 +47,31 @@ class MethodOutputs(NamedTuple):
     counts: dict[str, chex.Array]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LossSpec:
-    """The methods and coefficients of a policy loss; `policy_loss` describes each."""
+    """The methods and coefficients of a policy loss.
+
+    Attributes:
+      objective: name in `objectives.OBJECTIVES`, with its parameters.
+      weight: name in `weights.WEIGHTS`; multiplies the objective, detached.
+      masks: names in `masks.MASKS`; a token counts if all of them keep it.
+      mode: "decoupled" or "bypass", see the top of the file.
+      aggregation: one of `reduce.MODES`, used for all terms but the cross-entropy.
+      is_batch_normalized: divide the weights by their mean over the batch at hand.
+      rejected_in_denominator: rejected tokens have weight 0 but stay in the denominators. Otherwise
+        they leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not
+        given, as they do within their sequence in "seq-mean-token-mean". With the batch field
+        `weights` they always stay.
+      kl: name in `kl.KL`, or None for no KL term.
+      kl_coeff: weight of the KL term per nat.
+      sampler_kl_coeff: weight of the KL to the sampler, k2 = (logp - logp_behav)^2 / 2, on all
+        tokens of the mask, rejected ones too. It is twice prime-rl's kl_tau.
+      entropy_coeff: weight of the entropy bonus per nat.
+      environment_ce_coeff: weight of the cross-entropy on the tokens of `environment`, whose
+        log-probs are in `logp`, too (ECHO, arXiv:2605.24517). It is a mean over all these tokens, as
+        in prime-rl. rLLM averages within each episode first.
+      scale: see `reduce.aggregate`.
+    """
 
     objective: Method
     weight: Method = NO_WEIGHT
@@ -77,13 +99,6 @@ def needed(kind: str, name: str, batch: dict[str, chex.Array]) -> dict[str, chex
     return {field: _field(batch, field, name) for field in methods.needs(kind, name)}
 
 
-def weight_level(name: str) -> str:
-    """The level of a weight, a key of `weights.RAW`: "seq" and "geo" weights are per sequence, all
-    others count as "token"."""
-    level = name.split("_")[0]
-    return level if level in weights.RAW and name != "seq_mask_tis" else "token"
-
-
 def importance_weights(
     log_ratio: chex.Array, batch: dict[str, chex.Array], weight: Method,
     is_batch_normalized: bool = False,
@@ -102,7 +117,7 @@ def importance_weights(
     w_bt = function(log_ratio, mask, seg, **needed("weight", name, batch), **parameters)
     if not is_batch_normalized:
         return w_bt, jnp.ones(())
-    return weights.batch_normalize(w_bt, mask, weight_level(name), seg)
+    return weights.batch_normalize(w_bt, mask, methods.traits("weight", name).level, seg)
 
 
 def weight_counts(
@@ -148,7 +163,7 @@ def split(
     masks: tuple[Method, ...], mode: str
 ) -> tuple[tuple[Method, ...], tuple[Method, ...]]:
     """(masks that are applied once for a rollout batch, masks that are applied at every update)."""
-    is_live = lambda m: mode == "bypass" or m[0] in AT_UPDATE
+    is_live = lambda m: mode == "bypass" or methods.traits("mask", m[0]).at_update
     return tuple(m for m in masks if not is_live(m)), tuple(m for m in masks if is_live(m))
 
 
@@ -207,20 +222,16 @@ def _apply_at_update(batch, spec):
 
 
 def policy_loss(
-    logp: chex.Array, batch: dict[str, chex.Array], *, objective: Method | str,
-    weight: Method | str = NO_WEIGHT, masks: tuple[Method, ...] | str = (), mode: str = "decoupled",
-    aggregation: str = "token-mean", is_batch_normalized: bool = False,
-    rejected_in_denominator: bool = False, kl: Method | str | None = None,
-    kl_coeff: chex.Numeric = 0.0, sampler_kl_coeff: float = 0.0,
-    entropy: chex.Array | None = None, entropy_coeff: float = 0.0,
-    environment_ce_coeff: float = 0.0, logp_top: chex.Array | None = None,
-    num_tokens: chex.Numeric | None = None, num_seqs: chex.Numeric | None = None,
-    scale: chex.Numeric | None = None,
+    logp: chex.Array, batch: dict[str, chex.Array], *, entropy: chex.Array | None = None,
+    logp_top: chex.Array | None = None, num_tokens: chex.Numeric | None = None,
+    num_seqs: chex.Numeric | None = None, **spec: Any,
 ) -> tuple[chex.Array, dict[str, chex.Array]]:
     """aggregate(w * objective) + kl_coeff * aggregate(kl) + sampler_kl_coeff * aggregate(k2)
     - entropy_coeff * aggregate(entropy) + environment_ce_coeff * mean(-logp of the environment).
 
-    A method is text as in a config, "token_tis(cap=2.0)", or a pair ("token_tis", {"cap": 2.0}).
+    `spec` are the fields of `LossSpec`, of which `objective` is required. A method is text as in a
+    config, "token_tis(cap=2.0)", or a pair ("token_tis", {"cap": 2.0}); masks in text are joined by
+    "&".
 
     Args:
       logp: [B,T] log-probs of the sampled tokens under the policy that is trained, nats; the
@@ -231,43 +242,27 @@ def policy_loss(
         `environment` [B,T] bool with environment_ce_coeff: the tokens that an environment wrote,
         none of them in `mask`.
         `group` with "prompt-mean", and `prompt_divisor` of the full batch, see `reduce.aggregate`.
-      objective: name in `objectives.OBJECTIVES`.
-      weight: name in `weights.WEIGHTS`; multiplies the objective, detached.
-      masks: names in `masks.MASKS`, joined by "&" in text; a token counts if all of them keep it.
-      mode: "decoupled" or "bypass", see the top of the file.
-      aggregation: one of `reduce.MODES`, used for all terms but the cross-entropy.
-      is_batch_normalized: divide the weights by their mean over the batch at hand.
-      rejected_in_denominator: rejected tokens have weight 0 but stay in the denominators. Otherwise
-        they leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not
-        given, as they do within their sequence in "seq-mean-token-mean". With `weights` they always
-      stay.
-      kl: name in `kl.KL`, or None for no KL term.
-      kl_coeff: weight of the KL term per nat.
-      sampler_kl_coeff: weight of the KL to the sampler, k2 = (logp - logp_behav)^2 / 2, on all
-        tokens of the mask, rejected ones too. It is twice prime-rl's kl_tau.
       entropy: [B,T] entropy of the policy at each token, nats; required if entropy_coeff is not 0.
-      entropy_coeff: weight of the entropy bonus per nat.
-      environment_ce_coeff: weight of the cross-entropy on the tokens of `environment`, whose
-        log-probs are in `logp`, too (ECHO, arXiv:2605.24517). It is a mean over all these tokens, as
-        in prime-rl. rLLM averages within each episode first.
       logp_top: [B,T,K] log-probs of the tokens `top_ids` under the policy that is trained, nats.
         With it scores are centred, see `centering`: the batch then has `tokens`, `top_ids`,
         `top_logps` and `logp_behav`, and rejected tokens must be counted.
-      num_tokens, num_seqs, scale: denominators of the full batch, see `reduce.aggregate`.
+      num_tokens, num_seqs: denominators of the full batch, see `reduce.aggregate`.
 
     Returns (scalar loss, metrics). With global denominators the loss and the *_loss metrics of
     micro-batches add up to those of the full batch, and so do the counts, see `counts`. The other
-    metrics are means over the tokens at hand. KeyError names a field that the batch lacks.
+    metrics are means over the tokens at hand.
+
+    Raises:
+      KeyError: the batch lacks a field.
+      TypeError: `spec` has a field that `LossSpec` does not have.
     """
-    parsed = lambda kind, m: methods.parse(kind, m) if isinstance(m, str) else m
-    spec = LossSpec(
-        parsed("objective", objective), parsed("weight", weight),
-        methods.parse_all("mask", masks) if isinstance(masks, str) else masks, mode, aggregation,
-        is_batch_normalized, rejected_in_denominator, parsed("kl", kl), kl_coeff,
-        sampler_kl_coeff, entropy_coeff, environment_ce_coeff, scale,
-    )
+    for kind in ("objective", "weight", "kl"):
+        if isinstance(spec.get(kind), str):
+            spec[kind] = methods.parse(kind, spec[kind])
+    if isinstance(spec.get("masks"), str):
+        spec["masks"] = methods.parse_all("mask", spec["masks"])
     return compute_loss(
-        logp, batch, spec, entropy=entropy, logp_top=logp_top, num_tokens=num_tokens,
+        logp, batch, LossSpec(**spec), entropy=entropy, logp_top=logp_top, num_tokens=num_tokens,
         num_seqs=num_seqs,
     )
 

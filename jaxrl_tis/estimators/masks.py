@@ -1,7 +1,7 @@
 """Rejection masks: the kept tokens of a rollout batch, from log_ratio = logp_old - logp_behav.
 
-Each entry of `MASKS` maps (log_ratio, mask, seg=None, **parameters), and the keyword arguments in
-`NEEDS`, to booleans [B, T]: True where a token is kept, never outside the mask. Multiplied with the
+Each entry of `MASKS` maps (log_ratio, mask, seg=None, **parameters), and the keyword arguments of
+its traits, to booleans [B, T]: True where a token is kept, never outside the mask. Multiplied with the
 mask, the result removes rejected tokens from the denominators too; multiplied with the loss, it keeps
 them there. Every criterion gets the mask as sampled. The entries of `rank_masks` need the whole batch.
 
@@ -35,7 +35,8 @@ import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
-from jaxrl_tis.estimators import binary_masks, entries, rank_masks, ratios, weights
+from jaxrl_tis.estimators import binary_masks, entries, rank_masks, ratios, traits, weights
+from jaxrl_tis.estimators.traits import Traits
 
 
 def statistic(name: str, log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
@@ -96,7 +97,8 @@ ESTIMATORS = {"k1": _inside_k1, "k2": _at_most, "k3": _at_most, "ratio": _inside
 def _mask(name: str, what: str, region: str, use: str):
     """The entry of a level and an estimator, see `entries.entry`."""
     function = ESTIMATORS[name.rpartition("_")[2]]
-    return entries.entry(function, name, name, what, region, use)
+    own = Traits(centering="ratio" if name.startswith("token") else "")
+    return entries.entry(function, name, name, what, region, use, own)
 
 
 def _whole_sequences(is_good, mask, seg):
@@ -176,6 +178,7 @@ seq_mean_ratio = _mask(
 )
 
 
+@Traits(needs=("logp_behav",), centering="ratio")
 def token_dp(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, logp_behav: Array, upper: Numeric
 ) -> Array:
@@ -234,6 +237,7 @@ def seq_logprob_error(
     return ratios.as_bool(mask) & (ratios.to_tokens(mean_bs, seg, mask.shape[1]) <= upper)
 
 
+@Traits(needs=("logits_behav", "logits"), at_update=True)
 def trm(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     logits_behav: Array, logits: Array, trm_delta: Numeric,
@@ -263,6 +267,7 @@ def trm(
     return _whole_sequences(kl_bt <= trm_delta, mask, seg)
 
 
+@Traits(at_update=True)
 def trm_k3(log_ratio: Array, mask: Array, seg: Array | None = None, *, trm_delta: Numeric) -> Array:
     """`trm` from sampled tokens alone (arXiv:2512.23075): k3 has the mean KL(mu || pi) under mu.
 
@@ -272,6 +277,7 @@ def trm_k3(log_ratio: Array, mask: Array, seg: Array | None = None, *, trm_delta
     return seq_max_k3(log_ratio, mask, seg, upper=trm_delta)
 
 
+@Traits(needs=("logp", "logp_behav", "adv"), at_update=True)
 def opsm(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     logp: Array, logp_behav: Array, adv: Array, opsm_delta: Numeric,
@@ -300,6 +306,7 @@ def opsm(
     return ratios.as_bool(mask) & (~is_negative_bt | (gap_bt <= opsm_delta))
 
 
+@Traits(needs=("version", "current_version"), of_versions=True)
 def staleness(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     version: Array, current_version: Numeric, staleness_max: Numeric,
@@ -331,14 +338,14 @@ def all_of(
     Args:
       criteria: (name in `MASKS`, its parameters) each; none of them keeps the whole mask.
       log_ratio, mask, seg: see the module.
-      fields: the fields that the criteria need by `NEEDS`; more may be given.
+      fields: the fields that the criteria need by their traits; more may be given.
     """
     is_accepted_bt, kept = ratios.as_bool(mask), []
     for name, parameters in criteria:
         if name not in MASKS:
             raise ValueError(f"Unknown mask {name!r}; choose one of {', '.join(MASKS)}.")
         needed = {}
-        for field in NEEDS[name] if name in NEEDS else ():
+        for field in traits.of(MASKS[name]).needs:
             if field not in fields:
                 raise KeyError(f"{name} needs the field {field!r}; given are {sorted(fields)}.")
             needed[field] = fields[field]
@@ -371,17 +378,4 @@ MASKS = {
     "staleness": staleness,
     **binary_masks.MASKS,
     **rank_masks.MASKS,
-}
-
-# Their statistic holds the policy that is trained, so they are judged at every update, with
-# log_ratio = logp - logp_behav. The others judge the sampler's gap, once for a rollout batch.
-AT_UPDATE = frozenset(("trm", "trm_k3", "opsm")) | rank_masks.AT_UPDATE
-
-NEEDS = {
-    "token_dp": ("logp_behav",),
-    "trm": ("logits_behav", "logits"),
-    "opsm": ("logp", "logp_behav", "adv"),
-    "staleness": ("version", "current_version"),
-    **binary_masks.NEEDS,
-    **rank_masks.NEEDS,
 }

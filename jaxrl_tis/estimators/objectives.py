@@ -23,7 +23,6 @@ FAMILIES = (
     ppo, sequence_clipped, turn_clipped, reinforce, aspo, fusion, soft_trust_region,
 )
 OBJECTIVES = {name: entry for family in FAMILIES for name, entry in family.OBJECTIVES.items()}
-NEEDS = {name: fields for family in FAMILIES for name, fields in family.NEEDS.items()}
 
 
 def value_loss(

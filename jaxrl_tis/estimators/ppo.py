@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric, PRNGKey
 
 from jaxrl_tis.estimators import rank_masks, ratios
+from jaxrl_tis.estimators.traits import Traits
 
 Loss = tuple[Array, dict[str, Array]]
 
@@ -50,6 +51,7 @@ def _surrogate(log_ratio_bt, adv_bt, mask, low, high):
     return loss_bt, clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
+@Traits(centering="one")
 def ppo_clip(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
@@ -73,6 +75,7 @@ def ppo_clip(
     return _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - clip_low, 1.0 + clip_high)
 
 
+@Traits(centering="one")
 def dual_clip_ppo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, dual_clip: float = 3.0,
@@ -117,6 +120,7 @@ def _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, uppe
     return w_bt * loss_bt, metrics
 
 
+@Traits(needs=("logp_prox", "logp_behav"), of_versions=True, reads_old=False, weighs_itself=True)
 def decoupled(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_prox: Array, logp_behav: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
@@ -159,6 +163,7 @@ def _interpolated(logp, logp_behav, mask, lag_bt, is_linear):
     return jax.lax.stop_gradient(jnp.logaddexp(mixed_bt, floor))
 
 
+@Traits(needs=("logp_behav", "version", "current_version"), of_versions=True, reads_old=False)
 def a3po(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, version: Array, current_version: Numeric, clip_low: Numeric = 0.2,
@@ -191,6 +196,7 @@ def a3po(
     return _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, upper)
 
 
+@Traits(needs=("logp_behav",), weighs_itself=True)
 def qurl_acr(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, cap: Numeric = 2.0,
@@ -224,6 +230,7 @@ def qurl_acr(
     return w_bt * loss_bt, metrics
 
 
+@Traits(ranks=True)
 def m2po(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     m2po_threshold: Numeric = 0.04, m2po_low: Numeric = 0.3, m2po_high: Numeric = 0.5,
@@ -258,6 +265,7 @@ def m2po(
     return _surrogate(log_ratio_bt, adv_bt, mask, 1.0 - below, 1.0 + above)
 
 
+@Traits(needs=("key",))
 def clip_cov(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     key: PRNGKey, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, clip_cov_ratio: Numeric = 2e-4,
@@ -293,6 +301,7 @@ def clip_cov(
     return jnp.where(is_accepted_bt, loss_bt, 0.0), metrics
 
 
+@Traits(ranks=True)
 def kl_cov(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     kl_cov_ratio: Numeric = 2e-3, kl_cov_coeff: Numeric = 1.0, form: str = "paper",
@@ -340,10 +349,4 @@ OBJECTIVES = {
     "m2po": m2po,
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
-}
-NEEDS = {
-    "decoupled": ("logp_prox", "logp_behav"),
-    "a3po": ("logp_behav", "version", "current_version"),
-    "qurl_acr": ("logp_behav",),
-    "clip_cov": ("key",),
 }

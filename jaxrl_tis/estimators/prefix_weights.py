@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators.traits import Traits
 
 
 def _before(x_bt, fill):
@@ -21,6 +22,7 @@ def _before(x_bt, fill):
     return jnp.pad(x_bt[:, :-1], ((0, 0), (1, 0)), constant_values=fill)
 
 
+@Traits(is_bounded_ratio=False)
 def prefix_minpro(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, cap: Numeric = jnp.inf
 ) -> Array:
@@ -48,6 +50,7 @@ def prefix_minpro(
     return ratios.zero_padding(w_bt, mask)
 
 
+@Traits(is_bounded_ratio=False)
 def prefix_ctpo(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     ctpo_low: Numeric = 0.025, ctpo_high: Numeric = 0.05, ctpo_power: Numeric = 0.5,
@@ -107,6 +110,7 @@ def _turn_weight(log_w_bs, mask, ids_bt, cap):
     return ratios.zero_padding(ratios.to_tokens(w_bs, ids_bt, mask.shape[1]), mask)
 
 
+@Traits(needs=("turn",), is_bounded_ratio=False)
 def turn_tis(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, turn: Array, cap: Numeric = 2.0
 ) -> Array:
@@ -129,6 +133,7 @@ def turn_tis(
     return _turn_weight(ratios.sequence_sum(log_ratio, mask, ids_bt), mask, ids_bt, cap)
 
 
+@Traits(needs=("turn",), is_bounded_ratio=False)
 def turn_geo(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, turn: Array, cap: Numeric = 2.0
 ) -> Array:
@@ -150,5 +155,3 @@ WEIGHTS = {
     "prefix_minpro": prefix_minpro,
     "prefix_ctpo": prefix_ctpo,
 }
-
-NEEDS = {"turn_tis": ("turn",), "turn_geo": ("turn",)}

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric, PRNGKey
 
 from jaxrl_tis.estimators import ratios
+from jaxrl_tis.estimators.traits import Traits
 
 
 def _unsigned(x):
@@ -81,6 +82,7 @@ def _share(fraction, x, mask):
     return jnp.maximum(jnp.floor(count * (1.0 + 1e-6)), 1.0).astype(jnp.int32)
 
 
+@Traits(at_update=True, ranks=True)
 def m2po(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, m2po_threshold: Numeric = 0.04
 ) -> Array:
@@ -177,6 +179,7 @@ def covariance(logp: Array, adv: Array, mask: Array) -> Array:
     return jax.lax.stop_gradient(ratios.zero_padding(cov_bt, mask))
 
 
+@Traits(needs=("logp", "logp_old", "adv", "key"), at_update=True, ranks=True)
 def clip_cov(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, logp: Array, logp_old: Array,
     adv: Array, key: PRNGKey, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
@@ -239,6 +242,7 @@ def kl_cov(logp: Array, adv: Array, mask: Array, *, kl_cov_ratio: Numeric = 2e-3
     return _smallest(sortable(-cov_bt), ratios.as_bool(mask), count)
 
 
+@Traits(needs=("entropy",), ranks=True)
 def top_entropy(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     entropy: Array, top_entropy_fraction: Numeric = 0.2,
@@ -267,7 +271,3 @@ def top_entropy(
 
 
 MASKS = {"m2po": m2po, "clip_cov": clip_cov, "top_entropy": top_entropy}
-
-AT_UPDATE = frozenset(("m2po", "clip_cov"))  # see masks.AT_UPDATE
-
-NEEDS = {"clip_cov": ("logp", "logp_old", "adv", "key"), "top_entropy": ("entropy",)}

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ppo, prefix_weights, ratios, weights
+from jaxrl_tis.estimators.traits import Traits
 
 PROBABILITY_EPS = 1e-8  # keeps log(1 - p) finite in `dppo_kl`, as in verl
 
@@ -33,6 +34,7 @@ def _drift(log_ratio_bt, mask):
     return ppo.clip_metrics(log_ratio_bt, jnp.zeros_like(log_ratio_bt), mask)
 
 
+@Traits(has_ratio=False, reads_old=False, centering="ratio")
 def gpg(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None
 ) -> ppo.Loss:
@@ -52,6 +54,7 @@ def gpg(
     return _reinforce(jnp.ones_like(adv_bt), logp, adv_bt, mask), {}
 
 
+@Traits(has_ratio=False, reads_old=False, centering="ratio")
 def reinforce(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None
 ) -> ppo.Loss:
@@ -71,6 +74,7 @@ def reinforce(
     return loss_bt, _drift(log_ratio_bt, mask)
 
 
+@Traits(centering="ratio")
 def cispo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 10.0, clip_high: Numeric = 0.2, cispo_mask_low: Numeric = jnp.inf,
@@ -183,6 +187,7 @@ def _tapered(raw: Callable, logp, logp_old, adv, mask, seg, cap):
     return _reinforce(w_bt, logp, adv_bt, mask), metrics
 
 
+@Traits(takes_weight=False)
 def topr(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     cap: Numeric = 1.0,
@@ -207,6 +212,7 @@ def topr(
     return _tapered(weights.raw_seq, logp, logp_old, adv, mask, seg, cap)
 
 
+@Traits(takes_weight=False)
 def topr_token(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     cap: Numeric = 1.0,
@@ -222,6 +228,7 @@ def topr_token(
     return _tapered(weights.raw_token, logp, logp_old, adv, mask, seg, cap)
 
 
+@Traits(takes_weight=False)
 def topr_geo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     cap: Numeric = 1.0,
@@ -397,6 +404,3 @@ OBJECTIVES = {
     "dppo_kl": dppo_kl,
     "vespo": vespo,
 }
-UNWEIGHTED = ("topr", "topr_token", "topr_geo")  # which weigh bad samples alone; use weight "none"
-
-NEEDS = {}  # every entry takes the shared arguments alone

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ppo, ratios
+from jaxrl_tis.estimators.traits import Traits
 
 LOG_RATIO_BOUND = 10.0  # verl's bound on the log of a sequence ratio
 
@@ -60,6 +61,7 @@ def _local(log_ratio_bt):
     return log_ratio_bt - jax.lax.stop_gradient(log_ratio_bt)
 
 
+@Traits(is_per_sequence=True)
 def seq_ppo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
@@ -116,6 +118,7 @@ def gspo(
     return loss_bt, ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
+@Traits(is_per_sequence=True)
 def luspo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 2e-3, clip_high: Numeric = 2.5e-3,
@@ -169,6 +172,7 @@ def gspo_token(
     return loss_bt, ppo.clip_metrics(log_ratio_bt, is_clipped_bt, mask)
 
 
+@Traits(needs=("weights",))
 def gmpo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     weights: Array | None = None, clip_low: Numeric = 0.4, clip_high: Numeric = 0.4,
@@ -240,6 +244,7 @@ def tbpo(
     return -banded_bt * adv_bt, metrics
 
 
+@Traits(needs=("entropy",))
 def espo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     entropy: Array, vocab_size: int, espo_alpha: Numeric = 0.02, espo_top: Numeric = 0.2,
@@ -349,8 +354,4 @@ OBJECTIVES = {
     "tbpo": tbpo,
     "espo": espo,
     "ctpo": ctpo,
-}
-NEEDS = {
-    "gmpo": ("weights",),
-    "espo": ("entropy",),
 }

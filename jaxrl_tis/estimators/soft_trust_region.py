@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import controllers, ppo, ratios, returns
+from jaxrl_tis.estimators.traits import Traits
 
 
 def _inputs(logp, logp_old, adv, mask):
@@ -65,6 +66,7 @@ def _group_variance(x_bt, group, mask, seg):
     return group_mean(jnp.square(x_bt - group_mean(x_bt)))
 
 
+@Traits(needs=("group",), is_grouped="survey")
 def r2vpo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     r2vpo_lambda: Numeric, group: Array | None = None, form: str = "paper",
@@ -176,6 +178,7 @@ def quatro_multiplier(
     return jnp.maximum(jnp.exp(high_b), quatro_floor)
 
 
+@Traits(needs=("group",), is_grouped=True)
 def quatro(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     group: Array, quatro_delta: float, quatro_floor: float,
@@ -218,6 +221,7 @@ def quatro(
     return loss_bt, _drift(log_ratio_bt, mask) | metrics
 
 
+@Traits(needs=("logp_behav",), is_per_sequence=True)
 def oapl(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, oapl_beta: float,
@@ -279,5 +283,3 @@ def dro(
 
 
 OBJECTIVES = {"sapo": sapo, "r2vpo": r2vpo, "quatro": quatro, "oapl": oapl, "dro": dro}
-
-NEEDS = {"r2vpo": ("group",), "quatro": ("group",), "oapl": ("logp_behav",)}

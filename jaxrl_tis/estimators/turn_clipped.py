@@ -11,6 +11,7 @@ from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ppo, prefix_weights, ratios
 from jaxrl_tis.estimators.sequence_clipped import bounded_ratio, mean_on_tokens
+from jaxrl_tis.estimators.traits import Traits
 
 
 def _turn_surrogate(logp, logp_old, adv, mask, seg, turn, clip_low, clip_high):
@@ -22,6 +23,7 @@ def _turn_surrogate(logp, logp_old, adv, mask, seg, turn, clip_low, clip_high):
     return loss_bt, is_clipped_bt, ratio_bt, adv_bt, log_ratio_bt
 
 
+@Traits(needs=("turn",))
 def turn_ppo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     turn: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
@@ -67,6 +69,7 @@ def turn_clipping_bias(
     return -weight_bt * adv_bt * ratios.zero_padding(logp, mask)
 
 
+@Traits(needs=("turn", "st_ppo_norm"))
 def st_ppo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *, turn: Array,
     st_ppo_norm: Numeric, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2, form: str = "paper",
@@ -113,4 +116,3 @@ def st_ppo(
 
 
 OBJECTIVES = {"turn_ppo": turn_ppo, "st_ppo": st_ppo}
-NEEDS = {"turn_ppo": ("turn",), "st_ppo": ("turn", "st_ppo_norm")}

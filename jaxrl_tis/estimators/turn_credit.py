@@ -14,10 +14,6 @@ from chex import Array
 from jaxrl_tis.estimators import ratios
 
 CREDITS = ("episode", "rest", "turn")
-# Advantages that give a token the rewards from it on, and so credit the rest by themselves.
-PER_TOKEN = ("gae", "reinforce_plus_plus", "remax", "otb", "tir_otb")
-# Advantages whose inputs are of whole sequences.
-WHOLE = ("gdpo", "opob")
 
 
 def by_turn(

@@ -24,7 +24,7 @@ Args of every entry:
   mask: [B, T] valid tokens.
   seg: [B, T] sequence ids of packed rows, or None; not used where tokens are independent.
 
-Every entry returns w [B, T]. `NEEDS` lists the further keyword arguments of an entry.
+Every entry returns w [B, T]. The further keyword arguments of an entry are in its traits.
 """
 
 import chex
@@ -33,6 +33,7 @@ import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import entries, factor_weights, prefix_weights, ratios
+from jaxrl_tis.estimators.traits import Traits
 
 
 def raw_token(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
@@ -87,6 +88,7 @@ def log_raw(level: str, log_ratio: Array, mask: Array, seg: Array | None = None)
     return jax.lax.stop_gradient(ratios.to_tokens(log_w_bs, seg, mask.shape[1]))
 
 
+@Traits(centering="ratio")
 def none(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """No correction: weight 1 on every valid token; no paper.
 
@@ -99,6 +101,7 @@ def none(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     return ratios.as_bool(mask).astype(ratios.as_float(log_ratio).dtype)
 
 
+@Traits(centering="ratio")
 def token_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Vanilla importance sampling, w_t = rho_t; the limit of `token_tis` for an infinite cap.
 
@@ -111,6 +114,7 @@ def token_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Ar
     return raw_token(log_ratio, mask, seg)
 
 
+@Traits(level="seq")
 def seq_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """Vanilla importance sampling of sequences, w = prod_t rho_t; source as `token_vanilla`.
 
@@ -156,7 +160,8 @@ def _weight(name: str, defaults: dict[str, float], what: str, use: str, bounds: 
     """The entry of a level and a shape, see `entries.entry`."""
     level, _, shape = name.partition("_")
     function, region = SHAPES[shape]
-    return entries.entry(function, level, name, what, region, use, bounds, **defaults)
+    own = Traits(level=level, centering="ratio" if level == "token" else "")
+    return entries.entry(function, level, name, what, region, use, own, bounds, **defaults)
 
 
 token_tis = _weight(
@@ -241,6 +246,7 @@ seq_icepop = _weight(
 )
 
 
+@Traits(is_bounded_ratio=False)
 def seq_mask_tis(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     lower: Numeric = 0.999, upper: Numeric = 1.002,
@@ -309,8 +315,6 @@ WEIGHTS = {
     **prefix_weights.WEIGHTS,
     **factor_weights.WEIGHTS,
 }
-
-NEEDS = prefix_weights.NEEDS | factor_weights.NEEDS
 
 # The bounds of a weight, at which it is what it was before any: its ratio, of whatever level.
 UNBOUNDED = {

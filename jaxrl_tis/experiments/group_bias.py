@@ -47,7 +47,7 @@ class Step:
 LUSPO = "luspo(clip_low=0.0003, clip_high=0.0004)"
 BAND = "clip_cov_lower=0.0, clip_cov_upper=inf"
 ADVANTAGES = {
-    **{name: name for name in methods.TABLES["advantage"][0]},
+    **{name: name for name in methods.TABLES["advantage"]},
     "gae": "gae(is_whitened=False)",
     "gae, whitened": "gae",
     "oapl": "oapl(oapl_beta_value=1.0)",

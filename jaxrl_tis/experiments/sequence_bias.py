@@ -13,7 +13,7 @@ from jaxrl_tis.estimators.loss import MODES
 from jaxrl_tis.experiments import exact, group_bias
 from jaxrl_tis.experiments.group_bias import Row, Step
 
-WEIGHTS = tuple(n for n in methods.TABLES["weight"][0] if not methods.needs("weight", n))
+WEIGHTS = tuple(n for n in methods.TABLES["weight"] if not methods.needs("weight", n))
 OBJECTIVES = (
     "ppo",
     "dual_clip",
@@ -42,7 +42,10 @@ UNCLIPPED = ("ipo", "kpop")  # presets that drop tokens outside of a trust regio
 # The mean of a group of one is no baseline: the advantage is the reward.
 STEPS = {
     **{name: Step("dr_grpo", weight=name) for name in WEIGHTS},
-    **{f"{name}, centred": Step("dr_grpo", weight=name, head=3) for name in centering.WEIGHTS},
+    **{
+        f"{name}, centred": Step("dr_grpo", weight=name, head=3)
+        for name in centering.known("weight")
+    },
     **{
         f"objective {spelled.split('(')[0]}": Step("dr_grpo", objective=spelled, mode="bypass")
         for spelled in OBJECTIVES

@@ -10,18 +10,13 @@ import jax
 import numpy as np
 
 from jaxrl_tis.diagnostics import attribution
-from jaxrl_tis.estimators import rank_masks
+from jaxrl_tis.estimators import methods
 from jaxrl_tis.fields import field
 from jaxrl_tis.learner.batch_layout import Rows, num_sequences, update_fields
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.state import base
 from jaxrl_tis.learner.trainer import WITHOUT_ROUTES, Probe, Trainer
 from jaxrl_tis.rollouts.groups import Sample
-
-
-# Advantages with a mean, a scale or a count over all groups.
-RANKING = ("m2po", "kl_cov")  # objectives; clip_cov samples tokens, see its needs
-OF_BATCH = ("batch_mean", "gdpo", "gpg", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 
 
 def accumulation_blocker(setup: LearnerSetup) -> str | None:
@@ -32,13 +27,13 @@ def accumulation_blocker(setup: LearnerSetup) -> str | None:
         return "rows for forks of sessions are those of a whole batch"
     if setup.recompute_reason:
         return setup.recompute_reason
-    if ranking := [name for name, _ in chosen.masks if name in rank_masks.MASKS]:
+    if ranking := [name for name, _ in chosen.masks if methods.traits("mask", name).ranks]:
         return f"the mask {ranking[0]} ranks the tokens of the batch"
-    if chosen.objective[0] in RANKING:
+    if methods.traits("objective", chosen.objective[0]).ranks:
         return f"the objective {chosen.objective[0]} ranks the tokens of the batch"
     if chosen.is_batch_normalized:
         return "weights are divided by their mean over the batch"
-    if chosen.advantage[0] in OF_BATCH:
+    if methods.traits("advantage", chosen.advantage[0]).of_batch:
         return f"the advantage {chosen.advantage[0]} looks at all groups of the batch"
     if chosen.aggregation == "prompt-mean":
         return "the aggregation prompt-mean counts the tokens of each prompt in the batch"

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import ml_collections
 
 from jaxrl_tis.engine.check import is_filtered
-from jaxrl_tis.estimators import centering, factor_weights, loss, methods, turn_credit
-from jaxrl_tis.estimators.reinforce import UNWEIGHTED
+from jaxrl_tis.estimators import centering, loss, methods
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.learner import control, correction
 from jaxrl_tis.learner.batch_layout import MAX_SEGMENTS
@@ -15,21 +14,6 @@ from jaxrl_tis.learner.correction import Correction
 from jaxrl_tis.learner.setup import fork_rows, max_length
 from jaxrl_tis.rollouts import replay
 from jaxrl_tis.rollouts.schedules import Schedule
-
-# Advantages that need one sample of a prompt
-UNGROUPED = ("gae", "remax", "reinforce_plus_plus", "batch_mean")
-COMPONENTS_ONLY = ("gdpo",)  # advantages that do not look at the reward as a whole
-WHOLE_GROUPS = ("quatro",)  # objectives that compute something per prompt
-# Objectives with something of the whole sequence in each of its tokens, whose gradient does not fall
-# with the length
-PER_SEQUENCE = ("luspo", "seq_ppo", "oapl")
-UNRATIOED = ("gpg", "reinforce")  # objectives without a ratio of their own
-WITH_FACTORS = ("decoupled", "qurl_acr")  # objectives with a weight of their own and a ratio
-OF_POLICY = ("opob", "otb", "tir_otb", "ess_scale")  # advantages and controllers of the policy itself
-WITHOUT_OLD = (*UNRATIOED, "a3po", "decoupled")  # objectives that do not look at logp_old
-# Where all tokens are of the version that is updated, the proximal policy is the one that sampled:
-# what tells versions apart would do something else than its name says.
-OF_VERSIONS = ("a3po", "decoupled", "staleness")  # objectives and masks
 
 
 def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterator[str]:
@@ -106,7 +90,7 @@ def _batch(c: Correction, config):
     """Finds methods that need a whole group or batch where the config gives them less."""
     objective, advantage = c.objective[0], c.advantage[0]
     is_whole = _is_whole(config)
-    if config.rollout.group_size == 1 and advantage not in UNGROUPED:
+    if config.rollout.group_size == 1 and methods.traits("advantage", advantage).compares:
         yield (
             f"rollout.group_size is 1, but advantage {advantage!r} compares the samples of a "
             "group; use at least 2"
@@ -116,7 +100,8 @@ def _batch(c: Correction, config):
             f"objective {objective!r} needs all samples of a prompt at once: set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
         )
-    if objective in PER_SEQUENCE and c.aggregation != "seq-mean-token-mean":
+    is_per_sequence = methods.traits("objective", objective).is_per_sequence
+    if is_per_sequence and c.aggregation != "seq-mean-token-mean":
         yield (
             f"the gradient of objective {objective!r} grows with the number of tokens, which "
             f"correction.aggregation = {c.aggregation!r} does not divide by; set it to "
@@ -138,7 +123,8 @@ def _forks(c: Correction, config):
     setting = "rollout.on_fork = 'rows' gives the forks of a session its advantage"
     advantage = c.advantage[0]
     unfit = {
-        f"advantage {advantage!r} has one of each token": advantage in turn_credit.PER_TOKEN,
+        f"advantage {advantage!r} has one of each token":
+            methods.traits("advantage", advantage).per_token,
         f"correction.turn_credit = {c.turn_credit!r} has one of each turn": c.turn_credit != "episode",
         f"correction.kl_placement = {c.kl_placement!r} has one of each token":
             c.kl is not None and c.kl_placement != "loss",
@@ -160,7 +146,8 @@ def _forks(c: Correction, config):
 def _is_grouped(c: Correction) -> bool:
     """Whether the objective computes something of all samples of a prompt."""
     name, parameters = c.objective
-    return name in WHOLE_GROUPS or (name, parameters.get("form")) == ("r2vpo", "survey")
+    grouped = methods.traits("objective", name).is_grouped
+    return parameters["form"] == grouped if isinstance(grouped, str) else grouped
 
 
 def _routing(c: Correction, config):
@@ -210,6 +197,10 @@ def _routing(c: Correction, config):
         )
 
 
+def _has_ratio(c: Correction) -> bool:
+    return methods.traits("objective", c.objective[0]).has_ratio
+
+
 def _is_whole(config) -> bool:
     """Whether a micro-batch holds the whole rollout batch."""
     rollout, train = config.rollout, config.train
@@ -224,7 +215,7 @@ def _replayed(c: Correction, rollout, way: replay.Way | None):
     """Finds an objective that treats replayed samples as samples of the current policy."""
     weight, objective = c.weight[0], c.objective[0]
     is_replayed = way is not None and way.uses > 1
-    if is_replayed and objective in UNRATIOED and (weight == "none" or c.mode == "decoupled"):
+    if is_replayed and not _has_ratio(c) and (weight == "none" or c.mode == "decoupled"):
         yield (
             f"objective {objective!r} has no ratio and no weight, and would treat the replayed "
             f"samples of rollout.replay = {rollout.replay!r} as on-policy; use an objective with a "
@@ -235,19 +226,19 @@ def _replayed(c: Correction, rollout, way: replay.Way | None):
 def _weight(c: Correction):
     """Finds an objective that already contains the weight, or must not be weighted."""
     weight, objective = c.weight[0], c.objective[0]
-    if c.mode == "bypass" and objective in WITH_FACTORS:
+    if c.mode == "bypass" and methods.traits("objective", objective).weighs_itself:
         yield (
             f"objective {objective!r} separates the gap of the sampler from its ratio, and bypass mode "
             "makes them one; set correction.mode to 'decoupled', or correction.objective to 'ppo'"
         )
     if weight == "none":
         return
-    if objective in UNWEIGHTED:
+    if not methods.traits("objective", objective).takes_weight:
         yield (
             f"objective {objective!r} leaves good samples unweighted, but the weight {weight!r} "
             "would weight them; set correction.weight to 'none'"
         )
-    if c.mode == "bypass" and objective not in UNRATIOED:
+    if c.mode == "bypass" and _has_ratio(c):
         yield (
             f"in bypass mode the ratio of {objective!r} includes the engine gap, and the weight "
             f"{weight!r} would count the gap twice; set correction.weight to 'none'"
@@ -283,7 +274,7 @@ def _kl(c: Correction):
             "correction.kl is 'k1' in the loss, where its gradient is 0 in expectation; set "
             "correction.kl to k2 or 'k1+', or correction.kl_placement to 'reward'"
         )
-    if c.kl_placement == "reward" and c.advantage[0] in COMPONENTS_ONLY:
+    if c.kl_placement == "reward" and methods.traits("advantage", c.advantage[0]).of_components:
         yield (
             f"advantage {c.advantage[0]!r} uses the components of the reward, and a KL penalty in "
             "the reward is not a component; set correction.kl_placement to 'loss'"
@@ -321,12 +312,13 @@ def _environment_ce(c: Correction, config):
 def _turn_credit(c: Correction):
     """Finds an advantage that cannot credit turns in the chosen way."""
     name, credit = c.advantage[0], c.turn_credit
-    if credit != "episode" and name in turn_credit.WHOLE:
+    traits = methods.traits("advantage", name)
+    if credit != "episode" and traits.of_sequences:
         yield (
             f"advantage {name!r} has inputs of whole sequences, and correction.turn_credit = "
             f"{credit!r} credits turns; set it to 'episode', or choose another advantage"
         )
-    if credit == "turn" and name in turn_credit.PER_TOKEN:
+    if credit == "turn" and traits.per_token:
         yield (
             f"advantage {name!r} gives a token the rewards from it on, and "
             "correction.turn_credit = 'turn' those of its turn; set it to 'rest', or choose another "
@@ -378,8 +370,8 @@ def staleness_problems(
 
 def _of_one_version(c: Correction, rollout):
     """Finds settings for several versions of the weights in a run with one version per batch."""
-    for name in (c.objective[0], *(name for name, _ in c.masks)):
-        if name in OF_VERSIONS:
+    for kind, name in (("objective", c.objective[0]), *(("mask", name) for name, _ in c.masks)):
+        if methods.traits(kind, name).of_versions:
             yield (
                 f"{name!r} distinguishes weight versions, and with rollout.schedule = {rollout.schedule!r} "
                 "all samples have one version; choose another schedule, such as 'areal(staleness=4)'"
@@ -397,7 +389,7 @@ def _of_several_versions(c: Correction, rollout):
     if c.mode != "decoupled":
         return
     setting = f"tokens of older weights (rollout.schedule = {rollout.schedule!r})"
-    if c.weight[0] in factor_weights.WEIGHTS and c.objective[0] not in UNRATIOED:
+    if methods.traits("weight", c.weight[0]).is_of_factors and _has_ratio(c):
         yield (
             f"the weight {c.weight[0]!r} contains the age of {setting}, and so does the ratio of "
             f"objective {c.objective[0]!r}; set correction.mode to 'bypass' and correction.objective "
@@ -415,9 +407,9 @@ def _averaged(c: Correction, rollout):
     """Finds methods that need the policy itself where logp_prox is of an average of its weights."""
     if rollout.old_logp_source != "ewma":
         return
-    chosen = [name for name, _ in (c.advantage, *c.controllers)]
-    for name in chosen:
-        if name in OF_POLICY:
+    chosen = [("advantage", c.advantage[0]), *(("controller", name) for name, _ in c.controllers)]
+    for kind, name in chosen:
+        if methods.traits(kind, name).of_policy:
             yield (
                 f"{name!r} looks at the policy that is updated, and rollout.old_logp_source = 'ewma' "
                 "has log-probs of an average of its weights; set it to ring"
@@ -463,7 +455,7 @@ def _without_old(c: Correction, rollout):
     chosen += [("mask", name) for name, _ in c.masks]
     if c.kl is not None and "logp_old" in methods.needs("kl", c.kl[0]):
         chosen.append(("kl", c.kl[0]))
-    if c.objective[0] not in WITHOUT_OLD:
+    if methods.traits("objective", c.objective[0]).reads_old:
         chosen.append(("objective", c.objective[0]))
     for kind, name in chosen:
         yield (

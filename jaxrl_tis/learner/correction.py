@@ -10,7 +10,7 @@ import ml_collections
 
 from jaxrl_tis.diagnostics import batch_metrics, correction_metrics, mismatch
 from jaxrl_tis.estimators import (
-    advantages, loss, methods, presets, rank_masks, ratios, returns, turn_credit,
+    advantages, loss, methods, presets, ratios, returns, turn_credit,
 )
 from jaxrl_tis.estimators.kl import penalized_rewards, sequence_kl
 from jaxrl_tis.estimators.methods import Method
@@ -22,27 +22,15 @@ Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
 
 
-@dataclasses.dataclass(frozen=True)
-class Correction:
-    """The chosen methods, each a name with its parameters; see configs/default.py."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Correction(loss.LossSpec):
+    """The chosen methods, each a name with its parameters: those of the loss, and those around it.
+    See configs/default.py."""
 
-    mode: str
-    weight: Method
-    masks: tuple[Method, ...]
-    is_batch_normalized: bool
-    rejected_in_denominator: bool
     advantage: Method
     turn_credit: str
-    objective: Method
     centering: str
-    aggregation: str
-    scale: float
-    kl: Method | None
-    kl_coeff: float
     kl_placement: str
-    sampler_kl_coeff: float
-    entropy_coeff: float
-    environment_ce_coeff: float
     controllers: tuple[Method, ...]
     routing: str
     routing_missing: str
@@ -107,7 +95,7 @@ class Correction:
                 if made(field) and field not in allowed:
                     return f"the {kind} {name} needs {field} of the batch"
         for name, _ in once:
-            if name in rank_masks.MASKS:
+            if methods.traits("mask", name).ranks:
                 return f"the mask {name} ranks the tokens of the batch"
         if self.mode == "decoupled" and self.is_batch_normalized:
             return "weights are divided by their mean over the batch"
@@ -171,7 +159,7 @@ def parse(fields: ml_collections.ConfigDict, router_bias_rate: float = 0.0) -> C
         objective=methods.parse("objective", parts["objective"]),
         centering=parts["centering"],
         aggregation=fields.aggregation,
-        scale=fields.scale,
+        scale=fields.scale or None,
         kl=methods.parse("kl", fields.kl) if fields.kl_coeff else None,
         kl_coeff=fields.kl_coeff,
         kl_placement=fields.kl_placement,
@@ -252,7 +240,7 @@ def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
         ).weight}
     needed = loss.needed("advantage", name, batch)
     function = functools.partial(advantages.ADVANTAGES[name], **needed, **parameters)
-    if c.turn_credit == "episode" or name in turn_credit.PER_TOKEN:
+    if c.turn_credit == "episode" or methods.traits("advantage", name).per_token:
         adv = function(rewards, batch["sampled"], batch["group"])
         # Forks of a session have no reward of their own, see learner/forks.py.
         has_forks = "owner" in batch
@@ -328,7 +316,7 @@ def _rewards(c: Correction, batch: Batch) -> jax.Array:
         return rewards
     kl_coeff, sampled = controlled(c, batch).kl_coeff, batch["sampled"]
     kl = _kl(c, batch | {"mask": sampled})
-    if rewards.ndim == 1 and c.advantage[0] not in turn_credit.PER_TOKEN:
+    if rewards.ndim == 1 and not methods.traits("advantage", c.advantage[0]).per_token:
         return rewards - jax.lax.stop_gradient(kl_coeff * ratios.masked_sum(kl, sampled, axis=1))
     return penalized_rewards(rewards, sampled, kl, kl_coeff)
 
@@ -348,14 +336,10 @@ def loss_spec(c: Correction, batch: Batch) -> loss.LossSpec:
     Tokens rejected at an update, see `Correction.masks_at_update`, stay in every denominator, in the
     KL and in the entropy: their number is known only with the gradient.
     """
-    now = controlled(c, batch)
-    return loss.LossSpec(
-        objective=now.objective, weight=c.weight, masks=c.masks, mode=c.mode,
-        aggregation=c.aggregation, is_batch_normalized=c.is_batch_normalized,
+    return dataclasses.replace(
+        controlled(c, batch),
         rejected_in_denominator=True,  # those that were rejected before are not in the mask
-        kl=c.kl if c.kl_placement == "loss" else None, kl_coeff=now.kl_coeff,
-        sampler_kl_coeff=c.sampler_kl_coeff, entropy_coeff=c.entropy_coeff,
-        environment_ce_coeff=c.environment_ce_coeff, scale=c.scale or None,
+        kl=c.kl if c.kl_placement == "loss" else None,
     )
 
 

@@ -173,7 +173,7 @@ def reasons(fields):
 
 
 def test_every_weight_mask_and_preset_has_a_row():
-    tables = [(kind, name) for kind in ("weight", "mask") for name in methods.TABLES[kind][0]]
+    tables = [(kind, name) for kind in ("weight", "mask") for name in methods.TABLES[kind]]
     assert list(reasons(LEAST)) == tables + [("preset", name) for name in presets.PRESETS]
 
 

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import advantages, returns
+from jaxrl_tis.estimators import advantages, methods, returns
 
 pytestmark = pytest.mark.compiles  # hundreds of small programs
 
 NAN = float("nan")
 PARAMETERS = dict.fromkeys(advantages.ADVANTAGES, {}) | {"oapl": {"oapl_beta_value": 0.5}}
-NEEDS = dict.fromkeys(advantages.ADVANTAGES, ()) | advantages.NEEDS
+NEEDS = {name: methods.needs("advantage", name) for name in advantages.ADVANTAGES}
 ADVANTAGES = {
     name: jax.jit(functools.partial(function, **PARAMETERS[name]))
     for name, function in advantages.ADVANTAGES.items()

@@ -272,9 +272,9 @@ def test_what_has_no_weight_of_a_token_is_refused_by_name(change, mode, updates,
     assert words in centering.why_not(*order)
 
 
-@pytest.mark.parametrize("name", [*centering.OBJECTIVES, *centering.AT_RATIO_ONE])
+@pytest.mark.parametrize("name", [*centering.known("objective"), *centering.known("objective", "one")])
 def test_single_updates_take_objectives_of_a_ratio_of_one(name):
     given = parsed("token_tis", "", name)
     chosen = given["weight"], given["masks"], given["objective"]
     assert centering.why_not(*chosen, "decoupled", True) is None
-    assert (centering.why_not(*chosen, "bypass", False) is None) == (name in centering.OBJECTIVES)
+    assert (centering.why_not(*chosen, "bypass", False) is None) == (name in centering.known("objective"))

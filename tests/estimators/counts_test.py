@@ -109,7 +109,7 @@ def test_beside_weights_of_the_batch_only_masks_of_the_update_are_counted():
 
 
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
-@pytest.mark.parametrize("name", methods.TABLES["mask"][0])
+@pytest.mark.parametrize("name", methods.TABLES["mask"])
 def test_every_mask_is_counted_where_it_is_judged(name, mode):
     logp, batch = samples.make()
     mask = samples.method("mask", name)

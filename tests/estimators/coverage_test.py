@@ -96,7 +96,7 @@ SOURCE = re.compile(
     r"|[Ss]ource as `\w+`"
 )
 ENTRIES = [entry for entries in PUBLISHED.values() for entry in entries]
-TABLE = [(kind, name) for kind, (table, _) in methods.TABLES.items() for name in table]
+TABLE = [(kind, name) for kind, table in methods.TABLES.items() for name in table]
 # Entries that are no publication's.
 WITHOUT_SOURCE = {("weight", "none"), ("weight", "capped_ratio"), ("weight", "seq_capped_ratio")}
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.diagnostics import mismatch
+from jaxrl_tis.estimators import methods
 from jaxrl_tis.estimators import (
     advantages, masks, objectives, ppo, ratios, reduce, reinforce, sequence_clipped,
     soft_trust_region, weights,
@@ -307,7 +308,7 @@ def test_one_token_has_no_spread():
 def test_estimators_name_the_inputs_that_verls_trainer_forgets_to_fetch():
     """verl's default trainer does not compute sum_pi_squared, and its OTB then fails in a step."""
     for entry in ("otb", "tir_otb"):
-        assert "sum_pi_squared" in advantages.NEEDS[entry]
+        assert "sum_pi_squared" in methods.needs("advantage", entry)
 
 
 def test_bypass_mode_is_an_argument_and_not_a_side_effect():

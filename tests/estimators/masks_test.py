@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import masks
+from jaxrl_tis.estimators import masks, methods
 from jaxrl_tis.estimators import weights
 
 NAN = float("nan")
@@ -140,7 +140,7 @@ def all_masks(inputs):
     log_ratio, mask, seg = (inputs[field] for field in ("log_ratio", "mask", "seg"))
     kept = {}
     for name, parameters in PARAMETERS.items():
-        needed = {field: inputs[field] for field in masks.NEEDS.get(name, ())}
+        needed = {field: inputs[field] for field in methods.needs("mask", name)}
         kept[name] = masks.MASKS[name](log_ratio, mask, seg, **needed, **parameters)
     return kept
 
@@ -386,7 +386,7 @@ def test_on_policy_nothing_is_rejected():
     inputs["logits"] = inputs["logits_behav"]
     exact = {"trm_delta": 0.0, "opsm_delta": 0.0, "staleness_max": 3, "upper": 1.0}
     for name, parameters in PARAMETERS.items():
-        needed = {field: inputs[field] for field in masks.NEEDS.get(name, ())}
+        needed = {field: inputs[field] for field in methods.needs("mask", name)}
         tight = {key: exact.get(key, value) for key, value in parameters.items()}
         kept = masks.MASKS[name](inputs["log_ratio"], inputs["mask"], **needed, **tight)
         np.testing.assert_array_equal(kept, inputs["mask"], err_msg=name)
@@ -498,7 +498,7 @@ def test_several_criteria_are_all_met_on_the_mask_as_sampled():
     kept = masks.all_of(criteria, *arguments, **fields)[0]
     expected = inputs["mask"].copy()
     for name, parameters in criteria:
-        needed = {field: inputs[field] for field in masks.NEEDS.get(name, ())}
+        needed = {field: inputs[field] for field in methods.needs("mask", name)}
         expected &= np.asarray(masks.MASKS[name](*arguments, **needed, **parameters))
     np.testing.assert_array_equal(kept, expected)
     np.testing.assert_array_equal(masks.all_of([], *arguments)[0], inputs["mask"])
@@ -515,8 +515,8 @@ def test_unknown_criteria_and_missing_fields_are_errors():
 
 
 def test_needs_are_required_keywords():
-    for name, fields in masks.NEEDS.items():
-        keywords = inspect.signature(masks.MASKS[name]).parameters
-        for field in fields:
+    for name, function in masks.MASKS.items():
+        keywords = inspect.signature(function).parameters
+        for field in methods.needs("mask", name):
             assert keywords[field].kind == keywords[field].KEYWORD_ONLY, (name, field)
             assert keywords[field].default is keywords[field].empty, (name, field)

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from jaxrl_tis.estimators import methods
+from jaxrl_tis.estimators.traits import Traits, of
 
 
 def test_a_name_takes_its_defaults():
@@ -27,6 +28,14 @@ def test_a_text_needs_no_quotes():
     assert methods.parse("objective", "kl_cov")[1]["form"] == "paper"
     _, parameters = methods.parse("controller", "ess_scale(vcpo_rule=linear)")
     assert parameters["vcpo_rule"] == "linear"
+
+
+def test_traits_stand_above_a_function():
+    own = Traits(needs=("entropy",), at_update=True)
+    function = own(lambda log_ratio, mask, seg=None, *, entropy: mask)
+    assert of(function) == own and of(lambda: None) == of(None) == Traits()
+    assert methods.traits("weight", "seq_tis").level == "seq"
+    assert methods.traits("weight", "of other code") == Traits()
 
 
 def test_a_name_that_is_no_python_name():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import ppo
+from jaxrl_tis.estimators import methods, ppo
 from jaxrl_tis.estimators import reduce
 
 # Coefficient on the gradient of log pi at (log-ratio, advantage), clip 0.2: the ratio times A
@@ -57,7 +57,7 @@ def make_batch(spread=0.4):
 )
 def evaluate(name, batch, seg=None, **parameters):
     """(loss_bt, metrics, gradient of the summed loss with respect to logp)."""
-    needed = ppo.NEEDS[name] if name in ppo.NEEDS else ()
+    needed = methods.needs("objective", name)
 
     def total(logp):
         loss_bt, metrics = ppo.OBJECTIVES[name](

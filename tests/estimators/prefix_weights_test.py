@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import prefix_weights
+from jaxrl_tis.estimators import methods, prefix_weights
 from jaxrl_tis.estimators import weights
 
 NAN = float("nan")
@@ -56,7 +56,7 @@ def all_weights(log_ratio, mask, seg, turn):
             log_ratio,
             mask,
             seg,
-            **{field: fields[field] for field in weights.NEEDS.get(name, ())},
+            **{field: fields[field] for field in methods.needs("weight", name)},
             **parameters,
         )
         for name, parameters in PARAMETERS.items()

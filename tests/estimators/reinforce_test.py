@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import aspo, fusion, reinforce
-from jaxrl_tis.estimators import reduce
+from jaxrl_tis.estimators import aspo, fusion, methods, reduce, reinforce
 
 # What an entry has no default for, and settings under which the table below was published.
 REQUIRED = {
@@ -24,7 +23,6 @@ POINTS += [(1.5, 1), (1.5, -1), (-1.5, 1), (-1.5, -1)]
 UNCLIPPED = [1, -1, 1.350, -1.350, 0.741, -0.741, 4.482, -4.482, 0.223, -0.223]
 # Everything whose gradient is a weight times that of log pi.
 OBJECTIVES = reinforce.OBJECTIVES | aspo.OBJECTIVES | fusion.OBJECTIVES
-NEEDS = aspo.NEEDS | fusion.NEEDS
 TOPR = [1, -1, 1, -1, 1, -0.741, 1, -1, 1, -0.223]
 DPPO = [1, -1, 1.350, -1.350, 0.741, -0.741, 0, -4.482, 0.223, 0]
 # Coefficient on the gradient of log pi at each point, one token, p_old = 0.2.
@@ -52,8 +50,7 @@ COEFFICIENTS = {
 @functools.partial(jax.jit, static_argnames="name")
 def run(name, logp, batch, **parameters):
     """(loss [B, T], metrics, gradient of its sum) with the entry's needs taken from the batch."""
-    fields = NEEDS[name] if name in NEEDS else ()
-    needs = {field: batch[field] for field in fields}
+    needs = {field: batch[field] for field in methods.needs("objective", name)}
     arguments = REQUIRED[name] if name in REQUIRED else {}
 
     def total(logp):

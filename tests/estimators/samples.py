@@ -121,7 +121,7 @@ def loss(logp, batch, mode):
 
 FUNCTIONS = {"weight": weights, "mask": kept, "objective": objective, "kl": kl, "loss": loss}
 ENTRIES = [(kind, name) for kind in ("weight", "mask", "objective", "kl")
-           for name in (*methods.TABLES[kind][0], *FORMS.get(kind, ()))]
+           for name in (*methods.TABLES[kind], *FORMS.get(kind, ()))]
 LOSSES = [("loss", mode) for mode in ("token-mean", "seq-mean-token-mean")]  # one per count
 
 
@@ -152,7 +152,7 @@ def results(logp, batch):
 
 # Advantages
 
-ADVANTAGES = (*methods.TABLES["advantage"][0], *FORMS["advantage"])
+ADVANTAGES = (*methods.TABLES["advantage"], *FORMS["advantage"])
 
 
 def advantage(name, inputs):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis.estimators import objectives
+from jaxrl_tis.estimators import methods, objectives
 
 FIELDS = ("logp", "logp_old", "adv", "entropy", "share")
 LENGTHS = (7, 3, 1, 5, 0)
@@ -39,7 +39,7 @@ def make_batch(spread=0.4):
 @functools.partial(jax.jit, static_argnames=("name", *STATIC))
 def evaluate(name, batch, seg=None, **parameters):
     """(loss_bt, metrics, gradient of sum_bt share * loss with respect to logp)."""
-    needed = objectives.NEEDS[name] if name in objectives.NEEDS else ()
+    needed = methods.needs("objective", name)
     needed = [field for field in needed if field != "weights"]  # optional
     parameters = (PARAMETERS[name] if name in PARAMETERS else {}) | parameters
 

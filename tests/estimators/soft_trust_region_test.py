@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import controllers, ppo, reduce, soft_trust_region
+from jaxrl_tis.estimators import controllers, methods, ppo, reduce, soft_trust_region
 
 # A pair of rewards 1 and -1 is tilted by lambda = 0.5 to p = 1 / (1 + e^-4) = 0.98201, whose KL
 # from uniform is log 2 + p log p + (1 - p) log(1 - p) = 0.69315 - 0.01782 - 0.07227 = 0.60305.
@@ -36,8 +36,7 @@ STATIC = ("form", "name", "aggregation", "quatro_delta", "quatro_floor", "oapl_b
 @functools.partial(jax.jit, static_argnames=STATIC)
 def run(name, logp, batch, aggregation="token-sum", **parameters):
     """(loss [B, T], metrics, gradient of the aggregate), needs taken from the batch."""
-    fields = soft_trust_region.NEEDS[name] if name in soft_trust_region.NEEDS else ()
-    needs = {field: batch[field] for field in fields}
+    needs = {field: batch[field] for field in methods.needs("objective", name)}
     seg = batch["seg"] if "seg" in batch else None
 
     def total(logp):

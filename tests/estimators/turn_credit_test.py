@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import advantages, turn_credit
+from jaxrl_tis.estimators import advantages, methods, turn_credit
 
 # Two answers between the texts of a tool (0 in MASK) for each turn; rows 0 to 2 are one group, and
 # row 3 is alone in its own. The reward of a turn stands on its last token.
@@ -104,8 +104,9 @@ def test_there_is_no_gradient_and_no_turn_without_tokens():
 
 
 def test_every_advantage_is_credited_in_one_way():
-    of_sequences = advantages.ADVANTAGES.keys() - {*turn_credit.PER_TOKEN, *turn_credit.WHOLE}
-    assert of_sequences == {
+    traits = {name: methods.traits("advantage", name) for name in advantages.ADVANTAGES}
+    by_turn = {name for name, t in traits.items() if not t.per_token and not t.of_sequences}
+    assert by_turn == {
         "grpo", "dr_grpo", "maxrl", "grpo_passk", "rloo", "gpg", "oapl", "batch_mean", "opo",
         "reinforce_plus_plus_baseline",
     }

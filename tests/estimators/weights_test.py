@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import weights
+from jaxrl_tis.estimators import methods, weights
 
 NAN = float("nan")
 # log_ratio = old - behaviour of a two-row example whose weights verl 0.9.1 computed.
@@ -318,4 +318,4 @@ def test_needs_are_the_required_keywords():
             for parameter in inspect.signature(function).parameters.values()
             if parameter.kind == parameter.KEYWORD_ONLY and parameter.default is parameter.empty
         )
-        assert required == (weights.NEEDS[name] if name in weights.NEEDS else ()), name
+        assert required == methods.needs("weight", name), name

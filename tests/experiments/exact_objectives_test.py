@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import reduce
-from jaxrl_tis.estimators.objectives import NEEDS, OBJECTIVES
+from jaxrl_tis.estimators import methods, reduce
+from jaxrl_tis.estimators.objectives import OBJECTIVES
 from jaxrl_tis.experiments import exact
 
 REQUIRED = {
@@ -40,7 +40,7 @@ def expected_step(problem, name, aggregation):
 
     def loss_fn(logp, batch):
         fields = {**batch, **extra, "group": jnp.zeros((1, 3), int)}
-        needs = {field: fields[field] for field in (NEEDS[name] if name in NEEDS else ())}
+        needs = {field: fields[field] for field in methods.needs("objective", name)}
         parameters = REQUIRED[name] if name in REQUIRED else {}
         loss_bt, _ = OBJECTIVES[name](
             logp, batch["logp_old"], batch["adv"], batch["mask"], **needs, **parameters

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import advantages
+from jaxrl_tis.estimators import advantages, methods
 from jaxrl_tis.estimators import masks
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators import weights
@@ -45,7 +45,7 @@ def weighted(name, adv="adv", **parameters):
     """REINFORCE with a weight of the library and the batch's field `adv` as the advantage."""
 
     def loss_fn(logp, batch):
-        needs = weights.NEEDS[name] if name in weights.NEEDS else ()
+        needs = methods.needs("weight", name)
         given = {**batch, "logp": logp}
         fields = {field: given[field] for field in needs}
         log_ratio = batch["logp_old"] - batch["logp_behav"]
@@ -335,7 +335,7 @@ def weighted_residual(power, name):
             "opob": jnp.sum(energy, axis=1, keepdims=True),
         }[power]
         batch = batch | {"weights": jnp.broadcast_to(jnp.exp(log_w), energy.shape)}
-        needs = advantages.NEEDS[name] if name in advantages.NEEDS else ()
+        needs = methods.needs("advantage", name)
         fields = {field: batch[field] for field in needs}
         adv = advantages.ADVANTAGES[name](
             batch["rewards"], batch["mask"], batch["group"], **fields

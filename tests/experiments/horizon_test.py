@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import weights
+from jaxrl_tis.estimators import methods, weights
 from jaxrl_tis.experiments import frontier
 from jaxrl_tis.experiments import horizon
 from jaxrl_tis.experiments import exact
@@ -210,7 +210,7 @@ LIBRARY = {
 def test_sampled_weights_are_those_of_the_library(name):
     log_ratio = 0.1 * np.random.default_rng(1).normal(size=(3, 40))
     entry, parameters = LIBRARY[name]
-    if entry in weights.NEEDS:
+    if methods.needs("weight", entry):
         parameters = parameters | {"turn": np.tile(np.arange(40) // 16, (3, 1))}
     with jax.enable_x64(True):
         function = jax.jit(lambda x: weights.WEIGHTS[entry](x, x == x, **parameters))

@@ -8,7 +8,7 @@ import pytest
 
 from jaxrl_tis.estimators import methods
 from jaxrl_tis.fields import FIELDS
-from jaxrl_tis.learner.arriving import OF_BATCH, _joined, accumulation_blocker, update_arriving
+from jaxrl_tis.learner.arriving import _joined, accumulation_blocker, update_arriving
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from tests import tiny
@@ -95,7 +95,7 @@ def test_no_group_is_cut_by_micro_batches(monkeypatch):
         np.testing.assert_allclose(seen[group], recorded[group], rtol=1e-5)
 
 
-@pytest.mark.parametrize("name", [n for n in methods.TABLES["advantage"][0] if n != "gae"])  # has a critic
+@pytest.mark.parametrize("name", [n for n in methods.TABLES["advantage"] if n != "gae"])  # has a critic
 def test_advantages_of_parts_are_those_of_the_batch_or_wait_for_it(name):
     """Two groups of three and one without any reward, one after the other and together."""
     rng, group, mask = np.random.default_rng(0), np.repeat([0, 1, 2], 3), np.ones((9, 2), bool)
@@ -110,7 +110,7 @@ def test_advantages_of_parts_are_those_of_the_batch_or_wait_for_it(name):
         return np.asarray(function(rewards[rows], mask[rows], group[rows], **own))
 
     parts = np.concatenate([of(group == g) for g in range(3)])
-    assert np.allclose(parts, of(group >= 0), rtol=1e-4) == (name not in OF_BATCH)
+    assert np.allclose(parts, of(group >= 0), rtol=1e-4) == (not methods.traits("advantage", name).of_batch)
 
 
 def test_a_part_without_a_token_has_padding_for_what_others_recorded():

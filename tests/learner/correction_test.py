@@ -15,6 +15,7 @@ import pytest
 from configs import default
 from jaxrl_tis.diagnostics import correction_metrics
 from jaxrl_tis.estimators import counts, loss, methods, presets, ratios
+from jaxrl_tis.estimators.traits import Traits
 from jaxrl_tis.fields import FIELDS
 from jaxrl_tis.learner import correction
 from jaxrl_tis.learner.batch_layout import update_fields
@@ -414,7 +415,7 @@ def test_needs_name_their_method():
 # Every entry of every table at least once, several in one config.
 KINDS = ("objective", "weight", "mask", "advantage", "kl")
 TOGETHER = list(zip(
-    methods.TABLES["objective"][0], *(itertools.cycle(methods.TABLES[k][0]) for k in KINDS[1:])
+    methods.TABLES["objective"], *(itertools.cycle(methods.TABLES[k]) for k in KINDS[1:])
 ))
 
 
@@ -465,12 +466,13 @@ def test_every_method_is_reachable_from_a_config(names):
 
 def test_the_configs_above_hold_every_entry():
     for kind, column in zip(KINDS, zip(*TOGETHER), strict=True):
-        assert set(column) == set(methods.TABLES[kind][0])
+        assert set(column) == set(methods.TABLES[kind])
     assert set(methods.TABLES) == {*KINDS, "controller"}
 
 
 def test_a_method_that_needs_what_no_run_records_is_refused():
-    with mock.patch.dict(methods.TABLES["weight"][1], {"token_tis": ("prices",)}):
+    entry = Traits(needs=("prices",))(lambda x, mask, seg=None, *, prices, cap=2.0: mask)
+    with mock.patch.dict(methods.TABLES["weight"], {"token_tis": entry}):
         with pytest.raises(ValueError, match="'token_tis' needs prices, which a run does not record"):
             validate(tiny.config())
 

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 
-from jaxrl_tis.estimators import returns, turn_credit
+from jaxrl_tis.estimators import methods, returns
 from jaxrl_tis.estimators.advantages import ADVANTAGES
 from jaxrl_tis.learner import correction, forks
 from jaxrl_tis.learner.batch_layout import trajectory_rows
@@ -102,7 +102,8 @@ def test_a_fork_has_the_advantage_of_its_session(name, expected):
 
 
 @pytest.mark.parametrize("name", sorted(
-    ADVANTAGES.keys() - set(turn_credit.PER_TOKEN) - set(turn_credit.WHOLE)
+    name for name in ADVANTAGES
+    if not (traits := methods.traits("advantage", name)).per_token and not traits.of_sequences
 ))
 def test_an_advantage_of_sequences_is_one_number_per_row(name):
     """So `of_owner` can read it at the first token. Rows that own themselves keep their bits."""

@@ -672,7 +672,7 @@ MUTANTS = [
     *of(
         "learner/check.py",
         ("an average is the policy", 'rollout.old_logp_source != "ewma"', "True"),
-        ("a cap of the age is applied twice", "if c.weight[0] in factor_weights.WEIGHTS and", "if False and"),
+        ("a cap of the age is applied twice", 'if methods.traits("weight", c.weight[0]).is_of_factors and', "if False and"),
         ("rejected tokens are in a product of weights", "if at_update or (c.masks and", "if False and (c.masks and"),
         ("a band need not hold the ratio 1",
          "if not 0 <= low <= 1 <= high:", "if not 0 <= low <= high:"),
