@@ -7,10 +7,11 @@ that each file may cost. A file that costs more, or has no row, fails the sessio
 
 `--write-budget` lowers the rows of the files that ran, adds those of new files, and removes those of
 files that are gone. `--files-under=PROGRAMS` leaves out the files that compile as many programs or
-more, start a process, or make a run.
+more, or make a run. `--changed=REVISION` leaves out those that no change since then can reach.
 """
 
 import collections
+import functools
 import json
 import multiprocessing.process
 import pathlib
@@ -18,6 +19,8 @@ import sys
 import time
 
 import pytest
+
+from tests import imports
 
 RECORD = pathlib.Path(__file__).with_name("budget.json")
 RAISES = pathlib.Path(__file__).with_name("raises.md")
@@ -91,6 +94,7 @@ def _watch_runs() -> None:
 
 def pytest_addoption(parser):
     parser.addoption("--write-budget", action="store_true", help="lower tests/budget.json")
+    parser.addoption("--changed", metavar="REVISION", help="files that a change since then can reach")
     parser.addoption("--files-under", metavar="PROGRAMS", type=int, help="leave out other files")
 
 
@@ -104,6 +108,20 @@ def pytest_configure(config):
         sys.addaudithook(_audit)
         process = multiprocessing.process.BaseProcess
         process.start = _counting(process.start, "processes")
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With --changed, files that the change cannot reach are not even imported."""
+    revision = config.getoption("--changed")
+    if revision and collection_path.name.endswith("_test.py"):
+        chosen = _reached(revision)
+        return collection_path.relative_to(imports.ROOT).as_posix() not in chosen or None
+    return None
+
+
+@functools.cache
+def _reached(revision: str) -> set[str]:
+    return imports.tests(imports.changed_since(revision))
 
 
 def pytest_collection_modifyitems(config, items):
