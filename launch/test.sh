@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Runs the tests from a bare clone: ./launch/test.sh [--all | --quick] [pytest arguments]
+# Runs the tests from a bare clone: ./launch/test.sh [--quick | --changed[=REVISION] | --all] [pytest arguments]
 # The default runs tests without the marker "all"; they detect every wrong number. --all runs every test.
-# --quick runs cheap files that compile no large program and inject no fault. A -m of your own replaces
-# the choice.
+# --changed runs those of the default that a change since REVISION can reach (HEAD: what is not committed).
+# --quick runs files that compile few programs and inject no fault. A -m of your own replaces the choice.
 #
 # Examples:
 #   ./launch/test.sh --quick
+#   ./launch/test.sh --changed=main
 #   ./launch/test.sh tests/estimators
 set -euo pipefail
 # shellcheck source=launch/venv.sh
@@ -14,12 +15,12 @@ prepare_venv test
 chosen=(-m "not all")
 case "${1:-}" in
   --all) chosen=() && shift ;;
-  --quick) chosen=(-m "not all and not compiles and not faults" --files-under=4) && shift ;;
+  --changed) chosen+=(--changed=HEAD) && shift ;;
+  --quick) chosen=(-m "not all and not compiles and not faults" --files-under=100) && shift ;;
 esac
 # Hundreds of processes import jax: what Python compiles is kept, beside the programs of XLA.
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX=$root/.cache/python
-# A file stays in one process, whose fixtures and programs its tests share. One more process than two
-# cores: some tests wait.
-exec "$PY" -m pytest -n "${TEST_PROCESSES:-3}" --dist loadfile --no-loadscope-reorder \
+# A file stays in one process, whose fixtures and programs its tests share.
+exec "$PY" -m pytest -n "${TEST_PROCESSES:-2}" --dist loadfile --no-loadscope-reorder \
   "${chosen[@]}" "$@"

@@ -1,6 +1,7 @@
 """config.json of a run: its configuration, package versions and git revision."""
 
 import datetime
+import functools
 import json
 import math
 import os
@@ -115,8 +116,13 @@ def read(workdir: str | os.PathLike) -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """Returns the git commit of this code, or the commit that `git archive` exported, or None."""
-    here = pathlib.Path(__file__).resolve()
+    """Returns the git commit of this code, or the commit that `git archive` exported, or None. Git is
+    asked once per process: the code in memory is that of the first call."""
+    return _revision(pathlib.Path(__file__).resolve())
+
+
+@functools.cache
+def _revision(here: pathlib.Path) -> str | None:
     git = ["git", "-C", str(here.parent)]
     try:
         subprocess.run([*git, "ls-files", "--error-unmatch", here.name],

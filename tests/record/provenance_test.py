@@ -49,9 +49,18 @@ def test_full_disk_while_writing_the_config(tmp_path):
 
 def test_the_revision_of_an_exported_tree(tmp_path, monkeypatch):
     """`git archive` writes the commit into revision.txt; a plain copy knows none."""
-    monkeypatch.setattr(provenance, "__file__", str(tmp_path / "provenance.py"))
-    assert provenance.git_revision() is None
-    (tmp_path / "revision.txt").write_text("$Format:%H$\n")
-    assert provenance.git_revision() is None
-    (tmp_path / "revision.txt").write_text("a" * 40 + "\n")
-    assert provenance.git_revision() == "a" * 40
+    revisions = []
+    for i, text in enumerate((None, "$Format:%H$\n", "a" * 40 + "\n")):
+        folder = tmp_path / str(i)
+        folder.mkdir()
+        if text is not None:
+            (folder / "revision.txt").write_text(text)
+        monkeypatch.setattr(provenance, "__file__", str(folder / "provenance.py"))
+        revisions.append(git_revision())
+    assert revisions == [None, None, "a" * 40]
+
+
+def test_git_is_asked_once_a_process(monkeypatch, tmp_path):
+    first = git_revision()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert git_revision() == first
