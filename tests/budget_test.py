@@ -48,7 +48,9 @@ def test_a_file_over_its_row_or_without_one_is_named():
     ]
     assert budget.sums(rows) == row(4, 10, 0, 1)
     written = budget.written(rows | {"gone_test.py": row(5, 5, 5, 5)}, counts, rows.__contains__)
-    assert written == {"a_test.py": row(3, 9, 0, 1)} | {x: row(1, 0, 0, 0) for x in ("b_test.py", "c_test.py")}
+    assert written == {"a_test.py": row(3, 9, 0, 1)} | {
+        x: row(1, 0, 0, 0) for x in ("b_test.py", "c_test.py")
+    }
 
 
 @pytest.mark.parametrize("changed, there, away", [
