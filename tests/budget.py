@@ -144,6 +144,7 @@ def _file(nodeid: str) -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item, nextitem):
+    _watch_runs()
     item.before = collections.Counter(spent)
     return (yield)
 
@@ -151,7 +152,6 @@ def pytest_runtest_protocol(item, nextitem):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    _watch_runs()
     if call.when == "teardown" and not item.get_closest_marker("all"):
         report.spent = {"items": 1, **(spent - item.before)}
     return report
