@@ -8,7 +8,6 @@ step, which reads the same arrays.
 """
 
 import argparse
-import inspect
 import statistics
 import time
 
@@ -21,8 +20,6 @@ from jaxrl_tis.diagnostics import divergences, mismatch
 from jaxrl_tis.estimators import methods, rank_masks, ratios
 from jaxrl_tis.runtime import cli
 
-# Values for the parameters without a published default.
-REQUIRED = {"upper": 2.0, "opsm_delta": 0.1, "staleness_max": 1, "trm_delta": 0.05}
 SCANNED = ("prefix_minpro", "prefix_ctpo", "turn_tis", "turn_geo")
 SELECTIONS = ("m2po", "clip_cov", "top_entropy")
 OF_LOGITS = ("trm",)  # needs both policies' whole vocabulary
@@ -60,10 +57,7 @@ def make_batch(rows: int, length: int) -> dict[str, jax.Array]:
 def call(kind: str, name: str, batch: dict[str, jax.Array]) -> jax.Array:
     """Returns the sum of a weight or the number of kept tokens, at the method's defaults."""
     log_ratio = ratios.safe_log_ratio(batch["logp_old"], batch["logp_behav"], batch["mask"])
-    parameters = {
-        key: REQUIRED[key] if value is inspect.Parameter.empty else value
-        for key, value in methods.parameters(kind, name).items()
-    }
+    parameters = methods.example(kind, name)
     needed = {field: batch[field] for field in methods.needs(kind, name)}
     function = methods.function(kind, name)
     return jnp.sum(function(log_ratio, batch["mask"], batch["seg"], **needed, **parameters))

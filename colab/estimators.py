@@ -11,7 +11,6 @@
 # If `jaxrl_tis` can be imported, the next cell installs nothing. Otherwise set `SOURCE` there.
 
 # %% setup
-import inspect
 import math
 
 import jax
@@ -31,16 +30,12 @@ BLUE, RED, GREEN = plots.COLORS[:3]
 #
 # There are two responses of 8 tokens to one prompt, one with advantage +1 and one with -1. All tokens
 # have the same log-ratio. A curve shows the last token of a response as a function of this log-ratio.
-# Methods run with their published defaults. `REQUIRED` has values for parameters without a default.
+# Methods run with their published defaults. `CHOSEN` has other values for some parameters.
 # Change any value and run the cells below again.
 
 # %% setting
 NUM_TOKENS = 8
-REQUIRED = {
-    "upper": 2.0, "trm_delta": 2.0, "vocab_size": 32, "dispo_low_pos": 1.0, "dispo_high_pos": 4.0,
-    "dispo_low_neg": 0.8, "dispo_high_neg": 0.28, "r2vpo_lambda": 0.04, "quatro_delta": 0.1,
-    "quatro_floor": 1e-3, "oapl_beta": 0.5 / NUM_TOKENS, "dro_beta": 0.1,
-}
+CHOSEN = {"trm_delta": 2.0, "oapl_beta": 0.5 / NUM_TOKENS}
 ones = np.ones((2, NUM_TOKENS), np.float32)
 MASK = ones > 0
 ADV = ones * np.array([[1.0], [-1.0]], np.float32)
@@ -57,9 +52,9 @@ FIELDS = {
 def call(kind, name, *arrays, **fields):
     """Calls an entry of a table with its batch fields and required parameters."""
     fields = loss.needed(kind, name, FIELDS | fields)
-    values = methods.parameters(kind, name)
-    required = {key: REQUIRED[key] for key in values if values[key] is inspect.Parameter.empty}
-    return methods.function(kind, name)(*arrays, **fields, **required)
+    values = methods.example(kind, name)
+    chosen = {key: CHOSEN[key] if key in CHOSEN else value for key, value in values.items()}
+    return methods.function(kind, name)(*arrays, **fields, **chosen)
 
 
 def curves(function, names, grid):

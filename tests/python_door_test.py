@@ -32,12 +32,6 @@ def test_the_example_of_the_readme():
     np.testing.assert_allclose(k1, -gap.mean(), rtol=1e-3, atol=1e-6)
 
 
-def test_the_counts_of_the_readme():
-    counts = len(jaxrl_tis.estimators.weights.WEIGHTS) - 1, len(jaxrl_tis.estimators.masks.MASKS)
-    row = "| choice of weights, of masks | {}, {} |".format(*counts)  # "none" is no weight
-    assert row in (ROOT / "README.md").read_text()
-
-
 def test_it_loads_no_engine_model_or_learner():
     code = f"import sys\n{example()}\nprint(*sorted(m for m in sys.modules if m.startswith('jaxrl_tis')))"
     loaded = subprocess.run(

@@ -8,7 +8,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-import inspect
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -22,9 +21,11 @@ from jaxrl_tis.estimators import counts, loss, methods, presets, ratios, weights
 
 Batch = dict[str, Any]
 
-# Parameters that no source has a value for: the bounds of presets and of examples, or ours.
-REQUIRED = {"upper": 2.0, "trm_delta": 0.05, "opsm_delta": 0.1, "staleness_max": 4}
+# Where other bounds than the defaults and examples say more: those of presets, or ours.
 CHOSEN = {
+    "trm": "trm(trm_delta=0.05)",
+    "trm_k3": "trm_k3(trm_delta=0.05)",
+    "staleness": "staleness(staleness_max=4)",
     "token_k2": "token_k2(upper=0.24)",  # |log rho| <= log 2, as the bands of 0.5 to 2 have it
     "token_k3": "token_k3(upper=0.31)",  # rho <= 2
     "token_ratio": "token_ratio(lower=0.5, upper=2.0)",
@@ -112,8 +113,7 @@ def _with_bounds(kind, name):
     """Returns a method as a config spells it, with a value for each parameter without a default."""
     if kind == "mask" and name in CHOSEN:
         return CHOSEN[name]
-    values = methods.parameters(kind, name).items()
-    missing = [f"{k}={REQUIRED[k]}" for k, v in values if v is inspect.Parameter.empty]
+    missing = [f"{k}={v}" for k, v in methods.traits(kind, name).example.items()]
     return f"{name}({', '.join(missing)})" if missing else name
 
 

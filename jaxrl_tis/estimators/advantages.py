@@ -233,6 +233,7 @@ def gdpo(
     return whiten(sum(parts), functools.reduce(jnp.logical_or, is_compared))
 
 
+@Traits(example={"oapl_beta_value": 0.5})
 def oapl(rewards: Array, mask: Array, group: Array, *, oapl_beta_value: float) -> Array:
     """Advantage of OAPL (arXiv:2602.19362), A = R - V with V = beta' log mean_j exp(R_j / beta').
 

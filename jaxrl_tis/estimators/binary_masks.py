@@ -52,7 +52,7 @@ def binary_kl(
     return jax.lax.stop_gradient(jnp.maximum(own_bt + rest_bt, 0.0))  # rounding may put it below
 
 
-@Traits(needs=("logp_behav",))
+@Traits(needs=("logp_behav",), example={"upper": 2.0})
 def token_binary_kl(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, logp_behav: Array, upper: Numeric
 ) -> Array:

@@ -137,8 +137,8 @@ def with_and_without_bounds(
 ) -> tuple[chex.Array, chex.Array]:
     """The weights [B,T] of `importance_weights`, and what they are without caps, bands and floors."""
     name, parameters = weight
-    bounds = methods.parameters("weight", name).keys() & weights.UNBOUNDED.keys()
-    free = name, parameters | {bound: weights.UNBOUNDED[bound] for bound in bounds}
+    neutral = weights.UNBOUNDED | methods.traits("weight", name).unbounded
+    free = name, {key: neutral.get(key, value) for key, value in parameters.items()}
     w_bt, raw_bt = (importance_weights(log_ratio, batch, x)[0] for x in (weight, free))
     return w_bt, raw_bt
 

@@ -97,7 +97,7 @@ ESTIMATORS = {"k1": _inside_k1, "k2": _at_most, "k3": _at_most, "ratio": _inside
 def _mask(name: str, what: str, region: str, use: str):
     """The entry of a level and an estimator, see `entries.entry`."""
     function = ESTIMATORS[name.rpartition("_")[2]]
-    own = Traits(centering="ratio" if name.startswith("token") else "")
+    own = Traits(example={"upper": 2.0}, centering="ratio" if name.startswith("token") else "")
     return entries.entry(function, name, name, what, region, use, own)
 
 
@@ -178,7 +178,7 @@ seq_mean_ratio = _mask(
 )
 
 
-@Traits(needs=("logp_behav",), centering="ratio")
+@Traits(needs=("logp_behav",), centering="ratio", example={"upper": 0.5})
 def token_dp(
     log_ratio: Array, mask: Array, seg: Array | None = None, *, logp_behav: Array, upper: Numeric
 ) -> Array:
@@ -237,7 +237,7 @@ def seq_logprob_error(
     return ratios.as_bool(mask) & (ratios.to_tokens(mean_bs, seg, mask.shape[1]) <= upper)
 
 
-@Traits(needs=("logits_behav", "logits"), at_update=True)
+@Traits(needs=("logits_behav", "logits"), at_update=True, example={"trm_delta": 0.5})
 def trm(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     logits_behav: Array, logits: Array, trm_delta: Numeric,
@@ -267,7 +267,7 @@ def trm(
     return _whole_sequences(kl_bt <= trm_delta, mask, seg)
 
 
-@Traits(at_update=True)
+@Traits(at_update=True, example={"trm_delta": 0.5})
 def trm_k3(log_ratio: Array, mask: Array, seg: Array | None = None, *, trm_delta: Numeric) -> Array:
     """`trm` from sampled tokens alone (arXiv:2512.23075): k3 has the mean KL(mu || pi) under mu.
 
@@ -277,7 +277,7 @@ def trm_k3(log_ratio: Array, mask: Array, seg: Array | None = None, *, trm_delta
     return seq_max_k3(log_ratio, mask, seg, upper=trm_delta)
 
 
-@Traits(needs=("logp", "logp_behav", "adv"), at_update=True)
+@Traits(needs=("logp", "logp_behav", "adv"), at_update=True, example={"opsm_delta": 0.1})
 def opsm(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     logp: Array, logp_behav: Array, adv: Array, opsm_delta: Numeric,
@@ -306,7 +306,7 @@ def opsm(
     return ratios.as_bool(mask) & (~is_negative_bt | (gap_bt <= opsm_delta))
 
 
-@Traits(needs=("version", "current_version"), of_versions=True)
+@Traits(needs=("version", "current_version"), of_versions=True, example={"staleness_max": 1})
 def staleness(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     version: Array, current_version: Numeric, staleness_max: Numeric,

@@ -1,5 +1,6 @@
 """Methods: an entry of one of the six tables with its parameters, see `choices`, and its traits."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -41,6 +42,15 @@ def needs(kind: str, name: str) -> tuple[str, ...]:
 def parameters(kind: str, name: str) -> dict[str, Any]:
     """Hyper-parameters of an entry with their defaults, `inspect.Parameter.empty` if required."""
     return choices.parameters(kind, name, TABLES[kind], _inputs(kind))
+
+
+def example(kind: str, name: str) -> dict[str, Any]:
+    """Hyper-parameters of an entry: defaults, and the examples of its traits where it has none."""
+    given = traits(kind, name).example
+    return {
+        key: given[key] if value is inspect.Parameter.empty else value
+        for key, value in parameters(kind, name).items()
+    }
 
 
 def parse(kind: str, text: str) -> Method:

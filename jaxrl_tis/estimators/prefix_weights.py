@@ -50,7 +50,7 @@ def prefix_minpro(
     return ratios.zero_padding(w_bt, mask)
 
 
-@Traits(is_bounded_ratio=False)
+@Traits(is_bounded_ratio=False, unbounded={"ctpo_low": jnp.inf, "ctpo_high": jnp.inf})
 def prefix_ctpo(
     log_ratio: Array, mask: Array, seg: Array | None = None, *,
     ctpo_low: Numeric = 0.025, ctpo_high: Numeric = 0.05, ctpo_power: Numeric = 0.5,

@@ -112,6 +112,12 @@ def cispo(
     return _reinforce(w_bt, logp, adv_bt, mask), metrics
 
 
+BANDS = {  # of DISPO's experiments
+    "dispo_low_pos": 1.0, "dispo_high_pos": 4.0, "dispo_low_neg": 0.8, "dispo_high_neg": 0.28,
+}
+
+
+@Traits(example=BANDS)
 def dispo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     dispo_low_pos: Numeric, dispo_high_pos: Numeric, dispo_low_neg: Numeric,

@@ -244,7 +244,7 @@ def tbpo(
     return -banded_bt * adv_bt, metrics
 
 
-@Traits(needs=("entropy",))
+@Traits(needs=("entropy",), example={"vocab_size": 32})
 def espo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     entropy: Array, vocab_size: int, espo_alpha: Numeric = 0.02, espo_top: Numeric = 0.2,

@@ -66,7 +66,7 @@ def _group_variance(x_bt, group, mask, seg):
     return group_mean(jnp.square(x_bt - group_mean(x_bt)))
 
 
-@Traits(needs=("group",), is_grouped="survey")
+@Traits(needs=("group",), is_grouped="survey", example={"r2vpo_lambda": 0.04})
 def r2vpo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     r2vpo_lambda: Numeric, group: Array | None = None, form: str = "paper",
@@ -178,7 +178,7 @@ def quatro_multiplier(
     return jnp.maximum(jnp.exp(high_b), quatro_floor)
 
 
-@Traits(needs=("group",), is_grouped=True)
+@Traits(needs=("group",), is_grouped=True, example={"quatro_delta": 0.1, "quatro_floor": 1e-3})
 def quatro(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     group: Array, quatro_delta: float, quatro_floor: float,
@@ -221,7 +221,7 @@ def quatro(
     return loss_bt, _drift(log_ratio_bt, mask) | metrics
 
 
-@Traits(needs=("logp_behav",), is_per_sequence=True)
+@Traits(needs=("logp_behav",), is_per_sequence=True, example={"oapl_beta": 0.5})
 def oapl(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, oapl_beta: float,
@@ -256,6 +256,7 @@ def oapl(
     return ratios.zero_padding(loss_bt, mask), _drift(log_ratio_bt, mask)
 
 
+@Traits(example={"dro_beta": 0.1})
 def dro(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     dro_beta: float,

@@ -4,16 +4,17 @@
 config, the loss and the pages read them with `of`. No other file lists methods by name.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Mapping
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Traits:
     """Properties of a method.
 
     Attributes:
       needs: batch fields that its function takes by keyword, beyond the arguments of its table.
+      example: a value for each parameter that has no published one, for tests and tables.
       of_versions: it tells versions of the weights apart, so all tokens of one version are no use.
       of_policy: it looks at the policy that is updated, not at an average of its weights.
       centering: how score centering knows its weight of a token that was not sampled. "ratio": at
@@ -22,6 +23,7 @@ class Traits:
     Of a weight:
       level: of its ratio, a key of `weights.RAW`; it counts once for each token or sequence.
       is_bounded_ratio: it is the raw ratio of `level`, changed by its bounds alone.
+      unbounded: bounds with names of its own, with the values at which they do nothing.
       is_of_factors: it has a cap for each factor of the ratio, and contains the age of a token.
 
     Of a mask or an objective:
@@ -49,11 +51,13 @@ class Traits:
     """
 
     needs: tuple[str, ...] = ()
+    example: Mapping[str, float] = dataclasses.field(default_factory=dict)
     of_versions: bool = False
     of_policy: bool = False
     centering: str = ""
     level: str = "token"
     is_bounded_ratio: bool = True
+    unbounded: Mapping[str, float] = dataclasses.field(default_factory=dict)
     is_of_factors: bool = False
     at_update: bool = False
     ranks: bool = False

@@ -316,8 +316,8 @@ WEIGHTS = {
     **factor_weights.WEIGHTS,
 }
 
-# The bounds of a weight, at which it is what it was before any: its ratio, of whatever level.
+# The usual bounds of a weight, at the values where they do nothing. Others are in its traits.
 UNBOUNDED = {
     **dict.fromkeys(("cap", "cap_engine", "cap_staleness", "cap_trust_region"), jnp.inf),
-    "lower": 0.0, "upper": jnp.inf, "ctpo_low": jnp.inf, "ctpo_high": jnp.inf,
+    "lower": 0.0, "upper": jnp.inf,
 }

@@ -9,15 +9,6 @@ import pytest
 
 from jaxrl_tis.estimators import aspo, fusion, methods, reduce, reinforce
 
-# What an entry has no default for, and settings under which the table below was published.
-REQUIRED = {
-    "dispo": {
-        "dispo_low_pos": 1.0,
-        "dispo_high_pos": 4.0,
-        "dispo_low_neg": 0.8,
-        "dispo_high_neg": 0.28,
-    },
-}
 POINTS = [(0.0, 1), (0.0, -1), (0.3, 1), (0.3, -1), (-0.3, 1), (-0.3, -1)]
 POINTS += [(1.5, 1), (1.5, -1), (-1.5, 1), (-1.5, -1)]
 UNCLIPPED = [1, -1, 1.350, -1.350, 0.741, -0.741, 4.482, -4.482, 0.223, -0.223]
@@ -51,7 +42,7 @@ COEFFICIENTS = {
 def run(name, logp, batch, **parameters):
     """(loss [B, T], metrics, gradient of its sum) with the entry's needs taken from the batch."""
     needs = {field: batch[field] for field in methods.needs("objective", name)}
-    arguments = REQUIRED[name] if name in REQUIRED else {}
+    arguments = methods.traits("objective", name).example
 
     def total(logp):
         loss_bt, metrics = OBJECTIVES[name](

@@ -1,8 +1,6 @@
 """A small batch with every field that a method can ask for, each method with its parameters, and
 the results of all methods from one program, which compiles faster than a program for each."""
 
-import inspect
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,13 +13,6 @@ WIDTH = 5
 VOCAB = 4
 SCALARS = ("current_version", "key", "st_ppo_norm")
 INTEGERS = ("turn", "version", "group")
-# Parameters without a published value, by name.
-REQUIRED = {
-    "upper": 2.0, "trm_delta": 0.5, "opsm_delta": 0.1, "staleness_max": 1, "vocab_size": 32,
-    "dispo_low_pos": 1.0, "dispo_high_pos": 4.0, "dispo_low_neg": 0.8, "dispo_high_neg": 0.28,
-    "r2vpo_lambda": 0.04, "quatro_delta": 0.1, "quatro_floor": 1e-3, "oapl_beta": 0.5,
-    "oapl_beta_value": 0.5, "dro_beta": 0.1,
-}
 # Entries once more in another form than that of their default.
 FORMS = {
     "objective": tuple(f"{name}(form=survey)" for name in ("kl_cov", "aspo", "st_ppo", "r2vpo")),
@@ -32,9 +23,7 @@ FORMS = {
 def method(kind, name):
     """(name, parameters), the published defaults where there are any, of "name" or a form of it."""
     name, _, form = name.rstrip(")").partition("(form=")
-    values = methods.parameters(kind, name) | ({"form": form} if form else {})
-    is_missing = lambda value: value is inspect.Parameter.empty
-    return name, {k: REQUIRED[k] if is_missing(v) else v for k, v in values.items()}
+    return name, methods.example(kind, name) | ({"form": form} if form else {})
 
 
 def make(is_on_policy=False):

@@ -9,14 +9,9 @@ from jaxrl_tis.estimators import methods, reduce
 from jaxrl_tis.estimators.objectives import OBJECTIVES
 from jaxrl_tis.experiments import exact
 
-REQUIRED = {
-    "dispo": {
-        "dispo_low_pos": 1.0, "dispo_high_pos": 4.0, "dispo_low_neg": 0.8, "dispo_high_neg": 0.28,
-    },
-    "r2vpo": {"r2vpo_lambda": 0.04},
+CHOSEN = {
     "quatro": {"quatro_delta": 0.1, "quatro_floor": 0.01},
     "oapl": {"oapl_beta": 0.1},
-    "dro": {"dro_beta": 0.1},
     "espo": {"vocab_size": 3},
 }
 # The published step is a multiple of the policy gradient.
@@ -41,7 +36,7 @@ def expected_step(problem, name, aggregation):
     def loss_fn(logp, batch):
         fields = {**batch, **extra, "group": jnp.zeros((1, 3), int)}
         needs = {field: fields[field] for field in methods.needs("objective", name)}
-        parameters = REQUIRED[name] if name in REQUIRED else {}
+        parameters = {**methods.traits("objective", name).example, **CHOSEN.get(name, {})}
         loss_bt, _ = OBJECTIVES[name](
             logp, batch["logp_old"], batch["adv"], batch["mask"], **needs, **parameters
         )

@@ -21,7 +21,6 @@ from jaxrl_tis.learner import correction
 from jaxrl_tis.learner.batch_layout import update_fields
 from jaxrl_tis.validate import validate
 from tests import tiny
-from tests.estimators import samples
 from tests.learner.step_test import CAP, CONFIG, B, T, batch, fields
 
 pytestmark = pytest.mark.compiles
@@ -421,8 +420,7 @@ TOGETHER = list(zip(
 
 def spelled(kind, name):
     """The entry as a config spells it, with the parameters that have no published value."""
-    parameters = samples.method(kind, name)[1]
-    given = {k: v for k, v in parameters.items() if k in samples.REQUIRED}
+    given = methods.traits(kind, name).example
     return f"{name}({', '.join(f'{k}={v}' for k, v in given.items())})" if given else name
 
 
