@@ -12,6 +12,7 @@ more, or make a run. `--changed=REVISION` leaves out those that no change since 
 """
 
 import collections
+import contextlib
 import functools
 import json
 import multiprocessing.process
@@ -33,6 +34,7 @@ VERSION = "0.10."  # of jax whose programs are counted: each lowers another numb
 YARDSTICK = 1024  # rows of the product that measures a machine
 
 spent: collections.Counter = collections.Counter()  # of this process, so far
+_shared = 0  # depth of `uncounted`
 
 
 def rows() -> dict[str, dict[str, int]]:
@@ -69,19 +71,35 @@ def written(limits: dict, counts: dict, exists) -> dict:
     return dict(sorted(merged.items()))
 
 
+@contextlib.contextmanager
+def uncounted():
+    """Costs that belong to no file."""
+    global _shared
+    _shared += 1
+    try:
+        yield
+    finally:
+        _shared -= 1
+
+
+def _add(kind: str) -> None:
+    if not _shared:
+        spent[kind] += 1
+
+
 def _count(event: str, *_, **__) -> None:
     if event == COMPILED:
-        spent["programs"] += 1
+        _add("programs")
 
 
 def _audit(event: str, _) -> None:
     if event in STARTS:
-        spent["processes"] += 1
+        _add("processes")
 
 
 def _counting(function, kind: str):
     def counted(*args, **kwargs):
-        spent[kind] += 1
+        _add(kind)
         return function(*args, **kwargs)
 
     return counted

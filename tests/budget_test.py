@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests import budget, imports
+from tests import budget, imports, runs
 
 LIMIT = re.compile(r"^\| (?P<date>\S+) \| " + r" \| ".join(
     rf"(?P<{kind}>[\d,]+)" for kind in budget.KINDS) + r" \| (?P<why>.*) \| (?P<back>.*) \|$", re.M)
@@ -83,3 +83,21 @@ def test_imports_of_modules_and_of_their_names():
     assert found == {
         "jaxrl_tis/estimators/weights.py", "jaxrl_tis/engine/scheduler.py", "jaxrl_tis/score.py"
     }
+
+
+def test_a_shared_run_is_made_once_and_costs_no_file(tmp_path, monkeypatch):
+    monkeypatch.setenv(runs.FOLDER, str(tmp_path))
+    before, made = budget.spent["runs"], []
+
+    def make(folder):
+        budget._add("runs")
+        folder.mkdir()
+        made.append(folder)
+        if len(made) == 1:
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError):
+        runs.shared("a", make)
+    assert runs.shared("a", make) == runs.shared("a", make) == made[1]
+    assert runs.shared("b", make) != made[1]
+    assert len(made) == 3 and budget.spent["runs"] == before

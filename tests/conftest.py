@@ -13,7 +13,7 @@ import pathlib
 
 from tests import compilation
 
-pytest_plugins = ("tests.budget",)
+pytest_plugins = ("tests.budget", "tests.runs")
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Eight devices share the cores with the other worker: one may be late for a collective by more

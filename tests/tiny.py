@@ -5,13 +5,13 @@ import copy
 import functools
 import json
 import pathlib
-import tempfile
 from unittest import mock
 
 from configs import default
 from jaxrl_tis import build, train
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.report import page
+from tests import runs
 
 STEPS = 5
 EPISODES = dict(  # of up to three turns; the environment gives the rewards
@@ -134,7 +134,5 @@ def lines(workdir) -> list[dict]:
 
 @functools.cache
 def finished(**overrides) -> pathlib.Path:
-    """Folder of an uninterrupted run, made once per process; do not write there."""
-    folder = pathlib.Path(tempfile.mkdtemp(prefix="jaxrl_tis_tiny_")) / "run"
-    run(folder, **overrides)
-    return folder
+    """Folder of an uninterrupted run, see `runs.shared`."""
+    return runs.shared(config(**overrides).to_json(), lambda folder: run(folder, **overrides))
