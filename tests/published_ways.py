@@ -14,8 +14,6 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 
-import numpy as np
-
 from tests.audit import dumps
 from tests.doctor import logs
 
