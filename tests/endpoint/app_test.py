@@ -559,7 +559,7 @@ def test_an_engine_that_fails_fails_everything_with_its_words(is_streamed):
     assert health.status == 503 and "out of memory" in health.json["error"]
 
 
-def test_numbers_that_json_lacks_are_null():
+def test_an_answer_whose_log_probs_are_not_finite_is_an_error():
     class Diverged(arithmetic.Engine):
         def generate(self, *args):
             state, result = super().generate(*args)
@@ -568,4 +568,5 @@ def test_numbers_that_json_lacks_are_null():
 
     body = {"prompt": "abc", "seed": SEED, "logprobs": 0, "max_tokens": 2}
     reply = ask(body, engine=Diverged())
-    assert json.loads(reply.body)["choices"][0]["logprobs"]["token_logprobs"] == [None, None]
+    assert reply.status == 500
+    assert "is not finite" in json.loads(reply.body)["error"]["message"]
