@@ -18,7 +18,7 @@ from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
-from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.engine.scheduler import NonFinite, Scheduler
 from jaxrl_tis.engine.weights import Weights
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
@@ -491,7 +491,9 @@ def test_what_a_slot_held_before_cannot_poison_it():
     scheduler.set_params(jax.tree.map(lambda x: x * jnp.nan, served("f32")), 1)
     for i in range(4):
         scheduler.add(request(f"nan{i}", 33, max_tokens=9))
-    drain(scheduler)
+    with pytest.raises(NonFinite, match="token 0 of nan0 and 3 others"):
+        drain(scheduler)
+    assert scheduler.pending == 0
     scheduler.set_params(served("f32"), 2)
     scheduler.add(r)
     assert_bitwise_equal(drain(scheduler)["r"], expected)
