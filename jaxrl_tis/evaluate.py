@@ -269,7 +269,8 @@ def main() -> None:
         for name in list(measured)[4:]:
             mean, low, high = measured[name].values()
             if name.endswith("_reward"):
-                print(f"{name:14} {mean:z.4g}" + ("" if low is None else f"  [{low:z.4g}, {high:z.4g}]"))
+                interval = "" if low is None else f"  [{low:z.4g}, {high:z.4g}]"
+                print(f"{name:14} {mean:z.4g}{interval}")
             else:
                 print(f"{name:14} {100 * mean:5.1f} %  [{100 * low:.1f}, {100 * high:.1f}]")
         if path.value:

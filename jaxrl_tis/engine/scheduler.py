@@ -279,9 +279,9 @@ class Scheduler:
     # One step
 
     def step(self) -> list[Trajectory]:
-        """Admits, prefills, inserts, generates once, and returns the trajectories that ended. Raises
-        NonFinite for tokens whose log-prob is not finite; the next step returns what ended beside
-        them."""
+        """Admits, prefills, inserts, generates once, and returns the trajectories that ended.
+        Raises NonFinite for tokens whose log-prob is not finite; the next step returns what ended
+        beside them."""
         start = time.perf_counter()
         self._runner.start()
         self._admit()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.diagnostics import routes
+from tests import compilation
 
 overlap = jax.jit(routes.overlap)
 flip_metrics = jax.jit(routes.flip_metrics, static_argnames=("num_chosen", "num_experts"))
@@ -158,9 +159,11 @@ def test_without_a_valid_token_every_metric_is_zero(mask):
         assert value == 0.0, name
 
 
-@pytest.mark.parametrize("num_chosen", range(1, 9))
+@pytest.mark.parametrize("num_chosen", [2, 3, 7])
 def test_equal_sets_do_not_flip_at_all(num_chosen):
-    """A rounded 1 / 3 would make it -3e-8, which prints as -0.0000."""
+    """An optimised program multiplies by a rounded 1 / 3: -3e-8, which prints as -0.0000."""
     same, mask = jnp.full((1, 64, 3), num_chosen, jnp.uint8), jnp.ones((1, 64), bool)
-    found = flip_metrics(same, mask, num_chosen=num_chosen, num_experts=16)
+    measure = lambda same: routes.flip_metrics(same, mask, num_chosen=num_chosen, num_experts=16)
+    with compilation.optimized():
+        found = jax.jit(measure)(same)
     assert float(found["mismatch/route_flip_expert"]) == 0.0
