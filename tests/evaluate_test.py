@@ -13,6 +13,7 @@ from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS, CharTokenizer
 from jaxrl_tis.models import transformer
 from jaxrl_tis.record import intervals
+from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.runtime import cli
 from tests import forked, tiny
@@ -64,6 +65,8 @@ class Endless(FakeScheduler):
 
 
 class Failing(FakeRewards):
+    failures = Failures()
+
     def failed(self, fault, error, text, record):
         return Scored(NAN, {}, is_failed=True)
 
