@@ -7,7 +7,6 @@
 # Examples:
 #   ./launch/test.sh --quick
 #   ./launch/test.sh --changed=main
-#   ./launch/test.sh tests/estimators
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
