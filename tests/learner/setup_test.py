@@ -61,7 +61,7 @@ def test_another_policy_stands_in_for_older_weights(old_logp, approximates_old_l
 def test_rows_hold_the_longest_prompt_and_response():
     whole, packed = tiny.setup().training, tiny.setup(train__pack_length=24).training
     assert whole.row_length == packed.row_length == 5 + 3
-    assert whole.correction.scale == 0.0 and whole.update_learner is whole.learner
+    assert whole.correction.scale is None and whole.update_learner is whole.learner
     # Sums over packed rows are divided by the length of a row of one sequence.
     assert packed.correction.scale == 8.0
     assert packed.update_learner.max_targets == packed.packer.length == 128
