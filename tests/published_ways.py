@@ -173,7 +173,6 @@ WAYS: dict[str, Way] = {
     r"(\w+=\S+ )*\./launch/on_(ray|vm)\.sh": help_for("runs on the hosts of a cluster"),
     r"\./launch/quickstart\.sh": Way(RUN),
     r"\./launch/smollm2\.sh": help_for("downloads a model"),
-    r"(OPTIMIZED=1 )?\./launch/test\.sh tests/": Way("--collect-only"),
     r"(OPTIMIZED=1 )?\./launch/test\.sh": Way("tests/choices_test.py"),
     r"\./tests/profile\.sh": Way("tests/choices_test.py"),
     r"python launch/(tpu_vm|gke/jobset|gke/raycluster)\.py .*--dry-run": Way(),
