@@ -9,6 +9,7 @@ and a reason for each time that one rose.
 `--write-budget` lowers the rows of the files that ran, adds those of new files, and removes those of
 files that are gone. `--files-under=PROGRAMS` leaves out the files that compile as many programs or
 more, or make a run. `--changed=REVISION` leaves out those that no change since then can reach.
+`--slice=K/N` takes every N-th file, from the K-th on. `--one-a-file` takes the first test of each file.
 """
 
 import collections
@@ -116,6 +117,8 @@ def pytest_addoption(parser):
     parser.addoption("--write-budget", action="store_true", help="lower tests/budget.json")
     parser.addoption("--changed", metavar="REVISION", help="files that a change since then can reach")
     parser.addoption("--files-under", metavar="PROGRAMS", type=int, help="leave out other files")
+    parser.addoption("--slice", metavar="K/N", help="every N-th file, from the K-th on")
+    parser.addoption("--one-a-file", action="store_true", help="the first test of each file")
 
 
 def pytest_configure(config):
@@ -131,12 +134,13 @@ def pytest_configure(config):
 
 
 def pytest_ignore_collect(collection_path, config):
-    """With --changed, files that the change cannot reach are not even imported."""
-    revision = config.getoption("--changed")
-    if revision and collection_path.name.endswith("_test.py"):
-        chosen = _reached(revision)
-        return collection_path.relative_to(imports.ROOT).as_posix() not in chosen or None
-    return None
+    """Files that a change cannot reach, or of another slice, are not even imported."""
+    if not collection_path.name.endswith("_test.py"):
+        return None
+    file = collection_path.relative_to(imports.ROOT).as_posix()
+    revision, part = config.getoption("--changed"), config.getoption("--slice")
+    is_chosen = (not revision or file in _reached(revision)) and (not part or file in _of_slice(part))
+    return None if is_chosen else True
 
 
 @functools.cache
@@ -144,6 +148,14 @@ def _reached(revision: str) -> set[str]:
     return imports.tests(imports.changed_since(revision))
 
 
+@functools.cache
+def _of_slice(part: str) -> set[str]:
+    index, count = map(int, part.split("/"))
+    files = (imports.ROOT / "tests").rglob("*_test.py")
+    return set(sorted(file.relative_to(imports.ROOT).as_posix() for file in files)[index::count])
+
+
+@pytest.hookimpl(trylast=True)  # after -m has chosen
 def pytest_collection_modifyitems(config, items):
     """Costly files come first, so that no process has a long one left at the end."""
     limits = rows()
@@ -153,6 +165,10 @@ def pytest_collection_modifyitems(config, items):
         cheap = lambda item: row(item)["programs"] < limit and not row(item)["runs"]
         config.hook.pytest_deselected(items=[item for item in items if not cheap(item)])
         items[:] = filter(cheap, items)
+    if config.getoption("--one-a-file"):
+        first = {_file(item.nodeid): item for item in reversed(items)}
+        config.hook.pytest_deselected(items=[x for x in items if first[_file(x.nodeid)] is not x])
+        items[:] = reversed(first.values())
     items.sort(key=lambda item: -row(item)["programs"])
 
 

@@ -1,8 +1,11 @@
 """Deliberate mistakes, each of which a test has to find: see `__main__`."""
 
 import dataclasses
+import functools
+import json
 import pathlib
 
+KILLERS = pathlib.Path(__file__).with_name("killers.json")
 IN_ALL = "in --all"  # of a row whose killer is no test of the default choice
 
 
@@ -12,8 +15,8 @@ class Mutant:
 
     `source` is relative to jaxrl_tis/ (a launcher is ../launch/...); `old` stands in it exactly
     once; `tests` are the files that have to find it, relative to tests/; `killer` is the test that is tried before all of them, as
-    "name" in the first of the files or as "file::name". The tests of the default choice have to find
-    it, unless `in_all`: then it takes one that only `./launch/test.sh --all` runs, the killer.
+    "name" in the first of the files or as "file::name"; where it is empty, the first that `--record`
+    wrote down. The tests of the default choice have to find it, unless `in_all`: then it takes one that only `./launch/test.sh --all` runs, the killer.
     """
 
     name: str
@@ -37,8 +40,17 @@ class Mutant:
     def first_try(self) -> str:
         """Node id of the killer; empty without one."""
         if not self.killer:
-            return ""
+            return next(iter(self.recorded), "")
         return f"tests/{self.killer}" if "::" in self.killer else f"{self.files[0]}::{self.killer}"
+
+    @property
+    def key(self) -> str:
+        return f"{self.source}: {self.name}"
+
+    @property
+    def recorded(self) -> list[str]:
+        """Node ids of all tests of its files that find it, one case of each function."""
+        return killers().get(self.key, [])
 
     def problem(self, root: pathlib.Path) -> str:
         """Why the mutant cannot be applied to the sources under root; empty if it can."""
@@ -53,6 +65,12 @@ class Mutant:
             return "the new text is the old one"
         found = {-1: f"{self.path} is missing", 0: "text not found", 1: ""}
         return found.get(count, f"text found {count} times")
+
+
+@functools.cache
+def killers() -> dict[str, list[str]]:
+    """Returns what `--record` wrote: {key of a mutant: node ids of its killers}."""
+    return json.loads(KILLERS.read_text(encoding="utf-8")) if KILLERS.exists() else {}
 
 
 def of(source: str, *rows: tuple[str, ...], tests: str = "") -> list[Mutant]:

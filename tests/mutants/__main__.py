@@ -1,7 +1,7 @@
 """Whether the tests find mistakes: applies mutants to the sources, one at a time, and names the
 test that fails for each.
 
-    python -m tests.mutants [--only TEXT] [--processes N] [--out FILE] [--check]
+    python -m tests.mutants [--only TEXT] [--processes N] [--out FILE] [--check | --record]
 
 A mutant is a small change of a line that matters: a flipped clip side, a wrong denominator, a page
 freed twice. Each is applied in a copy of the repository, and the tests of its file are run there.
@@ -11,6 +11,8 @@ survived, does not apply any more or could not be judged.
 
 The tests are those of the default choice of ./launch/test.sh; a mutant that one of --all alone
 finds says so (`in_all`). --check also looks whether every killer is there, and where it belongs.
+--record writes every killer of each mutant into killers.json; a test may leave the default choice
+only where each of its mutants has another killer there.
 
 It is no part of the suite: it takes half an hour on two cores.
 """
@@ -19,6 +21,7 @@ import argparse
 import collections
 import concurrent.futures
 import dataclasses
+import json
 import pathlib
 import queue
 import sys
@@ -26,7 +29,7 @@ import tempfile
 import threading
 import time
 
-from tests.mutants import Mutant, runner
+from tests.mutants import KILLERS, Mutant, killers, runner
 from tests.mutants import (
     adapters, algorithms, engine, environments, estimators, experiments, kernels, models, outside,
     rollouts, surroundings, update,
@@ -101,6 +104,13 @@ class Session:
         for future in concurrent.futures.as_completed(work):
             yield future.result()
 
+    def killers(self, mutants: list[Mutant]):
+        """(mutant, its killers), in the order in which they are found."""
+        find = lambda copy, mutant: (mutant, copy.killers(mutant, self._limit))
+        work = [self._pool.submit(self._with_copy, find, m) for m in mutants]
+        for future in concurrent.futures.as_completed(work):
+            yield future.result()
+
     def _limit(self, tests: list[str]) -> float:
         """Seconds for the tests with a mutant: much more than they take without."""
         return 60.0 + 5.0 * sum(self._seconds.get(test, runner.LIMIT_S / 5) for test in tests)
@@ -127,6 +137,19 @@ def row(verdict: runner.Verdict) -> str:
     return "\n".join(lines)
 
 
+def record(session: Session, mutants: list[Mutant]) -> int:
+    """Writes the killers of the mutants; returns how many have none."""
+    found = dict(killers())
+    known, alive = {mutant.key for mutant in MUTANTS}, 0
+    for count, (mutant, tests) in enumerate(session.killers(mutants), 1):
+        print(f"{count:3}/{len(mutants)} {len(tests)} killers of {mutant.key}", flush=True)
+        alive += not tests
+        found[mutant.key] = tests
+        table = {key: found[key] for key in sorted(found) if key in known and found[key]}
+        KILLERS.write_text(json.dumps(table, indent=0) + "\n", encoding="utf-8")
+    return alive
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.mutants", description=__doc__.partition("\n\n")[0]
@@ -137,6 +160,8 @@ def main() -> int:
     parser.add_argument("--out", metavar="FILE", help="also write the table here")
     parser.add_argument("--check", action="store_true",
                         help="only check that every mutant applies and its killer is chosen")
+    parser.add_argument("--record", action="store_true",
+                        help="write all killers of the mutants that have none in killers.json")
     args = parser.parse_args()
     mutants = chosen(args.only)
     broken = [f"{m.source}: mutant {m.name!r} no longer applies: {problem}"
@@ -151,6 +176,8 @@ def main() -> int:
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         session = Session(pathlib.Path(folder), args.processes)
+        if args.record:
+            return int(record(session, [m for m in mutants if not m.recorded]) > 0)
         print("the tests on the sources as they are", flush=True)
         if failing := session.failing_killers(mutants):
             print("these fail without any mutant:", *failing, sep="\n  ")

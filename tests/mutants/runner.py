@@ -127,6 +127,20 @@ class Copy:
         return Verdict(mutant, killer, how, time.monotonic() - start)
 
 
+    def killers(self, mutant: Mutant, limit_s) -> list[str]:
+        """Node ids of the tests of its files that find the mutant, one case of each function."""
+        original = (self.root / mutant.path).read_text(encoding="utf-8")
+        self.write(mutant.path, original.replace(mutant.old, mutant.new))
+        try:
+            run = self.pytest(list(mutant.files), limit_s(mutant.files), in_all=mutant.in_all)
+        finally:
+            self.write(mutant.path, original)
+        first = {test.partition("[")[0]: test for test in reversed(run.failed)}
+        if run.status not in (PASSED, FAILED) and run.last:
+            first.setdefault(run.last.partition("[")[0], run.last)
+        return sorted(first.values())
+
+
 class _Collected:
     """A plugin of pytest: the tests by name, and whether the default choice has one of that name."""
 
