@@ -11,6 +11,7 @@ setup(
     long_description=(pathlib.Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     package_data={"jaxrl_tis.record": ["revision.txt"]},
+    entry_points={"console_scripts": ["jaxrl-tis = jaxrl_tis.__main__:main"]},
     packages=find_packages(include=["jaxrl_tis", "jaxrl_tis.*"]),
     python_requires=">=3.11",
     install_requires=[

@@ -8,6 +8,7 @@ import sys
 import pytest
 from absl import flags
 
+from jaxrl_tis import __main__ as door
 from jaxrl_tis import cli_flags, train
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker
@@ -248,6 +249,9 @@ print("told", json.dumps(told))
 
 # Words of the command line -> what is said of them.
 REFUSED = {
+    ("jaxrl_tis", "gat"): "'gat' is no command of jaxrl-tis; there are train, gate, doctor, audit, report, "
+    "evaluate, export, score, sweep, serve, aot",
+    ("jaxrl_tis", "score", "--model=m"): "--tokens, --out not given; --help shows every flag",
     ("jaxrl_tis.score", "--model=m"): "--tokens, --out not given; --help shows every flag",
     ("jaxrl_tis.main", "--workdir=w"): "--config not given; --help shows every flag",
     ("jaxrl_tis.main", "--wrkdir=w"): "Unknown command line flag 'wrkdir'. Did you mean: workdir ?",
@@ -275,25 +279,32 @@ def test_a_command_line_that_lacks_something_is_refused_in_one_line(ended, words
 
 
 def test_the_commands_are_found():
-    assert {"jaxrl_tis.main", "jaxrl_tis.gate", "jaxrl_tis.experiments.oracle"} <= set(COMMANDS)
+    assert {"jaxrl_tis", "jaxrl_tis.main", "jaxrl_tis.gate"} <= set(COMMANDS)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_ends_with_0_and_names_the_command_s_own_flags(ended, command):
-    code, out, err = ended[command, "--help"]
-    assert code == 0 and not err and 3 < len(out.splitlines()) < 80
-    assert "flags:" in out or "usage: " in out
-    for foreign in ("alsologtostderr", "--pdb", "--logtostderr", "absl"):
-        assert foreign not in out
+def test_the_door_leads_to_every_tool():
+    tools = {f"jaxrl_tis.{module}" for module, _ in door.COMMANDS.values()}
+    studies = {name for name in COMMANDS if name.startswith("jaxrl_tis.experiments.")}
+    launchers = {"jaxrl_tis", "jaxrl_tis.libtpu_flags"}  # the second is read by scripts
+    assert tools == set(COMMANDS) - studies - launchers
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_ends_with_two_examples_whose_flags_the_command_has(ended, command):
-    about, _, examples = ended[command, "--help"][1].partition("\nexamples:\n")
-    lines = examples.splitlines()
-    assert len(lines) >= 2 and all(f"python -m {command}" in line for line in lines)
-    named = re.findall(r"--(?!config\.|xla_)([a-z_]+)", examples)
-    assert set(named) <= set(re.findall(r"--(?:\[no\])?([a-z_]+)", about))
+def test_help_ends_with_0_and_names_the_command_s_own_flags(ended):
+    for command in COMMANDS:
+        code, out, err = ended[command, "--help"]
+        assert code == 0 and not err and 3 < len(out.splitlines()) < 80, command
+        assert "flags:" in out or "usage: " in out, command
+        for foreign in ("alsologtostderr", "--pdb", "--logtostderr", "absl"):
+            assert foreign not in out, command
+
+
+def test_help_ends_with_two_examples_whose_flags_the_command_has(ended):
+    for command in COMMANDS:
+        about, _, examples = ended[command, "--help"][1].partition("\nexamples:\n")
+        lines = examples.splitlines()
+        assert len(lines) >= 2 and all(f"python -m {command}" in line for line in lines), command
+        named = re.findall(r"--(?!config\.|xla_)([a-z_]+)", examples)
+        assert set(named) <= set(re.findall(r"--(?:\[no\])?([a-z_]+)", about)), command
 
 
 def test_help_of_a_command_with_flags_of_several_modules(ended):

@@ -39,7 +39,7 @@ INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 # A file that a page shows, under its name.
 SHOWN = re.compile(r"<!-- file: (\S+) -->\n```\w*\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(
-    r"(?<![\w./-])(?:[A-Z_]+=[^\s`]* )*(?:python (?:-m (?:jaxrl_tis|benchmarks|tests)\.[a-z]"
+    r"(?<![\w./-])(?:[A-Z_]+=[^\s`]* )*(?:python (?:-m (?:(?:jaxrl_tis|benchmarks|tests)\.|jaxrl_tis )[a-z]"
     r"|(?:docs|colab|launch)/)|\./(?:launch|tests)/\w+\.sh|\.ci/\w)"
 )
 

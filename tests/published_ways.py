@@ -185,6 +185,8 @@ WAYS: dict[str, Way] = {
 
 def way(text: str) -> Way | None:
     """Returns how a command runs; None for one that the table lacks."""
+    text = re.sub(r"(python -m jaxrl_tis|jaxrl-tis) (?=[a-z])", "python -m jaxrl_tis.", text)
+    text = text.replace("jaxrl_tis.train ", "jaxrl_tis.main ")
     return next((way for pattern, way in WAYS.items() if re.match(pattern, text)), None)
 
 

@@ -100,6 +100,6 @@ def test_unclipped_ratios_inside_a_trust_region():
         assert parsed(name) == ("bypass", ("token_vanilla", {}), (mask,), ("reinforce", {}))
 
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_every_preset_parses(name):
-    parsed(name)
+def test_every_preset_parses():
+    for name in PRESETS:
+        parsed(name)
