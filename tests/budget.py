@@ -8,7 +8,8 @@ and a reason for each time that one rose.
 
 `--write-budget` lowers the rows of the files that ran, adds those of new files, and removes those of
 files that are gone. `--files-under=PROGRAMS` leaves out the files that compile as many programs or
-more, or make a run. `--changed=REVISION` leaves out those that no change since then can reach.
+more, or make a run. `--changed=REVISION` takes the default choice of the files that a change since
+then can reach, and all tests of the files that it touches or that mirror what it touches.
 `--slice=K/N` takes every N-th file, from the K-th on. `--one-a-file` takes the first test of each file.
 """
 
@@ -148,6 +149,10 @@ def _reached(revision: str) -> set[str]:
     return imports.tests(imports.changed_since(revision))
 
 
+def _is_of_default(item) -> bool:
+    return item.get_closest_marker("all") is None
+
+
 @functools.cache
 def _of_slice(part: str) -> set[str]:
     index, count = map(int, part.split("/"))
@@ -163,13 +168,19 @@ def pytest_collection_modifyitems(config, items):
     limit = config.getoption("--files-under")
     if limit is not None:
         cheap = lambda item: row(item)["programs"] < limit and not row(item)["runs"]
-        config.hook.pytest_deselected(items=[item for item in items if not cheap(item)])
-        items[:] = filter(cheap, items)
+        _keep(config, items, cheap)
+    if revision := config.getoption("--changed"):
+        whole = imports.mirrors(imports.changed_since(revision))
+        _keep(config, items, lambda item: _is_of_default(item) or _file(item.nodeid) in whole)
     if config.getoption("--one-a-file"):
         first = {_file(item.nodeid): item for item in reversed(items)}
-        config.hook.pytest_deselected(items=[x for x in items if first[_file(x.nodeid)] is not x])
-        items[:] = reversed(first.values())
+        _keep(config, items, lambda item: first[_file(item.nodeid)] is item)
     items.sort(key=lambda item: -row(item)["programs"])
+
+
+def _keep(config, items, is_chosen) -> None:
+    config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
+    items[:] = filter(is_chosen, items)
 
 
 def _file(nodeid: str) -> str:
@@ -186,7 +197,7 @@ def pytest_runtest_protocol(item, nextitem):
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     report = yield
-    if call.when == "teardown" and not item.get_closest_marker("all"):
+    if call.when == "teardown" and _is_of_default(item):
         report.spent = {"items": 1, **(spent - item.before)}
     return report
 

@@ -69,6 +69,11 @@ def test_a_change_reaches_the_tests_that_import_or_name_it(changed, there, away)
     assert set(imports.ALWAYS) <= found
 
 
+def test_a_changed_source_or_test_has_a_mirror():
+    changed = {"jaxrl_tis/engine/scheduler.py", "tests/links_test.py", "README.md"}
+    assert imports.mirrors(changed) == changed | {"tests/engine/scheduler_test.py"}
+
+
 def test_what_all_tests_share_reaches_all_of_them():
     assert "tests/kernels/segment_test.py" in imports.tests({"tests/conftest.py"})
 

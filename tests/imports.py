@@ -81,6 +81,12 @@ def tests(changed: set[str]) -> set[str]:
     return found | set(ALWAYS)
 
 
+def mirrors(changed: set[str]) -> set[str]:
+    """Returns the changed test files, and those that mirror a changed source."""
+    mirror = lambda path: path.replace("jaxrl_tis/", "tests/", 1).removesuffix(".py") + "_test.py"
+    return changed | {mirror(path) for path in changed if path.startswith("jaxrl_tis/")}
+
+
 def changed_since(revision: str) -> set[str]:
     """Returns the files that differ from a revision of git, untracked ones included."""
     git = lambda *words: subprocess.run(
