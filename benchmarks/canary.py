@@ -45,7 +45,7 @@ def main() -> None:
         measured.append(d)
         columns = (f"{x:.3f}" for x in (min(d), np.median(d), max(d)))
         print(line.format(f"{size:g}", *columns, sum(x > bound for x in d)), flush=True)
-    spans = (f"{min(d):.2f}-{max(d):.2f}" for d in zip(*measured))
+    spans = (f"{min(d):.2f}-{max(d):.2f}" for d in zip(*measured, strict=True))
     print("each prompt over the changes:", ", ".join(spans))
 
 

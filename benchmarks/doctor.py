@@ -544,7 +544,7 @@ def _long(rng, framework, variant):
 def _aged(framework, step, lag):
     """Returns the fields with the age of the samples."""
     if framework == "tinker":
-        return dict(zip(LAGS[framework], (float(step), float(step - lag))))
+        return dict(zip(LAGS[framework], (float(step), float(step - lag)), strict=True))
     return dict.fromkeys(LAGS[framework], float(lag))
 
 

@@ -90,7 +90,7 @@ def main() -> None:
             weights = rng.normal(size=count) if name == "policy gradient" else np.ones(count)
             rows = lambda dtype: np.stack([
                 np.asarray(gradient(params, t, np.float32(w), dtype))
-                for t, w in zip(tokens, weights)
+                for t, w in zip(tokens, weights, strict=True)
             ])
             parts = rows("float32")
             parts = parts[:, : parts.shape[1] // count**2 * count**2]

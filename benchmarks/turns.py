@@ -214,7 +214,7 @@ def main() -> None:
     print("turns  episodes s  ratio to one long sequence  ratio without the cache")
     for turns in TURNS:
         ratio = lambda kind: statistics.median(
-            a / b for a, b in zip(rows[turns, kind], rows[turns, "long"])
+            a / b for a, b in zip(rows[turns, kind], rows[turns, "long"], strict=True)
         )
         seconds = statistics.median(rows[turns, "episodes"])
         print(f"{turns:5} {seconds:11.2f} {ratio('episodes'):27.3f} {ratio('no cache'):24.3f}")

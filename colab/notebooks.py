@@ -99,7 +99,7 @@ def cells(text: str) -> list[tuple[str, str, str]]:
     """Returns [(kind, id, source)] of a .py file in percent format."""
     parts = CELL.split(text)[1:]
     found = []
-    for is_markdown, name, body in zip(parts[::3], parts[1::3], parts[2::3]):
+    for is_markdown, name, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         body = body.strip("\n")
         if is_markdown:
             body = "\n".join(re.sub("^# ?", "", line) for line in body.splitlines())

@@ -83,7 +83,7 @@ def check_masks(figure):
     paths = [bar.get_paths() for bar in axes.collections]
     assert [len(path) for path in paths] == [1] * len(names)
     columns = [path.vertices[:, 0] for (path,) in paths]
-    ends = {name: (x.min(), x.max()) for name, x in zip(names, columns)}
+    ends = {name: (x.min(), x.max()) for name, x in zip(names, columns, strict=True)}
     # A ratio of 2 of one token, or of 8; l^2 / 2 <= 2; a mean square of 0.04.
     edge = {"token_k1": math.log(2), "seq_sum_k1": math.log(2) / 8, "token_k2": 2.0, "m2po": 0.2}
     for name, value in edge.items():

@@ -245,7 +245,7 @@ def test_experts_are_divided_evenly_over_the_chips(name, chips, parts):
     count = 2 * 151936 * 2048 + 2048 + 48 * layer
     assert count == 30_532_122_624
     assert sum(x.size for x in jax.tree.leaves(transformer.abstract_params(model))) == count
-    for mesh, count in zip((config.mesh.train, config.mesh.serve), parts):
+    for mesh, count in zip((config.mesh.train, config.mesh.serve), parts, strict=True):
         assert mesh[4] == count and chips % (mesh[2] * mesh[4]) == 0
     assert config.train.microbatch_rows % chips == 0  # every chip has rows
     assert config.engine.slots % (chips // config.mesh.serve[2]) == 0

@@ -128,7 +128,7 @@ def tiny(command: Command, way: ways.Way) -> list[str]:
         return ["bash", way.instead, *program] if way.instead == "-n" else [*program, way.instead]
     for pattern, new in way.swap:
         changed = [re.sub(f"^(?:{pattern})$", new.replace("\\", "\\\\"), x) for x in arguments]
-        arguments = [x for x, old in zip(changed, arguments) if x or not old]
+        arguments = [x for x, old in zip(changed, arguments, strict=True) if x or not old]
     if way.check:
         return [sys.executable, "-c", ways.CHECK, *(x for x in arguments if x.startswith("--config"))]
     return [*program, *arguments, *shlex.split(way.add)]

@@ -223,7 +223,7 @@ def _arrays(path: pathlib.Path) -> None:
     tokens = [np.concatenate(columns.pop(name)) for name in ("logp_behav", "logp_old")]
     lengths = np.array([len(line["logp_old"]) for line in lines])
     each = {name: np.array(x) for name, x in columns.items()}
-    np.savez(path, **dict(zip(names, tokens)), **each, lengths=lengths)
+    np.savez(path, **dict(zip(names, tokens, strict=True)), **each, lengths=lengths)
 
 
 def _tokens(path: pathlib.Path) -> None:

@@ -170,7 +170,7 @@ def dense(sampler: Any, learner: Any) -> list[Fault]:
     text = " and ".join(
         f"{n} layers of the {s.name}" + (f", of which {_list(s.constant)} with one route in every row"
                                          if s.constant else "")
-        for n, s in zip(counts, (sampler, learner)))
+        for n, s in zip(counts, (sampler, learner), strict=True))
     return [fault(
         "layers", f"the records count different layers: {text}",
         "A layer with one route is a dense layer that is counted, or a router that is not captured. "
@@ -219,7 +219,7 @@ def _shifted_from(comparison, layout):
             "by the length of an older turn, and for text that was tokenised again.",
         )], is_later
     is_explained, shifts = np.zeros(len(layout.row), bool), []
-    for first, count in zip(layout.first_row, layout.num_tokens - 1):
+    for first, count in zip(layout.first_row, layout.num_tokens - 1, strict=True):
         place = slice(first, first + max(count, 0))
         total, d, start = max(_best_tail(comparison, d, place) for d in SHIFTS)
         if _beyond_chance(total, count - start, len(SHIFTS) * len(layout.row)):
@@ -261,7 +261,7 @@ def _foreign(comparison, layout, is_explained):
     known = comparison.is_compared & ~is_explained
     low = np.where(known, comparison.half - comparison.agreement, 0.0)
     rows, sequences = 0, 0
-    for first, count in zip(layout.first_row, layout.num_tokens - 1):
+    for first, count in zip(layout.first_row, layout.num_tokens - 1, strict=True):
         total, start, end = _best_stretch(low[first : first + max(count, 0)])
         if _beyond_chance(total, end - start, len(low) ** 2, width=1.0):
             rows, sequences = rows + end - start, sequences + 1

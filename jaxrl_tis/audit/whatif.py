@@ -269,7 +269,10 @@ def _made(known, batch):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = [jax.jit(functools.partial(evaluate_parts, ours)) for ours in kinds]
         results = list(pool.map(lambda program: program(batch), programs))
-    return {part: x for ours, made in zip(kinds, results) for part, x in zip(ours, made)}
+    return {
+        part: x for ours, made in zip(kinds, results, strict=True)
+        for part, x in zip(ours, made, strict=True)
+    }
 
 
 def _row(rule, values):

@@ -170,9 +170,9 @@ def _csv(name: str, file: BinaryIO, digest) -> Iterator[Row]:
 
 def _cells(place: str, header: list[str], cells: list[str]) -> Row:
     try:
-        return _row(place, dict(zip(header, map(_cell, cells))))
+        return _row(place, dict(zip(header, map(_cell, cells), strict=True)))
     except ValueError as error:
-        return Row(place, dict(zip(header, cells)), str(error))
+        return Row(place, dict(zip(header, cells, strict=True)), str(error))
 
 
 def _cell(text: str) -> Any:

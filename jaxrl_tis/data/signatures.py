@@ -275,7 +275,10 @@ class _Scorer:
     def _outcomes(self, columns: list[list[Any]]) -> list[dict[str, Any]]:
         if len(columns) == 1:
             return [{"value": reading(value)} for value in columns[0]]
-        return [{"value": together(dict(zip(self._rewards, row)))} for row in zip(*columns)]
+        return [
+            {"value": together(dict(zip(self._rewards, row, strict=True)))}
+            for row in zip(*columns, strict=True)
+        ]
 
     async def _at_once(self, items: list[Item]) -> list[dict[str, Any]]:
         room = asyncio.Semaphore(self._workers)

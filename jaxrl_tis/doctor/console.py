@@ -94,7 +94,8 @@ def rows(text: str) -> list[Printed]:
         parsed_rows.append(row)
         if row.is_counted:
             counted.append(row)
-    for row, step in zip(counted, _counts([row.values.get("epoch", math.inf) for row in counted])):
+    epochs = [row.values.get("epoch", math.inf) for row in counted]
+    for row, step in zip(counted, _counts(epochs), strict=True):
         row.values["step"] = step
     return parsed_rows
 

@@ -24,7 +24,7 @@ from jaxrl_tis.build import build
 from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.learner.state import abstract_state
-from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.report.plots import palette
 
 FULL = "full"  # the arm that trains all weights
 SECONDS = "seconds of a step"
@@ -119,8 +119,8 @@ def table(
 def draw(page: Figure, runs: Sequence[Run]) -> None:
     """Draws greedy and sampled held-out accuracy of each arm by step."""
     by_arm = records.by_arm(runs)
-    for axes, kind in zip(page.subplots(1, 2, sharey=True), ("greedy", "sampled")):
-        for (arm, own), color in zip(by_arm.items(), COLORS):
+    for axes, kind in zip(page.subplots(1, 2, sharey=True), ("greedy", "sampled"), strict=True):
+        for (arm, own), color in zip(by_arm.items(), palette(len(by_arm)), strict=True):
             figures.curve(axes, own, f"eval/{kind}_accuracy", arm, color)
         axes.set(title=f"Held-out accuracy, {kind}", xlabel="step")
         axes.legend()

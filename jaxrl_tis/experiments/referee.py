@@ -265,8 +265,8 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     lengths = [n for n in fig_referee.LENGTHS if any(part.endswith(f"/{n}") for part in parts)]
     axes = page.subplots(len(lengths), len(gaps), sharey=True, squeeze=False)
     names = [name for name in ORDER if name != NONE][::-1]
-    for row, length in zip(axes, lengths):
-        for ax, gap in zip(row, gaps):
+    for row, length in zip(axes, lengths, strict=True):
+        for ax, gap in zip(row, gaps, strict=True):
             ax.set_title(f"{gap}, {length} answers")
             ax.axvline(0, color=figures.GREY, linewidth=0.8)
             ax.set_yticks(range(len(names)), names)

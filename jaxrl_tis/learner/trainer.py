@@ -223,7 +223,7 @@ class Trainer:
             rows = self.setup.rows(filled)
             micro, flat = self.setup.micro_batches(rows, np.arange(count) < len(part))
             logp = flat(self._score(params, micro)["logp"])
-            logps += [row[_response(t)] for row, t in zip(logp, part)]
+            logps += [row[_response(t)] for row, t in zip(logp, part, strict=False)]
         return logps
 
     def weight_snapshots(self) -> snapshots.WeightSnapshots:
@@ -393,7 +393,7 @@ class Probe:
         if first.collisions is not None:
             collisions = np.concatenate([p.collisions for p in probes])[order]
         if first.routing is not None:
-            ids, load, entropy = zip(*(p.routing for p in probes))
+            ids, load, entropy = zip(*(p.routing for p in probes), strict=True)
             routing = np.concatenate(ids)[order], sum(load), sum(entropy)
         return cls(first.is_due, collisions, routing)
 
@@ -540,7 +540,7 @@ def turn_rewards(samples: list[Sample], length: int) -> np.ndarray:
     So does the whole reward where the environment gave no turn a reward, or failed.
     """
     rows = np.zeros((len(samples), length), np.float32)
-    for row, sample in zip(rows, samples):
+    for row, sample in zip(rows, samples, strict=True):
         trajectory = sample.trajectory
         sampled = np.flatnonzero(trajectory.mask)
         if not len(sampled):

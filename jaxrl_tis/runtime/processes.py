@@ -220,7 +220,7 @@ def exchange(value: Any) -> list[Any]:
     padded = np.zeros(max(width, 1024), np.uint8)
     padded[: len(data)] = data
     rows = multihost_utils.process_allgather(padded)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def gather(items: list) -> list:

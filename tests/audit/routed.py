@@ -64,7 +64,7 @@ def example() -> list[dict]:
     batch.sampler[:, TURN - 1] = 0
     batch.sampler[3, 21:TURN - 4] = batch.sampler[3, 20]
     lines = batch.lines()
-    for line, x in zip(lines, noise):
+    for line, x in zip(lines, noise, strict=True):
         behav = np.array(line["logp_behav"]).round(4)
         line["logp_behav"], line["logp_old"] = behav.tolist(), np.minimum(behav + x, 0).round(4).tolist()
     return lines

@@ -24,7 +24,7 @@ CHAT = [{"role": "user", "content": "2+3="}]
 def test_ours(score):
     assert score(lambda text, record: float(text == record["answer"]), ["5", "6"]) == [1.0, 0.0]
     assert score(lambda t, r, scale=3: scale * len(t), ["ab"]) == [6.0]
-    assert score(lambda texts, records: [len(t) + r["level"] for t, r in zip(texts, records)],
+    assert score(lambda texts, records: [len(t) + r["level"] for t, r in zip(texts, records, strict=True)],
                  ["a", "ab"]) == [3.0, 4.0]
 
 
@@ -253,7 +253,8 @@ def test_a_function_of_the_answer_itself_is_refused(name):
 
 
 def test_an_answer_that_is_a_number_is_one_in_the_columns(score):
-    right = lambda completions, answer, **columns: [float(c == str(a + 1)) for c, a in zip(completions, answer)]
+    right = lambda completions, answer, **columns: [
+        float(c == str(a + 1)) for c, a in zip(completions, answer, strict=True)]
     record = {"prompt": "2+3=", "answer": "5", "id": "1", "as_read": {"answer": 5}}
     assert score(right, ["6"], record) == [1.0]
     seen = lambda completions, **columns: [float("as_read" not in columns)]

@@ -472,7 +472,7 @@ def test_two_runs_are_refused_and_a_continued_one_is_read(tmp_path):
     both, continued = tmp_path / "both", tmp_path / "continued"
     for folder, starts in ((both, (1, 1)), (continued, (1, 91))):
         folder.mkdir()
-        for number, start in zip((9, 10), starts):
+        for number, start in zip((9, 10), starts, strict=True):
             logs.write_verl(folder / f"{number}.jsonl", logs.rows(logs.VERL, {}, range(start, start + 100)))
     with pytest.raises(ValueError, match="9.jsonl and .*10.jsonl both have .* from step 1 on"):
         foreign.load([str(both)], "auto")

@@ -46,7 +46,7 @@ RISING = {CLIPPED: late(0.25, 0.3)}
 
 def split(flipped, rest, dropped=(0.0, 0.0)):
     """The gap of tokens with and without a flip, and their shares outside IcePop's band."""
-    return dict(zip((*ROUTE_GAPS, *ROUTE_DROPS), (flipped, rest, *dropped)))
+    return dict(zip((*ROUTE_GAPS, *ROUTE_DROPS), (flipped, rest, *dropped), strict=True))
 
 
 def clip(width):

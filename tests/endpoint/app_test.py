@@ -313,7 +313,7 @@ def test_log_probs_of_the_prompt():
     sums = np.cumsum([arithmetic.key(token, s, 0) for s, token in enumerate(PROMPT)])
     assert first is None and others == [
         {str(token): {"logprob": -float(total + token), "decoded_token": TOKENIZER.decode([token])}}
-        for total, token in zip(sums, PROMPT[1:])
+        for total, token in zip(sums[:-1], PROMPT[1:], strict=True)
     ]
     assert "prompt_logprobs" not in ask({"prompt": "abc", "max_tokens": 2}).json["choices"][0]
 

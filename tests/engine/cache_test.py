@@ -116,7 +116,7 @@ def test_decode_goes_on_in_the_pages_and_writes_one_place(dtype, unrolled):
                 for x, fresh in ((k, new[1]), (v, new[2]))]
         expected = attention(new[0][row, 0], *(np.swapaxes(x, 0, 1) for x in seen))
         np.testing.assert_allclose(out[row, 0], expected, atol=ATOL[dtype])
-    for x, y in zip(*map(jax.tree.leaves, (before, handed_on(after, unrolled)))):
+    for x, y in zip(*map(jax.tree.leaves, (before, handed_on(after, unrolled))), strict=True):
         if x.ndim == 0:
             continue
         axis = 0 if unrolled else 1
@@ -163,7 +163,7 @@ def test_copies_of_pages(dtype, unrolled):
     copy = jax.jit(lambda kv, sources, targets: kv.copy(sources, targets))
     copied = copy(made, np.array([9, 0, 11]), np.array([8, 0, 6]))
     axis = 0 if unrolled else 1
-    for x, y in zip(*map(jax.tree.leaves, (made, copied))):
+    for x, y in zip(*map(jax.tree.leaves, (made, copied)), strict=True):
         x, y = (np.moveaxis(np.asarray(a), axis, 0) for a in (x, y))
         np.testing.assert_array_equal(y[[8, 6]], x[[9, 11]])
         others = [page for page in range(PAGES) if page not in (8, 6)]
@@ -199,5 +199,5 @@ def test_pages_belong_to_a_part_of_the_batch_and_heads_to_a_part_of_the_mesh():
         for x in jax.tree.leaves(cache.empty(CONFIG, PAGES, SIZE, "int8", unrolled)):
             axes = cache.axes(x)
             assert len(axes) == x.ndim
-            sizes = {name: size for name, size in zip(axes, x.shape) if name}
+            sizes = {name: size for name, size in zip(axes, x.shape, strict=True) if name}
             assert sizes == {"batch": PAGES, "kv_heads": CONFIG.num_kv_heads}

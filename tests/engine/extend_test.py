@@ -43,7 +43,7 @@ def long_sequence(asked, news, givens):
             history.append(token)
             if token in asked.sampling.stop_ids:
                 break
-    return [list(column) for column in zip(*rows)]
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def step_until(scheduler, ids, limit=300):

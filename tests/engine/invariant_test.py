@@ -126,7 +126,7 @@ def scored(learner, trajectories):
     micro = layout.put_batch({name: x[None] for name, x in batch.items()})
     placed = placement.put(params(), layout, CONFIG)
     logp = np.asarray(make_score(learner, False)(placed, micro)["logp"])[0]
-    return [row[mask] for row, mask in zip(logp, batch["mask"])]
+    return [row[mask] for row, mask in zip(logp, batch["mask"], strict=True)]
 
 
 def differing(scores, trajectories):
@@ -228,7 +228,7 @@ def test_log_probs_of_prompts_are_the_learners_on_every_mesh(monkeypatch):
             t, prompt=t.prompt[:-NEW], tokens=t.prompt[-NEW:], temperature=1.0,
             kept=np.full((NEW, KEPT), -1, np.int32),
         ))
-    for found, t in zip(scored(learner("float32"), prompts), one.values()):
+    for found, t in zip(scored(learner("float32"), prompts), one.values(), strict=True):
         np.testing.assert_array_equal(found, t.prompt_logps[-NEW:])
 
 
@@ -371,5 +371,5 @@ def test_fast_numerics_do_differ(dtype):
     count = sum(len(t.tokens) for t in trajectories)
     scores = scored(learner(dtype, numerics="fast"), trajectories)
     assert differing(scores, trajectories) > count / 4
-    gap = max(np.abs(x - comparable(t)).max() for x, t in zip(scores, trajectories))
+    gap = max(np.abs(x - comparable(t)).max() for x, t in zip(scores, trajectories, strict=True))
     assert gap < (1e-4 if dtype == "float32" else 0.5)

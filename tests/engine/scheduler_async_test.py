@@ -134,7 +134,7 @@ def test_records_of_what_runs_are_those_of_an_abort(is_late):
         for _ in range(steps):
             scheduler.step()
         records, aborted = scheduler.records(), scheduler.pause("abort")
-        for one, other in zip(records, aborted):
+        for one, other in zip(records, aborted, strict=True):
             assert (one.stop_reason, one.tokens.tolist()) == (other.stop_reason, other.tokens.tolist())
             seen.add(one.stop_reason)
     assert seen == {"abort", "stop"}

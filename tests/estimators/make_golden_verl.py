@@ -309,7 +309,7 @@ def check_masks(name, family, expected):
             continue
         finally:
             torch.set_default_dtype(torch.float64)
-        cases = zip(expected, result) if isinstance(expected, list) else [(expected, result)]
+        cases = zip(expected, result, strict=True) if isinstance(expected, list) else [(expected, result)]
         for x, y in cases:
             assert_same(x, y, f"{name} {family} {mask_type}")
 

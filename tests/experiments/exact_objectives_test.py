@@ -67,7 +67,7 @@ def test_espo_weighs_tokens_by_the_size_of_their_group():
     expected = np.zeros(logits.shape)
     for n, p in enumerate(problem.probabilities(logits)):
         high = np.argmax(entropy_p[data["row"][n]])
-        for t, (row, token) in enumerate(zip(data["row"][n], data["tokens"][n])):
+        for t, (row, token) in enumerate(zip(data["row"][n], data["tokens"][n], strict=True)):
             score = np.eye(3)[token] - problem.transition(logits)[row]
             expected[row] += p * data["rewards"][n] * score * (1.5 if t == high else 0.75)
     np.testing.assert_allclose(step, expected, rtol=1e-6, atol=1e-9)

@@ -49,7 +49,7 @@ class Case:
         layers = normal(LAYERS * PAGES, 2, HEADS, SIZE, width)
         old = pool.beside(layers[:, 0], layers[:, 1])
         unseen = np.ones((LAYERS, PAGES, SIZE), bool)
-        for index, table in zip(INDEX[:slots], TABLE[:slots]):
+        for index, table in zip(INDEX[:slots], TABLE[:slots], strict=True):
             for i, page in enumerate(table[: index // SIZE + 1]):
                 unseen[LAYER, page] &= np.arange(i * SIZE, (i + 1) * SIZE) >= index
         kv = old.kv.reshape(LAYERS, PAGES, *old.kv.shape[1:])

@@ -104,10 +104,10 @@ class Case:
     def check(self, results, tolerance: float = 2e-5) -> None:
         found, gradients = results
         expected_scores, expected_gradients = self.expected()
-        for ours, theirs in zip(found, expected_scores):
+        for ours, theirs in zip(found, expected_scores, strict=True):
             assert ours.dtype == jnp.float32
             np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=2 * tolerance)
-        for ours, theirs, like in zip(gradients, expected_gradients, (self.x, self.weight)):
+        for ours, theirs, like in zip(gradients, expected_gradients, (self.x, self.weight), strict=True):
             assert ours.dtype == like.dtype
             scale = np.abs(theirs).max()
             np.testing.assert_allclose(

@@ -38,7 +38,7 @@ def test_a_tree_is_the_sum_of_its_parts_trees(count):
         parts *= 2
         sums = [np.asarray(jit(tiles.tree_sum)(p)) for p in np.split(np.asarray(x), parts, -1)]
         while len(sums) > 1:
-            sums = [a + b for a, b in zip(sums[::2], sums[1::2])]
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
         np.testing.assert_array_equal(sums[0], whole)
 
 

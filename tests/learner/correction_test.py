@@ -414,7 +414,7 @@ def test_needs_name_their_method():
 # Every entry of every table at least once, several in one config.
 KINDS = ("objective", "weight", "mask", "advantage", "kl")
 TOGETHER = list(zip(
-    methods.TABLES["objective"], *(itertools.cycle(methods.TABLES[k]) for k in KINDS[1:])
+    methods.TABLES["objective"], *(itertools.cycle(methods.TABLES[k]) for k in KINDS[1:]), strict=False
 ))
 
 
@@ -463,7 +463,7 @@ def test_every_method_is_reachable_from_a_config(names):
 
 
 def test_the_configs_above_hold_every_entry():
-    for kind, column in zip(KINDS, zip(*TOGETHER), strict=True):
+    for kind, column in zip(KINDS, zip(*TOGETHER, strict=True), strict=True):
         assert set(column) == set(methods.TABLES[kind])
     assert set(methods.TABLES) == {*KINDS, "controller"}
 

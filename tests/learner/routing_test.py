@@ -532,7 +532,7 @@ def drawn_key(key):
     trajectories = generated(made, engine, params, requests)
     rewards = np.random.default_rng(0).random(16)
     return [Sample(t, {}, "", 0.0, float(r), i // 4, {}, 0.5)
-            for i, (t, r) in enumerate(zip(trajectories, rewards))]
+            for i, (t, r) in enumerate(zip(trajectories, rewards, strict=True))]
 
 
 def drawn(settings):

@@ -139,7 +139,7 @@ def test_replayed_gates_are_of_the_dense_live_scores(name):
     np.testing.assert_array_equal(recorded.ids, own)  # what the router does on its own
     np.testing.assert_array_equal(gates[~is_given], own_gates[~is_given])
     logits, kind = drawn(name)[0].astype(np.float64), KINDS[name]
-    for where in zip(*np.nonzero(is_given)):
+    for where in zip(*np.nonzero(is_given), strict=True):
         expected = scores_of(logits[where], kind)[ids[where]]
         expected = expected / expected.sum() if kind.normalizes_top_k else expected
         np.testing.assert_allclose(gates[where], expected * kind.scale, rtol=2e-6)
@@ -246,7 +246,7 @@ def test_outputs_are_combined_by_row_in_a_fixed_order():
         np.testing.assert_array_equal(run(outputs[part], gates[part]), whole[part])
     np.testing.assert_allclose(whole, moe.combined(outputs, gates), rtol=1e-5, atol=1e-6)
     pull = lambda f: jax.vjp(f, outputs, gates)[1](jnp.cos(whole))
-    for a, b in zip(pull(moe.combined_by_row), pull(moe.combined)):
+    for a, b in zip(pull(moe.combined_by_row), pull(moe.combined), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
