@@ -38,8 +38,8 @@ def main() -> None:
     line = "{:>8} {:>8} {:>8} {:>8} {:>8}"
     print(line.format("change", "smallest", "median", "largest", "above"))
     for size in SIZES:
-        noise = lambda x: size * random.standard_normal(x.shape).astype(x.dtype)
-        moved = training.adapter.join(base, jax.tree.map(lambda x: x + noise(x), factors))
+        shift = lambda x, size=size: x + size * random.standard_normal(x.shape).astype(x.dtype)
+        moved = training.adapter.join(base, jax.tree.map(shift, factors))
         served = setup.engine.load(moved)
         d = [canary.measured(moved, served, ids)[0] for ids in prompts]
         measured.append(d)

@@ -98,8 +98,8 @@ def main() -> None:
     for sampler, judged in reports(args.prompts).items():
         arguments.say(f"the gate of {sampler}")
         found = [judged(params) for params in states]
-        both = lambda text: " / ".join(map(text, found))
-        columns = [both(lambda r: f"{r['total'][name]:.2g}") for name in MEASURES]
+        both = lambda text, found=found: " / ".join(map(text, found))
+        columns = [both(lambda r, name=name: f"{r['total'][name]:.2g}") for name in MEASURES]
         columns += [both(lambda r: r["largest"]), both(lambda r: f"{decode(r):.2g}")]
         print("|", " | ".join([sampler, *columns]), "|", flush=True)
 

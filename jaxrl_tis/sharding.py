@@ -300,7 +300,7 @@ def _part(shards: dict[Box, jax.Array], wanted: Box, device: jax.Device) -> jax.
         rows = collections.defaultdict(list)
         for start, piece in sorted(pieces.items(), key=lambda found: found[0]):
             rows[(*start[:axis], first, *start[axis + 1 :])].append(piece)
-        join = lambda row: row[0] if len(row) == 1 else jnp.concatenate(row, axis)
+        join = lambda row, axis=axis: row[0] if len(row) == 1 else jnp.concatenate(row, axis)
         pieces = {start: join(row) for start, row in rows.items()}
     [whole] = pieces.values()
     return whole

@@ -239,7 +239,7 @@ def centred_table(lengths: Sequence[int], seeds: Sequence[int], drifts: Sequence
             name: [profile(chain.moments(*EXACT[name]), gradient, batch) for batch in (1, 10_000)]
             for name in ("token", *names)
         }
-        over = lambda name: ", ".join(
+        over = lambda name, outcomes=outcomes: ", ".join(
             f"{own.progress / token.progress:.2f}"
             for own, token in zip(outcomes[name], outcomes["token"], strict=True)
         )

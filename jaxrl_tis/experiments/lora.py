@@ -91,8 +91,9 @@ def table(
     columns = COSTS if is_timed else {n: x for n, x in COSTS.items() if n != SECONDS}
     accuracies, costs = [], []
     for arm, own in by_arm.items():
-        mean = lambda measure, form=".3f": figures.mean([measure(r) for r in own], form)
-        beside = lambda measure: None if arm == FULL else figures.beside(own, by_arm[FULL], measure)
+        mean = lambda measure, form=".3f", own=own: figures.mean([measure(r) for r in own], form)
+        base = None if arm == FULL else by_arm[FULL]
+        beside = lambda measure, own=own, base=base: base and figures.beside(own, base, measure)
         accuracies.append([
             arm, str(len(own)), mean(start), mean(end), figures.interval(beside(end)),
             mean(figures.gain, "+.3f"), figures.interval(beside(figures.gain)),

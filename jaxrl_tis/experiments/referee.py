@@ -248,13 +248,15 @@ def gradient_measures(lines: Sequence[Mapping]) -> dict[str, tuple[str, str, str
     for line in lines:
         total = sums.setdefault(line["arm"].rpartition("/")[2], collections.Counter())
         total.update({n: line[n] for n in ("true2", "own2", "dot", "bias2", "variance")})
-    out = {}
+    out, root = {}, lambda x: float(np.sqrt(max(x, 0.0)))
     for name, s in sums.items():
-        root = lambda x: float(np.sqrt(max(x, 0.0)))
         norms = root(s["own2"]) * root(s["true2"])
         cosine = f"{s['dot'] / norms:.3f}" if norms else "–"
-        relative = lambda x: f"{root(x) / root(s['true2']):.2f}" if s["true2"] > 0 else "–"
-        out[name] = relative(s["bias2"]), cosine, relative(s["variance"])
+        bias, spread = (
+            f"{root(s[x]) / root(s['true2']):.2f}" if s["true2"] > 0 else "–"
+            for x in ("bias2", "variance")
+        )
+        out[name] = bias, cosine, spread
     return out
 
 

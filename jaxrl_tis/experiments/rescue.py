@@ -82,7 +82,7 @@ def table(runs: Sequence[Run]) -> str:
     for arm, own in by_arm.items():
         base = by_arm.get(UNCORRECTED.get(arm, "none"))
         gain, other = _gain(own), figures.beside(own, base) if base else None
-        end = lambda name: figures.mean([records.at_end(r, name) for r in own])
+        end = lambda name, own=own: figures.mean([records.at_end(r, name) for r in own])
         k1 = "–" if arm in BYPASS else f"{np.mean([negative_share(r) for r in own]):.2f}"
         lines.append([
             arm, str(len(own)), figures.interval(gain), figures.interval(other),

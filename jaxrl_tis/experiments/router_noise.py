@@ -122,7 +122,7 @@ def after_updates(seeds: Sequence[int]) -> dict[tuple[float, float], dict[str, n
                     old, expert_policy.moved(old, drift, seed), size, change_lde[None],
                     NOISES["router"], WEIGHTS,
                 )
-                share = lambda x: np.linalg.norm(x) / np.linalg.norm(truth)
+                share = lambda x, truth=truth: np.linalg.norm(x) / np.linalg.norm(truth)
                 by_seed.append({f"{r}, {w}": share(bias[r][w]) for r in bias for w in WEIGHTS})
             found[delta, drift] = {arm: np.array([x[arm] for x in by_seed]) for arm in by_seed[0]}
     return found

@@ -61,7 +61,8 @@ def bounds(runs: Sequence[Run]) -> list[list[str]]:
         own = records.by_arm([r for r in runs if parts(r.arm)[0] == name])
         arms = sorted(own, key=lambda arm: parts(arm)[1])
         improves = {arm: intervals.of_mean([figures.gain(r) for r in own[arm]])[1] > 0 for arm in arms}
-        described = lambda arm: f"{parts(arm)[1]:g}, " + figures.mean([ess_of(r) for r in own[arm]])
+        ess = {arm: figures.mean([ess_of(r) for r in own[arm]]) for arm in arms}
+        described = lambda arm, ess=ess: f"{parts(arm)[1]:g}, {ess[arm]}"
         good, bad = ([arm for arm in arms if improves[arm] == wanted] for wanted in (True, False))
         every = [r for some in own.values() for r in some]
         lines.append([

@@ -268,10 +268,10 @@ class Trainer:
             for minibatch, index in minibatches(
                 rows, train.minibatches, train.microbatch_rows, seed
             ):
-                yield minibatch, {}, lambda x: back(index, fetch(x).reshape(-1, shape[1]))
+                yield minibatch, {}, lambda x, i=index: back(i, fetch(x).reshape(-1, shape[1]))
             return
         for minibatch, index, packing in packed_minibatches(rows, packer, train.minibatches, seed):
-            unpacked = lambda x: back(index, packing.unpack(fetch(x), shape[1]))
+            unpacked = lambda x, i=index, p=packing: back(i, p.unpack(fetch(x), shape[1]))
             yield minibatch, packing.metrics(packer.shards), unpacked
 
     def with_prepared(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:

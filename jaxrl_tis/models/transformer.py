@@ -404,7 +404,7 @@ def unstack(params: Params, config: ModelConfig) -> Params:
     layers = {}
     for name, indices in config.stacks.items():
         for i, index in enumerate(indices):
-            layers[index] = jax.tree.map(lambda x: x[i], params[name])
+            layers[index] = jax.tree.map(lambda x, i=i: x[i], params[name])
     outer = {name: x for name, x in params.items() if name not in config.stacks}
     return {**outer, "layers": tuple(layers[i] for i in range(config.num_layers))}
 

@@ -93,10 +93,11 @@ def random_dump(rng) -> list[dict]:
         mask[3:5] = rng.integers(2)
         mask[:] *= rng.random() > 0.05
         first = mask.argmax() if mask.any() else 0
-        of_side = lambda: np.where(rng.random((n - 1, num_layers, 1)) < flips, choose(n - 1),
-                                   of_word[words[:-1]])
+        of_side = lambda n=n, words=words: np.where(
+            rng.random((n - 1, num_layers, 1)) < flips, choose(n - 1), of_word[words[:-1]])
         last = int(rng.integers(3))
-        ended = lambda rows: np.concatenate([rows, *([rows[-1:] * (last - 1)] if last else [])])
+        ended = lambda rows, last=last: np.concatenate(
+            [rows, *([rows[-1:] * (last - 1)] if last else [])])
         lines.append({
             "logp_behav": logp.tolist(), "logp_old": logp.tolist(), "mask": mask.tolist(),
             "prompt_tokens": prompt + int(first), "routes_behav": ended(of_side()).tolist(),

@@ -70,9 +70,10 @@ def written(dtype, unrolled):
     q, k, v = normal(2, 12, 4, 8), normal(2, 12, 2, 8), normal(2, 12, 2, 8)
     out, state = np.zeros((2, 12, 4, 8)), pool(dtype, unrolled)
     for start, counts in ((0, [8, 6]), (8, [2, 0])):
-        chunk = lambda x: np.pad(x, ((0, 0), (0, 8), (0, 0), (0, 0)))[:, start : start + 8]
+        chunks = [
+            np.pad(x, ((0, 0), (0, 8), (0, 0), (0, 0)))[:, start : start + 8] for x in (q, k, v)]
         part, after = fill(
-            chunk(q), chunk(k), chunk(v), state, np.full(2, start), np.array(counts), TABLE)
+            *chunks, state, np.full(2, start), np.array(counts), TABLE)
         for row, count in enumerate(counts):
             out[row, start : start + count] = part[row, :count]
         state = handed_on(after, unrolled)
@@ -85,12 +86,12 @@ def test_chunks_of_a_prompt_attend_to_all_before_them(dtype, unrolled):
     q, k, v, out, _ = written(dtype, unrolled)
     for row, length in enumerate(LENGTHS):
         for t in range(length):
-            seen = lambda x: np.swapaxes(x[row, : t + 1], 0, 1)
+            seen = lambda x, row=row, t=t: np.swapaxes(x[row, : t + 1], 0, 1)
             expected = attention(q[row, t], seen(k), seen(v))
             np.testing.assert_allclose(out[row, t], expected, atol=ATOL[dtype])
             # Another answer without the token itself.
             if t:
-                seen = lambda x: np.swapaxes(x[row, :t], 0, 1)
+                seen = lambda x, row=row, t=t: np.swapaxes(x[row, :t], 0, 1)
                 other = attention(q[row, t], seen(k), seen(v))
                 assert np.abs(other - expected).max() > ATOL[dtype]
 

@@ -204,7 +204,7 @@ def test_pages_that_the_same_call_writes_change_no_bit():
         found[keeps_pages] = {}
         with pytest.MonkeyPatch.context() as patch:
             plain = sampler.prefill
-            counted = lambda *args: calls.append(len(args[-1])) or plain(*args)
+            counted = lambda *args, plain=plain: calls.append(len(args[-1])) or plain(*args)
             patch.setattr(sampler, "prefill", counted)
             while scheduler.pending:
                 found[keeps_pages] |= {t.id: t for t in scheduler.step()}

@@ -52,7 +52,7 @@ def test_the_gradient_of_an_arm_is_that_of_its_loss():
         one = lambda batch, factor: jnp.sum(
             scoring.response_logprobs(params, setup.training.learner, batch) * factor
         )
-        parts = [one(jax.tree.map(lambda x: x[i], micro), factor[i]) for i in range(len(factor))]
+        parts = [one(jax.tree.map(lambda x, i=i: x[i], micro), factor[i]) for i in range(len(factor))]
         return -sum(parts)
 
     expected = np.asarray(ravel_pytree(jax.grad(loss)(params))[0])

@@ -208,7 +208,7 @@ def drawn(**changes):
     with tiny.one_device():
         trainer = Trainer(setup.training)
     first = initial_params(setup.training)
-    policies = [jax.tree.map(lambda x: x * (1 + 0.4 * v), first) for v in range(3)]
+    policies = [jax.tree.map(lambda x, v=v: x * (1 + 0.4 * v), first) for v in range(3)]
     kept = trainer.weight_snapshots()
     size = snapshots.num_bytes(first)
     scoring = ReplicaSnapshots(size, size, trainer.log_probs, 16)

@@ -152,7 +152,7 @@ def gradient_is_of_the_fixed_choice(gates_of):
         ids = drifted(name)[0][:1, :6].astype(np.int32)
         c = np.random.default_rng(2).normal(size=ids.shape)
 
-        def fixed(flat):
+        def fixed(flat, logits=logits, kind=kind, ids=ids, c=c):
             total = 0.0
             for where in np.ndindex(ids.shape[:2]):
                 gates = scores_of(flat.reshape(logits.shape)[where], kind)[ids[where]]
@@ -165,7 +165,8 @@ def gradient_is_of_the_fixed_choice(gates_of):
             (fixed(flat + step * unit) - fixed(flat - step * unit)) / (2 * step)
             for unit in np.eye(len(flat))
         ])
-        total = lambda x: jnp.sum(c * gates_of(moe.scores(x, kind), ids, kind))
+        total = lambda x, c=c, kind=kind, ids=ids: jnp.sum(
+            c * gates_of(moe.scores(x, kind), ids, kind))
         gradient = np.asarray(jax.grad(total)(jnp.asarray(logits))).ravel()
         assert np.abs(expected).max() > 0.01
         np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=2e-6)
