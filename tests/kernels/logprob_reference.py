@@ -11,6 +11,8 @@ from jaxrl_tis.kernels import logprob
 from jaxrl_tis.kernels.head import Head
 from jaxrl_tis.kernels.logprob_chunked import ELSEWHERE, Kept
 
+WHOLE = logprob.Cut()
+
 
 @dataclasses.dataclass
 class Case:
@@ -123,7 +125,7 @@ def scored(chunk: int = 1000, **options):
     )
 
 
-def scored_by(body: str, cut: logprob.Cut = logprob.Cut(), chunk: int = 1000):
+def scored_by(body: str, cut: logprob.Cut = WHOLE, chunk: int = 1000):
     """The same by a given body, whatever the platform."""
 
     def score(head, x, targets, temperature, others, kept):

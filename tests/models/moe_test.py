@@ -25,6 +25,7 @@ KINDS = {
     "groups": MoeConfig(12, 3, 12, "sigmoid", num_groups=4, top_groups=2, scale=1.5),
     "softmax groups": MoeConfig(12, 3, 12, num_groups=3, top_groups=1),
 }
+ROUTES = moe.Asked(routes=True)
 NO_BIAS = {name for name, kind in KINDS.items() if kind.score == "softmax"}
 
 
@@ -60,7 +61,7 @@ def drawn(name, b=4, t=25):
     return logits, bias
 
 
-def routed(name, replay=None, asked=moe.Asked(routes=True), is_token=None):
+def routed(name, replay=None, asked=ROUTES, is_token=None):
     logits, bias = drawn(name)
     call = jax.jit(lambda *a: moe.route(*a[:2], KINDS[name], a[2], asked, a[3]))
     return call(logits, bias, replay, is_token)

@@ -35,8 +35,8 @@ class Chat(CharTokenizer):
         return ["+".join(self.digits[m["role"]] + m["content"] for m in c) for c in conversations]
 
 
-def prompter(own=CharTokenizer(ALPHABET), **changes):
-    return Prompter(own, task(**changes))
+def prompter(own=None, **changes):
+    return Prompter(own or CharTokenizer(ALPHABET), task(**changes))
 
 
 def lacks(rewards, environment="", harness=""):

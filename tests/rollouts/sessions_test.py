@@ -93,8 +93,8 @@ class Client:
         self.asked += 1
         return call
 
-    def reply(self, reward=1.0, metrics={}, calls=None, error="", is_lost=False):
-        self._process.on_reply(Reply(self.live.key, reward, metrics, calls, error, is_lost))
+    def reply(self, reward=1.0, metrics=None, calls=None, error="", is_lost=False):
+        self._process.on_reply(Reply(self.live.key, reward, metrics or {}, calls, error, is_lost))
 
 
 def request(number=0, **changes):
