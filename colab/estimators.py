@@ -53,7 +53,7 @@ def call(kind, name, *arrays, **fields):
     """Calls an entry of a table with its batch fields and required parameters."""
     fields = loss.needed(kind, name, FIELDS | fields)
     values = methods.example(kind, name)
-    chosen = {key: CHOSEN[key] if key in CHOSEN else value for key, value in values.items()}
+    chosen = {key: CHOSEN.get(key, value) for key, value in values.items()}
     return methods.function(kind, name)(*arrays, **fields, **chosen)
 
 

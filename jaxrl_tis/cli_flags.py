@@ -205,7 +205,7 @@ def adapt(config: ml_collections.ConfigDict, given: Mapping[str, str]) -> None:
     Raises:
       flags.Error: a field does not exist; it names the nearest one.
     """
-    task = given["task.name"] if "task.name" in given else config.task.name
+    task = given.get("task.name", config.task.name)
     if task != config.task.name:
         for field in OF_TASK:
             section = field.partition(".")[0]

@@ -595,6 +595,6 @@ def run(
                 # Save
                 if step % config.checkpoint.every == 0 or step == config.steps:
                     r.save()
-                reward = values["reward/mean"] if "reward/mean" in values else math.nan
+                reward = values.get("reward/mean", math.nan)
                 progress.update(1, reward=reward, dp_max=values["training/rollout_probs_diff_max"])
     return r.last_eval

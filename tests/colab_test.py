@@ -97,7 +97,7 @@ def check_objectives(figure):
     # n / (K size); gamma / (1 + gamma)^2; n times the response's loss; that loss on each token.
     other = {"espo": 8 / 12, "fusion_shaped": 0.1 / 1.1**2, "luspo": 8.0, "seq_ppo": 8.0}
     for name, (good, bad) in drawn.items():
-        start = other[name] if name in other else 1.0
+        start = other.get(name, 1.0)
         np.testing.assert_allclose([at(good, 0), at(bad, 0)], [start, -start], rtol=1e-5,
                                    err_msg=name)
     after_one_nat = {"ppo": (0, -E), "dual_clip": (0, -E), "cispo": (1.2, -1.2), "topr": (1, -1),

@@ -300,7 +300,7 @@ def rows_of(setup, leading, names):
     kinds = {"tokens": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32,
              "mask": jnp.bool_, "version": jnp.int32}
     fields = {
-        n: jax.ShapeDtypeStruct((*leading, t), kinds[n] if n in kinds else jnp.float32)
+        n: jax.ShapeDtypeStruct((*leading, t), kinds.get(n, jnp.float32))
         for n in names
     }
     return fields

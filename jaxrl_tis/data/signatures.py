@@ -389,7 +389,7 @@ def reading(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         number = _number(value)
         return {"bad": _named(value)} if number is None else {"parts": {"reward": number}}
-    score = value["score"] if "score" in value else None
+    score = value.get("score")
     if score is not None and _number(score) is None:
         return {"bad": f"{_named(score)} as the score"}
     parts = {confined.printable(str(n)): x if x is None else _number(x) for n, x in value.items()

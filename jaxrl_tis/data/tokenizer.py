@@ -87,7 +87,7 @@ def _marked(messages: Sequence[dict]) -> list[dict]:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    return message["content"] if "content" in message else ""
+    return message.get("content", "")
 
 
 def _cut(text: str, last: Mapping[str, Any]) -> str | ValueError:

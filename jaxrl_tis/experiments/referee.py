@@ -226,7 +226,7 @@ def part_table(arms: Mapping[str, Sequence[Run]], gradients: Sequence[Mapping]) 
     to_none, to_exact = beside(gains, NONE), beside(gains, EXACT)
     half, lines = beside(gains_of(arms, HALF), NONE), []
     for name in filter(arms.__contains__, ORDER):
-        measures = found[name] if name in found else ("–",) * 3
+        measures = found.get(name, ("–",) * 3)
         lines.append([
             name, figures.mean(list(gains[name].values()), "+.3f"),
             figures.interval(to_none[name]) if name in to_none else "–",

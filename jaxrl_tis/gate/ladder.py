@@ -206,7 +206,7 @@ def _with_served_factors(setup: Setup, params: Any, served: Any) -> tuple[Any, b
 
 def _stacked(factors: Any, model: ModelConfig) -> Any:
     """Returns served factors with stacked layers, see `transformer.unstack`."""
-    layers = factors["layers"] if "layers" in factors else {}
+    layers = factors.get("layers", {})
     if not isinstance(layers, tuple):
         return factors
     stack = jax.jit(lambda *of_layers: jax.tree.map(lambda *x: jnp.stack(x), *of_layers))

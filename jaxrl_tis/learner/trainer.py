@@ -278,7 +278,7 @@ class Trainer:
         """Returns the rows with the results of `prepare`, and stores their weights in `weights`. The
         field "scored" is their mask before any token was rejected."""
         rows = rows | {"scored": rows["mask"]} | {name: np.asarray(value) for name, value in prepared.items()}
-        self.weights = rows["weights"] if "weights" in rows else None
+        self.weights = rows.get("weights")
         return rows
 
     def update(self, state: dict[str, Any], rows: Rows, step: int, version: int):
@@ -287,7 +287,7 @@ class Trainer:
         state is donated. A minibatch without a trainable token is skipped."""
         config, count = self.setup.config, len(rows["mask"])
         rows = rows | update_fields(count, version, step, config.seed)
-        controllers = state["controllers"] if "controllers" in state else {}
+        controllers = state.get("controllers", {})
         controllers, settings = self._begin(controllers, rows)
         rows |= control.fields(settings, count)
         is_scored = bool(self.setup.recompute_reason)
@@ -339,7 +339,7 @@ class Trainer:
     def probe(self, state: dict[str, Any], rows: Rows, step: int) -> "Probe":
         """Makes the passes of a step's diagnostics at the weights before its update."""
         is_due = step % self.setup.config.metrics.diagnostics_every == 0
-        collisions, routing = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None, None
+        collisions, routing = rows.get("sum_pi_squared"), None
         if is_due and collisions is None:
             collisions = self._passes(rows)(self._collisions, policy_of(self.setup, state))
         if is_due and self.setup.model.moe is not None:

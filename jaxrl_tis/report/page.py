@@ -89,7 +89,7 @@ def changed(run: Run) -> str:
     items = "".join(
         f"<li>after step {change['step']}: {html.escape(name)} "
         f"{html.escape(json.dumps(old))} → {html.escape(json.dumps(new))}</li>"
-        for change in (run.config["changes"] if "changes" in run.config else [])
+        for change in run.config.get("changes", [])
         for name, (old, new) in change["fields"].items()
     )
     return f"<p>{html.escape(run.label)} was resumed with changes:</p><ul>{items}</ul>" if items else ""

@@ -122,7 +122,7 @@ def test_calls_of_an_async_function_run_at_once_and_each_has_its_time(score):
     texts = ["ok", "hangs", "raises", *["ok"] * 13]
     found = score(judge, texts, workers=8, timeout=2.0, raw=True)
     assert 1 < max(at_once) <= 8
-    assert [o["fault"] if "fault" in o else "" for o in found] == [
+    assert [o.get("fault", "") for o in found] == [
         "", "timeouts", "errors", *[""] * 13]
     assert found[1]["error"] == "TimeoutError: no result within 2 s"
 
@@ -333,7 +333,7 @@ def score(module):
             found = [outcome for item in items for outcome in call([item])]
         if raw:
             return found
-        parts = [o["value"]["parts"] if "parts" in o["value"] else {"reward": None} for o in found]
+        parts = [o["value"].get("parts", {"reward": None}) for o in found]
         return [p["reward"] if list(p) == ["reward"] else p for p in parts]
 
     return score

@@ -49,7 +49,7 @@ def expected_step(problem, name, aggregation):
 def test_on_policy_the_expected_step_is_the_true_gradient(name):
     logits = exact.random_logits(3, 3, np.random.default_rng(0))
     problem = exact.Problem(logits, logits, reward, 3, stop=2, tool=(1,))
-    factor = FACTORS[name] if name in FACTORS else 1.0
+    factor = FACTORS.get(name, 1.0)
     is_of_sequence = name in ("oapl", "seq_ppo", "luspo")  # the sequence's loss on each of its tokens
     aggregation = "seq-mean-token-mean" if is_of_sequence else "seq-mean-token-sum"
     step = expected_step(problem, name, aggregation)
