@@ -84,7 +84,7 @@ def panels(count, columns, width, height, **shared):
 
 # %% weights
 def weight(name, log_ratio):
-    of_engine = {name: LOGP_OLD for name in ("logp", "logp_prox", "logp_old")}
+    of_engine = dict.fromkeys(("logp", "logp_prox", "logp_old"), LOGP_OLD)
     of_engine["logp_behav"] = LOGP_OLD - log_ratio * ones
     return call("weight", name, log_ratio * ones, MASK, **of_engine)[0, -1]
 

@@ -68,9 +68,9 @@ LOG = pathlib.Path(WORKDIR + ".log")
 def draw():
     records = metrics.read(WORKDIR)
     figure, axes = plt.subplots(1, 3, figsize=(11, 2.6), layout="constrained")
-    for ax, (title, (phase, name)) in zip(axes, SHOWN.items()):
+    for ax, (title, (phase, name)) in zip(axes, SHOWN.items(), strict=True):
         points = [(r["step"], r[name]) for r in records if r["phase"] == phase and name in r]
-        ax.plot(*zip(*points) if points else ([], []), ".-", color=plots.COLORS[0])
+        ax.plot(*zip(*points, strict=True) if points else ([], []), ".-", color=plots.COLORS[0])
         ax.set(title=title, xlabel="step", xlim=(0, SETTINGS["steps"]))
     return figure
 

@@ -10,7 +10,7 @@ once, with the seed that it, the command line or the config sets.
 Examples:
 
     python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --seeds=0,1,2
-    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --jobs=2     # two at a time, each on half of the cores
+    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --jobs=2     # two at a time, each on half the cores
     python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --dry_run    # the commands, one a line
     python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --launch=tpu_vm  # commands that launch them
 """

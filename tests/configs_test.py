@@ -299,11 +299,10 @@ def rows_of(setup, leading, names):
     t = setup.training.row_length
     kinds = {"tokens": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32,
              "mask": jnp.bool_, "version": jnp.int32}
-    fields = {
+    return {
         n: jax.ShapeDtypeStruct((*leading, t), kinds.get(n, jnp.float32))
         for n in names
     }
-    return fields
 
 
 ROWS = ("tokens", "positions", "segment_ids", "mask", "sampled", "logp_behav", "version",

@@ -197,8 +197,8 @@ def run(folder: pathlib.Path, command: Command, way: ways.Way, made: str = "") -
     make(folder, [word for word in [*words, way.feed] if not made or made not in word])
     shutil.rmtree(folder / "new", ignore_errors=True)
     (folder / "new").mkdir()
-    feed = open(folder / way.feed) if way.feed else subprocess.DEVNULL
-    with tempfile.TemporaryFile("w+") as log:
+    fed = folder / way.feed if way.feed else os.devnull
+    with open(fed) as feed, tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             words, cwd=folder, env=environment(folder, Command(variables, command.words)), stdin=feed,
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,

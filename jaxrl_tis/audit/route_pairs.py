@@ -108,7 +108,8 @@ def compare(sampler: Any, learner: Any, layout: Any) -> Comparison:
     level = float(np.median(agreement[known])) if known.any() else 0.0
     unrelated = _unrelated(sampler, learner)
     return Comparison(
-        shared=experts, is_compared=is_compared, agreement=np.where(known, agreement, level), shifts=shifts, shift=shift,
+        shared=experts, is_compared=is_compared, agreement=np.where(known, agreement, level),
+        shifts=shifts, shift=shift,
         half=(level + unrelated) / 2, is_clear=level - unrelated > CLEAR, level=level,
         unrelated=unrelated, by_shift=agree,
     )

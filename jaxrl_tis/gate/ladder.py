@@ -192,7 +192,7 @@ def _with_norms(params: Any, dtype: str) -> Any:
 def _with_served_factors(setup: Setup, params: Any, served: Any) -> tuple[Any, bool]:
     """Returns (the learner's base with the factors of serving parameters, or the base alone if those
     have none; whether these are the learner's own factors, bit by bit)."""
-    (factors, base), (theirs, is_adapted) = lora.split(params), lora.split(served)
+    (_, base), (theirs, is_adapted) = lora.split(params), lora.split(served)
     if base is None:
         return params, True
     if is_adapted is None:

@@ -123,7 +123,7 @@ def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
     return ref.at[(*lead, *index)]
 
 
-def _kernel(
+def _kernel(  # noqa: C901 (one body, whose parts share its references)
     layer_ref, index_ref, page_ref, table_ref, *refs, softmax_scale, parts, columns, has_first
 ):
     """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values)

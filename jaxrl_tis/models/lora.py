@@ -141,7 +141,6 @@ class Recipe:
 
 def none() -> None:
     """Trains all weights."""
-    return None
 
 
 def lora(*, rank=32, alpha=32, targets="all") -> Recipe:

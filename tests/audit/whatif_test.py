@@ -119,8 +119,8 @@ def tables(tmp_path_factory):
     """(lines, {layout: table}) of one dump, a row for each sequence and rows that are shared."""
     folder, lines, found = tmp_path_factory.mktemp("dump"), dumps.records(seed=1), {}
     # Two gaps that cancel in a sum over the sequence, and one that is beyond the veto's bounds.
-    for line, token, gap in ((4, 0, 1.6), (4, 2, -1.5), (5, 0, 5.0)):
-        lines[line]["logp_behav"][token] = lines[line]["logp_old"][token] - gap
+    for line, token, size in ((4, 0, 1.6), (4, 2, -1.5), (5, 0, 5.0)):
+        lines[line]["logp_behav"][token] = lines[line]["logp_old"][token] - size
     for layout, most in (("alone", 10), ("shared", 0)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packing, "MOST_PADDED", most)

@@ -514,8 +514,9 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_standard_input(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", open(verl(tmp_path, {KL: 0.06})))
-    main(["-"])
+    with open(verl(tmp_path, {KL: 0.06})) as log:
+        monkeypatch.setattr("sys.stdin", log)
+        main(["-"])
     assert "- (JSONL; steps 101-120 of 1-120): A" in capsys.readouterr().out
 
 

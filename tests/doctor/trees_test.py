@@ -579,5 +579,5 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
     read |= {asynchrony.ENGINE_GAP, asynchrony.STALENESS_GAP, asynchrony.MEAN_LAG}
     read = {name for name in read if not name.startswith("async/")}  # see asynchrony_test
     found = jax.eval_shape(measured)
-    found |= attribution.shares({name: 1.0 for name in found})
+    found |= attribution.shares(dict.fromkeys(found, 1.0))
     assert read <= set(found)

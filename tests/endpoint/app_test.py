@@ -300,7 +300,7 @@ def test_a_stop_string_before_min_tokens_is_text():
     early, late = text[2:4], text[12:15]
     body = {"prompt": "abc", "seed": SEED, "stop": [early, late], "ignore_eos": True}
     body |= {"min_tokens": 6}
-    end = min(i for i in map(lambda stop: text.find(stop, 7 - len(stop)), (early, late)) if i > 0)
+    end = min(i for stop in (early, late) if (i := text.find(stop, 7 - len(stop))) > 0)
     assert end > 4
     assert ask(body).json["choices"][0]["text"] == text[:end]
     assert joined(ask(body | {"stream": True}).events, "text")[0] == {0: text[:end]}

@@ -338,8 +338,8 @@ def tiny_programs(numerics):
     learner = Learner(TINY, transformer.Program(numerics=numerics), 4, 4)
     shapes = transformer.abstract_params(TINY)
     floats = "logp_old", "logp_behav", "logp_prox", "adv", "weights", "temperature"
-    kinds = {name: np.float32 for name in floats} | {"mask": bool}
-    kinds |= {name: np.int32 for name in ("tokens", "positions", "segment_ids")}
+    kinds = dict.fromkeys(floats, np.float32) | {"mask": bool}
+    kinds |= dict.fromkeys(("tokens", "positions", "segment_ids"), np.int32)
     rows = {name: np.zeros((1, 1, 8), kind) for name, kind in kinds.items()}
     chosen, sgd = correction.parse(default.get_config().correction), optax.sgd(1.0)
     state = TrainState(shapes, jax.eval_shape(sgd.init, shapes))

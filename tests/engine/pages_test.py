@@ -97,7 +97,7 @@ def test_random_holders_lose_no_page_and_find_what_was_written():
     """Holders take tokens' pages, found or fresh, write what they hold, and go."""
     for seed in range(30):
         rng = random.Random(seed)
-        pages, holders, written, hits, forgotten = Pages(rng.randint(5, 20)), [], {}, 0, 0
+        pages, holders, written, hits = Pages(rng.randint(5, 20)), [], {}, 0
         total = pages.free
         for _ in range(400):
             if rng.random() < 0.02:

@@ -184,7 +184,7 @@ def test_an_engine_that_records_no_routes_has_the_programs_of_one_that_cannot(na
 
 def outputs(engine, name):
     fn, args = engine.programs()[name]
-    return [x for x in jax.tree.leaves(jax.eval_shape(fn, *args)[1])]
+    return jax.tree.leaves(jax.eval_shape(fn, *args)[1])
 
 
 @pytest.mark.parametrize("model", ["dense", "softmax"])

@@ -384,7 +384,7 @@ def test_a_sampled_mark_begins_the_next_message(observation, end, text, is_other
 
 def test_a_template_that_writes_an_end_replaces_nothing():
     for name in ENDS.keys() - {"glm4.5"}:
-        end, ends = mark(ENDS[name]), [mark(ENDS[name]), mark("<|endoftext|>")]
+        ends = [mark(ENDS[name]), mark("<|endoftext|>")]
         assert not any(suffixes(name).replaces(x, e, ends) for x in ("4", TOOL) for e in (*ends, None))
     assert not Suffixes(CharTokenizer("12="), chat=False).replaces("1", 3, [3])
 

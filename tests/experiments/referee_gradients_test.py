@@ -69,5 +69,5 @@ def test_the_lines_of_a_seed(monkeypatch, tmp_path):
     monkeypatch.setattr(referee_gradients, "CHECKPOINTS", (4, 5))
     monkeypatch.setattr(referee_gradients, "BATCHES", 2)
     referee_gradients.measure_part("stale/short", [0], tmp_path)
-    lines = [l for l in referee_gradients.path_of(tmp_path, "stale/short").read_text().splitlines()]
+    lines = referee_gradients.path_of(tmp_path, "stale/short").read_text().splitlines()
     assert len(lines) == 3 * 2

@@ -704,9 +704,9 @@ def test_a_frozen_bias_keeps_every_bit(routing):
     params = params | {"layers": params["layers"] | {"router_bias": jnp.asarray(bias)}}
     state = initial_state(made.training, params)
     before = jax.device_get(params)
-    for step in (1, 2):
+    for number in (1, 2):
         rows = score(settings, samples_with_routes(), state)
-        state, *_ = trainer_of(settings).update(state, rows, step, step - 1)
+        state, *_ = trainer_of(settings).update(state, rows, number, number - 1)
     after = jax.device_get(state["policy"].params)
     assert after["layers"]["router_bias"].tobytes() == bias.tobytes()
     assert np.abs(after["layers"]["router"] - before["layers"]["router"]).max() > 1e-3

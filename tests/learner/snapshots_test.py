@@ -403,7 +403,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
     assert len(steps) == 5  # 2 epochs of 2 minibatches
     decays = 0.5 ** np.arange(4, -1, -1)
     expected = jax.tree.map(lambda *p: np.average(np.stack(p), axis=0, weights=decays), *steps)
-    for mean, x, p in zip(*map(jax.tree.leaves, (state["ewma"].mean, expected, steps[-1])), strict=True):
+    for mean, x in zip(*map(jax.tree.leaves, (state["ewma"].mean, expected)), strict=True):
         np.testing.assert_allclose(mean, x, rtol=1e-5, atol=1e-7)
     assert not np.allclose(state["ewma"].mean["embed"], steps[-1]["embed"], rtol=1e-5)
     rows = trainer.score(state, samples, snapshots.NewestSnapshots())

@@ -546,7 +546,7 @@ MUTANTS = [
     ),
     *of(
         "doctor/console.py",
-        ("a line of a text begins a dict", 'block.parts or line.lstrip().startswith("{")', "True",
+        ("a line of a text begins a dict", 'self.parts or line.lstrip().startswith("{")', "True",
          "doctor/console_test.py::test_a_text_that_looks_like_the_head_of_a_dict_takes_no_line"),
         ("a value that is being written is read", "lines[-1] = lines[-1].rpartition", "lines[-1].rpartition"),
         ("rows that are printed again are new steps", "if before and epoch < before[-1]:", "if False:"),

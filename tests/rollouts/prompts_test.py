@@ -365,7 +365,7 @@ def test_a_torn_file_does_no_harm(cache, tmp_path, damage):
     path.write_bytes(damage(path.read_bytes()))
     assert encoded(source) == (4, first)
     assert encoded(source) == (0, first)
-    assert [p for p in cache.iterdir()] == [path]
+    assert list(cache.iterdir()) == [path]
 
 
 def test_a_cache_that_cannot_be_written_costs_time_alone(cache, tmp_path):
