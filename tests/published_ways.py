@@ -171,6 +171,7 @@ WAYS: dict[str, Way] = {
     r"(JOBS=\d )?\./launch/figures\.sh": Way("--smoke"),
     r"\./launch/jetstream\.sh": help_for("installs 3 GB into an environment of its own"),
     r"(\w+=\S+ )*\./launch/on_(ray|vm)\.sh": help_for("runs on the hosts of a cluster"),
+    r"\./launch/lint\.sh": Way(),
     r"\./launch/quickstart\.sh": Way(RUN),
     r"\./launch/smollm2\.sh": help_for("downloads a model"),
     r"(OPTIMIZED=1 )?\./launch/test\.sh": Way("tests/choices_test.py"),
