@@ -160,7 +160,7 @@ def row(report: Mapping[str, Any]) -> str:
     """Returns the Markdown row of a report, with the columns COLUMNS."""
     parts = report["parts"]
     results = {name: parts[name]["result"] for name in parts if parts[name]["is_ok"]}
-    shown = {name: "failed" for name in COLUMNS}
+    shown = dict.fromkeys(COLUMNS, "failed")
     shown["machine"] = f"{name_of(report)}, {report['date']}"
     if found := results.get("device"):
         shown["sizes"] = f"`{found['sizes']}`"

@@ -164,7 +164,7 @@ def train(schedule: str, steps: int, driver: str, most: int = MOST) -> dict[str,
     source, old = source_of(setup, timer), trainer.weight_snapshots()
     if not setup.schedule.is_sync:
         source.driver = timed = Timed(source.driver)
-    tokens, waited, drew, metrics = 0, 0.0, 0.0, []
+    tokens, waited, metrics = 0, 0.0, []
     for step in range(1, WARM + steps + 1):
         if step == WARM + 1:
             start, tokens, waited = time.monotonic(), 0, 0.0

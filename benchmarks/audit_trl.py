@@ -56,7 +56,7 @@ def sample(prompts: list[str], trainer: GRPOTrainer) -> dict[str, list]:
     drawn, logps = torch.cat(drawn, 1), torch.cat(logps, 1)
     is_end = (drawn == END).int()
     lengths = torch.where(is_end.any(1), is_end.argmax(1) + 1, NEW_TOKENS).tolist()
-    cut = lambda x: [row[:n] for row, n in zip(x.tolist(), lengths)]
+    cut = lambda x: [row[:n] for row, n in zip(x.tolist(), lengths, strict=True)]
     return {"prompt_ids": prompt_ids, "completion_ids": cut(drawn), "logprobs": cut(logps)}
 
 

@@ -38,14 +38,14 @@ def main() -> None:
     line = "{:>8} {:>8} {:>8} {:>8} {:>8}"
     print(line.format("change", "smallest", "median", "largest", "above"))
     for size in SIZES:
-        noise = lambda x: size * random.standard_normal(x.shape).astype(x.dtype)
-        moved = training.adapter.join(base, jax.tree.map(lambda x: x + noise(x), factors))
+        shift = lambda x, size=size: x + size * random.standard_normal(x.shape).astype(x.dtype)
+        moved = training.adapter.join(base, jax.tree.map(shift, factors))
         served = setup.engine.load(moved)
         d = [canary.measured(moved, served, ids)[0] for ids in prompts]
         measured.append(d)
         columns = (f"{x:.3f}" for x in (min(d), np.median(d), max(d)))
         print(line.format(f"{size:g}", *columns, sum(x > bound for x in d)), flush=True)
-    spans = (f"{min(d):.2f}-{max(d):.2f}" for d in zip(*measured))
+    spans = (f"{min(d):.2f}-{max(d):.2f}" for d in zip(*measured, strict=True))
     print("each prompt over the changes:", ", ".join(spans))
 
 

@@ -37,7 +37,7 @@ def main() -> None:
             times[text, "update"].append(update)
     without, centred = steps
     for part in ("rollout", "update"):
-        pairs = [b / a - 1 for a, b in zip(times[without, part], times[centred, part])]
+        pairs = [b / a - 1 for a, b in zip(times[without, part], times[centred, part], strict=True)]
         medians = [statistics.median(times[text, part]) for text in steps]
         print(
             f"{part:8s} {medians[0]:.3f} s without, {medians[1]:.3f} s with {centred}; "

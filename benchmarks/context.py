@@ -107,7 +107,8 @@ def ring(axis: str, shards: int, causal, full, unroll: bool) -> Callable:
         total = tuple(map(float32, (dq, dk, dv)))
 
         def added(total, keys):
-            return tuple(a + float32(b) for a, b in zip(total, gradients(full, kept, keys, dout)))
+            more = gradients(full, kept, keys, dout)
+            return tuple(a + float32(b) for a, b in zip(total, more, strict=True))
 
         def one(step, carry):
             (dq, *dkv), keys = carry
@@ -116,7 +117,7 @@ def ring(axis: str, shards: int, causal, full, unroll: bool) -> Callable:
 
         total, _ = repeat(one, (total, keys))
         total = total[0], *turned(total[1:])
-        return *(t.astype(x.dtype) for t, x in zip(total, (q, k, v))), None
+        return *(t.astype(x.dtype) for t, x in zip(total, (q, k, v), strict=True)), None
 
     attend = jax.custom_vjp(lambda *arrays: forward(*arrays)[0])
     attend.defvjp(forward, backward)
@@ -165,10 +166,10 @@ def largest_differences(shards: int, unroll: bool, length: int = 1024) -> dict[s
 
     found = values(lambda *x: ring_attention(*x, layout, unroll), q, k, v)
     expected = values(row_attention, q, k, v)
-    for a, b in zip(found, expected):
+    for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
     names = ("output", "dq", "dk", "dv")
-    return {n: float(np.max(np.abs(a - b))) for n, a, b in zip(names, found, expected)}
+    return {n: float(np.max(np.abs(a - b))) for n, a, b in zip(names, found, expected, strict=True)}
 
 
 def lowered(attend: Callable, layout, model: str, length: int, layers: int) -> jax.stages.Lowered:

@@ -365,7 +365,8 @@ BROKEN = {
     "weights.lag": tuple(LAGS),
     "weights.sync": ("trl", "slime", "openrlhf", "skyrl", "prime_rl", "nemo_rl", "tunix", "tinker"),
     "inactive.unrecorded": tuple(SAMPLER), "inactive.copied": tuple(name for name in LAYOUTS if name != OURS),
-    "inactive.ones": ("verl", "trl", "slime", "skyrl", "tunix"), "inactive.uncorrected": tuple(WEIGHTS), "inactive.bypass": ("verl",),
+    "inactive.ones": ("verl", "trl", "slime", "skyrl", "tunix"),
+    "inactive.uncorrected": tuple(WEIGHTS), "inactive.bypass": ("verl",),
     "inactive.trust_region": tuple(TRUST), "blind.cap": ("trl", "tunix"),
     "frozen": (*KL_REF, "tinker"),
     "A": ("verl", "openrlhf", "slime", "prime_rl", "nemo_rl", "tunix", "tinker", OURS),
@@ -544,7 +545,7 @@ def _long(rng, framework, variant):
 def _aged(framework, step, lag):
     """Returns the fields with the age of the samples."""
     if framework == "tinker":
-        return dict(zip(LAGS[framework], (float(step), float(step - lag))))
+        return dict(zip(LAGS[framework], (float(step), float(step - lag)), strict=True))
     return dict.fromkeys(LAGS[framework], float(lag))
 
 

@@ -51,7 +51,7 @@ def logits(params, config, tokens, *, is_w8a8=False, kv=None):
     for i in range(config.num_layers):
         layer = {name: np.asarray(w[i], np.float64) for name, w in params["layers"].items()}
         h = norm(x, layer["attn_norm"])
-        bias = lambda n: layer[f"{n}_bias"] if config.qkv_bias else 0.0
+        bias = lambda n, layer=layer: layer[f"{n}_bias"] if config.qkv_bias else 0.0
         q, k, v = (
             (dot(h, layer[n]) + bias(n)).reshape(len(tokens), -1, config.head_dim) for n in "qkv"
         )

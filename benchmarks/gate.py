@@ -54,7 +54,7 @@ def perturbed(params: Any, noise: float) -> Any:
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     factor = lambda x, key: 1 + noise * jax.random.normal(key, x.shape, x.dtype)
-    return tree.unflatten([x * factor(x, key) for x, key in zip(leaves, keys)])
+    return tree.unflatten([x * factor(x, key) for x, key in zip(leaves, keys, strict=True)])
 
 
 def reports(prompts: int) -> dict[str, Callable]:
@@ -98,8 +98,8 @@ def main() -> None:
     for sampler, judged in reports(args.prompts).items():
         arguments.say(f"the gate of {sampler}")
         found = [judged(params) for params in states]
-        both = lambda text: " / ".join(map(text, found))
-        columns = [both(lambda r: f"{r['total'][name]:.2g}") for name in MEASURES]
+        both = lambda text, found=found: " / ".join(map(text, found))
+        columns = [both(lambda r, name=name: f"{r['total'][name]:.2g}") for name in MEASURES]
         columns += [both(lambda r: r["largest"]), both(lambda r: f"{decode(r):.2g}")]
         print("|", " | ".join([sampler, *columns]), "|", flush=True)
 

@@ -88,14 +88,14 @@ def main() -> None:
             rng = np.random.default_rng(count)
             tokens = rng.integers(0, CONFIG.vocab_size, (count, args.length)).astype(np.int32)
             weights = rng.normal(size=count) if name == "policy gradient" else np.ones(count)
-            rows = lambda dtype: np.stack([
+            rows = lambda dtype, tokens=tokens, weights=weights: np.stack([
                 np.asarray(gradient(params, t, np.float32(w), dtype))
-                for t, w in zip(tokens, weights)
+                for t, w in zip(tokens, weights, strict=True)
             ])
             parts = rows("float32")
             parts = parts[:, : parts.shape[1] // count**2 * count**2]
             exact = parts.sum(axis=0, dtype=np.float64)
-            error = lambda x: np.linalg.norm(x - exact) / np.linalg.norm(exact)
+            error = lambda x, exact=exact: np.linalg.norm(x - exact) / np.linalg.norm(exact)
             coarse = rows("bfloat16")[:, : len(exact)].sum(axis=0, dtype=np.float64)
             found = [error(staged(parts, np.float32)), error(staged(parts, jnp.bfloat16))]
             line = " ".join(f"{x:9.1e}" for x in (*found, error(coarse)))

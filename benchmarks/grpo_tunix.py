@@ -66,7 +66,7 @@ def main() -> None:
     cluster = rl_cluster.RLCluster(
         actor=random_model(), tokenizer=Words(),
         cluster_config=rl_cluster.ClusterConfig(
-            role_to_mesh={role: mesh for role in (roles.ACTOR, roles.REFERENCE, roles.ROLLOUT)},
+            role_to_mesh=dict.fromkeys((roles.ACTOR, roles.REFERENCE, roles.ROLLOUT), mesh),
             training_config=rl_cluster.RLTrainingConfig(
                 actor_optimizer=optax.adamw(1e-6), eval_every_n_steps=10**9,
                 max_steps=args.steps + 1, mini_batch_size=PROMPTS, train_micro_batch_size=PROMPTS,

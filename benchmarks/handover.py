@@ -54,7 +54,8 @@ class LoggedSampling(build.Sampling):
     def scheduler(self, engine, params, version):
         scheduler = super().scheduler(engine, params, version)
         path = f"{self.config.model.path}/{os.getpid()}.calls"
-        log, step, set_params = open(path, "a", buffering=1), scheduler.step, scheduler.set_params
+        log = open(path, "a", buffering=1)  # noqa: SIM115 (as long as the scheduler)
+        step, set_params = scheduler.step, scheduler.set_params
 
         def logged():
             before = scheduler.stats.tokens

@@ -129,12 +129,12 @@ def main() -> None:
     copy_rate = moved / took
     print(f"{'copy':28s} {took * 1e3:9.3f} ms {copy_rate / 1e9:8.1f} GB/s")
     for name in names:
-        function, arguments = cases[name]
-        took, moved = seconds(function, arguments, args.rounds)
+        function, inputs = cases[name]
+        took, moved = seconds(function, inputs, args.rounds)
         line = f"{name:28s} {took * 1e3:9.3f} ms {moved / took / 1e9:8.1f} GB/s"
         line += f" {moved / took / copy_rate:6.2f} of a copy"
         if has_kernels:
-            other, _ = seconds(reference(function), arguments, args.rounds)
+            other, _ = seconds(reference(function), inputs, args.rounds)
             line += f" {other / took:6.1f} times XLA's speed"
         print(line, flush=True)
 

@@ -77,7 +77,7 @@ class Parts:
         return time.perf_counter() - start
 
     def prefill(self) -> float:
-        plan = zip(self.prompts, self.table)
+        plan = zip(self.prompts, self.table, strict=True)
         chunks = [Chunk(0, prompt, 0, list(pages)) for prompt, pages in plan]
         start = time.perf_counter()
         self.slots, _ = jax.block_until_ready(

@@ -37,7 +37,8 @@ class Plain(Groups):
     """Groups whose records are neither decoded nor rewarded."""
 
     def samples(self, records, trajectories):
-        return [Sample(t, r, "", 0.0, 0.0, group=0) for t, r in zip(trajectories, records)]
+        pairs = zip(trajectories, records, strict=True)
+        return [Sample(t, r, "", 0.0, 0.0, group=0) for t, r in pairs]
 
 
 class Instant:

@@ -5,7 +5,8 @@
 `--parts` selects among these parts:
 
 speed: a model with random weights, shaped as SmolLM2-135M or as `--shape`, compared with
-  transformers' generate() in the same run. The other interpreter needs torch and transformers; without it only this engine runs.
+  transformers' generate() in the same run. The other interpreter needs torch and transformers;
+  without it only this engine runs.
   Each engine has its own process, which compiles, warms up and waits. Then the engines take turns.
   A round samples `--new` tokens for each of `--prompts` prompts of `--length` tokens at temperature
   1, prefill included. "host" is the scheduler's share of the time. Our engine runs on one simulated

@@ -213,8 +213,8 @@ def main() -> None:
             seconds += [took] if i else []  # the first round compiles
     print("turns  episodes s  ratio to one long sequence  ratio without the cache")
     for turns in TURNS:
-        ratio = lambda kind: statistics.median(
-            a / b for a, b in zip(rows[turns, kind], rows[turns, "long"])
+        ratio = lambda kind, turns=turns: statistics.median(
+            a / b for a, b in zip(rows[turns, kind], rows[turns, "long"], strict=True)
         )
         seconds = statistics.median(rows[turns, "episodes"])
         print(f"{turns:5} {seconds:11.2f} {ratio('episodes'):27.3f} {ratio('no cache'):24.3f}")

@@ -53,14 +53,14 @@ def call(kind, name, *arrays, **fields):
     """Calls an entry of a table with its batch fields and required parameters."""
     fields = loss.needed(kind, name, FIELDS | fields)
     values = methods.example(kind, name)
-    chosen = {key: CHOSEN[key] if key in CHOSEN else value for key, value in values.items()}
+    chosen = {key: CHOSEN.get(key, value) for key, value in values.items()}
     return methods.function(kind, name)(*arrays, **fields, **chosen)
 
 
 def curves(function, names, grid):
     """Returns {name: function(name, x) for all x of the grid}, compiled as one program."""
     program = jax.jit(jax.vmap(lambda x: [function(name, x) for name in names]))
-    return dict(zip(names, jax.device_get(program(jnp.asarray(grid)))))
+    return dict(zip(names, jax.device_get(program(jnp.asarray(grid))), strict=True))
 
 
 def panels(count, columns, width, height, **shared):
@@ -84,7 +84,7 @@ def panels(count, columns, width, height, **shared):
 
 # %% weights
 def weight(name, log_ratio):
-    of_engine = {name: LOGP_OLD for name in ("logp", "logp_prox", "logp_old")}
+    of_engine = dict.fromkeys(("logp", "logp_prox", "logp_old"), LOGP_OLD)
     of_engine["logp_behav"] = LOGP_OLD - log_ratio * ones
     return call("weight", name, log_ratio * ones, MASK, **of_engine)[0, -1]
 
@@ -97,7 +97,7 @@ for name in weight_curves:
     by_level.setdefault(name.partition("_")[0], []).append(name)
 
 weight_figure, axes = panels(len(by_level), 3, 4.2, 3.3, sharey=True)
-for ax, (level, names) in zip(axes, by_level.items()):
+for ax, (level, names) in zip(axes, by_level.items(), strict=True):
     for i, name in enumerate(names):  # the first lines are wide and stay visible below the others
         color = f"C{treatments.index(name.partition('_')[2])}"
         ax.plot(drift, weight_curves[name], color=color, linewidth=5.5 / (1 + 0.3 * i), label=name)
@@ -166,7 +166,7 @@ moved = np.linspace(-1.6, 1.6, 641)
 pushes = curves(push, objectives.OBJECTIVES, moved)
 
 objective_figure, axes = panels(len(pushes), 6, 2.1, 1.7, sharex=True, sharey=True)
-for ax, name in zip(axes, pushes):
+for ax, name in zip(axes, pushes, strict=True):
     ax.plot(moved, pushes[name][:, 0], color=BLUE, linewidth=2)
     ax.plot(moved, pushes[name][:, 1], color=RED, linewidth=2)
     ax.set(title=name, ylim=(-3.4, 3.4))
@@ -204,7 +204,7 @@ z = np.linspace(-1.6, 1.6, 641)
 kl_curves = curves(kl_and_gradient, kl.KL, z)
 
 kl_figure, axes = panels(len(kl_curves), 4, 3.1, 2.1, sharex=True, sharey=True)
-for ax, name in zip(axes, kl_curves):
+for ax, name in zip(axes, kl_curves, strict=True):
     ax.plot(z, kl_curves[name][:, 0], color=GREEN, linewidth=3, label="value")
     ax.plot(z, kl_curves[name][:, 1], "--", color="#222222", label="gradient")
     ax.set(title=name, ylim=(-2.6, 2.6))
@@ -258,10 +258,10 @@ chosen = {
 
 cap_figure, ax = plt.subplots(figsize=(9.5, 4.5))
 print(f"{'weight':42} {'bias':>6} {'variance':>9}")
-for (unit, texts), color in zip(chosen.items(), ("#777777", BLUE, GREEN, RED)):
+for (unit, texts), color in zip(chosen.items(), ("#777777", BLUE, GREEN, RED), strict=True):
     points = [bias_and_variance(text) for text in texts.values()]
-    ax.plot(*zip(*points), "o-", color=color, label=unit)
-    for (cap, text), point in zip(texts.items(), points):
+    ax.plot(*zip(*points, strict=True), "o-", color=color, label=unit)
+    for (cap, text), point in zip(texts.items(), points, strict=True):
         print(f"{text:42} {point[0]:6.3f} {point[1]:9.2f}")
         ax.annotate(cap, point, xytext=(6, 2), textcoords="offset points", color=color)
 ax.set(xlabel="bias", ylabel="variance", xlim=(-0.02, 0.6), ylim=(0, 30))
@@ -285,7 +285,7 @@ names = list(dict.fromkeys(row.method for row in rows))
 titles = {"bias": "bias", "log10_variance": "log10 of the variance", "progress": "progress P"}
 
 sweep_figure, axes = plt.subplots(1, 3, figsize=(13, 5), sharey=True)
-for ax, (field, title) in zip(axes, titles.items()):
+for ax, (field, title) in zip(axes, titles.items(), strict=True):
     for i, length in enumerate(LENGTHS):
         own = [row for row in rows if row.horizon == length]
         values = [getattr(row.profile, field) for row in own]
@@ -315,7 +315,7 @@ runs = page.load([RUN])
 shown = [plot for plot in plots.PLOTS if plot.section in (plots.GAP, plots.WEIGHTS)]
 shown = [plot for plot in shown if plots.is_present(plot, runs)]
 run_figure, axes = panels(len(shown), 3, 4.4, 2.8)
-for ax, plot in zip(axes, shown):
+for ax, plot in zip(axes, shown, strict=True):
     plots.draw(ax, plot, runs)
     ax.legend(handles=plots.legend_entries(plot, runs))
 plt.show()

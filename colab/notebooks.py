@@ -68,9 +68,9 @@ LOG = pathlib.Path(WORKDIR + ".log")
 def draw():
     records = metrics.read(WORKDIR)
     figure, axes = plt.subplots(1, 3, figsize=(11, 2.6), layout="constrained")
-    for ax, (title, (phase, name)) in zip(axes, SHOWN.items()):
+    for ax, (title, (phase, name)) in zip(axes, SHOWN.items(), strict=True):
         points = [(r["step"], r[name]) for r in records if r["phase"] == phase and name in r]
-        ax.plot(*zip(*points) if points else ([], []), ".-", color=plots.COLORS[0])
+        ax.plot(*zip(*points, strict=True) if points else ([], []), ".-", color=plots.COLORS[0])
         ax.set(title=title, xlabel="step", xlim=(0, SETTINGS["steps"]))
     return figure
 
@@ -99,7 +99,7 @@ def cells(text: str) -> list[tuple[str, str, str]]:
     """Returns [(kind, id, source)] of a .py file in percent format."""
     parts = CELL.split(text)[1:]
     found = []
-    for is_markdown, name, body in zip(parts[::3], parts[1::3], parts[2::3]):
+    for is_markdown, name, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         body = body.strip("\n")
         if is_markdown:
             body = "\n".join(re.sub("^# ?", "", line) for line in body.splitlines())

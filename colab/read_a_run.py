@@ -39,7 +39,7 @@ for name in ("reward/mean", "training/rollout_probs_diff_max", "rollout_corr/k3_
 runs = page.load([WORKDIR])
 shown = [plot for plot in plots.PLOTS if plot.in_overview and plots.is_present(plot, runs)][:6]
 overview_figure, axes = plt.subplots(2, 3, figsize=(11, 5), layout="constrained")
-for ax, plot in zip(axes.flat, shown):
+for ax, plot in zip(axes.flat, shown, strict=False):
     plots.draw(ax, plot, runs)
 plt.show()
 
@@ -59,7 +59,7 @@ import math
 tokens = [
     (abs(math.exp(new) - math.exp(old)), token, line["step"], line["response"])
     for line in lines if line["phase"] == "train" and line["logp_old"] is not None
-    for token, old, new in zip(line["tokens"], line["logp_behav"], line["logp_old"])
+    for token, old, new in zip(line["tokens"], line["logp_behav"], line["logp_old"], strict=True)
     if old is not None and new is not None  # tokens of an environment
 ]
 for gap, token, step, response in sorted(tokens, reverse=True)[:5]:

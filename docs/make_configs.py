@@ -13,10 +13,10 @@ from typing import Any
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[1]))  # of `python docs/make_configs.py`
 
-from configs import default  # noqa: E402  (of the line above)
-from jaxrl_tis import validate  # noqa: E402
-from jaxrl_tis.record import changes  # noqa: E402
-from jaxrl_tis.rollouts import check  # noqa: E402
+from configs import default
+from jaxrl_tis import validate
+from jaxrl_tis.record import changes
+from jaxrl_tis.rollouts import check
 
 PAGE = pathlib.Path(__file__).with_name("configs.md")
 MANY = 12  # names that a cell lists at most

@@ -203,7 +203,8 @@ def labelled(doc: str, name: str, labels: list[str]) -> list[str]:
     """What a docstring says after each label; ValueError names the entry that lacks one."""
     paragraphs = [" ".join(paragraph.split()) for paragraph in doc.split("\n\n")]
     parts = LABEL.split(" ".join(text for text in paragraphs if LABEL.match(text)))
-    found = {label: text.strip().removesuffix(".") for label, text in zip(parts[1::2], parts[2::2])}
+    pairs = zip(parts[1::2], parts[2::2], strict=True)
+    found = {label: text.strip().removesuffix(".") for label, text in pairs}
     for label in labels:
         if not found.get(label):
             raise ValueError(f"the docstring of {name!r} has no {label!r}; add '{label}: ...'")
@@ -262,8 +263,9 @@ def section(title: str, header: list[str], rows: Iterable[list[str]], about: str
 
 def without_constants(header: list[str], rows: list[list[str]]) -> tuple[list, list, str]:
     """Returns (header, rows, sentence): the sentence says what a column with one value says."""
-    columns = list(zip(*rows))
-    constant = {name: cells[0] for name, cells in zip(header, columns) if len(set(cells)) == 1}
+    columns = list(zip(*rows, strict=True))
+    named = zip(header, columns, strict=True)
+    constant = {name: cells[0] for name, cells in named if len(set(cells)) == 1}
     varied = [i for i, name in enumerate(header) if name not in constant]
     rows = [[cells[i] for i in varied] for cells in rows]
     shared = (f"The {name} of every row is: {cell}." for name, cell in constant.items())

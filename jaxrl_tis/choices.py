@@ -8,12 +8,14 @@ import ast
 import difflib
 import inspect
 import math
+import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
 Choice = tuple[str, dict[str, Any]]
 Table = Mapping[str, Callable]
 Inputs = Mapping[str, tuple[str, ...]]  # name -> keywords of its function that are no parameters
+NO_INPUTS: Inputs = types.MappingProxyType({})
 
 
 def function(kind: str, name: str, table: Table) -> Callable:
@@ -23,7 +25,7 @@ def function(kind: str, name: str, table: Table) -> Callable:
     return table[name]
 
 
-def parameters(kind: str, name: str, table: Table, inputs: Inputs = {}) -> dict[str, Any]:
+def parameters(kind: str, name: str, table: Table, inputs: Inputs = NO_INPUTS) -> dict[str, Any]:
     """Parameters of an entry with their defaults, `inspect.Parameter.empty` if required."""
     return {
         p.name: p.default
@@ -32,7 +34,7 @@ def parameters(kind: str, name: str, table: Table, inputs: Inputs = {}) -> dict[
     }
 
 
-def parse(kind: str, text: str, table: Table, inputs: Inputs = {}) -> Choice:
+def parse(kind: str, text: str, table: Table, inputs: Inputs = NO_INPUTS) -> Choice:
     """"name" or "name(key=value, ...)" -> (name, every parameter with its value).
 
     A value is a Python literal or inf; a text needs no quotes, as in "r2vpo(form=survey, ...)".
@@ -42,7 +44,7 @@ def parse(kind: str, text: str, table: Table, inputs: Inputs = {}) -> Choice:
     return _choice(kind, text, _expression(kind, text, table), table, inputs)
 
 
-def parse_all(kind: str, text: str, table: Table, inputs: Inputs = {}) -> tuple[Choice, ...]:
+def parse_all(kind: str, text: str, table: Table, inputs: Inputs = NO_INPUTS) -> tuple[Choice, ...]:
     """The choices of "a & b(key=value)", in order; none for an empty text."""
     if not text.strip():
         return ()

@@ -189,7 +189,7 @@ def overrides(argv: Sequence[str]) -> dict[str, str]:
     """Finds the fields that a command line sets, as --config.field=text or as two words: {dotted
     field: its text}. Without a text a field is true, and --noconfig.field is false."""
     fields = {}
-    for word, following in zip(argv, [*argv[1:], "--"]):
+    for word, following in itertools.pairwise([*argv, "--"]):
         if match := re.fullmatch(r"--?(no)?config\.([^=]+)(?:=(.*))?", word, re.DOTALL):
             is_negated, field, text = match.groups()
             if text is None:
@@ -205,7 +205,7 @@ def adapt(config: ml_collections.ConfigDict, given: Mapping[str, str]) -> None:
     Raises:
       flags.Error: a field does not exist; it names the nearest one.
     """
-    task = given["task.name"] if "task.name" in given else config.task.name
+    task = given.get("task.name", config.task.name)
     if task != config.task.name:
         for field in OF_TASK:
             section = field.partition(".")[0]

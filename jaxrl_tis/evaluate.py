@@ -248,7 +248,7 @@ def measure(
 def _named(interval: tuple[float, float, float]) -> dict[str, float | None]:
     """Names the parts of an interval; a bound that there is none of, as of one value, is None."""
     names = "mean", "low", "high"
-    return {name: x if math.isfinite(x) else None for name, x in zip(names, interval)}
+    return {name: x if math.isfinite(x) else None for name, x in zip(names, interval, strict=True)}
 
 
 def main() -> None:

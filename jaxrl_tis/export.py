@@ -212,7 +212,8 @@ def _check(
     found, read = models.load(out, dtype=dtype)
     tokens = jnp.arange(16)[None] % model.vocab_size
     logits = jax.jit(lambda p: transformer.logits(p, model, tokens))
-    same = [np.array_equal(a, b) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(read))]
+    pairs = zip(jax.tree.leaves(params), jax.tree.leaves(read), strict=True)
+    same = [np.array_equal(a, b) for a, b in pairs]
     wrong = []
     if found != model or not all(same) or not np.array_equal(logits(params), logits(read)):
         wrong.append("model")

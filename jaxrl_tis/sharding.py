@@ -64,16 +64,16 @@ def make_mesh(shape: tuple[int, ...], devices: list | None = None) -> Mesh:
         free and len(devices) % known
     ):
         raise ValueError(
-            f"mesh {dict(zip(MESH_AXES, shape))} does not fit {len(devices)} devices; the product "
-            "must be at most the device count, and with one entry -1 it must divide it"
+            f"mesh {dict(zip(MESH_AXES, shape, strict=True))} does not fit {len(devices)} devices; "
+            "the product must be at most the device count, and with one entry -1 it must divide it"
         )
     shape = tuple(len(devices) // known if n == -1 else n for n in shape)
     used = np.array(devices[: math.prod(shape)])
     idle = {d.process_index for d in devices} - {d.process_index for d in used}
     if idle and jax.process_count() > 1:  # a described topology may be left unused in part
         raise ValueError(
-            f"mesh {dict(zip(MESH_AXES, shape))} leaves out the devices of process {min(idle)}; "
-            "make it large enough to use devices of every process"
+            f"mesh {dict(zip(MESH_AXES, shape, strict=True))} leaves out the devices of process "
+            f"{min(idle)}; make it large enough to use devices of every process"
         )
     return Mesh(used.reshape(shape), MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
@@ -275,18 +275,18 @@ def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 def box_of(index: tuple[slice, ...], shape: tuple[int, ...]) -> Box:
     """Returns where a shard begins and ends, along each axis."""
-    return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+    return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
 def common(a: Box, b: Box) -> Box | None:
     """Returns what two boxes share, None if they share nothing."""
-    both = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b))
+    both = tuple((max(i, k), min(j, m)) for (i, j), (k, m) in zip(a, b, strict=True))
     return both if all(first < end for first, end in both) else None
 
 
 def within(box: Box, outer: Box) -> tuple[slice, ...]:
     """Returns the index of a box in an array that holds `outer`."""
-    return tuple(slice(i - first, j - first) for (i, j), (first, _) in zip(box, outer))
+    return tuple(slice(i - first, j - first) for (i, j), (first, _) in zip(box, outer, strict=True))
 
 
 def _part(shards: dict[Box, jax.Array], wanted: Box, device: jax.Device) -> jax.Array:
@@ -294,13 +294,13 @@ def _part(shards: dict[Box, jax.Array], wanted: Box, device: jax.Device) -> jax.
     pieces = {}
     for own, shard in shards.items():
         if (shared := common(own, wanted)) is not None:
-            low, high = zip(*((part.start, part.stop) for part in within(shared, own)))
+            low, high = zip(*((part.start, part.stop) for part in within(shared, own)), strict=True)
             pieces[tuple(a for a, _ in shared)] = jax.device_put(_slice(shard, low, high), device)
     for axis, (first, _) in enumerate(wanted):
         rows = collections.defaultdict(list)
         for start, piece in sorted(pieces.items(), key=lambda found: found[0]):
             rows[(*start[:axis], first, *start[axis + 1 :])].append(piece)
-        join = lambda row: row[0] if len(row) == 1 else jnp.concatenate(row, axis)
+        join = lambda row, axis=axis: row[0] if len(row) == 1 else jnp.concatenate(row, axis)
         pieces = {start: join(row) for start, row in rows.items()}
     [whole] = pieces.values()
     return whole

@@ -10,7 +10,7 @@ once, with the seed that it, the command line or the config sets.
 Examples:
 
     python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --seeds=0,1,2
-    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --jobs=2     # two at a time, each on half of the cores
+    python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --jobs=2     # two at a time, each on half the cores
     python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --dry_run    # the commands, one a line
     python -m jaxrl_tis.sweep --config=configs/sweeps/correction.py --launch=tpu_vm  # commands that launch them
 """
@@ -62,7 +62,8 @@ LAST_SHARE = 0.1  # of the steps, over which metrics of training are averaged
 
 def grid(values: Mapping[str, Sequence]) -> list[Arm]:
     """Returns every combination of the fields' values, the last field changing fastest."""
-    return [dict(zip(values, chosen)) for chosen in itertools.product(*values.values())]
+    rows = itertools.product(*values.values())
+    return [dict(zip(values, chosen, strict=True)) for chosen in rows]
 
 
 def zipped(values: Mapping[str, Sequence]) -> list[Arm]:
@@ -77,7 +78,7 @@ def zipped(values: Mapping[str, Sequence]) -> list[Arm]:
             f"zipped fields have different numbers of values: {counts}; give all of them equally "
             "many"
         )
-    return [dict(zip(values, row)) for row in zip(*values.values())]
+    return [dict(zip(values, row, strict=True)) for row in zip(*values.values(), strict=True)]
 
 
 def product(*sweeps: Sequence[Arm]) -> list[Arm]:
@@ -175,7 +176,7 @@ def jobs_of(
         problems.append("--seeds and --config.seed both set the seed: give one of them")
     named |= {"seed"} if seeds else set()
     jobs = []
-    for name, arm in zip(names, _listed(arms)):
+    for name, arm in zip(names, _listed(arms), strict=True):
         if twice := sorted(named & arm.keys()):
             problems.append(f"{name}: the arm sets {', '.join(twice)}, and so does the command line")
             continue
@@ -265,7 +266,7 @@ class Runner:
         before = {s: signal.signal(s, self._stop) for s in (signal.SIGTERM, signal.SIGINT)}
         try:
             with futures.ThreadPoolExecutor(self._jobs) as pool:
-                codes = dict(zip(jobs, pool.map(self._run, jobs)))
+                codes = dict(zip(jobs, pool.map(self._run, jobs), strict=True))
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -102,7 +102,7 @@ class Run:
     def __init__(
         self, setup: Setup, mirror: storage.Mirror, checkpoints: Checkpoints, rewards: RewardWorker,
         watchdog: Watchdog, interrupt: Interrupt, profile_steps: Collection[int] = (),
-        pins: Mapping[str, str] = {}, changed: Changes = Changes(),
+        pins: Mapping[str, str] = {}, changed: Changes | None = None,
     ):
         config = setup.config
         self.setup, self.rewards, self._checkpoints = setup, rewards, checkpoints
@@ -121,7 +121,7 @@ class Run:
         self.state, self.done, self.saved, self.version = None, 0, None, 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
-        self._profile_steps, self._pins, self._changed = profile_steps, pins, changed
+        self._profile_steps, self._pins, self._changed = profile_steps, pins, changed or Changes()
         self.last_eval: dict[str, float] = {}
         self._is_rewarded = False  # a batch of this run was
 
@@ -595,6 +595,6 @@ def run(
                 # Save
                 if step % config.checkpoint.every == 0 or step == config.steps:
                     r.save()
-                reward = values["reward/mean"] if "reward/mean" in values else math.nan
+                reward = values.get("reward/mean", math.nan)
                 progress.update(1, reward=reward, dp_max=values["training/rollout_probs_diff_max"])
     return r.last_eval

@@ -126,63 +126,87 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
         return _show_run(shell, gcloud, is_whole)
     _look_at_clone(shell, gcloud)
     is_bounded = gcloud.given.valid_until is not None
-    machines = Machines(is_bounded=is_bounded)
     workers = [Worker(one, Machines(is_bounded=is_bounded)) for one in gcloud.workers]
-    cluster = None
+    return _run(shell, gcloud, Machines(is_bounded=is_bounded), workers, is_whole)
+
+
+def _run(
+    shell: plans.Shell, gcloud: Gcloud, machines: Machines, workers: Sequence[Worker], is_whole: bool
+) -> int:
+    cluster = begun = None
     while True:
         state = _state_or_unknown(shell, gcloud)
-        try:
-            action = _advance(shell, gcloud, machines, state)
-        except subprocess.CalledProcessError as error:
-            if not machines.creations:  # of the first request: a typo, or no quota
-                raise
-            shell.report(f"{plans.show(error.cmd)} failed with {error.returncode}; it is tried again")
-            machines.missed()
-            time.sleep(POLL_SECONDS)
-            continue
+        action = _tried(shell, gcloud, machines, state)
         if action in ("give up", "expire"):
             _say_billed(shell, gcloud)
             return 1
         if action in ("create", "delete"):
             cluster = None
-        if action != "follow":
+        if action not in ("follow", "fail"):
             for worker in workers:
                 worker.tend(shell, cluster)
         if action == "wait":
-            shell.report(f"{plan.name} is {state}")
-        if action in ("delete", "wait"):
-            time.sleep(POLL_SECONDS)
+            shell.report(f"{gcloud.plan.name} is {state}")
         elif action in ("start", "follow") and not is_whole:
             if _is_reached(shell, gcloud, lambda: _install(shell, gcloud, {})):
                 return 0
             machines.missed()
-            time.sleep(POLL_SECONDS)
         elif action == "start":
-            found = _cluster(shell, gcloud)
-            if found is not None and found.is_new and not any(w.state == "ACTIVE" for w in workers):
-                if all(worker.is_given_up for worker in workers):
-                    _say_billed(shell, gcloud)
-                    return 1
-                shell.report("the run starts as soon as the first worker machine is there")
-                machines.has_run = False
-                time.sleep(POLL_SECONDS)
-            elif found is not None and _begin(shell, gcloud, found.environment):
-                cluster = found
-                for worker in workers:
-                    worker.machines.has_run &= not found.is_new
-            else:
-                machines.missed()
-                time.sleep(POLL_SECONDS)
+            begun, is_over = _begun(shell, gcloud, machines, workers)
+            if is_over:
+                _say_billed(shell, gcloud)
+                return 1
+            cluster = begun or cluster
         elif action == "follow":
             _follow(shell, gcloud, workers, cluster)
-            code = machines.ended(_status(shell, gcloud, gcloud.nodes[0]))
+            code = _ended(shell, gcloud, machines)
             if code is not None:
-                shell.report(f"the run ended with {code}; {plan.name} is still there, and billed, "
-                          f"until: {gcloud.again('delete')}")
                 return code
-            if not machines.has_run:
-                shell.report("its host knows nothing of the run any more: it is started again")
+        if action != "create" and not (action == "start" and begun):
             time.sleep(POLL_SECONDS)
+
+
+def _tried(shell: plans.Shell, gcloud: Gcloud, machines: Machines, state: str | None) -> str:
+    """Returns what `_advance` says, and "fail" where a later request than the first fails."""
+    try:
+        return _advance(shell, gcloud, machines, state)
+    except subprocess.CalledProcessError as error:
+        if not machines.creations:  # of the first request: a typo, or no quota
+            raise
+        shell.report(f"{plans.show(error.cmd)} failed with {error.returncode}; it is tried again")
+        machines.missed()
+        return "fail"
+
+
+def _begun(
+    shell: plans.Shell, gcloud: Gcloud, machines: Machines, workers: Sequence[Worker]
+) -> tuple[Cluster | None, bool]:
+    """Starts a run if it can start now. Returns (its cluster, None if it did not start; whether it
+    never will, as no machine of a worker is requested any more)."""
+    found = _cluster(shell, gcloud)
+    if found is not None and found.is_new and not any(w.state == "ACTIVE" for w in workers):
+        if all(worker.is_given_up for worker in workers):
+            return None, True
+        shell.report("the run starts as soon as the first worker machine is there")
+        machines.has_run = False
+        return None, False
+    if found is None or not _begin(shell, gcloud, found.environment):
+        machines.missed()
+        return None, False
+    for worker in workers:
+        worker.machines.has_run &= not found.is_new
+    return found, False
+
+
+def _ended(shell: plans.Shell, gcloud: Gcloud, machines: Machines) -> int | None:
+    """Returns the exit code of a run that has ended; None starts or follows it again."""
+    code = machines.ended(_status(shell, gcloud, gcloud.nodes[0]))
+    if code is not None:
+        shell.report(f"the run ended with {code}; {gcloud.plan.name} is still there, and billed, "
+                  f"until: {gcloud.again('delete')}")
+    elif not machines.has_run:
+        shell.report("its host knows nothing of the run any more: it is started again")
+    return code
 
 
 def _advance(shell: plans.Shell, gcloud: Gcloud, machines: Machines, state: str | None) -> str:

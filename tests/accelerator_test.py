@@ -221,7 +221,7 @@ def test_a_failed_part_and_an_unknown_device_in_the_row():
     report = with_failed("decode")
     for way in ("fused", "separate"):
         report["parts"]["step"]["result"][way]["mfu"] = None
-    cells = dict(zip(accelerator.COLUMNS, accelerator.row(report)[2:-2].split(" | ")))
+    cells = dict(zip(accelerator.COLUMNS, accelerator.row(report)[2:-2].split(" | "), strict=True))
     assert cells["decode W8A8"] == cells["decode bfloat16"] == "failed"
     assert cells["MFU"] == "" and cells["step"] == "4.00, 4.00"
 

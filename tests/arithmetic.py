@@ -124,7 +124,7 @@ def assert_first_routes(trajectory, passes, partial=None):
                 rows.append(route)
                 assert len(rows) == position + 1
             elif position < most:
-                is_other = [set(old) != set(new) for old, new in zip(rows[position], route)]
+                is_other = [set(old) != set(new) for old, new in zip(rows[position], route, strict=True)]
                 again += len(is_other), sum(is_other)
     if trajectory.stop_reason == "abort" and len(rows) >= most:
         rows, again = begun()  # it would have started again
@@ -219,7 +219,7 @@ class Engine:
             # The chunks of a shard from its last row to its first.
             taken = [rows[i + 1 :].count(shard) for i, shard in enumerate(rows)]
             per_shard = self.prefill_batch // self.shards
-            rows = [(shard + 1) * per_shard - 1 - n for shard, n in zip(rows, taken)]
+            rows = [(shard + 1) * per_shard - 1 - n for shard, n in zip(rows, taken, strict=True)]
             routes = dict(rows=rows, routes=self._route_chunks(params, state, chunks, rows))
         if chunks[0].targets is None:
             return state, Prefilled(**routes)

@@ -1,5 +1,6 @@
 """The budget of the default choice: rows of every file, sums that only fall, and how both are judged."""
 
+import itertools
 import re
 
 import pytest
@@ -31,7 +32,7 @@ def test_the_sums_are_those_of_the_last_line():
 
 
 def test_a_sum_rises_only_with_a_reason_and_what_was_given_back():
-    for before, after in zip(limits(), limits()[1:]):
+    for before, after in itertools.pairwise(limits()):
         if any(after[kind] > before[kind] for kind in budget.KINDS):
             assert after["why"] and after["back"]
 

@@ -83,7 +83,7 @@ def check_masks(figure):
     paths = [bar.get_paths() for bar in axes.collections]
     assert [len(path) for path in paths] == [1] * len(names)
     columns = [path.vertices[:, 0] for (path,) in paths]
-    ends = {name: (x.min(), x.max()) for name, x in zip(names, columns)}
+    ends = {name: (x.min(), x.max()) for name, x in zip(names, columns, strict=True)}
     # A ratio of 2 of one token, or of 8; l^2 / 2 <= 2; a mean square of 0.04.
     edge = {"token_k1": math.log(2), "seq_sum_k1": math.log(2) / 8, "token_k2": 2.0, "m2po": 0.2}
     for name, value in edge.items():
@@ -97,7 +97,7 @@ def check_objectives(figure):
     # n / (K size); gamma / (1 + gamma)^2; n times the response's loss; that loss on each token.
     other = {"espo": 8 / 12, "fusion_shaped": 0.1 / 1.1**2, "luspo": 8.0, "seq_ppo": 8.0}
     for name, (good, bad) in drawn.items():
-        start = other[name] if name in other else 1.0
+        start = other.get(name, 1.0)
         np.testing.assert_allclose([at(good, 0), at(bad, 0)], [start, -start], rtol=1e-5,
                                    err_msg=name)
     after_one_nat = {"ppo": (0, -E), "dual_clip": (0, -E), "cispo": (1.2, -1.2), "topr": (1, -1),

@@ -245,7 +245,7 @@ def test_experts_are_divided_evenly_over_the_chips(name, chips, parts):
     count = 2 * 151936 * 2048 + 2048 + 48 * layer
     assert count == 30_532_122_624
     assert sum(x.size for x in jax.tree.leaves(transformer.abstract_params(model))) == count
-    for mesh, count in zip((config.mesh.train, config.mesh.serve), parts):
+    for mesh, count in zip((config.mesh.train, config.mesh.serve), parts, strict=True):
         assert mesh[4] == count and chips % (mesh[2] * mesh[4]) == 0
     assert config.train.microbatch_rows % chips == 0  # every chip has rows
     assert config.engine.slots % (chips // config.mesh.serve[2]) == 0
@@ -299,11 +299,10 @@ def rows_of(setup, leading, names):
     t = setup.training.row_length
     kinds = {"tokens": jnp.int32, "positions": jnp.int32, "segment_ids": jnp.int32,
              "mask": jnp.bool_, "version": jnp.int32}
-    fields = {
-        n: jax.ShapeDtypeStruct((*leading, t), kinds[n] if n in kinds else jnp.float32)
+    return {
+        n: jax.ShapeDtypeStruct((*leading, t), kinds.get(n, jnp.float32))
         for n in names
     }
-    return fields
 
 
 ROWS = ("tokens", "positions", "segment_ids", "mask", "sampled", "logp_behav", "version",

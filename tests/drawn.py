@@ -79,7 +79,7 @@ def is_drawn_from(tokens, p):
         return False
     expected = p * len(tokens)
     rare = (expected < 5) & (p > 0)
-    cells = [*zip(observed[expected >= 5], expected[expected >= 5])]
+    cells = [*zip(observed[expected >= 5], expected[expected >= 5], strict=True)]
     if rare.any() and expected[rare].sum() >= 5:
         cells.append((observed[rare].sum(), expected[rare].sum()))
     df = len(cells) - 1

@@ -67,7 +67,7 @@ def test_a_row_is_the_render_of_its_conversation(name, tmp_path, monkeypatch):
         text, answers = row_of(record)
         question = text.partition("=")[0][-3:] + "="
         talk = [{"role": "user", "content": question}]
-        for answer, said in zip(answers, SAID[:2]):
+        for answer, said in zip(answers, SAID[:2], strict=False):
             # Gemma knows no messages of tools: they are the user's.
             is_user = isinstance(said, str) or name == "gemma3"
             content = said if isinstance(said, str) else said[0]["content"]

@@ -49,11 +49,11 @@ class Command:
     jax has read its variables of the environment when the server started.
     """
 
-    def __init__(self, command: list[str], log, environment: dict[str, str] = {}):
+    def __init__(self, command: list[str], log, environment: dict[str, str] | None = None):
         self._log = pathlib.Path(log)
         self._log.touch()  # for who reads before it writes
         self._process = _context().Process(
-            target=_main, args=([str(w) for w in command], os.environ | environment, str(log))
+            target=_main, args=([str(w) for w in command], os.environ | (environment or {}), str(log))
         )
         self._process.start()
         self.pid = self._process.pid
@@ -82,7 +82,7 @@ class Command:
         self.send_signal(signal.SIGKILL)
 
 
-def run(command: list[str], log, environment: dict[str, str] = {}) -> tuple[int, str]:
+def run(command: list[str], log, environment: dict[str, str] | None = None) -> tuple[int, str]:
     """Runs it and returns its exit code and what it printed."""
     process = Command(command, log, environment)
     return process.wait(SECONDS), process.text()

@@ -159,8 +159,6 @@ def imported(text: str) -> list[tuple[str, str | None]]:
         if isinstance(node, ast.Import):
             found += [(a.name.split(".")[1], a.asname) for a in node.names
                       if a.name.startswith("jaxrl_tis.")]
-        elif isinstance(node, ast.ImportFrom) and node.level:
-            raise ValueError("imports here are absolute")
         elif isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "jaxrl_tis":
             _, *parts = node.module.split(".")
             for alias in node.names:
@@ -227,28 +225,6 @@ def test_folders_are_two_levels_deep_and_describe_themselves():
     for folder in PACKAGE.iterdir():
         if folder.is_dir() and folder.name != "__pycache__":
             assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text())), folder
-
-
-def test_nothing_is_passed_on_to_a_second_importer():
-    """A name is imported from where it is defined: no file imports what it does not use, but for
-    `models`, whose `load`, `read_config` and `save` are its interface."""
-    idle = {}
-    for path in sources():
-        tree = ast.parse(path.read_text())
-        names = {
-            alias.asname or alias.name.split(".")[0]
-            for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))
-            for alias in node.names
-        }
-        used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
-        texts = " ".join(
-            node.value for node in ast.walk(tree)
-            if isinstance(node, ast.Constant) and isinstance(node.value, str)
-        )
-        left = sorted(name for name in names - used if name not in texts)
-        if left:
-            idle[name_of(path)] = left
-    assert idle == {}
 
 
 def modules(text: str) -> set[str]:

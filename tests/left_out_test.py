@@ -163,7 +163,7 @@ def test_a_failed_greedy_answer_takes_its_prompt_out_of_the_loss():
 def test_components_are_void_by_themselves_or_with_their_reward():
     samples = [dataclasses.replace(s, components=parts, reward=reward) for s, parts, reward in zip(
         fake_samples(3), ({"a": 1.0, "b": NAN}, {"a": 2.0, "b": 3.0, "overlong": 0.0}, {"overlong": -1.0}),
-        (1.0, 5.0, NAN),
+        (1.0, 5.0, NAN), strict=True,
     )]
     found = components(samples)
     np.testing.assert_array_equal(found["a"], [1, 2, NAN])

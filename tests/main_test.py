@@ -42,6 +42,6 @@ def test_a_mistake_is_told_alone_before_anything_is_written(results, name, lines
     assert code == 2
     told = output.splitlines()
     assert len(told) == len(lines), output[-1500:]
-    for line, beginning in zip(told, lines):
+    for line, beginning in zip(told, lines, strict=True):
         assert line.startswith(beginning)
     assert not (ROOT / "unused").exists()

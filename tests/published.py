@@ -128,7 +128,7 @@ def tiny(command: Command, way: ways.Way) -> list[str]:
         return ["bash", way.instead, *program] if way.instead == "-n" else [*program, way.instead]
     for pattern, new in way.swap:
         changed = [re.sub(f"^(?:{pattern})$", new.replace("\\", "\\\\"), x) for x in arguments]
-        arguments = [x for x, old in zip(changed, arguments) if x or not old]
+        arguments = [x for x, old in zip(changed, arguments, strict=True) if x or not old]
     if way.check:
         return [sys.executable, "-c", ways.CHECK, *(x for x in arguments if x.startswith("--config"))]
     return [*program, *arguments, *shlex.split(way.add)]
@@ -197,8 +197,8 @@ def run(folder: pathlib.Path, command: Command, way: ways.Way, made: str = "") -
     make(folder, [word for word in [*words, way.feed] if not made or made not in word])
     shutil.rmtree(folder / "new", ignore_errors=True)
     (folder / "new").mkdir()
-    feed = open(folder / way.feed) if way.feed else subprocess.DEVNULL
-    with tempfile.TemporaryFile("w+") as log:
+    fed = folder / way.feed if way.feed else os.devnull
+    with open(fed) as feed, tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
             words, cwd=folder, env=environment(folder, Command(variables, command.words)), stdin=feed,
             stdout=log, stderr=subprocess.STDOUT, start_new_session=True,

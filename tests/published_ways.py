@@ -171,6 +171,7 @@ WAYS: dict[str, Way] = {
     r"(JOBS=\d )?\./launch/figures\.sh": Way("--smoke"),
     r"\./launch/jetstream\.sh": help_for("installs 3 GB into an environment of its own"),
     r"(\w+=\S+ )*\./launch/on_(ray|vm)\.sh": help_for("runs on the hosts of a cluster"),
+    r"\./launch/lint\.sh": Way(),
     r"\./launch/quickstart\.sh": Way(RUN),
     r"\./launch/smollm2\.sh": help_for("downloads a model"),
     r"(OPTIMIZED=1 )?\./launch/test\.sh": Way("tests/choices_test.py"),
@@ -225,7 +226,7 @@ def _arrays(path: pathlib.Path) -> None:
     tokens = [np.concatenate(columns.pop(name)) for name in ("logp_behav", "logp_old")]
     lengths = np.array([len(line["logp_old"]) for line in lines])
     each = {name: np.array(x) for name, x in columns.items()}
-    np.savez(path, **dict(zip(names, tokens)), **each, lengths=lengths)
+    np.savez(path, **dict(zip(names, tokens, strict=True)), **each, lengths=lengths)
 
 
 def _tokens(path: pathlib.Path) -> None:

@@ -65,13 +65,13 @@ class Search:
         for mesh in _meshes(serving, config.mesh.serve, is_training=False):
             shards = _shards(mesh)
             sizes = _doubled(shards, max(samples, shards))
-            self._bisect("decode", mesh, "", sizes, lambda size: {
+            self._bisect("decode", mesh, "", sizes, lambda size, mesh=mesh: {
                 "mesh": {"serve": mesh}, "engine": {"slots": size, "num_pages": 0},
             })
         training = _meshes(learning, config.mesh.train, is_training=True)
         for mesh, remat in itertools.product(training, reversed(transformer.REMAT)):
             sizes = [n for n in _doubled(_shards(mesh), per_update) if per_update % n == 0]
-            self._bisect("train", mesh, remat, sizes, lambda size: {
+            self._bisect("train", mesh, remat, sizes, lambda size, mesh=mesh, remat=remat: {
                 "mesh": {"train": mesh}, "model": {"remat": remat},
                 "train": {"microbatch_rows": size},
             })

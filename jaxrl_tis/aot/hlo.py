@@ -311,7 +311,7 @@ class Module:
             for line in self._lines()
             if line.computation not in self._fused and line.opcode not in _NO_BUFFER
             and not line.opcode.endswith("-done")
-            for shape, in_place in zip(_written(line), self._updates(line))
+            for shape, in_place in zip(_written(line), self._updates(line), strict=False)
             if shape.size and shape.dtype != "token"
         ]
 

@@ -22,7 +22,7 @@ def convolution_size(line: Instruction, lhs: Shape, rhs: Shape) -> int:
     taps = 1
     for label in filter(str.isdigit, out):
         i = int(label)
-        number = lambda key: int(window[key][i]) if key in window else 1
+        number = lambda key, i=i: int(window[key][i]) if key in window else 1
         pad = int(window["pad"][i].split("_")[0]) if "pad" in window else 0
         taps *= _taps(
             lhs.dims[left.index(label)], line.shapes[0].dims[out.index(label)], number("size"),

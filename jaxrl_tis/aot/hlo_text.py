@@ -70,7 +70,7 @@ def shapes_of(text: str) -> tuple[Shape, ...]:
     return tuple(
         Shape(dtype, tuple(int(d.strip("<=")) for d in dims.split(",") if d),
               int(space[1]) if space else 0)
-        for (dtype, dims, _), space in zip(arrays, spaces)
+        for (dtype, dims, _), space in zip(arrays, spaces, strict=True)
     )
 
 
@@ -141,7 +141,8 @@ def trips(computations: dict[str, Computation], loop: Instruction) -> tuple[int 
     states = [_value(computations, computations[loop.computation][loop.operands[0]], None)]
     for _ in range(2):
         states.append(_value(computations, body, [states[-1]]))
-    parts = list(zip(*(_distances(computations, condition, [state]) for state in states)))
+    distances = (_distances(computations, condition, [state]) for state in states)
+    parts = list(zip(*distances, strict=True))
     counts = [
         max(0, math.ceil(first / (first - second))) for first, second, third in parts
         if None not in (first, second, third) and first - second == second - third > 0

@@ -344,9 +344,10 @@ def grid(rows: list[tuple[str, ...]], markdown: bool = False) -> str:
     if markdown:
         rule = ("---",) * len(rows[0])
         return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
-    widths = [max(map(len, column)) for column in zip(*rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths)).rstrip() for row in rows
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
     )
 
 

@@ -61,7 +61,7 @@ def check(
     for name, value in record.items():
         try:
             if name in ROUTES:
-                start = record["routes_start"] if "routes_start" in record else 0
+                start = record.get("routes_start", 0)
                 values[name] = _routes(value, start, routes_shape)
             elif name != "mask":
                 values[name] = _read(name, value, values["mask"])

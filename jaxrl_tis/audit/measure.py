@@ -104,7 +104,8 @@ def _valid(dump: Dump, name: str) -> np.ndarray:
 
 def _percentiles(dump):
     gaps = np.abs(_valid(dump, "logp_old") - _valid(dump, "logp_behav"))
-    return {f"p{q:g}": float(x) for q, x in zip(PERCENTILES, np.percentile(gaps, PERCENTILES))}
+    found = np.percentile(gaps, PERCENTILES)
+    return {f"p{q:g}": float(x) for q, x in zip(PERCENTILES, found, strict=True)}
 
 
 def _histogram(dump):

@@ -113,7 +113,7 @@ def _known(report, kind: str) -> Sequence[dict[str, Any]]:
 
 
 def _draw_trade(axes: Axes, report) -> None:
-    for kind, color, marker in zip(table.KINDS, COLORS, "osD"):
+    for kind, color, marker in zip(table.KINDS, COLORS[:3], "osD", strict=True):
         rows = [row for row in _known(report, kind) if row["variance"] > 0]
         axes.scatter([row["variance"] for row in rows], [row["bias_seq"] for row in rows],
                      s=26, color=color, marker=marker, alpha=0.7, label=kind)

@@ -91,7 +91,7 @@ def _trimmed(ids):
 def _tails(side, layout, _):
     """Rows after the last token."""
     zeros, surplus, most = 0, [], int(side.ids.max(initial=0)) + 1
-    for record, n in zip(side.records, layout.num_stored):
+    for record, n in zip(side.records, layout.num_stored, strict=True):
         tail = record.ids[max(n - record.start, 0) : _trimmed(record.ids)]
         if len(tail) and n > 0:
             tail = tail[:, side.layers]
@@ -241,7 +241,7 @@ def _repeated(side, layout, comparison):
     adjacent = (num_left + 1) / (n - pairs[is_run].sum() + 2)
     _, place, counts = np.unique(_digests(ids), return_inverse=True, return_counts=True)
     found = []
-    for start, end in zip(starts[is_run], ends[is_run]):
+    for start, end in zip(starts[is_run], ends[is_run], strict=True):
         likely = max(adjacent, counts[place[start]] / n)
         if math.log(n / CHANCE) + (end - start) * math.log(likely) < 0:
             found.append((end - start + 1, start))

@@ -108,7 +108,8 @@ def compare(sampler: Any, learner: Any, layout: Any) -> Comparison:
     level = float(np.median(agreement[known])) if known.any() else 0.0
     unrelated = _unrelated(sampler, learner)
     return Comparison(
-        shared=experts, is_compared=is_compared, agreement=np.where(known, agreement, level), shifts=shifts, shift=shift,
+        shared=experts, is_compared=is_compared, agreement=np.where(known, agreement, level),
+        shifts=shifts, shift=shift,
         half=(level + unrelated) / 2, is_clear=level - unrelated > CLEAR, level=level,
         unrelated=unrelated, by_shift=agree,
     )
@@ -170,7 +171,7 @@ def dense(sampler: Any, learner: Any) -> list[Fault]:
     text = " and ".join(
         f"{n} layers of the {s.name}" + (f", of which {_list(s.constant)} with one route in every row"
                                          if s.constant else "")
-        for n, s in zip(counts, (sampler, learner)))
+        for n, s in zip(counts, (sampler, learner), strict=True))
     return [fault(
         "layers", f"the records count different layers: {text}",
         "A layer with one route is a dense layer that is counted, or a router that is not captured. "
@@ -219,7 +220,7 @@ def _shifted_from(comparison, layout):
             "by the length of an older turn, and for text that was tokenised again.",
         )], is_later
     is_explained, shifts = np.zeros(len(layout.row), bool), []
-    for first, count in zip(layout.first_row, layout.num_tokens - 1):
+    for first, count in zip(layout.first_row, layout.num_tokens - 1, strict=True):
         place = slice(first, first + max(count, 0))
         total, d, start = max(_best_tail(comparison, d, place) for d in SHIFTS)
         if _beyond_chance(total, count - start, len(SHIFTS) * len(layout.row)):
@@ -261,7 +262,7 @@ def _foreign(comparison, layout, is_explained):
     known = comparison.is_compared & ~is_explained
     low = np.where(known, comparison.half - comparison.agreement, 0.0)
     rows, sequences = 0, 0
-    for first, count in zip(layout.first_row, layout.num_tokens - 1):
+    for first, count in zip(layout.first_row, layout.num_tokens - 1, strict=True):
         total, start, end = _best_stretch(low[first : first + max(count, 0)])
         if _beyond_chance(total, end - start, len(low) ** 2, width=1.0):
             rows, sequences = rows + end - start, sequences + 1

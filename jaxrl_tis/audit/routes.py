@@ -79,7 +79,7 @@ def lay(dump: Dump) -> Layout:
     of_token, num_rows = [], 0
     ends = np.cumsum(dump.lengths)
     prompts = dump.sequences["prompt_tokens"]
-    for i, (end, length, prompt) in enumerate(zip(ends, dump.lengths, prompts)):
+    for i, (end, length, prompt) in enumerate(zip(ends, dump.lengths, prompts, strict=True)):
         tokens = {name: x[end - length : end] for name, x in dump.tokens.items()}
         valid = np.flatnonzero(tokens["mask"])
         begin, last = (prompt - valid[0], valid[-1]) if valid.size else (0, -1)
@@ -92,10 +92,10 @@ def lay(dump: Dump) -> Layout:
         policy[place[has_row]] = tokens["mask"][has_row]
         ends_turn = np.flatnonzero(_ends_turn(tokens)) + begin
         boundary[ends_turn[(ends_turn >= 0) & (ends_turn < count)]] = True
-        for name, x in zip(parts, (np.full(count, i), row, boundary, policy, logp)):
+        for name, x in zip(parts, (np.full(count, i), row, boundary, policy, logp), strict=True):
             parts[name].append(x)
         sizes = (count + 1, begin + length) if valid.size else (0, 0)
-        for name, x in zip(counts, (*sizes, num_rows)):
+        for name, x in zip(counts, (*sizes, num_rows), strict=True):
             counts[name].append(x)
         num_rows += count
     arrays = {name: np.concatenate(x) for name, x in parts.items()}
@@ -118,7 +118,7 @@ def side(name: str, records: list[Routes], layout: Layout) -> Side:
     shape = next((r.ids.shape[1:] for r in records if len(r.ids)), (0, 0))
     ids = np.full((len(layout.row), *shape), -1, np.result_type(*{r.ids.dtype for r in records}))
     is_recorded = np.zeros(len(ids), bool)
-    for record, first, count in zip(records, layout.first_row, layout.num_tokens - 1):
+    for record, first, count in zip(records, layout.first_row, layout.num_tokens - 1, strict=True):
         if len(record.ids):
             end = max(min(record.start + len(record.ids), count), record.start)
             ids[first + record.start : first + end] = record.ids[: end - record.start]

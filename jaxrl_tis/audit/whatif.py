@@ -189,7 +189,7 @@ def numbers(
     missed = jnp.maximum(share - rho[0], 0.0)
     share_of_sequences = ratios.safe_divide(w, ratios.masked_mean(w_rs, is_sequence))
     missed_rs = ratios.sequence_mean(jnp.maximum(share_of_sequences - rho[1], 0.0), mask, seg)
-    adv = ratios.as_float(batch["adv"] if "adv" in batch else mask)
+    adv = ratios.as_float(batch.get("adv", mask))
     noise, power = (ratios.masked_mean(jnp.square(x), mask) for x in (share * adv, adv))
     is_left = mean > 0
     figures = {
@@ -269,7 +269,10 @@ def _made(known, batch):
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = [jax.jit(functools.partial(evaluate_parts, ours)) for ours in kinds]
         results = list(pool.map(lambda program: program(batch), programs))
-    return {part: x for ours, made in zip(kinds, results) for part, x in zip(ours, made)}
+    return {
+        part: x for ours, made in zip(kinds, results, strict=True)
+        for part, x in zip(ours, made, strict=True)
+    }
 
 
 def _row(rule, values):

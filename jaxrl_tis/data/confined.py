@@ -279,7 +279,7 @@ def serve() -> None:
         return
     while True:
         for arguments in batches.get():
-            send(lambda: loaded[0](*arguments))
+            send(functools.partial(loaded[0], *arguments))
 
 
 def _count_threads() -> int:

@@ -56,7 +56,7 @@ def read(
     """
     paths = [paths] if isinstance(paths, str | os.PathLike) else paths
     rows, digest = [], hashlib.blake2b(digest_size=8)
-    for name, path in [file for path in paths for file in hub.data_files(path)]:
+    for name, path in [file for given in paths for file in hub.data_files(given)]:
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} is missing; put a file there with one JSON object per line, such as "
@@ -170,9 +170,9 @@ def _csv(name: str, file: BinaryIO, digest) -> Iterator[Row]:
 
 def _cells(place: str, header: list[str], cells: list[str]) -> Row:
     try:
-        return _row(place, dict(zip(header, map(_cell, cells))))
+        return _row(place, dict(zip(header, map(_cell, cells), strict=True)))
     except ValueError as error:
-        return Row(place, dict(zip(header, cells)), str(error))
+        return Row(place, dict(zip(header, cells, strict=True)), str(error))
 
 
 def _cell(text: str) -> Any:

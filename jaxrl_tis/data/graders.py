@@ -42,7 +42,7 @@ def parts(text: str, record: Record) -> float:
     """Returns the share of the answer's words that the text has in their places. Further words of
     the text count for nothing."""
     expected = answer_of(record).split()
-    return sum(a == b for a, b in zip(text.split(), expected)) / max(len(expected), 1)
+    return sum(a == b for a, b in zip(text.split(), expected, strict=False)) / max(len(expected), 1)
 
 
 def find_last_number(text: str) -> Decimal | None:

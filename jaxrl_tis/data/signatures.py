@@ -275,7 +275,10 @@ class _Scorer:
     def _outcomes(self, columns: list[list[Any]]) -> list[dict[str, Any]]:
         if len(columns) == 1:
             return [{"value": reading(value)} for value in columns[0]]
-        return [{"value": together(dict(zip(self._rewards, row)))} for row in zip(*columns)]
+        return [
+            {"value": together(dict(zip(self._rewards, row, strict=True)))}
+            for row in zip(*columns, strict=True)
+        ]
 
     async def _at_once(self, items: list[Item]) -> list[dict[str, Any]]:
         room = asyncio.Semaphore(self._workers)
@@ -386,7 +389,7 @@ def reading(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         number = _number(value)
         return {"bad": _named(value)} if number is None else {"parts": {"reward": number}}
-    score = value["score"] if "score" in value else None
+    score = value.get("score")
     if score is not None and _number(score) is None:
         return {"bad": f"{_named(score)} as the score"}
     parts = {confined.printable(str(n)): x if x is None else _number(x) for n, x in value.items()

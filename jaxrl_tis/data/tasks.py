@@ -22,7 +22,7 @@ from jaxrl_tis.data import files
 from jaxrl_tis.data.records import SCALAR, Bad, answer_of, find, made, prompt_of, wanted
 
 # Tenths of all problem texts in each split. "warmup" is for supervised steps before RL.
-SPLITS = {"train": range(0, 6), "warmup": range(6, 9), "eval": range(9, 10)}
+SPLITS = {"train": range(6), "warmup": range(6, 9), "eval": range(9, 10)}
 MAX_DRAWS = 512
 # reasoning-gym seeds problem i with seed + i, so seeds closer than a size share problems.
 SEED_STRIDE = 2**20

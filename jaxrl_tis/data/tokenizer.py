@@ -7,6 +7,7 @@ sequence.
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -86,7 +87,7 @@ def _marked(messages: Sequence[dict]) -> list[dict]:
 
 
 def _said(message: Mapping[str, Any]) -> str:
-    return message["content"] if "content" in message else ""
+    return message.get("content", "")
 
 
 def _cut(text: str, last: Mapping[str, Any]) -> str | ValueError:
@@ -224,7 +225,7 @@ class HFTokenizer:
         texts = self._rendered(marked, add_generation_prompt=True)
         return [
             _cut(text, messages[-1]) if x and isinstance(text, str) else text
-            for text, x, messages in zip(texts, is_open, conversations)
+            for text, x, messages in zip(texts, is_open, conversations, strict=True)
         ]
 
     def _rendered(
@@ -278,7 +279,7 @@ class HFTokenizer:
         if single := [text[a] for a, b in spans if b - a == 1]:
             raise ValueError(f"the special token {single[0]!r} is one character, and cannot be escaped")
         cuts = [start + 1 for start, _ in spans]
-        pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)])]
+        pieces = [text[a:b] for a, b in itertools.pairwise([0, *cuts, len(text)])]
         # The rest of one special token and the next text can be another one.
         return BREAK.join(map(self.escaped, pieces))
 
@@ -321,7 +322,8 @@ class HFTokenizer:
                 found = self.backend.encode(text, add_special_tokens=False)
             except Exception:  # `encodes` says why
                 return []
-            return [span for index, span in zip(found.ids, found.offsets) if index in special]
+            pairs = zip(found.ids, found.offsets, strict=True)
+            return [span for index, span in pairs if index in special]
 
         return spans
 

@@ -83,7 +83,7 @@ def drift_metrics(spec: loss.LossSpec, logp: jax.Array, batch: Batch) -> Metrics
     chain = logp, batch["logp_prox"], batch["logp_old"], batch["logp_behav"], batch["mask"]
     drift = attribution.factor_metrics(*chain)
     if spec.mode == "bypass":
-        drift |= _capped_fractions(spec.weight, *chain, batch["seg"] if "seg" in batch else None)
+        drift |= _capped_fractions(spec.weight, *chain, batch.get("seg"))
     return drift
 
 

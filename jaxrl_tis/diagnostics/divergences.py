@@ -222,7 +222,7 @@ def percentile_metrics(
     value_pbs = sequence_percentiles(gap_bt, mask, seg, percentiles=percentiles)
     is_sequence_bs = ratios.sequence_count(gap_bt, mask, seg) > 0
     metrics = {}
-    for q, value_bs in zip(percentiles, value_pbs):
+    for q, value_bs in zip(percentiles, value_pbs, strict=True):
         metrics[f"dp_p{q}/mean"] = ratios.masked_mean(value_bs, is_sequence_bs)
         metrics[f"dp_p{q}/max"] = ratios.masked_max(value_bs, is_sequence_bs)
     return mismatch.detached(metrics, "mismatch/")

@@ -71,7 +71,7 @@ def flip_metrics(
         metrics[f"layer_{layer}"] = ratios.masked_mean(flipped_btl[..., layer], mask)
     labels, flips_nl, count_n = _by_position(flipped_btl, mask, seg, response)
     rates_n = ratios.safe_divide(jnp.mean(flips_nl, axis=1), count_n)
-    metrics |= {f"position_{label}": rate for label, rate in zip(labels, rates_n)}
+    metrics |= {f"position_{label}": rate for label, rate in zip(labels, rates_n, strict=True)}
     return mismatch.detached(metrics, "mismatch/route_flip_")
 
 

@@ -83,7 +83,7 @@ def lag_correlation(case: Case, gap: str, lag: str) -> float:
         raise KeyError(
             f"{least:g} steps after which {lag} changes, with {gap}; there are {len(pairs)}"
         )
-    xs, ys = zip(*pairs)
+    xs, ys = zip(*pairs, strict=True)
     size = math.sqrt(math.fsum(x * x for x in xs) * math.fsum(y * y for y in ys))
     correlation = math.fsum(x * y for x, y in pairs) / size if size else 0.0
     z = math.atanh(max(min(correlation, 1.0 - 1e-9), -1.0 + 1e-9)) * math.sqrt(len(pairs) - 3)

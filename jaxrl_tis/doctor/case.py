@@ -141,7 +141,7 @@ class Case:
         """Returns the values of the `length` steps that end `before` steps ahead of the last
         one."""
         end = self.last_step - before
-        values = self.series[metric] if metric in self.series else {}
+        values = self.series.get(metric, {})
         return {step: v for step, v in values.items() if end - length < step <= end}
 
     def source(self, metric: str) -> str:

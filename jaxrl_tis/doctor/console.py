@@ -79,8 +79,19 @@ class Block:
     step: float
     parts: list[str]
 
-    def row(self) -> Printed:
-        return _of_dict(self.line, " ".join(self.parts), self.head, self.step)
+    def takes(self, line: str) -> bool:
+        """Adds a line; returns False for one that is no part of the dict."""
+        is_part = self.parts or line.lstrip().startswith("{")  # else the head was a text's
+        if not is_part or any(p.search(line) for p in (LINE, HEAD, PRIME)):
+            return False
+        self.parts.append(line.strip())
+        return True
+
+    def rows(self) -> list[Printed]:
+        """Returns the row of the dict; none of a head without a dict."""
+        if not self.parts:
+            return []
+        return [_of_dict(self.line, " ".join(self.parts), self.head, self.step)]
 
 
 def rows(text: str) -> list[Printed]:
@@ -94,7 +105,8 @@ def rows(text: str) -> list[Printed]:
         parsed_rows.append(row)
         if row.is_counted:
             counted.append(row)
-    for row, step in zip(counted, _counts([row.values.get("epoch", math.inf) for row in counted])):
+    epochs = [row.values.get("epoch", math.inf) for row in counted]
+    for row, step in zip(counted, _counts(epochs), strict=True):
         row.values["step"] = step
     return parsed_rows
 
@@ -120,43 +132,48 @@ def _rows(lines: Iterable[tuple[int, str]]) -> Iterator[Printed]:
     block: Block | None = None
     for number, line in lines:
         if block:
-            is_part = block.parts or line.lstrip().startswith("{")  # else the head was a text's
-            if is_part and not any(p.search(line) for p in (LINE, HEAD, PRIME)):
-                block.parts.append(line.strip())
-                if line.endswith("}"):
-                    yield block.row()
-                    block = None
+            is_part = block.takes(line)
+            if not is_part or line.endswith("}"):
+                yield from block.rows()
+                block = None
+            if is_part:
                 continue
-            if block.parts:
-                yield block.row()
-            block = None
         if "step:" in line and (match := LINE.search(line)):
             yield _of_pairs(number, match[1], line[match.end():])
         elif "{" in line or "tep " in line or "rollout " in line:
-            if match := HEAD.search(line):
-                if match[3]:
-                    yield _of_dict(number, match[3], match[1], float(match[2]))
-                else:
-                    block = Block(number, match[1], float(match[2]), [])
-            elif match := PRIME.search(line):
-                yield _of_labels(number, match[1], match[2])
+            found = _of_line(number, line)
+            if isinstance(found, Block):
+                block = found
+            elif found:
+                yield found
             elif match := NEMO.search(line):
                 if listed:
                     yield listed
                 step = int(match[1]) + (epoch - 1) * int(match[2])  # counted anew in every epoch
                 listed = Printed(number, {"step": float(step)})
-            elif (match := BARE.search(line)) and "epoch" in line:
-                row = _of_dict(number, match[0], None, None)
-                if not any(name.startswith(("eval_", "train_runtime")) for name in row.values):
-                    yield row
         elif "= Epoch " in line and (match := EPOCH.search(line)):
             epoch = int(match[1])
         elif listed and "•" in line and (match := BULLET.search(line)) and match[1] in LABELS:
             listed.put(LABELS[match[1]], match[2])
-    if block and block.parts:
-        yield block.row()
+    if block:
+        yield from block.rows()
     if listed:
         yield listed
+
+
+def _of_line(number: int, line: str) -> Printed | Block | None:
+    """Returns the row of a line, or the block that it begins; None where it is neither."""
+    if match := HEAD.search(line):
+        if match[3]:
+            return _of_dict(number, match[3], match[1], float(match[2]))
+        return Block(number, match[1], float(match[2]), [])
+    if match := PRIME.search(line):
+        return _of_labels(number, match[1], match[2])
+    if "epoch" in line and (match := BARE.search(line)) and not NEMO.search(line):
+        row = _of_dict(number, match[0], None, None)
+        if not any(name.startswith(("eval_", "train_runtime")) for name in row.values):
+            return row
+    return None
 
 
 def _of_pairs(number, step, text):

@@ -23,10 +23,12 @@ def _buckets(case: Case) -> dict[str, dict[int, tuple[float, float]]]:
         if match := NAME.fullmatch(metric):
             kind, start = match.groups()
             share = metric.removesuffix(GAP) + "token_fraction"
-            gaps, shares = (case.recent(name) for name in (metric, share))
-            if gaps and shares and math.fsum(shares):
-                mean = math.fsum(g * s for g, s in zip(gaps, shares)) / math.fsum(shares)
-                found[kind][int(start)] = mean, math.fsum(shares) / len(shares)
+            length = case.thresholds["window"] * case.interval(share)
+            gaps, shares = (case.window(name, length) for name in (metric, share))
+            both = gaps.keys() & shares.keys()  # a gap can be NaN, which no series has
+            if tokens := math.fsum(shares[step] for step in both):
+                mean = math.fsum(gaps[step] * shares[step] for step in both) / tokens
+                found[kind][int(start)] = mean, math.fsum(shares.values()) / len(shares)
     return found
 
 

@@ -5,6 +5,7 @@ they were, and the gap is the distance that the policy has moved: it grows with 
 with the lag. Other gaps grow, too, when entropy or length change. There the samples change.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ def _blocks(case: Case, metric: str) -> list[float]:
     if len(values) < least:
         raise KeyError(f"{least:g} values of {metric}, there are {len(values)}")
     edges = [len(values) * i // BLOCKS for i in range(BLOCKS + 1)]
-    return [statistics.fmean(values[a:b]) for a, b in zip(edges, edges[1:])]
+    return [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(edges)]
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

@@ -271,10 +271,11 @@ def _read_csv(path, text):
     for number, line in lines[1:]:
         if len(line) != len(names):
             raise ValueError(f"{path}, line {number}: {len(line)} cells for {len(names)} columns")
-        cells.append({n: cell.strip() for n, cell in zip(names, line) if n and cell.strip()})
+        named = zip(names, line, strict=True)
+        cells.append({n: cell.strip() for n, cell in named if n and cell.strip()})
     texts = _texts(path, [number for number, _ in lines[1:]], cells)
     log = Log(str(path), "CSV", [], texts)
-    for (number, _), row in zip(lines[1:], cells):
+    for (number, _), row in zip(lines[1:], cells, strict=True):
         log.add(f"line {number}", {n: float(cell) for n, cell in row.items() if n not in texts})
     return log
 
@@ -305,7 +306,7 @@ def _columns(path, header):
 def _texts(path, numbers, cells):
     """Returns the columns without any number; ValueError for a text between numbers."""
     bad, good = {}, set()
-    for number, row in zip(numbers, cells):
+    for number, row in zip(numbers, cells, strict=True):
         for name, cell in row.items():
             try:
                 float(cell)

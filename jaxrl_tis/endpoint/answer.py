@@ -134,7 +134,7 @@ class Answer:
         t = trajectory
         tokens = [self._piece(token) for token in t.tokens]
         behav, raw = (list(map(finite, logp)) for logp in (t.logp_behav, t.logp_raw))
-        top = [self._top(*row) for row in zip(t.top_ids, t.top_logps)]
+        top = [self._top(*row) for row in zip(t.top_ids, t.top_logps, strict=True)]
         if not self._completion.is_chat:
             return {
                 "tokens": tokens, "token_ids": t.tokens.tolist(), "token_logprobs": behav,
@@ -146,15 +146,16 @@ class Answer:
             entry(token, logp) | {
                 "raw_logprob": raw_logp, "top_logprobs": [entry(*pair) for pair in row]
             }
-            for token, logp, raw_logp, row in zip(tokens, behav, raw, top)
+            for token, logp, raw_logp, row in zip(tokens, behav, raw, top, strict=True)
         ]}
 
     def _of_prompt(self, trajectory: Trajectory) -> list[Json | None]:
         """Returns {id: log-prob and text} for each token of the prompt, None for the first token;
         [] if the answer ended before its prompt was read."""
-        pairs = zip(trajectory.prompt[1:].tolist(), trajectory.prompt_logps[1:].tolist())
+        ids, logps = trajectory.prompt[1:].tolist(), trajectory.prompt_logps[1:].tolist()
         entry = lambda logp, id: {"logprob": finite(logp), "decoded_token": self._piece(id)}
         first = [None] * (len(trajectory.prompt_logps) > 0)
+        pairs = zip(ids, logps, strict=False)  # no log-probs: the prompt was not read
         return first + [{str(id): entry(logp, id)} for id, logp in pairs]
 
     def _top(self, ids, logps) -> list[tuple[str, float | None]]:
@@ -178,7 +179,7 @@ def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:
 
 def likeliest(ids, logps, count: int) -> list[tuple[int, float | None]]:
     """Returns (id, log-prob) of at most `count` possible tokens at one position, the likeliest first."""
-    pairs = list(zip(ids, logps))[:count]
+    pairs = list(zip(ids, logps, strict=True))[:count]
     return [(int(id), finite(logp)) for id, logp in pairs if id >= 0]
 
 

@@ -301,7 +301,7 @@ def choices(
     most = [min(sampling.max_tokens, limits.context_tokens - len(row)) for row in rows]
     return [
         Choice(f"{id}/{i}", row, seed, dataclasses.replace(sampling, max_tokens=count), index=i)
-        for i, (row, count) in enumerate(zip(rows, most))
+        for i, (row, count) in enumerate(zip(rows, most, strict=True))
     ]
 
 

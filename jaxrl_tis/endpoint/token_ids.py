@@ -102,12 +102,13 @@ class Answer:
     def _logprobs(self, t: Trajectory) -> Json:
         entry = lambda id, logp: {"token": f"token_id:{id}", "logprob": logp}
         behav, raw = (map(finite, logp) for logp in (t.logp_behav, t.logp_raw))
-        top = [likeliest(*row, self._generation.logprobs) for row in zip(t.top_ids, t.top_logps)]
+        pairs = zip(t.top_ids, t.top_logps, strict=True)
+        top = [likeliest(*row, self._generation.logprobs) for row in pairs]
         return {"content": [
             entry(token, logp) | {
                 "raw_logprob": raw_logp, "top_logprobs": [entry(*pair) for pair in row]
             }
-            for token, logp, raw_logp, row in zip(t.tokens, behav, raw, top)
+            for token, logp, raw_logp, row in zip(t.tokens, behav, raw, top, strict=True)
         ]}
 
 

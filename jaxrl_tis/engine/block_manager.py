@@ -173,17 +173,17 @@ class BlockManager:
         priority, left = self._waiting.priority, []
         done = sorted(filter(is_done, self.running()), key=priority, reverse=True)
         free = collections.Counter({shard: len(slots) for shard, slots in self._free().items()})
+        is_before = lambda a, b: self._waiting.is_overdue(a) or priority(a) < priority(b)
         for other in self._waiting.in_order() if done else ():
-            is_before = lambda s: self._waiting.is_overdue(other) or priority(other) < priority(s)
-            if not done or not is_before(done[0]):
+            if not done or not is_before(other, done[0]):
                 break  # nor is any other
-            is_home = lambda shard: not other.pages or shard == other.shard
+            is_home = lambda shard, other=other: not other.pages or shard == other.shard
             shard, slots = max(((s, n) for s, n in free.items() if is_home(s)), key=lambda x: x[1])
             if slots:
                 free[shard] -= 1
                 continue
             sequence = next((s for s in done if is_home(s.shard)), None)
-            if sequence is not None and is_before(sequence):
+            if sequence is not None and is_before(other, sequence):
                 done.remove(sequence)
                 left.append(sequence)
         for sequence in left:

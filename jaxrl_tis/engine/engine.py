@@ -132,12 +132,14 @@ class Engine:
             state, routes = self._programs.prefill(params, state, *arrays, np.int32(blocks))
             return state, Prefilled(None, routes, rows)
         targets = np.zeros(arrays[0].shape, np.int32)
-        for row, chunk in zip(rows, chunks):
+        for row, chunk in zip(rows, chunks, strict=True):
             targets[row, : len(chunk.targets)] = chunk.targets
         targets = self.layout.put(targets, ("batch", None))
         state, logps, routes = self._programs.prefill_scored(params, state, *arrays, targets)
         logps = np.asarray(logps)
-        of_chunks = [logps[row, : len(chunk.tokens)] for row, chunk in zip(rows, chunks)]
+        of_chunks = [
+            logps[row, : len(chunk.tokens)] for row, chunk in zip(rows, chunks, strict=True)
+        ]
         return state, Prefilled(of_chunks, routes, rows)
 
     def _chunk_rows(self, chunks: list[Chunk]) -> tuple[list[int], tuple]:

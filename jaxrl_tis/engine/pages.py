@@ -94,7 +94,7 @@ class Pages:
         """Registers the content keys of full pages in use, so that `found` finds them. Returns
         {index: page} of the pages that had no key and whose content no other page has."""
         new = {}
-        for index, (page, key) in enumerate(zip(pages, keys)):
+        for index, (page, key) in enumerate(zip(pages, keys, strict=False)):
             assert self._references[page] > 0, f"page {page} is free"
             if key not in self._pages and page not in self._keys:
                 self._pages[key], self._keys[page] = page, key

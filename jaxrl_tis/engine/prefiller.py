@@ -38,7 +38,7 @@ class Prefiller:
             result = self._runner.prefill(chunks)
             if result.routes is not None:
                 self._routes.write(chunks, result.rows, result.routes)
-            for prefix, logps in zip(prefixes, result.logps or ()):
+            for prefix, logps in zip(prefixes, result.logps or (), strict=False):
                 prefix.logps.append(logps)
         return True
 

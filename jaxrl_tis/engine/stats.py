@@ -85,8 +85,9 @@ class Stats:
     @classmethod
     def sum(cls, parts: Iterable["Stats"]) -> "Stats":
         """Adds up the counts of several schedulers."""
-        return cls(*map(sum, zip(*map(dataclasses.astuple, [cls(), *parts]))))
+        return cls(*map(sum, zip(*map(dataclasses.astuple, [cls(), *parts]), strict=True)))
 
     def since(self, before: "Stats") -> "Stats":
         """Returns the counts since an earlier copy."""
-        return Stats(*(now - old for now, old in zip(*map(dataclasses.astuple, (self, before)))))
+        pairs = zip(*map(dataclasses.astuple, (self, before)), strict=True)
+        return Stats(*(now - old for now, old in pairs))

@@ -133,7 +133,7 @@ class Suffixes:
         if MOVED_SYSTEM in self.rewrites:
             return "fork"
         talk, given = [QUESTION], [self._messages(x) for x in observations]
-        for answer, messages in zip(answers[:-1], given):
+        for answer, messages in zip(answers[:-1], given[:-1], strict=True):
             talk += [_answer(answer), *messages]
         asked, text = self._tokenizer.chats([talk, [*talk, _answer(answers[-1]), *given[-1]]])
         if isinstance(asked, ValueError) or isinstance(text, ValueError):
@@ -157,7 +157,8 @@ class Suffixes:
             raise ValueError(
                 f"the chat template does not write messages of the role {unknown[0]!r}; use 'user'"
             )
-        messages = [{**message, "role": role} for message, role in zip(observation, roles)]
+        pairs = zip(observation, roles, strict=True)
+        messages = [{**message, "role": role} for message, role in pairs]
         return escaped(self._tokenizer, messages)
 
     def _encoded(self, messages: str) -> tuple[int, ...]:

@@ -112,7 +112,7 @@ def importance_weights(
       is_batch_normalized: divide by the mean over tokens, or over sequences for sequence weights.
     """
     name, parameters = weight
-    mask, seg = batch["mask"], batch["seg"] if "seg" in batch else None
+    mask, seg = batch["mask"], batch.get("seg")
     function = methods.function("weight", name)
     w_bt = function(log_ratio, mask, seg, **needed("weight", name, batch), **parameters)
     if not is_batch_normalized:
@@ -153,7 +153,7 @@ def accepted(
       batch: `mask`, optional `seg`, and the fields that the masks need.
       masks: names in `masks.MASKS` and their parameters.
     """
-    seg = batch["seg"] if "seg" in batch else None
+    seg = batch.get("seg")
     fields = {name: x for name, x in batch.items() if name not in ("mask", "seg")}
     is_accepted_bt, kept = all_of(masks, log_ratio, batch["mask"], seg, **fields)
     return is_accepted_bt, counts.of_masks([name for name, _ in masks], kept, batch["mask"])
@@ -277,7 +277,7 @@ def compute_loss(
     batch = batch | {"logp": jax.lax.stop_gradient(logp)}
     seen = bypassed(batch, spec.mode)
     logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
-    seg = batch["seg"] if "seg" in batch else None
+    seg = batch.get("seg")
     w_bt, is_accepted_bt, method_counts = _apply_at_update(batch, spec)
     trained_bt = mask
     if spec.rejected_in_denominator or "weights" in batch:

@@ -96,7 +96,7 @@ def draw(page: Figure, of_seeds: Sequence[Gaps]) -> None:
             (sum(f[(cause,)][measure] for cause in chosen), f[chosen][measure])
             for f in of_seeds for chosen in COMBINATIONS if len(chosen) > 1
         ]
-        axes.scatter(*zip(*points), s=14, color=color, label=label)
+        axes.scatter(*zip(*points, strict=True), s=14, color=color, label=label)
     ends = axes.get_xlim()
     axes.plot(ends, ends, color="black", linewidth=0.7)
     axes.set(

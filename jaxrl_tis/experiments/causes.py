@@ -63,7 +63,7 @@ def table(runs: Sequence[Run]) -> str:
     arms, named, counts = confusion(held_out)
     cells = [
         [arm, *(str(n) if n else "" for n in row), str(sum(is_right(r) for r in held_out if r.arm == arm))]
-        for arm, row in zip(arms, counts)
+        for arm, row in zip(arms, counts, strict=True)
     ]
     right = np.mean([is_right(r) for r in held_out])
     low, high = intervals.wilson(right, len(held_out))

@@ -87,7 +87,9 @@ class Problem:
         for t in range(1, self.horizon):
             row_nt[:, t] = row_nt[:, t - 1] * vocab + 1 + tokens_nt[:, t - 1]
         is_tool_t = np.isin(np.arange(self.horizon), self.tool)
-        rewards = [float(self.reward(y[live])) for y, live in zip(tokens_nt, is_live_nt)]
+        rewards = [
+            float(self.reward(y[live])) for y, live in zip(tokens_nt, is_live_nt, strict=True)
+        ]
         return {
             "tokens": tokens_nt,
             "row": row_nt,

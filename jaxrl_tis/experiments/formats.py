@@ -65,7 +65,7 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     by_arm = records.by_arm(runs)
     places = range(len(by_arm))
     gap, gain = page.subplots(1, 2, sharey=True)
-    for place, (arm, own) in zip(places, by_arm.items()):
+    for place, own in zip(places, by_arm.values(), strict=True):
         gap.scatter([gap_of(r) for r in own], [place] * len(own), color=COLORS[0], s=16)
         mean, low, high = intervals.of_mean([figures.gain(r) for r in own])
         gain.errorbar(mean, place, xerr=[[mean - low], [high - mean]], color=COLORS[1], fmt="o")

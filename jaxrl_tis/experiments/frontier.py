@@ -239,9 +239,9 @@ def centred_table(lengths: Sequence[int], seeds: Sequence[int], drifts: Sequence
             name: [profile(chain.moments(*EXACT[name]), gradient, batch) for batch in (1, 10_000)]
             for name in ("token", *names)
         }
-        over = lambda name: ", ".join(
+        over = lambda name, outcomes=outcomes: ", ".join(
             f"{own.progress / token.progress:.2f}"
-            for own, token in zip(outcomes[name], outcomes["token"])
+            for own, token in zip(outcomes[name], outcomes["token"], strict=True)
         )
         cells = [f"{outcomes[name][0].bias:.3f}; {over(name)}" for name in names]
         start = [reward, f"{drift:g}", str(length), str(seed), f"{outcomes['token'][0].bias:.3f}"]

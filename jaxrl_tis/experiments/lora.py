@@ -24,7 +24,7 @@ from jaxrl_tis.build import build
 from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.learner.state import abstract_state
-from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.report.plots import palette
 
 FULL = "full"  # the arm that trains all weights
 SECONDS = "seconds of a step"
@@ -91,8 +91,9 @@ def table(
     columns = COSTS if is_timed else {n: x for n, x in COSTS.items() if n != SECONDS}
     accuracies, costs = [], []
     for arm, own in by_arm.items():
-        mean = lambda measure, form=".3f": figures.mean([measure(r) for r in own], form)
-        beside = lambda measure: None if arm == FULL else figures.beside(own, by_arm[FULL], measure)
+        mean = lambda measure, form=".3f", own=own: figures.mean([measure(r) for r in own], form)
+        base = None if arm == FULL else by_arm[FULL]
+        beside = lambda measure, own=own, base=base: base and figures.beside(own, base, measure)
         accuracies.append([
             arm, str(len(own)), mean(start), mean(end), figures.interval(beside(end)),
             mean(figures.gain, "+.3f"), figures.interval(beside(figures.gain)),
@@ -119,8 +120,8 @@ def table(
 def draw(page: Figure, runs: Sequence[Run]) -> None:
     """Draws greedy and sampled held-out accuracy of each arm by step."""
     by_arm = records.by_arm(runs)
-    for axes, kind in zip(page.subplots(1, 2, sharey=True), ("greedy", "sampled")):
-        for (arm, own), color in zip(by_arm.items(), COLORS):
+    for axes, kind in zip(page.subplots(1, 2, sharey=True), ("greedy", "sampled"), strict=True):
+        for (arm, own), color in zip(by_arm.items(), palette(len(by_arm)), strict=True):
             figures.curve(axes, own, f"eval/{kind}_accuracy", arm, color)
         axes.set(title=f"Held-out accuracy, {kind}", xlabel="step")
         axes.legend()

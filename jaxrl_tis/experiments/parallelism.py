@@ -23,7 +23,7 @@ from jaxrl_tis.build import Setup, build
 from jaxrl_tis.experiments import figures
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.state import initial_params
-from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.report.plots import COLORS, palette
 from jaxrl_tis.runtime import cli
 
 CONFIG = "configs/smollm2_135m.py"
@@ -117,8 +117,8 @@ def lengths_table(dp: np.ndarray, group: int) -> str:
 def draw(page: Figure, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     """Draws the distribution of a response's largest difference by degrees, and its growth with length."""
     degrees, lengths = page.subplots(1, 2)
-    for (sampler, learners), style in zip(found.items(), ("-", "--")):
-        for (learner, dp), color in zip(learners.items(), COLORS):
+    for (sampler, learners), style in zip(found.items(), ("-", "--"), strict=True):
+        for (learner, dp), color in zip(learners.items(), palette(len(learners)), strict=True):
             values = np.sort(dp.max(axis=1))
             share = 1 - np.arange(len(values)) / len(values)
             degrees.plot(values, share, style, color=color, label=f"{sampler}, {learner}")

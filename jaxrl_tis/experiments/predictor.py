@@ -164,7 +164,8 @@ def table(runs: Sequence[Run], areas: Areas) -> str:
 
 def draw(page: Figure, areas: Areas) -> None:
     """Draws the AUROC of each predictor and outcome, with intervals."""
-    for axes, (outcome, drawn), color in zip(page.subplots(1, 2), areas.items(), COLORS):
+    panels = zip(page.subplots(1, 2), areas.items(), COLORS[:2], strict=True)
+    for axes, (outcome, drawn), color in panels:
         found = {label: interval_of(values) for label, values in drawn.items()}
         order = sorted(found, key=lambda label: found[label][0])
         for place, label in enumerate(order):

@@ -226,7 +226,7 @@ def part_table(arms: Mapping[str, Sequence[Run]], gradients: Sequence[Mapping]) 
     to_none, to_exact = beside(gains, NONE), beside(gains, EXACT)
     half, lines = beside(gains_of(arms, HALF), NONE), []
     for name in filter(arms.__contains__, ORDER):
-        measures = found[name] if name in found else ("–",) * 3
+        measures = found.get(name, ("–",) * 3)
         lines.append([
             name, figures.mean(list(gains[name].values()), "+.3f"),
             figures.interval(to_none[name]) if name in to_none else "–",
@@ -248,13 +248,15 @@ def gradient_measures(lines: Sequence[Mapping]) -> dict[str, tuple[str, str, str
     for line in lines:
         total = sums.setdefault(line["arm"].rpartition("/")[2], collections.Counter())
         total.update({n: line[n] for n in ("true2", "own2", "dot", "bias2", "variance")})
-    out = {}
+    out, root = {}, lambda x: float(np.sqrt(max(x, 0.0)))
     for name, s in sums.items():
-        root = lambda x: float(np.sqrt(max(x, 0.0)))
         norms = root(s["own2"]) * root(s["true2"])
         cosine = f"{s['dot'] / norms:.3f}" if norms else "–"
-        relative = lambda x: f"{root(x) / root(s['true2']):.2f}" if s["true2"] > 0 else "–"
-        out[name] = relative(s["bias2"]), cosine, relative(s["variance"])
+        bias, spread = (
+            f"{root(s[x]) / root(s['true2']):.2f}" if s["true2"] > 0 else "–"
+            for x in ("bias2", "variance")
+        )
+        out[name] = bias, cosine, spread
     return out
 
 
@@ -265,8 +267,8 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     lengths = [n for n in fig_referee.LENGTHS if any(part.endswith(f"/{n}") for part in parts)]
     axes = page.subplots(len(lengths), len(gaps), sharey=True, squeeze=False)
     names = [name for name in ORDER if name != NONE][::-1]
-    for row, length in zip(axes, lengths):
-        for ax, gap in zip(row, gaps):
+    for row, length in zip(axes, lengths, strict=True):
+        for ax, gap in zip(row, gaps, strict=True):
             ax.set_title(f"{gap}, {length} answers")
             ax.axvline(0, color=figures.GREY, linewidth=0.8)
             ax.set_yticks(range(len(names)), names)

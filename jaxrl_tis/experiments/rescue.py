@@ -18,7 +18,7 @@ from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.figures import Comparison, Interval
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.record import intervals
-from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.report.plots import palette
 
 SHOWN = ("no-gap", "none", "PPO-IS", "vanilla-IS", "TIS-2", "centering")
 STORY = {
@@ -82,7 +82,7 @@ def table(runs: Sequence[Run]) -> str:
     for arm, own in by_arm.items():
         base = by_arm.get(UNCORRECTED.get(arm, "none"))
         gain, other = _gain(own), figures.beside(own, base) if base else None
-        end = lambda name: figures.mean([records.at_end(r, name) for r in own])
+        end = lambda name, own=own: figures.mean([records.at_end(r, name) for r in own])
         k1 = "–" if arm in BYPASS else f"{np.mean([negative_share(r) for r in own]):.2f}"
         lines.append([
             arm, str(len(own)), figures.interval(gain), figures.interval(other),
@@ -101,8 +101,8 @@ def table(runs: Sequence[Run]) -> str:
 def draw(page: Figure, runs: Sequence[Run]) -> None:
     """Draws six panels of the arms in SHOWN, and int8 without an injected gap in grey."""
     by_arm = records.by_arm(runs)
-    for axes, (name, title, unit) in zip(page.subplots(2, 3).flat, PANELS):
-        for arm, color in zip(SHOWN, COLORS):
+    for axes, (name, title, unit) in zip(page.subplots(2, 3).flat, PANELS, strict=True):
+        for arm, color in zip(SHOWN, palette(len(SHOWN)), strict=True):
             if not (name == K1 and arm in BYPASS):
                 figures.curve(axes, by_arm.get(arm, []), name, arm, color, name == ACCURACY)
         int8, label = by_arm.get("int8", []), "int8, no injected gap"
@@ -117,7 +117,7 @@ def draw_story(page: Figure, runs: Sequence[Run]) -> None:
     """Draws two panels: the reward in the training log, and the accuracy of the learner."""
     by_arm = records.by_arm(runs)
     shown, hidden = page.subplots(1, 2)
-    for (arm, label), color in zip(STORY.items(), COLORS):
+    for (arm, label), color in zip(STORY.items(), palette(len(STORY)), strict=True):
         figures.curve(shown, by_arm.get(arm, []), "reward/mean", label, color)
         figures.curve(hidden, by_arm.get(arm, []), ACCURACY, label, color, is_change=True)
     shown.set(title="What the log shows: the sampler's reward", xlabel="step", ylabel="fraction correct")

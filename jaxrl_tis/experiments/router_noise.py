@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from jaxrl_tis.experiments import expert_policy, figures
 from jaxrl_tis.experiments.expert_policy import NOISES, Size
 from jaxrl_tis.models.config import MoeConfig
-from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.report.plots import palette
 from jaxrl_tis.runtime import cli
 
 SEEDS = range(100, 300)
@@ -122,7 +122,7 @@ def after_updates(seeds: Sequence[int]) -> dict[tuple[float, float], dict[str, n
                     old, expert_policy.moved(old, drift, seed), size, change_lde[None],
                     NOISES["router"], WEIGHTS,
                 )
-                share = lambda x: np.linalg.norm(x) / np.linalg.norm(truth)
+                share = lambda x, truth=truth: np.linalg.norm(x) / np.linalg.norm(truth)
                 by_seed.append({f"{r}, {w}": share(bias[r][w]) for r in bias for w in WEIGHTS})
             found[delta, drift] = {arm: np.array([x[arm] for x in by_seed]) for arm in by_seed[0]}
     return found
@@ -238,7 +238,7 @@ def draw(page: Figure, found: Found) -> None:
     measures = found[JUDGED[:2]]
     shown = [arm for arm in ARMS if _is_biased(measures[f"{arm}: bias"])]
     for axes, arm in zip(page.subplots(1, len(shown), sharey=True), shown, strict=True):
-        for active, color, i in zip(ACTIVE, COLORS, range(len(ACTIVE))):
+        for i, (active, color) in enumerate(zip(ACTIVE, palette(len(ACTIVE)), strict=True)):
             bias = measures[f"{arm}: bias"].mean(axis=0)[i]
             axes.plot(DELTAS, bias, "o-", color=color, label=f"K = {active}")
         line = np.array([DELTAS[0], LARGEST])

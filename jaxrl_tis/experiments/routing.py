@@ -43,11 +43,11 @@ def table(runs: Sequence[Run]) -> str:
     by_arm, lines, compared = records.by_arm(runs), [], []
     for group in dict.fromkeys(map(group_of, sorted(by_arm, key=group_of))):
         prefix, count = group
-        name = lambda routing: f"{prefix}{routing}-{count}"
-        for arm in filter(by_arm.get, map(name, ROUTINGS)):
+        arms = {routing: f"{prefix}{routing}-{count}" for routing in ROUTINGS}
+        for arm in filter(by_arm.get, arms.values()):
             cells = [spread([f(r) for r in by_arm[arm]], form) for f, form in MEASURES.values()]
             lines.append([arm, str(len(by_arm[arm])), *cells])
-        compared += [("gain", figures.gain, name(one), name(other)) for one, other in PAIRS]
+        compared += [("gain", figures.gain, arms[one], arms[other]) for one, other in PAIRS]
     return "\n\n".join([
         figures.rows(["arm", "seeds", *MEASURES], lines), figures.comparisons(runs, compared),
     ])

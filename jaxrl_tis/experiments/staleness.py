@@ -17,7 +17,7 @@ from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.figures import parts
 from jaxrl_tis.experiments.records import Run
 from jaxrl_tis.record import intervals
-from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.report.plots import palette
 
 LAG = "training/off_policy/trajectory_staleness/mean"
 ESS = "mismatch/ess_seq"
@@ -61,7 +61,8 @@ def bounds(runs: Sequence[Run]) -> list[list[str]]:
         own = records.by_arm([r for r in runs if parts(r.arm)[0] == name])
         arms = sorted(own, key=lambda arm: parts(arm)[1])
         improves = {arm: intervals.of_mean([figures.gain(r) for r in own[arm]])[1] > 0 for arm in arms}
-        described = lambda arm: f"{parts(arm)[1]:g}, " + figures.mean([ess_of(r) for r in own[arm]])
+        ess = {arm: figures.mean([ess_of(r) for r in own[arm]]) for arm in arms}
+        described = lambda arm, ess=ess: f"{parts(arm)[1]:g}, {ess[arm]}"
         good, bad = ([arm for arm in arms if improves[arm] == wanted] for wanted in (True, False))
         every = [r for some in own.values() for r in some]
         lines.append([
@@ -101,15 +102,16 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     """Draws a panel for each lag with the accuracy of each objective, and one of gain against ESS."""
     lags = sorted({parts(r.arm)[1] for r in runs})
     names = list(dict.fromkeys(parts(r.arm)[0] for r in runs))
+    colors = palette(len(names))
     *panels, last = page.subplots(1, len(lags) + 1, sharey=True)
-    for axes, lag in zip(panels, lags):
-        for name, color in zip(names, COLORS):
+    for axes, lag in zip(panels, lags, strict=True):
+        for name, color in zip(names, colors, strict=True):
             own = [r for r in runs if parts(r.arm) == (name, lag)]
             figures.curve(axes, own, "eval/sampled_accuracy", name, color, is_change=True)
         axes.axhline(0, color="black", linewidth=0.7)
         axes.set(title=f"{lag:g} batches behind", xlabel="step", ylabel="change of held-out accuracy")
     panels[0].legend()
-    for name, color in zip(names, COLORS):
+    for name, color in zip(names, colors, strict=True):
         own = [r for r in runs if parts(r.arm)[0] == name]
         last.scatter([ess_of(r) for r in own], [figures.gain(r) for r in own], color=color, s=16)
     last.axhline(0, color="black", linewidth=0.7)

@@ -20,7 +20,7 @@ from scipy import optimize
 from jaxrl_tis.experiments import figures, records
 from jaxrl_tis.experiments.figures import parts
 from jaxrl_tis.experiments.records import Run
-from jaxrl_tis.report.plots import COLORS
+from jaxrl_tis.report.plots import palette
 
 NATURAL = "int8"  # the arm without an injected gap
 RESAMPLES = 2000
@@ -145,7 +145,8 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     """Draws the gain against the gap: a point per run, and a line through the means."""
     axes = page.subplots()
     natural, injected = divided(runs)
-    for name, color in zip(dict.fromkeys(parts(r.arm)[0] for r in injected), COLORS):
+    names = dict.fromkeys(parts(r.arm)[0] for r in injected)
+    for name, color in zip(names, palette(len(names)), strict=True):
         own = [r for r in injected if parts(r.arm)[0] == name]
         axes.scatter(
             [first_kl(r) for r in own], [figures.gain(r) for r in own], color=color, s=14, alpha=0.5

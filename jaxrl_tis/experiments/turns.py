@@ -112,7 +112,10 @@ def summary(tokens: Tokens) -> dict[Cell | str, Any]:
         gap[is_later].mean() / gap[~is_later].mean(), first[1] / first[0],
         at_equal_entropy(gap, tokens["entropy"], is_later),
     )
-    return found | dict(zip(RATIOS, ratios)) | {name: tokens[name][is_later].mean() - tokens[name][~is_later].mean() for name in BOUNDS}
+    more = {
+        name: tokens[name][is_later].mean() - tokens[name][~is_later].mean() for name in BOUNDS
+    }
+    return found | dict(zip(RATIOS, ratios, strict=True)) | more
 
 
 def at_equal_entropy(gap: np.ndarray, entropy: np.ndarray, is_later: np.ndarray) -> float:
@@ -182,15 +185,15 @@ def draw(page: Figure, of_seeds: Sequence[Found]) -> None:
     """Draws the gap and the clipped shares, by turn and by place."""
     (gap_turn, gap_place), (clipped_turn, clipped_place) = page.subplots(2, 2)
     turns = [("turn", k) for k in range(TURNS)]
-    for color, arm in zip(COLORS, ARMS[1:]):
+    for color, arm in zip(COLORS[:2], ARMS[1:], strict=True):
         line(gap_turn, of_seeds, arm, turns, "|log ratio|", label=arm, color=color)
-        for style, part in zip(("-", "--"), PARTS):
+        for style, part in zip(("-", "--"), PARTS, strict=True):
             cells = [(part, p) for p in range(1, PLACES + 1)]
             look = dict(label=f"{arm}, after {part}", color=color, linestyle=style)
             line(gap_place, of_seeds, arm, cells, "|log ratio|", **look)
-    for color, bound in zip(COLORS[2:], BOUNDS):
+    for color, bound in zip(COLORS[2:4], BOUNDS, strict=True):
         line(clipped_turn, of_seeds, "noise", turns, bound, label=f"noise, {bound}", color=color)
-        for style, part in zip(("-", "--"), PARTS):
+        for style, part in zip(("-", "--"), PARTS, strict=True):
             cells = [(part, p) for p in range(1, PLACES + 1)]
             look = dict(label=f"noise, {bound}, after {part}", color=color, linestyle=style)
             line(clipped_place, of_seeds, "noise", cells, bound, **look)

@@ -192,7 +192,7 @@ def _with_norms(params: Any, dtype: str) -> Any:
 def _with_served_factors(setup: Setup, params: Any, served: Any) -> tuple[Any, bool]:
     """Returns (the learner's base with the factors of serving parameters, or the base alone if those
     have none; whether these are the learner's own factors, bit by bit)."""
-    (factors, base), (theirs, is_adapted) = lora.split(params), lora.split(served)
+    (_, base), (theirs, is_adapted) = lora.split(params), lora.split(served)
     if base is None:
         return params, True
     if is_adapted is None:
@@ -206,7 +206,7 @@ def _with_served_factors(setup: Setup, params: Any, served: Any) -> tuple[Any, b
 
 def _stacked(factors: Any, model: ModelConfig) -> Any:
     """Returns served factors with stacked layers, see `transformer.unstack`."""
-    layers = factors["layers"] if "layers" in factors else {}
+    layers = factors.get("layers", {})
     if not isinstance(layers, tuple):
         return factors
     stack = jax.jit(lambda *of_layers: jax.tree.map(lambda *x: jnp.stack(x), *of_layers))

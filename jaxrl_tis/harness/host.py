@@ -109,8 +109,8 @@ class Host:
             self._send({"key": key} | reply)
 
     def _called(self, session: Session) -> Awaitable[Any]:
-        call = getattr(self._harness, "__call__", None)
-        if inspect.iscoroutinefunction(self._harness) or inspect.iscoroutinefunction(call):
+        functions = self._harness, self._harness.__call__
+        if any(map(inspect.iscoroutinefunction, functions)):
             return self._harness(session)
         return asyncio.wrap_future(_in_thread(functools.partial(self._harness, session)))
 

@@ -123,7 +123,7 @@ def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
     return ref.at[(*lead, *index)]
 
 
-def _kernel(
+def _kernel(  # noqa: C901 (one body, whose parts share its references)
     layer_ref, index_ref, page_ref, table_ref, *refs, softmax_scale, parts, columns, has_first
 ):
     """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values)
@@ -151,7 +151,7 @@ def _kernel(
         first = block * pages
 
         def page(m, _):
-            for pool, ref, axis in zip(pools, blocks, axes):
+            for pool, ref, axis in zip(pools, blocks, axes, strict=True):
                 target = _positions(ref, (buffer,), axis, m * size, size)
                 source = pool.at[layer, table_ref[slot * columns + first + m]]
                 act(pltpu.make_async_copy(source, target, fetched.at[buffer]))
@@ -186,8 +186,9 @@ def _kernel(
             return x.astype(dtype)
 
         q_ngc = q_ref[0]
+        dtypes = (q_ngc.dtype, jnp.float32)[:parts]
         kv_nsc, *scales = (
-            until_limit(*part) for part in zip(blocks, axes, (q_ngc.dtype, jnp.float32))
+            until_limit(*part) for part in zip(blocks, axes, dtypes, strict=True)
         )
         precision = jax.lax.Precision.HIGHEST if q_ngc.dtype == jnp.float32 else None
         dot = functools.partial(
@@ -216,7 +217,7 @@ def _kernel(
         """Writes the new position into the slot's last block; returns copies of its tiles to the
         page."""
         copies = []
-        for pool, ref, axis, new_ref in zip(pools, blocks, axes, new_refs):
+        for pool, ref, axis, new_ref in zip(pools, blocks, axes, new_refs, strict=True):
             tile = LANES if axis == 2 else ROW_BYTES // ref.dtype.itemsize
             start = _div(within, tile) * tile
             old = _positions(ref, (buffer,), axis, start, tile)

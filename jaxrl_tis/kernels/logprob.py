@@ -350,8 +350,8 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept):
         (token_spec, token_spec, PartitionSpec(None, cut.rows, cut.positions, cut.vocab)),
         head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept,
     )
-    inputs = head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept
-    return found, (*inputs, normaliser, found.entropy, logits)
+    saved = head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept
+    return found, (*saved, normaliser, found.entropy, logits)
 
 
 def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:

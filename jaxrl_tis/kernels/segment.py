@@ -286,13 +286,15 @@ def _reduce_backward(op, num_segments, rows, saved, gradients):
         return _cast(_broadcast(rows, gradients, ids), xs), None
     of_bt = _broadcast(rows, results, ids)
     if op == "logsumexp":
-        factors = [jnp.where(valid_bt, jnp.exp(x - y), 0.0) for x, y in zip(xs, of_bt)]
+        factors = [jnp.where(valid_bt, jnp.exp(x - y), 0.0) for x, y in zip(xs, of_bt, strict=True)]
     else:
-        factors = tuple((valid_bt & (x == y)).astype(y.dtype) for x, y in zip(xs, of_bt))
+        factors = tuple(
+            (valid_bt & (x == y)).astype(y.dtype) for x, y in zip(xs, of_bt, strict=True)
+        )
         ties, _ = _totals("sum", num_segments, rows, factors, ids)
-        gradients = tuple(g / jnp.maximum(n, 1.0) for g, n in zip(gradients, ties))
+        gradients = tuple(g / jnp.maximum(n, 1.0) for g, n in zip(gradients, ties, strict=True))
     spread = _broadcast(rows, gradients, ids)
-    return _cast([f * g for f, g in zip(factors, spread)], xs), None
+    return _cast([f * g for f, g in zip(factors, spread, strict=True)], xs), None
 
 
 def _cast(values, like):
@@ -357,21 +359,21 @@ def _scan_backward(op, reverse, rows, saved, gradients):
     """Returns the gradient of a scan: for a sum the reverse scan, for a minimum the sum over the
     positions where it held."""
     xs, is_start, decay, results = saved
-    gradients = tuple(g.astype(y.dtype) for g, y in zip(gradients, results))
+    gradients = tuple(g.astype(y.dtype) for g, y in zip(gradients, results, strict=True))
     before = [_shift(y, reverse, 0.0) for y in results]
     if op != "sum":
-        new = [is_start | (y != b) for y, b in zip(results, before)]
+        new = [is_start | (y != b) for y, b in zip(results, before, strict=True)]
         held = [
             _scan("sum", not reverse, rows, (g,), _shift(n, not reverse, True), None)[0]
-            for g, n in zip(gradients, new)
+            for g, n in zip(gradients, new, strict=True)
         ]
-        return _cast([jnp.where(n, h, 0.0) for n, h in zip(new, held)], xs), None, None
+        return _cast([jnp.where(n, h, 0.0) for n, h in zip(new, held, strict=True)], xs), None, None
     is_end = _shift(is_start, not reverse, True)
     later = None if decay is None else _shift(decay, not reverse, 0.0)
     totals = _scan(op, not reverse, rows, gradients, is_end, later)
     if decay is None:
         return _cast(totals, xs), None, None
-    terms = [jnp.where(is_start, 0.0, g * b) for g, b in zip(totals, before)]
+    terms = [jnp.where(is_start, 0.0, g * b) for g, b in zip(totals, before, strict=True)]
     return _cast(totals, xs), None, sum(terms).astype(decay.dtype)
 
 

@@ -144,10 +144,13 @@ def _broadcast_kernel(shape, num_segments, ids_ref, *refs):
         def segment(s, found):
             lanes, is_lane = _lane_of(s, ids.shape[0])
             of_segment = lambda ref: REDUCE["sum"](jnp.where(is_lane, ref[:, lanes], 0.0))
-            return [jnp.where(ids == s, of_segment(x), y) for x, y in zip(inputs, found)]
+            return [
+                jnp.where(ids == s, of_segment(x), y) for x, y in zip(inputs, found, strict=True)
+            ]
 
         zeros = [jnp.zeros(ids.shape, jnp.float32) for _ in outputs]
-        for x, output in zip(_for_segments(ids, num_segments, segment, zeros), outputs):
+        found = _for_segments(ids, num_segments, segment, zeros)
+        for x, output in zip(found, outputs, strict=True):
             output[:, window] = x
 
     _for_chunks(ids_ref, chunk)

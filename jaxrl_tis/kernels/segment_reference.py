@@ -86,10 +86,12 @@ def _scan_by_position(op, is_start, xs, decay):
         for k in range(width):
             if decay is not None:
                 before = [decay_bw[:, k] * y for y in before]
-            joined = [join(x[:, k], y) for x, y in zip(xs_bw, before)]
-            before = [jnp.where(start_bw[:, k], x[:, k], y) for x, y in zip(xs_bw, joined)]
+            joined = [join(x[:, k], y) for x, y in zip(xs_bw, before, strict=True)]
+            before = [
+                jnp.where(start_bw[:, k], x[:, k], y) for x, y in zip(xs_bw, joined, strict=True)
+            ]
             columns.append(before)
-        return before, [jnp.stack(column, axis=1) for column in zip(*columns)]
+        return before, [jnp.stack(column, axis=1) for column in zip(*columns, strict=True)]
 
     zeros = [jnp.zeros_like(x[:, 0]) for x in xs]
     _, ys_nbw = jax.lax.scan(block, zeros, jnp.arange(num_blocks))
@@ -104,8 +106,8 @@ def _scan_by_doubling(op, is_start, xs, decay):
     def combine(left, right):
         (is_left, left_xs, left_decay), (is_right, right_xs, right_decay) = left, right
         scaled = left_xs if op != "sum" else [right_decay * x for x in left_xs]
-        joined = [join(x, y) for x, y in zip(right_xs, scaled)]
-        xs = [jnp.where(is_right, x, y) for x, y in zip(right_xs, joined)]
+        joined = [join(x, y) for x, y in zip(right_xs, scaled, strict=True)]
+        xs = [jnp.where(is_right, x, y) for x, y in zip(right_xs, joined, strict=True)]
         return is_left | is_right, xs, left_decay * right_decay
 
     return jax.lax.associative_scan(combine, (is_start, list(xs), decay), axis=1)[1]

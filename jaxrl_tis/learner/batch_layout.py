@@ -127,7 +127,7 @@ def minibatches(batch: Rows, count: int, microbatch_rows: int, seed: tuple[int, 
     parts = np.array_split(order[~is_empty], count)
     cuts = np.cumsum([n // count - len(part) for part in parts])[:-1]
     fillers = np.split(order[is_empty], cuts)
-    order = np.stack([np.concatenate(pair) for pair in zip(parts, fillers)])
+    order = np.stack([np.concatenate(pair) for pair in zip(parts, fillers, strict=True)])
     order = order.reshape(count, -1, microbatch_rows)
     batch = {name: _on_tokens(name, x, length) for name, x in batch.items()}
     for index in order:
@@ -232,7 +232,7 @@ class Packer:
         row, offset = np.zeros((2, len(lengths)), np.int64)
         segment = np.zeros(len(lengths), np.int32)
         used, count = np.zeros(num_rows, np.int64), np.zeros(num_rows, np.int32)
-        for sequence, r in zip(order, row_of):
+        for sequence, r in zip(order, row_of, strict=True):
             row[sequence], offset[sequence] = place[r], used[r]
             used[r] += lengths[sequence]
             count[r] += 1

@@ -117,7 +117,7 @@ def _batch(c: Correction, config):
 
 def _forks(c: Correction, config):
     """Finds methods for which the forks of a session cannot be rows of a batch."""
-    rollout, train = config.rollout, config.train
+    train = config.train
     if (spare := fork_rows(config)) <= 0:
         return
     setting = "rollout.on_fork = 'rows' gives the forks of a session its advantage"

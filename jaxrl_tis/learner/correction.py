@@ -298,7 +298,7 @@ def _measures(
     total = returns.sequence_rewards(rewards, sampled)
     metrics |= batch_metrics.reward_metrics(batch["rewards"], total, jnp.sum(sampled, axis=1))
     targets = fields["returns"] if "returns" in fields else fields["adv"]
-    values = batch["values"] if "values" in batch else None
+    values = batch.get("values")
     return metrics | batch_metrics.advantage_metrics(fields["adv"], targets, mask, values)
 
 

@@ -86,7 +86,7 @@ class Learner:
 
 
 def _forward(
-    params: Any, learner: Learner, batch: Batch, asked: moe.Asked = moe.Asked()
+    params: Any, learner: Learner, batch: Batch, asked: moe.Asked = moe.NOTHING
 ) -> transformer.Hidden:
     """Runs the policy over the rows of a batch. Routes of the batch are replayed."""
     replay = None
@@ -107,7 +107,7 @@ def _of_rows(routed: moe.Routed) -> moe.Routed:
 
 
 def _score_targets(
-    params: Any, learner: Learner, batch: Batch, asked: moe.Asked = moe.Asked(), **options
+    params: Any, learner: Learner, batch: Batch, asked: moe.Asked = moe.NOTHING, **options
 ) -> tuple[Scores, moe.Routed | None]:
     """Computes `token_logprob` of the masked tokens at their temperatures, and of `top_ids` where the
     batch has them, [B,T] and [B,T,K]; 0 elsewhere. Also returns what was asked of the routers. Tokens
@@ -173,7 +173,7 @@ def _targets(mask_bt: jax.Array, max_targets: int):
 
 def response_scores(
     params: Any, learner: Learner, batch: Batch, with_entropy: bool, pulls_entropy: bool = True,
-    asked: moe.Asked = moe.Asked(),
+    asked: moe.Asked = moe.NOTHING,
 ) -> Batch:
     """Computes `logp` and `entropy` [B,T] of the masked tokens at their temperatures and, where the
     batch has `top_ids`, `logp_top` [B,T,K] of these; 0 elsewhere. The tokens of `environment` count

@@ -125,7 +125,7 @@ class LearnerSetup:
             return rows
         missing = without_routes(trajectories)
         if missing.any() and self.correction.routing_missing == "stop":
-            ids = [t.id for t, is_missing in zip(trajectories, missing) if is_missing]
+            ids = [t.id for t, is_missing in zip(trajectories, missing, strict=True) if is_missing]
             raise ValueError(
                 f"correction.routing = {self.correction.routing!r} replays the sampler's routes, and "
                 f"{len(ids)} samples lack some: {', '.join(ids[:3])}. Mend the sampler, or set "

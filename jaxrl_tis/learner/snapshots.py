@@ -99,9 +99,9 @@ class RingSnapshots(Mapping):
 
     def __getitem__(self, version: int) -> Any:
         kept = self._kept[version]
-        if self._newest is not None and version == self._newest[0]:
-            if not any(x.is_deleted() for x in jax.tree.leaves(self._newest[1])):
-                return self._newest[1]
+        newest, params = self._newest or (None, None)
+        if version == newest and not any(x.is_deleted() for x in jax.tree.leaves(params)):
+            return params
         return self._join(_moved(kept, "device"))
 
     def __iter__(self) -> Iterator[int]:

@@ -88,7 +88,7 @@ def joined(setup: LearnerSetup, state: dict[str, Any], trained: Any) -> Any:
 
 def base(state: dict[str, Any]) -> Any:
     """Returns the base of an adapter; None without one."""
-    return state["base"] if "base" in state else None
+    return state.get("base")
 
 
 def initial_params(setup: LearnerSetup) -> Any:

@@ -358,7 +358,7 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
 
     def clipping_bias(logp, inputs):
         batch, _, num_seqs = inputs
-        batch, seg = loss.bypassed(batch, c.mode), batch["seg"] if "seg" in batch else None
+        batch, seg = loss.bypassed(batch, c.mode), batch.get("seg")
         loss_bt = turn_clipped.turn_clipping_bias(
             logp, batch["logp_old"], batch["adv"], batch["mask"], seg, turn=batch["turn"], **bounds
         )

@@ -223,7 +223,7 @@ class Trainer:
             rows = self.setup.rows(filled)
             micro, flat = self.setup.micro_batches(rows, np.arange(count) < len(part))
             logp = flat(self._score(params, micro)["logp"])
-            logps += [row[_response(t)] for row, t in zip(logp, part)]
+            logps += [row[_response(t)] for row, t in zip(logp, part, strict=False)]
         return logps
 
     def weight_snapshots(self) -> snapshots.WeightSnapshots:
@@ -268,17 +268,17 @@ class Trainer:
             for minibatch, index in minibatches(
                 rows, train.minibatches, train.microbatch_rows, seed
             ):
-                yield minibatch, {}, lambda x: back(index, fetch(x).reshape(-1, shape[1]))
+                yield minibatch, {}, lambda x, i=index: back(i, fetch(x).reshape(-1, shape[1]))
             return
         for minibatch, index, packing in packed_minibatches(rows, packer, train.minibatches, seed):
-            unpacked = lambda x: back(index, packing.unpack(fetch(x), shape[1]))
+            unpacked = lambda x, i=index, p=packing: back(i, p.unpack(fetch(x), shape[1]))
             yield minibatch, packing.metrics(packer.shards), unpacked
 
     def with_prepared(self, rows: Rows, prepared: Mapping[str, Any]) -> Rows:
         """Returns the rows with the results of `prepare`, and stores their weights in `weights`. The
         field "scored" is their mask before any token was rejected."""
         rows = rows | {"scored": rows["mask"]} | {name: np.asarray(value) for name, value in prepared.items()}
-        self.weights = rows["weights"] if "weights" in rows else None
+        self.weights = rows.get("weights")
         return rows
 
     def update(self, state: dict[str, Any], rows: Rows, step: int, version: int):
@@ -287,7 +287,7 @@ class Trainer:
         state is donated. A minibatch without a trainable token is skipped."""
         config, count = self.setup.config, len(rows["mask"])
         rows = rows | update_fields(count, version, step, config.seed)
-        controllers = state["controllers"] if "controllers" in state else {}
+        controllers = state.get("controllers", {})
         controllers, settings = self._begin(controllers, rows)
         rows |= control.fields(settings, count)
         is_scored = bool(self.setup.recompute_reason)
@@ -339,7 +339,7 @@ class Trainer:
     def probe(self, state: dict[str, Any], rows: Rows, step: int) -> "Probe":
         """Makes the passes of a step's diagnostics at the weights before its update."""
         is_due = step % self.setup.config.metrics.diagnostics_every == 0
-        collisions, routing = rows["sum_pi_squared"] if "sum_pi_squared" in rows else None, None
+        collisions, routing = rows.get("sum_pi_squared"), None
         if is_due and collisions is None:
             collisions = self._passes(rows)(self._collisions, policy_of(self.setup, state))
         if is_due and self.setup.model.moe is not None:
@@ -393,7 +393,7 @@ class Probe:
         if first.collisions is not None:
             collisions = np.concatenate([p.collisions for p in probes])[order]
         if first.routing is not None:
-            ids, load, entropy = zip(*(p.routing for p in probes))
+            ids, load, entropy = zip(*(p.routing for p in probes), strict=True)
             routing = np.concatenate(ids)[order], sum(load), sum(entropy)
         return cls(first.is_due, collisions, routing)
 
@@ -540,7 +540,7 @@ def turn_rewards(samples: list[Sample], length: int) -> np.ndarray:
     So does the whole reward where the environment gave no turn a reward, or failed.
     """
     rows = np.zeros((len(samples), length), np.float32)
-    for row, sample in zip(rows, samples):
+    for row, sample in zip(rows, samples, strict=True):
         trajectory = sample.trajectory
         sampled = np.flatnonzero(trajectory.mask)
         if not len(sampled):

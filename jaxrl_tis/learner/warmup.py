@@ -105,7 +105,7 @@ class Pairs:
         """Returns the ids before the answer: the prompt, and the (answer, observation) pairs in the
         record's "turns"."""
         ids = list(self._prompter.ids(record))
-        for answer, observation in record["turns"] if "turns" in record else ():
+        for answer, observation in record.get("turns", ()):
             first = observation[0] if isinstance(observation, list) and observation else {}
             role = first["role"] if isinstance(first, dict) and "role" in first else "user"
             role = self._suffixes.tool_role if role == "tool" else role

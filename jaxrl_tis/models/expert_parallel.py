@@ -155,7 +155,7 @@ def _scattered(bars: tuple, weights: tuple, layout: Layout) -> tuple:
     of = lambda axis: functools.partial(summed, axis=axis)
     return tuple(
         jax.tree.map(of(axis), bar, w, is_leaf=lambda x: isinstance(x, lora.Adapted))
-        for bar, w, axis in zip(bars, weights, WIDTH)
+        for bar, w, axis in zip(bars, weights, WIDTH, strict=True)
     )
 
 

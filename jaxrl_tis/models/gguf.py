@@ -236,7 +236,7 @@ def _decimal(value: float) -> float:
 
 def _stated(settings: dict[str, Any], key: str, otherwise: Any) -> Any:
     """Returns a setting, or the default of the format."""
-    return settings[key] if key in settings else otherwise
+    return settings.get(key, otherwise)
 
 
 def _rope(settings: dict[str, Any], default_theta: float) -> RopeConfig:

@@ -200,11 +200,12 @@ def by_row(
 
     def pull(arrays, bar):
         is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in arrays]
-        floats = [x for x, is_so in zip(arrays, is_float) if is_so]
+        floats = [x for x, is_so in zip(arrays, is_float, strict=True) if is_so]
 
         def of_floats(*floats):
             left = iter(floats)
-            return plain(*(next(left) if is_so else x for x, is_so in zip(arrays, is_float)))
+            pairs = zip(arrays, is_float, strict=True)
+            return plain(*(next(left) if is_so else x for x, is_so in pairs))
 
         bars = iter(jax.vjp(of_floats, *floats)[1](bar))
         return tuple(next(bars) if is_so else None for is_so in is_float)

@@ -97,7 +97,7 @@ def _factors(params):
 def is_same(params: Any, others: Any) -> bool:
     """Whether two trees hold the very same arrays."""
     mine, theirs = jax.tree.leaves(params), jax.tree.leaves(others)
-    return len(mine) == len(theirs) and all(x is y for x, y in zip(mine, theirs))
+    return len(mine) == len(theirs) and all(x is y for x, y in zip(mine, theirs, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +141,6 @@ class Recipe:
 
 def none() -> None:
     """Trains all weights."""
-    return None
 
 
 def lora(*, rank=32, alpha=32, targets="all") -> Recipe:
@@ -248,7 +247,8 @@ class Adapter:
             bound = x.shape[-2] ** -0.5
             return jax.random.uniform(key, x.shape, x.dtype, -bound, bound)
 
-        return jax.tree.unflatten(structure, [leaf(*pair, k) for pair, k in zip(leaves, keys)])
+        made = [leaf(*pair, k) for pair, k in zip(leaves, keys, strict=True)]
+        return jax.tree.unflatten(structure, made)
 
     def join(self, base: Mapping[str, Any], factors: Mapping[str, Any]) -> dict:
         """Returns the adapted parameters, also of unrolled layers."""

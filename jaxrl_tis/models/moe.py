@@ -44,6 +44,9 @@ class Asked(NamedTuple):
     statistics: bool = False
 
 
+NOTHING = Asked()
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Routed:

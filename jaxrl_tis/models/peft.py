@@ -254,10 +254,10 @@ def _parts(
     rank, ends = b.shape[1] // count, np.cumsum([leaf.shape[-1] for leaf in leaves])
     of_parts = np.split(b, ends[:-1], axis=2)
     own = [slice(i * rank, (i + 1) * rank) for i in range(count)]
-    outside = [np.delete(x, s, axis=1) for x, s in zip(of_parts, own)]
+    outside = [np.delete(x, s, axis=1) for x, s in zip(of_parts, own, strict=True)]
     if b.shape[1] % count or any(x.any() for x in outside):
         own = [slice(None)] * count
-    for name, x, s in zip(site.parts, of_parts, own):
+    for name, x, s in zip(site.parts, of_parts, own, strict=True):
         if a[:, :, s].any():
             yield name, a[:, :, s], x[:, s]
 

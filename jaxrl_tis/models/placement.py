@@ -76,7 +76,7 @@ def check_experts(config: ModelConfig, shards: int) -> None:
 
 
 def _check_divides(name: str, shape: tuple, axes: tuple, sharding: NamedSharding) -> None:
-    for size, axis, entry in zip(shape, axes, sharding.spec):
+    for size, axis, entry in zip(shape, axes, sharding.spec, strict=True):
         names = (entry,) if isinstance(entry, str) else entry or ()
         shards = math.prod(sharding.mesh.shape[n] for n in names)
         if size % shards:

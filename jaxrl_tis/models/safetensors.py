@@ -248,7 +248,7 @@ def _split_fused(config: ModelConfig, tensors: dict[str, Tensor], folder: pathli
         may be square.
     """
     e, d, f = config.moe.num_experts, config.embed_dim, config.moe.expert_dim
-    shapes = dict(zip(FUSED, ([e, 2 * f, d], [e, d, f])))
+    shapes = dict(zip(FUSED, ([e, 2 * f, d], [e, d, f]), strict=True))
     for layer in config.stacks["layers"]:
         for template, parts in FUSED.items():
             name = template.format(layer=layer)
@@ -259,7 +259,7 @@ def _split_fused(config: ModelConfig, tensors: dict[str, Tensor], folder: pathli
                 raise ValueError(
                     f"{name} in {folder} has shape {list(fused.shape)}, an unknown layout of fused "
                     f"experts; only {shapes[template]} is read, as transformers 5 has it.")
-            for part, of_experts in zip(parts, experts_of(fused, len(parts))):
+            for part, of_experts in zip(parts, experts_of(fused, len(parts)), strict=True):
                 for expert, tensor in enumerate(of_experts):
                     tensors[NAMES[part].format(layer=layer, expert=expert)] = tensor
 
@@ -290,7 +290,8 @@ def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Store
     if structure != expected:
         raise ValueError(f"Parameters {structure} are not those of the config: {expected}.")
     stored = []
-    for slot, leaf, param in zip(*map(jax.tree.leaves, (slots(config, names(config)), abstract, params))):
+    trees = slots(config, names(config)), abstract, params
+    for slot, leaf, param in zip(*map(jax.tree.leaves, trees), strict=True):
         if param.shape != leaf.shape:
             raise ValueError(
                 f"The parameter of {slot.names.flat[0]} has shape {list(param.shape)}, expected "

@@ -59,7 +59,7 @@ def slots(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
                 key = SHARED[key]
         names = np.empty(tuple(map(len, leading.values())), object)
         for place in np.ndindex(names.shape):
-            ids = {axis: leading[axis][i] for axis, i in zip(leading, place)}
+            ids = {axis: leading[axis][i] for axis, i in zip(leading, place, strict=True)}
             names[place] = table[key].format(**ids)
         shape = leaf.shape[names.ndim :]
         is_transposed = len(shape) == 2 and key != "embed"

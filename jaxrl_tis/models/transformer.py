@@ -215,7 +215,7 @@ class Block(nnx.Module):
 
     def __call__(
         self, x_btd, config: ModelConfig, program: Program, rotation, attend,
-        replay: moe.Replay | None = None, asked: moe.Asked = moe.Asked(), is_token_bt=None,
+        replay: moe.Replay | None = None, asked: moe.Asked = moe.NOTHING, is_token_bt=None,
     ):
         """Returns the new residual stream, the carried output of `attend` (keys/values or a cache)
         and what the router did, see `moe.Routed`."""
@@ -375,8 +375,8 @@ def abstract_params(config: ModelConfig, dtype: str = "float32") -> Params:
     struct = lambda s, *lead: jax.ShapeDtypeStruct((*lead, *s.shape), s.dtype)
     params, blocks = jax.tree.map(struct, _graph(Embedding, config)[1]), _blocks(config)
     for name, indices in config.stacks.items():
-        layer = _graph(blocks[name], config)[1]
-        params[name] = jax.tree.map(lambda s, n=len(indices): struct(s, n), layer)
+        layer, n = _graph(blocks[name], config)[1], len(indices)
+        params[name] = jax.tree.map(lambda s, n=n: struct(s, n), layer)
     return jax.eval_shape(lambda params: cast(params, dtype), params)
 
 
@@ -404,7 +404,7 @@ def unstack(params: Params, config: ModelConfig) -> Params:
     layers = {}
     for name, indices in config.stacks.items():
         for i, index in enumerate(indices):
-            layers[index] = jax.tree.map(lambda x: x[i], params[name])
+            layers[index] = jax.tree.map(lambda x, i=i: x[i], params[name])
     outer = {name: x for name, x in params.items() if name not in config.stacks}
     return {**outer, "layers": tuple(layers[i] for i in range(config.num_layers))}
 
@@ -451,7 +451,7 @@ class Hidden(NamedTuple):
 def hidden(
     params: Params, config: ModelConfig, program: Program, tokens_bt: jax.Array,
     positions_bt: jax.Array, attend: Callable, cache: Any = None, seed_b: jax.Array | None = None,
-    replay: moe.Replay | None = None, asked: moe.Asked = moe.Asked(),
+    replay: moe.Replay | None = None, asked: moe.Asked = moe.NOTHING,
     is_token_bt: jax.Array | None = None,
 ) -> Hidden:
     """Computes the hidden states after the last norm.
@@ -470,7 +470,7 @@ def hidden(
     with program.products():
         return _hidden(
             params, config, program, tokens_bt, positions_bt, attend, cache, seed_b,
-            replay, asked if config.moe else moe.Asked(), is_token_bt,
+            replay, asked if config.moe else moe.NOTHING, is_token_bt,
         )
 
 
@@ -490,7 +490,7 @@ def _hidden(
 
 
 def _layer(
-    config, program, positions_bt, attend, seed_b=None, replay=None, asked=moe.Asked(),
+    config, program, positions_bt, attend, seed_b=None, replay=None, asked=moe.NOTHING,
     is_token_bt=None,
 ) -> Callable:
     """Returns the function of one layer: (x [B,T,D], its parameters, its cache, its noise, its
@@ -642,7 +642,7 @@ def rows_hidden(
 
 def rows_routed(
     params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt=None,
-    seed_b=None, replay=None, asked=moe.Asked(),
+    seed_b=None, replay=None, asked=moe.NOTHING,
 ) -> Hidden:
     """Returns `rows_hidden` and what the routers did. Statistics count the tokens of a segment."""
     unseen_bt = None

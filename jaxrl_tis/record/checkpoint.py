@@ -342,7 +342,8 @@ def _hashes(folder: epath.Path, names: Sequence[str]) -> dict[str, dict[str, Any
     """Returns size and sha256 of files. Reads several at once, because each read from a bucket
     starts slowly."""
     with futures.ThreadPoolExecutor(STREAMS) as pool:
-        return dict(zip(names, pool.map(lambda name: _size_and_hash(folder / name), names)))
+        found = pool.map(lambda name: _size_and_hash(folder / name), names)
+        return dict(zip(names, found, strict=True))
 
 
 def _size_and_hash(path: epath.Path) -> dict[str, Any]:

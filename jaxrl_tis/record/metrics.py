@@ -157,7 +157,7 @@ class LineFile:
             elif path.exists():
                 storage.write_text(path, "".join(f"{line}\n" for line in kept))
             # Unbuffered: after a failed write no half line waits in memory for the next one.
-            self._file = open(path, "ab", buffering=0)
+            self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (`close` ends it)
 
     def write(self, line: str) -> None:
         """Raises Unwritable where the line cannot be written (disk full, read-only, ...)."""

@@ -78,11 +78,11 @@ def _line(step, phase, sample, reward, of_tokens, decode, name) -> dict[str, Any
     ids, mask = trajectory.tokens.tolist(), trajectory.mask[:MAX_TOKENS].tolist()
     names = "logp_behav", "logp_old", "weight", "version"
     control = [None if decode([token]) else name(token) for token in ids[:MAX_TOKENS]]
-    columns = {n: of_tokens[n] if n in of_tokens else None for n in names}
+    columns = {n: of_tokens.get(n) for n in names}
     return {
         "step": step, "phase": phase, "id": sample.record["id"],
         "prompt": decode(sample.trajectory.prompt.tolist()), "response": sample.text,
-        "answer": sample.record["answer"] if "answer" in sample.record else None,
+        "answer": sample.record.get("answer"),
         "reward": None if math.isnan(reward) else round(float(reward), DIGITS),
         "length": len(ids), "tokens": pieces(ids[:MAX_TOKENS], decode),
         **{n: None if x is None else _numbers(x[:MAX_TOKENS], mask) for n, x in columns.items()},

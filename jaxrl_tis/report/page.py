@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Callable, Sequence
 
-import matplotlib
 import numpy as np
 from etils import epath
 from matplotlib import colors
@@ -28,11 +27,8 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
         raise ValueError("no workdir given; a report needs at least one")
     paths = [storage.folder(workdir) for workdir in workdirs]
     names = [path.name for path in paths]
-    palette = plots.COLORS
-    if len(paths) > len(plots.COLORS):
-        palette = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(paths)))
     runs = []
-    for path, color in zip(paths, palette):
+    for path, color in zip(paths, plots.palette(len(paths)), strict=True):
         label = path.name if names.count(path.name) == 1 else str(path)
         records = metrics.read(path)
         config = provenance.read(path)
@@ -93,7 +89,7 @@ def changed(run: Run) -> str:
     items = "".join(
         f"<li>after step {change['step']}: {html.escape(name)} "
         f"{html.escape(json.dumps(old))} → {html.escape(json.dumps(new))}</li>"
-        for change in (run.config["changes"] if "changes" in run.config else [])
+        for change in run.config.get("changes", [])
         for name, (old, new) in change["fields"].items()
     )
     return f"<p>{html.escape(run.label)} was resumed with changes:</p><ul>{items}</ul>" if items else ""

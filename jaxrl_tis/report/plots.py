@@ -44,6 +44,13 @@ STYLE = {
 }
 
 
+def palette(count: int) -> Sequence[Any]:
+    """Returns `count` different colors of matplotlib: those of COLORS as long as they suffice."""
+    if count <= len(COLORS):
+        return COLORS[:count]
+    return matplotlib.colormaps["viridis"](np.linspace(0, 0.9, count))
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """The records of one run."""
@@ -168,7 +175,7 @@ def draw(axes: Axes, plot: Plot, runs: Sequence[Run]) -> None:
     """Draws the curves of `plot`: a colour per run, a dash per metric."""
     values_seen = []
     for run in runs:
-        for (key, _), style in zip(plot.series.items(), LINE_STYLES):
+        for (key, _), style in zip(plot.series.items(), LINE_STYLES, strict=False):
             steps, values = run.curve(plot.phase, key)
             if steps.size == 0:
                 continue
@@ -216,7 +223,8 @@ def legend_entries(plot: Plot, runs: Sequence[Run]) -> list[lines.Line2D]:
     """Returns legend lines: the runs when there are several, at most MOST_NAMED, the metrics when there are
     several."""
     runs = [run for run in runs if is_present(plot, [run])]
-    labels = {label: style for (key, label), style in zip(plot.series.items(), LINE_STYLES)
+    styled = zip(plot.series.items(), LINE_STYLES, strict=False)
+    labels = {label: style for (key, label), style in styled
               if any(run.curve(plot.phase, key)[0].size for run in runs)}
     entries = []
     if 1 < len(runs) <= MOST_NAMED:
@@ -284,7 +292,7 @@ def flip_rates(run: Run) -> tuple[np.ndarray, list[int], list[int]] | None:
                 values.setdefault((int(found[1]), int(found[2])), []).append(x)
     if not values:
         return None
-    layers, positions = (sorted(set(place)) for place in zip(*values))
+    layers, positions = (sorted(set(place)) for place in zip(*values, strict=True))
     rates = np.array([[np.mean(values.get((layer, at), 0.0)) for at in positions] for layer in layers])
     end = np.flatnonzero(rates.any(axis=0)).max(initial=0) + 1
     return rates[:, :end], layers, positions[:end]

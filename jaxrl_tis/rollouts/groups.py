@@ -127,7 +127,8 @@ def scores(
     if of_function:
         chosen = lambda values: [values[i] for i in of_function]
         tokens = [t.tokens for t in chosen(trajectories)]
-        for i, result in zip(of_function, rewards.results(chosen(texts), chosen(records), tokens)):
+        results = rewards.results(chosen(texts), chosen(records), tokens)
+        for i, result in zip(of_function, results, strict=True):
             scored[i] = result
     return scored
 

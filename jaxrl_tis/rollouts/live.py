@@ -156,7 +156,7 @@ class Sessions:
         self.changed = threading.Condition()
         self._make_endpoint, self._make_process = make_endpoint, make_process
         self._model, self.timeout = model, timeout
-        self.endpoint: "Endpoint | None" = None
+        self.endpoint: Endpoint | None = None
         self.process: HarnessProcess | None = None
         self._users = 0
         self.live: dict[str, Live] = {}  # by id of the request

@@ -248,7 +248,8 @@ class Prompter:
         for is_chat in (False, True):
             kind = list if is_chat else str
             places = [i for i, x in enumerate(inputs) if isinstance(x, kind)]
-            for i, outcome in zip(places, self._encoded([inputs[i] for i in places], is_chat)):
+            encoded = self._encoded([inputs[i] for i in places], is_chat)
+            for i, outcome in zip(places, encoded, strict=True):
                 outcomes[i] = outcome
         return outcomes
 

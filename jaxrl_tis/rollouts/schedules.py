@@ -115,7 +115,7 @@ def fully_async(*, trigger=4, threshold=0.5, partial=True) -> Schedule:
       threshold: samples started beyond those of `trigger` updates, as a share of them.
       partial: sequences continue under new weights; otherwise they finish before a sync.
     """
-    if not 0 <= threshold:
+    if not threshold >= 0:
         raise ValueError(f"threshold is {threshold}; give a share of the samples of at least 0")
     if not _is_whole(trigger, 1):
         raise ValueError(f"trigger is {trigger}; give a whole number of updates from 1")

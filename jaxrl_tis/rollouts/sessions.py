@@ -20,7 +20,7 @@ a process share. Its call waits until its request is added again, at any of them
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -316,7 +316,7 @@ class SessionScheduler:
 
     def _end(
         self, live: Live, outcome: str, reward: float | None = None,
-        metrics: dict[str, float] = {}, error: str = "",
+        metrics: Mapping[str, float] = {}, error: str = "",
     ) -> Trajectory:
         """Returns the record of a session: its longest row, of equal rows the last, with the
         session's reward. The others are its forks."""

@@ -58,7 +58,7 @@ def check(tree: Any, sent: str) -> None:
 def _sums(name: str, x: jax.Array) -> jax.Array:
     """Returns the two sums of the mixed numbers of one array, uint32 [2]."""
     words, position = _words(name, x), jnp.zeros(x.shape, jnp.uint32)
-    for axis, size in enumerate(x.shape):
+    for axis in range(x.ndim):
         stride = np.uint32(math.prod(x.shape[axis + 1 :]) % 2**32)
         position += jax.lax.broadcasted_iota(jnp.uint32, x.shape, axis) * stride
     return jnp.stack([jnp.sum(_mixed(words ^ (position * step)), dtype=jnp.uint32) for step in STEPS])

@@ -23,7 +23,7 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
     path = workdir / "lock"
     try:
         workdir.mkdir(parents=True, exist_ok=True)
-        file = open(path, "a+", encoding="utf-8")
+        file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the lock)
     except OSError as error:
         raise Unwritable(
             f"cannot make {path}: {error}; make the folder writable, or choose another --workdir"

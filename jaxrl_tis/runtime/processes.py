@@ -220,7 +220,7 @@ def exchange(value: Any) -> list[Any]:
     padded = np.zeros(max(width, 1024), np.uint8)
     padded[: len(data)] = data
     rows = multihost_utils.process_allgather(padded)
-    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes)]
+    return [json.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
 
 
 def gather(items: list) -> list:
@@ -278,7 +278,7 @@ def difference(values: Mapping[str, Any]) -> str | None:
         return None
     everyone = exchange({name: _digest(value) for name, value in values.items()})
     for name in dict.fromkeys(name for names in everyone for name in names):
-        if len({other[name] if name in other else None for other in everyone}) > 1:
+        if len({other.get(name) for other in everyone}) > 1:
             shown = exchange(f"{values[name]}"[:60] if name in values else "nothing")
             values_shown = ", ".join(f"{text} on process {i}" for i, text in enumerate(shown))
             return f"{name} is not the same everywhere: {values_shown}"

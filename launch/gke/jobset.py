@@ -23,9 +23,9 @@ from collections.abc import Sequence
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import plan as plans  # noqa: E402
+import plan as plans
 
-from jaxrl_tis.aot.flags import init_args  # noqa: E402
+from jaxrl_tis.aot.flags import init_args
 
 # From the signal to the kill: config.checkpoint.grace, and 50 s to reach a place to stop and to save.
 STEP_GRACE, SAVE_SECONDS = 10.0, 50

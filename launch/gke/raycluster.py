@@ -10,7 +10,7 @@ Examples:
 
     python launch/gke/raycluster.py run --image=IMAGE --config=CONFIG --workdir=gs://BUCKET/RUN --worker_accelerator=v5litepod-4
     python launch/gke/raycluster.py logs --config=CONFIG
-"""
+"""  # noqa: E501
 
 import argparse
 import json
@@ -21,8 +21,8 @@ import textwrap
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 
-import jobset  # noqa: E402
-import plan as plans  # noqa: E402
+import jobset
+import plan as plans
 
 RAY_PORT, NODE_PORT = 6379, 6380
 

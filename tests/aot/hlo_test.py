@@ -328,7 +328,7 @@ def test_a_pallas_kernel_is_listed(tpu_mesh):
     cost = pl.CostEstimate(flops=77, transcendentals=0, bytes_accessed=0)
     one = Mesh(tpu_mesh.devices[:1, :1], tuple(MESH), axis_types=(AxisType.Auto,) * 2)
     for given in (cost, None):
-        m = module(lambda x: double(x, given), array(one, (8, 128)))
+        m = module(lambda x, given=given: double(x, given), array(one, (8, 128)))
         [call] = [c for c in m.custom_calls() if c.target == hlo.MOSAIC]
         assert call.runs == 4 and "double" in call.op_name + call.name
         assert call.flops == (77 if given else None)

@@ -299,7 +299,7 @@ def test_the_learner_leaves_weights_where_the_sync_counts_them(made):
     left = jax.tree.leaves(compiled.output_shardings[0])
     listed = weight_sync.moved(setup, setup.engine)
     assert len(left) == len(listed)
-    assert all(y.is_equivalent_to(x.source, len(x.shape)) for x, y in zip(listed, left))
+    assert all(y.is_equivalent_to(x.source, len(x.shape)) for x, y in zip(listed, left, strict=True))
 
 
 @pytest.mark.all

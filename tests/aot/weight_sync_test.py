@@ -83,7 +83,7 @@ def test_serving_parameters_are_counted_from_where_they_are_to_where_they_go(set
     arrived = lambda tree: sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
     assert found["distinct_bytes"] == nbytes(served[0])  # sync/bytes, for each sampler
     assert found["bytes"] == arrived(served[0]) and found["passed_on_bytes"] == arrived(served[1])
-    on_each = {device: 0 for device in setup.engine.layout.mesh.devices.flat}
+    on_each = dict.fromkeys(setup.engine.layout.mesh.devices.flat, 0)
     for shard in (s for x in jax.tree.leaves(served[0]) for s in x.addressable_shards):
         on_each[shard.device] += shard.data.nbytes
     assert set(on_each.values()) == {found["device_bytes"]}

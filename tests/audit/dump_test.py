@@ -54,7 +54,7 @@ def padded(lines, width=8, start=0):
     for name in lines[0]:
         if np.ndim(lines[0][name]):
             rows = np.full((len(lines), width), np.nan if name.startswith("logp") else 0)
-            for row, line in zip(rows, lines):
+            for row, line in zip(rows, lines, strict=True):
                 row[start : start + len(line[name])] = line[name]
             arrays[name] = rows if name.startswith("logp") else rows.astype(int)
         else:

@@ -16,7 +16,8 @@ def records(seed=0, lengths=LENGTHS, gap=0.6):
     for i, n in enumerate(lengths):
         old = -rng.exponential(1.0, n) - 0.5
         size = gap * GAPS[i % len(GAPS)]
-        near = lambda size: np.minimum(old + size * rng.standard_normal(n), 0.0).tolist()
+        near = lambda size, old=old, n=n: np.minimum(
+            old + size * rng.standard_normal(n), 0.0).tolist()
         mask = [1] * n
         if n > 4:
             mask[2] = 0

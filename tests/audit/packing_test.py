@@ -17,7 +17,7 @@ def test_every_token_is_in_one_place(lengths, is_shared):
     assert sorted(rows.sequence[rows.sequence >= 0]) == list(range(len(lengths)))
     seg = rows.seg if is_shared else rows.seg.ids
     np.testing.assert_array_equal(seg > 0, rows.token >= 0)
-    for r, t in zip(*np.nonzero(seg)):
+    for r, t in zip(*np.nonzero(seg), strict=True):
         assert rows.sequence[r, seg[r, t] - 1] == of[rows.token[r, t]]
         if t and seg[r, t] == seg[r, t - 1]:
             assert rows.token[r, t] == rows.token[r, t - 1] + 1

@@ -149,7 +149,7 @@ def test_slime(recipe, tmp_path):
 
 def test_skyrl(recipe, tmp_path):
     """Its rows are padded on the left."""
-    turn = lambda rows: [row[n:] + row[:n] for row, n in zip(rows, LENGTHS)]
+    turn = lambda rows: [row[n:] + row[:n] for row, n in zip(rows, LENGTHS, strict=True)]
     batch = dict(rollout_logprobs=tensor(turn(BEHAV)), action_log_probs=tensor(turn(OLD)),
                  loss_mask=tensor(turn(MASK)), rewards=tensor([[r, 0.0] for r in REWARDS]))
     out = collections.UserDict(batch)

@@ -64,7 +64,7 @@ def example() -> list[dict]:
     batch.sampler[:, TURN - 1] = 0
     batch.sampler[3, 21:TURN - 4] = batch.sampler[3, 20]
     lines = batch.lines()
-    for line, x in zip(lines, noise):
+    for line, x in zip(lines, noise, strict=True):
         behav = np.array(line["logp_behav"]).round(4)
         line["logp_behav"], line["logp_old"] = behav.tolist(), np.minimum(behav + x, 0).round(4).tolist()
     return lines
@@ -93,10 +93,11 @@ def random_dump(rng) -> list[dict]:
         mask[3:5] = rng.integers(2)
         mask[:] *= rng.random() > 0.05
         first = mask.argmax() if mask.any() else 0
-        of_side = lambda: np.where(rng.random((n - 1, num_layers, 1)) < flips, choose(n - 1),
-                                   of_word[words[:-1]])
+        of_side = lambda n=n, words=words: np.where(
+            rng.random((n - 1, num_layers, 1)) < flips, choose(n - 1), of_word[words[:-1]])
         last = int(rng.integers(3))
-        ended = lambda rows: np.concatenate([rows, *([rows[-1:] * (last - 1)] if last else [])])
+        ended = lambda rows, last=last: np.concatenate(
+            [rows, *([rows[-1:] * (last - 1)] if last else [])])
         lines.append({
             "logp_behav": logp.tolist(), "logp_old": logp.tolist(), "mask": mask.tolist(),
             "prompt_tokens": prompt + int(first), "routes_behav": ended(of_side()).tolist(),

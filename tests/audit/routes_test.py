@@ -94,7 +94,7 @@ def test_a_clean_record_of_each_format_has_no_fault(batch, tmp_path, name):
     layout, sides, told, comparison = found(path, shape=shape)
     assert told == []
     start = PROMPT if "from the answer" in name else 0
-    for side, rows in zip(sides, (batch.sampler, batch.learner)):
+    for side, rows in zip(sides, (batch.sampler, batch.learner), strict=True):
         assert side.constant == [0] * is_dense
         np.testing.assert_array_equal(side.ids[layout.row >= start], rows[:, start:].reshape(-1, NUM_LAYERS, NUM_CHOSEN))
     both = metrics_of.overlap(batch.sampler, batch.learner)[:, start:].reshape(-1, NUM_LAYERS)
@@ -464,7 +464,8 @@ def test_the_metrics_are_those_of_the_policys_tokens(told, batch):
     stale(rows)
     is_valid = batch.mask[:, PROMPT:] > 0  # token t is predicted by row t - 1
     pairs = rows[:, PROMPT - 1 :][is_valid], batch.learner[:, PROMPT - 1 :][is_valid]
-    flips = np.array([[set(a) != set(b) for a, b in zip(*layers)] for layers in zip(*pairs)])
+    flips = np.array([[set(a) != set(b) for a, b in zip(*layers, strict=True)]
+                      for layers in zip(*pairs, strict=True)])
     values = told["metrics"]
     assert values["mismatch/route_flip_token"] == pytest.approx(flips.any(axis=1).mean(), rel=1e-5)
     for layer in range(NUM_LAYERS):

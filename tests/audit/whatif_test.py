@@ -42,8 +42,8 @@ def weights_of(kind, name, tokens, line, sign):
     k3 = [r - 1 - math.log(r) for r in rho]
     inside = lambda r, low, high: r if low <= r <= high else 0.0
     if kind == "weight":
-        turns = [t for t, m in zip(line["turn"], line["mask"]) if m]
-        of_turn = {t: math.prod(r for r, u in zip(rho, turns) if u == t) for t in set(turns)}
+        turns = [t for t, m in zip(line["turn"], line["mask"], strict=True) if m]
+        of_turn = {t: math.prod(r for r, u in zip(rho, turns, strict=True) if u == t) for t in set(turns)}
         return {
             "none": one, "token_tis": [min(r, 2) for r in rho],
             "token_clip": [min(max(r, 0.5), 2) for r in rho], "seq_tis": [min(product, 2)] * len(rho),
@@ -66,33 +66,34 @@ def weights_of(kind, name, tokens, line, sign):
     clip = lambda r: 0.0 if (sign > 0 and r > 1.2) or (sign < 0 and (r < 0.8 or r > 3)) else r
     return {
         "decoupled_k3_rs_token_tis": [
-            min(r, 2) * clip(s) * k for r, s, k in zip(rho, since, keep(np.mean(k3) <= 0.01))],
+            min(r, 2) * clip(s) * k for r, s, k in zip(rho, since, keep(np.mean(k3) <= 0.01), strict=True)],
         "bypass_ppo_clip": [clip(r) for r in now],
         "bypass_pg_token_icepop": [inside(r, 0.5, 5) for r in now],
         "async": [r if r <= 5 else 0.0 for r in now],
-        "ipo": [r if abs(math.exp(t[2]) - math.exp(t[0])) <= 0.3 else 0.0 for r, t in zip(now, tokens)],
-        "kpop": [r if both_ways(t, 2) <= 0.1 else 0.0 for r, t in zip(now, tokens)],
+        "ipo": [r if abs(math.exp(t[2]) - math.exp(t[0])) <= 0.3 else 0.0
+                for r, t in zip(now, tokens, strict=True)],
+        "kpop": [r if both_ways(t, 2) <= 0.1 else 0.0 for r, t in zip(now, tokens, strict=True)],
     }[name]
 
 
 def by_hand(kind, name, lines):
     sequences = [[(b, o, p) for b, o, p, m in zip(
-        line["logp_behav"], line["logp_old"], line["logp"], line["mask"]) if m] for line in lines]
+        line["logp_behav"], line["logp_old"], line["logp"], line["mask"], strict=True) if m] for line in lines]
     rewards = np.array([line["reward"] for line in lines])
     adv = np.zeros(len(lines))
     for i in range(0, len(lines), 2):  # groups of two
         pair = rewards[i : i + 2]
         adv[i : i + 2] = (pair - pair.mean()) / (pair.std(ddof=1) + 1e-6)
     signs = np.where(adv < 0, -1, 1)
-    w = [weights_of(kind, name, *x) for x in zip(sequences, lines, signs)]
+    w = [weights_of(kind, name, *x) for x in zip(sequences, lines, signs, strict=True)]
     learner = 2 if kind == "preset" else 1
     rho = [ratio(tokens, learner) for tokens in sequences]
     flat, all_rho = np.concatenate(w), np.concatenate(rho)
     k3 = all_rho - 1 - np.log(all_rho)
-    each = np.concatenate([[a] * len(x) for a, x in zip(adv, w)])
+    each = np.concatenate([[a] * len(x) for a, x in zip(adv, w, strict=True)])
     mean, of_sequences = flat.mean(), np.array([np.mean(x) for x in w])
     missed = [np.mean([max(0, y / of_sequences.mean() - math.prod(r)) for y in x])
-              for x, r in zip(w, rho)] if mean else [1.0]
+              for x, r in zip(w, rho, strict=True)] if mean else [1.0]
     return {
         "tokens_kept": np.mean(flat != 0), "sequences_kept": np.mean([any(x) for x in w]),
         "kept_k3": np.mean(k3[flat != 0]) if mean else 0.0,
@@ -118,8 +119,8 @@ def tables(tmp_path_factory):
     """(lines, {layout: table}) of one dump, a row for each sequence and rows that are shared."""
     folder, lines, found = tmp_path_factory.mktemp("dump"), dumps.records(seed=1), {}
     # Two gaps that cancel in a sum over the sequence, and one that is beyond the veto's bounds.
-    for line, token, gap in ((4, 0, 1.6), (4, 2, -1.5), (5, 0, 5.0)):
-        lines[line]["logp_behav"][token] = lines[line]["logp_old"][token] - gap
+    for line, token, size in ((4, 0, 1.6), (4, 2, -1.5), (5, 0, 5.0)):
+        lines[line]["logp_behav"][token] = lines[line]["logp_old"][token] - size
     for layout, most in (("alone", 10), ("shared", 0)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packing, "MOST_PADDED", most)
@@ -147,7 +148,7 @@ def test_the_rules_differ_on_this_dump(tables):
 def test_truncated_is_what_a_bound_changed(tables):
     lines, found = tables
     tokens = [(b, o) for line in lines for b, o, m in zip(
-        line["logp_behav"], line["logp_old"], line["mask"]) if m]
+        line["logp_behav"], line["logp_old"], line["mask"], strict=True) if m]
     rho = np.exp([o - b for b, o in tokens])
     row = lambda *rule: found["alone"][rule]["truncated"]
     assert row("weight", "token_tis") == pytest.approx(np.mean(rho > 2))

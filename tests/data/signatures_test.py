@@ -24,7 +24,7 @@ CHAT = [{"role": "user", "content": "2+3="}]
 def test_ours(score):
     assert score(lambda text, record: float(text == record["answer"]), ["5", "6"]) == [1.0, 0.0]
     assert score(lambda t, r, scale=3: scale * len(t), ["ab"]) == [6.0]
-    assert score(lambda texts, records: [len(t) + r["level"] for t, r in zip(texts, records)],
+    assert score(lambda texts, records: [len(t) + r["level"] for t, r in zip(texts, records, strict=True)],
                  ["a", "ab"]) == [3.0, 4.0]
 
 
@@ -122,7 +122,7 @@ def test_calls_of_an_async_function_run_at_once_and_each_has_its_time(score):
     texts = ["ok", "hangs", "raises", *["ok"] * 13]
     found = score(judge, texts, workers=8, timeout=2.0, raw=True)
     assert 1 < max(at_once) <= 8
-    assert [o["fault"] if "fault" in o else "" for o in found] == [
+    assert [o.get("fault", "") for o in found] == [
         "", "timeouts", "errors", *[""] * 13]
     assert found[1]["error"] == "TimeoutError: no result within 2 s"
 
@@ -253,7 +253,8 @@ def test_a_function_of_the_answer_itself_is_refused(name):
 
 
 def test_an_answer_that_is_a_number_is_one_in_the_columns(score):
-    right = lambda completions, answer, **columns: [float(c == str(a + 1)) for c, a in zip(completions, answer)]
+    right = lambda completions, answer, **columns: [
+        float(c == str(a + 1)) for c, a in zip(completions, answer, strict=True)]
     record = {"prompt": "2+3=", "answer": "5", "id": "1", "as_read": {"answer": 5}}
     assert score(right, ["6"], record) == [1.0]
     seen = lambda completions, **columns: [float("as_read" not in columns)]
@@ -332,7 +333,7 @@ def score(module):
             found = [outcome for item in items for outcome in call([item])]
         if raw:
             return found
-        parts = [o["value"]["parts"] if "parts" in o["value"] else {"reward": None} for o in found]
+        parts = [o["value"].get("parts", {"reward": None}) for o in found]
         return [p["reward"] if list(p) == ["reward"] else p for p in parts]
 
     return score

@@ -21,8 +21,8 @@ SPECIAL = {  # of chat_templates.TOKENS, what transformers passes on
 USER = [{"role": "user", "content": "a"}]
 
 
-def setting(template, tokens={}, kwargs={}, date=""):
-    return {"template": template, "tokens": tokens, "kwargs": kwargs, "date": date}
+def setting(template, tokens=None, kwargs=None, date=""):
+    return {"template": template, "tokens": tokens or {}, "kwargs": kwargs or {}, "date": date}
 
 
 def test_blocks_leave_no_white_space_and_special_tokens_come_by_name():

@@ -42,7 +42,7 @@ def test_the_factors_add_up():
     factors = jax.jit(attribution.split_ratio)(*log_probs, MASK)
     assert tuple(factors) == attribution.FACTORS
     expected = np.where(MASK, np.log([ENGINE, STALENESS, TRUST_REGION]), 0.0)
-    for value, log_ratio in zip(factors.values(), expected):
+    for value, log_ratio in zip(factors.values(), expected, strict=True):
         np.testing.assert_allclose(value, log_ratio, atol=1e-5)
     np.testing.assert_allclose(
         sum(factors.values()), np.where(MASK, log_probs[0] - log_probs[3], 0.0), atol=1e-5
@@ -99,7 +99,7 @@ def test_metrics_of_the_factors():
     }
     # l = log 6, log .25 and 0: the shares of sum l^2.
     l_k = np.log([6.0, 0.25, 1.0])
-    for name, factor in zip(attribution.FACTORS, (ENGINE, STALENESS, TRUST_REGION)):
+    for name, factor in zip(attribution.FACTORS, (ENGINE, STALENESS, TRUST_REGION), strict=True):
         part_k = np.log([*factor[0], factor[1][0]])
         expected[f"{name}/share"] = np.sum(part_k * l_k) / np.sum(l_k**2)
     for name, value in expected.items():

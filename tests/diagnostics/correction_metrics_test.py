@@ -67,7 +67,7 @@ def test_the_gap_by_place():
     mask, z = data["mask"], log_ratio()
     metrics = jax.device_get(profile_metrics(data, False))
     position = np.where(mask, np.cumsum(data["segment_ids"], axis=1), 0)
-    position -= np.array([np.min(p[m], initial=99) for p, m in zip(position, mask)])[:, None]
+    position -= np.array([np.min(p[m], initial=99) for p, m in zip(position, mask, strict=True)])[:, None]
     for first, last in ((0, 0), (1, 1), (2, 3)):
         here = mask & (position >= first) & (position <= last)
         name = f"mismatch/position_{first}"

@@ -348,7 +348,7 @@ def expected_rejection(log_ratio, mask, option):
     reductions = {"token": np.mean, "seq_sum": np.sum, "seq_mean": np.mean, "seq_max": np.max}
     rows = [
         estimates[estimator](np.clip(x[m].astype(np.float64), -20, 20))
-        for x, m in zip(log_ratio, mask)
+        for x, m in zip(log_ratio, mask, strict=True)
         if m.any()
     ]
     stat = np.array([reductions[level](x) for x in rows])
@@ -357,7 +357,7 @@ def expected_rejection(log_ratio, mask, option):
         lost_rows = [np.any((x < low) | (x > high)) for x in rows]
     else:
         unit = stat
-        on_tokens = np.concatenate([np.full(len(x), s) for x, s in zip(rows, stat)])
+        on_tokens = np.concatenate([np.full(len(x), s) for x, s in zip(rows, stat, strict=True)])
         lost_rows = (stat < low) | (stat > high)
     metrics = {
         "mean": on_tokens.mean(),

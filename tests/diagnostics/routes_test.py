@@ -85,7 +85,8 @@ def test_flips_of_random_routes():
     shared = overlap(old.astype(np.uint8), behav.astype(np.uint8))
     metrics = flip_metrics(shared, mask, num_chosen=3, num_experts=6)
     flips = [
-        [len(set(a) ^ set(b)) for a, b in zip(*layers)] for layers in zip(old[mask], behav[mask])
+        [len(set(a) ^ set(b)) for a, b in zip(*layers, strict=True)]
+        for layers in zip(old[mask], behav[mask], strict=True)
     ]
     flips = np.array(flips)
     expected = {

@@ -249,6 +249,6 @@ def test_few_steps_make_no_correlation(noise, found):
     lag = [0.0, 1.0] * 5 + [0.0]
     other = [0.0, 0.0, 1.0, 1.0] * 2 + [0.0, 0.0, 1.0]
     series = {"lag": dict(enumerate(lag, 1)),
-              "gap": {s: x + noise * 2 * y for s, (x, y) in enumerate(zip(lag, other), 1)}}
+              "gap": {s: x + noise * 2 * y for s, (x, y) in enumerate(zip(lag, other, strict=True), 1)}}
     case = Case(series, {}, THRESHOLDS, 11)
     assert lag_correlation(case, "gap", "lag") == pytest.approx(found, abs=1e-3)

@@ -310,7 +310,7 @@ def diagnoses(tmp_path_factory):
 def table(diagnoses):
     """Rows of the page: label, records that have it, found, missed, found where it is not."""
     counts = collections.Counter()
-    for (expected, *_), diagnosis in zip(RECORDS, diagnoses):
+    for (expected, *_), diagnosis in zip(RECORDS, diagnoses, strict=True):
         found = {label(name) for name in diagnosis["verdict"]}
         counts.update(("found", x) for x in expected & found)
         counts.update(("missed", x) for x in expected - found)
@@ -326,7 +326,7 @@ def test_every_record_gets_its_verdict_and_no_other(diagnoses):
     assert len(RECORDS) >= 60
     wrong = [
         (sorted(expected), name, diagnosis["verdict"])
-        for (expected, name, *_), diagnosis in zip(RECORDS, diagnoses)
+        for (expected, name, *_), diagnosis in zip(RECORDS, diagnoses, strict=True)
         if {label(found) for found in diagnosis["verdict"]} != expected
     ]
     assert wrong == []
@@ -338,7 +338,7 @@ def test_healthy_and_watch_stand_alone(diagnoses):
 
 
 def test_a_surge_that_cannot_be_told_is_named(diagnoses):
-    [short] = [d for (_, name, *_), d in zip(RECORDS, diagnoses) if "no step a hundred" in name]
+    [short] = [d for (_, name, *_), d in zip(RECORDS, diagnoses, strict=True) if "no step a hundred" in name]
     assert "F" in names(short["undecided"])
 
 

@@ -463,7 +463,7 @@ def test_two_logs_of_the_tinker_cookbook(run, is_far):
     record = foreign.load([str(path)], "auto")
     assert record.name == "tinker" and record.steps == tuple(range(make_tinker_run.STEPS))
     for step in record.steps:
-        sampler, learner = (np.concatenate(x) for x in zip(*make_tinker_run.batch(run, step)))
+        sampler, learner = (np.concatenate(x) for x in zip(*make_tinker_run.batch(run, step), strict=True))
         gap = np.float64(sampler) - learner
         assert record.series[KL][step + 1] == pytest.approx(gap.mean(), abs=1e-6)
         assert record.series[SAMPLER_LOGP][step + 1] == pytest.approx(-sampler.mean(), rel=1e-5)

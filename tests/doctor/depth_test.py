@@ -16,7 +16,7 @@ def profile(gaps, kind="position"):
     return {
         f"mismatch/{kind}_{start}/{name}": value
         for start, pair in gaps.items()
-        for name, value in zip(("log_ratio_abs_mean", "token_fraction"), pair)
+        for name, value in zip(("log_ratio_abs_mean", "token_fraction"), pair, strict=True)
     }
 
 
@@ -33,6 +33,15 @@ def test_depth_by_hand():
     (deep, where), (rise, beside) = facts(profile(DEEP))
     assert (deep, where) == (0.16, "mean |log ratio| from position 1024 on, nats")
     assert rise == pytest.approx(0.16 / 0.0175) and beside == "by that before position 128"
+
+
+def test_a_gap_has_the_weight_of_its_own_step():
+    """Where a step has no gap, its share of the tokens is not that of the next step."""
+    series = {name: {1: x, 2: x} for name, x in profile(DEEP).items()}
+    last = "mismatch/position_1024/"
+    series[last + "log_ratio_abs_mean"] = {2: 0.1, 3: 0.4}
+    series[last + "token_fraction"] = {1: 0.5, 2: 0.3, 3: 0.1}
+    assert FACTS["record/deep_gap"](Case(series, {}, THRESHOLDS, 3))[0] == pytest.approx(0.07 / 0.4)
 
 
 def test_few_tokens_are_no_depth():

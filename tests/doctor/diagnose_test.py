@@ -99,7 +99,8 @@ def test_a_mean_counts_beyond_two_standard_errors(spread, is_found, tmp_path):
 
 def test_one_infinite_step_is_no_evidence_and_many_are(tmp_path):
     for share, verdict in ((15, ["healthy"]), (2, ["D"])):
-        values = {CHI2_SEQ: lambda s: float("inf") if s % share == 0 else 1e3 if share == 2 else 1.0}
+        values = {CHI2_SEQ: lambda s, share=share: (
+            float("inf") if s % share == 0 else 1e3 if share == 2 else 1.0)}
         assert diagnose(write_run(tmp_path, values))["verdict"] == verdict
 
 

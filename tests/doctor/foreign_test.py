@@ -472,7 +472,7 @@ def test_two_runs_are_refused_and_a_continued_one_is_read(tmp_path):
     both, continued = tmp_path / "both", tmp_path / "continued"
     for folder, starts in ((both, (1, 1)), (continued, (1, 91))):
         folder.mkdir()
-        for number, start in zip((9, 10), starts):
+        for number, start in zip((9, 10), starts, strict=True):
             logs.write_verl(folder / f"{number}.jsonl", logs.rows(logs.VERL, {}, range(start, start + 100)))
     with pytest.raises(ValueError, match="9.jsonl and .*10.jsonl both have .* from step 1 on"):
         foreign.load([str(both)], "auto")
@@ -514,8 +514,9 @@ def test_the_command(tmp_path, capsys):
 
 
 def test_standard_input(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("sys.stdin", open(verl(tmp_path, {KL: 0.06})))
-    main(["-"])
+    with open(verl(tmp_path, {KL: 0.06})) as log:
+        monkeypatch.setattr("sys.stdin", log)
+        main(["-"])
     assert "- (JSONL; steps 101-120 of 1-120): A" in capsys.readouterr().out
 
 

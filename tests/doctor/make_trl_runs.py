@@ -76,8 +76,8 @@ def nucleus(logits, top_p):
 def until_end(tokens, logps):
     lengths = [row.index(1) + 1 if 1 in row else len(row) for row in tokens]
     return (
-        [row[:n] for row, n in zip(tokens, lengths)],
-        [[[x] for x in row[:n]] for row, n in zip(logps, lengths)],
+        [row[:n] for row, n in zip(tokens, lengths, strict=True)],
+        [[[x] for x in row[:n]] for row, n in zip(logps, lengths, strict=True)],
     )
 
 

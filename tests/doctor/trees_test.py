@@ -46,7 +46,7 @@ RISING = {CLIPPED: late(0.25, 0.3)}
 
 def split(flipped, rest, dropped=(0.0, 0.0)):
     """The gap of tokens with and without a flip, and their shares outside IcePop's band."""
-    return dict(zip((*ROUTE_GAPS, *ROUTE_DROPS), (flipped, rest, *dropped)))
+    return dict(zip((*ROUTE_GAPS, *ROUTE_DROPS), (flipped, rest, *dropped), strict=True))
 
 
 def clip(width):
@@ -579,5 +579,5 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
     read |= {asynchrony.ENGINE_GAP, asynchrony.STALENESS_GAP, asynchrony.MEAN_LAG}
     read = {name for name in read if not name.startswith("async/")}  # see asynchrony_test
     found = jax.eval_shape(measured)
-    found |= attribution.shares({name: 1.0 for name in found})
+    found |= attribution.shares(dict.fromkeys(found, 1.0))
     assert read <= set(found)

@@ -300,7 +300,7 @@ def test_a_stop_string_before_min_tokens_is_text():
     early, late = text[2:4], text[12:15]
     body = {"prompt": "abc", "seed": SEED, "stop": [early, late], "ignore_eos": True}
     body |= {"min_tokens": 6}
-    end = min(i for i in map(lambda stop: text.find(stop, 7 - len(stop)), (early, late)) if i > 0)
+    end = min(i for stop in (early, late) if (i := text.find(stop, 7 - len(stop))) > 0)
     assert end > 4
     assert ask(body).json["choices"][0]["text"] == text[:end]
     assert joined(ask(body | {"stream": True}).events, "text")[0] == {0: text[:end]}
@@ -313,7 +313,7 @@ def test_log_probs_of_the_prompt():
     sums = np.cumsum([arithmetic.key(token, s, 0) for s, token in enumerate(PROMPT)])
     assert first is None and others == [
         {str(token): {"logprob": -float(total + token), "decoded_token": TOKENIZER.decode([token])}}
-        for total, token in zip(sums, PROMPT[1:])
+        for total, token in zip(sums[:-1], PROMPT[1:], strict=True)
     ]
     assert "prompt_logprobs" not in ask({"prompt": "abc", "max_tokens": 2}).json["choices"][0]
 

@@ -1,5 +1,6 @@
 """Tool calls in answers: texts by hand, which templates write back, and the `openai` client."""
 
+import itertools
 import json
 import time
 
@@ -159,7 +160,7 @@ def test_what_is_settled_stays(families, name, text):
     form = families[name][1]
     content, _ = form.parse(text, TOOLS)
     begun = [form.settled(text[:i]) for i in range(len(text) + 1)]
-    assert all(longer.startswith(shorter) for shorter, longer in zip(begun, begun[1:]))
+    assert all(longer.startswith(shorter) for shorter, longer in itertools.pairwise(begun))
     assert content.startswith(begun[-1])
 
 

@@ -70,9 +70,10 @@ def written(dtype, unrolled):
     q, k, v = normal(2, 12, 4, 8), normal(2, 12, 2, 8), normal(2, 12, 2, 8)
     out, state = np.zeros((2, 12, 4, 8)), pool(dtype, unrolled)
     for start, counts in ((0, [8, 6]), (8, [2, 0])):
-        chunk = lambda x: np.pad(x, ((0, 0), (0, 8), (0, 0), (0, 0)))[:, start : start + 8]
+        chunks = [
+            np.pad(x, ((0, 0), (0, 8), (0, 0), (0, 0)))[:, start : start + 8] for x in (q, k, v)]
         part, after = fill(
-            chunk(q), chunk(k), chunk(v), state, np.full(2, start), np.array(counts), TABLE)
+            *chunks, state, np.full(2, start), np.array(counts), TABLE)
         for row, count in enumerate(counts):
             out[row, start : start + count] = part[row, :count]
         state = handed_on(after, unrolled)
@@ -85,12 +86,12 @@ def test_chunks_of_a_prompt_attend_to_all_before_them(dtype, unrolled):
     q, k, v, out, _ = written(dtype, unrolled)
     for row, length in enumerate(LENGTHS):
         for t in range(length):
-            seen = lambda x: np.swapaxes(x[row, : t + 1], 0, 1)
+            seen = lambda x, row=row, t=t: np.swapaxes(x[row, : t + 1], 0, 1)
             expected = attention(q[row, t], seen(k), seen(v))
             np.testing.assert_allclose(out[row, t], expected, atol=ATOL[dtype])
             # Another answer without the token itself.
             if t:
-                seen = lambda x: np.swapaxes(x[row, :t], 0, 1)
+                seen = lambda x, row=row, t=t: np.swapaxes(x[row, :t], 0, 1)
                 other = attention(q[row, t], seen(k), seen(v))
                 assert np.abs(other - expected).max() > ATOL[dtype]
 
@@ -116,7 +117,7 @@ def test_decode_goes_on_in_the_pages_and_writes_one_place(dtype, unrolled):
                 for x, fresh in ((k, new[1]), (v, new[2]))]
         expected = attention(new[0][row, 0], *(np.swapaxes(x, 0, 1) for x in seen))
         np.testing.assert_allclose(out[row, 0], expected, atol=ATOL[dtype])
-    for x, y in zip(*map(jax.tree.leaves, (before, handed_on(after, unrolled)))):
+    for x, y in zip(*map(jax.tree.leaves, (before, handed_on(after, unrolled))), strict=True):
         if x.ndim == 0:
             continue
         axis = 0 if unrolled else 1
@@ -163,7 +164,7 @@ def test_copies_of_pages(dtype, unrolled):
     copy = jax.jit(lambda kv, sources, targets: kv.copy(sources, targets))
     copied = copy(made, np.array([9, 0, 11]), np.array([8, 0, 6]))
     axis = 0 if unrolled else 1
-    for x, y in zip(*map(jax.tree.leaves, (made, copied))):
+    for x, y in zip(*map(jax.tree.leaves, (made, copied)), strict=True):
         x, y = (np.moveaxis(np.asarray(a), axis, 0) for a in (x, y))
         np.testing.assert_array_equal(y[[8, 6]], x[[9, 11]])
         others = [page for page in range(PAGES) if page not in (8, 6)]
@@ -199,5 +200,5 @@ def test_pages_belong_to_a_part_of_the_batch_and_heads_to_a_part_of_the_mesh():
         for x in jax.tree.leaves(cache.empty(CONFIG, PAGES, SIZE, "int8", unrolled)):
             axes = cache.axes(x)
             assert len(axes) == x.ndim
-            sizes = {name: size for name, size in zip(axes, x.shape) if name}
+            sizes = {name: size for name, size in zip(axes, x.shape, strict=True) if name}
             assert sizes == {"batch": PAGES, "kv_heads": CONFIG.num_kv_heads}

@@ -45,7 +45,7 @@ def test_the_support_is_the_sorted_ids_or_nothing(v, n):
     is_in = rng.random((60, v)) < np.linspace(0, 1, 60)[:, None]
     is_in[1], is_in[2] = np.arange(v) == v - 1, np.arange(v) == 0
     found, wide = np.asarray(supports(n)(is_in)), 0
-    for row, ids in zip(found, is_in):
+    for row, ids in zip(found, is_in, strict=True):
         ids = np.flatnonzero(ids)
         wide += len(ids) > n
         expected = np.full(n, -1)

@@ -248,7 +248,7 @@ def test_log_probs_of_prompts_equal_teacher_forcing(name):
 
 def test_buckets_hold_the_chunk_and_are_few():
     buckets = [engine("f32").bucket(n) for n in range(1, LENGTH)]
-    assert all(n <= bucket <= LENGTH for n, bucket in zip(range(1, LENGTH), buckets))
+    assert all(n <= bucket <= LENGTH for n, bucket in zip(range(1, LENGTH), buckets, strict=True))
     assert sorted(set(buckets)) == [8, 16, 24, 32, 48, 64] and buckets == sorted(buckets)
 
 

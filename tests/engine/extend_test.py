@@ -43,7 +43,7 @@ def long_sequence(asked, news, givens):
             history.append(token)
             if token in asked.sampling.stop_ids:
                 break
-    return [list(column) for column in zip(*rows)]
+    return [list(column) for column in zip(*rows, strict=True)]
 
 
 def step_until(scheduler, ids, limit=300):
@@ -336,7 +336,7 @@ def test_pages_may_be_taken_meanwhile():
         sampler = Engine(slots=4, max_length=40, prefill_chunk=40, num_pages=27)
         scheduler = started(sampler, [SIX])
 
-        def others():
+        def others(count=count, scheduler=scheduler):
             asked = [request(f"o{i}", [9 + i], max_tokens=30) for i in range(count)]
             for r in asked:
                 scheduler.add(r)

@@ -126,7 +126,7 @@ def scored(learner, trajectories):
     micro = layout.put_batch({name: x[None] for name, x in batch.items()})
     placed = placement.put(params(), layout, CONFIG)
     logp = np.asarray(make_score(learner, False)(placed, micro)["logp"])[0]
-    return [row[mask] for row, mask in zip(logp, batch["mask"])]
+    return [row[mask] for row, mask in zip(logp, batch["mask"], strict=True)]
 
 
 def differing(scores, trajectories):
@@ -204,7 +204,7 @@ def test_pages_that_the_same_call_writes_change_no_bit():
         found[keeps_pages] = {}
         with pytest.MonkeyPatch.context() as patch:
             plain = sampler.prefill
-            counted = lambda *args: calls.append(len(args[-1])) or plain(*args)
+            counted = lambda *args, plain=plain: calls.append(len(args[-1])) or plain(*args)
             patch.setattr(sampler, "prefill", counted)
             while scheduler.pending:
                 found[keeps_pages] |= {t.id: t for t in scheduler.step()}
@@ -228,7 +228,7 @@ def test_log_probs_of_prompts_are_the_learners_on_every_mesh(monkeypatch):
             t, prompt=t.prompt[:-NEW], tokens=t.prompt[-NEW:], temperature=1.0,
             kept=np.full((NEW, KEPT), -1, np.int32),
         ))
-    for found, t in zip(scored(learner("float32"), prompts), one.values()):
+    for found, t in zip(scored(learner("float32"), prompts), one.values(), strict=True):
         np.testing.assert_array_equal(found, t.prompt_logps[-NEW:])
 
 
@@ -338,8 +338,8 @@ def tiny_programs(numerics):
     learner = Learner(TINY, transformer.Program(numerics=numerics), 4, 4)
     shapes = transformer.abstract_params(TINY)
     floats = "logp_old", "logp_behav", "logp_prox", "adv", "weights", "temperature"
-    kinds = {name: np.float32 for name in floats} | {"mask": bool}
-    kinds |= {name: np.int32 for name in ("tokens", "positions", "segment_ids")}
+    kinds = dict.fromkeys(floats, np.float32) | {"mask": bool}
+    kinds |= dict.fromkeys(("tokens", "positions", "segment_ids"), np.int32)
     rows = {name: np.zeros((1, 1, 8), kind) for name, kind in kinds.items()}
     chosen, sgd = correction.parse(default.get_config().correction), optax.sgd(1.0)
     state = TrainState(shapes, jax.eval_shape(sgd.init, shapes))
@@ -371,5 +371,5 @@ def test_fast_numerics_do_differ(dtype):
     count = sum(len(t.tokens) for t in trajectories)
     scores = scored(learner(dtype, numerics="fast"), trajectories)
     assert differing(scores, trajectories) > count / 4
-    gap = max(np.abs(x - comparable(t)).max() for x, t in zip(scores, trajectories))
+    gap = max(np.abs(x - comparable(t)).max() for x, t in zip(scores, trajectories, strict=True))
     assert gap < (1e-4 if dtype == "float32" else 0.5)

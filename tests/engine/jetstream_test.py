@@ -67,7 +67,7 @@ def expected(name="unrolled", sampling=GREEDY):
     requests = [Request(str(i), prompt, 5, ours) for i, prompt in enumerate(PROMPTS)]
     trajectories = generate(scheduler, requests)
     is_stop = [t.stop_reason == "stop" for t in trajectories]
-    return [t.tokens[: len(t.tokens) - s].tolist() for t, s in zip(trajectories, is_stop)]
+    return [t.tokens[: len(t.tokens) - s].tolist() for t, s in zip(trajectories, is_stop, strict=True)]
 
 
 def drive(jet: "engine_api.Engine") -> list[list[int]]:

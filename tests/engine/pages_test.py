@@ -97,7 +97,7 @@ def test_random_holders_lose_no_page_and_find_what_was_written():
     """Holders take tokens' pages, found or fresh, write what they hold, and go."""
     for seed in range(30):
         rng = random.Random(seed)
-        pages, holders, written, hits, forgotten = Pages(rng.randint(5, 20)), [], {}, 0, 0
+        pages, holders, written, hits = Pages(rng.randint(5, 20)), [], {}, 0
         total = pages.free
         for _ in range(400):
             if rng.random() < 0.02:
@@ -108,13 +108,13 @@ def test_random_holders_lose_no_page_and_find_what_was_written():
                 tokens = np.array(rng.choices((0, 1), k=rng.randint(1, 12)), np.int32)
                 keys = content_keys(tokens, 2)
                 found = pages.found(keys)
-                for page, key in zip(found, keys):
+                for page, key in zip(found, keys, strict=False):
                     assert written[page] == key, "what is found was overwritten"
                 hits += len(found)
                 if len(keys) - pages.held(found) > pages.free:
                     continue
                 mine = pages.share(found) + pages.allocate(len(keys) - len(found))
-                written |= dict(zip(mine, keys))
+                written |= dict(zip(mine, keys, strict=True))
                 pages.keep(mine, keys)
                 holders.append(mine)
             held = {page for holder in holders for page in holder}

@@ -47,8 +47,8 @@ KINDS = [
 def seen(params, prompts, drawn, v=24, layout=SINGLE):
     """Penalties of rows with these prompts and tokens drawn so far."""
     tokens = np.zeros((len(params), 12), np.int32)
-    lengths = np.array([[len(p), len(p) + len(d)] for p, d in zip(prompts, drawn)], np.int32)
-    for row, ids in enumerate(zip(prompts, drawn)):
+    lengths = np.array([[len(p), len(p) + len(d)] for p, d in zip(prompts, drawn, strict=True)], np.int32)
+    for row, ids in enumerate(zip(prompts, drawn, strict=True)):
         both = [*ids[0], *ids[1]]
         tokens[row, : len(both)] = both
     return Penalties.of(params).seen(tokens, *lengths.T, v, layout)

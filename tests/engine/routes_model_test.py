@@ -101,7 +101,7 @@ def learner(model):
 def learned(model, trajectories):
     """The learner's routes [n,L,k] of every token of each record."""
     tokens, segments = (np.zeros((len(trajectories), LENGTH), np.int32) for _ in range(2))
-    for row, segment, t in zip(tokens, segments, trajectories):
+    for row, segment, t in zip(tokens, segments, trajectories, strict=True):
         row[: len(t.prompt) + len(t.tokens)] = np.concatenate([t.prompt, t.tokens])
         segment[: len(t.prompt) + len(t.tokens)] = 1
     ids = np.asarray(learner(model)(params_of(model), tokens, segments))  # [L,B,T,k]
@@ -156,7 +156,7 @@ def test_four_devices_record_the_routes_of_the_learner():
 def test_int8_weights_choose_other_experts_for_some_tokens():
     found, _ = sampled(engine_of("softmax", "w8a8"), "softmax", requests())
     flips = [np.sort(t.routes) != np.sort(routes[: len(t.routes)])
-             for t, routes in zip(found.values(), learned("softmax", list(found.values())))]
+             for t, routes in zip(found.values(), learned("softmax", list(found.values())), strict=True)]
     assert 0 < np.concatenate(flips).mean() < 0.2
 
 
@@ -184,7 +184,7 @@ def test_an_engine_that_records_no_routes_has_the_programs_of_one_that_cannot(na
 
 def outputs(engine, name):
     fn, args = engine.programs()[name]
-    return [x for x in jax.tree.leaves(jax.eval_shape(fn, *args)[1])]
+    return jax.tree.leaves(jax.eval_shape(fn, *args)[1])
 
 
 @pytest.mark.parametrize("model", ["dense", "softmax"])

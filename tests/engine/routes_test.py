@@ -176,11 +176,11 @@ def test_the_dtype_holds_every_expert(experts, dtype):
 class Run:
     """A scheduler with routes, of which every record is checked when it comes back."""
 
-    def __init__(self, requests=(), is_read_late=False, options={}, **sizes):
+    def __init__(self, requests=(), is_read_late=False, options=None, **sizes):
         sizes = dict(route_shape=(2, 2)) | sizes
         self.engine = arithmetic.Engine(is_read_late=is_read_late, **sizes)
         self.scheduler = Scheduler(
-            self.engine, 0, async_scheduling=is_read_late, decode=arithmetic.text_of, **options
+            self.engine, 0, async_scheduling=is_read_late, decode=arithmetic.text_of, **options or {}
         )
         self.requests, self.added_at, self.found = {}, {}, {}
         self.version = 0

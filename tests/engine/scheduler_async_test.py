@@ -134,7 +134,8 @@ def test_records_of_what_runs_are_those_of_an_abort(is_late):
         for _ in range(steps):
             scheduler.step()
         records, aborted = scheduler.records(), scheduler.pause("abort")
-        for one, other in zip(records, aborted):
+        # A step whose tokens are read late has no record at first.
+        for one, other in zip(records, aborted, strict=False):
             assert (one.stop_reason, one.tokens.tolist()) == (other.stop_reason, other.tokens.tolist())
             seen.add(one.stop_reason)
     assert seen == {"abort", "stop"}

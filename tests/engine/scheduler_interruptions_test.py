@@ -515,7 +515,7 @@ def test_the_engine_read_what_evict_step_says(steps, sinks, window):
     engine = Engine(slots=2, steps=steps, page_size=4, max_length=60)
     requests = [request("a", np.arange(21), max_tokens=35), request("b", (1,), max_tokens=40)]
     scheduler = started(engine, requests, retention=KVEviction(sinks, window))
-    for t, r in zip(sorted(drain(scheduler), key=lambda t: t.id), requests):
+    for t, r in zip(sorted(drain(scheduler), key=lambda t: t.id), requests, strict=True):
         start, length = len(t.prompt), len(t.prompt) + len(t.tokens)
         assert len(t.evict_step) == length and t.evict_step.min() < NEVER
         for query in range(start - 1, length - 1):

@@ -69,7 +69,8 @@ def test_the_largest_uniform_draws_the_last_possible_token(v, shape, numerics, m
         row[list(support)] = 0.0
     rows = SamplingRows.of([SamplingParams()] * 8)
     for place in (None, layout):
-        edge = jax.jit(lambda *args: sampling.sample(*args, place, numerics=numerics))
+        edge = jax.jit(
+            lambda *args, place=place: sampling.sample(*args, place, numerics=numerics))
         drawn = edge(values, rows, keys(8), np.arange(8, dtype=np.int32))
         np.testing.assert_array_equal(drawn.tokens, [max(support) for support in supports])
 

@@ -27,6 +27,7 @@ byte-level BPE that knows their marks.
 import copy
 import dataclasses
 import functools
+import itertools
 import pathlib
 import re
 
@@ -235,7 +236,7 @@ def test_a_render_is_of_all_turns(name, answers, observations, expected):
     """Against `joined`, for renders letter by letter."""
     made, tokens, talk = suffixes(name), family(name), [user("2+2")]
     codes = lambda text: [ord(c) for c in text]
-    for answer, observation in zip(answers, observations):
+    for answer, observation in zip(answers, observations, strict=True):
         asked = tokens.chat(talk)
         talk.append(assistant(answer))
         talk += [user(observation)] if isinstance(observation, str) else observation
@@ -383,7 +384,7 @@ def test_a_sampled_mark_begins_the_next_message(observation, end, text, is_other
 
 def test_a_template_that_writes_an_end_replaces_nothing():
     for name in ENDS.keys() - {"glm4.5"}:
-        end, ends = mark(ENDS[name]), [mark(ENDS[name]), mark("<|endoftext|>")]
+        ends = [mark(ENDS[name]), mark("<|endoftext|>")]
         assert not any(suffixes(name).replaces(x, e, ends) for x in ("4", TOOL) for e in (*ends, None))
     assert not Suffixes(CharTokenizer("12="), chat=False).replaces("1", 3, [3])
 
@@ -394,7 +395,7 @@ def test_marks_stand_once_between_turns_of_users_and_tools():
     said, ends, talk = [TOOL, "4", TOOL], ["<|observation|>"] * 3, [user("2+3?")]
     tokens, made = family("glm4.5"), suffixes("glm4.5")
     row = Row(tokens.encode(tokens.chat(talk)))
-    for answer, observation, end in zip(thoughts, said, map(mark, ends)):
+    for answer, observation, end in zip(thoughts, said, map(mark, ends), strict=True):
         row.sample([*encode(answer), end])
         if made.replaces(observation, end, ROLES):
             row.join(Realign(len(row.ids) - 1, ()))
@@ -460,10 +461,10 @@ def play(name, answers, observations, next_ids=None, ends=True):
 def check_row(rows, returned):
     """Mistakes 2, 3, 5 and 7: a turn begins with all ids so far, lists are of one length, and the
     mask is True for what the sampler returned alone."""
-    for before, row in zip(rows, rows[1:]):
+    for before, row in itertools.pairwise(rows):
         assert row.ids[: len(before.ids)] == before.ids
         assert len(row.ids) == len(row.mask) == len(row.logp)
-    chosen = [(i, x) for i, is_sampled, x in zip(row.ids, row.mask, row.logp) if is_sampled]
+    chosen = [(i, x) for i, is_sampled, x in zip(row.ids, row.mask, row.logp, strict=True) if is_sampled]
     assert [i for i, _ in chosen] == returned
     assert all(x == -0.5 for _, x in chosen)
 
@@ -502,7 +503,7 @@ def rendered_again(name, answers):
     def next_ids(row, k, ends):
         talk = [user("2+3?")]
         texts = [a if isinstance(a, str) else backend().decode(a) for a in answers[: k + 1]]
-        for text, observation in zip(texts, OBSERVATIONS):
+        for text, observation in zip(texts, OBSERVATIONS, strict=False):
             talk += [assistant(text), user(observation)]
         count = len(row.ids)
         row.ids = family(name).encode(family(name).chat(talk))
@@ -604,7 +605,7 @@ def check_four_turns(join):
     trunk = encode("2+3?")
     # The second and the third row have one text in other ids; the first one begins as the third.
     rows = [Row(trunk), Row(trunk), Row(trunk)]
-    for row, ids in zip(rows, (SPLIT[0][:2], [piece("hello")], SPLIT[0])):
+    for row, ids in zip(rows, (SPLIT[0][:2], [piece("hello")], SPLIT[0]), strict=True):
         row.sample(ids)
     for k in range(4):
         prompt = rows[2].ids + encode(f"no {k}")

@@ -141,7 +141,7 @@ def test_what_takes_time_takes_it_at_once_and_a_quick_one_is_first():
             play.submit(Call(id, RECORD, 1))
         replies(play, 4)
         start = time.monotonic()
-        for id, seconds in zip("abcd", (0.9, 0.9, 0.9, 0.0)):
+        for id, seconds in zip("abcd", (0.9, 0.9, 0.9, 0.0), strict=True):
             play.submit(Call(id, RECORD, 1, (f"sleep {seconds}",)))
         [first] = play.ready(SECONDS)
         assert first.id == "d"

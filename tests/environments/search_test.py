@@ -90,7 +90,7 @@ def test_of_equal_passages_the_first_comes_first_and_long_ones_are_cut(corpus):
     found = index(corpus).best("two rivers", 5)
     assert found == ["Lyon: Lyon lies on two rivers.", "Copy: Lyon lies on two rivers."]
     short, long = ([f"rivers x{i:02} {end}" for i in range(40)] for end in ("", "and what follows"))
-    many = [passage for pair in zip(short, long) for passage in pair]
+    many = [passage for pair in zip(short, long, strict=True) for passage in pair]
     assert Index(many).best("rivers", 60) == short + long[:20]  # shorter ones score higher
     assert index(corpus).best("granite", 1) == [("Long: " + "granite " * 1000)[:2000]]
     step = begun(corpus, passages=2).step("search: two rivers")

@@ -180,7 +180,7 @@ def bypass_loss(settings, batch, logp):
             logp, behav, adv, kept, clip_low=0.2, clip_high=0.28
         )
         return reduce.aggregate(loss_bt, kept, "token-mean"), metrics
-    threshold = settings["rollout_is_threshold"] if "rollout_is_threshold" in settings else 2.0
+    threshold = settings.get("rollout_is_threshold", 2.0)
     w = golden_verl.rollout_weights(log_ratio, mask, settings["rollout_is"], threshold)
     if "rollout_is_batch_normalize" in settings:
         w, _ = weights.batch_normalize(w, mask, LEVELS[settings["rollout_is"]])

@@ -128,7 +128,7 @@ def test_advantages(name, run):
     for label, want in (golden["advantages"] | golden["whitened"]).items():
         if (name, label) == ("empty_row", "otb_weighted"):
             continue  # see test_rows_without_tokens_are_not_in_the_group_of_otb
-        got = np.array(results[SAME_ENTRY[label] if label in SAME_ENTRY else label])
+        got = np.array(results[SAME_ENTRY.get(label, label)])
         want = np.array(want, np.float64)
         if label == "rloo_loop":  # keeps the reward of a group of one
             is_alone = (batch["group"][:, None] == batch["group"]).sum(1) == 1

@@ -145,7 +145,7 @@ def test_expectations_on_policy(name):
         value, gradient = jax.value_and_grad(estimate)(LOGITS, name, LOGITS)
         assert has_value == bool(np.isclose(value, exact(LOGITS, REF), rtol=1e-12))
         if name != "abs":
-            expected = gradients[name] if name in gradients else reverse
+            expected = gradients.get(name, reverse)
             np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-12)
         assert np.abs(reverse - forward).max() > 0.02
 

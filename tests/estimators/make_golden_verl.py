@@ -182,7 +182,7 @@ def kl(name, batch):
     cases = {}
     for kind in ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+"):
         value, gradient = with_gradient(
-            lambda x: algos.kl_penalty(x, batch["logp_ref"], kind), batch["logp"]
+            lambda x, kind=kind: algos.kl_penalty(x, batch["logp_ref"], kind), batch["logp"]
         )
         cases[kind] = {"value": value, "gradient": gradient}
     for alias, kind in (("kl", "k1"), ("mse", "k2"), ("low_var_kl", "k3"), ("mse+", "k2+")):
@@ -309,7 +309,7 @@ def check_masks(name, family, expected):
             continue
         finally:
             torch.set_default_dtype(torch.float64)
-        cases = zip(expected, result) if isinstance(expected, list) else [(expected, result)]
+        cases = zip(expected, result, strict=True) if isinstance(expected, list) else [(expected, result)]
         for x, y in cases:
             assert_same(x, y, f"{name} {family} {mask_type}")
 

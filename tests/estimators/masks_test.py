@@ -118,7 +118,7 @@ def oracle(name, inputs):
             keep[b, t] = max(binary_kl(*pair), binary_kl(*pair, is_reverse=True)) <= 0.05
         elif name == "trm":
             logits = zip(
-                inputs["logits_behav"][b, is_peer], inputs["logits"][b, is_peer]
+                inputs["logits_behav"][b, is_peer], inputs["logits"][b, is_peer], strict=True
             )
             keep[b, t] = max(kl(*pair) for pair in logits) <= 0.4
         elif name == "trm_k3":

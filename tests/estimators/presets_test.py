@@ -51,7 +51,7 @@ def test_verl(name):
     if level is None:
         assert weight == ("none", {})
     elif isinstance(threshold, tuple):
-        assert weight == (f"{level}_icepop", dict(zip(("lower", "upper"), threshold)))
+        assert weight == (f"{level}_icepop", dict(zip(("lower", "upper"), threshold, strict=True)))
     else:
         short = {"token": "token", "sequence": "seq"}[level]
         assert weight == (f"{short}_tis", {"cap": threshold})

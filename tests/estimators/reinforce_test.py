@@ -50,7 +50,7 @@ def run(name, logp, batch, **parameters):
             batch["logp_old"],
             batch["adv"],
             batch["mask"],
-            batch["seg"] if "seg" in batch else None,
+            batch.get("seg"),
             **(arguments | needs | parameters),
         )
         return jnp.sum(loss_bt), (loss_bt, metrics)

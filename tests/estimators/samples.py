@@ -89,7 +89,7 @@ def objective(logp, batch, name):
     name, parameters = method("objective", name)
     batch = batch | {"weights": weights(logp, batch, "token_tis")}
     fields = [batch[field] for field in ("logp_old", "adv", "mask")]
-    seg = batch["seg"] if "seg" in batch else None
+    seg = batch.get("seg")
     extra = needed("objective", name, batch)
     return methods.function("objective", name)(logp, *fields, seg, **extra, **parameters)[0]
 

@@ -41,7 +41,7 @@ def evaluate(name, batch, seg=None, **parameters):
     """(loss_bt, metrics, gradient of sum_bt share * loss with respect to logp)."""
     needed = methods.needs("objective", name)
     needed = [field for field in needed if field != "weights"]  # optional
-    parameters = (PARAMETERS[name] if name in PARAMETERS else {}) | parameters
+    parameters = PARAMETERS.get(name, {}) | parameters
 
     def total(logp):
         loss_bt, metrics = objectives.OBJECTIVES[name](

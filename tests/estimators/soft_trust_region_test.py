@@ -37,7 +37,7 @@ STATIC = ("form", "name", "aggregation", "quatro_delta", "quatro_floor", "oapl_b
 def run(name, logp, batch, aggregation="token-sum", **parameters):
     """(loss [B, T], metrics, gradient of the aggregate), needs taken from the batch."""
     needs = {field: batch[field] for field in methods.needs("objective", name)}
-    seg = batch["seg"] if "seg" in batch else None
+    seg = batch.get("seg")
 
     def total(logp):
         loss_bt, metrics = soft_trust_region.OBJECTIVES[name](

@@ -57,7 +57,7 @@ def test_on_policy_masks_keep_every_token():
 def test_on_policy_gradient_is_minus_the_advantage():
     objectives, batch = on_policy("objective")
     for name, (_, gradient) in objectives.items():
-        factor = ON_POLICY_FACTOR[name] if name in ON_POLICY_FACTOR else 1.0
+        factor = ON_POLICY_FACTOR.get(name, 1.0)
         if name == "luspo":
             factor = np.sum(batch["mask"], axis=1, keepdims=True)
         wanted = np.where(batch["mask"], -factor * batch["adv"], 0.0)

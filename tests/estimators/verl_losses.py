@@ -161,7 +161,7 @@ def value(name, batch):
     cases = {}
     for mode in ("token-mean", "seq-mean-token-mean"):
         (loss, clipfrac), gradient = with_gradient(
-            lambda v: algos.compute_value_loss(
+            lambda v, mode=mode: algos.compute_value_loss(
                 v, batch["returns"], batch["values_old"], batch["mask"], 0.5, mode
             ),
             batch["values"],

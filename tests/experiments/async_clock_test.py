@@ -38,7 +38,7 @@ def test_studies_name_what_they_change(monkeypatch):
         "areal, 3 + 1", "in_flight, 3 + 1", "areal, 2 + 2", "in_flight, 2 + 2",
     }
     ages = [row["max_staleness"] for row in found["staleness"]]
-    assert all(age <= bound for age, bound in zip(ages, async_clock.STALENESS))
+    assert all(age <= bound for age, bound in zip(ages, async_clock.STALENESS, strict=True))
     for part in found.values():
         assert len(async_clock.table(part).splitlines()) == 2 + len(part)
 

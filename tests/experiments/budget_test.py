@@ -8,7 +8,7 @@ from jaxrl_tis.experiments import budget
 
 def made(together):
     """Single causes have the gaps 1, 2, 3, 4; a combination `together` times their sum."""
-    sizes = dict(zip(budget.CAUSES, (1.0, 2.0, 3.0, 4.0)))
+    sizes = dict(zip(budget.CAUSES, (1.0, 2.0, 3.0, 4.0), strict=True))
     return {
         chosen: dict.fromkeys(
             ("d2", "d_mean", "k3"),

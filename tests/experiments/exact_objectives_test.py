@@ -49,7 +49,7 @@ def expected_step(problem, name, aggregation):
 def test_on_policy_the_expected_step_is_the_true_gradient(name):
     logits = exact.random_logits(3, 3, np.random.default_rng(0))
     problem = exact.Problem(logits, logits, reward, 3, stop=2, tool=(1,))
-    factor = FACTORS[name] if name in FACTORS else 1.0
+    factor = FACTORS.get(name, 1.0)
     is_of_sequence = name in ("oapl", "seq_ppo", "luspo")  # the sequence's loss on each of its tokens
     aggregation = "seq-mean-token-mean" if is_of_sequence else "seq-mean-token-sum"
     step = expected_step(problem, name, aggregation)
@@ -67,7 +67,7 @@ def test_espo_weighs_tokens_by_the_size_of_their_group():
     expected = np.zeros(logits.shape)
     for n, p in enumerate(problem.probabilities(logits)):
         high = np.argmax(entropy_p[data["row"][n]])
-        for t, (row, token) in enumerate(zip(data["row"][n], data["tokens"][n])):
+        for t, (row, token) in enumerate(zip(data["row"][n], data["tokens"][n], strict=True)):
             score = np.eye(3)[token] - problem.transition(logits)[row]
             expected[row] += p * data["rewards"][n] * score * (1.5 if t == high else 0.75)
     np.testing.assert_allclose(step, expected, rtol=1e-6, atol=1e-9)

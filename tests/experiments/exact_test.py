@@ -78,7 +78,7 @@ def test_true_gradient_against_complex_steps(kwargs):
         mu = np.exp(NOISY) / np.exp(NOISY).sum(axis=1, keepdims=True)
         total = 0.0
         for row, tokens, live, mask, value in zip(*(data[name] for name in (
-                "row", "tokens", "is_live", "mask", "rewards"))):
+                "row", "tokens", "is_live", "mask", "rewards")), strict=True):
             probability = 1.0
             for t in np.flatnonzero(live):
                 probability *= (p if mask[t] else mu)[row[t], tokens[t]]
@@ -275,7 +275,7 @@ def test_replaying_the_kept_set_is_exact_for_the_truncated_policy_only():
     is_cut = full.probabilities(kept) == 0.0
     missing = np.zeros(POLICY.shape)
     for n in np.flatnonzero(is_cut):
-        for row, token in zip(data["row"][n], data["tokens"][n]):
+        for row, token in zip(data["row"][n], data["tokens"][n], strict=True):
             score = np.eye(3)[token] - full.transition(POLICY)[row]
             missing[row] += pi[n].prod() * data["rewards"][n] * score
     gap = full.true_gradient() - full.expectation(weighted("seq_vanilla"))

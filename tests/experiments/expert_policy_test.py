@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ def perturbed(params):
     sizes = [w.size for _, w in sorted(params.items())]
     starts = np.cumsum([0, *sizes])
     found = {}
-    for (name, w), start in zip(sorted(params.items()), starts):
+    for (name, w), start in zip(sorted(params.items()), starts, strict=False):
         flat_qw = np.zeros((starts[-1], w.size), complex) + w.reshape(-1)
         flat_qw[start + np.arange(w.size), np.arange(w.size)] += 1j * STEP
         found[name] = flat_qw.reshape(-1, *w.shape)
@@ -92,7 +93,7 @@ def decode(params_q, size, routes=None, selector=None):
 
 
 RESPONSES = list(np.ndindex(*[SIZE.vocab] * SIZE.horizon))
-REWARDS = np.array([np.mean([a == b for a, b in zip(y[1:], y)]) for y in RESPONSES])
+REWARDS = np.array([np.mean([a == b for a, b in itertools.pairwise(y)]) for y in RESPONSES])
 
 
 def of_responses(logp):
@@ -104,7 +105,7 @@ def of_responses(logp):
 @functools.cache
 def _scored(size, is_moved, routes):
     params = NEW if is_moved else OLD
-    given = None if routes is None else dict(zip(decode(alone(OLD), size)[1], routes))
+    given = None if routes is None else dict(zip(decode(alone(OLD), size)[1], routes, strict=True))
     logp_qnt = of_responses(decode(perturbed(params), size, given)[0])
     return logp_qnt[0].real, logp_qnt.imag / STEP
 
@@ -215,10 +216,10 @@ def test_its_experts_are_those_of_the_models():
     weights = tuple(OLD[f"expert_{name}"][0].astype(np.float32) for name in ("gate", "up", "down"))
     into = lambda x: x.astype(np.float32)
     y_pd = moe.experts(into(h_pd), jnp.asarray(ids_pk, jnp.int32), into(gates_pk), weights, e, *moe.FAST)
-    for p, (h, ids, gates) in enumerate(zip(h_pd, ids_pk, gates_pk)):
+    for p, (h, ids, gates) in enumerate(zip(h_pd, ids_pk, gates_pk, strict=True)):
         wanted = sum(
             g * (silu(h @ OLD["expert_gate"][0, i]) * (h @ OLD["expert_up"][0, i]))
-            @ OLD["expert_down"][0, i] for i, g in zip(ids, gates)
+            @ OLD["expert_down"][0, i] for i, g in zip(ids, gates, strict=True)
         )
         np.testing.assert_allclose(y_pd[p], wanted, rtol=1e-4, atol=1e-5)
 

@@ -20,11 +20,11 @@ EXACT = {"rtol": 1e-9, "atol": 1e-12}
 UP = np.array([[-1.0, 1.0]])  # the direction that makes token 1 likelier
 
 
-def coin(p, step=Step(), mu=None, size=2):
+def coin(p, step=None, mu=None, size=2):
     """One token, 0 or 1, with pi(1) = p and mu(1) = mu; the reward is the token."""
     policy, behaviour = (np.log([[1.0 - x, x]]) for x in (p, p if mu is None else mu))
     return exact.Problem(
-        policy, behaviour, lambda y: float(y[0]), 1, group=(0,) * size, draw=group_bias.draw(step)
+        policy, behaviour, lambda y: float(y[0]), 1, group=(0,) * size, draw=group_bias.draw(step or Step())
     )
 
 

@@ -31,11 +31,11 @@ def enumerated(weight_of):
     mean, second, w_sum, w_square = np.zeros((3, 3)), 0.0, 0.0, 0.0
     for tokens in itertools.product(range(3), repeat=4):
         states = (1, *tokens[:-1])
-        rho = np.array([pi[s, v] / mu[s, v] for s, v in zip(states, tokens)])
-        probability = math.prod(mu[s, v] for s, v in zip(states, tokens))
+        rho = np.array([pi[s, v] / mu[s, v] for s, v in zip(states, tokens, strict=True)])
+        probability = math.prod(mu[s, v] for s, v in zip(states, tokens, strict=True))
         w = weight_of(rho)
         g = np.zeros((3, 3))
-        for t, (s, v) in enumerate(zip(states, tokens)):
+        for t, (s, v) in enumerate(zip(states, tokens, strict=True)):
             g[s] += w[t] * (np.eye(3)[v] - pi[s])
         g *= sum(REWARD[t, v] for t, v in enumerate(tokens))
         mean, second = mean + probability * g, second + probability * np.sum(g**2)
@@ -72,9 +72,9 @@ def test_centred_moments_against_enumeration(unit, cap, weigh):
     mean, second = np.zeros((3, 3)), 0.0
     for tokens in itertools.product(range(3), repeat=4):
         states = (1, *tokens[:-1])
-        probability = math.prod(mu[s, v] for s, v in zip(states, tokens))
+        probability = math.prod(mu[s, v] for s, v in zip(states, tokens, strict=True))
         g = np.zeros((3, 3))
-        for s, v in zip(states, tokens):
+        for s, v in zip(states, tokens, strict=True):
             g[s] += weight[s, v] * (np.eye(3)[v] - pi[s]) - drift[s]
         g *= sum(REWARD[t, v] for t, v in enumerate(tokens))
         mean, second = mean + probability * g, second + probability * np.sum(g**2)

@@ -52,7 +52,7 @@ def test_the_gradient_of_an_arm_is_that_of_its_loss():
         one = lambda batch, factor: jnp.sum(
             scoring.response_logprobs(params, setup.training.learner, batch) * factor
         )
-        parts = [one(jax.tree.map(lambda x: x[i], micro), factor[i]) for i in range(len(factor))]
+        parts = [one(jax.tree.map(lambda x, i=i: x[i], micro), factor[i]) for i in range(len(factor))]
         return -sum(parts)
 
     expected = np.asarray(ravel_pytree(jax.grad(loss)(params))[0])
@@ -69,5 +69,5 @@ def test_the_lines_of_a_seed(monkeypatch, tmp_path):
     monkeypatch.setattr(referee_gradients, "CHECKPOINTS", (4, 5))
     monkeypatch.setattr(referee_gradients, "BATCHES", 2)
     referee_gradients.measure_part("stale/short", [0], tmp_path)
-    lines = [l for l in referee_gradients.path_of(tmp_path, "stale/short").read_text().splitlines()]
+    lines = referee_gradients.path_of(tmp_path, "stale/short").read_text().splitlines()
     assert len(lines) == 3 * 2

@@ -120,9 +120,9 @@ def test_the_measures_of_a_small_policy_by_loops(small):
         step, truth = np.asarray(bias["none"]["token_tis"] + truth), np.asarray(truth)
     at = lambda name, noise="router": found[noise][name][1, 0, 1]  # seed 1, delta 1
     flips = gap = kl = 0.0
-    for row_t, behav_t, own_t in zip(small.responses[0], behav_nt, own_nt):
+    for row_t, behav_t, own_t in zip(small.responses[0], behav_nt, own_nt, strict=True):
         p = np.exp(behav_t.sum())
-        for row, behav, own in zip(row_t, behav_t, own_t):
+        for row, behav, own in zip(row_t, behav_t, own_t, strict=True):
             gap += p * abs(own - behav) / 3
             kl += p * (behav - own) / 3
             for layer in range(2):

@@ -21,7 +21,7 @@ def perturbed(params: Any, noise: float) -> Any:
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     factor = lambda x, key: 1 + noise * jax.random.normal(key, x.shape, x.dtype)
-    return tree.unflatten([x * factor(x, key) for x, key in zip(leaves, keys)])
+    return tree.unflatten([x * factor(x, key) for x, key in zip(leaves, keys, strict=True)])
 
 
 def sample(noise: float, setup, params, prompts: int, **_):

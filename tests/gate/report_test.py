@@ -3,6 +3,7 @@
 import dataclasses
 import contextlib
 import functools
+import itertools
 import json
 import pathlib
 from unittest import mock
@@ -167,7 +168,7 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
         causes = [r.cause for r in ladder.climb(setup, None, [])][1:-2]
     fields = [f.name for f in dataclasses.fields(ladder.Settings)]
     changed = [
-        [f for f in fields if getattr(a, f) != getattr(b, f)] for a, b in zip(used, used[1:])
+        [f for f in fields if getattr(a, f) != getattr(b, f)] for a, b in itertools.pairwise(used)
     ]
     assert dict(zip(causes, changed, strict=True)) == {
         "dtype": ["dtype", "norm_dtype"], "excess_precision": ["excess_precision"],

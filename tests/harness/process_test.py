@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import os
+import pathlib
 import queue
 import select
 import signal
@@ -214,7 +215,7 @@ def test_the_process_ends_with_its_parent(tmp_path):
     parent.wait()
     limit = time.monotonic() + 60
     while os.path.exists(f"/proc/{child}") and time.monotonic() < limit:
-        if open(f"/proc/{child}/stat").read().split()[2] == "Z":
+        if pathlib.Path(f"/proc/{child}/stat").read_text().split()[2] == "Z":
             break
         time.sleep(0.05)
     else:

@@ -21,6 +21,7 @@ pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernel
 LAYER, LAYERS, HEADS, GROUP, SIZE, PAGES = 1, 2, 2, 3, 128, 16
 # First and last places of pages, blocks of two pages, and a table; tiles of values and of scales.
 INDEX = np.array([0, 127, 128, 255, 256, 4 * SIZE - 1, 0, 300], np.int32)
+SLOTS = len(INDEX)
 # Pages 1 and 2 hold what slots 4, 5 and 7 begin with; 8, 11 and 15 nobody has.
 TABLE = np.array([
     [3, 0, 0, 0], [4, 0, 0, 0], [5, 6, 0, 0], [7, 9, 0, 0], [1, 2, 10, 0], [1, 2, 12, 13],
@@ -42,14 +43,14 @@ class Case:
     pool: cache.StackedKV
 
     @classmethod
-    def of(cls, dtype, width, slots=len(INDEX)):
+    def of(cls, dtype, width, slots=SLOTS):
         rng = np.random.default_rng(0)
         normal = lambda *shape: rng.normal(0, 1, shape).astype(np.float32)
         pool = cache.StackedKV(jnp.zeros(0, dtype), None)
         layers = normal(LAYERS * PAGES, 2, HEADS, SIZE, width)
         old = pool.beside(layers[:, 0], layers[:, 1])
         unseen = np.ones((LAYERS, PAGES, SIZE), bool)
-        for index, table in zip(INDEX[:slots], TABLE[:slots]):
+        for index, table in zip(INDEX[:slots], TABLE[:slots], strict=True):
             for i, page in enumerate(table[: index // SIZE + 1]):
                 unseen[LAYER, page] &= np.arange(i * SIZE, (i + 1) * SIZE) >= index
         kv = old.kv.reshape(LAYERS, PAGES, *old.kv.shape[1:])

@@ -94,9 +94,9 @@ def blocks(monkeypatch):
 def test_products_of_the_kernel(sizes):
     x, w, sizes_e = normal(0, M, I), normal(1, E, I, 200), jnp.asarray(sizes, jnp.int32)
     want = by_rows(x, w, sizes)
-    for in_axis, w in enumerate((jnp.asarray(w), jnp.swapaxes(w, 1, 2))):
-        run = lambda *a: grouped_matmul.product_kernel(*a, in_axis, jnp.float32)
-        found = interpreted(run, jnp.asarray(x), w, sizes_e)
+    for in_axis, stored in enumerate((jnp.asarray(w), jnp.swapaxes(w, 1, 2))):
+        run = lambda *a, axis=in_axis: grouped_matmul.product_kernel(*a, axis, jnp.float32)
+        found = interpreted(run, jnp.asarray(x), stored, sizes_e)
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
 

@@ -60,7 +60,7 @@ def test_a_token_without_cotangent_leaks_nothing():
     case.x[1, 2:5] = np.nan
     found, gradients = interpreted(case)
     assert np.all(np.isnan(found.logp[1, 2:5])) and not np.any(np.isnan(found.logp[0]))
-    for ours, theirs in zip(gradients, expected):
+    for ours, theirs in zip(gradients, expected, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
 

@@ -11,6 +11,8 @@ from jaxrl_tis.kernels import logprob
 from jaxrl_tis.kernels.head import Head
 from jaxrl_tis.kernels.logprob_chunked import ELSEWHERE, Kept
 
+WHOLE = logprob.Cut()
+
 
 @dataclasses.dataclass
 class Case:
@@ -104,10 +106,10 @@ class Case:
     def check(self, results, tolerance: float = 2e-5) -> None:
         found, gradients = results
         expected_scores, expected_gradients = self.expected()
-        for ours, theirs in zip(found, expected_scores):
+        for ours, theirs in zip(found, expected_scores, strict=True):
             assert ours.dtype == jnp.float32
             np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=2 * tolerance)
-        for ours, theirs, like in zip(gradients, expected_gradients, (self.x, self.weight)):
+        for ours, theirs, like in zip(gradients, expected_gradients, (self.x, self.weight), strict=True):
             assert ours.dtype == like.dtype
             scale = np.abs(theirs).max()
             np.testing.assert_allclose(
@@ -123,7 +125,7 @@ def scored(chunk: int = 1000, **options):
     )
 
 
-def scored_by(body: str, cut: logprob.Cut = logprob.Cut(), chunk: int = 1000):
+def scored_by(body: str, cut: logprob.Cut = WHOLE, chunk: int = 1000):
     """The same by a given body, whatever the platform."""
 
     def score(head, x, targets, temperature, others, kept):

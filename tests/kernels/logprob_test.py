@@ -122,7 +122,7 @@ def test_a_token_without_cotangent_leaks_nothing(bad, chunk):
     case.x[1, 2:5] = bad
     found, gradients = case.run(scored(chunk))
     assert np.all(np.isnan(found.logp[1, 2:5]))
-    for ours, theirs in zip(gradients, expected[1]):
+    for ours, theirs in zip(gradients, expected[1], strict=True):
         np.testing.assert_array_equal(ours, theirs)
     case.g_logp[1, 3] = 1.0
     assert np.all(np.isnan(case.run(scored(chunk))[1][1]))

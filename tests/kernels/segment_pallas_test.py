@@ -118,7 +118,7 @@ def of_runs(rows, seed):
     """A batch [2, 200] of these runs, in which a segment may come back; 0 and 6 are padding."""
     batch = loops.make(seed, (2, 200), 5)
     seg = np.zeros((2, 200), np.int32)
-    for row, runs in zip(seg, rows):
+    for row, runs in zip(seg, rows, strict=True):
         ids = np.repeat([i for _, i in runs], [n for n, _ in runs])[:200]
         row[: len(ids)] = ids
     is_padding = (seg == 0) | (seg > 5)
@@ -168,7 +168,7 @@ def test_scans_of_any_runs_and_their_gradients(rows, seed, op, reverse):
     with interpreted():
         found = jax.device_get(pulled_scan(op, reverse, x, batch.seg, decay, weight))
     want = loops.scan(batch.x, batch.seg, op, batch.decay, reverse, batch.weight_bt)
-    for a, b in zip(found, want):
+    for a, b in zip(found, want, strict=True):
         close(a, b, rtol=1e-3, atol=1e-3, err_msg=op)
 
 

@@ -38,7 +38,7 @@ def test_a_tree_is_the_sum_of_its_parts_trees(count):
         parts *= 2
         sums = [np.asarray(jit(tiles.tree_sum)(p)) for p in np.split(np.asarray(x), parts, -1)]
         while len(sums) > 1:
-            sums = [a + b for a, b in zip(sums[::2], sums[1::2])]
+            sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
         np.testing.assert_array_equal(sums[0], whole)
 
 
@@ -62,7 +62,7 @@ def test_a_product_over_devices_is_that_of_one(dtype):
     np.testing.assert_allclose(whole, exact, atol=1e-3)
     is_changed = {}
     for count in (2, 4, 8):
-        tree = lambda y: tiles.butterfly(y, "tensor", count)
+        tree = lambda y, count=count: tiles.butterfly(y, "tensor", count)
         np.testing.assert_array_equal(split_product(x, w, count, tree), whole)
         summed = split_product(x, w, count, lambda y: jax.lax.psum(y, "tensor"))
         is_changed[count] = (summed != whole).any()

@@ -1,5 +1,6 @@
 """launch/aot.sh: the page that it writes of the shipped configs' programs, with a stand-in for python."""
 
+import itertools
 import pathlib
 import shutil
 import subprocess
@@ -66,7 +67,7 @@ def test_a_program_that_does_not_fit_ends_it_and_leaves_the_page(tmp_path):
 
 def test_the_page_has_the_columns_of_the_tables():
     lines = (ROOT / "docs" / "tpu_programs.md").read_text().splitlines()
-    firsts = {a for a, b in zip(lines, lines[1:]) if b.startswith("| ---")}
+    firsts = {a for a, b in itertools.pairwise(lines) if b.startswith("| ---")}
     left_out = "program", "compile s", "HLO FLOPs", "model / HLO", "bound"
     formats = [name for name in report.COLUMNS if name not in left_out]
     rows = (report.COLUMNS, ("weight sync", *weight_sync.COLUMNS), ("config", "weights, cache", *formats))

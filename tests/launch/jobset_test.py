@@ -162,8 +162,8 @@ def test_the_script_of_a_dry_run_does_what_the_run_does(cloud, tmp_path):
     checked = subprocess.run([SHELLCHECK, str(script)], capture_output=True, text=True)
     assert checked.returncode == 0, checked.stdout
     subprocess.run(["bash", str(script)], check=True, env=os.environ | SECRETS)
-    told = sorted(zip(map(str, cloud.calls()[len(calls):]), cloud.inputs()[len(calls):]))
-    assert told == sorted(zip(map(str, calls), inputs))
+    told = sorted(zip(map(str, cloud.calls()[len(calls):]), cloud.inputs()[len(calls):], strict=True))
+    assert told == sorted(zip(map(str, calls), inputs, strict=True))
 
 
 def test_xpk_gets_the_same_run(cloud):
@@ -255,7 +255,8 @@ def test_rows_of_a_manifest_divide_its_chips(path):
     [container] = job["template"]["spec"]["containers"]
     config = cli_flags.parsed([word for word in container["args"] if word.startswith("--config")])
     chips = replicated["replicas"] * job["completions"] * container["resources"]["limits"]["google.com/tpu"]
-    mesh = dict(zip(("data", "fsdp", "tensor", "context", "expert"), (*config.mesh.train, 1, 1, 1)))
+    axes = "data", "fsdp", "tensor", "context", "expert"
+    mesh = dict(zip(axes, (*config.mesh.train, 1, 1, 1), strict=False))
     known = math.prod(n for n in mesh.values() if n > 0)
     mesh = {axis: n if n > 0 else chips // known for axis, n in mesh.items()}
     assert math.prod(mesh.values()) == chips

@@ -200,8 +200,9 @@ def test_the_script_of_a_dry_run_does_what_the_run_does(cloud, tmp_path):
     assert checked.returncode == 0, checked.stdout
     subprocess.run(["bash", str(script)], check=True)
     hidden = lambda told: re.sub(r"auth_token=[0-9a-f]{64}", "auth_token=...", told)
-    both = sorted(zip(map(str, cloud.calls()[len(calls):]), map(hidden, cloud.inputs()[len(calls):])))
-    assert both == sorted(zip(map(str, calls), map(hidden, inputs)))
+    told, said = map(str, cloud.calls()[len(calls):]), map(hidden, cloud.inputs()[len(calls):])
+    both = sorted(zip(told, said, strict=True))
+    assert both == sorted(zip(map(str, calls), map(hidden, inputs), strict=True))
 
 
 @pytest.mark.parametrize("command, words", [

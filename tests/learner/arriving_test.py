@@ -67,7 +67,8 @@ def trained_on(made, batch, monkeypatch):
 
     def watched(rows):
         fields = unscored(rows)
-        for group, adv, is_sampled in zip(rows["group"], np.asarray(fields["adv"]), rows["sampled"]):
+        advs = np.asarray(fields["adv"])
+        for group, adv, is_sampled in zip(rows["group"], advs, rows["sampled"], strict=True):
             seen.setdefault(int(group), []).append(float(adv[is_sampled][0]))
         return fields
 
@@ -77,7 +78,7 @@ def trained_on(made, batch, monkeypatch):
     parts = [[s for s in batch if s.group == g] for g in groups]
     rows = update_arriving(trainer, state, iter(parts), {0: state["policy"].params}, 1, 0)[2]
     recorded = {}
-    for group, adv, is_sampled in zip(rows["group"], rows["adv"], rows["sampled"]):
+    for group, adv, is_sampled in zip(rows["group"], rows["adv"], rows["sampled"], strict=True):
         recorded.setdefault(int(group), []).append(float(adv[is_sampled][0]))
     return seen, recorded
 

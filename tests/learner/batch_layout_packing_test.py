@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import hypothesis
 import jax
@@ -40,7 +41,7 @@ PLAN = Packer(max_length=50, length=128, microbatch_rows=4, shards=2, max_segmen
 
 def cells(packing):
     """Each sequence's tokens as (row, first, last + 1)."""
-    return list(zip(packing.row, packing.offset, packing.offset + packing.lengths))
+    return list(zip(packing.row, packing.offset, packing.offset + packing.lengths, strict=True))
 
 
 @hypothesis.given(st.lists(st.integers(1, 50), min_size=1, max_size=40))
@@ -52,7 +53,7 @@ def test_every_sequence_stands_once_and_none_is_cut(lengths):
     for row in range(m * r):
         inside = sorted(c[1:] for c in cells(packing) if c[0] == row)
         assert len(inside) <= 3
-        assert all(end <= start for (_, end), (start, _) in zip(inside, inside[1:]))
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(inside))
         assert all(0 <= start < end <= t for start, end in inside)
         numbers = sorted(packing.segment[packing.row == row])
         assert numbers == list(range(1, len(inside) + 1))

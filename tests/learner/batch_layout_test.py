@@ -70,19 +70,19 @@ def test_supervised_rows():
 def test_minibatches_hold_every_row_once_in_a_seeded_order():
     data = {"mask": np.ones((24, 3), bool), "draw": np.arange(24), "group": 5 * np.arange(24),
             "tokens": np.arange(72).reshape(24, 3), "segment_ids": np.ones((24, 3), np.int32)}
-    split, numbers = zip(*minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 1)))
+    split, numbers = zip(*minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 1)), strict=True)
     assert [m["tokens"].shape for m in split] == [(4, 2, 3)] * 3
     ids = np.concatenate([m["draw"].ravel() for m in split])
     assert ids.tolist() == np.random.default_rng((0, 5, 1)).permutation(24).tolist()
-    for minibatch, number in zip(split, numbers):
+    for minibatch, number in zip(split, numbers, strict=True):
         np.testing.assert_array_equal(minibatch["draw"].ravel(), number)
     # Fields stay together, and a value of a sequence stands on each of its tokens.
     np.testing.assert_array_equal(split[1]["tokens"][..., 0], 3 * split[1]["draw"])
     np.testing.assert_array_equal(split[1]["group"], 5 * split[1]["draw"][..., None].repeat(3, -1))
-    again, _ = zip(*minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 1)))
-    other, _ = zip(*minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 2)))
-    assert all((a["draw"] == b["draw"]).all() for a, b in zip(split, again))
-    assert any((a["draw"] != b["draw"]).any() for a, b in zip(split, other))
+    again, _ = zip(*minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 1)), strict=True)
+    other, _ = zip(*minibatches(data, count=3, microbatch_rows=2, seed=(0, 5, 2)), strict=True)
+    assert all((a["draw"] == b["draw"]).all() for a, b in zip(split, again, strict=True))
+    assert any((a["draw"] != b["draw"]).any() for a, b in zip(split, other, strict=True))
 
 
 def test_rows_without_a_token_are_the_last_of_their_minibatch():
@@ -90,7 +90,7 @@ def test_rows_without_a_token_are_the_last_of_their_minibatch():
     segments = np.zeros((16, 3), np.int32)
     segments[[0, 2, 3, 7, 8, 11, 15]] = 1
     data = {"mask": segments > 0, "segment_ids": segments, "draw": np.arange(16)}
-    split, numbers = zip(*minibatches(data, count=2, microbatch_rows=4, seed=(3,)))
+    split, numbers = zip(*minibatches(data, count=2, microbatch_rows=4, seed=(3,)), strict=True)
     is_sequence = [m["segment_ids"][..., 0].ravel().tolist() for m in split]
     assert is_sequence == [[1] * 4 + [0] * 4, [1] * 3 + [0] * 5]
     assert sorted(np.concatenate(numbers)) == list(range(16))

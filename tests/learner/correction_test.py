@@ -357,7 +357,7 @@ def test_kl_in_the_reward_leaves_the_loss_alone():
     """Without advantages the loss is the KL term alone: log pi - log ref is 2 at both tokens."""
     logp, none = np.full((1, 2), -1, np.float32), np.zeros((1, 2), np.float32)
     data = {"adv": none, "mask": np.ones((1, 2), bool), "logp_ref": logp - 2}
-    data |= {name: logp for name in ("logp_behav", "logp_old", "logp_prox")}
+    data |= dict.fromkeys(("logp_behav", "logp_old", "logp_prox"), logp)
 
     def value(placement):
         c = correction.parse(fields(weight="none", kl="k1", kl_coeff=0.3, kl_placement=placement))
@@ -414,7 +414,7 @@ def test_needs_name_their_method():
 # Every entry of every table at least once, several in one config.
 KINDS = ("objective", "weight", "mask", "advantage", "kl")
 TOGETHER = list(zip(
-    methods.TABLES["objective"], *(itertools.cycle(methods.TABLES[k]) for k in KINDS[1:])
+    methods.TABLES["objective"], *(itertools.cycle(methods.TABLES[k]) for k in KINDS[1:]), strict=False
 ))
 
 
@@ -463,7 +463,7 @@ def test_every_method_is_reachable_from_a_config(names):
 
 
 def test_the_configs_above_hold_every_entry():
-    for kind, column in zip(KINDS, zip(*TOGETHER), strict=True):
+    for kind, column in zip(KINDS, zip(*TOGETHER, strict=True), strict=True):
         assert set(column) == set(methods.TABLES[kind])
     assert set(methods.TABLES) == {*KINDS, "controller"}
 

@@ -117,7 +117,7 @@ def test_fifty_syncs_keep_one_base_and_one_version():
     params = policy(setup.training, state)
     factors, base = lora.split(params)
     counts = []
-    for i in range(50):
+    for _ in range(50):
         factors = jax.tree.map(lambda x: x + 1e-3, factors)
         served = setup.engine.load(setup.training.adapter.join(base, factors))
         counts.append(len(jax.live_arrays()))

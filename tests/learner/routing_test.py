@@ -199,7 +199,7 @@ def samples_with_routes(seed=0, without=()):
     out = []
     for i, sample in enumerate(fake_samples()):
         rng, t = np.random.default_rng((seed, i)), sample.trajectory
-        count = len(t.prompt) + len(t.tokens) - 1 - (0 if i not in without else without[i])
+        count = len(t.prompt) + len(t.tokens) - 1 - without.get(i, 0)
         ids = rng.permuted(np.broadcast_to(np.arange(E), (max(count, 0), L, E)), axis=-1)
         routes = ids[..., :K].astype(np.uint8)
         t = dataclasses.replace(t, routes=routes, rerouted=np.zeros(2, np.int32))
@@ -532,7 +532,7 @@ def drawn_key(key):
     trajectories = generated(made, engine, params, requests)
     rewards = np.random.default_rng(0).random(16)
     return [Sample(t, {}, "", 0.0, float(r), i // 4, {}, 0.5)
-            for i, (t, r) in enumerate(zip(trajectories, rewards))]
+            for i, (t, r) in enumerate(zip(trajectories, rewards, strict=True))]
 
 
 def drawn(settings):
@@ -704,9 +704,9 @@ def test_a_frozen_bias_keeps_every_bit(routing):
     params = params | {"layers": params["layers"] | {"router_bias": jnp.asarray(bias)}}
     state = initial_state(made.training, params)
     before = jax.device_get(params)
-    for step in (1, 2):
+    for number in (1, 2):
         rows = score(settings, samples_with_routes(), state)
-        state, *_ = trainer_of(settings).update(state, rows, step, step - 1)
+        state, *_ = trainer_of(settings).update(state, rows, number, number - 1)
     after = jax.device_get(state["policy"].params)
     assert after["layers"]["router_bias"].tobytes() == bias.tobytes()
     assert np.abs(after["layers"]["router"] - before["layers"]["router"]).max() > 1e-3

@@ -94,7 +94,7 @@ def test_without_them_its_mean_is_the_kept_mass():
         rows["tokens"]
     )
     rollout, masses = setup().config.rollout, np.zeros(mask.shape)
-    for n, t in zip(*np.nonzero(mask)):
+    for n, t in zip(*np.nonzero(mask), strict=True):
         plain = SamplingParams(temperature=rollout.temperature)
         filtered = dataclasses.replace(plain, top_k=rollout.top_k, top_p=rollout.top_p)
         p = reference(logits[n, t - 1], plain)

@@ -208,7 +208,7 @@ def drawn(**changes):
     with tiny.one_device():
         trainer = Trainer(setup.training)
     first = initial_params(setup.training)
-    policies = [jax.tree.map(lambda x: x * (1 + 0.4 * v), first) for v in range(3)]
+    policies = [jax.tree.map(lambda x, v=v: x * (1 + 0.4 * v), first) for v in range(3)]
     kept = trainer.weight_snapshots()
     size = snapshots.num_bytes(first)
     scoring = ReplicaSnapshots(size, size, trainer.log_probs, 16)
@@ -338,7 +338,7 @@ def test_only_rows_with_tokens_of_a_version_are_scored_for_it(changes, micro_bat
     assert [int(m.any((1, 2)).sum()) for m in seen] == micro_batches
     assert len({m.shape for m in seen}) == 1  # one program
     whole = [trainer.log_probs(p, [s.trajectory for s in mixed]) for p in by_version.values()]
-    for row, s, *logps in zip(rows["logp_old"], mixed, *whole):
+    for row, s, *logps in zip(rows["logp_old"], mixed, *whole, strict=True):
         t = s.trajectory
         drawn_at = row[len(t.prompt) : len(t.prompt) + len(t.tokens)]
         np.testing.assert_array_equal(drawn_at, np.choose(t.version, logps))
@@ -403,7 +403,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
     assert len(steps) == 5  # 2 epochs of 2 minibatches
     decays = 0.5 ** np.arange(4, -1, -1)
     expected = jax.tree.map(lambda *p: np.average(np.stack(p), axis=0, weights=decays), *steps)
-    for mean, x, p in zip(*map(jax.tree.leaves, (state["ewma"].mean, expected, steps[-1]))):
+    for mean, x in zip(*map(jax.tree.leaves, (state["ewma"].mean, expected)), strict=True):
         np.testing.assert_allclose(mean, x, rtol=1e-5, atol=1e-7)
     assert not np.allclose(state["ewma"].mean["embed"], steps[-1]["embed"], rtol=1e-5)
     rows = trainer.score(state, samples, snapshots.NewestSnapshots())

@@ -7,6 +7,7 @@ gradient descent at rate 1, so a wrong scale shows.
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 
@@ -520,7 +521,7 @@ def test_the_drift_is_split_into_its_factors():
     logp = np.asarray(reference_logprob(params(), data), np.float64)
     chain = [data["logp_behav"], data["logp_old"], data["logp_prox"], logp]
     factors = dict(zip(("engine", "staleness", "trust_region"),
-                       [b - a for a, b in zip(chain, chain[1:])]))
+                       [b - a for a, b in itertools.pairwise(chain)], strict=True))
     for mode in ("decoupled", "bypass"):
         chosen = correction.parse(fields(mode=mode, weight="none"))
         _, metrics = updated(chosen, data, 2)

@@ -164,9 +164,9 @@ def test_the_old_policy_stays_fixed_while_the_learner_moves():
         assert sorted(map(bytes, tokens)) == sorted(map(bytes, rows["tokens"]))
         for minibatch in epoch:
             mask = minibatch["mask"]
-            expected = {bytes(t): x for t, x in zip(rows["tokens"], rows["logp_old"])}
+            expected = {bytes(t): x for t, x in zip(rows["tokens"], rows["logp_old"], strict=True)}
             for tokens_t, old_t, mask_t in zip(
-                key(minibatch), minibatch["logp_old"].reshape(-1, 8), mask.reshape(-1, 8)
+                key(minibatch), minibatch["logp_old"].reshape(-1, 8), mask.reshape(-1, 8), strict=True
             ):
                 np.testing.assert_array_equal(old_t[mask_t], expected[bytes(tokens_t)][mask_t])
     assert not np.array_equal(key(seen[0]), key(seen[2]))  # another order in the next epoch
@@ -185,7 +185,7 @@ def test_metrics_of_the_samples_by_hand():
     samples = fake_samples(4)
     rewards = [1.0, 1.0, 0.0, 2.0]
     samples = [Sample(s.trajectory, {}, "", 0.5, r, i // 2)
-               for i, (s, r) in enumerate(zip(samples, rewards))]
+               for i, (s, r) in enumerate(zip(samples, rewards, strict=True))]
     rows = {"rewards": np.array(rewards), "group": np.array([0, 0, 1, 1]),
             "entropy": np.array([[9.0, 1.0], [9.0, 2.0]]), "mask": np.array([[0, 1], [0, 1]], bool)}
     config = tiny.config()  # at most 5 and 3 tokens

@@ -288,7 +288,7 @@ def test_weights_of_turns_and_advantages_of_their_own_rewards():
     for i, turns in enumerate(places):
         for k, columns in enumerate(turns):
             weights[i, columns] = min(np.exp(ratio[i, columns].sum()), 1.2)
-            group = [g for g in range(i // 4 * 4, i // 4 * 4 + 4)]
+            group = range(i // 4 * 4, i // 4 * 4 + 4)
             known = [rewards_of(g)[k] for g in group if k < len(rewards_of(g))]
             known = [x for x in known if not np.isnan(x)]
             own = rewards_of(i)[k]

@@ -1,6 +1,7 @@
 """Grouped-query attention against float64 numpy, and its isolation from what is masked."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -173,7 +174,7 @@ def segmentation(rows, length):
     out = np.zeros((rows, length), np.int32)
     for row in out[:-1]:
         cuts = np.sort(RNG.choice(np.arange(1, length), 5, replace=False))
-        for i, (start, end) in enumerate(zip(cuts[:-1], cuts[1:]), 1):
+        for i, (start, end) in enumerate(itertools.pairwise(cuts), 1):
             row[start - cuts[0]:end - cuts[0]] = i
     return out
 
@@ -255,7 +256,7 @@ def test_keys_that_become_unseen_equal_numpy(length, chunks_of_32):
     results = value_and_gradients(*arrays_qkv, segment_ids, cotangent, attend)
     reference = functools.partial(row_reference, *arrays_qkv, segment_ids, cotangent)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
-    for ours, expected, unexpected in zip(results, reference(unseen=unseen), reference()):
+    for ours, expected, unexpected in zip(results, reference(unseen=unseen), reference(), strict=True):
         close(ours, expected)
         with pytest.raises(AssertionError):
             close(ours, unexpected)
@@ -283,7 +284,8 @@ def test_a_window_in_the_splash_kernel(interpreted_splash, is_used):
     position = np.arange(256)
     is_seen = position[:, None] - position < (100 if is_used else 256)
     of_scores = lambda q, k, v, ids: attention.attention(q, k, v, row_mask(ids) & is_seen)
-    for a, b in zip(found, value_and_gradients(*arrays_qkv, segment_ids, arrays_qkv[0], of_scores)):
+    want = value_and_gradients(*arrays_qkv, segment_ids, arrays_qkv[0], of_scores)
+    for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 
 

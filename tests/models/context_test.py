@@ -1,6 +1,7 @@
 """Rows cut over the mesh axis "context": the numbers of one device, with segments across shards."""
 
 import functools
+import itertools
 from unittest import mock
 
 import jax
@@ -35,7 +36,7 @@ def train_layout(*shape):
 def packed(length, *ends):
     """Segment ids of a row whose segments end there, then padding."""
     ids = np.zeros(length, np.int32)
-    for i, (start, end) in enumerate(zip((0, *ends[:-1]), ends), 1):
+    for i, (start, end) in enumerate(itertools.pairwise((0, *ends)), 1):
         ids[start:end] = i
     return ids
 
@@ -74,10 +75,10 @@ def check_equal(length, shards, tensor):
     of_scores = lambda ids: lambda *x: attention.attention(*x, row_mask(ids))
     sharded = value_and_gradients(of_row, q, k, v)
     assert sharded[0].sharding.shard_shape(q.shape) == (2, length // shards, 4 // tensor, 8)
-    for ours, expected in zip(sharded, value_and_gradients(of_scores(segment_ids), q, k, v)):
+    for ours, expected in zip(sharded, value_and_gradients(of_scores(segment_ids), q, k, v), strict=True):
         close(ours, expected)
     cut = segment_ids + 10 * (np.arange(length) // (length // shards))[None]
-    for ours, unexpected in zip(sharded, value_and_gradients(of_scores(cut), q, k, v)):
+    for ours, unexpected in zip(sharded, value_and_gradients(of_scores(cut), q, k, v), strict=True):
         with pytest.raises(AssertionError):
             close(ours, unexpected)
 
@@ -101,7 +102,7 @@ def test_keys_that_become_unseen_in_another_shard():
         *x, crossing(length), train_layout(1, 1, 2, 4), unseen
     )
     expected = value_and_gradients(lambda *x: attention.attention(*x, mask), q, k, v)
-    for a, b in zip(value_and_gradients(of_row, q, k, v), expected):
+    for a, b in zip(value_and_gradients(of_row, q, k, v), expected, strict=True):
         close(a, b)
 
 

@@ -85,7 +85,7 @@ def check(shape, ids, ws=None):
     found = jax.jit(functools.partial(pulled, run))(ids, (x, gates), placed(layout, ws), y_bar)
     expected = jax.jit(functools.partial(pulled, on_one))(ids, (x, gates), ws, y_bar)
     close(found, expected)
-    for bar, w in zip(jax.tree.leaves(found[1][1]), jax.tree.leaves(placed(layout, ws))):
+    for bar, w in zip(jax.tree.leaves(found[1][1]), jax.tree.leaves(placed(layout, ws)), strict=True):
         assert bar.sharding.is_equivalent_to(w.sharding, 3)
 
 

@@ -80,7 +80,8 @@ def test_gradients_are_summed_in_the_dtype_of_the_layout():
     sums = {"float32": 8 + 2**-9, "bfloat16": 8}
     for shape, (dtype, expected) in itertools.product(((1, 8, 1), (8, 1, 1)), sums.items()):
         layout = sharding.layout(shape, sharding.TRAIN_RULES, grad_reduce_dtype=dtype)
-        product = functools.partial(pulled, lambda x, w: fsdp.dot(x, w, layout, False))
+        dot = lambda x, w, layout=layout: fsdp.dot(x, w, layout, False)
+        product = functools.partial(pulled, dot)
         w_bar = jax.jit(product)(y_bar, x, jnp.ones((D, F)))[1][1]
         assert w_bar.dtype == jnp.float32
         np.testing.assert_array_equal(w_bar, np.full((D, F), expected, np.float32))

@@ -250,8 +250,8 @@ def test_grouped_rows_read_the_pages_of_their_window():
     out = attention.paged_attention_by_length(jnp.asarray(q), read, *rows, of_layer)
     for row in range(64):
         first, last = max(0, index[row, 0] - window + 1), index[row, 0]
-        of_row = lambda x: np.swapaxes(x[table[row]], 1, 2).reshape(-1, 2, 8)[first : last + 1]
-        k, v = (np.swapaxes(of_row(x), 0, 1).astype(np.float64) for x in pages)
+        of_row = [np.swapaxes(x[table[row]], 1, 2).reshape(-1, 2, 8) for x in pages]
+        k, v = (np.swapaxes(x[first : last + 1], 0, 1).astype(np.float64) for x in of_row)
         scores = np.einsum("ngk,nsk->ngs", q[row, 0].reshape(2, 2, 8), k) / 8**0.5
         p = np.exp(scores)
         expected = np.einsum("ngs,nsk->ngk", p / p.sum(-1, keepdims=True), v).reshape(4, 8)

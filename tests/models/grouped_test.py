@@ -144,7 +144,7 @@ def test_gradients_in_16_bits(dtype):
     found = jax.jit(functools.partial(pulled, grouped_matmul))(x, w, sizes, y_bar)
     wide = [a.astype("float32") for a in (x, w)]
     want = pulled(reference, *wide, sizes, y_bar.astype("float32"))
-    for ours, theirs in zip(found, want):
+    for ours, theirs in zip(found, want, strict=True):
         assert ours.dtype == dtype
         np.testing.assert_allclose(ours.astype("float32"), theirs, rtol=1e-2, atol=1e-2)
 
@@ -175,7 +175,7 @@ def test_rows_after_the_last_expert_may_be_nan():
     sizes = sizes_of(3, 0, 11, 5)
     value = lambda x: (product(x, w, sizes), pulled(grouped_matmul, x, w, sizes, y_bar))
     for ours, theirs in zip(
-        jax.tree.leaves(value(x.at[19:].set(jnp.nan))), jax.tree.leaves(value(x))
+        jax.tree.leaves(value(x.at[19:].set(jnp.nan))), jax.tree.leaves(value(x)), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -213,7 +213,7 @@ def test_a_tpu_computes_the_same_gradients(scheme, dtype, interpreted):
     wide = [a.astype("float32") for a in (x, w, y_bar)]
     want = pulled(reference, *wide[:2], sizes, wide[2])
     limit = 1e-5 if dtype == "float32" else 1e-2
-    for ours, theirs in zip(jax.tree.leaves(found), want):
+    for ours, theirs in zip(jax.tree.leaves(found), want, strict=True):
         np.testing.assert_allclose(ours.astype("float32"), theirs, rtol=limit, atol=limit)
 
 
@@ -323,7 +323,7 @@ def test_only_a_row_and_its_expert_change_its_bits(scheme, dtype):
             order = rng.permutation(rows)[:count]
             found = np.asarray(run(x[order], w, sizes_of(*kept)).astype("float32"))
             group = np.searchsorted(ends, np.arange(count), side="right")
-            for place, (row, e) in enumerate(zip(order, group)):
+            for place, (row, e) in enumerate(zip(order, group, strict=True)):
                 if row < tiles.ROWS and e < E:
                     np.testing.assert_array_equal(found[place], want[e][row])
 

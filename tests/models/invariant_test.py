@@ -78,7 +78,7 @@ def test_log_probs_of_kept_sets_are_those_of_fast_numerics():
     single = scores("invariant", None)
     for found, expected in zip(single, scores("fast", None), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
-    for found, expected in zip(scores("invariant", layout(2)), single):
+    for found, expected in zip(scores("invariant", layout(2)), single, strict=True):
         np.testing.assert_array_equal(found, expected)
 
 
@@ -125,9 +125,9 @@ def test_log_probs_of_any_vocabulary_and_their_gradients(size):
     np.testing.assert_allclose(single.others[..., 0], single.logp, atol=1e-6)
     for tensor in (2, 4) if size == 2060 else (4,):
         found, others = scores(tensor)
-        for a, b in zip(found, single):
+        for a, b in zip(found, single, strict=True):
             np.testing.assert_array_equal(a, b)
-        for a, b in zip(others, gradients):
+        for a, b in zip(others, gradients, strict=True):
             np.testing.assert_allclose(a, b, atol=1e-4 * np.abs(b).max())
 
 
@@ -198,7 +198,8 @@ def test_router_logits_do_not_depend_on_other_tokens():
     np.testing.assert_allclose(found, exact, atol=1e-5)
     pull = lambda f: jax.vjp(f, x, router)[1](jnp.cos(found))
     plain = pull(moe.router_logits)
-    for a, b in zip(pull(lambda x, r: invariant.router_logits(x, r, None, moe.router_logits)), plain):
+    own = pull(lambda x, r: invariant.router_logits(x, r, None, moe.router_logits))
+    for a, b in zip(own, plain, strict=True):
         np.testing.assert_array_equal(a, b)
 
 

@@ -34,7 +34,7 @@ def trained(config, text, size=0.1):
     factors = made.init(transformer.abstract_params(config), jax.random.key(1))
     leaves, structure = jax.tree.flatten(factors)
     keys = jax.random.split(jax.random.key(2), len(leaves))
-    moved = [x + size * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys)]
+    moved = [x + size * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
     return base, made.join(base, jax.tree.unflatten(structure, moved))
 
 

@@ -25,6 +25,7 @@ KINDS = {
     "groups": MoeConfig(12, 3, 12, "sigmoid", num_groups=4, top_groups=2, scale=1.5),
     "softmax groups": MoeConfig(12, 3, 12, num_groups=3, top_groups=1),
 }
+ROUTES = moe.Asked(routes=True)
 NO_BIAS = {name for name, kind in KINDS.items() if kind.score == "softmax"}
 
 
@@ -60,7 +61,7 @@ def drawn(name, b=4, t=25):
     return logits, bias
 
 
-def routed(name, replay=None, asked=moe.Asked(routes=True), is_token=None):
+def routed(name, replay=None, asked=ROUTES, is_token=None):
     logits, bias = drawn(name)
     call = jax.jit(lambda *a: moe.route(*a[:2], KINDS[name], a[2], asked, a[3]))
     return call(logits, bias, replay, is_token)
@@ -139,7 +140,7 @@ def test_replayed_gates_are_of_the_dense_live_scores(name):
     np.testing.assert_array_equal(recorded.ids, own)  # what the router does on its own
     np.testing.assert_array_equal(gates[~is_given], own_gates[~is_given])
     logits, kind = drawn(name)[0].astype(np.float64), KINDS[name]
-    for where in zip(*np.nonzero(is_given)):
+    for where in zip(*np.nonzero(is_given), strict=True):
         expected = scores_of(logits[where], kind)[ids[where]]
         expected = expected / expected.sum() if kind.normalizes_top_k else expected
         np.testing.assert_allclose(gates[where], expected * kind.scale, rtol=2e-6)
@@ -152,7 +153,7 @@ def gradient_is_of_the_fixed_choice(gates_of):
         ids = drifted(name)[0][:1, :6].astype(np.int32)
         c = np.random.default_rng(2).normal(size=ids.shape)
 
-        def fixed(flat):
+        def fixed(flat, logits=logits, kind=kind, ids=ids, c=c):
             total = 0.0
             for where in np.ndindex(ids.shape[:2]):
                 gates = scores_of(flat.reshape(logits.shape)[where], kind)[ids[where]]
@@ -165,7 +166,8 @@ def gradient_is_of_the_fixed_choice(gates_of):
             (fixed(flat + step * unit) - fixed(flat - step * unit)) / (2 * step)
             for unit in np.eye(len(flat))
         ])
-        total = lambda x: jnp.sum(c * gates_of(moe.scores(x, kind), ids, kind))
+        total = lambda x, c=c, kind=kind, ids=ids: jnp.sum(
+            c * gates_of(moe.scores(x, kind), ids, kind))
         gradient = np.asarray(jax.grad(total)(jnp.asarray(logits))).ravel()
         assert np.abs(expected).max() > 0.01
         np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=2e-6)
@@ -246,7 +248,7 @@ def test_outputs_are_combined_by_row_in_a_fixed_order():
         np.testing.assert_array_equal(run(outputs[part], gates[part]), whole[part])
     np.testing.assert_allclose(whole, moe.combined(outputs, gates), rtol=1e-5, atol=1e-6)
     pull = lambda f: jax.vjp(f, outputs, gates)[1](jnp.cos(whole))
-    for a, b in zip(pull(moe.combined_by_row), pull(moe.combined)):
+    for a, b in zip(pull(moe.combined_by_row), pull(moe.combined), strict=True):
         np.testing.assert_array_equal(a, b)
 
 

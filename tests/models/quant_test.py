@@ -271,7 +271,7 @@ def test_quantize_params_touches_the_projections_only():
     for scheme in quant.SCHEMES:
         out = quant.quantize_params(params, Recipe(scheme))
         if scheme == "none":
-            assert all(a is b for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(params)))
+            assert all(a is b for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(params), strict=True))
             continue
         dtype = jnp.float8_e4m3fn if scheme.startswith("fp8") else jnp.int8
         assert out.keys() == params.keys() and out["layers"].keys() == params["layers"].keys()

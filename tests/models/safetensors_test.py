@@ -111,7 +111,7 @@ def fuse(config, tensors):
     """Joins the experts of each layer as transformers 5 holds them."""
     for layer in config.stacks["layers"]:
         prefix = f"model.layers.{layer}.mlp.experts."
-        of = lambda e, name: tensors.pop(f"{prefix}{e}.{name}_proj.weight")
+        of = lambda e, name, prefix=prefix: tensors.pop(f"{prefix}{e}.{name}_proj.weight")
         gate_up, down = [], []
         for e in range(config.moe.num_experts):
             gate_up.append(np.concatenate([of(e, "gate"), of(e, "up")]))

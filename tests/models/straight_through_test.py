@@ -87,7 +87,7 @@ def test_a_split_learner_quantises_and_multiplies_as_one_device_does(spec):
     split_x = jax.device_put(x.reshape(3, 8, I), NamedSharding(mesh, P(None, "in")))
     alone = jax.jit(quant.quantize_weight, static_argnums=1)(w, "w8a8")
     split = jax.jit(quant.quantize_weight, static_argnums=1)(split_w, "w8a8")
-    for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(split)):
+    for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(split), strict=True):
         np.testing.assert_array_equal(a, b)
     learned, _ = jax.jit(learner, static_argnums=2)(split_x, split_w, "w8a8")
     sampled = jax.jit(sampler)(x, alone)
@@ -126,7 +126,7 @@ def test_gradients_are_those_of_the_float_product_at_its_own_operands(scheme, dt
     np.testing.assert_allclose(as_float(x_bar), as_float(g) @ cast_w.T, **tolerance)
     np.testing.assert_allclose(as_float(w_bar), as_float(x).T @ as_float(g), **tolerance)
     # Those of the float program, bit by bit; the quantised operands would give others.
-    for ours, plain in zip((x_bar, w_bar), jax.vjp(quant.dot, x, w)[1](g)):
+    for ours, plain in zip((x_bar, w_bar), jax.vjp(quant.dot, x, w)[1](g), strict=True):
         np.testing.assert_array_equal(as_float(ours), as_float(plain))
     q = quant.quantize_weight(w, scheme)
     restored = as_float(q.q) * np.asarray(q.scale, np.float64)

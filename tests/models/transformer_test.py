@@ -251,7 +251,7 @@ def test_abstract_trees_match_init(name):
     assert {x.dtype for x in low} == {jnp.dtype(jnp.bfloat16)}
     is_axes = lambda x: isinstance(x, tuple)
     assert jax.tree.structure(axes, is_leaf=is_axes) == jax.tree.structure(params)
-    for a, p in zip(jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(params)):
+    for a, p in zip(jax.tree.leaves(axes, is_leaf=is_axes), jax.tree.leaves(params), strict=True):
         assert len(a) == p.ndim
     assert axes["embed"] == ("vocab", "embed")
     assert axes["layers"]["q"] == ("layers", "embed", "heads")

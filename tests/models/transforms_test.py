@@ -108,7 +108,7 @@ def noisy(sigma, seed=0, dtype="float32"):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_noise_of_size_zero_changes_no_bit(dtype):
     expected = jax.tree.map(lambda x: x.astype(dtype), params())
-    for found, leaf in zip(jax.tree.leaves(noisy(0.0, dtype=dtype)), jax.tree.leaves(expected)):
+    for found, leaf in zip(jax.tree.leaves(noisy(0.0, dtype=dtype)), jax.tree.leaves(expected), strict=True):
         assert found.dtype == leaf.dtype and found.tobytes() == leaf.tobytes()
 
 

@@ -546,7 +546,7 @@ MUTANTS = [
     ),
     *of(
         "doctor/console.py",
-        ("a line of a text begins a dict", 'block.parts or line.lstrip().startswith("{")', "True",
+        ("a line of a text begins a dict", 'self.parts or line.lstrip().startswith("{")', "True",
          "doctor/console_test.py::test_a_text_that_looks_like_the_head_of_a_dict_takes_no_line"),
         ("a value that is being written is read", "lines[-1] = lines[-1].rpartition", "lines[-1].rpartition"),
         ("rows that are printed again are new steps", "if before and epoch < before[-1]:", "if False:"),
@@ -578,7 +578,15 @@ MUTANTS = [
         tests="doctor/trees_test.py",
     ),
     *of(
+        "doctor/depth.py",
+        ("a gap has the weight of every step", "math.fsum(shares[step] for step in both)",
+         "math.fsum(shares.values())"),
+        tests="doctor/depth_test.py",
+    ),
+    *of(
         "report/plots.py",
+        ("a seventh arm is left out", "if count <= len(COLORS):", "if True:",
+         "report/plots_test.py::test_every_curve_has_a_color_of_its_own"),
         ("positions without a token are drawn", "return rates[:, :end], layers, positions[:end]",
          "return rates, layers, positions"),
         tests="report/plots_test.py",
@@ -867,7 +875,7 @@ MUTANTS = [
         ("the usage counts the first prompt alone",
          "sum(map(len, completion.prompts))", "len(completion.prompts[0])"),
         ("more tokens are listed than were asked for",
-         "list(zip(ids, logps))[:count]", "list(zip(ids, logps))"),
+         "list(zip(ids, logps, strict=True))[:count]", "list(zip(ids, logps, strict=True))"),
         ("calls hide that an answer was cut", 'trajectory.stop_reason == "stop" and bool(', "bool(",
          "endpoint/tool_calls_test.py::test_an_answer_that_ends_by_length_says_so"),
         ("a stream has no calls", 'content["delta"]["tool_calls"] =', "_ =",

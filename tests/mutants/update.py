@@ -157,7 +157,7 @@ MUTANTS = [
     ),
     *of(
         "learner/batch_layout.py",
-        ("rows without a token come first", "zip(parts, fillers)", "zip(fillers, parts)",
+        ("rows without a token come first", "zip(parts, fillers, ", "zip(fillers, parts, ",
          "learner/batch_layout_test.py::test_rows_without_a_token_are_the_last_of_their_minibatch"),
         ("tokens of tools are in the loss",
          "= getattr(trajectory, recorded[name])", '= name == "mask" or getattr(trajectory, recorded[name])',

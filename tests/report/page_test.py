@@ -122,7 +122,7 @@ def test_both_runs_are_in_the_legend_of_every_plot(page):
 
 def test_summary_table(page):
     columns = [cell.split(" accuracy")[0] for cell in page.rows[0]]
-    first, second = (dict(zip(columns, row)) for row in page.rows[1:])
+    first, second = (dict(zip(columns, row, strict=True)) for row in page.rows[1:])
     assert first["Run"] == "int8 & $\\gamma$" and second["Run"] == "_exact"
     assert (first["Config"], second["Config"]) == ("tis<2>", "–")
     assert (first["Steps"], second["Steps"]) == ("4", "60")

@@ -144,3 +144,8 @@ def test_plots_are_well_formed():
     assert all(len(plot.series) <= len(plots.LINE_STYLES) for plot in plots.PLOTS)
     assert all(plot.unit for plot in plots.PLOTS)
     assert sum(plot.in_overview for plot in plots.PLOTS) == 6
+
+
+@pytest.mark.parametrize("count", [0, 6, 7])
+def test_every_curve_has_a_color_of_its_own(count):
+    assert len({str(color) for color in plots.palette(count)}) == count

@@ -208,7 +208,7 @@ class World:
         right = {0: self.version, self.batch: self.version + 1}.get(len(self.taken))
         for version in range(max(self.version - 1, 0), self.version + 3):
             if version != right:
-                self.refused(lambda: self.controller.published(version))
+                self.refused(lambda version=version: self.controller.published(version))
         if name:
             self.refused(lambda: self.controller.joined(name, 1))
             if self.drawers[name].told:

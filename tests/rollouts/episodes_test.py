@@ -424,7 +424,7 @@ def test_the_mark_of_another_message_is_replaced(cut):
     for record in found.values():
         begins = np.flatnonzero(~record.mask & np.append(True, record.mask[:-1]))
         assert len(begins) == len(record.joins) == record.num_turns - 1
-        for at, join in zip(begins, record.joins):
+        for at, join in zip(begins, record.joins, strict=True):
             end = record.tokens[at - 1] if record.tokens[at - 1] in STOPS else 0
             is_written = record.tokens[at] == 2
             seen.add((join, int(end), bool(is_written)))
@@ -534,7 +534,7 @@ def test_an_episode_that_was_interrupted_as_its_environment_thought_ends_as_any_
     [partial] = scheduler.pause("abort")
     assert partial.stop_reason == "abort"
     found, flags = [], [Flags(), Flags()]
-    for start, suffixes in zip((None, partial), flags):
+    for start, suffixes in zip((None, partial), flags, strict=True):
         [ended] = drain(started([request(0, partial=start, **record)], suffixes=suffixes)[0]).values()
         found.append(ended)
     assert flags[0].seen == flags[1].seen

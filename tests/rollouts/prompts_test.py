@@ -35,8 +35,8 @@ class Chat(CharTokenizer):
         return ["+".join(self.digits[m["role"]] + m["content"] for m in c) for c in conversations]
 
 
-def prompter(own=CharTokenizer(ALPHABET), **changes):
-    return Prompter(own, task(**changes))
+def prompter(own=None, **changes):
+    return Prompter(own or CharTokenizer(ALPHABET), task(**changes))
 
 
 def lacks(rewards, environment="", harness=""):
@@ -365,7 +365,7 @@ def test_a_torn_file_does_no_harm(cache, tmp_path, damage):
     path.write_bytes(damage(path.read_bytes()))
     assert encoded(source) == (4, first)
     assert encoded(source) == (0, first)
-    assert [p for p in cache.iterdir()] == [path]
+    assert list(cache.iterdir()) == [path]
 
 
 def test_a_cache_that_cannot_be_written_costs_time_alone(cache, tmp_path):

@@ -76,7 +76,8 @@ def test_an_address_that_does_not_answer_at_all(monkeypatch):
             client.setblocking(False)
             client.connect_ex(server.getsockname())
         start = time.monotonic()
-        assert "does not answer: timed out" in refusal(ray_address="127.0.0.1:%d" % server.getsockname()[1])
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        assert "does not answer: timed out" in refusal(ray_address=address)
         assert time.monotonic() - start < 5
 
 
@@ -105,7 +106,7 @@ def test_a_local_ray_is_on_loopback_alone_and_has_no_dashboard(monkeypatch):
     assert ray_cluster.ALONE not in os.environ
     assert ray.init.call_args.kwargs["include_dashboard"] is False
     with socket.create_server(("127.0.0.1", 0)) as server:
-        address = "127.0.0.1:%d" % server.getsockname()[1]
+        address = f"127.0.0.1:{server.getsockname()[1]}"
         assert ray_cluster.connect(rollout(ray_address=address)) == address
     assert os.environ[ray_cluster.ALONE] == ray_cluster.ALONE_SECONDS
     assert "include_dashboard" not in ray.init.call_args.kwargs

@@ -30,7 +30,7 @@ def mesh(*shape):
 def placed(tree, mesh, *specs):
     """The leaves of a tree with these specs, in order."""
     leaves, structure = jax.tree.flatten(tree)
-    put = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(*s))) for x, s in zip(leaves, specs)]
+    put = [jax.device_put(x, NamedSharding(mesh, PartitionSpec(*s))) for x, s in zip(leaves, specs, strict=True)]
     return jax.tree.unflatten(structure, put)
 
 

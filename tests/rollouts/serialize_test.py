@@ -188,10 +188,10 @@ def test_other_text_is_refused(text):
         serialize.read_trajectory(text)
 
 
-def text_of(arrays={}, left_out=(), **scalars) -> str:
+def text_of(arrays=None, left_out=(), **scalars) -> str:
     """The text of a trajectory with some of its values replaced or left out."""
     saved = json.loads(serialize.trajectory_text(trajectory([4, 5])))
-    found = safetensors.numpy.load(base64.b64decode(saved["arrays"])) | arrays
+    found = safetensors.numpy.load(base64.b64decode(saved["arrays"])) | (arrays or {})
     keep = lambda values: {name: x for name, x in values.items() if name not in left_out}
     packed = base64.b64encode(safetensors.numpy.save(keep(found))).decode()
     return json.dumps({"scalars": keep(saved["scalars"]) | scalars, "arrays": packed})

@@ -93,8 +93,8 @@ class Client:
         self.asked += 1
         return call
 
-    def reply(self, reward=1.0, metrics={}, calls=None, error="", is_lost=False):
-        self._process.on_reply(Reply(self.live.key, reward, metrics, calls, error, is_lost))
+    def reply(self, reward=1.0, metrics=None, calls=None, error="", is_lost=False):
+        self._process.on_reply(Reply(self.live.key, reward, metrics or {}, calls, error, is_lost))
 
 
 def request(number=0, **changes):
@@ -314,7 +314,7 @@ def test_parallel_calls_are_rows_of_their_own():
     client.reply()
     record = last(scheduler)
     assert ids_of(record) in [ids_of(call.result) for call in later]
-    sampled = [len(c.result.tokens) + len(d.result.tokens) for c, d in zip(calls, reversed(later))]
+    sampled = [len(c.result.tokens) + len(d.result.tokens) for c, d in zip(calls, reversed(later), strict=True)]
     assert record.mask.sum() == max(sampled)
     assert sorted([record.fork, *(fork.fork for fork in record.forks)]) == [0, 1, 2]
     assert sorted(int(row.mask.sum()) for row in (record, *record.forks)) == sorted(sampled)
@@ -544,7 +544,7 @@ def test_an_interrupted_session_goes_on_at_another_scheduler(at):
     for each in added:
         one.add(each)
     clients = [Client(hub, r.id) for r in added]
-    calls = [c.ask(r.prompt) for c, r in zip(clients, added)]
+    calls = [c.ask(r.prompt) for c, r in zip(clients, added, strict=True)]
     for _ in range(at):
         assert one.step() == []
     paused = one.pause("abort")
@@ -552,16 +552,16 @@ def test_an_interrupted_session_goes_on_at_another_scheduler(at):
     assert {t.stop_reason for t in paused} == {"abort"}
     two.set_params(1, 1)
     assert hub.endpoint.version == 1
-    for each, partial in zip(added, sorted(paused, key=lambda t: t.id)):
+    for each, partial in zip(added, sorted(paused, key=lambda t: t.id), strict=True):
         two.add(dataclasses.replace(each, partial=partial if len(partial.tokens) else None))
     answers = [answered(two, call) for call in calls]
-    for client, answer in zip(clients, answers):
+    for client in clients:
         client.reply()
     found = {}
     while two.pending:
         found |= {t.id: t for t in two.step()}
     partials = {t.id: t for t in paused}
-    for each, answer in zip(added, answers):
+    for each, answer in zip(added, answers, strict=True):
         record, begun = found[each.id], len(partials[each.id].tokens)
         arithmetic.assert_replays(record, each)
         assert record.tokens.tolist() == answer.tokens.tolist()

@@ -251,7 +251,7 @@ def test_the_policy_may_be_given_away_after_it_was_published():
     own = jax.tree.map(lambda x: x + 0, params)
     c._serving_params = lambda params, version: params
     c.publish(own, 0)
-    for ours, theirs in zip(jax.tree.leaves(c._synced.params), jax.tree.leaves(own)):
+    for ours, theirs in zip(jax.tree.leaves(c._synced.params), jax.tree.leaves(own), strict=True):
         assert ours is not theirs
         assert ours.unsafe_buffer_pointer() != theirs.unsafe_buffer_pointer()
 

@@ -3,6 +3,7 @@ client reads the environment once."""
 
 import json
 import os
+import pathlib
 import subprocess
 import sys
 
@@ -108,7 +109,7 @@ def test_one_file_of_a_repository(served):
     server, client = served
     server.put("models/o/m", "1", {"a.gguf": b"a", "b.gguf": b"b"})
     [path] = client.ask(("local", ["hf://o/m/b.gguf"]))
-    assert open(path, "rb").read() == b"b"
+    assert pathlib.Path(path).read_bytes() == b"b"
     assert not any("a.gguf" in asked for asked in server.asked)
 
 
@@ -148,7 +149,7 @@ def test_the_files_of_a_split(served):
         "hf://datasets/o/d/main/train-00000-of-00002.parquet",
         "hf://datasets/o/d/main/train-00001-of-00002.parquet",
     ]
-    assert [open(path).read() for _, path in train] == ["a", "b"]
+    assert [pathlib.Path(path).read_text() for _, path in train] == ["a", "b"]
     assert [name for name, _ in val] == [f"{pinned}/val.jsonl"]
     assert none[0] == "FileNotFoundError" and "has no file dev.* or dev-*" in none[1]
 

@@ -217,7 +217,7 @@ def test_a_machine_of_another_kind_is_not_asked_for_ever(monkeypatch):
     asked = []
     monkeypatch.setattr(cli, "has_tpu", lambda: True)
     monkeypatch.setattr(interrupt, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(interrupt, "read_notice", lambda: asked.append(1) or open("/none"))
+    monkeypatch.setattr(interrupt, "read_notice", lambda: asked.append(1) or os.stat("/none"))
     with Interrupt(grace=10):
         time.sleep(0.3)
     assert len(asked) == interrupt.MAX_FAILURES

@@ -99,7 +99,7 @@ def test_the_first_difference_is_named_with_both_values(found):
 
 @BY_JAX
 def test_nobody_leaves_before_all_came(found):
-    starts, ends = zip(*(of["met"] for of in found))
+    starts, ends = zip(*(of["met"] for of in found), strict=True)
     assert starts[1] < starts[0] and min(ends) >= max(starts)
     processes.meet("alone", 0)
 
@@ -227,7 +227,7 @@ def test_two_processes_train_to_the_parameters_of_one(tmp_path):
         )
         assert codes == [0] * count, texts
     (ours, _), (theirs, _) = (state_of(tmp_path / f"run{n}") for n in (2, 1))
-    for a, b in zip(*map(jax.tree.leaves, (ours["policy"].params, theirs["policy"].params))):
+    for a, b in zip(*map(jax.tree.leaves, (ours["policy"].params, theirs["policy"].params)), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=0, atol=1e-5)
 
 

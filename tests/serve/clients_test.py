@@ -165,7 +165,7 @@ def test_log_probs_are_those_of_the_filtered_distribution(client, route):
         logprobs = reply.choices[0].logprobs
         # Tokens with equal texts share an entry.
         rows = [(behav, raw, list(top.values())) for behav, raw, top in zip(
-            logprobs.token_logprobs, logprobs.raw_logprobs, logprobs.top_logprobs) if len(top) == 3]
+            logprobs.token_logprobs, logprobs.raw_logprobs, logprobs.top_logprobs, strict=True) if len(top) == 3]
     else:
         reply = client.chat.completions.create(
             model="tiny", messages=TALK[:1], logprobs=True, top_logprobs=3, **PARAMS,
