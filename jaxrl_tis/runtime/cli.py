@@ -126,10 +126,25 @@ def split_examples(about: str) -> tuple[str, str]:
 def parser(command: str, description: str, about: str) -> argparse.ArgumentParser:
     """Returns the parser of `python -m command`; its --help ends with the examples of `about`, the
     docstring of the command."""
-    return argparse.ArgumentParser(
+    result = argparse.ArgumentParser(
         prog=f"python -m {command}", description=description, epilog=split_examples(about)[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    for action in (None, "store"):
+        result.register("action", action, _StoreOnce)
+    return result
+
+
+class _StoreOnce(argparse._StoreAction):
+    """Stores the value of an option, and refuses a second one."""
+
+    _stored_in: argparse.Namespace | None = None
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if option_string and self._stored_in is namespace:
+            parser.error(f"{option_string} given more than once; give one value")
+        self._stored_in = namespace
+        super().__call__(parser, namespace, values, option_string)
 
 
 def check_folder(flag: str, path: str | None) -> None:
