@@ -174,7 +174,7 @@ def _words() -> list[str]:
 
 
 def _check_once(words: Sequence[str]) -> None:
-    """Raises flags.Error for a flag or field that is given twice, of which absl takes the last one."""
+    """Raises flags.Error for a flag or a field that is given twice. absl takes the last one."""
     given = itertools.takewhile(lambda word: word != "--", words[1:])
     names = [match[1] for word in given if (match := re.match(r"--?([a-zA-Z][\w.]*)", word))]
     positive = [name if name in flags.FLAGS else name.removeprefix("no") for name in names]

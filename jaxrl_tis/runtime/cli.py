@@ -126,13 +126,17 @@ def split_examples(about: str) -> tuple[str, str]:
 def parser(command: str, description: str, about: str) -> argparse.ArgumentParser:
     """Returns the parser of `python -m command`; its --help ends with the examples of `about`, the
     docstring of the command."""
-    result = argparse.ArgumentParser(
+    return once(argparse.ArgumentParser(
         prog=f"python -m {command}", description=description, epilog=split_examples(about)[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ))
+
+
+def once(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Returns a parser that has no arguments yet. From now on it refuses two values of an option."""
     for action in (None, "store"):
-        result.register("action", action, _StoreOnce)
-    return result
+        parser.register("action", action, _StoreOnce)
+    return parser
 
 
 class _StoreOnce(argparse._StoreAction):

@@ -86,6 +86,8 @@ MUTANTS = [
         "sweep.py",
         ("every arm has seed 0", "seeds or [found.seed]", "seeds or [0]",
          "sweep_test.py::test_each_arm_runs_with_the_seed_that_it_sets"),
+        ("a run has its seed twice", 'if not word.startswith("--config.seed=")]', "]",
+         "sweep_test.py::test_each_arm_runs_with_the_seed_that_it_sets"),
         ("a field that is set twice is one of the arm", "sorted(named & arm.keys())", "[]",
          "sweep_test.py::test_a_field_that_is_set_twice_is_refused"),
     ),
