@@ -8,6 +8,7 @@ What a command line names in place of the config's own choice replaces all that 
   tokenizer and template.
 """
 
+import collections
 import difflib
 import functools
 import itertools
@@ -83,6 +84,7 @@ def parsed(arguments: Sequence[str]) -> ml_collections.ConfigDict:
     holder = define_config(values)
     sys.argv = ["", *arguments]
     try:
+        _check_once(_words())
         values(sys.argv)
         return holder.value
     finally:
@@ -94,6 +96,7 @@ def _parse(required: Sequence[str], words: Sequence[str], argv: list[str]) -> li
         print(help_text(sys.modules["__main__"].__doc__ or "", flags.FLAGS, required))
         sys.exit(0)
     try:
+        _check_once(_words())
         rest = flags.FLAGS(argv)
     except flags.Error as error:
         sys.exit(_refused(str(error)))
@@ -145,9 +148,6 @@ class _ConfigParser(flags.ArgumentParser):
         self._inner = inner
 
     def parse(self, argument: str) -> ml_collections.ConfigDict:
-        words = [word for word in _words() if re.match(r"--?config(=|$)", word)]
-        if len(words) > 1:
-            raise flags.Error(f"--config is given {len(words)} times; give one config file")
         path = argument.partition(":")[0]
         if not pathlib.Path(path).is_file():
             raise flags.Error(
@@ -171,6 +171,16 @@ class _ConfigParser(flags.ArgumentParser):
 def _words() -> list[str]:
     """Returns the command line, with the contents of flag files."""
     return flags.FLAGS.read_flags_from_files(sys.argv, force_gnu=False)
+
+
+def _check_once(words: Sequence[str]) -> None:
+    """Raises flags.Error for a flag or a field that is given twice. absl takes the last one."""
+    given = itertools.takewhile(lambda word: word != "--", words[1:])
+    names = [match[1] for word in given if (match := re.match(r"--?([a-zA-Z][\w.]*)", word))]
+    positive = [name if name in flags.FLAGS else name.removeprefix("no") for name in names]
+    counts = collections.Counter(positive)
+    if repeated := [f"--{name}" for name, count in counts.items() if count > 1]:
+        raise flags.Error(f"{', '.join(repeated)} given more than once; give one value")
 
 
 def _error_text(error: Exception, path: str) -> str:

@@ -190,7 +190,8 @@ def jobs_of(
             continue
         for seed in seeds or [found.seed]:
             workdir = f"{out}/{name}-seed{seed}"
-            own = (*arguments, f"--config.seed={seed}", *[f"--change={','.join(change)}"] * bool(change))
+            others = [word for word in arguments if not word.startswith("--config.seed=")]
+            own = (*others, f"--config.seed={seed}", *[f"--change={','.join(change)}"] * bool(change))
             jobs.append(Job(name, seed, workdir, own, found.steps))
             try:
                 found.seed = seed

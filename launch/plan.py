@@ -59,12 +59,12 @@ class Plan:
 def parser(about: str, commands: Iterable[str]) -> argparse.ArgumentParser:
     """Returns a launcher's parser with the shared flags. `about` is the launcher's docstring, whose
     examples end the --help."""
-    made = argparse.ArgumentParser(
+    made = cli.once(argparse.ArgumentParser(
         description=about.partition("\n")[0], allow_abbrev=False,
         epilog="Further arguments go to jaxrl_tis.main: config fields as --config.NAME=VALUE,\n"
         f"--change and --connect_seconds.\n\n{cli.split_examples(about)[1]}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ))
     made.add_argument("command", choices=commands)
     made.add_argument("--config", required=True, help="config file, a path in the clone")
     made.add_argument("--accelerator", help="v5litepod-8, v5p-128, ...; default: the config's")
@@ -100,6 +100,9 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
         raise ValueError(f"--config={given.config}: there is no file {path!r} in {ROOT}")
     if wrong := [word for word in overrides if not word.startswith(OF_MAIN)]:
         raise ValueError(f"unknown arguments {' '.join(wrong)}; fields are --config.NAME=VALUE")
+    names = [word.partition("=")[0] for word in overrides]
+    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
+        raise ValueError(f"{', '.join(repeated)} given more than once; give one value")
     if given.spot and given.reservation is not None:
         raise ValueError(
             f"--spot and --reservation={given.reservation} exclude each other; give one of the two"

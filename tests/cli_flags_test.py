@@ -168,8 +168,18 @@ def test_a_field_that_may_be_none_can_be_set_back(read):
 
 def test_two_configs_are_refused(read):
     paths = [f"--config={ROOT}/configs/{name}.py" for name in ("quickstart", "smollm2_135m")]
-    with pytest.raises(flags.Error, match="--config is given 2 times; give one config file"):
+    with pytest.raises(flags.Error, match="^--config given more than once; give one value$"):
         cli_flags.parsed([paths[0], "--config.steps=1", paths[1]])
+
+
+@pytest.mark.parametrize("fields, name", [
+    (["--config.steps=1", "-config.steps", "2"], "steps"),
+    (["--noconfig.task.chat", "--config.task.chat"], "task.chat"),
+])
+def test_a_field_that_is_given_twice_is_refused(fields, name):
+    path = f"--config={ROOT}/configs/quickstart.py"
+    with pytest.raises(flags.Error, match=f"^--config.{name} given more than once; give one value$"):
+        cli_flags.parsed([path, "--config.name=--config.eval.every", "--config.eval.every=3", *fields])
 
 
 @pytest.mark.parametrize("field, message", [
@@ -255,6 +265,7 @@ REFUSED = {
     ("jaxrl_tis.score", "--model=m"): "--tokens, --out not given; --help shows every flag",
     ("jaxrl_tis.main", "--workdir=w"): "--config not given; --help shows every flag",
     ("jaxrl_tis.main", "--wrkdir=w"): "Unknown command line flag 'wrkdir'. Did you mean: workdir ?",
+    ("jaxrl_tis.score", "--model=m", "--model", "n"): "--model given more than once; give one value",
     ("jaxrl_tis.main", "--config=configs/quickstart.py", "--workdir="): "--workdir not given; --help shows "
     "every flag",
     ("jaxrl_tis.main", "--flagfile=none"): "Unable to open flagfile: [Errno 2] No such file or directory: "

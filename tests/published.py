@@ -131,7 +131,9 @@ def tiny(command: Command, way: ways.Way) -> list[str]:
         arguments = [x for x, old in zip(changed, arguments, strict=True) if x or not old]
     if way.check:
         return [sys.executable, "-c", ways.CHECK, *(x for x in arguments if x.startswith("--config"))]
-    return [*program, *arguments, *shlex.split(way.add)]
+    added = shlex.split(way.add)
+    names = {word.partition("=")[0] for word in added if word.startswith("--")}
+    return [*program, *(x for x in arguments if x.partition("=")[0] not in names), *added]
 
 
 def copied(folder: pathlib.Path) -> None:

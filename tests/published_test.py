@@ -83,6 +83,7 @@ def test_every_benchmark_with_a_command_is_published():
 @pytest.mark.parametrize("text, way, words", [
     ("python -m a.b --x=1 --y=2", ways.Way("--z=3", (("--x=.*", "--x=4"), ("--y=.*", ""))),
      [sys.executable, "-m", "a.b", "--x=4", "--z=3"]),
+    ("python -m a.b c --x=1 --y=2", ways.Way("--x=3"), [sys.executable, "-m", "a.b", "c", "--y=2", "--x=3"]),
     ("./launch/a.sh b", ways.Way(instead="--help", why="c"), ["./launch/a.sh", "--help"]),
     (".ci/run all", ways.Way(instead="-n", why="c"), ["bash", "-n", ".ci/run"]),
     ("python -m a.b --config=c --workdir=d --config.e=1", ways.Way(check=True, why="f"),

@@ -107,7 +107,8 @@ WAYS: dict[str, Way] = {
     # Runs.
     r"python -m jaxrl_tis\.main .*--workdir=runs/bad": Way(TINY, NEW, codes=(2,)),  # as the page says
     r"python -m jaxrl_tis\.main .*--change": Way(
-        f"{RUN} --config.steps=2", (*OPEN[:1], ("--workdir=.*", "--workdir=WORKDIR")),
+        RUN.replace("--config.steps=1", "--config.steps=2"),
+        (*OPEN[:1], ("--workdir=.*", "--workdir=WORKDIR")),
     ),
     r"python -m jaxrl_tis\.main .*task\.name=jsonl": Way(TINY, NEW),
     r"python -m jaxrl_tis\.main .*configs/async_local": Way(

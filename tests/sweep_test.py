@@ -65,6 +65,7 @@ def test_each_arm_runs_with_the_seed_that_it_sets(monkeypatch):
     assert [job.seed for job in found] == [5, 6, 0]
     assert [job.workdir for job in found[:2]] == ["out/seed=5-seed5", "out/seed=6-seed6"]
     assert [cli_flags.parsed(job.arguments).seed for job in found] == [5, 6, 0]
+    assert [job.arguments.count("--config.seed=5") for job in found] == [1, 0, 0]
 
 
 def test_the_seed_of_the_command_line_is_that_of_every_arm(monkeypatch):

@@ -64,6 +64,7 @@ def read(
             )
         if path.is_dir():
             raise ValueError(f"{path} is a folder; name its files, as in {path}/*.jsonl")
+        hub.check_whole(path)
         before = len(rows)
         rows += _rows(name, path, digest)
         if len(rows) == before:

@@ -460,8 +460,8 @@ def _bounded(sampling: SamplingParams, most: int) -> SamplingParams:
 
 def episode_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     """Returns the number of episodes with each outcome, the share of response tokens that
-    environments gave, and the number of turns after which a render by the chat template would differ
-    from the row; {} without episodes."""
+    environments gave (if there are tokens), and the number of turns after which a render by the chat
+    template would differ from the row; {} without episodes."""
     episodes = [t for t in trajectories if t.outcome]
     if not episodes:
         return {}
@@ -471,7 +471,7 @@ def episode_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     masks = np.concatenate([t.mask for t in episodes])
     joins = [join for t in episodes for join in t.joins]
     return {
-        "episodes/given_ratio": float(1 - masks.mean()),
+        **({"episodes/given_ratio": float(1 - masks.mean())} if len(masks) else {}),
         **{f"episodes/{outcome}": count for outcome, count in counts.items()},
         **({f"episodes/template_{j}s": joins.count(j) for j in JOINS[1:]} if joins else {}),
     }

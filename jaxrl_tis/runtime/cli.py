@@ -126,10 +126,29 @@ def split_examples(about: str) -> tuple[str, str]:
 def parser(command: str, description: str, about: str) -> argparse.ArgumentParser:
     """Returns the parser of `python -m command`; its --help ends with the examples of `about`, the
     docstring of the command."""
-    return argparse.ArgumentParser(
+    return once(argparse.ArgumentParser(
         prog=f"python -m {command}", description=description, epilog=split_examples(about)[1],
         formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    ))
+
+
+def once(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Returns a parser that has no arguments yet. From now on it refuses two values of an option."""
+    for action in (None, "store"):
+        parser.register("action", action, _StoreOnce)
+    return parser
+
+
+class _StoreOnce(argparse._StoreAction):
+    """Stores the value of an option, and refuses a second one."""
+
+    _stored_in: argparse.Namespace | None = None
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        if option_string and self._stored_in is namespace:
+            parser.error(f"{option_string} given more than once; give one value")
+        self._stored_in = namespace
+        super().__call__(parser, namespace, values, option_string)
 
 
 def check_folder(flag: str, path: str | None) -> None:

@@ -128,6 +128,13 @@ def test_values_nested_too_deep_are_a_bad_row(tmp_path, name, content):
     assert deep.reason == "its values are nested too deeply" and good.reason == ""
 
 
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.parquet"])
+def test_a_pointer_in_the_place_of_a_file_is_named(tmp_path, name):
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    with pytest.raises(ValueError, match=f"{name} is a pointer of Git LFS, .*git lfs pull"):
+        read(tmp_path / name, pointer)
+
+
 def test_a_folder_is_no_file(tmp_path):
     with pytest.raises(ValueError, match=r"is a folder; name its files, as in .*/\*.jsonl"):
         files.read(tmp_path, {})

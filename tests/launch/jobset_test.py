@@ -211,7 +211,6 @@ def test_the_grace_period_is_that_of_the_config(scripts):
 
 @pytest.mark.parametrize("arguments, seconds", [
     ([], 60), (["--config.checkpoint.grace=0"], 50), (["--config.checkpoint.grace=120.5"], 171),
-    (["--config.checkpoint.grace=5", "--config.checkpoint.grace=30"], 80),
 ])
 def test_the_manifest_and_xpk_give_the_same_time_to_save(written, arguments, seconds):
     pod, words = written(*arguments)
@@ -276,6 +275,12 @@ def test_the_large_manifests_find_model_and_data_outside_the_image():
         assert not any(path.startswith(f"{given['--workdir']}/") for path in data)
 
 
+def test_a_flag_that_is_given_twice_is_refused(cloud):
+    done = call("run", DAPO, "--image=i", "--workdir=gs://b/x", "--image=j")
+    assert done.returncode == 2 and cloud.calls() == []
+    assert done.stderr.endswith("error: --image given more than once; give one value\n")
+
+
 @pytest.mark.parametrize("arguments, said", [
     (["run", DAPO, "--workdir=gs://b/x"], "--image is missing"),
     (["run", DAPO, "--image=i"], "would be lost with the Pod"),
@@ -284,6 +289,8 @@ def test_the_large_manifests_find_model_and_data_outside_the_image():
      "--config.checkpoint.grace=x is not a number of seconds"),
     (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--xpk"], "--xpk needs a cluster; give --cluster"),
     (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--sopt"], "unknown arguments --sopt"),
+    (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--config.steps=1", "--config.steps=2"],
+     "--config.steps given more than once; give one value"),
 ])
 def test_refusals_are_one_line(cloud, arguments, said):
     done = call(*arguments)

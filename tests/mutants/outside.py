@@ -138,6 +138,8 @@ MUTANTS = [
         ("a command without a way is not run", "is None:\n            raise ValueError(f\"tests/",
          "is None:\n            continue\n            raise ValueError(f\"tests/"),
         ("a command may fail", "if code not in way.codes:", "if False:"),
+        ("a published size stays beside the tiny one", 'x.partition("=")[0] not in names)', "x)",
+         "test_the_tiny_form_of_a_command"),
         ("a continued line is cut", r're.sub(r"\s*\\\n\s*", " ", block)', "block"),
         ("a slice is the whole", "[index % count :: count]", ""),
         tests="published_test.py",
@@ -183,6 +185,10 @@ MUTANTS = [
     *of(
         "../launch/plan.py",
         ("one failed deletion keeps the other machines", "failed = error", "raise"),
+        ("the last value of a field is sent", "if names.count(name) > 1]:", "if False]:",
+         "launch/jobset_test.py::test_refusals_are_one_line"),
+        ("the last value of a launcher's flag counts", "made = cli.once(", "made = (",
+         "launch/jobset_test.py::test_a_flag_that_is_given_twice_is_refused"),
         tests="launch/workers_test.py",
     ),
     *of(

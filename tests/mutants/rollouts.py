@@ -5,6 +5,8 @@ from tests.mutants import of
 MUTANTS = [
     *of(
         "rollouts/episodes.py",
+        ("episodes without a token have a share", "if len(masks) else {}),", "if True else {}),",
+         "test_episodes_without_a_token_have_no_share_of_tokens"),
         ("all prompts have their environments open at once",
          "records[start : start + OPEN_AT_ONCE]", "records[start:]",
          "test_environments_of_prompts_are_not_all_open_at_once"),

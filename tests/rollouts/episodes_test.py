@@ -841,3 +841,10 @@ def test_metrics_of_a_batch():
     masks = np.concatenate([t.mask for t in found])
     assert values["episodes/given_ratio"] == pytest.approx(1 - masks.sum() / len(masks))
     assert episode_metrics([dataclasses.replace(t, outcome="") for t in found]) == {}
+
+
+def test_episodes_without_a_token_have_no_share_of_tokens():
+    failed = dataclasses.replace(record_of("failed", 1.0), mask=np.zeros(0, bool), joins=())
+    assert episode_metrics([failed] * 2) == {"episodes/failed": 2} | dict.fromkeys(
+        ("episodes/done", "episodes/timeout", "episodes/max_turns", "episodes/overlong"), 0
+    )

@@ -194,3 +194,16 @@ def test_a_command_may_open_as_many_files_as_the_system_allows():
         assert cli.raise_file_limit() == most
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_an_option_is_given_once_at_most(capsys):
+    parser = cli.parser("jaxrl_tis.a", "A.", "A.\n\nExamples:\n\n    a\n")
+    parser.add_argument("paths", nargs="+")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", action="append")
+    for _ in range(2):  # a parser reads several command lines
+        found = parser.parse_args(["a", "b", "--seed=1", "--only=a", "--only=b"])
+        assert (found.paths, found.seed, found.only) == (["a", "b"], 1, ["a", "b"])
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args(["a", "--seed=0", "--se", "2"])
+    assert "error: --seed given more than once; give one value" in capsys.readouterr().err
