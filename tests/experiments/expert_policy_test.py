@@ -235,7 +235,7 @@ def test_a_step_on_a_uniform_sampler_by_hand():
     """Responses 00, 01, 10, 11 with the rewards 1, 0, 0, 1 and the baseline 1/2."""
     size = Size(MoeConfig(4, 2, 2), vocab=2, horizon=2)
     behav_nt = jnp.full((4, 2), np.log(0.5))
-    policy = expert_policy.Scored(behav_nt + jnp.array([0.0, np.log(4.0)]), None, lambda c_nt: c_nt)
+    policy = expert_policy.Scored(behav_nt + jnp.array([[0.0, np.log(4.0)]]), None, lambda c_nt: c_nt)
     found = expert_policy.expected_steps(policy, size, behav_nt, ("none", "token_tis"))
     own = np.array([[1.0], [-1.0], [-1.0], [1.0]]) / 8
     np.testing.assert_allclose(found["none"], own * [1, 1], rtol=1e-6)

@@ -131,7 +131,7 @@ def test_records_are_reported_before_a_sync():
 
 def test_a_turn_of_rewards_alone_is_something():
     source, calls = bare(s=mock.Mock(pending=0))
-    source._settle = lambda: None
+    source._settle, calls.books.counts.passed = lambda: None, 0
     assert source._turn()
     calls.books.claim.return_value = None
     assert not source._turn()
