@@ -258,8 +258,8 @@ MUTANTS = [
     ),
     *of(
         "engine/shards.py",
-        ("ids of the next part are of this one", "(local >= 0) & (local < width)",
-         "(local >= 0) & (local <= width)", "test_ids_of_other_parts_are_beyond_the_last"),
+        ("ids of other parts are the first of this one", "(local < width), local, width)",
+         "(local < width), local, 0)", "test_ids_of_other_parts_are_beyond_the_last"),
         ("ids below a part count from its end", "(local >= 0) & (local < width)", "local < width",
          "test_ids_of_other_parts_are_beyond_the_last"),
         ("every part has the first ids", "return self.index * width + jnp.arange(width)[None]",
