@@ -4,8 +4,11 @@ import os
 import pathlib
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
+
+from tests import commands
 
 pytestmark = pytest.mark.by_jax("what jax prints")
 
@@ -45,3 +48,11 @@ def test_a_mistake_is_told_alone_before_anything_is_written(results, name, lines
     for line, beginning in zip(told, lines, strict=True):
         assert line.startswith(beginning)
     assert not (ROOT / "unused").exists()
+
+
+def test_a_profile_of_no_step_is_refused():
+    main = commands.load("main")
+    steps = mock.Mock(value=["10", "x", "-3"])
+    with mock.patch.object(main, "PROFILE_STEPS", steps):
+        with pytest.raises(ValueError, match="--profile_steps=10,x,-3: x, -3 is not the number of a step"):
+            main.main()

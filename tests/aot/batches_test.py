@@ -1,10 +1,13 @@
 """The batches that programs are compiled for are those of a run."""
 
 import dataclasses
+import types
 from unittest import mock
 
+import jax
 import pytest
 
+from jaxrl_tis.aot import batches
 from jaxrl_tis.aot.batches import abstract_minibatch
 from jaxrl_tis.fields import route_dtype
 from jaxrl_tis.learner.state import initial_params, initial_state
@@ -62,3 +65,19 @@ def test_the_minibatch_is_that_of_a_run(overrides):
     expected = abstract_minibatch(setup)
     kinds = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
     assert kinds(reached.value.args[0]) == kinds(expected)
+
+
+def test_rows_of_a_minibatch_by_hand():
+    """16 sequences in minibatches of 4, and these in micro-batches of 2. Numbers of a sequence have a
+    place for each token of its row, which may hold several."""
+    layout = types.SimpleNamespace(sharding=lambda axes: None)
+    setup = types.SimpleNamespace(
+        config=types.SimpleNamespace(train=types.SimpleNamespace(microbatch_rows=2)),
+        training=types.SimpleNamespace(packer=None, row_length=8, layout=layout),
+    )
+    batch = {
+        "tokens": jax.ShapeDtypeStruct((16, 8), "int32"), "rewards": jax.ShapeDtypeStruct((16,), "float32"),
+        "reward_components": jax.ShapeDtypeStruct((16, 3), "float32"),
+    }
+    shapes = {name: x.shape for name, x in batches._in_rows(setup, batch, 4).items()}
+    assert shapes == {"tokens": (2, 2, 8), "rewards": (2, 2, 8), "reward_components": (2, 2, 8, 3)}

@@ -141,3 +141,24 @@ def test_of_equal_times_the_most_rows_are_advised_and_of_these_what_recomputes_l
         "train: --config.mesh.train='(1,2,2)' --config.model.remat=dots "
         "--config.train.microbatch_rows=16"
     )
+
+
+def test_the_largest_size_that_fits_every_program_is_found():
+    """An evaluation needs twice the memory of a decode call, and 16 is there."""
+    assert fit._doubled(3, 24) == [3, 6, 12, 24] and fit._doubled(1, 1) == [1]
+
+    def entry(self, program, size):
+        used = size * (2 if program == "eval_decode" else 1)
+        memory = {"peak_bytes": used, "beside_bytes": 0, "hbm_bytes": 16}
+        return {"memory": memory, "fits": used <= 16, "over_in": "hbm", "roofline": {"seconds": 1.0}}
+
+    def searched(limit):
+        search = fit.Search(None, SHAPES, None, limit=limit)
+        search._on_row = lambda row: None
+        with mock.patch.multiple(fit.Search, _entry=entry, _setup=lambda self, size: size):
+            search._bisect("decode", (4, 1, 1), "", [1, 2, 4, 8, 16, 32], lambda size: size)
+        return search
+
+    search = searched(limit=9)
+    assert [(r["size"], r["fits"]) for r in search.rows] == [(4, True), (16, False), (8, True)]
+    assert search.is_whole and not searched(limit=2).is_whole

@@ -208,6 +208,7 @@ def test_an_asynchronous_chain_counts_once(tpu_mesh):
     ("replica_groups=mesh['a'=2,'b'=1,'c'=2] {'a','b'}, x=1", [{0, 2}, {1, 3}]),
     ("replica_groups=mesh['a'=2,'b'=2], device_ids=([2,2]T(1,0)) {'a'}, x=1", [{0, 1}, {2, 3}]),
     ("source_target_pairs={{0,1},{1,0},{3,2},{2,3}}, x=1", [{0, 1}, {2, 3}]),
+    ("source_target_pairs={{0,1},{2,3},{1,2},{3,0}}, x=1", [{0, 1, 2, 3}]),
 ])
 def test_spellings_of_replica_groups(text, groups):
     found = hlo_groups.replica_groups(f"channel_id=1, {text}", 4)
@@ -226,6 +227,8 @@ def test_axes_of_groups():
     assert axes([{0, 2}, {1, 3}]) == ("data",)
     assert axes([{0, 1, 2, 3}]) == ("data", "tensor")
     assert axes([{0, 3}, {1, 2}]) == ()
+    of_slice = frozenset([frozenset(range(4))])  # of the first of two slices
+    assert hlo_groups.mesh_axes(of_slice, {"slice": 2, "data": 2, "tensor": 2}) == ("data", "tensor")
 
 
 def test_traffic_between_slices_is_named(tpu_mesh):

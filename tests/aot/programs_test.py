@@ -426,6 +426,20 @@ def test_a_model_of_unknown_shape_says_where_to_put_it(tmp_path):
         aot.model_of(config, tmp_path)
 
 
+def test_a_shape_has_the_name_of_its_model(tmp_path):
+    shape = json.loads((SHAPES / "Qwen3-8B.json").read_text())
+    (tmp_path / "Other-7B.json").write_text(json.dumps(shape | {"num_hidden_layers": 3}))
+    for path in ("models/Other-7B", "hf://org/Other-7B@main"):
+        assert aot.model_of(small("dapo_qwen25_32b", model__path=path), tmp_path).num_layers == 3
+
+
+def test_a_refusal_that_is_not_of_memory_is_an_error():
+    function, error = mock.Mock(), jax.errors.JaxRuntimeError("INTERNAL: a mistake of the compiler")
+    function.lower.return_value.compile.side_effect = error
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        aot.compiled("train", function, (), {})
+
+
 def test_an_unknown_program_is_named():
     tpu.devices("v5e:2x2")
     topology = Topology.parse("v5e:2x2")

@@ -30,6 +30,20 @@ def test_ranks_by_hand():
     assert _rank_correlation((1, 2, 3), (2, 1, 3)) == pytest.approx(0.5)
     assert _rank_correlation((1, 1, 1), (2, 1, 3)) == 0
     assert _rank_correlation((1, float("inf"), 2), (2, 1, 3)) == 0
+    # Ranks 0.5, 2, 2, 3.5 and 0.5, 1.5, 2.5, 3.5: 4.5 / sqrt(4.5 * 5).
+    assert _rank_correlation((1, 2, 2, 3), (1, 2, 3, 4)) == pytest.approx(0.9**0.5)
+
+
+def test_facts_of_a_gap_by_hand():
+    """40 values, in tenths of four."""
+    fact = lambda name, values, metric: FACTS[f"record/{name}"](
+        Case({metric: dict(enumerate(values))}, {}, THRESHOLDS, len(values) - 1))[0]
+    assert fact("gap_grown", [0.1] * 4 + [0.2] * 32 + [0.4] * 4, K3) == pytest.approx(4.0)
+    assert fact("gap_grown", [0.0] * 4 + [0.2] * 36, K3) == float("inf")
+    assert fact("gap_nats", [0.2] * 40, ABS_GAP) == pytest.approx(0.01 * np.pi)  # of a normal log ratio
+    assert fact("gap_nats", [-0.2] * 40, K3) == pytest.approx(0.2)
+    with pytest.raises(KeyError, match=f"40 values of {K3}, there are 39"):
+        fact("gap_grown", [0.1] * 39, K3)
 
 
 @pytest.mark.parametrize("changes, child, change", [

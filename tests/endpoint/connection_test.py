@@ -4,7 +4,10 @@ import contextlib
 import json
 import socket
 import time
+import types
+from unittest import mock
 
+import h11
 import pytest
 
 from jaxrl_tis.endpoint.connection import OPTIONS, Connection
@@ -72,6 +75,27 @@ def seconds_until_closed(client, drip=b""):
 
 def test_the_command_serves_such_connections():
     assert OPTIONS["http"] is Connection and 1 < Connection.seconds <= 60
+
+
+def test_the_time_of_a_head_begins_once():
+    """By the states of both sides: nothing came, some bytes came, the head is here, an answer is out
+    before the body has ended."""
+    connection = object.__new__(Connection)
+    connection.loop, connection.transport, connection._timer = mock.Mock(), mock.Mock(), None
+    started = lambda: connection.loop.call_later.call_count
+
+    def state(theirs, ours):
+        connection.conn = types.SimpleNamespace(their_state=theirs, our_state=ours)
+        connection._watch()
+
+    state(h11.IDLE, h11.IDLE)
+    state(h11.IDLE, h11.IDLE)
+    assert started() == 1 and connection._timer is not None
+    assert connection.loop.call_later.call_args.args == (20.0, connection.transport.close)
+    state(h11.SEND_BODY, h11.SEND_RESPONSE)
+    assert connection._timer is None
+    state(h11.SEND_BODY, h11.DONE)
+    assert started() == 2 and connection._timer is not None
 
 
 @pytest.mark.parametrize("sent, drip", [

@@ -19,8 +19,6 @@ from jaxrl_tis.engine.warm import prefill_lengths, warm_up
 from jaxrl_tis.models import transformer
 from tests.engine.engine_test import CONFIG
 
-pytestmark = [pytest.mark.compiles, pytest.mark.all]
-
 MODEL = dataclasses.replace(CONFIG, num_layers=1, embed_dim=16, mlp_dim=16, vocab_size=32)
 LENGTH = 14
 _compiled = []
@@ -82,6 +80,8 @@ def greedy(logits_mv, rows, *_, **__):
     return protocol.Draw(token, logp, logp, logp * rows.temperature)
 
 
+@pytest.mark.compiles
+@pytest.mark.all
 def test_no_request_compiles_anything(monkeypatch):
     """On slots and heads that are cut into two, with penalties, drafts, and few pages."""
     monkeypatch.setattr(sampling, "sample", greedy)

@@ -77,3 +77,11 @@ def test_needs_are_no_parameters():
     assert methods.needs("weight", "turn_tis") == ("turn",)
     assert methods.needs("weight", "token_tis") == ()
     assert "turn" not in methods.parameters("weight", "turn_tis")
+
+
+def test_examples_are_of_what_has_no_default():
+    """token_k3 has no published bound; its lower one and the cap of token_tis have a default."""
+    assert methods.example("weight", "token_tis") == {"cap": 2.0}
+    assert methods.example("mask", "token_k3").keys() == methods.parameters("mask", "token_k3").keys()
+    given = methods.traits("mask", "token_k3").example
+    assert methods.example("mask", "token_k3")["upper"] == given["upper"]

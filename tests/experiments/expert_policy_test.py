@@ -224,6 +224,25 @@ def test_its_experts_are_those_of_the_models():
         np.testing.assert_allclose(y_pd[p], wanted, rtol=1e-4, atol=1e-5)
 
 
+def test_prefixes_see_themselves_and_their_beginnings_alike():
+    """Of two tokens: the empty prefix, 0, 1, 00, 01, 10, 11; 2 stands for the token before the first."""
+    last_p, depth_p, sees_pp = Size(MoeConfig(4, 2, 2), vocab=2, horizon=3).tree
+    assert last_p.tolist() == [2, 0, 1, 0, 1, 0, 1] and depth_p.tolist() == [0, 1, 1, 2, 2, 2, 2]
+    np.testing.assert_allclose(sees_pp[2], [1 / 2, 0, 1 / 2, 0, 0, 0, 0])
+    np.testing.assert_allclose(sees_pp[5], [1 / 3, 0, 1 / 3, 0, 0, 1 / 3, 0])
+
+
+def test_a_step_on_a_uniform_sampler_by_hand():
+    """Responses 00, 01, 10, 11 with the rewards 1, 0, 0, 1 and the baseline 1/2."""
+    size = Size(MoeConfig(4, 2, 2), vocab=2, horizon=2)
+    behav_nt = jnp.full((4, 2), np.log(0.5))
+    policy = expert_policy.Scored(behav_nt + jnp.array([[0.0, np.log(4.0)]]), None, lambda c_nt: c_nt)
+    found = expert_policy.expected_steps(policy, size, behav_nt, ("none", "token_tis"))
+    own = np.array([[1.0], [-1.0], [-1.0], [1.0]]) / 8
+    np.testing.assert_allclose(found["none"], own * [1, 1], rtol=1e-6)
+    np.testing.assert_allclose(found["token_tis"], own * [1, 2], rtol=1e-6)
+
+
 def test_updates_are_independent_of_the_weights():
     size = Size(MoeConfig(16, 2, 8))
     before = expert_policy.random_params(size, 3)

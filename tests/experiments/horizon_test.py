@@ -1,5 +1,6 @@
 """Transfer matrices against enumeration, the sampled moments against exact ones."""
 
+import argparse
 import dataclasses
 import itertools
 import math
@@ -281,3 +282,16 @@ def test_the_command(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "prefix_min" in printed and str(png) in printed
     assert png.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("reward", frontier.REWARDS)
+def test_the_reward_of_a_chain_is_centred_under_the_behaviour(reward):
+    chain = frontier.random_chain(1.0, reward, 3)
+    assert chain.expected_reward(chain.mu) == pytest.approx(0.0, abs=1e-12)
+    assert abs(chain.expected_reward(chain.pi)) > 1e-3
+
+
+def test_no_length_is_refused():
+    assert oracle._count("1") == 1
+    with pytest.raises(argparse.ArgumentTypeError, match="0 is not at least 1"):
+        oracle._count("0")

@@ -3,6 +3,7 @@
 import json
 import types
 
+import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
@@ -49,6 +50,10 @@ def test_runs_of_another_day_are_not_timed():
     assert header == "| arm | k3 | peak memory of the process, GiB |"
     assert full == "| full | 1.0e-04 [1.0e-04, 1.0e-04] | 1.000 [1.000, 1.000] |"
     assert low_rank.count("|") == 4
+
+
+def test_bytes_of_numbers():
+    assert lora.num_bytes({"a": np.zeros((2, 3), np.float32), "b": np.zeros(5, np.int8)}) == 29
 
 
 def test_the_sizes_of_the_quickstart():

@@ -15,12 +15,12 @@ from tests.experiments.referee_runs_test import SMALL
 
 
 def test_measures_are_products_of_halves():
-    """Four batches of two parameters; the halves' means are (1, 0), (3, 2) and (1, 1), (1, 3)."""
-    found = np.array([[0.0, 0.0], [2.0, 0.0], [3.0, 1.0], [3.0, 3.0]])
+    """Four batches of two parameters; the halves' means are (1, 0), (3, 3) and (1, 1), (1, 3)."""
+    found = np.array([[0.0, 0.0], [2.0, 0.0], [3.0, 1.0], [3.0, 5.0]])
     true = np.array([[1.0, 0.0], [1.0, 2.0], [0.0, 3.0], [2.0, 3.0]])
     assert referee_gradients.measures(found, true) == pytest.approx({
-        "true2": 1 * 1 + 1 * 3, "own2": 3.0, "dot": ((1 * 1 + 0 * 3) + (3 * 1 + 2 * 1)) / 2,
-        "bias2": (1 - 1) * (3 - 1) + (0 - 1) * (2 - 3), "variance": 2.0 + 2.0,
+        "true2": 1 * 1 + 1 * 3, "own2": 3.0, "dot": ((1 * 1 + 0 * 3) + (3 * 1 + 3 * 1)) / 2,
+        "bias2": (1 - 1) * (3 - 1) + (0 - 1) * (3 - 3), "variance": 2.0 + 17 / 3,
     })
 
 

@@ -1,6 +1,9 @@
 """Runs of the referee on small settings: what several seeds in one process share changes no number."""
 
 import contextlib
+import dataclasses
+import types
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -49,6 +52,43 @@ def test_a_stale_sampler_finishes_its_answers_during_an_update(length):
     assert arm["rollout.update_turns"] >= tokens
     assert fig_referee.arms_of("in-flight", "long")["none"]["rollout.update_turns"] < 24
     assert "rollout.update_turns" not in fig_referee.arms_of("stale", length)[fig_referee.EXACT]
+
+
+@dataclasses.dataclass
+class Parts:
+    """In place of a setup, and of its learner's half."""
+
+    config: types.SimpleNamespace
+    training: "Parts | None" = None
+
+
+def test_a_seed_changes_its_own_setup_alone():
+    config = types.SimpleNamespace(seed=0, steps=[1])
+    setup = Parts(config, Parts(config))
+    own = referee_runs.with_seed(setup, 3)
+    assert own.config.seed == own.training.config.seed == 3 and config.seed == 0
+    trainer = types.SimpleNamespace(setup=setup.training)
+    assert referee_runs.of_seed(trainer, own).setup is own.training
+    assert trainer.setup is setup.training
+
+
+def test_an_arm_is_trained_with_the_seeds_that_it_lacks(monkeypatch, tmp_path, capsys):
+    lines = [{"step": 0, "phase": "eval", referee_runs.REWARD: 0.5}]
+    setup = Parts(types.SimpleNamespace(seed=0, reward=None), Parts(None))
+    monkeypatch.setattr(fig_referee, "arms_of", lambda *part: {"none": {}, "IPO": {}})
+    monkeypatch.setattr(fig_referee, "control_of", lambda *part: {})
+    monkeypatch.setattr(referee_runs, "Programs", lambda: mock.Mock(build=lambda arm: setup))
+    monkeypatch.setattr(referee_runs, "Trainer", mock.Mock())
+    monkeypatch.setattr(referee_runs, "worker", lambda reward: contextlib.nullcontext())
+    monkeypatch.setattr(referee_runs, "trained", lambda own, trainer, params, rewards: lines)
+    taught = mock.Mock()
+    monkeypatch.setattr(figures, "taught", taught)
+    path = referee_runs.path_of(tmp_path, "int8/short")
+    path.write_text(referee_runs.line_of("int8/short/none", 0, lines) + "\n")
+    referee_runs.train_part("int8/short", (0, 1), str(tmp_path))
+    found = [(run.arm.rpartition("/")[2], run.seed) for run in records.read(path)[0]]
+    assert found == [("none", 0), ("none", 1), ("IPO", 0), ("IPO", 1)]
+    assert [call.args[0].config.seed for call in taught.call_args_list] == [1, 0]  # once a seed
 
 
 @pytest.mark.all

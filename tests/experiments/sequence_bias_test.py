@@ -1,6 +1,7 @@
 """Weights and objectives on one response, at a small size."""
 
 import dataclasses
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -79,3 +80,18 @@ def test_the_reward_is_centred_under_the_behaviour():
         rewards = case.responses["rewards"]
         assert rewards[0] == rewards[-1] == rewards.max() and np.ptp(rewards) == pytest.approx(1.0)
         assert (case.old is case.behaviour) == (mode == "bypass")
+
+
+def test_a_row_by_hand():
+    """The gradient (0, 2) and the step (3, 4): twice the gradient and 3 across, of a length of 5."""
+    case = mock.Mock(group=(0, 0))
+    case.moments.return_value = np.array([[3.0, 4.0]]), 12.0
+    row = group_bias.against(np.array([[0.0, 2.0]]), "x", case, None)
+    assert (row.group_size, row.scale, row.turn, row.variance) == (2, 2.0, 0.6, 3.0)
+    assert row.bias == pytest.approx(np.sqrt(13) / 2)
+
+
+def test_a_bypass_has_the_whole_gap():
+    for mode in ("bypass", "decoupled"):
+        case = group_bias.problem(group_bias.Step(mode=mode), 2, drift=0.5)
+        assert case.old is (case.behaviour if mode == "bypass" else case.policy)

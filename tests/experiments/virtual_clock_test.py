@@ -86,6 +86,11 @@ def test_a_learner_that_takes_groups_as_they_arrive():
     assert ends("periodic", 2, **two) == [20.5, 41.0]
 
 
+def test_an_update_takes_its_time_once_a_batch():
+    """Groups end at 8.5 and 16.5, and take 8 s of training each: from 8.5 to 24.5, and 1 s more."""
+    assert ends("periodic", 1, prompts=2, train_s=0.5, update_s=1.0) == [25.5]
+
+
 def test_nobody_is_idle_where_the_other_is_slower():
     fast = dataclasses.replace(TINY, train_s=2.0)  # 32 s of training for 8 of drawing
     assert simulate(schedules.areal(staleness=2), fast, 6, 3).learner_idle == 0

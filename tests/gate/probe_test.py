@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import types
 
 import numpy as np
 import pytest
@@ -59,6 +60,23 @@ def test_a_measure_that_is_not_finite_is_above_every_budget():
     for value in (np.inf, -np.inf, np.nan):  # also where there is no bound, as d_max has none
         assert report.above(setup, within | {"d_max": value}) == ["d_max"]
     assert report.above(setup, within) == []
+
+
+@pytest.mark.parametrize("action", ["warn", "sync", "stop"])
+def test_probes_come_every_so_many_steps_and_a_run_reacts_as_told(action, monkeypatch, capsys):
+    rollout = types.SimpleNamespace(gap_probe_every=2, on_gap_exceeded=action)
+    setup = types.SimpleNamespace(config=types.SimpleNamespace(rollout=rollout))
+    for name, value in (("split", {}), ("exceeded", {}), ("verdict", "k3 9 above"), ("metrics", {"a": 1.0})):
+        monkeypatch.setattr(probe, name, lambda *_, value=value: value)
+    lowered = []
+    of = lambda step: probe.of_step(setup, step, {}, None, lambda: lowered.append(step) or "bound 1")
+    assert of(3) == ({}, None) and not capsys.readouterr().err
+    values, why = of(4)
+    assert values == {"a": 1.0} and lowered == [4] * (action == "sync")
+    assert (why is not None) == (action == "stop")
+    assert capsys.readouterr().err == "step 4: k3 9 above" + "; bound 1" * (action == "sync") + "\n"
+    rollout.gap_probe_every = 0
+    assert of(4) == ({}, None)
 
 
 @pytest.mark.all

@@ -1,12 +1,14 @@
 """A taskset of verifiers 0.4 plays a session. Its Python is an environment of its own, see
 tests/serve/clients_test.py."""
 
+import asyncio
 import io
 import os
 import pathlib
 import queue
 import sys
 import types
+from unittest import mock
 
 import pytest
 
@@ -15,7 +17,7 @@ from jaxrl_tis.endpoint.sessions import Endpoint
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.harness import verifiers
 from jaxrl_tis.harness.process import HarnessProcess
-from jaxrl_tis.harness.protocol import Session
+from jaxrl_tis.harness.protocol import Result, Session
 from tests import arithmetic
 from tests.serve.clients_test import write_tokenizer
 
@@ -45,6 +47,33 @@ def test_records_name_tasks_by_id_or_index(monkeypatch):
     assert taskset._task("2") is tasks[2] and taskset._task("x") is tasks[1]
     with pytest.raises(ValueError, match="the taskset 't' has no task '1'"):
         taskset._task("1")
+
+
+def test_an_episode_with_errors_has_no_reward(monkeypatch):
+    """verifiers itself is made by hand: an environment that returns episodes."""
+    v1 = types.SimpleNamespace(
+        EvalClientConfig=mock.Mock(), ModelContext=mock.Mock(), Sampling=mock.Mock())
+    monkeypatch.setitem(sys.modules, "verifiers", types.SimpleNamespace(v1=v1))
+    monkeypatch.setitem(sys.modules, "verifiers.v1", v1)
+    monkeypatch.setenv(verifiers.KEY, "")
+    trace = lambda ok=True: types.SimpleNamespace(ok=ok, errors=[], reward=0.5, metrics={"turns": 2.0})
+    episode = lambda *traces, ok=True: types.SimpleNamespace(traces=traces, ok=ok, errors=["it broke"])
+    env = mock.MagicMock(taskset=[types.SimpleNamespace(data=types.SimpleNamespace(id="t"))])
+    env.slots.return_value, env.run_slot = ["slot"], mock.AsyncMock()
+    monkeypatch.setattr(verifiers, "load", lambda name: env)
+    session = Session("s", {"id": "t"}, "http://127.0.0.1:1", "key", "tiny", 0)
+
+    def played(ended):
+        env.run_slot.return_value = ended
+        return asyncio.run(verifiers.Taskset("t")(session))
+
+    assert played(episode(trace())) == Result(0.5, {"turns": 2.0})
+    for failed in (episode(trace(), ok=False), episode(trace(ok=False))):
+        with pytest.raises(RuntimeError, match="the episode has failed: 'it broke'"):
+            played(failed)
+    with pytest.raises(RuntimeError, match="2 agents played the episode"):
+        played(episode(trace(), trace()))
+    assert os.environ[verifiers.KEY] == "key"
 
 
 @pytest.mark.skipif("VERIFIERS_PYTHON" not in os.environ, reason="an environment of its own")

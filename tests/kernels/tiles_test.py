@@ -105,3 +105,25 @@ def test_a_sum_over_the_vocabulary_is_a_node_of_the_tree_over_whole_units():
         whole = np.asarray(jit(lambda x: tiles.vocabulary_sum(x, None, 1))(x))
         filled = tiles.fill(x, 1, tiles.VOCAB_UNIT)
         np.testing.assert_array_equal(jit(tiles.tree_sum)(filled), whole)
+
+
+def test_a_butterfly_adds_every_device():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,), devices=jax.devices()[:4])
+    add = lambda x: tiles.butterfly(x, "x", 4)
+    run = jax.shard_map(add, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    assert jax.jit(run)(jnp.array([1.0, 2.0, 4.0, 8.0])).tolist() == [15.0] * 4
+
+
+def test_tiles_keep_the_order_of_rows():
+    rows = jnp.arange(20.0)
+    np.testing.assert_array_equal(tiles.by_rows(lambda x, y: x + 2 * y, rows, rows), 3 * rows)
+
+
+def test_a_product_of_any_width():
+    x, w = normal(3, 70), normal(70, 40)
+    np.testing.assert_allclose(tiles.product(x, w), np.asarray(x) @ np.asarray(w), atol=1e-4)
+
+
+def test_a_scaled_row_is_divided():
+    found = tiles.scaled(jnp.array([[2.0, -4.0], [3.0, 0.0]]), jnp.array([[2.0], [0.5]]))
+    assert found.tolist() == [[1.0, -2.0], [6.0, 0.0]]

@@ -12,7 +12,7 @@ from jaxrl_tis.kernels import tiles
 from jaxrl_tis.kernels.head import Head
 from jaxrl_tis.kernels.logprob import token_logprob
 from jaxrl_tis.kernels.logprob_chunked import Kept
-from jaxrl_tis.models import invariant, moe, transformer
+from jaxrl_tis.models import attention, invariant, moe, transformer
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 
 pytestmark = [
@@ -173,6 +173,15 @@ def test_float8_is_refused():
     with pytest.raises(ValueError, match="'fp8_w8a8' sums floats of 8 bits; use none, w8a16, w8a8"):
         invariant.check(CONFIG, dict(tensor=2, context=1), "fp8_w8a8")
     invariant.check(CONFIG, dict(tensor=2, context=1), "w8a8")
+
+
+def test_attention_by_pages_is_plain_attention():
+    """Two segments of 21 and 19 tokens in pages of 16; four query and two key/value heads."""
+    q, k, v = normal(1, 40, 4, 8), normal(1, 40, 2, 8), normal(1, 40, 2, 8)
+    segments = jnp.repeat(jnp.array([1, 2]), jnp.array([21, 19]))[None]
+    found = invariant.row_attention(q, 3 * k, v, segments)
+    plain = attention.row_attention(q, 3 * k, v, segments)
+    np.testing.assert_allclose(found, plain, atol=1e-5)
 
 
 # Experts

@@ -31,13 +31,13 @@ import time
 
 from tests.mutants import KILLERS, Mutant, killers, runner
 from tests.mutants import (
-    adapters, algorithms, engine, environments, estimators, experiments, kernels, models, outside,
-    rollouts, surroundings, update,
+    adapters, algorithms, engine, environments, estimators, experiments, instruments, kernels, models,
+    outside, rollouts, studies, surroundings, update, workers,
 )
 
 TABLES = (
     estimators, algorithms, update, engine, environments, rollouts, kernels, models, adapters,
-    surroundings, outside, experiments,
+    surroundings, outside, experiments, workers, instruments, studies,
 )
 MUTANTS: list[Mutant] = [mutant for table in TABLES for mutant in table.MUTANTS]
 

@@ -60,6 +60,10 @@ def test_a_queue_that_is_too_small_is_one_problem(queue):
     assert len(problems(config)) == 1
 
 
+def test_a_queue_of_one_batch_is_enough():
+    assert not problems(tiny.config(rollout__schedule="areal", rollout__queue=4))
+
+
 def test_other_sections_that_a_mode_excludes():
     config = tiny.config(rollout__schedule="areal", engine__retention=(1, 2))
     assert "sequences with evicted keys" in " ".join(problems(config))

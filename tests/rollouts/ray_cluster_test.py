@@ -59,8 +59,8 @@ def test_without_ray(monkeypatch):
 
 def test_an_address_where_nobody_answers(monkeypatch):
     address = f"127.0.0.1:{hosts.free_port()}"
-    for values in ({"ray_address": address}, {}):
-        monkeypatch.setenv("RAY_ADDRESS", address)  # the field comes first
+    for values, other in (({"ray_address": address}, "127.0.0.1:1"), ({}, address)):
+        monkeypatch.setenv("RAY_ADDRESS", other)  # the field comes first
         why = refusal(**values)
         assert why.startswith(f"Ray at {address} does not answer") and "ray start --head" in why
 
@@ -112,6 +112,17 @@ def test_a_local_ray_is_on_loopback_alone_and_has_no_dashboard(monkeypatch):
     assert "include_dashboard" not in ray.init.call_args.kwargs
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     assert ray_cluster.connect(rollout()) is None
+
+
+def test_the_signal_that_ends_a_run_stays_its_own(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    replaced = lambda *_, **__: signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    monkeypatch.setattr(ray, "init", replaced)
+    try:
+        ray_cluster.connect(rollout())
+        assert signal.getsignal(signal.SIGTERM) is before
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_resources_that_are_not_there(nodes):

@@ -186,6 +186,11 @@ def test_other_sessions_are_not_served(worker):
     worker.tell("another", Sync(), 0)
     load(worker, "another", 0)
     assert worker.report(session)[0] == [] and not made
+    load(worker, session, 1)
+    assert worker.report(session)[0] == [] and not made  # the command has not waited for these
+    load(worker, "another", 2)
+    worker.tell(session, Sync(), 2)
+    assert worker.report(session)[0] == [] and not made  # those weights are not there
     with pytest.raises(RuntimeError, match="started again"):
         worker.report("another")
 

@@ -104,6 +104,14 @@ def test_a_group_is_used_so_often_and_dropped_when_it_is_too_old():
     assert uses.keys() == set(range(120))
 
 
+def test_the_age_is_that_of_the_oldest_token():
+    buffer = Replay(replay.newest(uses=2, most=9), age=4, seed=0)
+    buffer.add(0, None, oldest=1, version=3, priority=1.0)
+    assert [s.group for s in buffer.sample(1, 5)] == [0]
+    with pytest.raises(ValueError, match="to replay 1 groups, and 0 are all"):
+        buffer.sample(1, 6)
+
+
 def test_the_first_batch_repeats_what_it_has():
     buffer = Replay(replay.newest(uses=3, most=4), age=9, seed=0)
     for group in range(2):

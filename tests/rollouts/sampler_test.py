@@ -40,3 +40,16 @@ def test_commands():
     assert [t.id for t in sampler.step()] == ["4", "3"] and sampler.pending == 1
     assert [t.id for t in sampler.execute(Preempt())] == ["1"] and sampler.pending == 0
     assert sampler.stats is made[0].stats
+
+
+def test_what_has_ended_is_cancelled_without_an_error():
+    class Strict(Scheduler):
+        def abort(self, id):
+            if id not in {r.id for r in self.waiting}:
+                raise KeyError(id)
+            super().abort(id)
+
+    sampler = Sampler(Strict)
+    sampler.execute(SetParams("a", 0))
+    sampler.execute(NewRequests(requests("1", "2")))
+    assert sampler.execute(Cancel(("gone", "1"))) == [] and sampler.pending == 1

@@ -6,18 +6,20 @@ import json
 import random
 import threading
 import time
+from unittest import mock
 
 import numpy as np
 import pytest
 
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner.state import initial_params
-from jaxrl_tis.rollouts import schedules
+from jaxrl_tis.rollouts import schedules, threads
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.sampler import Preempt, SetParams
 from jaxrl_tis.rollouts.source import SourceParts, next_batch
 from jaxrl_tis.rollouts.synchronous import SyncSource
-from jaxrl_tis.rollouts.threads import thread_source
+from jaxrl_tis.rollouts.threads import SamplerThread, ThreadDriver, thread_source
 from tests import tiny
 from tests.rollouts.virtual_test import (
     SCHEDULES, adapted, assert_same, check_equal_groups_make_room, drawn, in_order,
@@ -149,6 +151,49 @@ def test_weights_come_between_two_calls_of_a_sampler_that_keeps_its_keys(source)
     assert 0 < max(pauses) < 5.0  # of a call and the sync, which waits for nothing
     assert mixed and all(len(set(t.segment)) == 1 for t in mixed)
     assert c.books.counts.interrupted == 0
+
+
+def test_a_pause_is_from_the_first_command_to_the_next_step(monkeypatch):
+    """Commands at 1 s and 3 s, a step from 7 s to 9 s: a pause of 6 s."""
+    now = 1.0
+    monkeypatch.setattr(threads.time, "monotonic", lambda: now)
+    worker = SamplerThread(mock.Mock(pending=2))
+
+    def step():
+        nonlocal now
+        now = 9.0
+        return []
+
+    worker.sampler.step = step
+    worker.execute(Preempt())
+    now = 3.0
+    worker.execute(SetParams("w", 1))
+    now = 7.0
+    worker.step()
+    assert (worker.paused, worker.stepped, worker.paused_since) == (6.0, 2.0, None)
+    worker.sampler.pending = 0
+    worker.execute(SetParams("w", 2))  # nobody waits
+    assert worker.paused_since is None
+
+
+def test_a_sampler_is_idle_without_a_command_that_waits_or_runs():
+    worker = SamplerThread(mock.Mock())
+    assert worker.is_idle
+    worker.is_busy = True
+    assert not worker.is_idle
+    worker.is_busy = False
+    worker.inbox.append(Preempt())
+    assert not worker.is_idle
+
+
+def test_times_are_means_over_samplers_since_the_last_batch():
+    """Of 10 s one sampler steps for 8 s and one for 4 s; three syncs pause them for 1.5 s."""
+    driver = object.__new__(ThreadDriver)
+    workers = [SamplerThread(None, stepped=8.0, paused=1.0), SamplerThread(None, stepped=4.0, paused=0.5)]
+    driver._workers = dict(enumerate(workers))
+    values = driver.metrics(10.0, 3)
+    assert values == {"async/sampler_idle": pytest.approx(0.4), "sync/pause_s": 0.5}
+    assert driver.metrics(10.0, 0) == {"async/sampler_idle": 1.0, "sync/pause_s": 0.0}
 
 
 def test_an_error_of_a_sampler_is_the_error_of_the_run(source):

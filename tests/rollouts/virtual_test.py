@@ -4,6 +4,7 @@ import functools
 import json
 import math
 import types
+from unittest import mock
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ from jaxrl_tis.rollouts import bookkeeping, replay, schedules
 from jaxrl_tis.rollouts.bookkeeping import check_versions
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.sampler import SetParams
 from jaxrl_tis.rollouts.source import SourceParts, next_batch
 from jaxrl_tis.rollouts.synchronous import SyncSource
 from jaxrl_tis.rollouts.virtual import VirtualSource
@@ -100,6 +102,48 @@ def test_with_unchanged_weights_every_mode_draws_what_a_synchronous_run_draws(sc
     redundant = {i: s for i, s in found.items() if i.endswith("/4")}  # no candidates of a sync run
     assert bool(redundant) == ("redundant" in schedule)
     assert_same({i: s for i, s in found.items() if i not in redundant}, in_order())
+
+
+def bare(**samplers):
+    """A source with these samplers, whose calls and those of the books are noted in one list."""
+    calls, source = mock.Mock(), object.__new__(VirtualSource)
+    for name, sampler in samplers.items():
+        calls.attach_mock(sampler, name)
+    source.books, source._samplers, source._timer = calls.books, samplers, Timer()
+    return source, calls
+
+
+def test_the_turns_of_an_update_are_taken_once():
+    source, calls = bare()
+    source._update_turns, source._is_updating, source._turn = 3, True, calls.turn
+    source._finish_update()
+    source._finish_update()  # the next version comes without an update
+    assert calls.turn.call_count == 3
+
+
+def test_records_are_reported_before_a_sync():
+    source, calls = bare(s=mock.Mock())
+    source._synced = SetParams("weights", 4)
+    source._sync("s")
+    assert [name for name, *_ in calls.mock_calls] == [
+        "s.records", "books.report", "s.execute", "books.synced"]
+
+
+def test_a_turn_of_rewards_alone_is_something():
+    source, calls = bare(s=mock.Mock(pending=0))
+    source._settle, calls.books.counts.passed = lambda: None, 0
+    assert source._turn()
+    calls.books.claim.return_value = None
+    assert not source._turn()
+
+
+@pytest.mark.parametrize("is_untrained", [True, False])
+def test_a_state_before_an_update_takes_none_of_its_turns(is_untrained):
+    source, calls = bare()
+    source._finish_update, source._gather = calls.turns, calls.gather
+    calls.books.is_untrained.return_value = is_untrained
+    source.get_state(3)
+    assert (calls.turns.call_count, calls.gather.call_count) == (1 - is_untrained, 1)
 
 
 def test_a_batch_of_versions():

@@ -1,5 +1,6 @@
 """A second run in a folder is refused by name of the first; a dead one holds nothing."""
 
+import contextlib
 import os
 import pathlib
 import subprocess
@@ -7,7 +8,8 @@ import sys
 
 import pytest
 
-from jaxrl_tis.runtime.lock import locked
+from jaxrl_tis.runtime import processes
+from jaxrl_tis.runtime.lock import check_shared, locked
 
 ROOT = pathlib.Path(__file__).parents[2]
 HOLD = """
@@ -54,3 +56,25 @@ def test_a_folder_that_cannot_be_made(tmp_path):
     with pytest.raises(RuntimeError, match="cannot make .*file/run/lock"):
         with locked(tmp_path / "file" / "run"):
             pass
+
+
+def test_the_lock_names_its_last_owner_alone(tmp_path):
+    for _ in range(2):
+        with locked(tmp_path):
+            assert (tmp_path / "lock").read_text().count("process ") == 1
+
+
+def test_a_folder_of_another_machine_is_refused(tmp_path, monkeypatch):
+    """As the second of two processes sees it."""
+    monkeypatch.setattr(processes, "difference", lambda facts: "")
+    monkeypatch.setattr(processes, "is_alone", lambda: False)
+    monkeypatch.setattr(processes, "first", lambda call: "process 1 on first")
+    monkeypatch.setattr(processes, "any_of", bool)
+    lock = tmp_path / "lock"
+    for is_same, text in ((True, "process 1 on first"), (False, "process 1 on second")):
+        lock.write_text(text)
+        with contextlib.nullcontext() if is_same else pytest.raises(ValueError, match="not one folder"):
+            check_shared(str(tmp_path), tmp_path)
+    lock.unlink()
+    with pytest.raises(ValueError, match="not one folder for all processes"):
+        check_shared(str(tmp_path), tmp_path)

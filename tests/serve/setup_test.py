@@ -9,6 +9,7 @@ import pathlib
 import subprocess
 import sys
 import time
+from unittest import mock
 
 import jax
 import numpy as np
@@ -104,6 +105,16 @@ def test_a_run_with_a_harness_is_served_without_it(monkeypatch):
     monkeypatch.setattr(serving, "warm_up", lambda engine, params: None)
     monkeypatch.setattr(Sampling, "sessions", property(lambda self: pytest.fail("it began sessions")))
     serving.make_app(made, start_params(), LIMITS, 4, None, "127.0.0.1")
+
+
+@pytest.mark.parametrize("host, is_closed", [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_a_server_for_others_needs_its_token(monkeypatch, host, is_closed):
+    served = mock.Mock()
+    for name in ("warm_up", "EngineThread"):
+        monkeypatch.setattr(serving, name, mock.Mock())
+    monkeypatch.setattr(serving.app, "make", served)
+    serving.make_app(mock.Mock(), None, LIMITS, 4, "t", host)
+    assert served.call_args.args[0].is_closed is is_closed and served.call_args.args[0].token == "t"
 
 
 def test_weights_of_a_model_folder(folder):
