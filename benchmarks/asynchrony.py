@@ -298,7 +298,7 @@ def pause(rounds: int, most: int = MOST) -> None:
             c.engine.dtype, c.engine.quantization = "bfloat16", quantization
             setup = build.build(c)
             source, params = source_of(setup, Timer()), initial_params(setup.training)
-            stood, syncs = 0.0, 0
+            stood, syncs = 0.0, 0.0
             for step in range(1, WARM + rounds + 1):
                 source.publish(params, step - 1)
                 _, values = next_batch(source, step)

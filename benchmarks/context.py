@@ -163,7 +163,7 @@ def largest_differences(shards: int, unroll: bool, length: int = 1024) -> dict[s
         out, pull = jax.vjp(lambda *x: attend(*x, segments), *arrays)
         return out, *pull(jnp.asarray(weights))
 
-    found = values(lambda *x: ring_attention(*x, layout, unroll), q, k, v)
+    found = values(lambda q, k, v, seg: ring_attention(q, k, v, seg, layout, unroll), q, k, v)
     expected = values(row_attention, q, k, v)
     for a, b in zip(found, expected):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)

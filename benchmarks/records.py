@@ -77,8 +77,8 @@ class Instant:
 class InstantSampling(build.Sampling):
     """The sampler's half of a run, without the time of its engine."""
 
-    def scheduler(self, *args):
-        return Instant(*args)
+    def scheduler(self, engine, params, version, *args, **options):
+        return Instant(engine, params, version)
 
 
 def config(workers: int, schedule: str):

@@ -37,6 +37,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 from benchmarks import arguments
 from jaxrl_tis.runtime import cli
@@ -296,9 +297,11 @@ def overlap(args: argparse.Namespace) -> dict:
     from jaxrl_tis.engine.scheduler import Scheduler
 
     out, prompts = {}, np.random.default_rng(0).integers(0, 512, (128, 16)).astype(np.int32)
-    by_length = dict(count=64, vocab=4096, sampling=SamplingParams(max_tokens=64))
+    by_length: dict[str, Any] = dict(count=64, vocab=4096, sampling=SamplingParams(max_tokens=64))
     by_stop = SamplingParams(max_tokens=256, stop_ids=tuple(range(8)))
-    kinds = {f"{steps} steps a call": dict(steps=steps, **by_length) for steps in (1, 4, 8)}
+    kinds: dict[str, dict[str, Any]] = {
+        f"{steps} steps a call": dict(steps=steps, **by_length) for steps in (1, 4, 8)
+    }
     kinds["4 steps a call, ended by stops"] = dict(
         steps=4, count=128, vocab=512, sampling=by_stop
     )
@@ -427,7 +430,8 @@ def main() -> None:
         if kind == "ours":
             return serve_ours(OURS[name], SHAPES[shape], *sizes)
         return serve_transformers(THEIRS[name], SHAPES[shape], *sizes)
-    out = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    machine = platform.processor() or platform.machine()
+    out: dict[str, Any] = {"machine": machine, "cores": os.cpu_count()}
     parts = args.parts.split(",")
     if not set(parts) <= set(PARTS):
         parser.error(f"--parts={args.parts}: choose of {', '.join(PARTS)}")

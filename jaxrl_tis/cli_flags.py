@@ -105,7 +105,8 @@ def _parse(required: Sequence[str], words: Sequence[str], argv: list[str]) -> li
         unexpected = " ".join(rest[1 + len(words) :])
         sys.exit(_refused(f"unexpected arguments {unexpected}; a flag is --name=value"))
     if flags.FLAGS["verbosity"].using_default_value:
-        flags.FLAGS.verbosity = logging.WARNING  # Orbax and JAX tell much on INFO
+        # Orbax and JAX tell much on INFO.
+        flags.FLAGS.verbosity = logging.WARNING  # type: ignore[assignment]
     return rest
 
 
@@ -173,7 +174,7 @@ def _words() -> list[str]:
     return flags.FLAGS.read_flags_from_files(sys.argv, force_gnu=False)
 
 
-def _error_text(error: Exception, path: str) -> str:
+def _error_text(error: BaseException, path: str) -> str:
     """Says what went wrong, and in which line of the config file."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"

@@ -337,7 +337,7 @@ def _cell(runs: list[list[dict]], phase: str, metric: str) -> str:
     if len(values) == 1:
         if trials is None:
             return f"{mean:z.4g}"
-        low, high = intervals.wilson(mean, trials)
+        low, high = map(float, intervals.wilson(mean, trials))
     return f"{mean:z.4g} [{low:z.4g}, {high:z.4g}]"
 
 

@@ -54,9 +54,9 @@ def read(
       ImportError: a file is parquet, and pyarrow is not installed.
       ValueError: a file has no row, or cannot be read.
     """
-    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
+    named: Sequence = [paths] if isinstance(paths, str | os.PathLike) else paths
     rows, digest = [], hashlib.blake2b(digest_size=8)
-    for name, path in [file for path in paths for file in hub.data_files(path)]:
+    for name, path in [file for path in named for file in hub.data_files(path)]:
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} is missing; put a file there with one JSON object per line, such as "

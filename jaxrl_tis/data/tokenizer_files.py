@@ -283,7 +283,7 @@ def load_tokenizer(
       ValueError: variables are set without a template; or see `from_folder`.
     """
     tokenizer = _load(path_or_spec, escapes)
-    if tokenizer.template is not None:
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.template is not None:
         # Without the clock, runs of different days have equal tokenizers.
         date = date if "strftime_now" in tokenizer.template else ""
         return dataclasses.replace(tokenizer, template_kwargs=template_kwargs, date=date)

@@ -41,13 +41,16 @@ News = np.ndarray | Trajectory | Exception
 class Worker(Protocol):
     """Samples choices, see `engine.worker.EngineThread`."""
 
-    version: int
-    error: Exception | None
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def error(self) -> Exception | None: ...
 
     @property
     def pending(self) -> int: ...
 
-    def submit(self, requests: list[Choice], listener: Listener, is_streamed: bool) -> Future: ...
+    def submit(self, requests: list, listener: Listener, is_streamed: bool) -> Future: ...
     def abort(self, request_ids: Collection[str]) -> None: ...
 
 

@@ -18,7 +18,7 @@ class Connection(H11Protocol):
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._watch()
 

@@ -134,8 +134,9 @@ class Engine:
         targets = np.zeros(arrays[0].shape, np.int32)
         for row, chunk in zip(rows, chunks):
             targets[row, : len(chunk.targets)] = chunk.targets
-        targets = self.layout.put(targets, ("batch", None))
-        state, logps, routes = self._programs.prefill_scored(params, state, *arrays, targets)
+        state, logps, routes = self._programs.prefill_scored(
+            params, state, *arrays, self.layout.put(targets, ("batch", None))
+        )
         logps = np.asarray(logps)
         of_chunks = [logps[row, : len(chunk.tokens)] for row, chunk in zip(rows, chunks)]
         return state, Prefilled(of_chunks, routes, rows)

@@ -43,7 +43,7 @@ class Programs:
 
     def __init__(self, spec: Spec):
         bind = lambda program, *args: functools.partial(program, spec, *args)
-        options = dict(compiler_options=spec.program.compiler_options)
+        options: dict[str, Any] = dict(compiler_options=spec.program.compiler_options)
         rows, row = spec.layout.sharding(("batch", None)), spec.layout.sharding(("batch",))
         self.empty_state = bind(_empty_state)
         self.shardings = _shardings(spec)

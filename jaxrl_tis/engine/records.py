@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ OUTCOMES = ("", "done", "max_turns", "overlong", "failed", "timeout")  # of an e
 JOINS = ("append", "realign", "fork", "replace")
 PER_TOKEN = (*DRAWN, "version", "kv_version", "segment", "mask", "turn")  # fields of a record
 MAX_INT = 2**31 - 1
+FILLED: Any = None  # the default of a field that __post_init__ fills
 # Programs take smaller float32 for 0, so that larger ones than 1 / TINY have no reciprocal.
 TINY, MAX_FLOAT = 2.0**-126, float(np.finfo(np.float32).max)
 
@@ -26,7 +26,7 @@ def _is_float(x) -> bool:
 
 
 def _is_int(x, least: int = 0) -> bool:
-    return isinstance(x, numbers.Integral) and least <= x <= MAX_INT
+    return isinstance(x, int | np.integer) and least <= int(x) <= MAX_INT
 
 
 def token_ids(ids: Sequence[int] | np.ndarray, owner: str, what: str) -> np.ndarray:
@@ -212,8 +212,8 @@ class Trajectory:
     request: int
     quant_id: str
     temperature: float
-    mask: np.ndarray | None = None
-    turn: np.ndarray | None = None
+    mask: np.ndarray = FILLED
+    turn: np.ndarray = FILLED
     kv_version: np.ndarray = _no(np.int32)
     segment: np.ndarray = _no(np.int32)
     logits: np.ndarray = _no(np.float32, 2)

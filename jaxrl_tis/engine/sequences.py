@@ -136,10 +136,11 @@ class Sequence:
         if not self.pieces:
             is_wide = name in DRAWN and DRAWN[name].width
             return np.zeros((0, 0) if is_wide else 0, _dtype(name))
-        number, read = self.read.get(name, (0, None))
+        if name not in self.read:
+            self.read[name] = len(self.pieces), _joined(self.pieces, name)
+        number, read = self.read[name]
         if number < len(self.pieces):
-            new = _joined(self.pieces[number:], name)
-            read = new if read is None else np.concatenate([read, new])
+            read = np.concatenate([read, _joined(self.pieces[number:], name)])
             self.read[name] = len(self.pieces), read
         return read
 

@@ -33,6 +33,7 @@ class Spec:
 
     @property
     def layout(self) -> Layout:
+        assert self.program.layout is not None  # an engine has one
         return self.program.layout
 
     @property

@@ -17,7 +17,8 @@ class StopStrings:
     """
 
     def __init__(self, decode: Callable[[np.ndarray], str] | None):
-        self._decode, self._thread = decode, None
+        self._decode = decode
+        self._thread: ThreadPoolExecutor | None = None
 
     def search(self, sequence: Sequence, tokens: list[int], is_last: bool) -> int | None:
         """Starts the search in new tokens of a sequence, already appended to it.

@@ -74,7 +74,8 @@ class StopSearch:
         self, stops: tuple[str, ...], decode: Decode, tokens: Sequence[int] = (), least: int = 0
     ):
         self._stops, self._decode, self._least = stops, decode, least
-        self._text, self._floor = Text(decode, tokens), None
+        self._text = Text(decode, tokens)
+        self._floor: int | None = None
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
         """Appends tokens and returns the number of tokens up to the one that completes a stop string;

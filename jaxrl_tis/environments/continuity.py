@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,8 @@ class Suffixes:
         self._ids = functools.lru_cache(CACHED)(self._encoded)
         self._between = functools.lru_cache(CACHED)(self._rendered)
         self._knows = functools.cache(self._renders_role)
-        self.rewrites, self.tool_role = (), "tool"
+        self.rewrites: tuple[str, ...] = ()
+        self.tool_role = "tool"
         if chat:
             self._check_extends()
             self.rewrites = self._find_rewrites()
@@ -188,7 +190,7 @@ class Suffixes:
         failed = [text for text in texts if isinstance(text, ValueError)]
         if failed:
             raise ValueError(f"{refused}{failed[0]}")
-        one, two = texts
+        one, two = map(str, texts)
         if (one.count(FIRST), two.count(SECOND)) != (1, 1):
             raise ValueError(f"{refused}it leaves out or repeats earlier answers")
         if _rest(one, FIRST) != _rest(two, SECOND):
@@ -200,10 +202,11 @@ class Suffixes:
     def _find_rewrites(self) -> tuple[str, ...]:
         """Compares renders with the text that a policy saw when it sampled."""
         turns = [QUESTION, _answer(FIRST), OBSERVATION]
-        prompt, plain, spaced, thought, told, system = self._tokenizer.chats([
+        renders: list[Any] = self._tokenizer.chats([
             [QUESTION], turns, [QUESTION, _answer(SPACED), OBSERVATION],
             [QUESTION, _answer(THOUGHT), OBSERVATION], [SYSTEM, QUESTION], [SYSTEM, *turns],
         ])
+        prompt, plain, spaced, thought, told, system = renders
         begin = plain[: plain.index(FIRST)]
         is_kept = lambda text, start: isinstance(text, str) and text.startswith(start)
         asked = lambda text: text.partition(QUESTION["content"])[0]
@@ -284,7 +287,7 @@ def joined(
 
 
 def joined_to_one(
-    rows: Sequence[tuple[Sequence[int], int]], prompt_ids: Sequence[int]
+    rows: Sequence[tuple[Sequence[int] | np.ndarray, int]], prompt_ids: Sequence[int] | np.ndarray
 ) -> tuple[int, Append | Realign | Fork]:
     """Returns the row that a prompt continues, and how; (-1, Fork) if it continues none.
 

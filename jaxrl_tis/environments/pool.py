@@ -220,8 +220,8 @@ class SharedPool:
 
 def _reply(step: Mapping[str, Any] | None, observations: Iterable, **fields: Any) -> Reply:
     """Makes a reply from its fields as JSON."""
-    step = None if step is None else Step(**step)
-    return Reply(step=step, observations=tuple(observations), **fields)
+    last = None if step is None else Step(**step)
+    return Reply(step=last, observations=tuple(observations), **fields)
 
 
 class _Fault(Exception):
@@ -302,7 +302,7 @@ class _Worker:
                 "differs for equal record, seed and answers (step 0 is the prompt)"
             )
 
-    def _ask(self, *message: Any) -> Step | None:
+    def _ask(self, *message: Any) -> Any:
         [result] = self._process.calls([message])
         if result["fault"]:
             self._played.clear()

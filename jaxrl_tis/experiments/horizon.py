@@ -312,9 +312,9 @@ def monte_carlo(
     controls = np.stack([c for _, c in blocks]) - _control_means(chain)
     flat = controls.reshape(-1, controls.shape[-1])
     gradient = chain.true_gradient()
+    shared: tuple = controls, flat, gradient, batch
     return {
-        name: _jackknife(*map(np.array, zip(*(b[name] for b, _ in blocks))), controls, flat,
-                         gradient, batch)
+        name: _jackknife(*map(np.array, zip(*(b[name] for b, _ in blocks))), *shared)
         for name in weights
     }
 

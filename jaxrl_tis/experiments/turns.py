@@ -211,8 +211,8 @@ def line(
     axes: Axes, of_seeds: Sequence[Found], arm: str, cells: Sequence[Cell], measure: str, **style
 ) -> None:
     """Draws the means of the cells that have enough tokens, with their intervals."""
-    known = [(cell[1], mean_of(of_seeds, arm, cell, measure)) for cell in cells]
-    known = [(x, *found) for x, found in known if found is not None]
+    means = [(cell[1], mean_of(of_seeds, arm, cell, measure)) for cell in cells]
+    known = [(x, *found) for x, found in means if found is not None]
     x, mean, low, high = np.array(known).T
     bars = [mean - low, high - mean]
     axes.errorbar(x, mean, bars, marker="o", markersize=3, capsize=2, linewidth=1, **style)

@@ -179,7 +179,7 @@ class Clock:
         entries = None if self._is_training else self.controller.take()
         if entries is None:
             return
-        version, costs, self._is_training = self.controller.version, self.costs, True
+        version, costs, self._is_training = self.controller.version or 0, self.costs, True
         self._trained += [(version, entry) for entry in entries]
         oldest = min(min(row["tokens"].drawn) for e in entries for row in e.columns.values())
         if version - oldest > self.schedule.staleness:
@@ -217,7 +217,9 @@ class Clock:
     def _cut(self, name: str) -> None:
         """Ends a burst with its current call."""
         sampler = self.samplers[name]
-        burst, elapsed = sampler.burst, self.now - sampler.burst.start
+        burst = sampler.burst
+        assert burst is not None
+        elapsed = self.now - burst.start
         time_of = lambda calls: self._burst_s(burst, calls)
         calls = bisect.bisect_left(range(burst.calls), elapsed, key=time_of)
         if calls < burst.calls:
@@ -247,6 +249,7 @@ class Clock:
     def _end_burst(self, name: str) -> None:
         """Records the tokens of a burst, receives the commands and continues."""
         sampler, burst = self.samplers[name], self.samplers[name].burst
+        assert burst is not None and sampler.version is not None
         sampler.burst = None
         self._draw_times.append((burst.start, self.now))
         last = self._burst_s(burst, burst.calls) - self._burst_s(burst, max(burst.calls - 1, 0))

@@ -152,9 +152,9 @@ class HarnessProcess:
         # Each piece as it comes. The thread keeps the process: without it the pipe would be closed.
         show = lambda: confined.show(process.stderr.raw, what)
         threading.Thread(target=show, daemon=True).start()
-        if error := self._loading(process):
+        if why := self._loading(process):
             _end(process)
-            raise ValueError(f"{what} cannot be loaded: {error}")
+            raise ValueError(f"{what} cannot be loaded: {why}")
         return process
 
     def _use(self, process: subprocess.Popen) -> None:

@@ -323,11 +323,13 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept):
             return *finish(found, cut.vocab, ids), None
         head = cut.whole_width(head, x)
         if plan.body == "invariant":
+            over: tuple = cut.vocab, cut.count(cut.vocab)
             found, normaliser = logprob_invariant.finished(
-                *inputs(cut, head, *tokens), cut.vocab, cut.count(cut.vocab)
+                *inputs(cut, head, *tokens), *over
             )
             *single, others = found
-            return Scores(*single, jnp.where(ids == ELSEWHERE, 0.0, others)), normaliser, None
+            scores = Scores._make([*single, jnp.where(ids == ELSEWHERE, 0.0, others)])
+            return scores, normaliser, None
         if not cut.is_spread:
             found, logits = moments(cut, head, *tokens)
             return *finish(found, cut.vocab, ids), logits
@@ -350,8 +352,8 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept):
         (token_spec, token_spec, PartitionSpec(None, cut.rows, cut.positions, cut.vocab)),
         head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept,
     )
-    inputs = head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept
-    return found, (*inputs, normaliser, found.entropy, logits)
+    given = head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept
+    return found, (*given, normaliser, found.entropy, logits)
 
 
 def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
@@ -365,7 +367,7 @@ def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
     down = m.top - (top[None] if is_stacked else top)
     scale = jnp.exp(down)
     dot = scale * (m.dot + down * m.total)
-    parts = scale * m.total, dot, scale**2 * m.squares, m.target, m.others
+    parts: tuple = scale * m.total, dot, scale**2 * m.squares, m.target, m.others
     parts = tuple(jnp.sum(x, axis=0) for x in parts) if is_stacked else parts
     return Moments(top, *(jax.lax.psum(parts, axes) if axes else parts))
 

@@ -21,7 +21,7 @@ from jaxrl_tis.learner.batch_layout import without_replay
 from jaxrl_tis.models import lora, moe, transformer
 from jaxrl_tis.models.config import ModelConfig
 
-Batch = dict[str, jax.Array]
+Batch = dict[str, Any]  # arrays; "seg" is a Segments
 Metrics = dict[str, jax.Array]
 
 
@@ -135,8 +135,8 @@ def _score_targets(
         **options,
     )
     *single, others = map(scatter, scores)
-    single = (ratios.zero_padding(x, mask) for x in single)
-    scores = Scores(*single, ratios.zero_padding(others, mask[..., None]))
+    single = [ratios.zero_padding(x, mask) for x in single]
+    scores = Scores._make([*single, ratios.zero_padding(others, mask[..., None])])
     return scores, None if routed is None else _of_rows(routed)
 
 
@@ -182,7 +182,7 @@ def response_scores(
     scores, routed = _score_targets(
         params, learner, batch, asked, with_entropy=with_entropy, pulls_entropy=pulls_entropy
     )
-    fields = {"logp": scores.logp, "entropy": scores.entropy}
+    fields: dict[str, Any] = {"logp": scores.logp, "entropy": scores.entropy}
     fields |= {"logp_top": scores.others} if "top_ids" in batch else {}
     return fields | ({} if routed is None else {"routed": routed})
 
@@ -215,7 +215,7 @@ def prefix_values(params: Any, learner: Learner, batch: Batch) -> jax.Array:
 
 def make_score(
     learner: Learner, with_entropy: bool = True, with_routes: bool = False
-) -> Callable[[Any, Batch], Batch]:
+) -> jax.stages.Wrapped:
     """Makes (params, batch [M, rows, ...]) -> {"logp", "entropy"} [M, rows, T], one micro-batch at
     a time. With `with_routes` also the routers' own choices: `routes` [M, rows, T, L, k]."""
 

@@ -286,9 +286,9 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
         batch, num_tokens, num_seqs = inputs
         returned = {}
         if not is_scored:
-            own = scores["logp"], scores["entropy"]
+            own: tuple = scores["logp"], scores["entropy"]
             if c.environment_ce_coeff:
-                own = (ratios.zero_padding(x, batch["mask"]) for x in own)
+                own = tuple(ratios.zero_padding(x, batch["mask"]) for x in own)
             batch = batch | fused_fields(*own)
             returned = {name: batch[name] for name in ("logp_old", "entropy")}
         if "logits" in scores:

@@ -50,7 +50,8 @@ def experts(
 
     def local(x_btd, ids_btk, gates_btk, weights):
         gathered = _gathered(weights, layout, x_btd.dtype)
-        run = lambda rows: _summed(*rows, gathered, num_experts, layout, is_invariant)
+        plan: tuple = gathered, num_experts, layout, is_invariant
+        run = lambda rows: _summed(*rows, *plan)
         y_cmd = jax.lax.map(run, _chunks(x_btd, ids_btk, gates_btk))
         y_btd = _whole(y_cmd, x_btd.shape)
         if not is_invariant:

@@ -70,7 +70,7 @@ ONLY_VALUE = {
 
 # The same for one family. HF's llama, qwen3 and qwen3_moe put the bias of the attention projections
 # on o_proj too, which is not implemented; HF's qwen2 always has it on q, k and v and never on o.
-ONLY_VALUE_OF = {
+ONLY_VALUE_OF: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False},
     "qwen2": {"attention_bias": True},
     "qwen3": {"attention_bias": False},
@@ -105,7 +105,7 @@ DEFAULTS = {
 SLIDING_PATTERN = 6  # every sixth layer of Gemma is full where config.json does not say
 
 # What all experts of a family have: MoeConfig name -> value.
-EXPERTS_OF = {
+EXPERTS_OF: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "score": "softmax", "shared_dim": 0, "num_groups": 1, "top_groups": 1, "scale": 1.0,
     },

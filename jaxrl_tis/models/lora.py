@@ -80,11 +80,11 @@ def _is_adapted(x) -> bool:
     return isinstance(x, Adapted)
 
 
-def _factors(params):
+def _factors(params) -> dict[str, Any]:
     of = lambda tree: {
         n: {"a": w.a, "b": w.b} for n, w in tree.items() if isinstance(w, Adapted)
     }
-    found = of(params)
+    found: dict[str, Any] = of(params)
     for stack in STACKS:
         layers = params.get(stack, {})
         if isinstance(layers, tuple):
@@ -154,7 +154,7 @@ def rslora(*, rank=32, alpha=32, targets="all") -> Recipe:
     return Recipe(rank, alpha, targets, is_rs=True)
 
 
-CHOICES = {"none": none, "lora": lora, "rslora": rslora}
+CHOICES: dict[str, Callable[..., Recipe | None]] = {"none": none, "lora": lora, "rslora": rslora}
 
 
 def parse(text: str) -> Recipe | None:
@@ -277,7 +277,7 @@ def adapter_of(params: Mapping[str, Any], config: ModelConfig) -> Adapter:
 
 def _trees(params: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the dicts of leaves in a tree of parameters."""
-    trees = [{n: x for n, x in params.items() if n not in STACKS}]
+    trees: list[Mapping[str, Any]] = [{n: x for n, x in params.items() if n not in STACKS}]
     for stack in STACKS:
         layers = params.get(stack, {})
         trees += list(layers) if isinstance(layers, tuple) else [layers]

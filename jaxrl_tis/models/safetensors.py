@@ -287,7 +287,7 @@ def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Store
     """
     abstract = abstract_params(config)
     structure, expected = jax.tree.structure(params), jax.tree.structure(abstract)
-    if structure != expected:
+    if structure != expected:  # type: ignore[operator]
         raise ValueError(f"Parameters {structure} are not those of the config: {expected}.")
     stored = []
     for slot, leaf, param in zip(*map(jax.tree.leaves, (slots(config, names(config)), abstract, params))):

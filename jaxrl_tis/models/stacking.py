@@ -8,7 +8,7 @@ stores the experts of a layer in one tensor has a `Tensor` for each of them all 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,7 +50,7 @@ def slots(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
 
     def slot(path, leaf) -> Slot:
         key, stack = path[-1].key, path[0].key
-        leading = {}
+        leading: dict[str, Sequence[int]] = {}
         if stack in config.stacks:
             leading["layer"] = config.stacks[stack]
             if key.startswith("expert_"):

@@ -208,8 +208,8 @@ class MetricsWriter:
             kept = records_on_resume(records, resume_step)
             dropped = [r for r in records if r["step"] > resume_step and r["phase"] != "warmup"]
             self.lost_seconds = sum(seconds_of(record) for record in dropped)
-        lines = kept and [encode(r.pop("step"), r.pop("phase"), r) for r in kept]
-        self._file = LineFile(path, None if kept is None else lines)
+        lines = kept if kept is None else [encode(r.pop("step"), r.pop("phase"), r) for r in kept]
+        self._file = LineFile(path, lines)
         with self._file.explained_errors():
             self._events = _open_events(path.parent / "tensorboard", resume_step)
         self._sinks, self._is_compact = sinks, is_compact

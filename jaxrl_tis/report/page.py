@@ -4,6 +4,7 @@ import html
 import json
 import os
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -28,7 +29,7 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
         raise ValueError("no workdir given; a report needs at least one")
     paths = [storage.folder(workdir) for workdir in workdirs]
     names = [path.name for path in paths]
-    palette = plots.COLORS
+    palette: Any = plots.COLORS
     if len(paths) > len(plots.COLORS):
         palette = matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(paths)))
     runs = []

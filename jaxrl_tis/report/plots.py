@@ -33,7 +33,7 @@ PHASE_COLORS = {
     "checkpoint": "#332288", "compile": "#661100", "init": "#DDCC77", "restore": "#44AA99",
     "warm-up": "#88CCEE", "lost": "#000000",
 }
-STYLE = {
+STYLE: Any = {
     "font.size": 10, "axes.titlesize": 11.5, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": "#888888", "axes.labelcolor": "#333333", "xtick.color": "#555555",
@@ -326,9 +326,10 @@ def figures(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:
                 if entries:
                     picture.legend(handles=entries, loc="outside lower center", ncols=4)
                 sections.setdefault(plot.section, []).append((svg(picture), plot.caption))
-        for run in [run for run in runs if flip_rates(run)][:MOST_GRIDS]:
+        found = [(run, rates) for run in runs if (rates := flip_rates(run))]
+        for run, rates in found[:MOST_GRIDS]:
             picture = figure.Figure(figsize=(6.0, 3.5))
-            draw_flips(picture.add_subplot(), *flip_rates(run))
+            draw_flips(picture.add_subplot(), *rates)
             note = f"{run.label}: share of the tokens whose router chooses other experts in the sampler."
             sections.setdefault(GAP, []).append((svg(picture), note))
         timed = [run for run in runs if sum(phase_seconds(run).values()) > 0]

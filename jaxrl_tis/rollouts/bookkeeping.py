@@ -247,7 +247,8 @@ class AsyncBookkeeping:
         under unused group numbers; [] without replay."""
         if self._replay is None:
             return []
-        buffer, version, first = self._replay, self.controller.version, self.controller.next_group
+        buffer, first = self._replay, self.controller.next_group
+        version = self.controller.version or 0
         self._replay_before = buffer.copy()
         stored = []
         for entry in sorted(self.taken, key=lambda e: e.number):

@@ -122,7 +122,7 @@ class Controller:
             raise ValueError(f"a worker named {name!r} is there already")
         self.workers[name] = WorkerState(slots)
 
-    def left(self, name: str, drawn_by: Mapping[Key, int] = {}) -> None:
+    def left(self, name: str, drawn_by: Mapping[Key, int | None] = {}) -> None:
         """A worker is gone, and other workers take its samples. `drawn_by` has the version of the
         last token of samples with a known part (see `preempted`); the others start over."""
         for key in sorted(self.workers.pop(name).running):
@@ -145,7 +145,9 @@ class Controller:
 
     def is_sync_due(self, version: int) -> bool:
         """Whether workers may sync to this version once it is published."""
-        return self._must_sync or version - self.sync_version >= self.schedule.sync_every
+        if self._must_sync or self.sync_version is None:
+            return True
+        return version - self.sync_version >= self.schedule.sync_every
 
     def synced(self, name: str, version: int) -> None:
         """A worker now has these weights; raises ValueError if it had newer ones."""
@@ -180,7 +182,7 @@ class Controller:
         if math.isinf(ahead):
             ahead = float(self.queue.capacity // self.batch)
             for entry in self.queue.entries.values():  # or groups with a deadline always go first
-                entry.deadline = self.version + math.ceil(self.queue.capacity / self.batch)
+                entry.deadline = (self.version or 0) + math.ceil(self.queue.capacity / self.batch)
         ahead = max(ahead - 1, self.schedule.sync_every - 1)
         self.schedule, self._must_sync = dataclasses.replace(self.schedule, ahead=ahead), True
         return ahead
@@ -259,13 +261,14 @@ class Controller:
     def _repacks(self):
         """Yields decisions that move the last sequences of workers with outdated weights to the
         fullest worker of the same version."""
-        if not self.schedule.repack:
+        newest = self.sync_version
+        if not self.schedule.repack or newest is None:
             return
         coming = collections.Counter(self._destinations.values())
         load = lambda name: len(self.workers[name].running) + coming[name]
         tails = collections.defaultdict(list)
         for name, worker in self.workers.items():
-            is_late = worker.version is not None and worker.version < self.sync_version
+            is_late = worker.version is not None and worker.version < newest
             is_tail = 0 < load(name) < self.schedule.repack * worker.slots
             if is_late and is_tail and not worker.leaving:
                 tails[worker.version].append(name)
@@ -351,7 +354,7 @@ class Controller:
 
     def _room(self, version: int) -> float:
         """Returns how many more groups may start with these weights."""
-        ahead = self.batch * (version + self.schedule.ahead + 1 - self.version) - self._taken
+        ahead = self.batch * (version + self.schedule.ahead + 1 - (self.version or 0)) - self._taken
         # Rounded, as 1.1 - 1 batches of 10 groups are one group.
         return min(self.queue.capacity, round(ahead, 6)) - len(self.queue)
 

@@ -76,14 +76,20 @@ class Row:
     running: Request | None = None
 
     @property
+    def whole(self) -> Trajectory:
+        """The record of a row with a whole turn."""
+        assert self.record is not None
+        return self.record
+
+    @property
     def ids(self) -> np.ndarray:
-        return np.concatenate([self.record.prompt, self.record.tokens])
+        return np.concatenate([self.whole.prompt, self.whole.tokens])
 
     @property
     def turn_start(self) -> int:
         """The index in `ids` of the first token that the last turn sampled."""
-        sampled = np.flatnonzero(self.record.mask & (self.record.turn == self.record.turn[-1]))
-        return len(self.record.prompt) + int(sampled[0])
+        sampled = np.flatnonzero(self.whole.mask & (self.whole.turn == self.whole.turn[-1]))
+        return len(self.whole.prompt) + int(sampled[0])
 
     @property
     def num_sampled(self) -> int:
@@ -190,7 +196,7 @@ class Sessions:
             if live is not None and request.id in self._owned:
                 raise ValueError(f"request {request.id}: another live request has this id")
             goes_on = live is not None and (request.partial is not None or not live.has_tokens)
-            if not goes_on:
+            if live is None or not goes_on:
                 if live is not None:
                     self._end(live, "the run begins the sample anew")
                 live = self._open(request)

@@ -141,10 +141,11 @@ class RayDriver:
             raise
         wanted = ray_cluster.wanted(self._rollout)
         cpus, gpus = wanted.pop("CPU", 0), wanted.pop("GPU", 0)
-        actor = ray.remote(
+        options: dict[str, Any] = dict(
             num_cpus=cpus, num_gpus=gpus, resources=wanted, max_restarts=MAX_RESTARTS,
             concurrency_groups={"tell": 1, "report": 1, "load": 1},
-        )(RolloutWorker)
+        )
+        actor: Any = ray.remote(**options)(RolloutWorker)
         self._actors = {
             f"{i}": actor.remote(build, config.to_dict(), bool(gpus or wanted))
             for i in range(self._rollout.workers)
@@ -291,6 +292,7 @@ class RayDriver:
         command = self._books.command(decision)
         if isinstance(command, NewRequests):
             version = self._books.controller.workers[session.name].version
+            assert version is not None  # requests go to workers with weights
             for request in command.requests:
                 session.given[request.id] = request, version
                 if request.partial is not None:
@@ -419,8 +421,9 @@ class RayDriver:
         controller = self._books.controller
         worker = controller.workers[session.name]
         oldest = -1 if worker.version is None else worker.version
+        newest = -1 if controller.sync_version is None else controller.sync_version
         is_told = worker.is_syncing and type(version) is int
-        if not (is_told and oldest < version <= controller.sync_version):
+        if not (is_told and oldest < version <= newest):
             raise Invalid(f"it uses weights of version {version!r}, to which it was not to sync")
         self._books.synced(session.name, version)
 
@@ -432,10 +435,9 @@ class RayDriver:
         request, oldest = session.given[id]
         newest = self._books.controller.workers[session.name].version
         is_episode = request.example is not None
-        if why := record_check.problem(
-            record, request, self._engine, oldest, newest, is_episode
-        ):
-            raise Invalid(why)
+        problem = record_check.problem(record, request, self._engine, oldest, newest, is_episode)
+        if problem:
+            raise Invalid(problem)
         # Arrays of the object store are read-only, and would stay there.
         arrays = {n: x.copy() for n, x in vars(record).items() if isinstance(x, np.ndarray)}
         record, key = dataclasses.replace(record, **arrays), self._books.keys[id]

@@ -117,6 +117,7 @@ class SessionScheduler:
                 continue
             live, row = self._rows.pop(trajectory.id)
             if trajectory.stop_reason == "abort":
+                assert row.running is not None
                 row.running = dataclasses.replace(row.running, partial=trajectory)
             else:
                 self._answer(live, row, trajectory)
@@ -241,7 +242,7 @@ class SessionScheduler:
             start = lost = 0
         else:
             row = idle[index]
-            partial, lost = dataclasses.replace(row.record, stop_reason="abort"), 0
+            partial, lost = dataclasses.replace(row.whole, stop_reason="abort"), 0
             if isinstance(how, Realign):
                 partial = cut(partial, how.start - len(partial.prompt))
                 lost = row.num_sampled - int(partial.mask.sum())
@@ -334,9 +335,9 @@ class SessionScheduler:
         stats.forked_tokens += sum(sampled) - max(sampled, default=0)
         stats.realigned_tokens += sum(row.realigned for row in rows)
         longest = max(reversed(rows), key=lambda row: row.num_sampled, default=None)
-        record = self._empty(live) if longest is None else longest.record
+        record = self._empty(live) if longest is None else longest.whole
         id, others = live.request.id, [row for row in rows if row is not longest]
-        forks = [dataclasses.replace(row.record, id=id, fork=row.number) for row in others]
+        forks = [dataclasses.replace(row.whole, id=id, fork=row.number) for row in others]
         reasons = {"done": "stop", "overlong": "length"}
         rewards = np.full(record.num_turns, math.nan, np.float32)
         rewards[-1:] = math.nan if reward is None else reward

@@ -57,7 +57,9 @@ class SyncSource:
             if len(useful) >= rollout.prompts:
                 break
         chosen = (useful + others)[: rollout.prompts]
-        metrics = {f"reward/{name}": n - failed[name] for name, n in self._groups.counts.items()}
+        metrics: dict[str, float] = {
+            f"reward/{name}": n - failed[name] for name, n in self._groups.counts.items()
+        }
         metrics["rollout/discarded_groups"] = len(useful) + len(others) - len(chosen)
         self._metrics = metrics | engine_metrics(self._config.engine, scheduler.stats.since(before))
         if self._sleeps:

@@ -114,7 +114,7 @@ def local_files(path: str | os.PathLike, names: Sequence[str]) -> pathlib.Path:
     return _fetch(reference, [f"{inside}{name}" for name in names]) / reference.inside
 
 
-def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
+def data_files(path: str | os.PathLike) -> list[tuple[str, Any]]:
     """Returns [(machine-independent name, local path)] of the files of a split. A path outside the
     hub is a file or a glob, on this machine or on a bucket.
 

@@ -83,7 +83,7 @@ def connected(
             _use_as_many_threads(count)
             with _in_time(seconds):
                 jax.distributed.initialize(coordinator, count, index, **timeouts)
-        elif cli.has_tpu() and "tpu" in (jax.config.jax_platforms or "tpu"):
+        elif cli.has_tpu() and "tpu" in (jax.config.jax_platforms or "tpu"):  # type: ignore[attr-defined]
             with _in_time(seconds):
                 _find_each_other(timeouts)
     except jax.errors.JaxRuntimeError as error:
@@ -107,7 +107,8 @@ def _use_as_many_threads(count: int) -> None:
     """Gives XLA on CPU as many threads as one process with all devices would have. The last bits of
     a matrix product depend on the number of threads."""
     found = re.search(r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    devices = max(int(found[1]) if found else 1, jax.config.jax_num_cpu_devices)
+    virtual = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    devices = max(int(found[1]) if found else 1, virtual)
     threads = max(count * devices, len(os.sched_getaffinity(0)))
     os.environ.setdefault("PJRT_NPROC", f"{threads}")
 

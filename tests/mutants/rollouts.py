@@ -94,7 +94,7 @@ MUTANTS = [
          "round(ahead, 6)", "ahead",
          "test_a_share_of_a_batch_is_not_lost_by_rounding"),
         ("what is taken of a batch is forgotten",
-         "+ 1 - self.version) - self._taken", "+ 1 - self.version)",
+         "(self.version or 0)) - self._taken", "(self.version or 0))",
          "test_a_learner_that_begins_on_arrival_takes_what_is_there"),
         ("a group may be trained on a version later",
          "return version + self.schedule.staleness", "return version + self.schedule.staleness + 1",
