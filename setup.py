@@ -62,5 +62,6 @@ setup(
             'jax[tpu]>=0.10.0,<0.11; python_version<"3.12"',  # its compiler, no TPU
         ],
         "dev": ["ruff>=0.8"],
+        "types": ["mypy>=1.18"],
     },
 )

@@ -20,6 +20,7 @@ import os
 import pathlib
 import statistics
 import time
+from typing import Any
 
 from benchmarks import arguments
 from jaxrl_tis.runtime import cli
@@ -82,7 +83,8 @@ def long_tailed(setup):
             sampling = dataclasses.replace(request.sampling, stop_ids=(), max_tokens=length)
             return dataclasses.replace(request, sampling=sampling)
 
-    return LongTailed(setup.config, setup.prompter(), LengthRewards(), with_greedy=False)
+    rewards: Any = LengthRewards()
+    return LongTailed(setup.config, setup.prompter(), rewards, with_greedy=False)
 
 
 def parts_of(setup, timer):

@@ -17,6 +17,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -206,7 +207,8 @@ def report(name: str, shards: int, program: jax.stages.Lowered, mesh: dict) -> N
     start = time.perf_counter()
     compiled = program.compile()
     seconds = time.perf_counter() - start
-    memory, module = compiled.memory_analysis(), Module(compiled.as_text())
+    memory: Any = compiled.memory_analysis()
+    module = Module(compiled.as_text() or "")
     counts, moved = Counter(), Counter()
     for c in module.collectives(mesh):
         if "context" in c.axes:

@@ -48,9 +48,11 @@ TINY = SMALL | dict(dim=64, layers=1, heads=2, kv_heads=1, head_dim=32, mlp=64)
 MODELS = {"small": SMALL, "smollm2": SHAPE, "tiny": TINY}
 # Qwen3-MoE: 8 layers of 8 experts, 2 a token. The dense model has as many parameters a token.
 MOE = dict(vocab=8192, dim=512, layers=8, heads=8, kv_heads=4, head_dim=64)
-SHAPES = MODELS | {"moe": MOE | dict(mlp=512, experts=8, per_token=2), "dense": MOE | dict(mlp=1024)}
+SHAPES: dict[str, dict[str, Any]] = MODELS | {
+    "moe": MOE | dict(mlp=512, experts=8, per_token=2), "dense": MOE | dict(mlp=1024),
+}
 BF16 = dict(dtype="bfloat16", cache_dtype="bfloat16")
-OURS = {
+OURS: dict[str, dict[str, Any]] = {
     "ours f32": dict(dtype="float32", cache_dtype="float32"),
     "ours bf16": BF16,
     "ours w8a8": BF16 | dict(quantization="w8a8"),
@@ -139,7 +141,7 @@ def start(python: str, kind: str, name: str, shape: str, sizes: list[int]) -> su
     child = subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     )
-    if child.stdout.readline().strip() != "ready":
+    if child.stdout is None or child.stdout.readline().strip() != "ready":
         raise RuntimeError(f"{name} did not start; run by hand: {' '.join(argv)}")
     print(f"  {name} is ready", file=sys.stderr, flush=True)
     return child
@@ -149,6 +151,7 @@ def measure(children: dict[str, subprocess.Popen], rounds: int) -> dict[str, lis
     rates = {name: [] for name in children}
     for _ in range(rounds):
         for name, child in children.items():
+            assert child.stdin is not None and child.stdout is not None
             child.stdin.write("go\n")
             child.stdin.flush()
             rate, host = map(float, child.stdout.readline().split())
@@ -170,7 +173,8 @@ def speed(args: argparse.Namespace) -> dict:
         }
         rates = measure(children, args.rounds)
         for child in children.values():
-            child.stdin.close()
+            if child.stdin is not None:
+                child.stdin.close()
             child.wait()
         out[f"batch {batch}"] = rates
         for name, values in rates.items():

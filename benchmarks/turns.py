@@ -107,7 +107,7 @@ def extensions(scheduler: Scheduler, params: Any, length: int, rounds: int) -> d
 
 def host_times(length: int, rounds: int) -> dict[str, float]:
     """Returns the median milliseconds to keep the pages of a sequence and to write its record."""
-    sizes = host.Engine()
+    sizes: Any = host.Engine()
     sizes.page_size, sizes.num_pages = 16, host.LENGTH // 16 + 2
     column = lambda dtype: np.zeros((1, host.SLOTS), dtype)
     wide = np.zeros((1, host.SLOTS, 0), np.float32)

@@ -124,7 +124,8 @@ def help_text(about: str, values: flags.FlagValues, required: Sequence[str]) -> 
 
 def _described(flag: flags.Flag, required: Sequence[str]) -> str:
     has_default = flag.default not in (None, False, "", [])
-    default = f" Default: {flag.default_as_str.strip(chr(39))}." if has_default else ""
+    text = (flag.default_as_str or "").strip("'")
+    default = f" Default: {text}." if has_default else ""
     needed = " Required." if flag.name in required else ""
     name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}=..."
     text = f"{flag.help.rstrip('.')}.{default}{needed}"

@@ -376,8 +376,9 @@ class Run:
         self.done = step
 
     def _write_samples(self, lines: list[dict]) -> None:
-        for line in lines if self._samples is not None else ():
-            self._samples.write(json.dumps(line))
+        for line in lines:
+            if self._samples is not None:
+                self._samples.write(json.dumps(line))
 
     def _has_evaluation(self) -> bool:
         """Whether the last step's is on record: a run that was interrupted leaves it out."""

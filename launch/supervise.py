@@ -59,7 +59,7 @@ def supervise(command: list[str], supervisor: Supervisor, state: pathlib.Path | 
         if process is None:
             missed.append(number)
         else:
-            process.send_signal(passed_on(number))
+            process.send_signal(passed_on(number))  # type: ignore[unreachable]
 
     stopping = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:

@@ -77,7 +77,8 @@ def _rows(name: str, path: Any, digest) -> list[Row]:
     reader = next((r for end, r in READERS.items() if unpacked.endswith(end)), _lines)
     with path.open("rb") as file:
         try:
-            return list(reader(name, gzip.open(file) if is_packed else file, digest))
+            content: Any = gzip.open(file) if is_packed else file
+            return list(reader(name, content, digest))
         except BROKEN as error:
             if not is_packed:
                 raise

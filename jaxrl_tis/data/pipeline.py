@@ -123,7 +123,7 @@ class Batches:
 
 
 def _fingerprint(
-    task: str, params: Mapping[str, Any], source: Source, batch_size: int, seed: int
+    task: str, params: Mapping[str, Any], source: Records, batch_size: int, seed: int
 ) -> dict[str, Any]:
     """Returns the values that determine the sequence of batches."""
     inputs = {

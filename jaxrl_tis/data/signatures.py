@@ -315,9 +315,10 @@ def describe(error: BaseException) -> tuple[str, str]:
     """Returns an exception's kind (type and place), and its traceback without the frames that called
     the user's code."""
     trace = error.__traceback__
-    while trace.tb_next and os.path.dirname(trace.tb_frame.f_code.co_filename) in (
-        OURS, os.path.dirname(asyncio.__file__)
-    ):
+    ours = OURS, os.path.dirname(asyncio.__file__)
+    while trace is not None and trace.tb_next:
+        if os.path.dirname(trace.tb_frame.f_code.co_filename) not in ours:
+            break
         trace = trace.tb_next
     frames = traceback.extract_tb(trace)
     text = "".join(traceback.format_exception(type(error), error, trace))

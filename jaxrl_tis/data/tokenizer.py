@@ -300,8 +300,12 @@ class HFTokenizer:
     def _of_pieces(self, pieces: Sequence[str], add_special: bool) -> list[int] | ValueError:
         """Returns the ids of pieces that are encoded one by one, so that no token spans two."""
         found = [*self.encodes(pieces[:1], add_special), *self.encodes(pieces[1:])]
-        refused = [x for x in found if isinstance(x, ValueError)]
-        return refused[0] if refused else [index for ids in found for index in ids]
+        joined = []
+        for ids in found:
+            if isinstance(ids, ValueError):
+                return ids
+            joined += ids
+        return joined
 
     def _mended(self, ids: list[int], add_special: bool) -> list[int] | ValueError:
         """Returns the ids of a text with one start token; ValueError for an id that the model lacks."""
@@ -309,7 +313,7 @@ class HFTokenizer:
             processes.report_once(
                 f"start token of {self.source}",
                 f"{self.source}: a text begins with the start token "
-                f"{self.backend.id_to_token(self.bos_id)!r}, which the tokenizer adds; it is written once"
+                f"{self.backend.id_to_token(ids[1])!r}, which the tokenizer adds; it is written once"
             )
             ids = ids[1:]
         if self.num_rows is not None and max(ids, default=0) >= self.num_rows:

@@ -144,7 +144,7 @@ def _changed_by_bounds(log_ratio: jax.Array, batch: Batch, weight: Method) -> Me
     return mismatch.detached(means, "rollout_corr/rollout_is_")
 
 
-def _capped_fractions(weight: Method, *chain: jax.Array) -> Metrics:
+def _capped_fractions(weight: Method, *chain: jax.Array | None) -> Metrics:
     """Measures how often each cap of a weight with a cap per factor acts; {} for any other
     weight."""
     name, caps = weight

@@ -176,7 +176,7 @@ def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:
     return by_text
 
 
-def likeliest(ids, logps, count: int) -> list[tuple[int, float | None]]:
+def likeliest(ids, logps, count: int | None) -> list[tuple[int, float | None]]:
     """Returns (id, log-prob) of at most `count` possible tokens at one position, the likeliest first."""
     pairs = list(zip(ids, logps))[:count]
     return [(int(id), finite(logp)) for id, logp in pairs if id >= 0]

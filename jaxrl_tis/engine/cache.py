@@ -25,7 +25,7 @@ from jaxrl_tis.sharding import Layout
 
 # Values that a layer's pool has as their bits: to write into others XLA on CPU converts all of it to a
 # wider float and back.
-BITS = {
+BITS: dict[Any, Any] = {
     jnp.dtype("bfloat16"): jnp.dtype("uint16"), jnp.dtype("float8_e4m3fn"): jnp.dtype("uint8"),
 }
 VALUES = {bits: values for values, bits in BITS.items()}

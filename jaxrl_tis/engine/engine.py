@@ -133,7 +133,8 @@ class Engine:
             return state, Prefilled(None, routes, rows)
         targets = np.zeros(arrays[0].shape, np.int32)
         for row, chunk in zip(rows, chunks):
-            targets[row, : len(chunk.targets)] = chunk.targets
+            if chunk.targets is not None:
+                targets[row, : len(chunk.targets)] = chunk.targets
         state, logps, routes = self._programs.prefill_scored(
             params, state, *arrays, self.layout.put(targets, ("batch", None))
         )

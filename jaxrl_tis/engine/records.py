@@ -97,7 +97,8 @@ class SamplingParams:
             ),
             "stop_ids": (all(map(_is_int, self.stop_ids)), "token ids"),
             "stop_strings": (
-                not isinstance(self.stop_strings, str) and all(map(is_text, self.stop_strings)),
+                not isinstance(self.stop_strings, str)  # type: ignore[unreachable]
+                and all(map(is_text, self.stop_strings)),
                 "a tuple of texts, none of them empty",
             ),
             "max_tokens": (_is_int(self.max_tokens, 1), f"an integer from 1 to {MAX_INT}"),
@@ -235,9 +236,9 @@ class Trajectory:
     def __post_init__(self):
         count = len(self.tokens)
         if self.mask is None:
-            object.__setattr__(self, "mask", np.ones(count, bool))
+            object.__setattr__(self, "mask", np.ones(count, bool))  # type: ignore[unreachable]
         if self.turn is None:
-            object.__setattr__(self, "turn", np.zeros(count, np.int32))
+            object.__setattr__(self, "turn", np.zeros(count, np.int32))  # type: ignore[unreachable]
 
     @property
     def num_turns(self) -> int:
@@ -283,7 +284,9 @@ def extended(trajectory: Trajectory, tokens: Sequence[int] | np.ndarray) -> Traj
         "turn": np.full(count, trajectory.turn[-1] + 1),
     }
     old = {name: getattr(trajectory, name) for name in values}
-    joined = {n: np.concatenate([x, values[n].astype(x.dtype)]) for n, x in old.items()}
+    joined: dict[str, Any] = {
+        n: np.concatenate([x, values[n].astype(x.dtype)]) for n, x in old.items()
+    }
     return dataclasses.replace(trajectory, stop_reason="abort", **joined)
 
 

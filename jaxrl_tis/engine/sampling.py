@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_tis.engine import capture
 from jaxrl_tis.engine.penalties import Penalties
-from jaxrl_tis.engine.protocol import Draw
+from jaxrl_tis.engine.protocol import Array, Draw
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.engine.shards import WHOLE, Shards
 from jaxrl_tis.kernels import tiles
@@ -33,10 +33,10 @@ MAX_INT = 2**31 - 1
 class SamplingRows:
     """The SamplingParams of B rows as arrays [B]."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
 
     @classmethod
     def of(cls, params: list[SamplingParams]) -> "SamplingRows":

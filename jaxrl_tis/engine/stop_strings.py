@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -16,7 +17,7 @@ class StopStrings:
       decode: tokens -> text; None where no request has stop strings.
     """
 
-    def __init__(self, decode: Callable[[np.ndarray], str] | None):
+    def __init__(self, decode: Any):
         self._decode = decode
         self._thread: ThreadPoolExecutor | None = None
 

@@ -48,7 +48,7 @@ class Text:
         return self._decode(np.array(self.tokens[start:], np.int32))
 
 
-def settled_length(tokens: Sequence[int], decode: Decode) -> int:
+def settled_length(tokens: Sequence[int] | np.ndarray, decode: Decode) -> int:
     """Counts the characters of these tokens that further tokens cannot change."""
     return len(decode(np.array(tokens, np.int32)).rstrip(INCOMPLETE)) if len(tokens) else 0
 
@@ -87,9 +87,9 @@ class StopSearch:
             return None
         if self._floor is None:
             self._floor = settled_length(everything[: self._least], self._decode)
-        floor = self._floor
+        floor = start = self._floor
         # A stop string that ends in new or changed text.
         if first_stop(text, self._stops, max(self._text.same, floor)) is None:
             return None
-        holds = lambda n: first_stop(self._decode(everything[:n]), self._stops, floor) is not None
+        holds = lambda n: first_stop(self._decode(everything[:n]), self._stops, start) is not None
         return next(n for n in range(known + 1, len(everything) + 1) if holds(n))

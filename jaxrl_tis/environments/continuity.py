@@ -29,6 +29,7 @@ CACHED = 4096  # observations
 
 def _answer(content: str) -> dict:
     return {"role": "assistant", "content": content}
+Ids = Sequence[int] | np.ndarray
 
 
 class Suffixes:
@@ -265,7 +266,7 @@ class Fork:
 
 
 def joined(
-    record_ids: Sequence[int], prompt_ids: Sequence[int], turn_start: int
+    record_ids: Ids, prompt_ids: Ids, turn_start: int
 ) -> Append | Realign | Fork:
     """Tells how the prompt of the next turn continues the row of a record.
 
@@ -287,7 +288,7 @@ def joined(
 
 
 def joined_to_one(
-    rows: Sequence[tuple[Sequence[int] | np.ndarray, int]], prompt_ids: Sequence[int] | np.ndarray
+    rows: Sequence[tuple[Ids, int]], prompt_ids: Ids
 ) -> tuple[int, Append | Realign | Fork]:
     """Returns the row that a prompt continues, and how; (-1, Fork) if it continues none.
 
@@ -301,7 +302,7 @@ def joined_to_one(
     )
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def _common(a: Ids, b: Ids) -> int:
     """Returns the length of the longest common prefix."""
     count = min(len(a), len(b))
     differs = np.asarray(a[:count], np.int64) != np.asarray(b[:count], np.int64)

@@ -204,7 +204,8 @@ class SharedPool:
 
     def ready(self, wait: float = 0.0) -> list[Reply]:
         """As `Pool.ready`."""
-        arrived = lambda: [dataclasses.asdict(reply) for reply in self._pool.ready(wait)]
+        pool: Any = self._pool  # on the first process alone
+        arrived = lambda: [dataclasses.asdict(reply) for reply in pool.ready(wait)]
         return [_reply(**fields) for fields in self._first(arrived)]
 
     def forget(self, ids: Iterable[str]) -> None:

@@ -51,7 +51,7 @@ def setup_of(tensor: int, prompts: int) -> Setup:
     return build(config.lock())
 
 
-def differences(setup: Setup, params, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def differences(setup: Setup, params, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns learner -> |p_sampler - p_learner| of the answers' tokens [N, longest answer]."""
     micro, flat = setup.training.micro_batches(rows)
     tokens = lambda x_nt: x_nt[rows["mask"]].reshape(len(x_nt), -1)

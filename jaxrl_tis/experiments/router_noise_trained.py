@@ -116,7 +116,7 @@ def measured(setup: Setup, params: Any) -> dict[str, float]:
         for name, factor_nt in factors.items():
             estimates[name].append(gradient(params, part, factor_nt * part["mask"]))
     own = own_routes(setup.training, scoring.make_routing(setup.training.learner), params, rows)
-    flips = route_metrics(setup.model.moe, rows | {"logp_old": logp_nt}, *own)
+    flips = route_metrics(setup.model.experts, rows | {"logp_old": logp_nt}, *own)
     ratio = log_ratio_nt[rows["mask"]]
     return {name: product(*pair) for name, pair in estimates.items()} | {
         "k3": float(np.mean(np.expm1(ratio) - ratio)),

@@ -76,8 +76,10 @@ def measured(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """
     mask = rows["mask"]
     log_ratio = np.where(mask, rows["logp_old"] - rows["logp_behav"], np.float32(0))
+    batch = dict(rows)
+    bounds = lambda weight: loss.with_and_without_bounds(log_ratio, batch, (weight, {"cap": 2.0}))
     is_clipped = {
-        name: counts.is_bounded(*loss.with_and_without_bounds(log_ratio, rows, (weight, {"cap": 2.0})))
+        name: counts.is_bounded(*bounds(weight))
         for name, weight in BOUNDS.items()
     }
     distance = attribution.tool_distances(mask)

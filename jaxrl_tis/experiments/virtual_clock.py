@@ -11,10 +11,12 @@ nothing else changes: all calls up to the next end are one event, and a command 
 import bisect
 import collections
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -148,7 +150,7 @@ class Clock:
 
     # Events
 
-    def _at(self, time: float, event: Callable[[], None]) -> None:
+    def _at(self, time: float, event: Callable[[], Any]) -> None:
         heapq.heappush(self._events, (time, next(self._command), event))
 
     def _settle(self) -> None:
@@ -270,7 +272,8 @@ class Clock:
         if not is_wanted:
             self.counts.discarded_tokens += sequence.tokens
             return
-        self._at(self.now + self.costs.reward_s, lambda: self.queue.put(key, "reward", True))
+        rewarded = functools.partial(self.queue.put, key, "reward", True)
+        self._at(self.now + self.costs.reward_s, rewarded)
 
     def _execute(self, name: str) -> None:
         """Executes commands up to a weight sync, and samples."""

@@ -141,7 +141,7 @@ def route_flips(
     if "routes_behav" not in rows:
         return None
     routing = make_routing(setup.training.update_learner)
-    measured = jax.jit(functools.partial(route_metrics, setup.model.moe))(
+    measured = jax.jit(functools.partial(route_metrics, setup.model.experts))(
         rows | {"logp_old": logp_old}, *own_routes(setup.training, routing, params, rows)
     )
     return {

@@ -285,6 +285,7 @@ def _without_float16(x: jax.Array) -> jax.Array:
 
 def _call(kernel, visits: _Visits, grid, in_specs, out_specs, out_shape, arrays, flops, scratch=()):
     """Calls a kernel whose last axis of the grid has the visits."""
+    axes: Any = ("parallel",) * (len(grid) - 1) + ("arbitrary",)
     bytes_accessed = sum(x.size * x.dtype.itemsize for x in (*arrays, out_shape))
     return narrow.pallas_call(
         kernel,
@@ -297,7 +298,7 @@ def _call(kernel, visits: _Visits, grid, in_specs, out_specs, out_shape, arrays,
             flops=flops, transcendentals=0, bytes_accessed=bytes_accessed
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * (len(grid) - 1) + ("arbitrary",),
+            dimension_semantics=axes,
             vmem_limit_bytes=VMEM_BYTES,
         ),
     )(*visits, *arrays)

@@ -372,7 +372,7 @@ def _scan_backward(op, reverse, rows, saved, gradients):
     if decay is None:
         return _cast(totals, xs), None, None
     terms = [jnp.where(is_start, 0.0, g * b) for g, b in zip(totals, before)]
-    return _cast(totals, xs), None, sum(terms).astype(decay.dtype)
+    return _cast(totals, xs), None, jnp.asarray(sum(terms)).astype(decay.dtype)
 
 
 _scan.defvjp(_scan_forward, _scan_backward)

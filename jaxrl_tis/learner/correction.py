@@ -305,6 +305,7 @@ def _measures(
 
 def _kl(c: Correction, batch: Batch) -> jax.Array:
     """Returns the KL to the reference of the weights that sampled, [N,T]."""
+    assert c.kl is not None
     return loss.kl_term(batch["logp_old"], batch, c.kl)
 
 

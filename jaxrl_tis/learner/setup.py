@@ -133,7 +133,7 @@ class LearnerSetup:
                 "correction.routing_missing to 'mask' to train without these samples"
             )
         if missing.all():
-            length, moe = rows["tokens"].shape, self.model.moe
+            length, moe = rows["tokens"].shape, self.model.experts
             shape = (*length, self.model.num_moe_layers, moe.top_k)
             rows["routes_behav"] = np.zeros(shape, route_dtype(moe.num_experts))
             rows["routed_behav"] = np.zeros(length, bool)

@@ -277,7 +277,7 @@ class Average:
     """
 
     mean: Any
-    weight: jax.Array
+    weight: Any
 
     @classmethod
     def of(cls, params: Any) -> "Average":

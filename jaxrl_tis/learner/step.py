@@ -117,9 +117,12 @@ def accumulate_gradients(
 
 def _segments(learner: Learner, segment_ids: jax.Array) -> Segments:
     layout = learner.program.layout
-    is_cut = layout is not None and layout.mesh.size > 1 and not learner.sums_in_order
-    rows = layout.sharding(("batch", None)) if is_cut else None
-    return Segments(segment_ids, learner.max_segments, rows)
+    rows = None
+    if layout is not None and layout.mesh.size > 1 and not learner.sums_in_order:
+        rows = layout.sharding(("batch", None))
+    most = learner.max_segments
+    assert most is not None
+    return Segments(segment_ids, most, rows)
 
 
 def _count_sequences(minibatch: Batch) -> jax.Array:

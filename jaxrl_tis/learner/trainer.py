@@ -411,7 +411,7 @@ def own_routes(
 
 
 def route_metrics(
-    moe: MoeConfig, rows: Rows, own: jax.Array, load_le: jax.Array, entropy_l: jax.Array
+    moe: Any, rows: Rows, own: Any, load_le: Any, entropy_l: Any
 ) -> dict[str, jax.Array]:
     """Measures the load of the experts and, where the sampler recorded its routes, how they differ
     from the policy's `own` [N,T,L,k], see diagnostics/routes.py. The gap is of the tokens that are

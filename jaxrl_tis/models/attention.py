@@ -19,7 +19,7 @@ n times the mean work.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,9 +167,8 @@ def splash_blocks(length: int, keys: int) -> splash_attention.BlockSizes:
     is_fused = keys <= FUSED_BLOCKS * block
     names = ["q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"]
     names += [] if is_fused else ["q_dq", "kv_dq"]
-    return splash_attention.BlockSizes(
-        **{f"block_{name}": block for name in names}, use_fused_bwd_kernel=is_fused
-    )
+    blocks: dict[str, Any] = {f"block_{name}": block for name in names}
+    return splash_attention.BlockSizes(**blocks, use_fused_bwd_kernel=is_fused)
 
 
 def _splash_kernels(length: int, shards: int, unseen_bt, window: Window | None) -> tuple:
@@ -330,7 +329,7 @@ def paged_attention(
         _, total_bntg, out_bntgk = block(0, carry)
     else:
         blocks = jnp.max(last_b) // (count * size) + 1
-        start = 0 if window is None else jnp.min(first_bt) // (count * size)
+        start = 0 if first_bt is None else jnp.min(first_bt) // (count * size)
         _, total_bntg, out_bntgk = jax.lax.fori_loop(start, blocks, block, carry)
     out_bntgk = out_bntgk / total_bntg[..., None]
     return cast(jnp.moveaxis(out_bntgk, 1, 2).reshape(b, t, h, k))

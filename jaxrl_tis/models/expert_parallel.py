@@ -124,7 +124,7 @@ def _gathered(weights: tuple, layout: Layout, dtype: Any) -> tuple:
     def whole(w, axis):
         if isinstance(w, lora.Adapted):  # one of the factors has the width
             name = "ab"[axis - 1]
-            factor = {name: layout.gather(getattr(w, name), axis, "expert_embed")}
+            factor: dict[str, Any] = {name: layout.gather(getattr(w, name), axis, "expert_embed")}
             return dataclasses.replace(w, w=whole(w.w, axis), **factor)
         w = w if isinstance(w, quant.Master) else w.astype(dtype)
         return jax.tree.map(lambda x: layout.gather(x, axis, "expert_embed"), w)

@@ -92,7 +92,7 @@ QKV_BIAS = {
 QK_NORM = {"llama": False, "qwen2": False, "qwen3": True, "qwen3_moe": True, "gemma3_text": True}
 
 # What a family computes in a way of its own: ModelConfig name -> value. The others have the defaults.
-COMPUTES = {
+COMPUTES: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "activation": "gelu_tanh", "post_norms": True, "zero_centered_norms": True,
         "scales_embeddings": True,
@@ -160,7 +160,7 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
     rope, sliding_rope = hf_rope.read(hf, family, integer(hf, "max_position_embeddings"))
     sliding = None
     if family == "gemma3_text":
-        sliding = _sliding(hf, num_layers, sliding_rope)
+        sliding = _sliding(hf, num_layers, sliding_rope or {})
     else:
         _refuse_sliding_window(hf, family, num_layers)
     embed_dim, num_heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")

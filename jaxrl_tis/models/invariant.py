@@ -351,7 +351,7 @@ def logits(x: jax.Array, head: Head, layout: Layout | None) -> jax.Array:
     axes = (None, "vocab") if head.vocab_axis == 1 else ("vocab", None)
     local = lambda x, w: tiled_logits(x, dataclasses.replace(head, weight=w))
     weight = head.weight
-    if _tensor(layout)[1] > 1 and layout.rules["vocab"]:
+    if layout is not None and _tensor(layout)[1] > 1 and layout.rules["vocab"]:
         weight = tiles.fill(weight, head.vocab_axis, tiles.VOCAB_UNIT)
     y = _on(layout, local, ((*lead, None), axes), (*lead, "vocab"))(x, weight)
     return y[..., : head.vocab_size]

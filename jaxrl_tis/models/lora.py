@@ -40,8 +40,8 @@ class Adapted:
     """
 
     w: Any
-    a: jax.Array
-    b: jax.Array
+    a: Any
+    b: Any
     scale: float = dataclasses.field(metadata=dict(static=True))
 
     @property
@@ -198,7 +198,7 @@ class Adapter:
             if name not in there:
                 continue
             is_expert = name.startswith("expert_")
-            ranks[name] = max(1, recipe.rank // config.moe.top_k) if is_expert else recipe.rank
+            ranks[name] = max(1, recipe.rank // config.experts.top_k) if is_expert else recipe.rank
             width = min(there[name].shape[-2:])
             if ranks[name] > width:
                 raise ValueError(
@@ -266,7 +266,7 @@ class Adapter:
         return joined
 
 
-def adapter_of(params: Mapping[str, Any], config: ModelConfig) -> Adapter:
+def adapter_of(params: Mapping[str, Any], config: Any) -> Adapter:
     """Returns the adapter of adapted parameters."""
     found = {n: w for tree in _trees(params) for n, w in tree.items() if _is_adapted(w)}
     return Adapter(

@@ -263,9 +263,9 @@ class MoeBlock(Block):
     """A layer whose MLP is the experts that its router chooses, and the shared ones if any."""
 
     def _add_mlp(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        d, e, f = config.embed_dim, config.moe.num_experts, config.moe.expert_dim
+        d, e, f = config.embed_dim, config.experts.num_experts, config.experts.expert_dim
         self.router = _normal(rngs, (d, e), d, ("router", "router"))
-        if config.moe.has_bias:
+        if config.experts.has_bias:
             self.router_bias = nnx.Param(jnp.zeros((e,)), axes=("router",))
         into = ("expert", "expert_embed", "mlp")
         self.expert_gate = _normal(rngs, (e, d, f), d, into)
@@ -273,8 +273,8 @@ class MoeBlock(Block):
         self.expert_down = _normal(
             rngs, (e, f, d), f * 2 * config.num_layers, ("expert", "mlp", "expert_embed")
         )
-        if config.moe.shared_dim:
-            self._add_gated(config, rngs, config.moe.shared_dim)
+        if config.experts.shared_dim:
+            self._add_gated(config, rngs, config.experts.shared_dim)
 
     def _mlp(self, h_btd, config, program, replay, asked, is_token_bt):
         logits_bte = program.router_logits(h_btd, self.router[...])

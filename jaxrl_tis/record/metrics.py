@@ -154,7 +154,7 @@ class LineFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and kept is None:
                 os.replace(path, f"{path}.old")
-            elif path.exists():
+            elif kept is not None and path.exists():
                 storage.write_text(path, "".join(f"{line}\n" for line in kept))
             # Unbuffered: after a failed write no half line waits in memory for the next one.
             self._file = open(path, "ab", buffering=0)

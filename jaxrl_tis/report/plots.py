@@ -78,12 +78,12 @@ class Plot:
 
     @property
     def unit(self) -> str:
-        return names.find(next(iter(self.series))).unit
+        return _named(next(iter(self.series))).unit
 
     @property
     def caption(self) -> str:
         """The meanings of the metrics, each with its name in the legend where they differ."""
-        meanings = {names.find(metric).meaning: label for metric, label in self.series.items()}
+        meanings = {_named(metric).meaning: label for metric, label in self.series.items()}
         texts = [f"{label}: {text}" if len(meanings) > 1 else text for text, label in meanings.items()]
         has_interval = not set(INTERVALS).isdisjoint(self.series)
         return " ".join([*texts, "Band: 95 % Wilson interval."] if has_interval else texts)
@@ -227,7 +227,13 @@ def legend_entries(plot: Plot, runs: Sequence[Run]) -> list[lines.Line2D]:
     return entries
 
 
-def _entry(label: str, color: Any, style: str) -> lines.Line2D:
+def _named(metric: str) -> names.Metric:
+    found = names.find(metric)
+    assert found is not None, metric
+    return found
+
+
+def _entry(label: str, color: Any, style: Any) -> lines.Line2D:
     return lines.Line2D([], [], color=color, linestyle=style, linewidth=1.8, label=_literal(label))
 
 
@@ -291,14 +297,14 @@ def flip_rates(run: Run) -> tuple[np.ndarray, list[int], list[int]] | None:
 
 
 def draw_flips(
-    axes: Axes, rates: np.ndarray, layers: Sequence[int], positions: Sequence[int]
+    axes: Axes, rates: np.ndarray, layers: Sequence, positions: Sequence
 ) -> None:
     """Draws flip rates [layers, positions] as a picture; `positions` are the first of each bucket."""
     shown = axes.pcolormesh(rates, cmap="viridis", vmin=0.0, vmax=max(float(rates.max()), 1e-6))
-    axes.figure.colorbar(shown, ax=axes, label=names.find(FLIP_RATE).unit + " of the tokens")
-    axes.set_xticks(np.arange(len(positions)) + 0.5, positions)
+    axes.figure.colorbar(shown, ax=axes, label=_named(FLIP_RATE).unit + " of the tokens")
+    axes.set_xticks(np.arange(len(positions)) + 0.5, list(map(str, positions)))
     every = max(1, len(layers) // 12)
-    axes.set_yticks(np.arange(0, len(layers), every) + 0.5, layers[::every])
+    axes.set_yticks(np.arange(0, len(layers), every) + 0.5, list(map(str, layers[::every])))
     axes.grid(False)
     axes.set_title("Flips by layer and position")
     axes.set_xlabel("from this position of the response on")

@@ -234,7 +234,7 @@ class AsyncBookkeeping:
             return None
         self.taken = self.taken + entries
         for entry in entries:
-            check_versions(entry, self.controller.version, self._schedule.staleness)
+            check_versions(entry, self.controller.version or 0, self._schedule.staleness)
             self._forget(entry.number)
         return entries
 

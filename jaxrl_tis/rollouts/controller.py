@@ -286,8 +286,9 @@ class Controller:
         """Yields decisions to sync workers to `sync_version`, except targets of moved sequences."""
         awaiting = set(self._destinations.values())
         for name, worker in self.workers.items():
-            is_current = self.sync_version is None or worker.version == self.sync_version
-            if is_current or worker.is_syncing:
+            if self.sync_version is None or worker.version == self.sync_version:
+                continue
+            if worker.is_syncing:
                 continue
             if worker.running and self.schedule.on_sync == "interrupt":
                 yield from self._interrupt(name, worker.running - worker.leaving)
@@ -310,7 +311,7 @@ class Controller:
             if self._waiting:
                 key, version = self._waiting.popleft()
                 yield self._begin(name, [key], {key: version})
-            elif (deadline := self._deadline(self.workers[name].version)) is not None:
+            elif (deadline := self._deadline(self.sync_version or 0)) is not None:
                 group, self.next_group = self.next_group, self.next_group + 1
                 self.queue.add(group, deadline)
                 keys = [(group, i) for i in range(self.queue.size + self.schedule.redundant)]
@@ -327,7 +328,8 @@ class Controller:
         if not late:
             return math.inf, math.inf
         begun = len(self._waiting) + sum(len(w.running) for w in self.workers.values())
-        new = max(self._room(self.sync_version), 0) * (self.queue.size + self.schedule.redundant)
+        of_group = self.queue.size + self.schedule.redundant
+        new = max(self._room(self.sync_version or 0), 0) * of_group
         return begun / (able + late), (begun + new) / (able + late)
 
     def _moved(self):
@@ -335,10 +337,10 @@ class Controller:
         version."""
         for _ in range(len(self._waiting)):
             key, version = self._waiting.popleft()
-            name = self._destinations.pop(key, None)
+            name = self._destinations.pop(key, "")
             worker = self.workers.get(name)
-            has_version = worker and worker.version == version and not worker.is_syncing
-            if has_version and worker.has_room:
+            is_free = worker is not None and worker.has_room and not worker.is_syncing
+            if worker is not None and is_free and worker.version == version:
                 yield self._begin(name, [key], {key: version})
             else:
                 self._waiting.append((key, version))

@@ -5,7 +5,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import ml_collections
 import numpy as np
@@ -97,7 +97,7 @@ class Row:
 
     def keep_delivered(self) -> None:
         """Drops the newest turn if it is whole and no client has its answer."""
-        if self.running is None and not self.call.is_delivered:
+        if self.running is None and self.call is not None and not self.call.is_delivered:
             self.record, self.realigned = self.before, self.realigned - self.lost
             self.lost = 0
 
@@ -162,8 +162,8 @@ class Sessions:
         self.changed = threading.Condition()
         self._make_endpoint, self._make_process = make_endpoint, make_process
         self._model, self.timeout = model, timeout
-        self.endpoint: "Endpoint | None" = None
-        self.process: HarnessProcess | None = None
+        self.endpoint: Any = None  # an Endpoint while there are users
+        self.process: Any = None  # a HarnessProcess while there are users
         self._users = 0
         self.live: dict[str, Live] = {}  # by id of the request
         self._by_key: dict[str, Live] = {}
@@ -238,7 +238,7 @@ class Sessions:
 
     def _play(self, live: Live) -> None:
         """Starts the agent, without the lock: it may wait for a new process."""
-        request, example = live.request, live.request.example
+        request, example = live.request, live.request.example or {}
         self.process.start(live.key, Session(
             request.id, dict(example), live.url, self.endpoint.token, self._model,
             environment_seed(request.seed, example),

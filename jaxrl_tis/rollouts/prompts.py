@@ -275,7 +275,7 @@ class Prompter:
         has_system = any(message["role"] == "system" for message in prompt)
         return [{"role": "system", "content": system}, *prompt] if system and not has_system else prompt
 
-    def _encoded(self, inputs: list[Prompt], is_chat: bool) -> list[Outcome]:
+    def _encoded(self, inputs: list, is_chat: bool) -> list[Outcome]:
         if not inputs:
             return []
         texts = self.tokenizer.chats(inputs) if is_chat else inputs
@@ -284,7 +284,7 @@ class Prompter:
         encodings = [next(encoded) if isinstance(text, str) else text for text in texts]
         return [f"{x}" if isinstance(x, ValueError) else np.array(x, np.int32) for x in encodings]
 
-    def _cache_path(self, prompts: list[Prompt]) -> pathlib.Path:
+    def _cache_path(self, prompts: list) -> pathlib.Path:
         """Returns the cache file of the outcomes, named by a digest of all their inputs."""
         here = pathlib.Path(files.__file__).parent
         inputs = [

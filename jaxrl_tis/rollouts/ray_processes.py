@@ -53,7 +53,7 @@ class ProcessesSource:
         self._serving_params, self._heartbeat = parts.serving_params, parts.heartbeat
         self._timer = parts.timer
         self._address, self._part, self._is_complete = address, [], False
-        self._source: ConcurrentSource | None = None
+        self._source: Any = None  # a ConcurrentSource, on process 0
         self._board: Any = None
         self._base: Any = None  # of LoRA, as it is served
         nodes = ray_cluster.awaited(parts.config.rollout, address)

@@ -127,7 +127,7 @@ class RayDriver:
         self._stored_bytes = _stored_bytes(served)
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, str] = {}  # workers that do not come back, with the reason
-        self._newest: Weights | None = None
+        self._newest: Any = None  # Weights, once some are published
         # As it is served, so that it is quantised once, and in the object store.
         self._base: tuple[Any, tuple[tuple[ray.ObjectRef, ...], str]] | None = None
         self._is_closed, self._gone, self._left, self._evicted = False, Stats(), 0, 0
@@ -332,10 +332,11 @@ class RayDriver:
                 ray.kill(actor, no_restart=False)
                 continue
             except (ray.exceptions.RayError, ValueError) as error:
-                if not isinstance(getattr(error, "cause", None), Interrupted):
+                cause = getattr(error, "cause", None)
+                if not isinstance(cause, Interrupted):
                     self._end(name, actor, error)
                     return
-                processes.report(f"rollout worker {name} starts again: {error.cause}")
+                processes.report(f"rollout worker {name} starts again: {cause}")
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closed, JOIN_SECONDS)
                 ray.kill(actor, no_restart=False)
@@ -434,12 +435,15 @@ class RayDriver:
             raise Invalid(why)
         request, oldest = session.given[id]
         newest = self._books.controller.workers[session.name].version
+        assert newest is not None
         is_episode = request.example is not None
         problem = record_check.problem(record, request, self._engine, oldest, newest, is_episode)
         if problem:
             raise Invalid(problem)
         # Arrays of the object store are read-only, and would stay there.
-        arrays = {n: x.copy() for n, x in vars(record).items() if isinstance(x, np.ndarray)}
+        arrays: dict[str, Any] = {
+            n: x.copy() for n, x in vars(record).items() if isinstance(x, np.ndarray)
+        }
         record, key = dataclasses.replace(record, **arrays), self._books.keys[id]
         if is_partial:
             if record.stop_reason != "abort":

@@ -49,7 +49,7 @@ class Event:
     """
 
     kind: str
-    value: Trajectory | int
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ a process share. Its call waits until its request is added again, at any of them
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -282,8 +282,10 @@ class SessionScheduler:
         """Sends a whole turn to its client."""
         row.record, row.running = trajectory, None
         row.realigned += row.lost
-        row.call.answer(turn(trajectory, row.start))
-        live.answered.append(row.call)
+        call = row.call
+        assert call is not None
+        call.answer(turn(trajectory, row.start))
+        live.answered.append(call)
 
     def _single(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Returns the records of requests without a session; drops those of aborted rows."""
@@ -310,14 +312,14 @@ class SessionScheduler:
         is_cut = any(call.is_delivered and self._is_cut(live, call.result) for call in live.answered)
         return self._end(live, "overlong" if is_cut else "done", reply.reward, reply.metrics)
 
-    def _is_cut(self, live: Live, answer: Trajectory) -> bool:
+    def _is_cut(self, live: Live, answer: Any) -> bool:
         """Whether a limit of the run cut an answer, and not a smaller one that its call asked for."""
         most = min(live.request.sampling.max_tokens, self._max_length - len(answer.prompt))
         return answer.stop_reason == "length" and len(answer.tokens) >= most
 
     def _end(
         self, live: Live, outcome: str, reward: float | None = None,
-        metrics: dict[str, float] = {}, error: str = "",
+        metrics: Mapping[str, float] | None = None, error: str = "",
     ) -> Trajectory:
         """Returns the record of a session: its longest row, of equal rows the last, with the
         session's reward. The others are its forks."""
@@ -344,7 +346,7 @@ class SessionScheduler:
         return dataclasses.replace(
             record, id=id, outcome=outcome, turn_rewards=rewards, forks=tuple(forks),
             fork=0 if longest is None else longest.number,
-            stop_reason=reasons.get(outcome, record.stop_reason), metrics=dict(metrics),
+            stop_reason=reasons.get(outcome, record.stop_reason), metrics=dict(metrics or {}),
             error=error,
         )
 
@@ -378,7 +380,7 @@ class SessionScheduler:
         )
 
 
-def differs(reported: list, calls: list[Call]) -> str:
+def differs(reported: Sequence, calls: list[Call]) -> str:
     """Returns how the calls that a harness reports differ from those that were answered; "" if they
     are the same."""
     left = [call.result for call in calls if call.is_delivered]
@@ -392,7 +394,7 @@ def differs(reported: list, calls: list[Call]) -> str:
     return ""
 
 
-def _is_equal(t: Trajectory, ids: list[int], logps: list[float] | None) -> bool:
+def _is_equal(t: Any, ids: list[int], logps: list[float] | None) -> bool:
     if t.tokens.tolist() != list(ids):
         return False
     return logps is None or (

@@ -26,7 +26,7 @@ class SyncSource:
         self._config, self._groups, self._batches = parts.config, parts.groups, parts.batches
         self._timer, self._heartbeat = parts.timer, parts.heartbeat
         self._serving_params, self._start, self._sleeps = parts.serving_params, start, sleeps
-        self._scheduler: Scheduler | None = None
+        self._scheduler: Any = None
         self._published: tuple[int | None, dict[str, Any]] = None, {}
         self._metrics: dict[str, float] = {}
 

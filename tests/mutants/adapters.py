@@ -10,7 +10,7 @@ MUTANTS = [
         ("rslora is plain lora", "(math.sqrt(rank) if self.is_rs else rank)", "rank",
          "test_the_scale"),
         ("an expert has the whole rank",
-         "max(1, recipe.rank // config.moe.top_k) if is_expert else recipe.rank", "recipe.rank",
+         "max(1, recipe.rank // config.experts.top_k) if is_expert else recipe.rank", "recipe.rank",
          "test_experts_have_factors_of_the_rank_divided_by_their_number"),
         ("a fresh B is not zero", "return jnp.zeros(x.shape, x.dtype)",
          "return jnp.ones(x.shape, x.dtype)",

@@ -83,7 +83,7 @@ MUTANTS = [
         ("a weight's scale is that of its rows",
          "quantize(w, -2, SCHEMES", "quantize(w, -1, SCHEMES"),
         ("gradients of narrow products are widened",
-         "return _narrow_product(x, w.astype(x.dtype))",
+         "return _narrow_product(x, bare.astype(x.dtype))",
          "return _product(x, w, jnp.float32).astype(x.dtype)"),
         ("W8A8 is W8A16",
          "if not scheme.has_activations:", "if not scheme.has_activations or True:"),
