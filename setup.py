@@ -62,6 +62,6 @@ setup(
             "qwix>=0.1.8",  # the quantisation that ours is compared with
             'jax[tpu]>=0.10.0,<0.11; python_version<"3.12"',  # its compiler, no TPU
         ],
-        "lint": ["ruff>=0.17.6,<0.18"],  # as in .pre-commit-config.yaml
+        "lint": ["ruff>=0.17.6,<0.18", "mypy>=1.18"],  # ruff as in .pre-commit-config.yaml
     },
 )

@@ -62,7 +62,7 @@ def check(case: Case) -> dict[str, Any]:
     """Returns {kernel, error, bound, is_ok}. `kernel` is "Pallas" if the compiled program calls a
     TPU kernel, else "XLA"."""
     compiled = jax.jit(case.run).lower(*case.inputs).compile()
-    kernel = "Pallas" if "tpu_custom_call" in compiled.as_text() else "XLA"
+    kernel = "Pallas" if "tpu_custom_call" in (compiled.as_text() or "") else "XLA"
     found = jax.tree.map(lambda x: np.asarray(x, np.float64), compiled(*case.inputs))
     with jax.enable_x64(True), jax.default_device(jax.local_devices(backend="cpu")[0]):
         expected = jax.tree.map(np.asarray, case.expected(*jax.tree.map(on_host, case.inputs)))

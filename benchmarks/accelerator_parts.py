@@ -179,7 +179,8 @@ def decode(of: Sizes) -> Iterator[Result]:
     compiled at the same time, before the first is timed.
     """
     shape, length = of.step.model, of.decode_tokens
-    params, found = transformer.init(shape, jax.random.key(0)), {"tokens": length, "rows": []}
+    params = transformer.init(shape, jax.random.key(0))
+    found: dict[str, Any] = {"tokens": length, "rows": []}
     peak = peaks.PEAKS.get(jax.devices()[0].device_kind)
     cases = list(itertools.product(FORMATS, of.batches))
     engines = [

@@ -20,6 +20,7 @@ import os
 import pathlib
 import statistics
 import time
+from typing import Any
 
 from benchmarks import arguments
 from jaxrl_tis.runtime import cli
@@ -82,7 +83,8 @@ def long_tailed(setup):
             sampling = dataclasses.replace(request.sampling, stop_ids=(), max_tokens=length)
             return dataclasses.replace(request, sampling=sampling)
 
-    return LongTailed(setup.config, setup.prompter(), LengthRewards(), with_greedy=False)
+    rewards: Any = LengthRewards()
+    return LongTailed(setup.config, setup.prompter(), rewards, with_greedy=False)
 
 
 def parts_of(setup, timer):
@@ -298,7 +300,7 @@ def pause(rounds: int, most: int = MOST) -> None:
             c.engine.dtype, c.engine.quantization = "bfloat16", quantization
             setup = build.build(c)
             source, params = source_of(setup, Timer()), initial_params(setup.training)
-            stood, syncs = 0.0, 0
+            stood, syncs = 0.0, 0.0
             for step in range(1, WARM + rounds + 1):
                 source.publish(params, step - 1)
                 _, values = next_batch(source, step)

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from typing import Any
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def write(path: pathlib.Path, records: list[dict]) -> None:
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
         return
     columns = {name: [record[name] for record in records] for name in records[0]}
-    arrays = {name: np.concatenate(x) if name.startswith("logp") else np.array(x)
+    arrays: dict[str, Any] = {name: np.concatenate(x) if name.startswith("logp") else np.array(x)
               for name, x in columns.items()}
     np.savez(path, **arrays, lengths=np.array([len(x) for x in columns["logp_old"]]))
 

@@ -33,6 +33,7 @@ def main() -> None:
     training = setup.training
     params = policy(training, initial_state(training, initial_params(training)))
     factors, base = lora.split(params)
+    assert training.adapter is not None and base is not None
     random = np.random.default_rng(0)
     measured = []
     line = "{:>8} {:>8} {:>8} {:>8} {:>8}"

@@ -17,6 +17,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -164,7 +165,7 @@ def largest_differences(shards: int, unroll: bool, length: int = 1024) -> dict[s
         out, pull = jax.vjp(lambda *x: attend(*x, segments), *arrays)
         return out, *pull(jnp.asarray(weights))
 
-    found = values(lambda *x: ring_attention(*x, layout, unroll), q, k, v)
+    found = values(lambda q, k, v, seg: ring_attention(q, k, v, seg, layout, unroll), q, k, v)
     expected = values(row_attention, q, k, v)
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
@@ -207,7 +208,8 @@ def report(name: str, shards: int, program: jax.stages.Lowered, mesh: dict) -> N
     start = time.perf_counter()
     compiled = program.compile()
     seconds = time.perf_counter() - start
-    memory, module = compiled.memory_analysis(), Module(compiled.as_text())
+    memory: Any = compiled.memory_analysis()
+    module = Module(compiled.as_text() or "")
     counts, moved = Counter(), Counter()
     for c in module.collectives(mesh):
         if "context" in c.axes:

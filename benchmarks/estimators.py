@@ -8,6 +8,7 @@ step, which reads the same arrays.
 """
 
 import argparse
+import functools
 import statistics
 import time
 
@@ -121,7 +122,7 @@ def programs():
         "weights + masks + metrics": lambda b: (weights(b), masks(b), metrics(b)),
     }
     for name in SCANNED:
-        chosen[name] = lambda b, name=name: call("weight", name, b)
+        chosen[name] = functools.partial(call, "weight", name)
     return chosen | {
         "percentiles": percentiles, "m2po": m2po, "covariance": covariance,
         "top_entropy": lambda b: call("mask", "top_entropy", b),

@@ -54,7 +54,9 @@ def perturbed(params: Any, noise: float) -> Any:
     leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     factor = lambda x, key: 1 + noise * jax.random.normal(key, x.shape, x.dtype)
-    return tree.unflatten([x * factor(x, key) for x, key in zip(leaves, keys, strict=True)])
+    return jax.tree.unflatten(
+        tree, [x * factor(x, key) for x, key in zip(leaves, keys, strict=True)]
+    )
 
 
 def reports(prompts: int) -> dict[str, Callable]:

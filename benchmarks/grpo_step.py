@@ -17,6 +17,7 @@ import re
 import statistics
 import subprocess
 import time
+from typing import Any
 
 import jax
 
@@ -25,7 +26,7 @@ from jaxrl_tis.learner.batch_layout import update_fields
 from jaxrl_tis.runtime import cli
 
 
-def timed(function, *args) -> tuple[float, object]:
+def timed(function, *args) -> tuple[float, Any]:
     start = time.perf_counter()
     result = jax.block_until_ready(function(*args))
     return time.perf_counter() - start, result

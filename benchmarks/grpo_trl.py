@@ -24,7 +24,7 @@ class Clock(TrainerCallback):
     """Records the seconds between the ends of steps."""
 
     def __init__(self):
-        self.seconds, self._last = [], None
+        self.seconds, self._last = [], 0.0
 
     def on_train_begin(self, *args, **kwargs):
         self._last = time.perf_counter()

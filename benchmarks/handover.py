@@ -51,8 +51,8 @@ class LoggedSampling(build.Sampling):
     """The sampler's half of a run. Its schedulers write version, end and prefilled prompt tokens of
     each step that sampled a token, into the folder of the model."""
 
-    def scheduler(self, engine, params, version):
-        scheduler = super().scheduler(engine, params, version)
+    def scheduler(self, engine, params, version, *args, **options):
+        scheduler = super().scheduler(engine, params, version, *args, **options)
         path = f"{self.config.model.path}/{os.getpid()}.calls"
         log = open(path, "a", buffering=1)  # noqa: SIM115 (as long as the scheduler)
         step, set_params = scheduler.step, scheduler.set_params
@@ -69,7 +69,7 @@ class LoggedSampling(build.Sampling):
             version = new_version
             set_params(new_params, new_version)
 
-        scheduler.step, scheduler.set_params = logged, synced
+        vars(scheduler).update(step=logged, set_params=synced)
         return scheduler
 
 
@@ -137,7 +137,8 @@ def smollm2(name: str, workers: int, rounds: int, layers: int | None = None) -> 
 
         def stage_and_wait(*args):
             nonlocal peak
-            staged, _ = stage(*args), time.sleep(1)  # until Ray has reported both versions
+            staged = stage(*args)
+            time.sleep(1)  # until Ray has reported both versions
             peak = store_bytes()
             return staged
 

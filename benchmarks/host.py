@@ -12,6 +12,7 @@ call, as drafts do, and making its record.
 import argparse
 import itertools
 import time
+from typing import Any
 
 import numpy as np
 import tokenizers
@@ -92,8 +93,9 @@ def step_ms(scheduler: Scheduler, steps: int) -> tuple[float, float]:
 
 
 def queue(policy: str, preempt_after: int, waiting: int, steps: int) -> tuple[float, float]:
+    engine: Any = Engine()
     scheduler = Scheduler(
-        Engine(), 0, policy=POLICIES[policy](), max_wait_admissions=100, preempt_after=preempt_after
+        engine, 0, policy=POLICIES[policy](), max_wait_admissions=100, preempt_after=preempt_after
     )
     for request in requests(SLOTS + waiting, (1, 128)):
         scheduler.add(request)
@@ -111,7 +113,8 @@ def decoder():
 
 
 def stops(lengths: list[int], steps: int) -> dict[int, tuple[float, float]]:
-    scheduler = Scheduler(Engine(), 0, decode=decoder())
+    engine: Any = Engine()
+    scheduler = Scheduler(engine, 0, decode=decoder())
     for request in requests(SLOTS, (LENGTH - 64, LENGTH - 64), stop_strings=("\n\n", "END")):
         scheduler.add(request)
     found, drawn = {}, itertools.count(0, STEPS)
@@ -132,7 +135,8 @@ def reads(calls: int, rounds: int) -> dict[str, tuple[float, float]]:
     times = {"tokens after every call": [], "the record": []}
     for _ in range(rounds):
         for name, seconds in times.items():
-            sequence, total = Sequence.of(Request("r", (1,), 0, SamplingParams()), 0, 0), 0.0
+            request, total = Request("r", np.array([1]), 0, SamplingParams()), 0.0
+            sequence = Sequence.of(request, 0, 0)
             for count in range(1, calls + 1):
                 sequence.pieces.append(Drawn(result, 0, 1, 0, 0, 0))
                 sequence.count = count

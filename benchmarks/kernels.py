@@ -43,7 +43,7 @@ def segment_cases(rows: int, length: int, num_segments: int) -> dict[str, tuple[
     """Returns name -> (function, its arguments)."""
     x = packed_rows(rows, length, num_segments)
     seg, old, behav, mask, decay = (x[k] for k in ("seg", "old", "behav", "mask", "decay"))
-    reduce = lambda op: lambda x, seg: segment.segment_reduce(x, seg, num_segments, op)
+    reduce: Callable = lambda op: lambda x, seg: segment.segment_reduce(x, seg, num_segments, op)
     scan = lambda op, **more: lambda x, seg: segment.segment_scan(x, seg, op, **more)
     gae = lambda x, seg, decay: segment.segment_scan(x, seg, decay=decay, reverse=True)
     stats = lambda old, behav, mask, seg: segment.ratio_stats(old, behav, mask, seg, num_segments)

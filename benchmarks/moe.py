@@ -15,6 +15,7 @@ transformers' generate(), see `speed` of benchmarks.rollout.
 
 import argparse
 import json
+from typing import Any
 
 from ml_collections import ConfigDict
 
@@ -67,6 +68,7 @@ def main() -> None:
     parser.add_argument("--torch_python", default="")
     parser.add_argument("--json", default="")
     args = arguments.parse(parser, rounds=1, rows=8, new=4)
+    out: dict[str, Any]
     if args.torch_python:
         argv = dict(torch_python=args.torch_python, batches=str(args.rows), length=64, new=64,
                     rounds=args.rounds, only="")

@@ -12,6 +12,7 @@ Examples:
 import dataclasses
 import json
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -64,7 +65,9 @@ class Instant:
 
     def _record(self, request):
         width = lambda field: (getattr(self._engine, field.width),) if field.width else ()
-        drawn = {name: np.zeros((LENGTH, *width(f)), f.dtype) for name, f in DRAWN.items()}
+        drawn: dict[str, Any] = {
+            name: np.zeros((LENGTH, *width(f)), f.dtype) for name, f in DRAWN.items()
+        }
         drawn["tokens"] += 3  # no end token
         version = np.full(LENGTH, self._version, np.int32)
         return Trajectory(
@@ -78,8 +81,8 @@ class Instant:
 class InstantSampling(build.Sampling):
     """The sampler's half of a run, without the time of its engine."""
 
-    def scheduler(self, *args):
-        return Instant(*args)
+    def scheduler(self, engine, params, version, *args, **options):
+        return Instant(engine, params, version)
 
 
 def config(workers: int, schedule: str):
@@ -101,7 +104,8 @@ def opened(c, sampling: type):
     params = transformer.init(setup.model, jax.random.key(0))
     params = placement.put(params, setup.training.layout, setup.model)
     fingerprint.hex(fingerprint.digest(setup.serving_params(params, 0)))  # compiles
-    groups = Plain(c, setup.prompter(), asynchrony.LengthRewards(), False)
+    rewards: Any = asynchrony.LengthRewards()
+    groups = Plain(c, setup.prompter(), rewards, False)
     parts = dataclasses.replace(asynchrony.parts_of(setup, Timer()), groups=groups)
     address, start = ray_cluster.connect(c.rollout), time.monotonic()
     from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray

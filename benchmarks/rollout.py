@@ -38,6 +38,7 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 from benchmarks import arguments
 from jaxrl_tis.runtime import cli
@@ -48,9 +49,11 @@ TINY = SMALL | dict(dim=64, layers=1, heads=2, kv_heads=1, head_dim=32, mlp=64)
 MODELS = {"small": SMALL, "smollm2": SHAPE, "tiny": TINY}
 # Qwen3-MoE: 8 layers of 8 experts, 2 a token. The dense model has as many parameters a token.
 MOE = dict(vocab=8192, dim=512, layers=8, heads=8, kv_heads=4, head_dim=64)
-SHAPES = MODELS | {"moe": MOE | dict(mlp=512, experts=8, per_token=2), "dense": MOE | dict(mlp=1024)}
+SHAPES: dict[str, dict[str, Any]] = MODELS | {
+    "moe": MOE | dict(mlp=512, experts=8, per_token=2), "dense": MOE | dict(mlp=1024),
+}
 BF16 = dict(dtype="bfloat16", cache_dtype="bfloat16")
-OURS = {
+OURS: dict[str, dict[str, Any]] = {
     "ours f32": dict(dtype="float32", cache_dtype="float32"),
     "ours bf16": BF16,
     "ours w8a8": BF16 | dict(quantization="w8a8"),
@@ -139,7 +142,7 @@ def start(python: str, kind: str, name: str, shape: str, sizes: list[int]) -> su
     child = subprocess.Popen(
         argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env
     )
-    if child.stdout.readline().strip() != "ready":
+    if child.stdout is None or child.stdout.readline().strip() != "ready":
         raise RuntimeError(f"{name} did not start; run by hand: {' '.join(argv)}")
     print(f"  {name} is ready", file=sys.stderr, flush=True)
     return child
@@ -149,6 +152,7 @@ def measure(children: dict[str, subprocess.Popen], rounds: int) -> dict[str, lis
     rates = {name: [] for name in children}
     for _ in range(rounds):
         for name, child in children.items():
+            assert child.stdin is not None and child.stdout is not None
             child.stdin.write("go\n")
             child.stdin.flush()
             rate, host = map(float, child.stdout.readline().split())
@@ -170,7 +174,8 @@ def speed(args: argparse.Namespace) -> dict:
         }
         rates = measure(children, args.rounds)
         for child in children.values():
-            child.stdin.close()
+            if child.stdin is not None:
+                child.stdin.close()
             child.wait()
         out[f"batch {batch}"] = rates
         for name, values in rates.items():
@@ -297,9 +302,11 @@ def overlap(args: argparse.Namespace) -> dict:
     from jaxrl_tis.engine.scheduler import Scheduler
 
     out, prompts = {}, np.random.default_rng(0).integers(0, 512, (128, 16)).astype(np.int32)
-    by_length = dict(count=64, vocab=4096, sampling=SamplingParams(max_tokens=64))
+    by_length: dict[str, Any] = dict(count=64, vocab=4096, sampling=SamplingParams(max_tokens=64))
     by_stop = SamplingParams(max_tokens=256, stop_ids=tuple(range(8)))
-    kinds = {f"{steps} steps a call": dict(steps=steps, **by_length) for steps in (1, 4, 8)}
+    kinds: dict[str, dict[str, Any]] = {
+        f"{steps} steps a call": dict(steps=steps, **by_length) for steps in (1, 4, 8)
+    }
     kinds["4 steps a call, ended by stops"] = dict(
         steps=4, count=128, vocab=512, sampling=by_stop
     )
@@ -428,7 +435,8 @@ def main() -> None:
         if kind == "ours":
             return serve_ours(OURS[name], SHAPES[shape], *sizes)
         return serve_transformers(THEIRS[name], SHAPES[shape], *sizes)
-    out = {"machine": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+    machine = platform.processor() or platform.machine()
+    out: dict[str, Any] = {"machine": machine, "cores": os.cpu_count()}
     parts = args.parts.split(",")
     if not set(parts) <= set(PARTS):
         parser.error(f"--parts={args.parts}: choose of {', '.join(PARTS)}")

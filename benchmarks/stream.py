@@ -14,6 +14,7 @@ import collections
 import dataclasses
 import random
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -58,7 +59,7 @@ class Stream:
     def run(self, count: int) -> None:
         kinds = {"add": 40, "step": 40, "update": 3, "abort": 3, "pause": 1}
         while len(self.requests) < count or self.scheduler.pending:
-            (kind,) = self.rng.choices(list(kinds), kinds.values())
+            (kind,) = self.rng.choices(list(kinds), list(kinds.values()))
             if kind == "add" and len(self.requests) == count:
                 kind = "step"
             self.events[kind] += 1
@@ -67,7 +68,7 @@ class Stream:
     def _add(self, count: int) -> None:
         prompt = self.rng.choice(self.prompts)
         for _ in range(min(self.rng.choice([1, 4]), count - len(self.requests))):
-            filters = self.rng.choice([{}, {}, dict(top_k=5), dict(top_p=0.8)])
+            filters: dict[str, Any] = self.rng.choice([{}, {}, dict(top_k=5), dict(top_p=0.8)])
             sampling = SamplingParams(
                 temperature=self.rng.choice([0.0, 0.7, 1.0, 1.0]), stop_ids=(STOP,),
                 max_tokens=self.rng.randint(1, NEW), **filters,
@@ -156,7 +157,7 @@ def engines(dtype: str) -> tuple[Engine, Engine, list]:
     """Returns (engine of the stream, engine of the replays, serving weights of all versions)."""
     config = quickstart.get_config()
     model = build.small_model(config, load_tokenizer(config.task.tokenizer).vocab_size)
-    options = dict(
+    options: dict[str, Any] = dict(
         max_length=LENGTH, dtype=dtype, cache_dtype=dtype, numerics="invariant", unroll=False,
         num_kept=8,
     )

@@ -107,12 +107,13 @@ def extensions(scheduler: Scheduler, params: Any, length: int, rounds: int) -> d
 
 def host_times(length: int, rounds: int) -> dict[str, float]:
     """Returns the median milliseconds to keep the pages of a sequence and to write its record."""
-    sizes = host.Engine()
+    sizes: Any = host.Engine()
     sizes.page_size, sizes.num_pages = 16, host.LENGTH // 16 + 2
     column = lambda dtype: np.zeros((1, host.SLOTS), dtype)
     wide = np.zeros((1, host.SLOTS, 0), np.float32)
     result = host.ResultTokens(
-        column(np.int32), *[column(np.float32)] * 3, wide, valid=column(bool),
+        column(np.int32), column(np.float32), column(np.float32), column(np.float32), wide,
+        valid=column(bool),
         remaining=np.zeros(host.SLOTS, np.int32),
     )
     times = {"keep": [], "record": []}
@@ -123,7 +124,7 @@ def host_times(length: int, rounds: int) -> dict[str, float]:
         sequence = Sequence.of(request, 0, 0)
         sequence.pieces = [Drawn(result, 0, 1, 0, 0, 0)] * (length - 64)
         sequence.count, sequence.is_running, sequence.shard = length - 64, True, 0
-        sequence.pages = blocks.pages[0].allocate(-(-length // sizes.page_size))
+        sequence.pages = blocks.pages[0].allocate(-(-length // sizes.page_size)) or []
         start = time.perf_counter()
         blocks.keep(sequence, 0)
         middle = time.perf_counter()
@@ -177,8 +178,11 @@ class Given:
 def delayed(scheduler: Scheduler, count: int, mean: float, waits: bool) -> tuple[float, float]:
     """Returns the share of busy slots, and the sampled tokens per second, of episodes whose
     environments think."""
+    environments: Any = lambda: Thinking(mean)
+    suffixes: Any = Given()
+    ids: Any = lambda prompt: prompt
     player = EpisodeScheduler(
-        scheduler, lambda: Thinking(mean), Given(), lambda tokens: "", lambda prompt: prompt,
+        scheduler, environments, suffixes, lambda tokens: "", ids,
         max_turns=TURNS[-1], max_length=1280, on_fork="rows", waits=waits,
     )
     rng, start = np.random.default_rng(0), time.perf_counter()

@@ -21,7 +21,7 @@ EXPERTS = ("num_experts", "experts_per_token", "expert_dim", "shared_expert_dim"
 MODEL = {f"model.{name}": fig_routing.get_config().model[name] for name in EXPERTS}
 REINFORCE = {"correction.mode": "bypass", "correction.objective": "reinforce"}
 # Gap -> (fields of all arms, fields that make the gap)
-GAPS = {
+GAPS: dict[str, tuple[Arm, Arm]] = {
     "int8": ({}, INT8),
     "noise": ({}, {"engine.injected": "weights(scale=0.3)"}),
     "routes": (MODEL, INT8 | {"engine.injected": "router(scale=0.3)"}),

@@ -152,7 +152,7 @@ class Sampling:
     def scheduler(
         self, engine: Engine, params: Any, version: int,
         heartbeat: Callable[[], None] = lambda: None, **options,
-    ) -> Scheduler | EpisodeScheduler | SessionScheduler:
+    ) -> Any:
         """Makes a scheduler for one of the engines with these serving parameters; `options` are
         further arguments of Scheduler. With an environment it plays episodes, with a harness
         sessions. Both call `heartbeat` while they wait. Close it after use."""

@@ -108,7 +108,8 @@ def _parse(required: Sequence[str], words: Sequence[str], argv: list[str]) -> li
         unexpected = " ".join(rest[1 + len(words) :])
         sys.exit(_refused(f"unexpected arguments {unexpected}; a flag is --name=value"))
     if flags.FLAGS["verbosity"].using_default_value:
-        flags.FLAGS.verbosity = logging.WARNING  # Orbax and JAX tell much on INFO
+        # Orbax and JAX tell much on INFO.
+        flags.FLAGS.verbosity = logging.WARNING  # type: ignore[assignment]
     return rest
 
 
@@ -126,7 +127,8 @@ def help_text(about: str, values: flags.FlagValues, required: Sequence[str]) -> 
 
 def _described(flag: flags.Flag, required: Sequence[str]) -> str:
     has_default = flag.default not in (None, False, "", [])
-    default = f" Default: {flag.default_as_str.strip(chr(39))}." if has_default else ""
+    text = (flag.default_as_str or "").strip("'")
+    default = f" Default: {text}." if has_default else ""
     needed = " Required." if flag.name in required else ""
     name = f"--[no]{flag.name}" if flag.boolean else f"--{flag.name}=..."
     text = f"{flag.help.rstrip('.')}.{default}{needed}"
@@ -183,7 +185,7 @@ def _check_once(words: Sequence[str]) -> None:
         raise flags.Error(f"{', '.join(repeated)} given more than once; give one value")
 
 
-def _error_text(error: Exception, path: str) -> str:
+def _error_text(error: BaseException, path: str) -> str:
     """Says what went wrong, and in which line of the config file."""
     if isinstance(error, SyntaxError):
         return f"{error.filename}:{error.lineno}: {error.msg}"

@@ -91,7 +91,7 @@ class Evaluator:
             )
         ]
         at_limit = np.array([is_at_limit(t) for t in trajectories])
-        kinds = {
+        kinds: dict[str, tuple[Any, Any]] = {
             "greedy": (greedy, at_limit[0::2]), "sampled": (sampled, at_limit[1::2]),
             "constant": (constant, False),
         }
@@ -228,12 +228,16 @@ def measure(
         found, at_limit = evaluator.scores(scheduler, rewards, samples, progress)
     right = are_right(found, at_limit, config.eval.threshold)
     drawn = [_known(row) for row in right[:, 1:]]
-    shares = {"greedy": _known(right[:, 0]), "sampled": [x.mean() for x in drawn if len(x)]}
+    shares: dict[str, Any] = {
+        "greedy": _known(right[:, 0]), "sampled": [x.mean() for x in drawn if len(x)],
+    }
     for k in (2**i for i in range(samples.bit_length())):
         several = [x[None] > 0 for x in drawn if len(x) >= k]
         shares[f"pass_at_{k}"] = [pass_at(k, x)[0] for x in several]
     given = [_known(row) for row in found[:, 1:]]
-    means = {"greedy_reward": _known(found[:, 0]), "sampled_reward": [x.mean() for x in given if len(x)]}
+    means: dict[str, Any] = {
+        "greedy_reward": _known(found[:, 0]), "sampled_reward": [x.mean() for x in given if len(x)],
+    }
     measured = {name: _named(intervals.of_shares(x)) for name, x in shares.items() if len(x)}
     measured |= {name: _named(intervals.of_mean(x)) for name, x in means.items() if len(x)}
     if not measured:

@@ -166,8 +166,8 @@ def _described(tokenizer: Tokenizer, folder: pathlib.Path) -> pathlib.Path:
         "tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False,
         "bos_token": None, **tokenizer.special, "chat_template": tokenizer.template,
     }
-    ids = {name: tokenizer.backend.token_to_id(text) for name, text in tokenizer.special.items()}
-    ids = {f"{name}_id": index for name, index in ids.items()}
+    to_id = tokenizer.backend.token_to_id
+    ids: dict[str, Any] = {f"{name}_id": to_id(text) for name, text in tokenizer.special.items()}
     ids |= {"eos_token_id": list(tokenizer.eos_ids)}
     files = {"tokenizer_config": described, "generation_config": ids, "config": ids}
     tokenizer.backend.save(str(folder / "tokenizer.json"))

@@ -7,12 +7,13 @@ Examples:
 """
 
 from absl import flags
+from typing import Any
 
 from jaxrl_tis import cli_flags, train
 from jaxrl_tis.runtime import processes
 
 CONFIG = cli_flags.define_config()
-WORKDIR = flags.DEFINE_string(
+WORKDIR: Any = flags.DEFINE_string(
     "workdir", None, "Folder of the run; an interrupted run in it is continued."
 )
 PROFILE_STEPS = flags.DEFINE_list(

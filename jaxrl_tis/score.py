@@ -11,6 +11,7 @@ Examples:
 
 import os
 import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +21,10 @@ from absl import flags
 from jaxrl_tis import cli_flags, models
 from jaxrl_tis.models import overflow, peft, peft_config, transformer
 
-MODEL = flags.DEFINE_string("model", None, "Checkpoint folder or .gguf file.")
+MODEL: Any = flags.DEFINE_string("model", None, "Checkpoint folder or .gguf file.")
 ADAPTER = flags.DEFINE_string("adapter", None, "Folder of a PEFT adapter of this model.")
-TOKENS = flags.DEFINE_string("tokens", None, ".npy file with tokens [B,T].")
-OUT = flags.DEFINE_string("out", None, ".npy file to write logits [B,T,V] to.")
+TOKENS: Any = flags.DEFINE_string("tokens", None, ".npy file with tokens [B,T].")
+OUT: Any = flags.DEFINE_string("out", None, ".npy file to write logits [B,T,V] to.")
 
 
 def score(model: str, tokens_bt: np.ndarray, out: str, adapter: str | None = None) -> None:
@@ -38,7 +39,7 @@ def score(model: str, tokens_bt: np.ndarray, out: str, adapter: str | None = Non
         print(f"warning: {why}", file=sys.stderr)
     loaded = None if adapter is None else peft.load(adapter, models.read_config(model))
     config, params = models.load(model)
-    if loaded is not None:
+    if adapter is not None and loaded is not None:
         params = peft.join(params, adapter, *loaded)
     _check_tokens(tokens_bt, config.vocab_size)
     row_logits = jax.jit(lambda params, tokens: transformer.logits(params, config, tokens))

@@ -107,7 +107,7 @@ class Layout:
     @property
     def shards(self) -> int:
         """How many parts the rows of a batch are cut into."""
-        return math.prod(self.mesh.shape[a] for a in TRAIN_RULES["batch"])
+        return math.prod(self.mesh.shape[a] for a in TRAIN_RULES["batch"] or ())
 
     @property
     def is_shared(self) -> bool:
@@ -245,10 +245,9 @@ class Layout:
 
     def fetch(self, x: jax.Array | np.ndarray) -> np.ndarray:
         """Returns all of an array on the host, on every process."""
-        is_here = isinstance(x, np.ndarray) or x.is_fully_addressable or x.is_fully_replicated
-        if not is_here:
-            x = _replicate(self.replicated())(x)
-        return np.asarray(x)
+        if isinstance(x, np.ndarray) or x.is_fully_addressable or x.is_fully_replicated:
+            return np.asarray(x)
+        return np.asarray(_replicate(self.replicated())(x))
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())

@@ -216,10 +216,12 @@ def arms_of(config: str) -> Arms:
     """Returns what `sweep()` of a config file lists.
 
     Raises:
-      ValueError: there is none, or it lists no arms.
+      ValueError: the file is no .py file, has no sweep(), or lists no arms.
     """
     path = config.partition(":")[0]
     spec = util.spec_from_file_location("swept", path)
+    if spec is None or spec.loader is None:
+        raise ValueError(f"--config={path} is no Python file; give the .py file of a sweep")
     module = util.module_from_spec(spec)
     spec.loader.exec_module(module)
     if not hasattr(module, "sweep"):
@@ -339,7 +341,7 @@ def _cell(runs: list[list[dict]], phase: str, metric: str) -> str:
     if len(values) == 1:
         if trials is None:
             return f"{mean:z.4g}"
-        low, high = intervals.wilson(mean, trials)
+        low, high = map(float, intervals.wilson(mean, trials))
     return f"{mean:z.4g} [{low:z.4g}, {high:z.4g}]"
 
 

@@ -118,7 +118,9 @@ class Run:
         self.snapshots = self.trainer.weight_snapshots()
         self.source = self._make_source()
         self.accumulates = setup.schedule.on_arrival and arriving.accumulation_blocker(training) is None
-        self.state, self.done, self.saved, self.version = None, 0, None, 0
+        self.state: Any = None
+        self.saved: int | None = None
+        self.done = self.version = 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
         self._profile_steps, self._pins, self._changed = profile_steps, pins, changed or Changes()
@@ -133,7 +135,6 @@ class Run:
             config.task.name, config.task.params, batch_size=config.rollout.prompts,
             seed=config.seed, **(processes.shard() if is_shared else {}), check=self._check,
         )
-        self._data = batches.source
         groups = Groups(config, self._prompter, self.rewards, "greedy_rewards" in needs)
         has_threads = config.rollout.driver == "threads"
         # A sampler's thread gives no sign of life for the learner, and does not end its step.
@@ -181,9 +182,10 @@ class Run:
 
     def _check(self, source: tasks.Source) -> Checked:
         reject = lacks_answer(self.setup.config)
-        return self._prompter.checked(
+        self._data = self._prompter.checked(
             source, "training data", reject, heartbeat=self._watchdog.heartbeat
         )
+        return self._data
 
     @property
     def policy(self) -> Any:
@@ -311,9 +313,9 @@ class Run:
     @contextlib.contextmanager
     def profiled(self, step: int) -> Iterator[None]:
         """Traces a step where it is one of `profile_steps`."""
-        folder, traced = self._workdir / "profile" / f"step{step}", contextlib.nullcontext()
-        if step in self._profile_steps:
-            traced = jax.profiler.trace(str(folder))
+        folder = self._workdir / "profile" / f"step{step}"
+        is_traced = step in self._profile_steps
+        traced = jax.profiler.trace(str(folder)) if is_traced else contextlib.nullcontext()
         with traced, jax.profiler.StepTraceAnnotation("step", step_num=step):
             yield
 
@@ -374,8 +376,9 @@ class Run:
         self.done = step
 
     def _write_samples(self, lines: list[dict]) -> None:
-        for line in lines if self._samples is not None else ():
-            self._samples.write(json.dumps(line))
+        for line in lines:
+            if self._samples is not None:
+                self._samples.write(json.dumps(line))
 
     def _has_evaluation(self) -> bool:
         """Whether the last step's is on record: a run that was interrupted leaves it out."""
@@ -444,9 +447,9 @@ def opened(
         for doubt in validate.doubts(config, setup.training.correction):
             processes.report(f"warning: {doubt}", sys.stderr)
         processes.first(lambda: sinks.check(config.metrics.sinks))
-        if config.task.environment and (changed := setup.suffixes.rewrites):
+        if config.task.environment and (rewrites := setup.suffixes.rewrites):
             processes.report(
-                f"warning: the chat template changes earlier turns ({', '.join(changed)}); the ids of "
+                f"warning: the chat template changes earlier turns ({', '.join(rewrites)}); the ids of "
                 "an episode stay as they were sampled, and episodes/template_realigns and "
                 "episodes/template_forks count the turns where a render would differ", sys.stderr,
             )
@@ -575,7 +578,7 @@ def run(
                 values |= probed | measured | sample_metrics(drawn, rows, config)
                 values |= r.data_metrics(drawn)
                 check_finite(
-                    step, values, r.saved, lambda rows=rows: trainer.non_finite(r.state, rows)
+                    step, values, r.saved, functools.partial(trainer.non_finite, r.state, rows)
                 )
                 if not rows["mask"].any():
                     idle = f"step {step}: nothing to train on; the weights stay as they were"

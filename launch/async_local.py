@@ -42,9 +42,9 @@ def workers(learner: int) -> list[int]:
         ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
     ).stdout
     children, titles = collections.defaultdict(list), {}
-    for pid, parent, title in (line.split(maxsplit=2) for line in listed.splitlines()):
-        children[int(parent)].append(int(pid))
-        titles[int(pid)] = title
+    for own, parent, title in (line.split(maxsplit=2) for line in listed.splitlines()):
+        children[int(parent)].append(int(own))
+        titles[int(own)] = title
     found = [learner]
     for pid in found:  # which grows
         found += children[pid]

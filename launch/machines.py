@@ -34,7 +34,8 @@ class Status:
         line = re.compile(r"^(not )?running: (.*?)(?: on \S+(?: with (.*))?)?$", re.MULTILINE)
         for found in line.finditer(text):
             code = re.search(r'"code": (\d+)', found[2])
-            yield cls(found[1] is None, code and int(code[1]), found[3] and json.loads(found[3]))
+            arguments = json.loads(found[3]) if found[3] else None
+            yield cls(found[1] is None, int(code[1]) if code else None, arguments)
 
 
 @dataclasses.dataclass

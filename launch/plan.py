@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -34,7 +35,7 @@ class Plan:
     config: str
     overrides: tuple[str, ...]
     workdir: str
-    topology: Topology | None
+    topology: Any
     name: str
     workers: Topology | None = None
 

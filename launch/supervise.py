@@ -59,7 +59,7 @@ def supervise(command: list[str], supervisor: Supervisor, state: pathlib.Path | 
         if process is None:
             missed.append(number)
         else:
-            process.send_signal(passed_on(number))
+            process.send_signal(passed_on(number))  # type: ignore[unreachable]
 
     stopping = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -72,8 +72,8 @@ def supervise(command: list[str], supervisor: Supervisor, state: pathlib.Path | 
         except OSError as error:
             print(f"supervise: cannot run {command[0]}: {error.strerror}", file=sys.stderr)
             return UNKNOWN_COMMAND
-        for number in missed:
-            process.send_signal(passed_on(number))
+        for asked in missed:
+            process.send_signal(passed_on(asked))
         _write(state, supervisor.attempt, None, process.pid)
         code, pid, attempt = process.wait(), process.pid, supervisor.attempt
         process = None

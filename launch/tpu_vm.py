@@ -90,7 +90,7 @@ class Worker:
             return
         try:
             action = _advance(shell, self.gcloud, self.machines, self.state)
-            if action == "start" and not self._join(shell, cluster):
+            if action == "start" and cluster and not self._join(shell, cluster):
                 self.machines.missed()
         except subprocess.CalledProcessError as error:
             shell.report(f"{plans.show(error.cmd)} failed with {error.returncode}")

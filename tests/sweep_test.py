@@ -157,6 +157,8 @@ def test_the_shipped_sweeps_are_valid(path, monkeypatch):
 
 
 def test_a_file_without_a_sweep_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="sweeps/staleness is no Python file; give the .py"):
+        sweep.arms_of("configs/sweeps/staleness")
     path = tmp_path / "a.py"
     path.write_text("def get_config(): ...\n")
     with pytest.raises(ValueError, match=r"a.py has no sweep\(\)"):

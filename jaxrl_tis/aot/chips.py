@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 import re
+from typing import Any
 
 GIB = 2**30
 
@@ -205,7 +206,7 @@ class Topology:
         import jax
         from jax.experimental import topologies
 
-        more = {"num_slices": self.num_slices} if self.num_slices > 1 else {}
+        more: dict[str, Any] = {"num_slices": self.num_slices} if self.num_slices > 1 else {}
         if self.chips_per_slice == 1:
             more["chips_per_host_bounds"] = [1, 1, 1]  # libtpu takes hosts of several by default
         try:

@@ -75,7 +75,7 @@ class Search:
                 "mesh": {"train": mesh}, "model": {"remat": remat},
                 "train": {"microbatch_rows": size},
             })
-        if not self.rows:
+        if self._refusal is not None and not self.rows:
             raise self._refusal
         return self.rows
 

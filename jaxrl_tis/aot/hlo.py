@@ -318,7 +318,7 @@ class Module:
     def _updates(self, line: Instruction) -> list[bool]:
         """Returns for each array of the result whether it overwrites an operand."""
         if "output_to_operand_aliasing" in line.attributes:
-            outputs = re.search(r"output_to_operand_aliasing=\{(.*?\)\})", line.attributes)[1]
+            outputs = re.findall(r"output_to_operand_aliasing=\{(.*?\)\})", line.attributes)[0]
             aliased = {int(i or 0) for i in re.findall(r"\{(\d*)\}: \(", outputs)}
             return [i in aliased for i in range(len(line.shapes))]
         if line.opcode != "fusion":
@@ -361,7 +361,7 @@ class Module:
         calls = []
         for line in self._lines():
             if line.opcode == "custom-call":
-                target = re.search(r'custom_call_target="([^"]*)"', line.attributes)[1]
+                target = re.findall(r'custom_call_target="([^"]*)"', line.attributes)[0]
                 flops = re.search(r'"flops":"?(\d+)', line.config)
                 calls.append(CustomCall(
                     line.name, target, line.shapes, int(flops[1]) if flops else None,
@@ -383,7 +383,7 @@ class Module:
         if line.opcode in ("infeed", "outfeed"):
             return line.opcode
         if line.opcode == "custom-call":
-            target = re.search(r'custom_call_target="([^"]*)"', line.attributes)[1]
+            target = re.findall(r'custom_call_target="([^"]*)"', line.attributes)[0]
             return target if _HOST_CALL.search(target) else None
         if line.opcode in ("copy", "copy-start"):
             from_host = any(

@@ -14,7 +14,8 @@ def dot_size(line: Instruction, lhs: Shape, rhs: Shape) -> int:
 def convolution_size(line: Instruction, lhs: Shape, rhs: Shape) -> int:
     """Counts multiplications with existing elements, without padding and dilation holes. A batch
     dimension written as a window thus counts once."""
-    left, right, out = re.match(r"(\w+)_(\w+)->(\w+)", line.attribute("dim_labels")).groups()
+    labels = re.findall(r"^(\w+)_(\w+)->(\w+)", line.attribute("dim_labels"))
+    left, right, out = labels[0]
     window = {
         key: value.split("x")
         for key, value in re.findall(r"(\w+)=([\dx_\-]+)", line.attribute("window"))

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from typing import Any
 
 WIDTHS = {
     "pred": 1, "s2": 0.25, "u2": 0.25, "s4": 0.5, "u4": 0.5, "s8": 1, "u8": 1, "s16": 2, "u16": 2,
@@ -95,6 +96,7 @@ def _instruction(line: str, computation: str) -> Instruction | None:
     start = head.end()
     end = _closing(line, start) + 1 if line[start] == "(" else line.index(" ", start)
     opcode = re.match(r" *([\w\-]+)\(", line[end:])
+    assert opcode is not None, line
     opening = end + opcode.end() - 1
     closing = _closing(line, opening)
     arguments, rest = line[opening + 1 : closing], line[closing + 1 :]
@@ -124,7 +126,7 @@ def root(computation: Computation) -> Instruction:
 
 # Trip counts. The CPU's compiler prints them, libtpu does not.
 
-Value = int | list | None  # of an integer, of a tuple; None: not known before the program runs
+Value = Any  # int | list | None: of an integer, of a tuple; None: not known before the program runs
 
 
 def trips(computations: dict[str, Computation], loop: Instruction) -> tuple[int | None, str]:
@@ -163,7 +165,7 @@ def _distances(computations, line: Instruction, inputs: list[Value]) -> list[int
     direction = line.attribute("direction")
     if line.opcode != "compare" or direction[0] not in "LG" or None in values:
         return [None]
-    left, right = values
+    left, right = values  # scalars
     distance = right - left if direction[0] == "L" else left - right
     return [distance + (direction in ("LE", "GE"))]
 

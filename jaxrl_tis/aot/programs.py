@@ -138,7 +138,7 @@ def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> 
 def _refused_module(lowered: jax.stages.Lowered, options: dict[str, str]) -> Module | None:
     """Returns the HLO of a refused program from the compiler's dump, None without a dump."""
     with tempfile.TemporaryDirectory() as folder:
-        dump = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        dump: dict[str, Any] = {"xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             lowered.compile(compiler_options=options | dump)
         files = sorted(pathlib.Path(folder).glob("*after_optimizations.txt"))

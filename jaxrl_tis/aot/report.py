@@ -50,6 +50,7 @@ def entry(
     """Returns the JSON entry of a `programs.Compiled`; all bytes are for one device."""
     hbm, job = _hbm(setup, topology), work.work(compiled.name, setup, compiled.args)
     others = beside(setup, compiled.name, compiled.args, resident)
+    memory: dict[str, Any]
     result = {
         "name": compiled.name, "runs_on": runs_on(setup, compiled.name),
         "compile_seconds": round(compiled.seconds, 2),
@@ -152,7 +153,7 @@ def _memory(memory: Any, beside: int, hbm: int) -> dict[str, int]:
     }
 
 
-def _refused(compiled: Any, beside: int, hbm: int) -> tuple[dict[str, int | None], int, str]:
+def _refused(compiled: Any, beside: int, hbm: int) -> tuple[dict[str, Any], int, str]:
     """Returns (memory, missing bytes, name of the memory space) of a refused program. For HBM the
     peak is the compiler's own sum. For smem and vmem only the arguments are known."""
     unit = {"": 1, "K": 2**10, "M": 2**20, "G": GIB, "T": 2**40}
@@ -163,7 +164,7 @@ def _refused(compiled: Any, beside: int, hbm: int) -> tuple[dict[str, int | None
     arguments = device_bytes(compiled.args)
     space = re.search(r"memory space (\w+)", compiled.refusal)
     where = space.group(1) if space else "hbm"
-    memory = {
+    memory: dict[str, Any] = {
         "argument_bytes": arguments, "output_bytes": None, "alias_bytes": None,
         "temp_bytes": None, "peak_bytes": arguments, "beside_bytes": beside, "hbm_bytes": hbm,
     }

@@ -213,7 +213,7 @@ def _collect(
             good.append(record_values)
     if problems:
         raise ValueError(_refusal(path, unit, problems, count))
-    if not good:
+    if first is None or not good:
         raise ValueError(f"{path}: there is no sequence in it; write at least one")
     lengths = np.array([len(record_values["mask"]) for record_values in good])
     if lengths.sum() > MOST_TOKENS:

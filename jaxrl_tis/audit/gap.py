@@ -70,7 +70,7 @@ def profiles(batch: Batch) -> dict[str, dict[str, float]]:
     length of the response, turn, distance from a tool's text, and age of the weights. Buckets without
     a token are left out."""
     octaves = (0, *(2**k for k in range(NUM_BUCKETS - 1)))
-    labels = dict.fromkeys(("position", "length", "context"), octaves)
+    labels: dict[str, Any] = dict.fromkeys(("position", "length", "context"), octaves)
     labels |= dict.fromkeys(("turn", "lag"), range(NUM_BUCKETS))
     labels["after_tool"] = ("none", *octaves[1:])
     statistics = jax.jit(functools.partial(attribution.bucket_statistics, num_buckets=NUM_BUCKETS))

@@ -66,7 +66,7 @@ def measure(
 def make_batch(dump: Dump, current_version: int | None) -> dict[str, Any]:
     """Returns the fields that `gap` and `whatif` read, as far as the columns give them."""
     rows = packing.pack(dump.lengths)
-    batch = {name: rows.of_tokens(x) for name, x in dump.tokens.items()}
+    batch: dict[str, Any] = {name: rows.of_tokens(x) for name, x in dump.tokens.items()}
     batch |= {"seg": rows.seg, "key": jax.random.key(0), "sign": np.ones_like(batch["logp_old"])}
     batch["logp_now"] = batch["logp" if "logp" in batch else "logp_old"]
     if "logp" in batch:  # the learner now starts from here: nothing has moved within its step
@@ -115,8 +115,8 @@ def _histogram(dump):
     width = max(high - low, 1e-6)
     bins = functools.partial(np.histogram, bins=NUM_BINS, range=(low - width / 20, high + width / 20))
     counts, edges = bins(old - behav)
-    probabilities = (np.exp(np.minimum(x, 0.0)) for x in (behav, old))  # rounding may be above 0
-    grid, _, _ = np.histogram2d(*probabilities, bins=NUM_BINS, range=((0, 1), (0, 1)))
+    p_behav, p_old = (np.exp(np.minimum(x, 0.0)) for x in (behav, old))  # rounding may be above 0
+    grid, _, _ = np.histogram2d(p_behav, p_old, bins=NUM_BINS, range=((0, 1), (0, 1)))
     return {"log_ratio": counts.tolist(), "edges": edges.tolist(), "probabilities": grid.tolist()}
 
 

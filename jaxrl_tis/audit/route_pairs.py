@@ -212,7 +212,8 @@ def _shifted_from(comparison, layout):
     """Rows that are shifted from a turn or from some row on; and [M] whether a row is one of these."""
     turns = np.concatenate([[0], np.cumsum(layout.is_boundary)])
     is_later = layout.is_policy & (turns[:-1] > turns[layout.first_row][layout.sequence])
-    d = next((d for d in SHIFTS if _beyond_chance(*_gain(comparison, d, is_later), len(SHIFTS))), 0)
+    gains = ((d, *_gain(comparison, d, is_later)) for d in SHIFTS)
+    d = next((d for d, gain, m in gains if _beyond_chance(gain, m, len(SHIFTS))), 0)
     if d:
         return [fault(
             "shifted_turns", f"after the first turn the sampler's rows stand {_by(d)}",

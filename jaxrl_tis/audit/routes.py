@@ -162,7 +162,7 @@ def measure(
         "shifts": {},
     }
     pair, found["faults"], comparison = compare(sides, layout, num_experts)
-    if pair is None:
+    if pair is None or comparison is None:
         return {}, found
     found["shifts"] = comparison.shifts
     return _metrics(dump, rows, batch, layout, pair, found["num_experts"], comparison), found

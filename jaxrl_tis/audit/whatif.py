@@ -243,7 +243,8 @@ def _equal_parts(made, batch):
     mask = np.asarray(batch["mask"])
 
     def digest(w):
-        return hashlib.sha256(np.where(mask, np.asarray(w, np.float32), np.float32(0))).digest()
+        valid = np.where(mask, np.asarray(w, np.float32), np.float32(0))
+        return hashlib.sha256(valid.data).digest()
 
     seen, representative = {digest(1.0): None}, {}
     for part, (w, _) in made.items():

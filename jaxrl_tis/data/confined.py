@@ -109,14 +109,15 @@ class Confined:
 
     def close(self) -> None:
         """Ends the process and its child processes; a later call starts a new process."""
-        process, self._process = self._process, None
+        process: Any = self._process
+        self._process = None
         if process is None:
             return
         # Before wait(): until then the id of the group cannot be given to another process.
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        process.stdin.close()
-        process.stdout.close()
+        for pipe in (process.stdin, process.stdout):
+            pipe.close()
 
     def _start(self) -> None:
         code = (
@@ -134,9 +135,11 @@ class Confined:
             # On a large host the threads of BLAS alone would reserve more memory than the limit.
             env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
         )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._stdin, self._stdout = self._process.stdin, self._process.stdout
         shown = self._process.stderr, self._what
         threading.Thread(target=show, args=shown, daemon=True).start()
-        os.set_blocking(self._process.stdin.fileno(), False)
+        os.set_blocking(self._stdin.fileno(), False)
         self._unread = b""
         deadline = time.monotonic() + START_SECONDS
         try:
@@ -163,14 +166,14 @@ class Confined:
             heartbeat()
 
     def _write(self, message: Any, deadline: float) -> None:
-        data, stdin = json.dumps(message).encode() + b"\n", self._process.stdin.fileno()
+        data, stdin = json.dumps(message).encode() + b"\n", self._stdin.fileno()
         while data:
             self._wait(stdin, select.POLLOUT, deadline)
             data = data[os.write(stdin, data) :]
 
     def _read_lines(self, deadline: float) -> list[dict[str, Any]]:
         """Waits for at least one complete line, and returns all complete lines."""
-        stdout = self._process.stdout.fileno()
+        stdout = self._stdout.fileno()
         while b"\n" not in self._unread:
             self._wait(stdout, select.POLLIN, deadline)
             data = os.read(stdout, 1 << 20)
@@ -244,7 +247,8 @@ def serve() -> None:
     # The function must not read our messages or write among them.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # a pipe, whose lines are shown as they come
+    out: Any = sys.stdout
+    out.reconfigure(line_buffering=True)  # a pipe, whose lines are shown as they come
     setup = json.loads(items.readline())
     batches, process = queue.SimpleQueue(), os.getpid()
     reader = threading.Thread(target=_read_batches, args=(items, batches), daemon=True)

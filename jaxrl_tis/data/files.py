@@ -54,9 +54,9 @@ def read(
       ImportError: a file is parquet, and pyarrow is not installed.
       ValueError: a file has no row, or cannot be read.
     """
-    paths = [paths] if isinstance(paths, str | os.PathLike) else paths
+    named: Sequence = [paths] if isinstance(paths, str | os.PathLike) else paths
     rows, digest = [], hashlib.blake2b(digest_size=8)
-    for name, path in [file for given in paths for file in hub.data_files(given)]:
+    for name, path in [file for given in named for file in hub.data_files(given)]:
         if not path.exists():
             raise FileNotFoundError(
                 f"{path} is missing; put a file there with one JSON object per line, such as "
@@ -78,7 +78,8 @@ def _rows(name: str, path: Any, digest) -> list[Row]:
     reader = next((r for end, r in READERS.items() if unpacked.endswith(end)), _lines)
     with path.open("rb") as file:
         try:
-            return list(reader(name, gzip.open(file) if is_packed else file, digest))
+            content: Any = gzip.open(file) if is_packed else file
+            return list(reader(name, content, digest))
         except BROKEN as error:
             if not is_packed:
                 raise

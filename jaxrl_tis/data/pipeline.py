@@ -12,7 +12,7 @@ from typing import Any
 import grain
 
 from jaxrl_tis.data.records import listed
-from jaxrl_tis.data.tasks import Source, make
+from jaxrl_tis.data.tasks import Records, Source, make
 from jaxrl_tis.runtime import processes
 
 EPOCHS = 2**31  # Grain's own endless repeat overflows in batch(1).
@@ -50,7 +50,7 @@ class Batches:
 
     def __init__(
         self, task: str, params: Mapping[str, Any], *, batch_size: int, seed: int,
-        shard_index: int = 0, shard_count: int = 1, check: Callable[[Source], Source] = sound,
+        shard_index: int = 0, shard_count: int = 1, check: Callable[[Source], Records] = sound,
     ):
         if batch_size < 1 or batch_size % shard_count:
             raise ValueError(
@@ -123,7 +123,7 @@ class Batches:
 
 
 def _fingerprint(
-    task: str, params: Mapping[str, Any], source: Source, batch_size: int, seed: int
+    task: str, params: Mapping[str, Any], source: Records, batch_size: int, seed: int
 ) -> dict[str, Any]:
     """Returns the values that determine the sequence of batches."""
     inputs = {

@@ -207,11 +207,13 @@ class RewardWorker:
     def _scored(self, item: list, outcome: Outcome) -> Scored | None:
         """Returns the result of an item, None for a failed item."""
         if "value" not in outcome:
-            return self._failed(item, **outcome)
+            self._failed(item, **outcome)
+            return None
         value = outcome["value"]
         if "bad" in value:
             error = f"the reward returned {value['bad']}"
-            return self._failed(item, "errors", error, error)
+            self._failed(item, "errors", error, error)
+            return None
         return self._summed(item, value["parts"])
 
     def _summed(self, item: list, parts: dict[str, float | None]) -> Scored | None:
@@ -221,14 +223,16 @@ class RewardWorker:
             error = f"the reward returned None for {SCORE if SCORE in summed else 'every part'}"
             if not summed:
                 error = "reward.weights gives every part of the reward weight 0"
-            return self._failed(item, "errors", error, error)
+            self._failed(item, "errors", error, error)
+            return None
         total = sum(weights[name] * x for name, x in summed.items() if x is not None)
         if not abs(total) <= LARGEST:  # also NaN
             error = f"the score is {summed}"
-            return self._failed(item, "non_finite", "a score that is not finite in float32", error)
+            self._failed(item, "non_finite", "a score that is not finite in float32", error)
+            return None
         self._names |= dict.fromkeys(parts)
-        is_known = lambda x: x is not None and abs(x) <= LARGEST
-        return Scored(total, {name: x if is_known(x) else math.nan for name, x in parts.items()})
+        known = lambda x: x if x is not None and abs(x) <= LARGEST else math.nan
+        return Scored(total, {name: known(x) for name, x in parts.items()})
 
     def _failed(self, item: list, fault: str, kind: str, error: str, traceback: str = "") -> None:
         text, record, _ = item

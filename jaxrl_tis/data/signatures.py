@@ -58,7 +58,7 @@ def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]
     """
     rewards, names = {}, graders.names(setup["name"])
     for name in names:
-        function = graders.resolve(name)
+        function: Any = graders.resolve(name)
         function = function() if inspect.isclass(function) else function
         short = name.rpartition(":")[2]
         # The component "score" of a function's own mapping stands for all others.
@@ -82,12 +82,12 @@ def called(function: Callable, name: str, signature: str = "auto") -> "Called":
         ValueError: the signature is unknown.
     """
     try:
-        parameters = inspect.signature(function).parameters
+        parameters: Mapping[str, inspect.Parameter] | None = inspect.signature(function).parameters
     except (TypeError, ValueError):
         parameters = {} if signature == "auto" else None
     if parameters is not None:
-        signature = _inferred(parameters) if signature == "auto" else signature
-        if signature is None or not _fits(signature, parameters):
+        found = _inferred(parameters) if signature == "auto" else signature
+        if found is None or not _fits(found, parameters):
             shown = "?" if not parameters else ", ".join(str(p) for p in parameters.values())
             raise ValueError(
                 f"{name} takes ({shown}), which fits no reward signature: score(text, record), "
@@ -96,6 +96,7 @@ def called(function: Callable, name: str, signature: str = "auto") -> "Called":
                 "extra_infos) or reward(prompts, completions, **columns). Change its parameters, "
                 f"or set reward.signature to one of {', '.join(SIGNATURES)}"
             )
+        signature = found
     return Called(function, signature, parameters)
 
 
@@ -182,7 +183,7 @@ class Called:
 def _verl(text: str, record: dict[str, Any]) -> dict[str, Any]:
     """Returns the arguments of verl's reward managers; in a record of another layout the answer is the
     ground truth."""
-    model = record.get("reward_model")
+    model: Any = record.get("reward_model")
     has_truth = isinstance(model, dict) and "ground_truth" in model
     extra = record.get("extra_info")
     return {
@@ -228,6 +229,7 @@ class _Scorer:
     def __init__(
         self, rewards: dict[str, Called], is_async: bool, timeout: float, workers: int
     ):
+        self.traits: dict[str, bool] = {}
         self._rewards, self._is_async = rewards, is_async
         self._timeout, self._workers = timeout, workers
         self._loop = asyncio.new_event_loop()
@@ -316,9 +318,10 @@ def describe(error: BaseException) -> tuple[str, str]:
     """Returns an exception's kind (type and place), and its traceback without the frames that called
     the user's code."""
     trace = error.__traceback__
-    while trace.tb_next and os.path.dirname(trace.tb_frame.f_code.co_filename) in (
-        OURS, os.path.dirname(asyncio.__file__)
-    ):
+    ours = OURS, os.path.dirname(asyncio.__file__)
+    while trace is not None and trace.tb_next:
+        if os.path.dirname(trace.tb_frame.f_code.co_filename) not in ours:
+            break
         trace = trace.tb_next
     frames = traceback.extract_tb(trace)
     text = "".join(traceback.format_exception(type(error), error, trace))

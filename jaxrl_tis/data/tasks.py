@@ -14,7 +14,7 @@ import json
 import os
 import random
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,10 +26,11 @@ SPLITS = {"train": range(6), "warmup": range(6, 9), "eval": range(9, 10)}
 MAX_DRAWS = 512
 # reasoning-gym seeds problem i with seed + i, so seeds closer than a size share problems.
 SEED_STRIDE = 2**20
-class Source(Protocol):
+class Records(Protocol):
     """A sequence of records; `bad` are unusable records, which are no examples."""
 
-    bad: Sequence[Bad]
+    @property
+    def bad(self) -> Sequence[Bad]: ...
 
     def __len__(self) -> int: ...
 
@@ -38,6 +39,10 @@ class Source(Protocol):
     def digest(self) -> str:
         """Returns a digest that distinguishes these examples from others with the same parameters."""
 
+
+class Source(Records, Protocol):
+    """The records of a task, each with its origin."""
+
     def place(self, index: int) -> str:
         """Returns the origin of an example, for messages."""
 
@@ -45,7 +50,7 @@ class Source(Protocol):
         """Returns the index of an example among all rows, unusable rows included."""
 
 
-class Generated:
+class Generated(Source):
     """A source that generates its examples from parameters."""
 
     bad = ()
@@ -128,7 +133,8 @@ class _Arithmetic(Generated):
         }
         if rng.random() >= self.calls:
             return record
-        return record | rng.choice(({"answer": problem}, {"turns": [[problem, f"{value} "]]}))
+        more: tuple[dict[str, Any], ...] = {"answer": problem}, {"turns": [[problem, f"{value} "]]}
+        return record | rng.choice(more)
 
     def _problem(self, rng: random.Random) -> tuple[str, int]:
         values = [rng.randrange(10**self.digits) for _ in range(self.terms)]
@@ -292,7 +298,7 @@ def reasoning_gym(
     return source
 
 
-TASKS = {
+TASKS: dict[str, Callable[..., Source]] = {
     "arithmetic": arithmetic,
     "gsm8k_jsonl": gsm8k_jsonl,
     "jsonl": jsonl,

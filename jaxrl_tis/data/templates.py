@@ -75,7 +75,9 @@ class _Generation(Extension):
     def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.CallBlock:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+        block = jinja2.nodes.CallBlock(self.call_method("_body"), [], [], body)
+        block.set_lineno(line)
+        return block
 
     def _body(self, caller: jinja2.runtime.Macro) -> str:
         return caller()

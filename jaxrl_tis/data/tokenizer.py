@@ -41,14 +41,29 @@ class Tokenizer(Protocol):
     token: text}, `template` the chat template.
     """
 
-    backend: tokenizers.Tokenizer
-    vocab_size: int
-    ids: np.ndarray
-    pad_id: int
-    bos_id: int | None
-    eos_ids: tuple[int, ...]
-    special: Mapping[str, str]
-    template: str | None
+    @property
+    def backend(self) -> tokenizers.Tokenizer: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def ids(self) -> np.ndarray: ...
+
+    @property
+    def pad_id(self) -> int: ...
+
+    @property
+    def bos_id(self) -> int | None: ...
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]: ...
+
+    @property
+    def special(self) -> Mapping[str, str]: ...
+
+    @property
+    def template(self) -> str | None: ...
 
     def encode(self, text: str, add_special: bool = False) -> list[int]: ...
 
@@ -71,7 +86,7 @@ class Tokenizer(Protocol):
 
 
 def _each(call: Callable[[str], list[int]], texts: Sequence[str]) -> list[list[int] | ValueError]:
-    results = []
+    results: list[list[int] | ValueError] = []
     for text in texts:
         try:
             results.append(call(text))
@@ -251,7 +266,7 @@ class HFTokenizer:
             return [self._of_pieces(text.split(BREAK), add_special) for text in texts]
         try:
             encodings = self.backend.encode_batch_fast(texts, add_special_tokens=add_special)
-            found = [encoding.ids for encoding in encodings]
+            found: list[list[int] | ValueError] = [encoding.ids for encoding in encodings]
         except Exception:  # a refused text raises a bare exception
             encode = functools.partial(self.backend.encode, add_special_tokens=add_special)
             found = _each(lambda text: encode(text).ids, texts)
@@ -286,8 +301,12 @@ class HFTokenizer:
     def _of_pieces(self, pieces: Sequence[str], add_special: bool) -> list[int] | ValueError:
         """Returns the ids of pieces that are encoded one by one, so that no token spans two."""
         found = [*self.encodes(pieces[:1], add_special), *self.encodes(pieces[1:])]
-        refused = [x for x in found if isinstance(x, ValueError)]
-        return refused[0] if refused else [index for ids in found for index in ids]
+        joined = []
+        for ids in found:
+            if isinstance(ids, ValueError):
+                return ids
+            joined += ids
+        return joined
 
     def _mended(self, ids: list[int], add_special: bool) -> list[int] | ValueError:
         """Returns the ids of a text with one start token; ValueError for an id that the model lacks."""
@@ -295,7 +314,7 @@ class HFTokenizer:
             processes.report_once(
                 f"start token of {self.source}",
                 f"{self.source}: a text begins with the start token "
-                f"{self.backend.id_to_token(self.bos_id)!r}, which the tokenizer adds; it is written once"
+                f"{self.backend.id_to_token(ids[1])!r}, which the tokenizer adds; it is written once"
             )
             ids = ids[1:]
         if self.num_rows is not None and max(ids, default=0) >= self.num_rows:
@@ -349,7 +368,7 @@ class HFTokenizer:
         )
 
 
-def escaped(tokenizer: Tokenizer, given: str | Sequence[dict]) -> str | list[dict]:
+def escaped(tokenizer: Tokenizer, given: str | Sequence[dict]) -> Any:
     """Returns a text, or messages of users and tools, as `Tokenizer.escaped` prepares them."""
     if isinstance(given, str):
         return tokenizer.escaped(given)
@@ -380,7 +399,7 @@ def fitted(tokenizer: Tokenizer, vocab_size: int) -> Tokenizer:
             f"the tokenizer has {tokenizer.vocab_size} ids but the model's vocabulary has "
             f"{vocab_size}; use the tokenizer that was trained with this model"
         )
-    if not beyond:
+    if not beyond or not isinstance(tokenizer, HFTokenizer):
         return tokenizer
     pad_id = tokenizer.pad_id if tokenizer.pad_id < vocab_size else 0
     return dataclasses.replace(tokenizer, num_rows=vocab_size, pad_id=pad_id)

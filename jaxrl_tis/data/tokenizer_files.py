@@ -256,7 +256,13 @@ def from_gguf(path: str | os.PathLike) -> HFTokenizer:
     backend = _byte_pair_backend(fields, path)
     bos_id = fields.get("tokenizer.ggml.bos_token_id")
     if bos_id is not None and fields.get("tokenizer.ggml.add_bos_token"):
-        backend.post_processor = start_processor(backend.id_to_token(bos_id), bos_id)
+        bos = backend.id_to_token(bos_id)
+        if bos is None:
+            raise ValueError(
+                f"{path}: tokenizer.ggml.bos_token_id is {bos_id}, which is no token of its "
+                f"{len(fields['tokenizer.ggml.tokens'])}; convert the model again"
+            )
+        backend.post_processor = start_processor(bos, bos_id)
     eos_ids = [fields.get(name) for name in GGUF_EOS_FIELDS]
     pad_id = fields.get("tokenizer.ggml.padding_token_id")
     tokens = fields["tokenizer.ggml.tokens"]
@@ -283,7 +289,7 @@ def load_tokenizer(
       ValueError: variables are set without a template; or see `from_folder`.
     """
     tokenizer = _load(path_or_spec, escapes)
-    if tokenizer.template is not None:
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.template is not None:
         # Without the clock, runs of different days have equal tokenizers.
         date = date if "strftime_now" in tokenizer.template else ""
         return dataclasses.replace(tokenizer, template_kwargs=template_kwargs, date=date)

@@ -256,7 +256,7 @@ def after_tool_metrics(
     before any tool token are in mismatch/after_tool_none/<statistic>.
     """
     bucket = power_of_two_bucket(tool_distances(mask, seg))
-    labels = ("none", *bucket_starts(num_buckets)[1:])
+    labels: list[str | int] = ["none", *bucket_starts(num_buckets)[1:]]
     return bucket_metrics(
         logp_old, logp_behav, bucket, mask, kind="after_tool", labels=labels, is_clipped=is_clipped
     )

@@ -120,7 +120,9 @@ def _band(weight: Method) -> tuple[float | None, float]:
         return None, 2.0
     if name == "seq_mask_tis":  # its band is of another ratio than its weight
         return None, math.inf
-    return parameters.get("lower"), parameters.get("cap", parameters.get("upper", math.inf))
+    upper: float = parameters.get("upper", math.inf)
+    cap: float = parameters.get("cap", upper)
+    return parameters.get("lower"), cap
 
 
 def _changed_by_bounds(log_ratio: jax.Array, batch: Batch, weight: Method) -> Metrics:
@@ -142,7 +144,7 @@ def _changed_by_bounds(log_ratio: jax.Array, batch: Batch, weight: Method) -> Me
     return mismatch.detached(means, "rollout_corr/rollout_is_")
 
 
-def _capped_fractions(weight: Method, *chain: jax.Array) -> Metrics:
+def _capped_fractions(weight: Method, *chain: jax.Array | None) -> Metrics:
     """Measures how often each cap of a weight with a cap per factor acts; {} for any other
     weight."""
     name, caps = weight

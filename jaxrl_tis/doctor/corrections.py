@@ -246,7 +246,7 @@ def _gap_by_period(case):
                 shares[period] = max(shares.get(period, 0.0), min(_share(within), _share(between)))
     if not shares:
         raise KeyError(f"values of {metric} at neighbouring steps")
-    period = max(shares, key=shares.get)
+    period = max(shares, key=lambda p: shares[p])
     return shares[period], f"{metric} rises within, and falls after, periods of {period} steps"
 
 

@@ -57,7 +57,7 @@ def limits_of(thresholds: Mapping[str, float]) -> dict[str, float]:
         if math.isnan(value) or (name in COUNTS and value < 1):
             least = "at least 1" if name in COUNTS else "a number"
             raise ValueError(f"threshold {name} is {value:g}; it must be {least}")
-    return THRESHOLDS | thresholds
+    return {**THRESHOLDS, **thresholds}
 
 
 def adapted(case: Case) -> Case:

@@ -14,7 +14,8 @@ WITHOUT_GAP = ("clip_cov", "top_entropy")  # masks that choose tokens, whatever 
 def _counted(case: Case) -> list[tuple[str, tuple[str, ...], tuple[str, ...]]]:
     """Returns the count metrics of each configured weight and mask: (of all tokens, of changed tokens, of
     tokens that a bound changes)."""
-    prefix, counted = f"{counts.PREFIX}weight/", []
+    prefix = f"{counts.PREFIX}weight/"
+    counted: list[tuple[str, tuple[str, ...], tuple[str, ...]]] = []
     if case.method("weight")[0] != "none":
         bounded = (f"{prefix}truncated", f"{prefix}dropped")
         counted.append((f"{prefix}num_tokens", (f"{prefix}changed",), bounded))

@@ -39,7 +39,7 @@ def _geo_mask(case):
     width = min(max(math.log(1.01), 2.0 * math.fsum(gaps) / len(gaps)), 1.0)
     band = f"seq_mean_ratio(lower={math.exp(-width):.4g}, upper={math.exp(width):.4g})"
     masks = [mask.strip() for mask in case.setting("correction.masks").split("&")]
-    replaced = ("seq_mean_k1", "seq_mean_ratio", "seq_sum_")
+    replaced: tuple[str, ...] = ("seq_mean_k1", "seq_mean_ratio", "seq_sum_")
     replaced += () if has_older(case) else ("staleness",)  # nothing for it to judge
     return " & ".join([*(m for m in masks if m and not m.startswith(replaced)), band])
 

@@ -33,7 +33,7 @@ class Answer:
         choices = []
         for index, trajectory in enumerate(trajectories):
             text, calls = self.read(trajectory)
-            content = {"text": text}
+            content: Json = {"text": text}
             if self._completion.is_chat:
                 said = {"content": text or None, "tool_calls": calls} if calls else {"content": text}
                 content = {"message": {"role": "assistant"} | said}
@@ -45,7 +45,7 @@ class Answer:
 
     def first(self, index: int) -> Json:
         """Returns the chunk that opens a choice: no text, and the token ids of its prompt."""
-        text = {"text": ""}
+        text: Json = {"text": ""}
         if self._completion.is_chat:
             text = {"delta": {"role": "assistant", "content": ""}}
         content = text | self._prompt_ids(index) | self._token_ids([])
@@ -55,14 +55,14 @@ class Answer:
         self, index: int, text: str, token_ids: list[int], calls: Sequence[Json] = ()
     ) -> Json:
         """Returns a chunk with more text and token ids of a choice, and with its tool calls."""
-        content = {"delta": {"content": text}} if self._completion.is_chat else {"text": text}
+        content: Json = {"delta": {"content": text}} if self._completion.is_chat else {"text": text}
         if calls:
             content["delta"]["tool_calls"] = [{"index": i} | call for i, call in enumerate(calls)]
         return self._chunk(index, content | self._token_ids(token_ids))
 
     def last(self, index: int, trajectory: Trajectory) -> Json:
         """Returns the chunk that ends a choice: no text, and all log-probs."""
-        content = {"delta": {}} if self._completion.is_chat else {"text": ""}
+        content: Json = {"delta": {}} if self._completion.is_chat else {"text": ""}
         return self._chunk(index, content | self._token_ids([]), self._end(trajectory))
 
     def end(self, num_tokens: int) -> Json:
@@ -177,7 +177,7 @@ def _by_text(row: list[tuple[str, float | None]]) -> dict[str, float | None]:
     return by_text
 
 
-def likeliest(ids, logps, count: int) -> list[tuple[int, float | None]]:
+def likeliest(ids, logps, count: int | None) -> list[tuple[int, float | None]]:
     """Returns (id, log-prob) of at most `count` possible tokens at one position, the likeliest first."""
     pairs = list(zip(ids, logps, strict=True))[:count]
     return [(int(id), finite(logp)) for id, logp in pairs if id >= 0]

@@ -41,13 +41,16 @@ News = np.ndarray | Trajectory | Exception
 class Worker(Protocol):
     """Samples choices, see `engine.worker.EngineThread`."""
 
-    version: int
-    error: Exception | None
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def error(self) -> Exception | None: ...
 
     @property
     def pending(self) -> int: ...
 
-    def submit(self, requests: list[Choice], listener: Listener, is_streamed: bool) -> Future: ...
+    def submit(self, requests: list, listener: Listener, is_streamed: bool) -> Future: ...
     def abort(self, request_ids: Collection[str]) -> None: ...
 
 
@@ -64,12 +67,12 @@ class Served:
         name.
     """
 
-    worker: EngineThread
+    worker: Any  # an EngineThread, or for sessions what stands for one
     tokenizer: Tokenizer
     model: str
     vocab_size: int
     limits: Limits
-    load: Callable[[str], Any]
+    load: Callable[[str], Any] | None
     token: str | None = None
     is_closed: bool = False
     hosts: Collection[str] = ()
@@ -105,7 +108,7 @@ class Job:
         self.completion = completion
 
     async def start(self) -> None:
-        put = lambda *news: self._loop.call_soon_threadsafe(self._inbox.put, *news)
+        put: Any = lambda *news: self._loop.call_soon_threadsafe(self._inbox.put, *news)
         choices, is_streamed = self.completion.choices, self.completion.is_streamed
         await asyncio.wrap_future(self._worker.submit(choices, put, is_streamed))
 
@@ -209,9 +212,10 @@ class Server:
         body = object_of(await self._body(request, self._deadline()))
         if body.keys() != {"path"} or not isinstance(body["path"], str):
             raise ValueError('the body must be {"path": text}')
+        load: Any = self._served.load  # not None where there is a token
         async with self._loading:
             try:
-                params = await asyncio.to_thread(self._served.load, body["path"])
+                params = await asyncio.to_thread(load, body["path"])
             except OSError as error:
                 raise ValueError(str(error)) from error
             version = await asyncio.wrap_future(self._served.worker.set_params(params))
@@ -265,15 +269,15 @@ class Server:
         try:
             async for i, news in job.follow():
                 has_ended, calls = isinstance(news, Trajectory), []
-                if has_ended:
+                if isinstance(news, Trajectory):
                     (text, calls), tokens = answer.read(news), news.tokens
                 else:
                     text, tokens = shown[i].of(news)
                     text = answer.settled(text)
-                text, tokens = sent[i].rest(text, tokens, has_ended)
-                if text or calls or tokens and completion.returns_ids:
-                    yield event(answer.more(i, text, tokens, calls))
-                if has_ended:
+                text, ids = sent[i].rest(text, tokens, has_ended)
+                if text or calls or ids and completion.returns_ids:
+                    yield event(answer.more(i, text, ids, calls))
+                if isinstance(news, Trajectory):
                     num_tokens += len(news.tokens)
                     yield event(await asyncio.to_thread(answer.last, i, news))
             if completion.includes_usage:
@@ -341,7 +345,9 @@ async def _refused(request: Request, error: HTTPException) -> Response:
 
 
 REFUSALS = {UnknownModel: 404, ValueError: 400, Full: 429, RuntimeError: 500}
-HANDLERS = {error: _refusal(status) for error, status in REFUSALS.items()} | {HTTPException: _refused}
+HANDLERS: dict[Any, Any] = {
+    HTTPException: _refused, **{error: _refusal(status) for error, status in REFUSALS.items()},
+}
 
 
 def make(served: Served) -> Starlette:

@@ -125,6 +125,6 @@ class Session:
         """Ends the session and its open calls, and forgets its owner."""
         with self._lock:
             self.end, calls = why, self.calls
-            self.calls, self._take = [], None
+            self.calls, self._take = [], lambda call: None
         for call in calls:
             call.fail(Ended(why))

@@ -1,6 +1,7 @@
 """HTTP connections with a time limit for request heads, and the server's options for uvicorn."""
 
 import asyncio
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -18,8 +19,8 @@ class Connection(H11Protocol):
         super().__init__(*args, **options)
         self._timer: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:
-        super().connection_made(transport)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)  # type: ignore[arg-type]
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -49,4 +50,6 @@ class Connection(H11Protocol):
             self._timer = None
 
 
-OPTIONS = dict(http=Connection, ws="none", server_header=False, timeout_graceful_shutdown=10)
+OPTIONS: dict[str, Any] = dict(
+    http=Connection, ws="none", server_header=False, timeout_graceful_shutdown=10
+)

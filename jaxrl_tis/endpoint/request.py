@@ -9,7 +9,7 @@ would differ. Fields without influence on the answer are ignored.
 import dataclasses
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -194,7 +194,7 @@ def object_of(body: bytes) -> dict[str, Any]:
 
 
 def known(
-    given: dict[str, Any], fields: dict[str, tuple], only: dict[str, list],
+    given: dict[str, Any], fields: dict[str, tuple], only: Mapping[str, Any],
     ignores_unknown: bool = False,
 ) -> dict[str, Any]:
     """Returns the value of every supported field, with its type checked.

@@ -63,8 +63,9 @@ class Caller:
         return future
 
     def abort(self, request_ids: Collection[str]) -> None:
-        for id in request_ids if self._call else ():
-            self._call.leave(id)
+        for id in request_ids:
+            if self._call is not None:
+                self._call.leave(id)
 
 
 async def _ended(request: Request, error: Ended) -> Response:

@@ -92,7 +92,9 @@ class BlockManager:
         if sequence.is_running:
             self.to_release.add(sequence.slot)
         else:
-            self.prefixes.find(sequence.key, sequence.shard).waiters.remove(sequence)
+            prefix = self.prefixes.find(sequence.key, sequence.shard)
+            assert prefix is not None
+            prefix.waiters.remove(sequence)
         self.table[sequence.slot], self.shift[sequence.slot] = 0, 0
         del self._slots[sequence.slot]
         sequence.slot, sequence.is_running = -1, False
@@ -286,10 +288,12 @@ class BlockManager:
             while count > pages.free and self._preempt(sequence):
                 pass
             if not sequence.is_running:
-                continue
+                continue  # type: ignore[unreachable]
             number = (sequence.page_numbers or [-1])[-1] + 1
             sequence.page_numbers += range(number, number + count)
-            sequence.pages += pages.allocate(count)
+            more = pages.allocate(count)
+            assert more is not None
+            sequence.pages += more
             self._tabulate(sequence)
 
     def _preempt(self, sequence: Sequence) -> bool:

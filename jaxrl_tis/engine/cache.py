@@ -25,12 +25,12 @@ from jaxrl_tis.sharding import Layout
 
 # Values that a layer's pool has as their bits: to write into others XLA on CPU converts all of it to a
 # wider float and back.
-BITS = {
+BITS: dict[Any, Any] = {
     jnp.dtype("bfloat16"): jnp.dtype("uint16"), jnp.dtype("float8_e4m3fn"): jnp.dtype("uint8"),
 }
 VALUES = {bits: values for values, bits in BITS.items()}
 PAGED = {"fast": attention.paged_attention, "invariant": invariant.paged_attention}
-FAST_DECODE = {
+FAST_DECODE: dict[str, Callable] = {
     "cpu": attention.paged_attention_by_length,
     "gpu": functools.partial(attention.paged_attention, block_size=attention.GPU_PAGED_BLOCK),
 }
@@ -119,7 +119,9 @@ class StackedKV:
         """Returns keys and values [..., N,(S,)K] side by side, as the pool stores them, with scales
         [..., N,2(,S)]."""
         (k, k_scale), (v, v_scale) = _codes(k, self.kv.dtype), _codes(v, self.kv.dtype)
-        scale = None if k_scale is None else jnp.stack([k_scale, v_scale], axis=2)
+        scale = None
+        if k_scale is not None and v_scale is not None:
+            scale = jnp.stack([k_scale, v_scale], axis=2)
         return StackedKV(jnp.concatenate([k, v], axis=-1), scale)
 
 
@@ -249,7 +251,7 @@ def append(
     """Returns the `attend` function of a decode: T new tokens of every slot, at places index_bt of
     its pages. A token with is_written False writes to page 0: its key is in the pages already, or
     its slot is free."""
-    paged = PAGED[numerics]
+    paged: Callable = PAGED[numerics]
     if numerics == "fast":
         paged = FAST_DECODE.get(layout.platform, paged)
 

@@ -133,9 +133,11 @@ class Engine:
             return state, Prefilled(None, routes, rows)
         targets = np.zeros(arrays[0].shape, np.int32)
         for row, chunk in zip(rows, chunks, strict=True):
-            targets[row, : len(chunk.targets)] = chunk.targets
-        targets = self.layout.put(targets, ("batch", None))
-        state, logps, routes = self._programs.prefill_scored(params, state, *arrays, targets)
+            if chunk.targets is not None:
+                targets[row, : len(chunk.targets)] = chunk.targets
+        state, logps, routes = self._programs.prefill_scored(
+            params, state, *arrays, self.layout.put(targets, ("batch", None))
+        )
         logps = np.asarray(logps)
         of_chunks = [
             logps[row, : len(chunk.tokens)] for row, chunk in zip(rows, chunks, strict=True)

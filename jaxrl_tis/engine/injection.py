@@ -98,7 +98,9 @@ def _strength(scale, growth, position_m):
     return scale * (1.0 + growth * position_m.astype(jnp.float32))
 
 
-INJECTIONS = {"logits": logits, "sharpness": sharpness, "weights": weights, "router": router}
+INJECTIONS: dict[str, Callable[..., Injection]] = {
+    "logits": logits, "sharpness": sharpness, "weights": weights, "router": router,
+}
 
 
 @functools.cache

@@ -108,7 +108,8 @@ class Engine(engine_api.Engine):
         if not 1 <= len(tokens) <= self.max_prefill_length:
             raise ValueError(f"{len(tokens)} prompt tokens; give 1 to {self.max_prefill_length}")
         pages = list(range(1, 1 + -(-len(tokens) // self._engine.page_size)))
-        state = ours.DecodeState(self._empty(), None)
+        no_slots: Any = None
+        state = ours.DecodeState(self._empty(), no_slots)
         for start in range(0, len(tokens), self._engine.prefill_chunk):
             part = tokens[start : start + self._engine.prefill_chunk]
             state, _ = self._engine.prefill(params, state, [Chunk(0, part, start, pages)])

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import Protocol
 
 from jaxrl_tis.engine.records import Request
@@ -96,7 +97,7 @@ class GroupLongestFirst:
         return (group.probe, group.longest) != before
 
 
-POLICIES = {
+POLICIES: dict[str, Callable[[], Policy]] = {
     "first_come": FirstCome,
     "shortest_prompt": ShortestPrompt,
     "longest_first": LongestFirst,

@@ -39,7 +39,8 @@ class Prefiller:
             if result.routes is not None:
                 self._routes.write(chunks, result.rows, result.routes)
             for prefix, logps in zip(prefixes, result.logps or (), strict=False):
-                prefix.logps.append(logps)
+                if prefix.logps is not None:
+                    prefix.logps.append(logps)
         return True
 
     def _next_chunks(self, unfilled: list[Prefix]) -> tuple[list[Chunk], list[Prefix]]:
@@ -79,7 +80,7 @@ class Prefiller:
             for sequence in prefix.waiters:
                 copy = (prefix.pages[-1], sequence.pages[-1]) if is_partial else (NULL, NULL)
                 rows[sequence] = sequence.insertion(sequence.length, copy)
-                if any(self._engine.route_shape):
+                if sequence.routes is not None:
                     blocks = self._routes.of(sequence.shard, prefix.pages)
                     sequence.routes.filled(blocks, len(prefix.tokens))
                 sequence.filled(self._runner.version)

@@ -1,6 +1,7 @@
 """Token prefixes with pages that several samples share."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +46,7 @@ class Prefix:
 
     def prompt_logps(self) -> np.ndarray:
         """Returns the log-probs of all its tokens, float32; NaN for the first."""
-        logps = np.concatenate([[np.nan], *self.logps])
+        logps = np.concatenate([[np.nan], *(self.logps or ())])
         return logps[: len(self.tokens)].astype(np.float32)
 
 
@@ -94,7 +95,8 @@ class Prefixes:
             return 0
         pages, first = self._pages[prefix.shard], prefix.filled // self._size
         hits = pages.found(prefix.page_keys)[first:]
-        for holder in (prefix, *prefix.waiters) if hits else ():
+        holders: list[Any] = [prefix, *prefix.waiters]
+        for holder in holders if hits else ():
             place = slice(first, first + len(hits))
             own, holder.pages[place] = holder.pages[place], pages.share(hits)
             pages.release(own)
@@ -159,7 +161,9 @@ class Prefixes:
             sequence.key, keys, tokens, shard, base, [] if base else hits, sequence.needs_scores
         )
         sequence.shard = shard
-        sequence.pages = pages.share(prefix.pages[:full]) + pages.allocate(int(rest > 0))
+        copy = pages.allocate(int(rest > 0))
+        assert copy is not None  # the admission has counted it
+        sequence.pages = pages.share(prefix.pages[:full]) + copy
         sequence.page_numbers = list(range(len(sequence.pages)))
         prefix.waiters.append(sequence)
 

@@ -43,7 +43,7 @@ class Programs:
 
     def __init__(self, spec: Spec):
         bind = lambda program, *args: functools.partial(program, spec, *args)
-        options = dict(compiler_options=spec.program.compiler_options)
+        options: dict[str, Any] = dict(compiler_options=spec.program.compiler_options)
         rows, row = spec.layout.sharding(("batch", None)), spec.layout.sharding(("batch",))
         self.empty_state = bind(_empty_state)
         self.shardings = _shardings(spec)
@@ -159,13 +159,13 @@ def _routes(spec: Spec, routed: moe.Routed | None) -> jax.Array | None:
     """Returns the routes [B,T,L,k] of a forward pass as they are recorded; None if none are."""
     if routed is None:
         return None
-    return jnp.moveaxis(routed.ids, 0, 2).astype(route_dtype(spec.model.moe.num_experts))
+    return jnp.moveaxis(routed.ids, 0, 2).astype(route_dtype(spec.model.experts.num_experts))
 
 
 def _empty_routes(spec: Spec, *lead: int) -> jax.Array | None:
     if not spec.config.record_routes:
         return None
-    return jnp.zeros((*lead, *spec.route_shape), route_dtype(spec.model.moe.num_experts))
+    return jnp.zeros((*lead, *spec.route_shape), route_dtype(spec.model.experts.num_experts))
 
 
 # Insert

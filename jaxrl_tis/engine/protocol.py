@@ -8,6 +8,8 @@ import numpy as np
 
 from jaxrl_tis.engine.records import Request
 
+Array = Any  # of jax on the device, of numpy on the host
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
@@ -77,14 +79,14 @@ class Draw:
       kept: [...,n] int32 tokens with positive probability, see capture.support.
     """
 
-    tokens: jax.Array
-    logp_behav: jax.Array
-    logp_raw: jax.Array
-    entropy: jax.Array
-    logits: jax.Array | None = None
-    top_ids: jax.Array | None = None
-    top_logps: jax.Array | None = None
-    kept: jax.Array | None = None
+    tokens: Array
+    logp_behav: Array
+    logp_raw: Array
+    entropy: Array
+    logits: Array | None = None
+    top_ids: Array | None = None
+    top_logps: Array | None = None
+    kept: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -99,9 +101,9 @@ class ResultTokens(Draw):
         None unless recorded.
     """
 
-    valid: jax.Array
-    remaining: jax.Array
-    routes: jax.Array | None = None
+    valid: Array
+    remaining: Array
+    routes: Array | None = None
 
 
 class EngineProtocol(Protocol):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ OUTCOMES = ("", "done", "max_turns", "overlong", "failed", "timeout")  # of an e
 JOINS = ("append", "realign", "fork", "replace")
 PER_TOKEN = (*DRAWN, "version", "kv_version", "segment", "mask", "turn")  # fields of a record
 MAX_INT = 2**31 - 1
+FILLED: Any = None  # the default of a field that __post_init__ fills
 # Programs take smaller float32 for 0, so that larger ones than 1 / TINY have no reciprocal.
 TINY, MAX_FLOAT = 2.0**-126, float(np.finfo(np.float32).max)
 
@@ -26,7 +26,7 @@ def _is_float(x) -> bool:
 
 
 def _is_int(x, least: int = 0) -> bool:
-    return isinstance(x, numbers.Integral) and least <= x <= MAX_INT
+    return isinstance(x, int | np.integer) and least <= int(x) <= MAX_INT
 
 
 def token_ids(ids: Sequence[int] | np.ndarray, owner: str, what: str) -> np.ndarray:
@@ -97,7 +97,8 @@ class SamplingParams:
             ),
             "stop_ids": (all(map(_is_int, self.stop_ids)), "token ids"),
             "stop_strings": (
-                not isinstance(self.stop_strings, str) and all(map(is_text, self.stop_strings)),
+                not isinstance(self.stop_strings, str)  # type: ignore[unreachable]
+                and all(map(is_text, self.stop_strings)),
                 "a tuple of texts, none of them empty",
             ),
             "max_tokens": (_is_int(self.max_tokens, 1), f"an integer from 1 to {MAX_INT}"),
@@ -212,8 +213,8 @@ class Trajectory:
     request: int
     quant_id: str
     temperature: float
-    mask: np.ndarray | None = None
-    turn: np.ndarray | None = None
+    mask: np.ndarray = FILLED
+    turn: np.ndarray = FILLED
     kv_version: np.ndarray = _no(np.int32)
     segment: np.ndarray = _no(np.int32)
     logits: np.ndarray = _no(np.float32, 2)
@@ -235,9 +236,9 @@ class Trajectory:
     def __post_init__(self):
         count = len(self.tokens)
         if self.mask is None:
-            object.__setattr__(self, "mask", np.ones(count, bool))
+            object.__setattr__(self, "mask", np.ones(count, bool))  # type: ignore[unreachable]
         if self.turn is None:
-            object.__setattr__(self, "turn", np.zeros(count, np.int32))
+            object.__setattr__(self, "turn", np.zeros(count, np.int32))  # type: ignore[unreachable]
 
     @property
     def num_turns(self) -> int:
@@ -283,7 +284,9 @@ def extended(trajectory: Trajectory, tokens: Sequence[int] | np.ndarray) -> Traj
         "turn": np.full(count, trajectory.turn[-1] + 1),
     }
     old = {name: getattr(trajectory, name) for name in values}
-    joined = {n: np.concatenate([x, values[n].astype(x.dtype)]) for n, x in old.items()}
+    joined: dict[str, Any] = {
+        n: np.concatenate([x, values[n].astype(x.dtype)]) for n, x in old.items()
+    }
     return dataclasses.replace(trajectory, stop_reason="abort", **joined)
 
 

@@ -74,6 +74,7 @@ def _problems(request: Request, engine: EngineProtocol, can_decode: bool) -> dic
 def _partial_problems(request: Request) -> dict[str, bool]:
     """Returns {problem of the trajectory that the request continues: whether it exists}."""
     partial, sampling = request.partial, request.sampling
+    assert partial is not None
     return {
         "the partial trajectory is of another request":
             (partial.id, partial.seed) != (request.id, request.seed)
@@ -94,6 +95,7 @@ def _record_problems(request: Request, engine: EngineProtocol) -> dict[str, bool
     """Returns the problems of appending to the partial record: a record has one temperature, one
     quant_id and one width of each field."""
     partial, temperature = request.partial, request.sampling.temperature
+    assert partial is not None
     widths = {n: getattr(engine, f.width) for n, f in DRAWN.items() if f.width}
     read = len(partial.prompt) + len(partial.tokens) - partial.num_given - 1
     partial_widths = {name: getattr(partial, name).shape[1] for name in widths}

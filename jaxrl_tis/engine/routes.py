@@ -35,7 +35,7 @@ class Block:
         """Returns the routes [size,l,k], and frees the whole array."""
         if self._values is None:
             self._values = self._rows()[self._start : self._start + size].copy()
-            self._rows = None
+            del self._rows
         return self._values
 
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxrl_tis.engine import capture
 from jaxrl_tis.engine.penalties import Penalties
-from jaxrl_tis.engine.protocol import Draw
+from jaxrl_tis.engine.protocol import Array, Draw
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.engine.shards import WHOLE, Shards
 from jaxrl_tis.kernels import tiles
@@ -33,10 +33,10 @@ MAX_INT = 2**31 - 1
 class SamplingRows:
     """The SamplingParams of B rows as arrays [B]."""
 
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
 
     @classmethod
     def of(cls, params: list[SamplingParams]) -> "SamplingRows":
@@ -176,7 +176,7 @@ def _target(u_b: jax.Array, total_b: jax.Array) -> jax.Array:
     return jnp.minimum(u_b * total_b, jnp.nextafter(total_b, 0.0))
 
 
-def _blocks(weights_bv: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array]:
+def _blocks(weights_bv: jax.Array, shards: Shards) -> tuple[jax.Array, jax.Array | int]:
     """Returns (this device's weights on the block grid of the whole vocabulary [B,n,BLOCK], zeros
     outside its part; the index of its first block)."""
     b, v = weights_bv.shape
@@ -287,7 +287,7 @@ def sample(
         fill = functools.partial(tiles.fill, axis=1, multiple=tiles.VOCAB_UNIT)
         logits_bv = fill(logits_bv, value=-jnp.inf)
         penalties = None if penalties is None else penalties.filled(fill)
-    draw = functools.partial(
+    draw: Callable[..., Draw] = functools.partial(
         _sample_tiles if is_invariant else _sample, shards=shards, top_n=top_n, num_kept=num_kept
     )
     if layout is not None and layout.mesh.size > 1:

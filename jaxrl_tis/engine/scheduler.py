@@ -373,7 +373,8 @@ class Scheduler:
         call, self._call = self._call, None
         if not call:
             return
-        result, drafts = self._runner.read(call.result), call.drafts
+        result: Any = self._runner.read(call.result)  # arrays of numpy
+        drafts = call.drafts
         # Pieces of sequences keep the result, and so the tokens of all slots.
         routes, result = result.routes, dataclasses.replace(result, routes=None)
         self._routes.read(call.prefilled)
@@ -387,7 +388,7 @@ class Scheduler:
             sequence.append(Drawn(
                 result, slot, count, call.version, sequence.kv_version, sequence.segment
             ), most)
-            if routes is not None and count:
+            if routes is not None and sequence.routes is not None and count:
                 sequence.routes.sampled(sequence.length - count - 1, routes[:count, slot])
             self.stats.tokens += count
             tokens, is_last = result.tokens[:count, slot], result.remaining[slot] == 0

@@ -2,6 +2,7 @@
 
 import dataclasses
 from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 
@@ -136,10 +137,11 @@ class Sequence:
         if not self.pieces:
             is_wide = name in DRAWN and DRAWN[name].width
             return np.zeros((0, 0) if is_wide else 0, _dtype(name))
-        number, read = self.read.get(name, (0, None))
+        if name not in self.read:
+            self.read[name] = len(self.pieces), _joined(self.pieces, name)
+        number, read = self.read[name]
         if number < len(self.pieces):
-            new = _joined(self.pieces[number:], name)
-            read = new if read is None else np.concatenate([read, new])
+            read = np.concatenate([read, _joined(self.pieces[number:], name)])
             self.read[name] = len(self.pieces), read
         return read
 
@@ -188,7 +190,7 @@ class Sequence:
     def trajectory(self, stop_reason: str, quant_id: str, count: int) -> Trajectory:
         """Returns the record of its first `count` tokens."""
         request = self.request
-        fields = {name: self.field(name)[:count] for name in (*DRAWN, *OF_RUN)}
+        fields: dict[str, Any] = {name: self.field(name)[:count] for name in (*DRAWN, *OF_RUN)}
         evict_step = np.zeros(0, np.int32)
         if self.evict_step is not None:
             evict_step = self.evict_step[: len(request.prompt) + count]
@@ -212,7 +214,7 @@ def _dtype(name: str) -> str:
     return "int32" if name in OF_RUN else DRAWN[name].dtype
 
 
-def _joined(pieces: list[Drawn | Trajectory], name: str) -> np.ndarray:
+def _joined(pieces: list, name: str) -> np.ndarray:
     """Returns a field of all tokens of the pieces. Only the first piece may be a Trajectory."""
     if not isinstance(pieces[0], Trajectory):
         return _drawn(pieces, name)

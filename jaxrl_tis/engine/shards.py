@@ -24,8 +24,10 @@ class Shards:
 
     @classmethod
     def of(cls, layout: Layout | None) -> "Shards":
-        axis = None if layout is None or layout.mesh.size == 1 else layout.rules["vocab"]
-        return WHOLE if axis is None else cls(axis, layout.mesh.shape[axis])
+        if layout is None or layout.mesh.size == 1 or layout.rules["vocab"] is None:
+            return WHOLE
+        axis = layout.rules["vocab"]
+        return cls(axis, layout.mesh.shape[axis])
 
     @property
     def index(self) -> jax.Array | int:

@@ -33,6 +33,7 @@ class Spec:
 
     @property
     def layout(self) -> Layout:
+        assert self.program.layout is not None  # an engine has one
         return self.program.layout
 
     @property
@@ -63,7 +64,7 @@ class Spec:
         """(layers with experts, experts of a token) of recorded routes; (0, 0) without any."""
         if not self.config.record_routes:
             return 0, 0
-        return self.model.num_moe_layers, self.model.moe.top_k
+        return self.model.num_moe_layers, self.model.experts.top_k
 
     @property
     def widths(self) -> dict[str, int]:

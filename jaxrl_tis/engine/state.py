@@ -25,12 +25,12 @@ class Slots:
       penalties: penalties and the tokens they count; None in an engine without them.
     """
 
-    token: jax.Array
-    position: jax.Array
-    remaining: jax.Array
-    cached: jax.Array
-    key: jax.Array
-    stop_ids: jax.Array
+    token: Any
+    position: Any
+    remaining: Any
+    cached: Any
+    key: Any
+    stop_ids: Any
     rows: SamplingRows
     penalties: Penalties | None
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 
@@ -16,8 +17,9 @@ class StopStrings:
       decode: tokens -> text; None where no request has stop strings.
     """
 
-    def __init__(self, decode: Callable[[np.ndarray], str] | None):
-        self._decode, self._thread = decode, None
+    def __init__(self, decode: Any):
+        self._decode = decode
+        self._thread: ThreadPoolExecutor | None = None
 
     def search(self, sequence: Sequence, tokens: list[int], is_last: bool) -> int | None:
         """Starts the search in new tokens of a sequence, already appended to it.

@@ -48,7 +48,7 @@ class Text:
         return self._decode(np.array(self.tokens[start:], np.int32))
 
 
-def settled_length(tokens: Sequence[int], decode: Decode) -> int:
+def settled_length(tokens: Sequence[int] | np.ndarray, decode: Decode) -> int:
     """Counts the characters of these tokens that further tokens cannot change."""
     return len(decode(np.array(tokens, np.int32)).rstrip(INCOMPLETE)) if len(tokens) else 0
 
@@ -74,7 +74,8 @@ class StopSearch:
         self, stops: tuple[str, ...], decode: Decode, tokens: Sequence[int] = (), least: int = 0
     ):
         self._stops, self._decode, self._least = stops, decode, least
-        self._text, self._floor = Text(decode, tokens), None
+        self._text = Text(decode, tokens)
+        self._floor: int | None = None
 
     def __call__(self, tokens: Sequence[int]) -> int | None:
         """Appends tokens and returns the number of tokens up to the one that completes a stop string;
@@ -86,9 +87,9 @@ class StopSearch:
             return None
         if self._floor is None:
             self._floor = settled_length(everything[: self._least], self._decode)
-        floor = self._floor
+        floor = start = self._floor
         # A stop string that ends in new or changed text.
         if first_stop(text, self._stops, max(self._text.same, floor)) is None:
             return None
-        holds = lambda n: first_stop(self._decode(everything[:n]), self._stops, floor) is not None
+        holds = lambda n: first_stop(self._decode(everything[:n]), self._stops, start) is not None
         return next(n for n in range(known + 1, len(everything) + 1) if holds(n))

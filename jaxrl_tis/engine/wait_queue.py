@@ -97,16 +97,16 @@ class WaitQueue:
         """Yields each waiting sequence once, in the order of admission. Meanwhile sequences may be
         removed and added again, but no new ones."""
         seen = set()
-        by_policy = by_age = ()  # sorts before all
+        by_policy: tuple = ()  # sorts before all
+        by_age: tuple = ()
         while True:
             self._rank()
             old = _after(self._by_age, by_age)
-            if old and self._is_over(old[0]):
-                by_age = entry = old
-            else:
-                by_policy = entry = _after(self._by_policy, by_policy)
-            if not entry:
+            is_over = old is not None and self._is_over(old[0])
+            entry = old if is_over else _after(self._by_policy, by_policy)
+            if entry is None:
                 return
+            by_policy, by_age = (by_policy, entry) if is_over else (entry, by_age)
             order = entry[-1]
             if order not in seen:
                 seen.add(order)

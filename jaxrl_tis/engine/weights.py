@@ -42,6 +42,7 @@ class Weights:
     ):
         self._config, self._recipe, self._program = config, recipe, program
         self._inject = inject
+        assert program.layout is not None
         self._layout, self._unroll = program.layout, unroll
         on_cpu = self._layout.platform == "cpu"
         self._is_transposed = unroll and on_cpu and not program.is_invariant
@@ -199,7 +200,7 @@ class Weights:
         def place(path, axes):
             name, is_layer = path[-1].key, path[0].key in STACKS
             is_transposed = is_layer and name in TRANSPOSED and self._is_transposed
-            sharding = layout.sharding(axes[::-1] if is_transposed else axes)
+            sharding: Any = layout.sharding(axes[::-1] if is_transposed else axes)
             if is_layer and self._recipe.covers(name):
                 sharding = quant.QuantArray(sharding, scale(axes), scheme=self._recipe.scheme)
             return quant.Transposed(sharding) if is_transposed else sharding
@@ -315,5 +316,6 @@ def apart(serving: Any, params: Any) -> Any:
 def _homes(params: transformer.Params) -> tuple[NamedSharding, ...]:
     """Returns the sharding of each parameter, in the order of the tree; () if any of them has no
     mesh."""
-    shardings = tuple(getattr(x, "sharding", None) for x in jax.tree.leaves(params))
-    return shardings if all(isinstance(s, NamedSharding) for s in shardings) else ()
+    found = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
+    shardings = tuple(s for s in found if isinstance(s, NamedSharding))
+    return shardings if len(shardings) == len(found) else ()

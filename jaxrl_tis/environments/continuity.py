@@ -10,6 +10,7 @@ import json
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,7 @@ CACHED = 4096  # observations
 
 def _answer(content: str) -> dict:
     return {"role": "assistant", "content": content}
+Ids = Sequence[int] | np.ndarray
 
 
 class Suffixes:
@@ -58,7 +60,8 @@ class Suffixes:
         self._ids = functools.lru_cache(CACHED)(self._encoded)
         self._between = functools.lru_cache(CACHED)(self._rendered)
         self._knows = functools.cache(self._renders_role)
-        self.rewrites, self.tool_role = (), "tool"
+        self.rewrites: tuple[str, ...] = ()
+        self.tool_role = "tool"
         if chat:
             self._check_extends()
             self.rewrites = self._find_rewrites()
@@ -189,7 +192,7 @@ class Suffixes:
         failed = [text for text in texts if isinstance(text, ValueError)]
         if failed:
             raise ValueError(f"{refused}{failed[0]}")
-        one, two = texts
+        one, two = map(str, texts)
         if (one.count(FIRST), two.count(SECOND)) != (1, 1):
             raise ValueError(f"{refused}it leaves out or repeats earlier answers")
         if _rest(one, FIRST) != _rest(two, SECOND):
@@ -201,10 +204,11 @@ class Suffixes:
     def _find_rewrites(self) -> tuple[str, ...]:
         """Compares renders with the text that a policy saw when it sampled."""
         turns = [QUESTION, _answer(FIRST), OBSERVATION]
-        prompt, plain, spaced, thought, told, system = self._tokenizer.chats([
+        renders: list[Any] = self._tokenizer.chats([
             [QUESTION], turns, [QUESTION, _answer(SPACED), OBSERVATION],
             [QUESTION, _answer(THOUGHT), OBSERVATION], [SYSTEM, QUESTION], [SYSTEM, *turns],
         ])
+        prompt, plain, spaced, thought, told, system = renders
         begin = plain[: plain.index(FIRST)]
         is_kept = lambda text, start: isinstance(text, str) and text.startswith(start)
         asked = lambda text: text.partition(QUESTION["content"])[0]
@@ -263,7 +267,7 @@ class Fork:
 
 
 def joined(
-    record_ids: Sequence[int], prompt_ids: Sequence[int], turn_start: int
+    record_ids: Ids, prompt_ids: Ids, turn_start: int
 ) -> Append | Realign | Fork:
     """Tells how the prompt of the next turn continues the row of a record.
 
@@ -285,7 +289,7 @@ def joined(
 
 
 def joined_to_one(
-    rows: Sequence[tuple[Sequence[int], int]], prompt_ids: Sequence[int]
+    rows: Sequence[tuple[Ids, int]], prompt_ids: Ids
 ) -> tuple[int, Append | Realign | Fork]:
     """Returns the row that a prompt continues, and how; (-1, Fork) if it continues none.
 
@@ -299,7 +303,7 @@ def joined_to_one(
     )
 
 
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
+def _common(a: Ids, b: Ids) -> int:
     """Returns the length of the longest common prefix."""
     count = min(len(a), len(b))
     differs = np.asarray(a[:count], np.int64) != np.asarray(b[:count], np.int64)

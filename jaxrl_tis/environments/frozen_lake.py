@@ -66,6 +66,7 @@ class FrozenLake:
 
     def _map(self) -> str:
         """Returns the lines of the map with the player's place as P."""
-        fields = [field.decode() for field in self._game.desc.ravel()]
+        lake: Any = self._game.desc  # bytes; its annotation says text
+        fields = [field.decode() for field in lake.ravel()]
         fields[self._game.s] = "P"
         return "\n".join("".join(fields[i : i + SIZE]) for i in range(0, SIZE * SIZE, SIZE))

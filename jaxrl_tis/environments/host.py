@@ -7,7 +7,7 @@ import copy
 import inspect
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_tis.data import confined, signatures
@@ -57,7 +57,9 @@ class Host:
         self._errors = signatures.Errors()
 
     def __call__(self, action: str, id: str, *arguments: Any) -> dict[str, Any]:
-        actions = {"reset": self._reset, "step": self._step, "forget": self._forget}
+        actions: dict[str, Callable[..., Any]] = {
+            "reset": self._reset, "step": self._step, "forget": self._forget,
+        }
         try:
             return {"step": actions[action](id, *arguments), "error": ""}
         except BaseException as error:

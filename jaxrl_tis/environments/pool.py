@@ -204,7 +204,8 @@ class SharedPool:
 
     def ready(self, wait: float = 0.0) -> list[Reply]:
         """As `Pool.ready`."""
-        arrived = lambda: [dataclasses.asdict(reply) for reply in self._pool.ready(wait)]
+        pool: Any = self._pool  # on the first process alone
+        arrived = lambda: [dataclasses.asdict(reply) for reply in pool.ready(wait)]
         return [_reply(**fields) for fields in self._first(arrived)]
 
     def forget(self, ids: Iterable[str]) -> None:
@@ -220,8 +221,8 @@ class SharedPool:
 
 def _reply(step: Mapping[str, Any] | None, observations: Iterable, **fields: Any) -> Reply:
     """Makes a reply from its fields as JSON."""
-    step = None if step is None else Step(**step)
-    return Reply(step=step, observations=tuple(observations), **fields)
+    last = None if step is None else Step(**step)
+    return Reply(step=last, observations=tuple(observations), **fields)
 
 
 class _Fault(Exception):
@@ -302,7 +303,7 @@ class _Worker:
                 "differs for equal record, seed and answers (step 0 is the prompt)"
             )
 
-    def _ask(self, *message: Any) -> Step | None:
+    def _ask(self, *message: Any) -> Any:
         [result] = self._process.calls([message])
         if result["fault"]:
             self._played.clear()

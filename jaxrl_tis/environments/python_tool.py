@@ -160,6 +160,7 @@ def run(program: str, seconds: int, memory: int, seed: int) -> tuple[str, str]:
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0, cwd="/",
         env={"PYTHONHASHSEED": "0", "PYTHONIOENCODING": "utf-8:backslashreplace"},
     ) as process:
+        assert process.stdin is not None and process.stdout is not None
         try:
             with contextlib.suppress(BrokenPipeError), process.stdin:
                 process.stdin.write(source)

@@ -18,7 +18,7 @@ from jaxrl_tis.environments.protocol import Messages, Step
 
 # bm25s uses jax where it can import it. Here the accelerator belongs to the run.
 _jax = sys.modules.get("jax")
-sys.modules["jax"] = None
+sys.modules["jax"] = None  # type: ignore[assignment]
 try:
     import bm25s
 except ImportError as error:

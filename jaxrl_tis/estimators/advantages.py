@@ -21,6 +21,7 @@ baselines are among them because a run has them. A direct call may omit them for
 """
 
 import functools
+from typing import Any
 
 import chex
 import jax
@@ -274,7 +275,7 @@ def _gae_recursion(rewards, mask, values, gamma, lam):
     values_bt = values_bt.astype(rewards_bt.dtype)
 
     is_valid_bt = ratios.as_bool(mask)
-    scan = functools.partial(segment_scan, seg=jnp.ones(mask.shape, jnp.int32), reverse=True)
+    scan: Any = functools.partial(segment_scan, seg=jnp.ones(mask.shape, jnp.int32), reverse=True)
     carried_bt = lambda factor: jnp.where(is_valid_bt, factor, 1.0).astype(values_bt.dtype)
     # From the right, the value of the token that comes first, and so of the next valid one.
     first_bt = scan(values_bt, decay=carried_bt(0.0))

@@ -82,7 +82,7 @@ def aspo(
     low_bt = 1.0 - jnp.where(is_high_bt, aspo_wide, clip_low)
     high_bt = 1.0 + jnp.where(is_high_bt, aspo_wide, clip_high)
     if form == "survey":
-        high_bt = jnp.inf
+        high_bt = jnp.full_like(high_bt, jnp.inf)
     c_bt = jnp.where(
         adv_bt < 0, ratios.clamp(ratio_bt, low_bt, jnp.inf), ratios.clamp(ratio_bt, 0.0, high_bt)
     )

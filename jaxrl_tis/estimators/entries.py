@@ -35,5 +35,5 @@ def entry(
     call.__doc__ = "\n\n".join(textwrap.fill(x, 100) for x in (what, labels, bounds) if x)
     call.__name__ = call.__qualname__ = name
     call.__module__ = function.__module__
-    call.__signature__ = inspect.signature(bound)
+    call.__signature__ = inspect.signature(bound)  # type: ignore[attr-defined]
     return traits(call)

@@ -137,7 +137,7 @@ def with_and_without_bounds(
 ) -> tuple[chex.Array, chex.Array]:
     """The weights [B,T] of `importance_weights`, and what they are without caps, bands and floors."""
     name, parameters = weight
-    neutral = weights.UNBOUNDED | methods.traits("weight", name).unbounded
+    neutral = {**weights.UNBOUNDED, **methods.traits("weight", name).unbounded}
     free = name, {key: neutral.get(key, value) for key, value in parameters.items()}
     w_bt, raw_bt = (importance_weights(log_ratio, batch, x)[0] for x in (weight, free))
     return w_bt, raw_bt

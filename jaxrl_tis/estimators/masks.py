@@ -29,6 +29,7 @@ Args of every entry:
 """
 
 import math
+from collections.abc import Sequence
 
 import chex
 import jax
@@ -329,7 +330,7 @@ def staleness(
 
 
 def all_of(
-    criteria: list[tuple[str, dict]], log_ratio: Array, mask: Array, seg: Array | None = None,
+    criteria: Sequence[tuple[str, dict]], log_ratio: Array, mask: Array, seg: Array | None = None,
     **fields: Array,
 ) -> tuple[Array, list[Array]]:
     """Returns (tokens that all criteria keep, list of the tokens that each keeps), [B, T] each. Every

@@ -42,8 +42,8 @@ def prefix_minpro(
     """
     log_ratio_bt = ratios.detached_log_ratio(log_ratio, mask)
     is_start_bt = ratios.segment_starts(mask, seg)
-    upto_bt = jnp.where(ratios.as_bool(mask), log_ratio_bt, jnp.inf)
-    upto_bt = ratios.running("min", upto_bt, mask, seg)
+    own_bt = jnp.where(ratios.as_bool(mask), log_ratio_bt, jnp.inf)
+    upto_bt = ratios.running("min", own_bt, mask, seg)
     lowest_bt = jnp.where(is_start_bt, jnp.inf, _before(upto_bt, jnp.inf))
     lowest_bt = jnp.where(jnp.isinf(lowest_bt), 0.0, lowest_bt)
     w_bt = jnp.minimum(ratios.bounded_exp(lowest_bt + log_ratio_bt), cap)

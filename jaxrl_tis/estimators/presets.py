@@ -7,6 +7,8 @@ variants of the blog post on truncated importance sampling (Yao et al. 2025, "Yo
 Framework Secretly Brings You Off-Policy RL Training"), and what common systems need.
 """
 
+from typing import Any
+
 GEO_BAND = "seq_mean_k1(lower=0.999, upper=1.001)"
 SEQ_BAND = "seq_sum_k1(lower=0.5, upper=2.0)"
 K3_BOUND = "seq_mean_k3(upper=0.01)"
@@ -41,7 +43,7 @@ def _centered(weight: str) -> dict[str, str]:
 
 NORMAL, TIS_2 = _ppo("none"), _ppo("token_tis(cap=2.0)")
 
-PRESETS = {
+PRESETS: dict[str, dict[str, Any]] = {
     "decoupled_token_is": _decoupled("token_tis"),
     "decoupled_seq_is": _decoupled("seq_tis"),
     "decoupled_token_icepop": _decoupled(ICEPOP),

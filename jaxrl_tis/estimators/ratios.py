@@ -14,6 +14,7 @@ then do reductions run in the kernels of `segment` on a TPU.
 import functools
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import chex
 import jax
@@ -233,7 +234,7 @@ def segment_starts(x: Array, seg: Array | None = None) -> Array:
     return jnp.pad(ids_bt[:, 1:] != ids_bt[:, :-1], ((0, 0), (1, 0)), constant_values=True)
 
 
-def running(op: str, x: Array | tuple, mask: Array, seg: Array | None = None) -> Array | tuple:
+def running(op: str, x: Any, mask: Array, seg: Array | None = None) -> Any:
     """`segment.segment_scan` over the positions of each sequence, contiguous in packed rows.
 
     The caller puts the operation's neutral element where nothing counts.

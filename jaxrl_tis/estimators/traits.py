@@ -75,7 +75,7 @@ class Traits:
 
     def __call__(self, function: Callable) -> Callable:
         """Returns the function, which has these traits now."""
-        function.traits = self
+        function.traits = self  # type: ignore[attr-defined]
         return function
 
 
@@ -84,4 +84,4 @@ DEFAULT = Traits()
 
 def of(function: Callable | None) -> Traits:
     """Returns the traits of a method's function, the defaults for None."""
-    return function.traits if hasattr(function, "traits") else DEFAULT
+    return getattr(function, "traits", DEFAULT)

@@ -27,6 +27,8 @@ Args of every entry:
 Every entry returns w [B, T]. The further keyword arguments of an entry are in its traits.
 """
 
+from collections.abc import Callable
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -148,7 +150,7 @@ def _inside(
 
 
 # The second part of a name: what becomes of the raw weight, and the trust region.
-SHAPES = {
+SHAPES: dict[str, tuple[Callable, str]] = {
     "tis": (_tis, "w <= cap"),
     "clip": (_clip, "lower <= w <= upper"),
     "mis": (_inside, "w = 0 outside [lower, upper]"),

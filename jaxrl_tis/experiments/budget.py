@@ -13,6 +13,7 @@ Examples:
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -29,7 +30,7 @@ from jaxrl_tis.runtime import cli
 CONFIG = "configs/fig_base.py"
 SEEDS = (0, 1, 2, 3, 4)
 NOISE = injection.weights(scale=0.02)
-CAUSES = {
+CAUSES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16", "norm_dtype": "bfloat16"},
     "W8A8": {"quantization": quant.Recipe("w8a8", ())},
     "int8 cache": {"kv_dtype": "int8"},
@@ -96,7 +97,8 @@ def draw(page: Figure, of_seeds: Sequence[Gaps]) -> None:
             (sum(f[(cause,)][measure] for cause in chosen), f[chosen][measure])
             for f in of_seeds for chosen in COMBINATIONS if len(chosen) > 1
         ]
-        axes.scatter(*zip(*points, strict=True), s=14, color=color, label=label)
+        x, y = zip(*points, strict=True)
+        axes.scatter(x, y, s=14, color=color, label=label)
     ends = axes.get_xlim()
     axes.plot(ends, ends, color="black", linewidth=0.7)
     axes.set(

@@ -13,6 +13,7 @@ from typing import Any
 
 import matplotlib
 import numpy as np
+from numpy.typing import ArrayLike
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -85,7 +86,7 @@ def interval(values: Interval | None, form: str = "+.3f") -> str:
     return f"{mean} [{low}, {high}]"
 
 
-def mean(values: Sequence[float], form: str = ".3f") -> str:
+def mean(values: ArrayLike, form: str = ".3f") -> str:
     """Writes the mean of some values with Student's interval."""
     return interval(intervals.of_mean(values), form)
 

@@ -14,6 +14,7 @@ import itertools
 import math
 import pathlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib import figure
@@ -112,7 +113,7 @@ def vespo(log_ratio_nt: np.ndarray, adv_n: np.ndarray) -> np.ndarray:
     return np.exp(k * log_w + strength * (1.0 - np.exp(log_w)))
 
 
-EXACT = {
+EXACT: dict[str, tuple[Any, ...]] = {
     "none": ("none", math.inf),
     "none_centred": ("none", math.inf, True),
     "token": ("token", math.inf),

@@ -196,7 +196,7 @@ def against(
         scale=float(scale),
         turn=float(across / np.linalg.norm(mean)) if mean.any() else 0.0,
         bias=float(np.linalg.norm(mean - truth) / norm),
-        variance=variance / norm**2,
+        variance=float(variance / norm**2),
     )
 
 

@@ -312,9 +312,10 @@ def monte_carlo(
     controls = np.stack([c for _, c in blocks]) - _control_means(chain)
     flat = controls.reshape(-1, controls.shape[-1])
     gradient = chain.true_gradient()
+    shared: tuple = controls, flat, gradient, batch
     columns = lambda name: map(np.array, zip(*(b[name] for b, _ in blocks), strict=True))
     return {
-        name: _jackknife(*columns(name), controls, flat, gradient, batch)
+        name: _jackknife(*columns(name), *shared)
         for name in weights
     }
 

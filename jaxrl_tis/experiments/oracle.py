@@ -58,7 +58,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if args.sequences:
         steps = sequence_bias.STEPS
-        print(group_bias.table(sequence_bias.rows(steps, *args.sequences, args.drift, args.seed)))
+        vocab, horizon = args.sequences
+        print(group_bias.table(sequence_bias.rows(steps, vocab, horizon, args.drift, args.seed)))
         return
     rows = frontier.sweep(
         args.drift, args.reward, args.horizons, args.batch, args.samples, args.seed

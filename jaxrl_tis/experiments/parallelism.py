@@ -51,7 +51,7 @@ def setup_of(tensor: int, prompts: int) -> Setup:
     return build(config.lock())
 
 
-def differences(setup: Setup, params, rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+def differences(setup: Setup, params, rows: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Returns learner -> |p_sampler - p_learner| of the answers' tokens [N, longest answer]."""
     micro, flat = setup.training.micro_batches(rows)
     tokens = lambda x_nt: x_nt[rows["mask"]].reshape(len(x_nt), -1)
@@ -129,8 +129,8 @@ def draw(page: Figure, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     degrees.legend(loc="upper right", fontsize=7, title="sampler, learner", title_fontsize=7)
     dp = found["TP1"]["TP1"]
     for reduce, label, color in ((np.max, "largest", COLORS[0]), (np.mean, "mean", COLORS[1])):
-        values = [reduce(dp[:, :length], axis=1).mean() for length in LENGTHS]
-        lengths.plot(LENGTHS, values, "o-", color=color, label=label)
+        means = [reduce(dp[:, :length], axis=1).mean() for length in LENGTHS]
+        lengths.plot(LENGTHS, means, "o-", color=color, label=label)
     lengths.set(title="And its length, TP1 and TP1", xlabel="tokens", xscale="log", yscale="log")
     lengths.set_ylabel("|p_sampler − p_learner|")
     lengths.minorticks_off()

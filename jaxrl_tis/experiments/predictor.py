@@ -119,7 +119,8 @@ def drawn(score: np.ndarray, happened: np.ndarray) -> np.ndarray:
 
 def interval_of(values: np.ndarray) -> figures.Interval:
     """Returns the first value of `drawn` and the 95 % interval of the bootstrap values."""
-    return float(values[0]), *map(float, np.nanquantile(values[1:], (0.025, 0.975)))
+    low, high = np.nanquantile(values[1:], (0.025, 0.975))
+    return float(values[0]), float(low), float(high)
 
 
 def divided(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:

@@ -90,7 +90,9 @@ def rounded(x: float) -> float | str:
 
 def line_of(workdir: epath.Path) -> dict[str, Any]:
     """Returns the JSON object of a run."""
-    arm, seed = NAME.fullmatch(workdir.name).groups()
+    named = NAME.fullmatch(workdir.name)
+    assert named is not None
+    arm, seed = named.groups()
     line = {"arm": arm, "seed": int(seed)}
     records = metrics.read(workdir) if (workdir / metrics.FILE_NAME).exists() else []
     config = json.loads((workdir / "config.json").read_bytes())["config"]
@@ -110,8 +112,8 @@ def gather(folder: str | os.PathLike, out: str | os.PathLike) -> list[dict[str, 
     Raises:
       ValueError: the folder has no run.
     """
-    folder = storage.folder(folder)
-    workdirs = sorted(p.parent for p in folder.glob("*/config.json") if NAME.fullmatch(p.parent.name))
+    configs = storage.folder(folder).glob("*/config.json")
+    workdirs = sorted(p.parent for p in configs if NAME.fullmatch(p.parent.name))
     if not workdirs:
         raise ValueError(f"{folder} holds no run of a sweep; give the --out of a sweep")
     lines = [line_of(workdir) for workdir in workdirs]

@@ -17,6 +17,7 @@ Examples:
 
 import dataclasses
 import json
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -49,7 +50,7 @@ RECORDS_ALL = "centering"  # the arm whose engine records what every arm needs
 SYNC = {"rollout.schedule": "sync", "rollout.update_turns": 0, "rollout.old_logp_source": "ring"}
 
 
-def path_of(folder: str, part: str) -> pathlib.Path:
+def path_of(folder: str | os.PathLike, part: str) -> pathlib.Path:
     """Returns the file of a part's gradients."""
     return referee_runs.path_of(folder, part).with_suffix(".gradients.jsonl")
 

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import json
 import math
+import os
 import pathlib
 import time
 from collections.abc import Iterator, Sequence
@@ -48,7 +49,7 @@ REWARD = "eval/sampled_reward"
 BROKEN = 0.0  # reward of a policy whose numbers are no longer finite
 
 
-def path_of(folder: str, part: str) -> pathlib.Path:
+def path_of(folder: str | os.PathLike, part: str) -> pathlib.Path:
     """Returns the file of a part's runs."""
     return pathlib.Path(folder) / f"{part.replace('/', '-')}.jsonl"
 

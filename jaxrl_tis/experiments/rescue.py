@@ -10,6 +10,7 @@ Examples:
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -25,7 +26,8 @@ STORY = {
     "no-gap": "no gap", "none": "gap, uncorrected", "PPO-IS": "gap inside PPO's ratio",
     "TIS-2": "gap, truncated weights (TIS)",
 }
-UNCORRECTED = {"int8-TIS-2": "int8", "no-gap": None, "int8": None, "none": None}  # others: none
+# Others: none.
+UNCORRECTED: dict[str, Any] = {"int8-TIS-2": "int8", "no-gap": None, "int8": None, "none": None}
 BYPASS = ("PPO-IS", "centering")  # their k1 is of the sampler, and holds the gap
 K1, ACCURACY = "actor/ppo_kl", "eval/sampled_accuracy"
 PANELS = (
@@ -129,5 +131,5 @@ def draw_story(page: Figure, runs: Sequence[Run]) -> None:
 
 
 if __name__ == "__main__":
-    pictures = {"rescue": (draw, (14, 7)), "collapse": (draw_story, (10, 3.6))}
+    pictures: figures.Pictures = {"rescue": (draw, (14, 7)), "collapse": (draw_story, (10, 3.6))}
     figures.run("rescue", table, pictures, needed=("none",))

@@ -151,7 +151,8 @@ def exponents(values: np.ndarray, *factors: np.ndarray) -> np.ndarray:
 
 def interval_of(estimates: np.ndarray) -> figures.Interval:
     """Returns the first estimate and the 95 % interval of the others."""
-    return float(estimates[0]), *map(float, np.quantile(estimates[1:], (0.025, 0.975)))
+    low, high = np.quantile(estimates[1:], (0.025, 0.975))
+    return float(estimates[0]), float(low), float(high)
 
 
 def axes_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -116,7 +116,7 @@ def measured(setup: Setup, params: Any) -> dict[str, float]:
         for name, factor_nt in factors.items():
             estimates[name].append(gradient(params, part, factor_nt * part["mask"]))
     own = own_routes(setup.training, scoring.make_routing(setup.training.learner), params, rows)
-    flips = route_metrics(setup.model.moe, rows | {"logp_old": logp_nt}, *own)
+    flips = route_metrics(setup.model.experts, rows | {"logp_old": logp_nt}, *own)
     ratio = log_ratio_nt[rows["mask"]]
     return {name: product(*pair) for name, pair in estimates.items()} | {
         "k3": float(np.mean(np.expm1(ratio) - ratio)),
@@ -139,7 +139,7 @@ def found_of(seeds: Sequence[int], noise_seeds: Sequence[int]) -> dict[str, np.n
     return {n: np.array([[[c[n] for c in row] for row in run] for run in cells]) for n in names}
 
 
-def exponents(values: np.ndarray, is_square: bool) -> tuple[figures.Interval, figures.Interval]:
+def exponents(values: np.ndarray, is_square: bool) -> tuple[figures.Interval, ...]:
     """Returns the exponents (a of K, b of delta) with 95 % intervals from a bootstrap over runs.
 
     a compares the sums over delta up to `router_noise.LARGEST` at the largest K and at K = 1, and b
@@ -165,7 +165,7 @@ def exponents(values: np.ndarray, is_square: bool) -> tuple[figures.Interval, fi
     return tuple(out)
 
 
-def laws(found: Mapping[str, np.ndarray]) -> dict[str, tuple[figures.Interval, figures.Interval]]:
+def laws(found: Mapping[str, np.ndarray]) -> dict[str, tuple[figures.Interval, ...]]:
     """Returns `exponents` of the norm of each method's bias, of k3 and of the flips."""
     return {n: exponents(found[n], n in METHODS) for n in (*METHODS, "k3", "flips")}
 

@@ -78,8 +78,8 @@ def threshold(runs: Sequence[Run], measure: figures.Measure) -> figures.Interval
       measure: function from a run to the size of its gap, above 0.
     """
     estimates = resampled(runs, measure)
-    ends = np.quantile(estimates[1:], (0.025, 0.975), method="nearest")
-    return tuple(float(np.exp(x)) for x in (estimates[0], *ends))
+    low, high = np.quantile(estimates[1:], (0.025, 0.975), method="nearest")
+    return float(np.exp(estimates[0])), float(np.exp(low)), float(np.exp(high))
 
 
 def share_below(runs: Sequence[Run], others: Sequence[Run], measure: figures.Measure) -> float:

@@ -76,8 +76,10 @@ def measured(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """
     mask = rows["mask"]
     log_ratio = np.where(mask, rows["logp_old"] - rows["logp_behav"], np.float32(0))
+    batch = dict(rows)
+    bounds = lambda weight: loss.with_and_without_bounds(log_ratio, batch, (weight, {"cap": 2.0}))
     is_clipped = {
-        name: counts.is_bounded(*loss.with_and_without_bounds(log_ratio, rows, (weight, {"cap": 2.0})))
+        name: counts.is_bounded(*bounds(weight))
         for name, weight in BOUNDS.items()
     }
     distance = attribution.tool_distances(mask)
@@ -214,8 +216,8 @@ def line(
     axes: Axes, of_seeds: Sequence[Found], arm: str, cells: Sequence[Cell], measure: str, **style
 ) -> None:
     """Draws the means of the cells that have enough tokens, with their intervals."""
-    known = [(cell[1], mean_of(of_seeds, arm, cell, measure)) for cell in cells]
-    known = [(x, *found) for x, found in known if found is not None]
+    means = [(cell[1], mean_of(of_seeds, arm, cell, measure)) for cell in cells]
+    known = [(x, *found) for x, found in means if found is not None]
     x, mean, low, high = np.array(known).T
     bars = [mean - low, high - mean]
     axes.errorbar(x, mean, bars, marker="o", markersize=3, capsize=2, linewidth=1, **style)

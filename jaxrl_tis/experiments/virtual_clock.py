@@ -11,10 +11,12 @@ nothing else changes: all calls up to the next end are one event, and a command 
 import bisect
 import collections
 import dataclasses
+import functools
 import heapq
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -148,7 +150,7 @@ class Clock:
 
     # Events
 
-    def _at(self, time: float, event: Callable[[], None]) -> None:
+    def _at(self, time: float, event: Callable[[], Any]) -> None:
         heapq.heappush(self._events, (time, next(self._command), event))
 
     def _settle(self) -> None:
@@ -179,7 +181,7 @@ class Clock:
         entries = None if self._is_training else self.controller.take()
         if entries is None:
             return
-        version, costs, self._is_training = self.controller.version, self.costs, True
+        version, costs, self._is_training = self.controller.version or 0, self.costs, True
         self._trained += [(version, entry) for entry in entries]
         oldest = min(min(row["tokens"].drawn) for e in entries for row in e.columns.values())
         if version - oldest > self.schedule.staleness:
@@ -217,7 +219,9 @@ class Clock:
     def _cut(self, name: str) -> None:
         """Ends a burst with its current call."""
         sampler = self.samplers[name]
-        burst, elapsed = sampler.burst, self.now - sampler.burst.start
+        burst = sampler.burst
+        assert burst is not None
+        elapsed = self.now - burst.start
         time_of = lambda calls: self._burst_s(burst, calls)
         calls = bisect.bisect_left(range(burst.calls), elapsed, key=time_of)
         if calls < burst.calls:
@@ -247,6 +251,7 @@ class Clock:
     def _end_burst(self, name: str) -> None:
         """Records the tokens of a burst, receives the commands and continues."""
         sampler, burst = self.samplers[name], self.samplers[name].burst
+        assert burst is not None and sampler.version is not None
         sampler.burst = None
         self._draw_times.append((burst.start, self.now))
         last = self._burst_s(burst, burst.calls) - self._burst_s(burst, max(burst.calls - 1, 0))
@@ -267,7 +272,8 @@ class Clock:
         if not is_wanted:
             self.counts.discarded_tokens += sequence.tokens
             return
-        self._at(self.now + self.costs.reward_s, lambda: self.queue.put(key, "reward", True))
+        rewarded = functools.partial(self.queue.put, key, "reward", True)
+        self._at(self.now + self.costs.reward_s, rewarded)
 
     def _execute(self, name: str) -> None:
         """Executes commands up to a weight sync, and samples."""

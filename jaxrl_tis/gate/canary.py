@@ -41,7 +41,7 @@ class Canary:
       prompts: token ids of each prompt. The first is scored at every sync.
     """
 
-    def __init__(self, setup: Setup, prompts: Sequence[list[int]]):
+    def __init__(self, setup: Setup, prompts: Sequence[Any]):
         self._setup, self._prompts = setup, prompts
         programs = setup.training.learner.program, setup.engine.program
         self._learner, self._sampler = (
@@ -85,7 +85,7 @@ class Canary:
         bounds = self._setup.config.gate
         return d <= bounds.max_d_p99 and dp_max <= bounds.max_dp_max
 
-    def measured(self, params: Any, served: Any, ids: list[int]) -> tuple[float, float]:
+    def measured(self, params: Any, served: Any, ids: Any) -> tuple[float, float]:
         """Returns (d, dp_max) of the token after a prompt, see the head of the file. Raises
         FloatingPointError where a log-prob of it is not finite."""
         setup = self._setup

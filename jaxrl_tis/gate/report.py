@@ -141,7 +141,7 @@ def route_flips(
     if "routes_behav" not in rows:
         return None
     routing = make_routing(setup.training.update_learner)
-    measured = jax.jit(functools.partial(route_metrics, setup.model.moe))(
+    measured = jax.jit(functools.partial(route_metrics, setup.model.experts))(
         rows | {"logp_old": logp_old}, *own_routes(setup.training, routing, params, rows)
     )
     return {
@@ -160,7 +160,7 @@ def gap_report(
     mask = rows["mask"]
     logp_old, logp_behav = rungs[0].before, rungs[-1].after
     total = ladder.gap(logp_old, logp_behav, mask)
-    described = [
+    described: list[dict[str, Any]] = [
         {"cause": r.cause, "is_same": r.is_same}
         | ({} if r.is_same else ladder.gap(r.before, r.after, mask))
         for r in rungs
@@ -216,7 +216,7 @@ def measure(
 ) -> dict[str, Any]:
     """Returns the report on a fresh batch of so many prompts."""
     check_prompts(setup, prompts)
-    served = setup.engine.load(params)
+    served: Any = setup.engine.load(params)
     trajectories = sample(setup, params, prompts, served=served, heartbeat=heartbeat)
     if lora.split(params)[1] is None:
         served = None  # frees a copy of all weights

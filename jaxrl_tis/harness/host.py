@@ -142,7 +142,8 @@ def serve() -> None:
     # The harness must not read our messages or write among them.
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
-    sys.stdout.reconfigure(line_buffering=True)  # a pipe, whose lines are shown as they come
+    out: Any = sys.stdout
+    out.reconfigure(line_buffering=True)  # a pipe, whose lines are shown as they come
     lock = threading.Lock()
 
     def send(reply: Reply) -> None:
@@ -163,7 +164,7 @@ def serve() -> None:
 
 async def _run(host: Host, messages: Any) -> None:
     loop = asyncio.get_running_loop()
-    actions = {"start": host.start, "cancel": host.cancel, "ping": host.ping}
+    actions: dict[str, Callable] = {"start": host.start, "cancel": host.cancel, "ping": host.ping}
 
     def read():
         for line in messages:

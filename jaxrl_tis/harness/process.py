@@ -150,11 +150,12 @@ class HarnessProcess:
         except OSError as error:
             raise ValueError(f"{what} cannot be started: {error}") from error
         # Each piece as it comes. The thread keeps the process: without it the pipe would be closed.
-        show = lambda: confined.show(process.stderr.raw, what)
+        errors: Any = process.stderr
+        show = lambda: confined.show(errors.raw, what)
         threading.Thread(target=show, daemon=True).start()
-        if error := self._loading(process):
+        if why := self._loading(process):
             _end(process)
-            raise ValueError(f"{what} cannot be loaded: {error}")
+            raise ValueError(f"{what} cannot be loaded: {why}")
         return process
 
     def _use(self, process: subprocess.Popen) -> None:
@@ -167,6 +168,7 @@ class HarnessProcess:
 
     def _loading(self, process: subprocess.Popen) -> str:
         """Returns why the process cannot play the harness; "" if it can."""
+        assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps({"harness": self._harness}).encode() + b"\n")
             process.stdin.flush()
@@ -184,6 +186,7 @@ class HarnessProcess:
 
     def _write(self, process: subprocess.Popen, outbox: queue.SimpleQueue) -> None:
         """Writes what `_send` got: a process that reads nothing holds up this thread alone."""
+        assert process.stdin is not None
         while (message := outbox.get()) is not None:
             try:
                 process.stdin.write(json.dumps(message).encode() + b"\n")
@@ -192,6 +195,7 @@ class HarnessProcess:
                 return  # the process has ended, and `_read` fails its sessions
 
     def _read(self, process: subprocess.Popen, outbox: queue.SimpleQueue) -> None:
+        assert process.stdout is not None
         for line in process.stdout:
             try:
                 message = json.loads(line)
@@ -233,5 +237,6 @@ def _kill(process: subprocess.Popen) -> None:
 def _end(process: subprocess.Popen) -> None:
     _kill(process)
     process.wait()
+    assert process.stdin is not None
     with contextlib.suppress(OSError):  # a message that the process has not read
         process.stdin.close()

@@ -28,7 +28,7 @@ def load(name: str) -> Any:
             "rollout.harness_python has no verifiers 0.4; install 'verifiers>=0.4,<0.5' there: "
             f"{error}"
         ) from error
-    config = {"taskset": {"id": name}}
+    config: dict[str, Any] = {"taskset": {"id": name}}
     if "agent" in loaders.env_config_type(name).model_fields:
         config["agent"] = {"runtime": {"type": "subprocess"}}
     return loaders.load_environment(loaders.resolve_env_config(config))

@@ -1,6 +1,7 @@
 """TPU kernel for decode attention: one new token per slot, pages of a KV cache updated in place."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +63,7 @@ def decode_attention(
     q_bngc = jnp.pad(q_bngk, ((0, 0), (0, 0), (0, 0), (0, c - k)))
     rows, pools = [q_bngc, new_bnc[:, :, None]], [cache_lpnsc]
     blocks = [pltpu.VMEM((2, n, pages * size, c), cache_lpnsc.dtype)]
-    if scale_lpn2s is not None:
+    if scale_lpn2s is not None and new_scale_bn2 is not None:
         rows, pools = rows + [new_scale_bn2[..., None]], pools + [scale_lpn2s]
         blocks += [pltpu.VMEM((2, n, 2, pages * size), jnp.float32)]
     of_slot = lambda x: pl.BlockSpec(
@@ -71,8 +72,8 @@ def decode_attention(
     in_place = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Flat: the last axis of a table would be padded to whole lanes in scalar memory.
-    scalars = layer.reshape(1), index_b, page_b, table_bp.reshape(-1)
-    scalars += () if first_b is None else (first_b,)
+    scalars = [layer.reshape(1), index_b, page_b, table_bp.reshape(-1)]
+    scalars += [] if first_b is None else [first_b]
     first = len(scalars) + len(rows)
     out_bngc, *pools = narrow.pallas_call(
         functools.partial(
@@ -118,7 +119,7 @@ def _div(x: jax.Array, n: int) -> jax.Array:
 
 def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
     """Returns `count` positions of a page or block ref[lead] along `axis`."""
-    index = [slice(None)] * 3
+    index: list[Any] = [slice(None)] * 3
     index[axis] = pl.ds(pl.multiple_of(start, count), count)
     return ref.at[(*lead, *index)]
 
@@ -129,13 +130,13 @@ def _kernel(  # noqa: C901 (one body, whose parts share its references)
     """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values)
     has its pages in HBM and two blocks in VMEM. The running softmax lives in scratch, as does
     `turn`: how many blocks this core took before, which says where the next one goes."""
-    first_ref, refs = (refs[0], refs[1:]) if has_first else (None, refs)
-    q_ref, *refs = refs
-    new_refs, refs = refs[:parts], refs[2 * parts:]  # the cache is read where it is written
-    out_ref, pools, blocks, refs = refs[0], refs[1:][:parts], refs[1 + parts:][:parts], (
-        refs[1 + 2 * parts:]
+    first_ref: Any = refs[0] if has_first else None
+    q_ref, *rest = refs[has_first:]
+    new_refs, rest = rest[:parts], rest[2 * parts:]  # the cache is read where it is written
+    out_ref, pools, blocks, rest = rest[0], rest[1:][:parts], rest[1 + parts:][:parts], (
+        rest[1 + 2 * parts:]
     )
-    max_ref, sum_ref, acc_ref, turn_ref, fetched, written = refs
+    max_ref, sum_ref, acc_ref, turn_ref, fetched, written = rest
     axes = (1, 2)[:parts]  # of the positions: a page is [N,S,2K] values, [N,2,S] scales
     core, step, steps = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
     slot, end, layer = core * steps + step, (core + 1) * steps, layer_ref[0]

@@ -199,8 +199,9 @@ def outer_by_tiles(
     def run(loop, x_mi, y_mo, sizes_e):
         def step(tile, _, sum_eio):
             pair = map(jax.lax.bitcast_convert_type, map(tile.take, (x_mi, y_mo)), types)
+            x_ri, y_ro = (jnp.where(tile.is_own_r1, rows, 0) for rows in pair)
             sum_io = jax.lax.dot_general(
-                *(jnp.where(tile.is_own_r1, rows, 0) for rows in pair), (((0,), (0,)), ((), ())),
+                x_ri, y_ro, (((0,), (0,)), ((), ())),
                 preferred_element_type=jnp.float32,
             )
             sum_io += jax.lax.dynamic_index_in_dim(sum_eio, tile.group, keepdims=False)
@@ -240,7 +241,7 @@ def _visits(sizes_e: jax.Array, num_rows: int, tile: int, visits_empty: bool) ->
     With `visits_empty` it returns visits of all groups, also of empty groups."""
     num_groups, num_tiles = sizes_e.shape[0], pl.cdiv(num_rows, tile)
     end_e = jnp.cumsum(sizes_e)
-    last_read = num_groups - 1
+    last_read: int | jax.Array = num_groups - 1
     if not visits_empty:  # the rest of the rows is a group without a matrix
         last_read = jnp.max(jnp.where(sizes_e > 0, jnp.arange(num_groups, dtype=jnp.int32), 0))
         sizes_e = jnp.append(sizes_e, num_rows - end_e[-1])
@@ -284,6 +285,7 @@ def _without_float16(x: jax.Array) -> jax.Array:
 
 def _call(kernel, visits: _Visits, grid, in_specs, out_specs, out_shape, arrays, flops, scratch=()):
     """Calls a kernel whose last axis of the grid has the visits."""
+    axes: Any = ("parallel",) * (len(grid) - 1) + ("arbitrary",)
     bytes_accessed = sum(x.size * x.dtype.itemsize for x in (*arrays, out_shape))
     return narrow.pallas_call(
         kernel,
@@ -296,7 +298,7 @@ def _call(kernel, visits: _Visits, grid, in_specs, out_specs, out_shape, arrays,
             flops=flops, transcendentals=0, bytes_accessed=bytes_accessed
         ),
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel",) * (len(grid) - 1) + ("arbitrary",),
+            dimension_semantics=axes,
             vmem_limit_bytes=VMEM_BYTES,
         ),
     )(*visits, *arrays)

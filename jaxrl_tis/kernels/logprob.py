@@ -109,7 +109,7 @@ class Cut:
         return self.count(self.columns) * self.parts
 
     def count(self, axes: tuple[str, ...]) -> int:
-        return self.layout.count(axes) if axes else 1
+        return self.layout.count(axes) if self.layout is not None and axes else 1
 
     def fill(self, x: jax.Array, value: float = 0) -> jax.Array:
         """Pads [B,N,...] to multiples of the mesh's shards of rows and positions."""
@@ -142,7 +142,8 @@ class Cut:
 
     def gather_tokens(self, tree: Any) -> Any:
         """Returns [B,N,...] gathered from all devices of the width."""
-        return jax.tree.map(lambda x: self.layout.gather(x, self.shared_axis), tree)
+        layout: Any = self.layout
+        return jax.tree.map(lambda x: layout.gather(x, self.shared_axis), tree)
 
     def own_tokens(self, tree: Any) -> Any:
         """Returns this device's part of an array from `gather_tokens`."""
@@ -163,6 +164,7 @@ class Cut:
     def whole_width(self, head: Head, x: jax.Array) -> Head:
         """Returns this device's current columns of the head in full width, in the compute dtype."""
         weight = head.cast(x)[0].weight
+        layout: Any = self.layout
         vocab, width = head.vocab_axis, 1 - head.vocab_axis
         if self.is_spread:
             weight = jax.lax.all_to_all(weight, self.width, vocab, width, tiled=True)
@@ -170,12 +172,12 @@ class Cut:
             if self.parts > 1:
                 size = head.vocab_size // self.parts
                 weight = jax.lax.dynamic_slice_in_dim(weight, self.index * size, size, vocab)
-            weight = self.layout.gather(weight, width)
+            weight = layout.gather(weight, width)
         return dataclasses.replace(head, weight=weight)
 
     def sum_over_vocabulary(self, x_bar: jax.Array) -> jax.Array:
         """Returns the gradient of x for a device's own tokens, summed over all devices' columns."""
-        if self.is_spread:
+        if self.layout is not None and self.is_spread:
             x_bar = self.layout.scatter(x_bar, self.shared_axis)
         return jax.lax.psum(x_bar, self.vocab) if self.vocab else x_bar
 
@@ -323,11 +325,13 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept):
             return *finish(found, cut.vocab, ids), None
         head = cut.whole_width(head, x)
         if plan.body == "invariant":
+            over: tuple = cut.vocab, cut.count(cut.vocab)
             found, normaliser = logprob_invariant.finished(
-                *inputs(cut, head, *tokens), cut.vocab, cut.count(cut.vocab)
+                *inputs(cut, head, *tokens), *over
             )
             *single, others = found
-            return Scores(*single, jnp.where(ids == ELSEWHERE, 0.0, others)), normaliser, None
+            scores = Scores._make([*single, jnp.where(ids == ELSEWHERE, 0.0, others)])
+            return scores, normaliser, None
         if not cut.is_spread:
             found, logits = moments(cut, head, *tokens)
             return *finish(found, cut.vocab, ids), logits
@@ -350,8 +354,8 @@ def _forward(plan, head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept):
         (token_spec, token_spec, PartitionSpec(None, cut.rows, cut.positions, cut.vocab)),
         head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept,
     )
-    saved = head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept
-    return found, (*saved, normaliser, found.entropy, logits)
+    given = head, x_bnd, targets_bn, temperature_bn, ids_bnk, kept
+    return found, (*given, normaliser, found.entropy, logits)
 
 
 def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
@@ -365,7 +369,7 @@ def _combine(m: Moments, axes: tuple[str, ...]) -> Moments:
     down = m.top - (top[None] if is_stacked else top)
     scale = jnp.exp(down)
     dot = scale * (m.dot + down * m.total)
-    parts = scale * m.total, dot, scale**2 * m.squares, m.target, m.others
+    parts: tuple = scale * m.total, dot, scale**2 * m.squares, m.target, m.others
     parts = tuple(jnp.sum(x, axis=0) for x in parts) if is_stacked else parts
     return Moments(top, *(jax.lax.psum(parts, axes) if axes else parts))
 

@@ -98,7 +98,8 @@ def moments(
 
 def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entropy):
     """Returns the gradients of x and, in float32, of the head's weight."""
-    split, join = chunks(fields.targets.shape, chunk)
+    b, n = fields.targets.shape
+    split, join = chunks((b, n), chunk)
     head = head.cast(x_bnd)[0]
 
     def body(total, inputs):

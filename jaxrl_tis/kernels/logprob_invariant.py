@@ -29,7 +29,7 @@ def finished(
             logits_bcv.reshape(-1, v), targets_bc.reshape(-1), temperature_bc.reshape(-1),
             ids_bck.reshape(targets_bc.size, ids_bck.shape[-1]),
         )
-        plan = with_entropy, with_collision, axes, count
+        plan: tuple = with_entropy, with_collision, axes, count
         results = tiles.by_rows(lambda *tile: _tile(*tile, *plan), *rows)
         return jax.tree.map(lambda x: x.reshape(*targets_bc.shape, *x.shape[1:]), results)
 

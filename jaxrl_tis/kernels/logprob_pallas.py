@@ -122,8 +122,8 @@ def moments(
         products=1,
     )(fields_tf, t.rows(x_bnd), head.weight)
     found_tf = found_tf[: targets_bn.size]
-    moments = (found_tf[:, i].reshape(targets_bn.shape) for i in range(single))
-    return Moments(*moments, found_tf[:, single:].reshape(ids_bnk.shape)), None
+    moments = [found_tf[:, i].reshape(targets_bn.shape) for i in range(single)]
+    return Moments._make([*moments, found_tf[:, single:].reshape(ids_bnk.shape)]), None
 
 
 def _moments_kernel(with_entropy, with_collision, t, fields_ref, x_ref, w_ref, out_ref):
@@ -186,8 +186,9 @@ def gradients(head, x_bnd, fields: Fields, kept, size, logits, chunk, with_entro
     del kept, logits, chunk
     dtype, is_live = x_bnd.dtype, fields.is_live()
     x_bnd = jnp.where(is_live[..., None], x_bnd, 0)
-    others = fields.others, jnp.where(is_live[..., None], fields.g_others, 0)
-    fields = Fields(*(jnp.where(is_live, f, 0) for f in fields[:-2]), *others)
+    pulled = jnp.where(is_live[..., None], fields.g_others, 0)
+    live = [jnp.where(is_live, f, 0) for f in fields[:-2]]
+    fields = Fields._make([*live, fields.others, pulled])
     head, x_bnd = head.cast(x_bnd)
     t = Tiling.of(head, fields.targets.size)
     inverse = jnp.where(is_live, 1 / fields.temperature, 0)

@@ -245,8 +245,8 @@ def _totals(op, num_segments, rows, xs, ids):
     ops = [op] * len(xs) + ["sum"]
 
     def reference(ids, *xs):
-        xs = [*map(as_float, xs), jnp.ones(ids.shape, as_float(xs[0]).dtype)]
-        pairs = zip(ops, xs, strict=True)
+        terms = [*map(as_float, xs), jnp.ones(ids.shape, as_float(xs[0]).dtype)]
+        pairs = zip(ops, terms, strict=True)
         return [segment_reference.reduce(x, ids, num_segments, o) for o, x in pairs]
 
     def kernel(ids, *xs):
@@ -288,9 +288,9 @@ def _reduce_backward(op, num_segments, rows, saved, gradients):
     if op == "logsumexp":
         factors = [jnp.where(valid_bt, jnp.exp(x - y), 0.0) for x, y in zip(xs, of_bt, strict=True)]
     else:
-        factors = tuple(
+        factors = [
             (valid_bt & (x == y)).astype(y.dtype) for x, y in zip(xs, of_bt, strict=True)
-        )
+        ]
         ties, _ = _totals("sum", num_segments, rows, factors, ids)
         gradients = tuple(g / jnp.maximum(n, 1.0) for g, n in zip(gradients, ties, strict=True))
     spread = _broadcast(rows, gradients, ids)
@@ -374,7 +374,7 @@ def _scan_backward(op, reverse, rows, saved, gradients):
     if decay is None:
         return _cast(totals, xs), None, None
     terms = [jnp.where(is_start, 0.0, g * b) for g, b in zip(totals, before, strict=True)]
-    return _cast(totals, xs), None, sum(terms).astype(decay.dtype)
+    return _cast(totals, xs), None, jnp.asarray(sum(terms)).astype(decay.dtype)
 
 
 _scan.defvjp(_scan_forward, _scan_backward)

@@ -9,6 +9,7 @@ On a mesh each device works on its own rows, and T is gathered.
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,7 @@ def _log_sum_exp(x):
 
 
 JOIN = segment_reference.JOIN | {"logsumexp": _log_add_exp}
-REDUCE = {
+REDUCE: dict[str, Callable[..., jax.Array]] = {
     "sum": functools.partial(jnp.sum, axis=1, keepdims=True),
     "max": functools.partial(jnp.max, axis=1, keepdims=True),
     "min": functools.partial(jnp.min, axis=1, keepdims=True),
@@ -200,7 +201,7 @@ def _scan_kernel(op, has_decay, reverse, is_open_ref, *refs):
     inputs, outputs, states = refs[:num], refs[-2 * num : -num], refs[-num:]
     is_open = is_open_ref[...]
     x = [ref[...].astype(jnp.float32) for ref in inputs]
-    decay = refs[num][...].astype(jnp.float32) if has_decay else None
+    decay: Any = refs[num][...].astype(jnp.float32) if has_decay else None
     tile = is_open.shape[1]
     lane = jax.lax.broadcasted_iota(jnp.int32, is_open.shape, 1)
     lane = tile - 1 - lane if reverse else lane

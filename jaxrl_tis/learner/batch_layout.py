@@ -123,7 +123,7 @@ def minibatches(batch: Rows, count: int, microbatch_rows: int, seed: tuple[int, 
     """
     n, length = batch["mask"].shape
     order = np.random.default_rng(seed).permutation(n)
-    is_empty = ~batch["segment_ids"].any(axis=1)[order]
+    is_empty = np.logical_not(batch["segment_ids"].any(axis=1))[order]
     parts = np.array_split(order[~is_empty], count)
     cuts = np.cumsum([n // count - len(part) for part in parts])[:-1]
     fillers = np.split(order[is_empty], cuts)

@@ -19,7 +19,8 @@ States = dict[str, Any]
 
 def init(c: Correction) -> States:
     """Returns {controller: its state at step 0}, without stateless controllers."""
-    states, (_, parameters) = {}, c.objective
+    states: States = {}
+    _, parameters = c.objective
     for name, _ in c.controllers:
         if name == "length_surge":
             states[name] = controllers.length_surge_init()

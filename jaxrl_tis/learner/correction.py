@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jaxrl_tis.fields import FIELDS, SCORED, shape
 
 ROUTINGS, RECORDED_ROUTES = ("none", "r2", "r3", "keep"), ("r3", "keep")
 ROUTING_MISSING = ("stop", "mask")
-Batch = dict[str, jax.Array]
+Batch = dict[str, Any]  # arrays; "seg" is a Segments
 Metrics = dict[str, jax.Array]
 
 
@@ -239,7 +240,7 @@ def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
             is_batch_normalized=c.is_batch_normalized,
         ).weight}
     needed = loss.needed("advantage", name, batch)
-    function = functools.partial(advantages.ADVANTAGES[name], **needed, **parameters)
+    function: Any = functools.partial(advantages.ADVANTAGES[name], **needed, **parameters)
     if c.turn_credit == "episode" or methods.traits("advantage", name).per_token:
         adv = function(rewards, batch["sampled"], batch["group"])
         # Forks of a session have no reward of their own, see learner/forks.py.
@@ -304,6 +305,7 @@ def _measures(
 
 def _kl(c: Correction, batch: Batch) -> jax.Array:
     """Returns the KL to the reference of the weights that sampled, [N,T]."""
+    assert c.kl is not None
     return loss.kl_term(batch["logp_old"], batch, c.kl)
 
 

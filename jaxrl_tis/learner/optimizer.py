@@ -214,7 +214,7 @@ def scaled_for(dtype: str, tx: optax.GradientTransformation) -> optax.GradientTr
     return scale_loss(tx) if dtype == "float16" else tx
 
 
-def loss_scale(opt_state: Any) -> jax.Array | None:
+def loss_scale(opt_state: Any) -> Any:
     """Returns the scale of the next loss; None without loss scaling."""
     return opt_state.loss_scale if isinstance(opt_state, Scaled) else None
 

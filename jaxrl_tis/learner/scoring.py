@@ -21,7 +21,7 @@ from jaxrl_tis.learner.batch_layout import without_replay
 from jaxrl_tis.models import lora, moe, transformer
 from jaxrl_tis.models.config import ModelConfig
 
-Batch = dict[str, jax.Array]
+Batch = dict[str, Any]  # arrays; "seg" is a Segments
 Metrics = dict[str, jax.Array]
 
 
@@ -57,15 +57,16 @@ class Learner:
         """Whether gradients are summed over devices in a fixed order: in invariant numerics, and on
         CPU, where XLA's order depends on the number of processes."""
         layout = self.program.layout
-        is_cut = layout is not None and layout.shards > 1
-        return is_cut and (self.program.is_invariant or layout.platform == "cpu")
+        if layout is None or layout.shards == 1:
+            return False
+        return self.program.is_invariant or layout.platform == "cpu"
 
     def by_parts(self, measure: Callable[[Any, "Learner", Any], Any], params: Any, batch: "Batch"):
         """Computes measure(params, learner, batch) -> [B,...]. With `sums_in_order` its gradients are
         summed over devices in order, and `measure` gets no scalars of the batch."""
-        if not self.sums_in_order:
-            return measure(params, self, batch)
         layout = self.program.layout
+        if layout is None or not self.sums_in_order:
+            return measure(params, self, batch)
         inside = dataclasses.replace(
             self, program=dataclasses.replace(self.program, layout=layout.inside())
         )
@@ -75,14 +76,18 @@ class Learner:
     def on_every_device(self, tree: Any) -> Any:
         """With `sums_in_order` replicates each array, so that computations on it need no sums over
         devices."""
-        if not self.sums_in_order:
+        layout = self.program.layout
+        if layout is None or not self.sums_in_order:
             return tree
-        return jax.lax.with_sharding_constraint(tree, self.program.layout.replicated())
+        return jax.lax.with_sharding_constraint(tree, layout.replicated())
 
     def replicated(self, loss_fn: Callable[[Any, Any], tuple]) -> Callable[[Any, Any], tuple]:
         """Returns loss_fn: (scores, inputs) -> (loss, others). With `sums_in_order` every device
         computes it from all scores of `by_parts`."""
-        return self.program.layout.everywhere(loss_fn) if self.sums_in_order else loss_fn
+        layout = self.program.layout
+        if layout is None or not self.sums_in_order:
+            return loss_fn
+        return layout.everywhere(loss_fn)
 
 
 def _forward(
@@ -135,8 +140,8 @@ def _score_targets(
         **options,
     )
     *single, others = map(scatter, scores)
-    single = (ratios.zero_padding(x, mask) for x in single)
-    scores = Scores(*single, ratios.zero_padding(others, mask[..., None]))
+    single = [ratios.zero_padding(x, mask) for x in single]
+    scores = Scores._make([*single, ratios.zero_padding(others, mask[..., None])])
     return scores, None if routed is None else _of_rows(routed)
 
 
@@ -182,7 +187,7 @@ def response_scores(
     scores, routed = _score_targets(
         params, learner, batch, asked, with_entropy=with_entropy, pulls_entropy=pulls_entropy
     )
-    fields = {"logp": scores.logp, "entropy": scores.entropy}
+    fields: dict[str, Any] = {"logp": scores.logp, "entropy": scores.entropy}
     fields |= {"logp_top": scores.others} if "top_ids" in batch else {}
     return fields | ({} if routed is None else {"routed": routed})
 
@@ -215,7 +220,7 @@ def prefix_values(params: Any, learner: Learner, batch: Batch) -> jax.Array:
 
 def make_score(
     learner: Learner, with_entropy: bool = True, with_routes: bool = False
-) -> Callable[[Any, Batch], Batch]:
+) -> jax.stages.Wrapped:
     """Makes (params, batch [M, rows, ...]) -> {"logp", "entropy"} [M, rows, T], one micro-batch at
     a time. With `with_routes` also the routers' own choices: `routes` [M, rows, T, L, k]."""
 
@@ -244,7 +249,7 @@ def _by_micro_batch(learner: Learner, measure: Callable[[Any, Batch], Any]):
 
 
 def _as_recorded(learner: Learner, ids: jax.Array) -> jax.Array:
-    return ids.astype(route_dtype(learner.config.moe.num_experts))
+    return ids.astype(route_dtype(learner.config.experts.num_experts))
 
 
 def zeros_like(tree: Any) -> Any:
@@ -267,7 +272,8 @@ def make_routing(learner: Learner) -> Callable[[Any, Batch], moe.Routed]:
 
     def routing(params, micro):
         asked = moe.Asked(routes=True, statistics=True)
-        routed = _of_rows(_forward(params, learner, without_replay(micro), asked).routed)
+        routed: Any = _forward(params, learner, without_replay(micro), asked).routed
+        routed = _of_rows(routed)
         return dataclasses.replace(routed, ids=_as_recorded(learner, routed.ids))
 
     return _by_micro_batch(learner, routing)

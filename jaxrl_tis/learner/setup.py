@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 import ml_collections
 import numpy as np
@@ -132,7 +133,7 @@ class LearnerSetup:
                 "correction.routing_missing to 'mask' to train without these samples"
             )
         if missing.all():
-            length, moe = rows["tokens"].shape, self.model.moe
+            length, moe = rows["tokens"].shape, self.model.experts
             shape = (*length, self.model.num_moe_layers, moe.top_k)
             rows["routes_behav"] = np.zeros(shape, route_dtype(moe.num_experts))
             rows["routed_behav"] = np.zeros(length, bool)
@@ -153,7 +154,9 @@ class LearnerSetup:
         Returns: (the fields that a log-prob takes, a function that turns results [M,R,T,...] back
           into rows [N,T,...]).
         """
-        forward, order, place = forward_fields(rows), slice(None), slice(None)
+        forward = forward_fields(rows)
+        order: Any = slice(None)
+        place: Any = slice(None)
         if is_wanted is not None:
             forward["mask"] = forward["mask"] & is_wanted[:, None]
             order = np.argsort(~is_wanted, kind="stable")

@@ -73,7 +73,8 @@ class RingSnapshots(Mapping):
                 f"rollout.snapshot_gib allows {int(max_bytes):,}: raise it, or lower "
                 "rollout.snapshots"
             )
-        self._count, self._kept, self._newest = count, {}, None
+        self._count, self._kept = count, {}
+        self._newest: tuple[int, Any] | None = None
         self._join = lambda factors: factors
 
     def publish(self, params: Any, version: int) -> None:
@@ -276,7 +277,7 @@ class Average:
     """
 
     mean: Any
-    weight: jax.Array
+    weight: Any
 
     @classmethod
     def of(cls, params: Any) -> "Average":

@@ -10,6 +10,7 @@
 """
 
 import math
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -157,6 +158,7 @@ def starting_factors(setup: LearnerSetup) -> Any:
                 f"{path} lacks {idle.sum()} of the {idle.size} ranks of {name}, all layers together, "
                 "and factors of zeros do not train; start from an adapter with one rank in all layers"
             )
+    assert setup.adapter is not None
     shardings = placement.of_factors(setup.layout, setup.adapter)
     return jax.tree.map(_put, factors, shardings)
 
@@ -212,6 +214,7 @@ FACTOR_STREAMS = {"policy": 0x6C6F7261, "critic": 0x6C6F7262}  # apart from the 
 
 def _fresh_factors(setup: LearnerSetup, network: str) -> Any:
     key = jax.random.fold_in(jax.random.key(setup.config.seed), FACTOR_STREAMS[network])
+    assert setup.adapter is not None
     return setup.adapter.init(abstract_params(setup), key)
 
 
@@ -227,13 +230,13 @@ def keep_base(setup: LearnerSetup, state: dict[str, Any], workdir: str) -> None:
             checkpoints.save(0, {BASE: state["base"]}, {})
 
 
-def read_base(setup: LearnerSetup, workdir: str) -> Any:
+def read_base(setup: LearnerSetup, workdir: str | os.PathLike) -> Any:
     """Reads what `keep_base` wrote. FileNotFoundError where there is none."""
     with Checkpoints(_base_folder(workdir), keep=1) as checkpoints:
         return checkpoints.restore({BASE: abstract_state(setup)[BASE]})[0][BASE]
 
 
-def _base_folder(workdir: str) -> Any:
+def _base_folder(workdir: str | os.PathLike) -> Any:
     return storage.folder(workdir) / BASE
 
 

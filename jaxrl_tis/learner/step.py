@@ -117,9 +117,12 @@ def accumulate_gradients(
 
 def _segments(learner: Learner, segment_ids: jax.Array) -> Segments:
     layout = learner.program.layout
-    is_cut = layout is not None and layout.mesh.size > 1 and not learner.sums_in_order
-    rows = layout.sharding(("batch", None)) if is_cut else None
-    return Segments(segment_ids, learner.max_segments, rows)
+    rows = None
+    if layout is not None and layout.mesh.size > 1 and not learner.sums_in_order:
+        rows = layout.sharding(("batch", None))
+    most = learner.max_segments
+    assert most is not None
+    return Segments(segment_ids, most, rows)
 
 
 def _count_sequences(minibatch: Batch) -> jax.Array:
@@ -286,9 +289,9 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
         batch, num_tokens, num_seqs = inputs
         returned = {}
         if not is_scored:
-            own = scores["logp"], scores["entropy"]
+            own: tuple = scores["logp"], scores["entropy"]
             if c.environment_ce_coeff:
-                own = (ratios.zero_padding(x, batch["mask"]) for x in own)
+                own = tuple(ratios.zero_padding(x, batch["mask"]) for x in own)
             batch = batch | fused_fields(*own)
             returned = {name: batch[name] for name in ("logp_old", "entropy")}
         if "logits" in scores:

@@ -109,8 +109,8 @@ class Trainer:
         run = self._passes(rows)
         if known is not None:
             known = known + [np.full(len(t.tokens), np.nan) for t in extra.trajectories]
-        known = _laid_out(trajectories, known, rows["mask"].shape)
-        rows |= self._policy_fields(state, rows, run, sampled_by, known)
+        laid_out = _laid_out(trajectories, known, rows["mask"].shape)
+        rows |= self._policy_fields(state, rows, run, sampled_by, laid_out)
         if self.setup.config.rollout.harness:
             self.score_metrics |= forks.metrics(extra)
         if "critic" in state:
@@ -189,7 +189,7 @@ class Trainer:
             fields = {"logp_prox": scores["logp"], "entropy": scores["entropy"]}
             if "routes" in scores:
                 # A micro-batch without a token in the mask was skipped, and has no routes.
-                is_scored = rows["mask"].any(axis=1)
+                is_scored = np.any(rows["mask"], axis=1)
                 fields["routes"] = scores["routes"]
                 fields["routed"] = (rows["segment_ids"] > 0) & is_scored[:, None]
             fields["logp_old"] = (
@@ -411,7 +411,7 @@ def own_routes(
 
 
 def route_metrics(
-    moe: MoeConfig, rows: Rows, own: jax.Array, load_le: jax.Array, entropy_l: jax.Array
+    moe: Any, rows: Rows, own: Any, load_le: Any, entropy_l: Any
 ) -> dict[str, jax.Array]:
     """Measures the load of the experts and, where the sampler recorded its routes, how they differ
     from the policy's `own` [N,T,L,k], see diagnostics/routes.py. The gap is of the tokens that are

@@ -19,7 +19,7 @@ n times the mean work.
 import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,12 +125,12 @@ def row_attention(
 
     queries = layout.sharding(("batch", "length", "heads", None)).spec
     keys = layout.sharding(("batch", "length", "kv_heads", None)).spec
-    segments = layout.sharding(("batch", "length")).spec
+    tokens = layout.sharding(("batch", "length")).spec
     on_mesh = layout.sharding((None, "length"))
     blocks = tuple(kernel.manual_sharding_spec(on_mesh) for kernel in kernels)
     return jax.shard_map(
         attend_locally, mesh=layout.mesh,
-        in_specs=(queries, keys, keys, segments, segments, blocks, PartitionSpec()),
+        in_specs=(queries, keys, keys, tokens, tokens, blocks, PartitionSpec()),
         out_specs=queries, check_vma=False,
     )(q_bthk, k_btnk, v_btnk, segment_ids_bt, unseen_bt, kernels, window)
 
@@ -165,11 +165,10 @@ def splash_blocks(length: int, keys: int) -> splash_attention.BlockSizes:
     """
     block = math.gcd(length, SPLASH_BLOCK)
     is_fused = keys <= FUSED_BLOCKS * block
-    names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute")
-    names += () if is_fused else ("q_dq", "kv_dq")
-    return splash_attention.BlockSizes(
-        **{f"block_{name}": block for name in names}, use_fused_bwd_kernel=is_fused
-    )
+    names = ["q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute"]
+    names += [] if is_fused else ["q_dq", "kv_dq"]
+    blocks: dict[str, Any] = {f"block_{name}": block for name in names}
+    return splash_attention.BlockSizes(**blocks, use_fused_bwd_kernel=is_fused)
 
 
 def _splash_kernels(length: int, shards: int, unseen_bt, window: Window | None) -> tuple:
@@ -186,7 +185,7 @@ def _splash_kernel(length: int, shards: int, window: int | None = None, interpre
     """Returns causal splash attention for rows with sharded queries, within a window unless it is
     None."""
     # One mask serves all heads.
-    mask = splash_attention.CausalMask((length, length))
+    mask: splash_attention.Mask = splash_attention.CausalMask((length, length))
     if window is not None:
         mask = splash_attention.LocalMask((length, length), (window - 1, 0), offset=0)
     with jax.ensure_compile_time_eval():
@@ -309,7 +308,7 @@ def paged_attention(
         if kv.k_scale is not None:
             scores = scores * kv.k_scale[:, :, None, None]
         is_seen_bts = place_s[None, None] <= index_bt[..., None]
-        if window is not None:
+        if first_bt is not None:
             is_seen_bts &= place_s[None, None] >= first_bt[..., None]
         scores = jnp.where(is_seen_bts[:, None, :, None], scores, MASKED)
         new_top = jnp.maximum(top_bntg, jnp.max(scores, axis=-1))
@@ -330,7 +329,7 @@ def paged_attention(
         _, total_bntg, out_bntgk = block(0, carry)
     else:
         blocks = jnp.max(last_b) // (count * size) + 1
-        start = 0 if window is None else jnp.min(first_bt) // (count * size)
+        start = 0 if first_bt is None else jnp.min(first_bt) // (count * size)
         _, total_bntg, out_bntgk = jax.lax.fori_loop(start, blocks, block, carry)
     out_bntgk = out_bntgk / total_bntg[..., None]
     return cast(jnp.moveaxis(out_bntgk, 1, 2).reshape(b, t, h, k))

@@ -236,16 +236,22 @@ class ModelConfig:
         if self.moe is not None:
             self._check_dense_layers(self.moe.dense_layers)
 
+    @property
+    def experts(self) -> MoeConfig:
+        """`moe` of a model that has experts."""
+        assert self.moe is not None
+        return self.moe
+
     def _check_dense_layers(self, dense: tuple[int, ...]) -> None:
         is_there = all(0 <= i < self.num_layers for i in dense)
         if list(dense) != sorted(set(dense)) or not is_there or len(dense) == self.num_layers:
             raise ValueError(
                 f"dense_layers={dense} must be ascending indices of some, and not all, of the "
                 f"{self.num_layers} layers.")
-        count = (self.num_layers - len(dense)) * self.moe.num_experts
+        count = (self.num_layers - len(dense)) * self.experts.num_experts
         if count > MOST_EXPERTS_OF_ALL:
             raise ValueError(
-                f"num_experts={self.moe.num_experts} in {self.num_layers - len(dense)} layers are "
+                f"num_experts={self.experts.num_experts} in {self.num_layers - len(dense)} layers are "
                 f"{count} experts, and {MOST_EXPERTS_OF_ALL} are the most.")
 
     @property

@@ -50,7 +50,8 @@ def experts(
 
     def local(x_btd, ids_btk, gates_btk, weights):
         gathered = _gathered(weights, layout, x_btd.dtype)
-        run = lambda rows: _summed(*rows, gathered, num_experts, layout, is_invariant)
+        plan: tuple = gathered, num_experts, layout, is_invariant
+        run = lambda rows: _summed(*rows, *plan)
         y_cmd = jax.lax.map(run, _chunks(x_btd, ids_btk, gates_btk))
         y_btd = _whole(y_cmd, x_btd.shape)
         if not is_invariant:
@@ -123,7 +124,7 @@ def _gathered(weights: tuple, layout: Layout, dtype: Any) -> tuple:
     def whole(w, axis):
         if isinstance(w, lora.Adapted):  # one of the factors has the width
             name = "ab"[axis - 1]
-            factor = {name: layout.gather(getattr(w, name), axis, "expert_embed")}
+            factor: dict[str, Any] = {name: layout.gather(getattr(w, name), axis, "expert_embed")}
             return dataclasses.replace(w, w=whole(w.w, axis), **factor)
         w = w if isinstance(w, quant.Master) else w.astype(dtype)
         return jax.tree.map(lambda x: layout.gather(x, axis, "expert_embed"), w)

@@ -20,7 +20,9 @@ from jaxrl_tis.sharding import Layout
 
 def is_cut(layout: Layout | None) -> bool:
     """Whether the layout shards the rows of a learner and may shard the width of its weights."""
-    rows = layout.axes("batch") + layout.axes("length") if layout is not None else ()
+    if layout is None:
+        return False
+    rows = layout.axes("batch") + layout.axes("length")
     return bool(rows and layout.axes("embed")) and layout.count(rows) > 1
 
 

@@ -120,7 +120,7 @@ def _product(x_mi, w, sizes_e, cut=None):
         sizes = tile_sizes(len(x_mi), len(sizes_e))
         if x_scale_m1 is None:
             return by_tiles(quant.dot, x_mi, w, sizes_e, sizes)
-        dot = lambda x, w: quant.dot_of_codes(*x, w).astype(dtype)
+        dot = lambda x, w: quant.dot_of_codes(x[0], x[1], w).astype(dtype)
         return by_tiles(dot, (x_mi, x_scale_m1), w, sizes_e, sizes)
 
     return jax.lax.platform_dependent(
@@ -131,7 +131,7 @@ def _product(x_mi, w, sizes_e, cut=None):
 def _outer(x_mi, y_mo, sizes_e, dtype):
     """Returns x^T y [E,i,o] over the rows of each expert, summed in float32."""
     sizes = tile_sizes(len(x_mi), len(sizes_e))
-    loop = lambda *arrays: outer_by_tiles(*arrays, sizes).astype(dtype)
+    loop = lambda x, y, sizes_e: outer_by_tiles(x, y, sizes_e, sizes).astype(dtype)
     kernel = functools.partial(outer_kernel, dtype=dtype)
     return jax.lax.platform_dependent(x_mi, y_mo, sizes_e, tpu=kernel, default=loop)
 

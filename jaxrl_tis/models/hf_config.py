@@ -70,7 +70,7 @@ ONLY_VALUE = {
 
 # The same for one family. HF's llama, qwen3 and qwen3_moe put the bias of the attention projections
 # on o_proj too, which is not implemented; HF's qwen2 always has it on q, k and v and never on o.
-ONLY_VALUE_OF = {
+ONLY_VALUE_OF: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False},
     "qwen2": {"attention_bias": True},
     "qwen3": {"attention_bias": False},
@@ -92,7 +92,7 @@ QKV_BIAS = {
 QK_NORM = {"llama": False, "qwen2": False, "qwen3": True, "qwen3_moe": True, "gemma3_text": True}
 
 # What a family computes in a way of its own: ModelConfig name -> value. The others have the defaults.
-COMPUTES = {
+COMPUTES: dict[str, dict[str, Any]] = {
     "gemma3_text": {
         "activation": "gelu_tanh", "post_norms": True, "zero_centered_norms": True,
         "scales_embeddings": True,
@@ -105,7 +105,7 @@ DEFAULTS = {
 SLIDING_PATTERN = 6  # every sixth layer of Gemma is full where config.json does not say
 
 # What all experts of a family have: MoeConfig name -> value.
-EXPERTS_OF = {
+EXPERTS_OF: dict[str, dict[str, Any]] = {
     "qwen3_moe": {
         "score": "softmax", "shared_dim": 0, "num_groups": 1, "top_groups": 1, "scale": 1.0,
     },
@@ -160,7 +160,7 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
     rope, sliding_rope = hf_rope.read(hf, family, integer(hf, "max_position_embeddings"))
     sliding = None
     if family == "gemma3_text":
-        sliding = _sliding(hf, num_layers, sliding_rope)
+        sliding = _sliding(hf, num_layers, sliding_rope or {})
     else:
         _refuse_sliding_window(hf, family, num_layers)
     embed_dim, num_heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")

@@ -44,9 +44,9 @@ def either(hf: Mapping[str, Any], key: str, other: str, otherwise: int | None = 
     if len(set(found)) > 1:
         raise ValueError(
             f"config.json gives two values: {key}={found[0]} and {other}={found[1]}; remove one.")
-    if found or otherwise is not None:
-        return found[0] if found else otherwise
-    return integer(hf, key)
+    if found:
+        return found[0]
+    return integer(hf, key) if otherwise is None else otherwise
 
 
 def is_set(hf: Mapping[str, Any], key: str) -> bool:

@@ -80,9 +80,10 @@ def _multiply(x: jax.Array, w: jax.Array | quant.QuantArray, layout, is_split_in
     lead, axes = ("batch", "length"), ("mlp", None) if is_split_in else (None, "mlp")
     axis, count = _tensor(layout) if is_split_in else (None, 1)
     is_quant = isinstance(w, quant.QuantArray)
-    is_integer = is_quant and w.scheme == "w8a8"
-    arrays, scales = (x, w), ()
-    if is_quant:
+    is_integer = isinstance(w, quant.QuantArray) and w.scheme == "w8a8"
+    arrays: tuple = x, w
+    scales: tuple = ()
+    if isinstance(w, quant.QuantArray):
         x_q, x_scale = quant.quantize(x, -1) if is_integer else (x, jnp.ones((*x.shape[:2], 1)))
         arrays, scales = (x_q, w.q), (x_scale, w.scale)
 
@@ -100,8 +101,7 @@ def _multiply(x: jax.Array, w: jax.Array | quant.QuantArray, layout, is_split_in
         return y_ro.reshape(*x_bti.shape[:2], -1).astype(x.dtype)
 
     in_axes = ((*lead, axes[0]), axes, (*lead, None), (None, axes[1]))
-    in_axes = in_axes[: 2 + len(scales)]
-    return _on(layout, local, in_axes, (*lead, axes[1]))(*arrays, *scales)
+    return _on(layout, local, in_axes[: 2 + len(scales)], (*lead, axes[1]))(*arrays, *scales)
 
 
 # Rows
@@ -352,7 +352,7 @@ def logits(x: jax.Array, head: Head, layout: Layout | None) -> jax.Array:
     axes = (None, "vocab") if head.vocab_axis == 1 else ("vocab", None)
     local = lambda x, w: tiled_logits(x, dataclasses.replace(head, weight=w))
     weight = head.weight
-    if _tensor(layout)[1] > 1 and layout.rules["vocab"]:
+    if layout is not None and _tensor(layout)[1] > 1 and layout.rules["vocab"]:
         weight = tiles.fill(weight, head.vocab_axis, tiles.VOCAB_UNIT)
     y = _on(layout, local, ((*lead, None), axes), (*lead, "vocab"))(x, weight)
     return y[..., : head.vocab_size]

@@ -40,8 +40,8 @@ class Adapted:
     """
 
     w: Any
-    a: jax.Array
-    b: jax.Array
+    a: Any
+    b: Any
     scale: float = dataclasses.field(metadata=dict(static=True))
 
     @property
@@ -80,11 +80,11 @@ def _is_adapted(x) -> bool:
     return isinstance(x, Adapted)
 
 
-def _factors(params):
+def _factors(params) -> dict[str, Any]:
     of = lambda tree: {
         n: {"a": w.a, "b": w.b} for n, w in tree.items() if isinstance(w, Adapted)
     }
-    found = of(params)
+    found: dict[str, Any] = of(params)
     for stack in STACKS:
         layers = params.get(stack, {})
         if isinstance(layers, tuple):
@@ -153,7 +153,7 @@ def rslora(*, rank=32, alpha=32, targets="all") -> Recipe:
     return Recipe(rank, alpha, targets, is_rs=True)
 
 
-CHOICES = {"none": none, "lora": lora, "rslora": rslora}
+CHOICES: dict[str, Callable[..., Recipe | None]] = {"none": none, "lora": lora, "rslora": rslora}
 
 
 def parse(text: str) -> Recipe | None:
@@ -197,7 +197,7 @@ class Adapter:
             if name not in there:
                 continue
             is_expert = name.startswith("expert_")
-            ranks[name] = max(1, recipe.rank // config.moe.top_k) if is_expert else recipe.rank
+            ranks[name] = max(1, recipe.rank // config.experts.top_k) if is_expert else recipe.rank
             width = min(there[name].shape[-2:])
             if ranks[name] > width:
                 raise ValueError(
@@ -266,7 +266,7 @@ class Adapter:
         return joined
 
 
-def adapter_of(params: Mapping[str, Any], config: ModelConfig) -> Adapter:
+def adapter_of(params: Mapping[str, Any], config: Any) -> Adapter:
     """Returns the adapter of adapted parameters."""
     found = {n: w for tree in _trees(params) for n, w in tree.items() if _is_adapted(w)}
     return Adapter(
@@ -277,7 +277,7 @@ def adapter_of(params: Mapping[str, Any], config: ModelConfig) -> Adapter:
 
 def _trees(params: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the dicts of leaves in a tree of parameters."""
-    trees = [{n: x for n, x in params.items() if n not in STACKS}]
+    trees: list[Mapping[str, Any]] = [{n: x for n, x in params.items() if n not in STACKS}]
     for stack in STACKS:
         layers = params.get(stack, {})
         trees += list(layers) if isinstance(layers, tuple) else [layers]

@@ -10,7 +10,7 @@ scores, so the gradient reaches the router. No token is ever dropped.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,11 +61,11 @@ class Routed:
       z: [L,B] float32, the sum of logsumexp(logits)^2.
     """
 
-    ids: jax.Array | None = None
-    load: jax.Array | None = None
-    probs: jax.Array | None = None
-    entropy: jax.Array | None = None
-    z: jax.Array | None = None
+    ids: Any = None
+    load: Any = None
+    probs: Any = None
+    entropy: Any = None
+    z: Any = None
 
 
 def router_logits(x_btd: jax.Array, router_de: jax.Array) -> jax.Array:
@@ -134,7 +134,7 @@ def route(
 
 
 def statistics(
-    logits_bte: jax.Array, scores_bte: jax.Array, ids_btk: jax.Array, is_token_bt: jax.Array
+    logits_bte: jax.Array, scores_bte: jax.Array, ids_btk: jax.Array, is_token_bt: Any
 ) -> Routed:
     """Returns the fields of `Routed` but the ids, summed over the tokens of each row that count."""
     weight_bt1 = is_token_bt[..., None].astype(jnp.float32)

@@ -5,6 +5,7 @@ again, layer by layer.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ def doubt(config: ModelConfig, dtypes: dict[str, str]) -> str:
     )
 
 
-def cause(params: Params, config: ModelConfig, program: Program, tokens: np.ndarray) -> str:
+def cause(params: Params, config: ModelConfig, program: Program, tokens: Any) -> str:
     """Returns where the values of a sequence stop being finite, as a sentence without its full stop.
 
     Args:

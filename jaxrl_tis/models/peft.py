@@ -146,9 +146,10 @@ def _written(
         [of(name, x) if name in own else np.zeros_like(of(own[0], x)) for name in site.parts] for x in "ab"
     )
     apart = lambda i: ((0, 0), (i * rank, (len(b) - 1 - i) * rank), (0, 0))
-    a = np.concatenate(a, axis=2)
-    b = np.concatenate([np.pad(x, apart(i)) for i, x in enumerate(b)], axis=2)
-    return a.swapaxes(1, 2).reshape(-1, a.shape[1]), b.transpose(2, 1, 0).reshape(b.shape[2], -1), setting
+    a_eir = np.concatenate(a, axis=2)
+    b_ero = np.concatenate([np.pad(x, apart(i)) for i, x in enumerate(b)], axis=2)
+    rows = a_eir.swapaxes(1, 2).reshape(-1, a_eir.shape[1])
+    return rows, b_ero.transpose(2, 1, 0).reshape(b_ero.shape[2], -1), setting
 
 
 def _alpha(alpha: float) -> float:

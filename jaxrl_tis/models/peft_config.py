@@ -101,7 +101,7 @@ def _are_layers(value: Any) -> bool:
 _MODULES = _are_modules, "a list of names or a regular expression"
 _TEXT = lambda value: isinstance(value, str), "a text"
 # Fields that are read, and what they must be where they are not null.
-KINDS = {
+KINDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_count, "a whole number of at least 1"),
     "lora_alpha": (_is_alpha, "a finite number above 0"),
     "rank_pattern": (

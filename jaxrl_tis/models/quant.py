@@ -13,7 +13,7 @@ which depends on the order of its sums.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +26,7 @@ from jaxrl_tis.models.config import by_stack
 class Scheme(NamedTuple):
     """The 8-bit format of the weights, and whether activations are quantized to it too."""
 
-    dtype: type | None
+    dtype: Any
     has_activations: bool
 
 
@@ -93,8 +93,8 @@ class QuantArray:
       scheme: a name in `SCHEMES` (static).
     """
 
-    q: jax.Array
-    scale: jax.Array
+    q: Any
+    scale: Any
     scheme: str = dataclasses.field(metadata=dict(static=True))
 
 
@@ -103,7 +103,7 @@ class QuantArray:
 class Master:
     """A float weight of the learner [..., in, out] with the products of its QuantArray."""
 
-    w: jax.Array
+    w: Any
     scheme: str = dataclasses.field(metadata=dict(static=True))
 
 
@@ -124,7 +124,7 @@ def transposed(w: jax.Array | QuantArray) -> Transposed:
 
 
 def quantize(
-    x: jax.Array, axis: int, dtype: type = jnp.int8, cut: str | None = None
+    x: jax.Array, axis: int, dtype: Any = jnp.int8, cut: str | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Returns (`dtype` values, float32 scale with `axis` kept as 1) of `x` reduced over `axis`.
 
@@ -165,11 +165,11 @@ def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Ar
     s8 x s8."""
     if isinstance(w, Master):
         return _straight_through(x, w.w, w.scheme)
-    bare = w.w if isinstance(w, Transposed) else w
+    bare: Any = w.w if isinstance(w, Transposed) else w
     if not isinstance(bare, QuantArray):
         if isinstance(w, Transposed) or x.dtype == jnp.float32:
             return _product(x, w, jnp.float32).astype(x.dtype)
-        return _narrow_product(x, w.astype(x.dtype))
+        return _narrow_product(x, bare.astype(x.dtype))
     scheme = SCHEMES[bare.scheme]
     if not scheme.has_activations:
         return (_product(x, w, jnp.float32) * _scale(bare, x.ndim)).astype(x.dtype)
@@ -177,11 +177,12 @@ def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Ar
 
 
 def dot_of_codes(
-    x_q: jax.Array, x_scale: jax.Array, w: QuantArray | Transposed
+    x_q: jax.Array, x_scale: jax.Array, w: Any
 ) -> jax.Array:
     """Returns `dot` of the rows that `quantize` made these 8-bit values and scales of, in
     float32."""
-    scale = _scale(w.w if isinstance(w, Transposed) else w, x_q.ndim)
+    bare: Any = w.w if isinstance(w, Transposed) else w
+    scale = _scale(bare, x_q.ndim)
     y = _product(x_q, w, jnp.int32 if x_q.dtype == jnp.int8 else jnp.float32)
     return y.astype(jnp.float32) * x_scale * scale
 
@@ -190,7 +191,7 @@ def _scale(w: QuantArray, ndim: int) -> jax.Array:
     return w.scale.reshape((1,) * (ndim - 1) + (-1,))
 
 
-def _product(x: jax.Array, w: jax.Array | QuantArray | Transposed, accumulator: type) -> jax.Array:
+def _product(x: jax.Array, w: Any, accumulator: type) -> jax.Array:
     """Returns the product of x with the values of w, without scales."""
     is_transposed = isinstance(w, Transposed)
     w = w.w if is_transposed else w

@@ -247,7 +247,7 @@ def _split_fused(config: ModelConfig, tensors: dict[str, Tensor], folder: pathli
       ValueError: such a tensor has another shape. The shapes of both tell the layout, as one alone
         may be square.
     """
-    e, d, f = config.moe.num_experts, config.embed_dim, config.moe.expert_dim
+    e, d, f = config.experts.num_experts, config.embed_dim, config.experts.expert_dim
     shapes = dict(zip(FUSED, ([e, 2 * f, d], [e, d, f]), strict=True))
     for layer in config.stacks["layers"]:
         for template, parts in FUSED.items():
@@ -287,7 +287,7 @@ def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Store
     """
     abstract = abstract_params(config)
     structure, expected = jax.tree.structure(params), jax.tree.structure(abstract)
-    if structure != expected:
+    if structure != expected:  # type: ignore[operator]
         raise ValueError(f"Parameters {structure} are not those of the config: {expected}.")
     stored = []
     trees = slots(config, names(config)), abstract, params

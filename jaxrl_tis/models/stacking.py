@@ -8,7 +8,7 @@ stores the experts of a layer in one tensor has a `Tensor` for each of them all 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -50,11 +50,11 @@ def slots(config: ModelConfig, table: Mapping[str, str]) -> dict[str, Any]:
 
     def slot(path, leaf) -> Slot:
         key, stack = path[-1].key, path[0].key
-        leading = {}
+        leading: dict[str, Sequence[int]] = {}
         if stack in config.stacks:
             leading["layer"] = config.stacks[stack]
             if key.startswith("expert_"):
-                leading["expert"] = range(config.moe.num_experts)
+                leading["expert"] = range(config.experts.num_experts)
             elif config.moe is not None and stack == "layers" and key in SHARED:
                 key = SHARED[key]
         names = np.empty(tuple(map(len, leading.values())), object)
@@ -146,7 +146,7 @@ def _parameter(
 ) -> jax.Array:
     devices: dict[Box, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(leaf.shape).items():
-        devices.setdefault(box_of(index, leaf.shape), []).append(device)
+        devices.setdefault(box_of(index or (), leaf.shape), []).append(device)
     arrays = []
     for box, with_box in devices.items():
         block = _read_block(slot, tensors, box, leaf.dtype)

@@ -9,6 +9,7 @@ unrolled instead.
 import contextlib
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -160,7 +161,7 @@ class Program:
         flat = lambda x: x.reshape(-1, x.shape[-1])
         arithmetic = moe.INVARIANT if self.is_invariant else moe.FAST
         y_md = moe.experts(
-            *map(flat, (x_btd, ids_btk, gates_btk)), weights, num_experts, *arithmetic
+            flat(x_btd), flat(ids_btk), flat(gates_btk), weights, num_experts, *arithmetic
         )
         return y_md.reshape(x_btd.shape).astype(x_btd.dtype)
 
@@ -262,9 +263,9 @@ class MoeBlock(Block):
     """A layer whose MLP is the experts that its router chooses, and the shared ones if any."""
 
     def _add_mlp(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        d, e, f = config.embed_dim, config.moe.num_experts, config.moe.expert_dim
+        d, e, f = config.embed_dim, config.experts.num_experts, config.experts.expert_dim
         self.router = _normal(rngs, (d, e), d, ("router", "router"))
-        if config.moe.has_bias:
+        if config.experts.has_bias:
             self.router_bias = nnx.Param(jnp.zeros((e,)), axes=("router",))
         into = ("expert", "expert_embed", "mlp")
         self.expert_gate = _normal(rngs, (e, d, f), d, into)
@@ -272,8 +273,8 @@ class MoeBlock(Block):
         self.expert_down = _normal(
             rngs, (e, f, d), f * 2 * config.num_layers, ("expert", "mlp", "expert_embed")
         )
-        if config.moe.shared_dim:
-            self._add_gated(config, rngs, config.moe.shared_dim)
+        if config.experts.shared_dim:
+            self._add_gated(config, rngs, config.experts.shared_dim)
 
     def _mlp(self, h_btd, config, program, replay, asked, is_token_bt):
         logits_bte = program.router_logits(h_btd, self.router[...])
@@ -336,7 +337,9 @@ def _rotate(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
 
 
 BLOCKS = {True: MoeBlock, False: Block}
-ACTIVATE = {"silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
+ACTIVATE: dict[str, Callable] = {
+    "silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
 
 
 def _blocks(config: ModelConfig) -> dict[str, type[Block]]:
@@ -345,7 +348,7 @@ def _blocks(config: ModelConfig) -> dict[str, type[Block]]:
 
 
 @functools.cache
-def _graph(module: type[nnx.Module], config: ModelConfig):
+def _graph(module: Callable[..., nnx.Module], config: ModelConfig):
     """Returns (graphdef, abstract parameters, logical axes) of a module, as plain trees."""
     graphdef, state = nnx.split(nnx.eval_shape(lambda: module(config, nnx.Rngs(0))))
     is_variable = lambda leaf: isinstance(leaf, nnx.Variable)
@@ -506,7 +509,8 @@ def _layer(
     def layer(x_btd, layer_params, layer_cache, noise=None, ids_btk=None, is_sliding=None):
         x_btd = checkpoint_name(x_btd, LAYER_INPUT)
         if noise is not None:
-            x_btd = _perturbed(x_btd, *noise, seed_b)
+            log_std, index = noise
+            x_btd = _perturbed(x_btd, log_std, index, seed_b)
         graphdef = _graph(BLOCKS["router" in layer_params], config)[0]
         block = nnx.merge(graphdef, quant.masters(layer_params, program.quantization))
         replayed = None if ids_btk is None else moe.Replay(ids_btk, replay.is_given)
@@ -558,14 +562,14 @@ def _scanned(layer, params, config, x_btd, cache, ids_lbtk):
     carried, routed = [], []
     for run in runs(config):
         whole = run.stop - run.start == len(config.stacks[run.stack])
-        part = (lambda x: x) if whole else (lambda x, run=run: x[run.start : run.stop])
-        layers = jax.tree.map(part, params[run.stack])
+        cut = operator.itemgetter(slice(run.start, run.stop))
+        layers = params[run.stack] if whole else jax.tree.map(cut, params[run.stack])
         index_l = run.first + jnp.arange(run.stop - run.start)
         noise = ids = None
         if "perturbation" in params:
             noise = params["perturbation"][run.first : run.first + len(index_l)], index_l
         if ids_lbtk is not None and "router" in layers:
-            ids = part(ids_lbtk)
+            ids = ids_lbtk if whole else cut(ids_lbtk)
         is_sliding = None
         if config.sliding is not None:
             is_sliding = jnp.isin(index_l, jnp.array(config.sliding.layers))

@@ -58,7 +58,8 @@ class Checkpoints:
             )
         self._directory = storage.folder(workdir) / "checkpoints"
         self._keep, self._before_commit = keep, before_commit
-        self._pending = None  # (step, Future) of the save in the background
+        # The step and the future of the save in the background.
+        self._pending: tuple[int, futures.Future] | None = None
         self._executor = futures.ThreadPoolExecutor(max_workers=1)
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
@@ -317,17 +318,17 @@ def write_manifest(step_directory: epath.Path) -> None:
 def verify(step_directory: str | os.PathLike) -> str | None:
     """Returns the first mismatch between the files of a step and its manifest, None if there is
     none."""
-    step_directory = storage.folder(step_directory)
+    folder = storage.folder(step_directory)
     try:
-        files = json.loads((step_directory / MANIFEST).read_bytes())["files"]
+        files = json.loads((folder / MANIFEST).read_bytes())["files"]
         for name, expected in files.items():
-            path = step_directory / name
+            path = folder / name
             if not path.exists() or path.is_dir():
                 return f"file {name} is missing"
             size = path.stat().length
             if size != expected["bytes"]:
                 return f"file {name} has {size} bytes instead of {expected['bytes']}"
-        found = _hashes(step_directory, list(files))
+        found = _hashes(folder, list(files))
         for name in files:
             if found[name] != files[name]:
                 return f"the sha256 of file {name} does not match"

@@ -13,9 +13,9 @@ COMPILING = (
 _compiled = [0.0]
 
 
-def _listen(event: str, seconds: float, **_) -> None:
+def _listen(event: str, duration_secs: float, **_) -> None:
     if event in COMPILING:
-        _compiled[0] += seconds
+        _compiled[0] += duration_secs
 
 
 jax.monitoring.register_event_duration_secs_listener(_listen)

@@ -1,11 +1,14 @@
 """95 % confidence intervals of means and fractions from few measurements."""
 
+from typing import Any
+
 import numpy as np
+from numpy.typing import ArrayLike
 
 Z_95 = 1.959964
 
 
-def wilson(p: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def wilson(p: Any, n: Any) -> tuple[np.ndarray, np.ndarray]:
     """Returns the 95 % Wilson score interval of a fraction `p` seen in `n` trials.
 
     E. B. Wilson, "Probable inference, the law of succession, and statistical inference", 1927.
@@ -16,7 +19,7 @@ def wilson(p: np.ndarray, n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return center - half, center + half
 
 
-def of_shares(shares: np.ndarray) -> tuple[float, float, float]:
+def of_shares(shares: ArrayLike) -> tuple[float, float, float]:
     """Returns the mean of independent `shares` [n], each in 0 .. 1, and its Wilson interval.
 
     The number of trials is chosen to match the observed variance of the mean: n if each share is 0
@@ -29,7 +32,7 @@ def of_shares(shares: np.ndarray) -> tuple[float, float, float]:
     return float(mean), float(low), float(high)
 
 
-def of_mean(values: np.ndarray) -> tuple[float, float, float]:
+def of_mean(values: ArrayLike) -> tuple[float, float, float]:
     """Returns the mean of `values` [n] and its Student-t interval, which is infinite for n = 1."""
     values = np.asarray(values, float)
     mean, n = float(values.mean()), len(values)

@@ -154,7 +154,7 @@ class LineFile:
             path.parent.mkdir(parents=True, exist_ok=True)
             if path.exists() and kept is None:
                 os.replace(path, f"{path}.old")
-            elif path.exists():
+            elif kept is not None and path.exists():
                 storage.write_text(path, "".join(f"{line}\n" for line in kept))
             # Unbuffered: after a failed write no half line waits in memory for the next one.
             self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (`close` ends it)
@@ -208,8 +208,8 @@ class MetricsWriter:
             kept = records_on_resume(records, resume_step)
             dropped = [r for r in records if r["step"] > resume_step and r["phase"] != "warmup"]
             self.lost_seconds = sum(seconds_of(record) for record in dropped)
-        lines = kept and [encode(r.pop("step"), r.pop("phase"), r) for r in kept]
-        self._file = LineFile(path, None if kept is None else lines)
+        lines = kept if kept is None else [encode(r.pop("step"), r.pop("phase"), r) for r in kept]
+        self._file = LineFile(path, lines)
         with self._file.explained_errors():
             self._events = _open_events(path.parent / "tensorboard", resume_step)
         self._sinks, self._is_compact = sinks, is_compact

@@ -84,8 +84,8 @@ class Expendable:
     goes on."""
 
     def __init__(self, name: str, make: Callable[[], Sink]):
-        self._name, self._sink, self._is_lost = name, None, False
-        self._sink = self._tried(make)
+        self._name, self._is_lost = name, False
+        self._sink: Any = self._tried(make)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._tried(lambda: self._sink.log(step, values))

@@ -33,7 +33,7 @@ PHASE_COLORS = {
     "checkpoint": "#332288", "compile": "#661100", "init": "#DDCC77", "restore": "#44AA99",
     "warm-up": "#88CCEE", "lost": "#000000",
 }
-STYLE = {
+STYLE: Any = {
     "font.size": 10, "axes.titlesize": 11.5, "axes.titleweight": "bold",
     "axes.titlelocation": "left", "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": "#888888", "axes.labelcolor": "#333333", "xtick.color": "#555555",
@@ -85,12 +85,12 @@ class Plot:
 
     @property
     def unit(self) -> str:
-        return names.find(next(iter(self.series))).unit
+        return _named(next(iter(self.series))).unit
 
     @property
     def caption(self) -> str:
         """The meanings of the metrics, each with its name in the legend where they differ."""
-        meanings = {names.find(metric).meaning: label for metric, label in self.series.items()}
+        meanings = {_named(metric).meaning: label for metric, label in self.series.items()}
         texts = [f"{label}: {text}" if len(meanings) > 1 else text for text, label in meanings.items()]
         has_interval = not set(INTERVALS).isdisjoint(self.series)
         return " ".join([*texts, "Band: 95 % Wilson interval."] if has_interval else texts)
@@ -235,7 +235,13 @@ def legend_entries(plot: Plot, runs: Sequence[Run]) -> list[lines.Line2D]:
     return entries
 
 
-def _entry(label: str, color: Any, style: str) -> lines.Line2D:
+def _named(metric: str) -> names.Metric:
+    found = names.find(metric)
+    assert found is not None, metric
+    return found
+
+
+def _entry(label: str, color: Any, style: Any) -> lines.Line2D:
     return lines.Line2D([], [], color=color, linestyle=style, linewidth=1.8, label=_literal(label))
 
 
@@ -299,14 +305,14 @@ def flip_rates(run: Run) -> tuple[np.ndarray, list[int], list[int]] | None:
 
 
 def draw_flips(
-    axes: Axes, rates: np.ndarray, layers: Sequence[int], positions: Sequence[int]
+    axes: Axes, rates: np.ndarray, layers: Sequence, positions: Sequence
 ) -> None:
     """Draws flip rates [layers, positions] as a picture; `positions` are the first of each bucket."""
     shown = axes.pcolormesh(rates, cmap="viridis", vmin=0.0, vmax=max(float(rates.max()), 1e-6))
-    axes.figure.colorbar(shown, ax=axes, label=names.find(FLIP_RATE).unit + " of the tokens")
-    axes.set_xticks(np.arange(len(positions)) + 0.5, positions)
+    axes.figure.colorbar(shown, ax=axes, label=_named(FLIP_RATE).unit + " of the tokens")
+    axes.set_xticks(np.arange(len(positions)) + 0.5, list(map(str, positions)))
     every = max(1, len(layers) // 12)
-    axes.set_yticks(np.arange(0, len(layers), every) + 0.5, layers[::every])
+    axes.set_yticks(np.arange(0, len(layers), every) + 0.5, list(map(str, layers[::every])))
     axes.grid(False)
     axes.set_title("Flips by layer and position")
     axes.set_xlabel("from this position of the response on")
@@ -334,9 +340,10 @@ def figures(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:
                 if entries:
                     picture.legend(handles=entries, loc="outside lower center", ncols=4)
                 sections.setdefault(plot.section, []).append((svg(picture), plot.caption))
-        for run in [run for run in runs if flip_rates(run)][:MOST_GRIDS]:
+        found = [(run, rates) for run in runs if (rates := flip_rates(run))]
+        for run, rates in found[:MOST_GRIDS]:
             picture = figure.Figure(figsize=(6.0, 3.5))
-            draw_flips(picture.add_subplot(), *flip_rates(run))
+            draw_flips(picture.add_subplot(), *rates)
             note = f"{run.label}: share of the tokens whose router chooses other experts in the sampler."
             sections.setdefault(GAP, []).append((svg(picture), note))
         timed = [run for run in runs if sum(phase_seconds(run).values()) > 0]

@@ -234,7 +234,7 @@ class AsyncBookkeeping:
             return None
         self.taken = self.taken + entries
         for entry in entries:
-            check_versions(entry, self.controller.version, self._schedule.staleness)
+            check_versions(entry, self.controller.version or 0, self._schedule.staleness)
             self._forget(entry.number)
         return entries
 
@@ -247,7 +247,8 @@ class AsyncBookkeeping:
         under unused group numbers; [] without replay."""
         if self._replay is None:
             return []
-        buffer, version, first = self._replay, self.controller.version, self.controller.next_group
+        buffer, first = self._replay, self.controller.next_group
+        version = self.controller.version or 0
         self._replay_before = buffer.copy()
         stored = []
         for entry in sorted(self.taken, key=lambda e: e.number):

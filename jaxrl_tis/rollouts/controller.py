@@ -122,7 +122,7 @@ class Controller:
             raise ValueError(f"a worker named {name!r} is there already")
         self.workers[name] = WorkerState(slots)
 
-    def left(self, name: str, drawn_by: Mapping[Key, int] = {}) -> None:
+    def left(self, name: str, drawn_by: Mapping[Key, int | None] = {}) -> None:
         """A worker is gone, and other workers take its samples. `drawn_by` has the version of the
         last token of samples with a known part (see `preempted`); the others start over."""
         for key in sorted(self.workers.pop(name).running):
@@ -145,7 +145,9 @@ class Controller:
 
     def is_sync_due(self, version: int) -> bool:
         """Whether workers may sync to this version once it is published."""
-        return self._must_sync or version - self.sync_version >= self.schedule.sync_every
+        if self._must_sync or self.sync_version is None:
+            return True
+        return version - self.sync_version >= self.schedule.sync_every
 
     def synced(self, name: str, version: int) -> None:
         """A worker now has these weights; raises ValueError if it had newer ones."""
@@ -180,7 +182,7 @@ class Controller:
         if math.isinf(ahead):
             ahead = float(self.queue.capacity // self.batch)
             for entry in self.queue.entries.values():  # or groups with a deadline always go first
-                entry.deadline = self.version + math.ceil(self.queue.capacity / self.batch)
+                entry.deadline = (self.version or 0) + math.ceil(self.queue.capacity / self.batch)
         ahead = max(ahead - 1, self.schedule.sync_every - 1)
         self.schedule, self._must_sync = dataclasses.replace(self.schedule, ahead=ahead), True
         return ahead
@@ -259,13 +261,14 @@ class Controller:
     def _repacks(self):
         """Yields decisions that move the last sequences of workers with outdated weights to the
         fullest worker of the same version."""
-        if not self.schedule.repack:
+        newest = self.sync_version
+        if not self.schedule.repack or newest is None:
             return
         coming = collections.Counter(self._destinations.values())
         load = lambda name: len(self.workers[name].running) + coming[name]
         tails = collections.defaultdict(list)
         for name, worker in self.workers.items():
-            is_late = worker.version is not None and worker.version < self.sync_version
+            is_late = worker.version is not None and worker.version < newest
             is_tail = 0 < load(name) < self.schedule.repack * worker.slots
             if is_late and is_tail and not worker.leaving:
                 tails[worker.version].append(name)
@@ -283,8 +286,9 @@ class Controller:
         """Yields decisions to sync workers to `sync_version`, except targets of moved sequences."""
         awaiting = set(self._destinations.values())
         for name, worker in self.workers.items():
-            is_current = self.sync_version is None or worker.version == self.sync_version
-            if is_current or worker.is_syncing:
+            if self.sync_version is None or worker.version == self.sync_version:
+                continue
+            if worker.is_syncing:
                 continue
             if worker.running and self.schedule.on_sync == "interrupt":
                 yield from self._interrupt(name, worker.running - worker.leaving)
@@ -307,7 +311,7 @@ class Controller:
             if self._waiting:
                 key, version = self._waiting.popleft()
                 yield self._begin(name, [key], {key: version})
-            elif (deadline := self._deadline(self.workers[name].version)) is not None:
+            elif (deadline := self._deadline(self.sync_version or 0)) is not None:
                 group, self.next_group = self.next_group, self.next_group + 1
                 self.queue.add(group, deadline)
                 keys = [(group, i) for i in range(self.queue.size + self.schedule.redundant)]
@@ -324,7 +328,8 @@ class Controller:
         if not late:
             return math.inf, math.inf
         begun = len(self._waiting) + sum(len(w.running) for w in self.workers.values())
-        new = max(self._room(self.sync_version), 0) * (self.queue.size + self.schedule.redundant)
+        of_group = self.queue.size + self.schedule.redundant
+        new = max(self._room(self.sync_version or 0), 0) * of_group
         return begun / (able + late), (begun + new) / (able + late)
 
     def _moved(self):
@@ -332,10 +337,10 @@ class Controller:
         version."""
         for _ in range(len(self._waiting)):
             key, version = self._waiting.popleft()
-            name = self._destinations.pop(key, None)
+            name = self._destinations.pop(key, "")
             worker = self.workers.get(name)
-            has_version = worker and worker.version == version and not worker.is_syncing
-            if has_version and worker.has_room:
+            is_free = worker is not None and worker.has_room and not worker.is_syncing
+            if worker is not None and is_free and worker.version == version:
                 yield self._begin(name, [key], {key: version})
             else:
                 self._waiting.append((key, version))
@@ -351,7 +356,7 @@ class Controller:
 
     def _room(self, version: int) -> float:
         """Returns how many more groups may start with these weights."""
-        ahead = self.batch * (version + self.schedule.ahead + 1 - self.version) - self._taken
+        ahead = self.batch * (version + self.schedule.ahead + 1 - (self.version or 0)) - self._taken
         # Rounded, as 1.1 - 1 batches of 10 groups are one group.
         return min(self.queue.capacity, round(ahead, 6)) - len(self.queue)
 

@@ -80,7 +80,7 @@ class Openings:
             for start in range(1, len(records), OPEN_AT_ONCE):
                 replies += opened(records[start : start + OPEN_AT_ONCE])
         failed = lambda reply: ValueError(f"its environment has no prompt: {reply.error}")
-        return [failed(reply) if reply.fault else reply.step.observation for reply in replies]
+        return [failed(r) if r.step is None else r.step.observation for r in replies]
 
     def _opened(
         self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None],
@@ -132,7 +132,7 @@ class Episode:
     metrics: dict[str, float]
     digests: list[str]
     joins: list[str] = dataclasses.field(default_factory=list)
-    ended: Trajectory | None = None
+    ended: Any = None
     is_compared: bool = False
     is_cancelled: bool = False
 
@@ -167,7 +167,7 @@ class EpisodeScheduler:
 
     def __init__(
         self, scheduler: Scheduler, make_pool: Callable[[], Pool | SharedPool], suffixes: Suffixes,
-        decode: Callable[[Sequence[int]], str], prompt_ids: Callable[[Prompt], Sequence[int]], *,
+        decode: Callable[[Sequence[int]], str], prompt_ids: Callable[[Prompt], np.ndarray], *,
         max_turns: int, max_length: int, on_fork: str, waits: bool,
         heartbeat: Callable[[], None] = lambda: None,
     ):
@@ -228,7 +228,7 @@ class EpisodeScheduler:
     def abort(self, request_id: str) -> None:
         """Ends a request, see `Scheduler.abort`."""
         episode = self._episodes.get(request_id)
-        if request_id in self._thinking:
+        if episode is not None and request_id in self._thinking:
             self._ended.append(self._paused(episode, episode.ended))
             return
         self._scheduler.abort(request_id)
@@ -310,7 +310,7 @@ class EpisodeScheduler:
 
     def _think(self, episode: Episode, trajectory: Trajectory) -> None:
         """Sends the last turn of a record to the environment."""
-        request, example = episode.request, episode.request.example
+        request, example = episode.request, episode.request.example or {}
         episode.ended = trajectory
         episode.answers.append(self._answer(trajectory, len(episode.answers)))
         episode.cuts.append(trajectory.stop_reason == "length")
@@ -329,8 +329,9 @@ class EpisodeScheduler:
             return []
         start, found = time.perf_counter(), {}
         wait = PULSE_SECONDS if self._waits or not self._scheduler.pending else 0.0
+        pool: Any = self._pool  # which an episode has started
         while True:
-            for reply in self._pool.ready(wait):
+            for reply in pool.ready(wait):
                 if reply.id in self._thinking and reply.answers == len(self._episodes[reply.id].answers):
                     found[reply.id] = reply  # others are of calls that were aborted
             if not self._waits or len(found) == len(self._thinking):
@@ -352,7 +353,7 @@ class EpisodeScheduler:
                 return self._failed(episode, trajectory, "failed", why)
             episode.is_compared = True
             episode.digests = [digest(Step(text)) for text in reply.observations[:-1]]
-        step = reply.step
+        step: Any = reply.step
         episode.digests.append(reply.digest)
         episode.rewards.append(math.nan if step.reward is None else step.reward)
         episode.metrics = dict(step.metrics) or episode.metrics
@@ -395,7 +396,7 @@ class EpisodeScheduler:
         try:
             prompt = self._prompt_ids(json.dumps(reply.observations[0]))
         except ValueError:
-            prompt = ()
+            prompt = np.zeros(0, np.int32)
         if not np.array_equal(prompt, trajectory.prompt):
             return "the prompt"
         for turn, observation in enumerate(reply.observations[1 : reply.answers], 1):

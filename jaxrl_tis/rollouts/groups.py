@@ -118,7 +118,7 @@ def scores(
     reward of an episode is the sum of its known turn rewards. It is unknown if the environment
     failed, or gave none to any turn."""
     of_function = [i for i, t in enumerate(trajectories) if not t.outcome]
-    scored: list[Scored | None] = [
+    scored: list[Any] = [
         _of_episode(rewards, *played) if played[0].outcome else None
         for played in zip(trajectories, texts, records, strict=True)
     ]

@@ -5,7 +5,7 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any, TYPE_CHECKING
 
 import ml_collections
 import numpy as np
@@ -76,14 +76,20 @@ class Row:
     running: Request | None = None
 
     @property
+    def whole(self) -> Trajectory:
+        """The record of a row with a whole turn."""
+        assert self.record is not None
+        return self.record
+
+    @property
     def ids(self) -> np.ndarray:
-        return np.concatenate([self.record.prompt, self.record.tokens])
+        return np.concatenate([self.whole.prompt, self.whole.tokens])
 
     @property
     def turn_start(self) -> int:
         """The index in `ids` of the first token that the last turn sampled."""
-        sampled = np.flatnonzero(self.record.mask & (self.record.turn == self.record.turn[-1]))
-        return len(self.record.prompt) + int(sampled[0])
+        sampled = np.flatnonzero(self.whole.mask & (self.whole.turn == self.whole.turn[-1]))
+        return len(self.whole.prompt) + int(sampled[0])
 
     @property
     def num_sampled(self) -> int:
@@ -91,7 +97,7 @@ class Row:
 
     def keep_delivered(self) -> None:
         """Drops the newest turn if it is whole and no client has its answer."""
-        if self.running is None and not self.call.is_delivered:
+        if self.running is None and self.call is not None and not self.call.is_delivered:
             self.record, self.realigned = self.before, self.realigned - self.lost
             self.lost = 0
 
@@ -156,8 +162,8 @@ class Sessions:
         self.changed = threading.Condition()
         self._make_endpoint, self._make_process = make_endpoint, make_process
         self._model, self.timeout = model, timeout
-        self.endpoint: Endpoint | None = None
-        self.process: HarnessProcess | None = None
+        self.endpoint: Any = None  # an Endpoint while there are users
+        self.process: Any = None  # a HarnessProcess while there are users
         self._users = 0
         self.live: dict[str, Live] = {}  # by id of the request
         self._by_key: dict[str, Live] = {}
@@ -190,7 +196,7 @@ class Sessions:
             if live is not None and request.id in self._owned:
                 raise ValueError(f"request {request.id}: another live request has this id")
             goes_on = live is not None and (request.partial is not None or not live.has_tokens)
-            if not goes_on:
+            if live is None or not goes_on:
                 if live is not None:
                     self._end(live, "the run begins the sample anew")
                 live = self._open(request)
@@ -232,7 +238,7 @@ class Sessions:
 
     def _play(self, live: Live) -> None:
         """Starts the agent, without the lock: it may wait for a new process."""
-        request, example = live.request, live.request.example
+        request, example = live.request, live.request.example or {}
         self.process.start(live.key, Session(
             request.id, dict(example), live.url, self.endpoint.token, self._model,
             environment_seed(request.seed, example),

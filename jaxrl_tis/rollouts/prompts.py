@@ -114,7 +114,7 @@ class Prompter:
         if key in self.known:
             return self.known[key]
         outcome = self._outcome(record)
-        if reason := self._reason(outcome):
+        if (reason := self._reason(outcome)) or isinstance(outcome, str):
             raise ValueError(f"example {record['id']}: {reason}")
         return outcome
 
@@ -146,11 +146,13 @@ class Prompter:
         outcomes = iter(self._tokenised(prompts, what, heartbeat))
         good, bad = [], list(source.bad)
         for i, record in enumerate(records):
-            outcome = record if isinstance(record, str) else next(outcomes)
+            if isinstance(record, str):
+                bad.append(Bad(source.place(i), source.place(i), record, source.row(i)))
+                continue
+            outcome = next(outcomes)
             reason = self._reason(outcome) or reject(record)
-            if reason:
-                name = source.place(i) if isinstance(record, str) else record["id"]
-                bad.append(Bad(source.place(i), name, reason, source.row(i)))
+            if reason or isinstance(outcome, str):
+                bad.append(Bad(source.place(i), record["id"], reason, source.row(i)))
             else:
                 good.append(i)
                 self.known[self._key(record)] = outcome
@@ -243,7 +245,7 @@ class Prompter:
             raise ValueError(found)
 
     def _outcomes(self, prompts: Sequence[Prompt | ValueError]) -> list[Outcome]:
-        inputs = [p if isinstance(p, ValueError) else self._input(p) for p in prompts]
+        inputs: list[Any] = [p if isinstance(p, ValueError) else self._input(p) for p in prompts]
         outcomes: list[Outcome] = [f"{x}" if isinstance(x, ValueError) else "" for x in inputs]
         for is_chat in (False, True):
             kind = list if is_chat else str
@@ -274,7 +276,7 @@ class Prompter:
         has_system = any(message["role"] == "system" for message in prompt)
         return [{"role": "system", "content": system}, *prompt] if system and not has_system else prompt
 
-    def _encoded(self, inputs: list[Prompt], is_chat: bool) -> list[Outcome]:
+    def _encoded(self, inputs: list, is_chat: bool) -> list[Outcome]:
         if not inputs:
             return []
         texts = self.tokenizer.chats(inputs) if is_chat else inputs
@@ -283,7 +285,7 @@ class Prompter:
         encodings = [next(encoded) if isinstance(text, str) else text for text in texts]
         return [f"{x}" if isinstance(x, ValueError) else np.array(x, np.int32) for x in encodings]
 
-    def _cache_path(self, prompts: list[Prompt]) -> pathlib.Path:
+    def _cache_path(self, prompts: list) -> pathlib.Path:
         """Returns the cache file of the outcomes, named by a digest of all their inputs."""
         here = pathlib.Path(files.__file__).parent
         inputs = [
@@ -362,7 +364,7 @@ def _read(path: pathlib.Path, count: int) -> list[Outcome] | None:
         os.utime(path)
     except TORN:
         return None
-    outcomes: list[Outcome] = np.split(ids, ends[:-1])
+    outcomes: list[Outcome] = [*np.split(ids, ends[:-1])]
     for i, reason in reasons:
         outcomes[i] = reason
     return outcomes

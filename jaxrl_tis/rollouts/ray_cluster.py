@@ -1,5 +1,6 @@
 """Connects a run to Ray, and checks that the cluster has what the run asks for."""
 
+import logging
 import os
 import signal
 import socket
@@ -7,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import ml_collections
 
@@ -69,12 +71,13 @@ def _connect(address: str, is_local: bool) -> str | None:
             f"{why}; start it there (ray start --head), or leave rollout.ray_address and RAY_ADDRESS "
             "empty for a local Ray"
         )
-    options = {"include_dashboard": False} if address == "local" else {}
+    options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {}
     before = signal.getsignal(signal.SIGTERM)
     try:
         with warnings.catch_warnings(action="ignore"):  # of JAX, that a process with threads forks
             ray.init(
-                address, namespace="jaxrl_tis", logging_level="ERROR", log_to_driver=False, **options
+                address, namespace="jaxrl_tis", logging_level=logging.ERROR, log_to_driver=False,
+                **options,
             )
     except Exception as error:  # Ray has no common class for what can go wrong here
         why = " ".join(f"{error}".split()) or type(error).__name__

@@ -7,6 +7,7 @@ actor passes references between the processes, which make all calls here in the 
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -52,7 +53,8 @@ class ProcessesSource:
         self._serving_params, self._heartbeat = parts.serving_params, parts.heartbeat
         self._timer = parts.timer
         self._address, self._part, self._is_complete = address, [], False
-        self._source: ConcurrentSource | None = None
+        self._source: Any = None  # a ConcurrentSource, on process 0
+        self._board: Any = None
         self._base: Any = None  # of LoRA, as it is served
         nodes = ray_cluster.awaited(parts.config.rollout, address)
         while processes.first(lambda: next(nodes, True) is None):
@@ -65,7 +67,7 @@ class ProcessesSource:
 
     def _open(self, *arguments) -> str:
         """Makes the workers and the board; returns the board's name."""
-        self._source = ray_source(*arguments, self._put)
+        self._source = functools.partial(ray_source, put=self._put)(*arguments)
         name = f"board of {ray.get_runtime_context().get_job_id()}"
         self._board = ray.remote(num_cpus=0)(Board).options(name=name).remote()
         return name

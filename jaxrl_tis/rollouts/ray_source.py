@@ -127,7 +127,7 @@ class RayDriver:
         self._stored_bytes = _stored_bytes(served)
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, str] = {}  # workers that do not come back, with the reason
-        self._newest: Weights | None = None
+        self._newest: Any = None  # Weights, once some are published
         # As it is served, so that it is quantised once, and in the object store.
         self._base: tuple[Any, tuple[tuple[ray.ObjectRef, ...], str]] | None = None
         self._is_closed, self._gone, self._left, self._evicted = False, Stats(), 0, 0
@@ -141,10 +141,11 @@ class RayDriver:
             raise
         wanted = ray_cluster.wanted(self._rollout)
         cpus, gpus = wanted.pop("CPU", 0), wanted.pop("GPU", 0)
-        actor = ray.remote(
+        options: dict[str, Any] = dict(
             num_cpus=cpus, num_gpus=gpus, resources=wanted, max_restarts=MAX_RESTARTS,
             concurrency_groups={"tell": 1, "report": 1, "load": 1},
-        )(RolloutWorker)
+        )
+        actor: Any = ray.remote(**options)(RolloutWorker)
         self._actors = {
             f"{i}": actor.remote(build, config.to_dict(), bool(gpus or wanted))
             for i in range(self._rollout.workers)
@@ -291,6 +292,7 @@ class RayDriver:
         command = self._books.command(decision)
         if isinstance(command, NewRequests):
             version = self._books.controller.workers[session.name].version
+            assert version is not None  # requests go to workers with weights
             for request in command.requests:
                 session.given[request.id] = request, version
                 if request.partial is not None:
@@ -330,10 +332,11 @@ class RayDriver:
                 ray.kill(actor, no_restart=False)
                 continue
             except (ray.exceptions.RayError, ValueError) as error:
-                if not isinstance(getattr(error, "cause", None), Interrupted):
+                cause = getattr(error, "cause", None)
+                if not isinstance(cause, Interrupted):
                     self._end(name, actor, error)
                     return
-                processes.report(f"rollout worker {name} starts again: {error.cause}")
+                processes.report(f"rollout worker {name} starts again: {cause}")
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closed, JOIN_SECONDS)
                 ray.kill(actor, no_restart=False)
@@ -419,8 +422,9 @@ class RayDriver:
         controller = self._books.controller
         worker = controller.workers[session.name]
         oldest = -1 if worker.version is None else worker.version
+        newest = -1 if controller.sync_version is None else controller.sync_version
         is_told = worker.is_syncing and type(version) is int
-        if not (is_told and oldest < version <= controller.sync_version):
+        if not (is_told and oldest < version <= newest):
             raise Invalid(f"it uses weights of version {version!r}, to which it was not to sync")
         self._books.synced(session.name, version)
 
@@ -431,13 +435,15 @@ class RayDriver:
             raise Invalid(why)
         request, oldest = session.given[id]
         newest = self._books.controller.workers[session.name].version
+        assert newest is not None
         is_episode = request.example is not None
-        if why := record_check.problem(
-            record, request, self._engine, oldest, newest, is_episode
-        ):
-            raise Invalid(why)
+        problem = record_check.problem(record, request, self._engine, oldest, newest, is_episode)
+        if problem:
+            raise Invalid(problem)
         # Arrays of the object store are read-only, and would stay there.
-        arrays = {n: x.copy() for n, x in vars(record).items() if isinstance(x, np.ndarray)}
+        arrays: dict[str, Any] = {
+            n: x.copy() for n, x in vars(record).items() if isinstance(x, np.ndarray)
+        }
         record, key = dataclasses.replace(record, **arrays), self._books.keys[id]
         if is_partial:
             if record.stop_reason != "abort":

@@ -49,7 +49,7 @@ class Event:
     """
 
     kind: str
-    value: Trajectory | int
+    value: Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,7 +225,8 @@ class RolloutWorker:
     def _pass_on(self) -> None:
         """Gives the sampler its commands once their weights have arrived."""
         if (-1 if self._arrived is None else self._arrived.version) >= self._wanted:
-            self._inbox += [self._arrived if isinstance(c, Sync) else c for c in self._held]
+            arrived: Any = self._arrived
+            self._inbox += [arrived if isinstance(c, Sync) else c for c in self._held]
             self._held = []
             self._changed.notify_all()
 

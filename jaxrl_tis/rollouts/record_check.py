@@ -12,9 +12,10 @@ from jaxrl_tis.fields import DRAWN, route_dtype
 ROUNDING = 1e-3  # by which a log-prob may be above 0
 NO_IDS = np.zeros(0, np.int32)
 # The record of no tokens: its fields have the types, dtypes and dimensions of every record's.
+_NONE_DRAWN: dict[str, Any] = {n: np.zeros(0, f.dtype) for n, f in DRAWN.items() if not f.width}
 EMPTY = Trajectory(
     id="", prompt=NO_IDS, version=NO_IDS, stop_reason="", seed=0, request=0, quant_id="",
-    temperature=0.0, **{n: np.zeros(0, f.dtype) for n, f in DRAWN.items() if not f.width},
+    temperature=0.0, **_NONE_DRAWN,
 )
 
 
@@ -67,7 +68,7 @@ def _bad_episode(record: Trajectory) -> str | None:
 
 def _mistyped(value: Any, like: Any) -> str | None:
     """Returns how a value differs from the value of EMPTY in type, dtype or dimensions."""
-    kinds = (int, float) if isinstance(like, float) else type(like)
+    kinds: Any = (int, float) if isinstance(like, float) else type(like)
     if not isinstance(value, kinds) or isinstance(value, bool):
         return f"is {type(value).__name__}, not {type(like).__name__}"
     if not isinstance(like, np.ndarray):
@@ -143,7 +144,7 @@ def problem(
             name: getattr(record, name).shape != (count, getattr(engine, field.width))
             for name, field in DRAWN.items() if field.width
         }
-    if begun:
+    if begun and request.partial is not None:
         routes = request.partial.routes[: max(len(request.partial.routes) - replaced, 0)]
         wrong["beginning"] = not all(
             np.array_equal(getattr(record, name)[:begun], getattr(request.partial, name)[:begun])

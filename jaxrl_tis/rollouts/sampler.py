@@ -47,7 +47,7 @@ class Sampler:
 
     def __init__(self, start: Callable[[Any, int], Scheduler]):
         self._start = start
-        self._scheduler: Scheduler | None = None
+        self._scheduler: Any = None
 
     @property
     def pending(self) -> int:

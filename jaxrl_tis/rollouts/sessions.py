@@ -20,7 +20,7 @@ a process share. Its call waits until its request is added again, at any of them
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -117,6 +117,7 @@ class SessionScheduler:
                 continue
             live, row = self._rows.pop(trajectory.id)
             if trajectory.stop_reason == "abort":
+                assert row.running is not None
                 row.running = dataclasses.replace(row.running, partial=trajectory)
             else:
                 self._answer(live, row, trajectory)
@@ -241,7 +242,7 @@ class SessionScheduler:
             start = lost = 0
         else:
             row = idle[index]
-            partial, lost = dataclasses.replace(row.record, stop_reason="abort"), 0
+            partial, lost = dataclasses.replace(row.whole, stop_reason="abort"), 0
             if isinstance(how, Realign):
                 partial = cut(partial, how.start - len(partial.prompt))
                 lost = row.num_sampled - int(partial.mask.sum())
@@ -281,8 +282,10 @@ class SessionScheduler:
         """Sends a whole turn to its client."""
         row.record, row.running = trajectory, None
         row.realigned += row.lost
-        row.call.answer(turn(trajectory, row.start))
-        live.answered.append(row.call)
+        call = row.call
+        assert call is not None
+        call.answer(turn(trajectory, row.start))
+        live.answered.append(call)
 
     def _single(self, trajectories: list[Trajectory]) -> list[Trajectory]:
         """Returns the records of requests without a session; drops those of aborted rows."""
@@ -309,14 +312,14 @@ class SessionScheduler:
         is_cut = any(call.is_delivered and self._is_cut(live, call.result) for call in live.answered)
         return self._end(live, "overlong" if is_cut else "done", reply.reward, reply.metrics)
 
-    def _is_cut(self, live: Live, answer: Trajectory) -> bool:
+    def _is_cut(self, live: Live, answer: Any) -> bool:
         """Whether a limit of the run cut an answer, and not a smaller one that its call asked for."""
         most = min(live.request.sampling.max_tokens, self._max_length - len(answer.prompt))
         return answer.stop_reason == "length" and len(answer.tokens) >= most
 
     def _end(
         self, live: Live, outcome: str, reward: float | None = None,
-        metrics: Mapping[str, float] = {}, error: str = "",
+        metrics: Mapping[str, float] | None = None, error: str = "",
     ) -> Trajectory:
         """Returns the record of a session: its longest row, of equal rows the last, with the
         session's reward. The others are its forks."""
@@ -334,16 +337,16 @@ class SessionScheduler:
         stats.forked_tokens += sum(sampled) - max(sampled, default=0)
         stats.realigned_tokens += sum(row.realigned for row in rows)
         longest = max(reversed(rows), key=lambda row: row.num_sampled, default=None)
-        record = self._empty(live) if longest is None else longest.record
+        record = self._empty(live) if longest is None else longest.whole
         id, others = live.request.id, [row for row in rows if row is not longest]
-        forks = [dataclasses.replace(row.record, id=id, fork=row.number) for row in others]
+        forks = [dataclasses.replace(row.whole, id=id, fork=row.number) for row in others]
         reasons = {"done": "stop", "overlong": "length"}
         rewards = np.full(record.num_turns, math.nan, np.float32)
         rewards[-1:] = math.nan if reward is None else reward
         return dataclasses.replace(
             record, id=id, outcome=outcome, turn_rewards=rewards, forks=tuple(forks),
             fork=0 if longest is None else longest.number,
-            stop_reason=reasons.get(outcome, record.stop_reason), metrics=dict(metrics),
+            stop_reason=reasons.get(outcome, record.stop_reason), metrics=dict(metrics or {}),
             error=error,
         )
 
@@ -377,7 +380,7 @@ class SessionScheduler:
         )
 
 
-def differs(reported: list, calls: list[Call]) -> str:
+def differs(reported: Sequence, calls: list[Call]) -> str:
     """Returns how the calls that a harness reports differ from those that were answered; "" if they
     are the same."""
     left = [call.result for call in calls if call.is_delivered]
@@ -391,7 +394,7 @@ def differs(reported: list, calls: list[Call]) -> str:
     return ""
 
 
-def _is_equal(t: Trajectory, ids: list[int], logps: list[float] | None) -> bool:
+def _is_equal(t: Any, ids: list[int], logps: list[float] | None) -> bool:
     if t.tokens.tolist() != list(ids):
         return False
     return logps is None or (

@@ -26,7 +26,7 @@ class SyncSource:
         self._config, self._groups, self._batches = parts.config, parts.groups, parts.batches
         self._timer, self._heartbeat = parts.timer, parts.heartbeat
         self._serving_params, self._start, self._sleeps = parts.serving_params, start, sleeps
-        self._scheduler: Scheduler | None = None
+        self._scheduler: Any = None
         self._published: tuple[int | None, dict[str, Any]] = None, {}
         self._metrics: dict[str, float] = {}
 
@@ -57,7 +57,9 @@ class SyncSource:
             if len(useful) >= rollout.prompts:
                 break
         chosen = (useful + others)[: rollout.prompts]
-        metrics = {f"reward/{name}": n - failed[name] for name, n in self._groups.counts.items()}
+        metrics: dict[str, float] = {
+            f"reward/{name}": n - failed[name] for name, n in self._groups.counts.items()
+        }
         metrics["rollout/discarded_groups"] = len(useful) + len(others) - len(chosen)
         self._metrics = metrics | engine_metrics(self._config.engine, scheduler.stats.since(before))
         if self._sleeps:

@@ -162,9 +162,11 @@ class ThreadDriver:
     def decide(self) -> None:
         while not self._is_resting and (decisions := self._books.controller.decisions()):
             for decision in decisions:
-                is_sync, name = isinstance(decision, SyncWeights), decision.worker
-                command = self._published[name] if is_sync else self._books.command(decision)
-                self._workers[name].inbox.append(command)
+                name = decision.worker
+                if isinstance(decision, SyncWeights):
+                    self._workers[name].inbox.append(self._published[name])
+                else:
+                    self._workers[name].inbox.append(self._books.command(decision))
         self._changed.notify_all()
 
     def _work(self, name: str) -> None:

@@ -15,7 +15,7 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.engine.weights import apart
 from jaxrl_tis.rollouts.bookkeeping import AsyncBookkeeping, batch_parts
-from jaxrl_tis.rollouts.controller import Decision, SyncWeights
+from jaxrl_tis.rollouts.controller import Begin, Discard, Interrupt, SyncWeights
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.queue import Entry
 from jaxrl_tis.rollouts.sampler import Sampler, SetParams
@@ -138,11 +138,12 @@ class VirtualSource:
         """Syncs a sampler to the newest weights."""
         sampler = self._samplers[name]
         self.books.report(sampler.records())
+        assert self._synced is not None
         with self._timer("rollout"):
             sampler.execute(self._synced)
         self.books.synced(name, self._synced.version)
 
-    def _execute(self, decision: Decision) -> None:
+    def _execute(self, decision: Begin | Interrupt | Discard) -> None:
         command = self.books.command(decision)
         with self._timer("rollout"):
             self.books.receive(decision.worker, self._samplers[decision.worker].execute(command))

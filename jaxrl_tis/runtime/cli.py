@@ -59,7 +59,8 @@ def exit_code(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.filename is not None:
         return 2
     last = traceback.extract_tb(error.__traceback__)[-1]
-    if PACKAGE not in pathlib.Path(last.filename).parents or not last.line.startswith("raise "):
+    is_ours = PACKAGE in pathlib.Path(last.filename).parents
+    if not is_ours or not (last.line or "").startswith("raise "):
         return None
     if isinstance(error, REFUSALS):
         return 2

@@ -69,7 +69,7 @@ def name_and_revision(path: str) -> tuple[str, str]:
     """Returns (OWNER/NAME, revision or "") of a path of the hub, and (path, "") of any other path."""
     if not is_hub(path):
         return path, ""
-    reference = Reference.parse(path)
+    reference = Reference.parse(os.fspath(path))
     return reference.repository, reference.revision
 
 
@@ -84,7 +84,7 @@ def local(path: str | os.PathLike, weights: bool = True) -> pathlib.Path:
     """
     if not is_hub(path):
         return pathlib.Path(path)
-    reference = Reference.parse(path)
+    reference = Reference.parse(os.fspath(path))
     inside, patterns = reference.inside, MODEL_FILES + WEIGHT_FILES * weights
     if inside.endswith(SINGLE_FILES):
         return _fetch(reference, [inside]) / inside
@@ -109,12 +109,12 @@ def local_files(path: str | os.PathLike, names: Sequence[str]) -> pathlib.Path:
     Raises: see `_fetch`."""
     if not is_hub(path):
         return pathlib.Path(path)
-    reference = Reference.parse(path)
+    reference = Reference.parse(os.fspath(path))
     inside = f"{reference.inside}/" if reference.inside else ""
     return _fetch(reference, [f"{inside}{name}" for name in names]) / reference.inside
 
 
-def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
+def data_files(path: str | os.PathLike) -> list[tuple[str, Any]]:
     """Returns [(machine-independent name, local path)] of the files of a split. A path outside the
     hub is a file or a glob, on this machine or on a bucket.
 
@@ -123,7 +123,7 @@ def data_files(path: str | os.PathLike) -> list[tuple[str, os.PathLike]]:
     """
     if not is_hub(path):
         return _matching(os.fspath(path))
-    reference = Reference.parse(path)
+    reference = Reference.parse(os.fspath(path))
     inside = reference.inside or "*"
     folder = _fetch(reference, [inside, f"{inside}.*", f"{inside}-*", f"{inside}/*"])
     names = sorted(
@@ -147,7 +147,7 @@ def _matching(path: str) -> list[tuple[str, os.PathLike]]:
     if not glob.has_magic(path) or file.exists():
         return [(path, file)]
     if is_remote:
-        *whole, _ = path[: re.search(r"[*?[]", path).start()].split("/")
+        *whole, _ = re.split(r"[*?[]", path)[0].split("/")
         folder = "/".join(whole)
         names = [f"{p}" for p in storage.folder(folder).glob(path[len(folder) + 1 :])]
     else:
@@ -169,7 +169,7 @@ def pins(values: Mapping[str, Any], before: Mapping[str, str] = {}) -> dict[str,
         if path in before:
             pinned[path] = before[path]
             continue
-        reference = Reference.parse(path)
+        reference = Reference.parse(os.fspath(path))
         key = reference.kind, reference.repository, reference.revision
         if not COMMIT.fullmatch(reference.revision):
             if key not in commits:

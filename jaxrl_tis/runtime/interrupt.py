@@ -36,14 +36,15 @@ class Interrupt:
     """
 
     def __init__(self, grace: float):
-        self._grace, self._asked_at, self._calls = grace, None, 0
+        self._grace, self._calls = grace, 0
+        self._asked_at = math.inf
         self._is_over, self._is_acknowledged = threading.Event(), threading.Event()
         self._save = threading.Lock()
 
     @property
     def is_set(self) -> bool:
         """Whether this process received a request to stop."""
-        return self._asked_at is not None
+        return self._asked_at < math.inf
 
     def __enter__(self) -> "Interrupt":
         self._old = {s: signal.signal(s, self._signalled) for s in STOPPING}
@@ -96,7 +97,7 @@ class Interrupt:
         if self._is_acknowledged.is_set():
             return
         self._calls += 1
-        is_late = self.is_set and time.monotonic() - self._asked_at > self._grace
+        is_late = time.monotonic() - self._asked_at > self._grace
         if self._calls % CALLS_BETWEEN_LOOKS == 0:
             is_late = processes.any_of(is_late)
         elif not processes.is_alone():
@@ -123,7 +124,7 @@ class Interrupt:
                         os._exit(cli.RESTART)
 
     def _watch_machine(self) -> None:
-        failures, before = 0, None
+        failures, before = 0.0, None
         while not self._is_over.wait(POLL_SECONDS):
             try:
                 notice, failures = read_notice(), -math.inf

@@ -73,7 +73,7 @@ def connected(
             f"--coordinator={coordinator} --num_processes={count} --process_id={index}: give all "
             "three, with a process_id from 0 to num_processes - 1"
         )
-    timeouts = dict(
+    timeouts: dict[str, Any] = dict(
         heartbeat_timeout_seconds=heartbeat_timeout,
         shutdown_timeout_seconds=max(3 * heartbeat_timeout, END_SECONDS),
         initialization_timeout=math.ceil(seconds) + END_SECONDS,
@@ -83,7 +83,7 @@ def connected(
             _use_as_many_threads(count)
             with _in_time(seconds):
                 jax.distributed.initialize(coordinator, count, index, **timeouts)
-        elif cli.has_tpu() and "tpu" in (jax.config.jax_platforms or "tpu"):
+        elif cli.has_tpu() and "tpu" in (jax.config.jax_platforms or "tpu"):  # type: ignore[attr-defined]
             with _in_time(seconds):
                 _find_each_other(timeouts)
     except jax.errors.JaxRuntimeError as error:
@@ -107,7 +107,8 @@ def _use_as_many_threads(count: int) -> None:
     """Gives XLA on CPU as many threads as one process with all devices would have. The last bits of
     a matrix product depend on the number of threads."""
     found = re.search(r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    devices = max(int(found[1]) if found else 1, jax.config.jax_num_cpu_devices)
+    virtual = jax.config.jax_num_cpu_devices  # type: ignore[attr-defined]
+    devices = max(int(found[1]) if found else 1, virtual)
     threads = max(count * devices, len(os.sched_getaffinity(0)))
     os.environ.setdefault("PJRT_NPROC", f"{threads}")
 
@@ -132,7 +133,7 @@ def _in_time(seconds: float) -> Iterator[None]:
         timer.cancel()
 
 
-def _find_each_other(timeouts: dict[str, int]) -> None:
+def _find_each_other(timeouts: dict[str, Any]) -> None:
     with contextlib.suppress(ValueError):  # a TPU of a machine that belongs to no cluster
         jax.distributed.initialize(**timeouts)
 
@@ -178,7 +179,8 @@ def meet(where: str, seconds: float) -> None:
       jax.errors.JaxRuntimeError: a process is gone, or does not arrive within these seconds.
     """
     if jax.process_count() > 1:
-        distributed.global_state.client.wait_at_barrier(where, int(1000 * seconds))
+        client: Any = distributed.global_state.client
+        client.wait_at_barrier(where, int(1000 * seconds))
 
 
 def is_alone() -> bool:
@@ -287,5 +289,5 @@ def difference(values: Mapping[str, Any]) -> str | None:
 
 def _digest(value: Any) -> str:
     if isinstance(value, np.ndarray):
-        return f"{value.dtype}{value.shape}{zlib.crc32(np.ascontiguousarray(value)):x}"
+        return f"{value.dtype}{value.shape}{zlib.crc32(np.ascontiguousarray(value).data):x}"
     return f"{zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode()):x}"

@@ -173,7 +173,7 @@ class Mirror:
         with self._explained():
             owner = self._owner()
             is_alive = owner is not None and self._signs(owner)
-        if is_alive:
+        if owner is not None and is_alive:
             raise ValueError(
                 f"{self.workdir} is in use by process {owner['pid']} on {owner['host']}, started "
                 f"{owner['time']}; wait for it, or choose another --workdir"

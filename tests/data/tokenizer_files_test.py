@@ -46,14 +46,14 @@ def independent_backend() -> tokenizers.Tokenizer:
     }))
 
 
-def write_gguf(path, *, pre="smollm", pad=2, add_bos=False, eos=2, tokens=TOKENS):
+def write_gguf(path, *, pre="smollm", pad=2, add_bos=False, eos=2, tokens=TOKENS, bos=1):
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3, 3, 3, 4] + [1] * (len(tokens) - 4))
     writer.add_token_merges([" ".join(pair) for pair in MERGES])
-    writer.add_bos_token_id(1)
+    writer.add_bos_token_id(bos)
     if eos is not None:
         writer.add_eos_token_id(eos)
     writer.add_pad_token_id(pad)
@@ -125,6 +125,8 @@ def test_gguf_errors_name_the_file_and_the_field(tmp_path):
         from_gguf(write_gguf(tmp_path / "a.gguf", pre="klingon"))
     with pytest.raises(ValueError, match="b.gguf has no end-of-sequence token"):
         from_gguf(write_gguf(tmp_path / "b.gguf", eos=None))
+    with pytest.raises(ValueError, match="bos_token_id is 999, which is no token of its"):
+        from_gguf(write_gguf(tmp_path / "d.gguf", add_bos=True, bos=999))
     writer = gguf.GGUFWriter(tmp_path / "c.gguf", "llama")
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

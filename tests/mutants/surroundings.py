@@ -796,7 +796,7 @@ MUTANTS = [
     *of(
         "endpoint/app.py",
         ("ids of a tool call are lost in a stream",
-         "if text or calls or tokens and completion.returns_ids:", "if text or calls:",
+         "if text or calls or ids and completion.returns_ids:", "if text or calls:",
          "endpoint/tool_calls_test.py::test_calls_reach_the_client_and_come_back"),
         ("any token opens the server",
          "if not secrets.compare_digest(given,", "if False and not secrets.compare_digest(given,"),

@@ -286,7 +286,7 @@ MUTANTS = [
     *of(
         "sharding.py",
         ("data shards are those of one axis",
-         'math.prod(self.mesh.shape[a] for a in TRAIN_RULES["batch"])', 'self.mesh.shape["data"]'),
+         'math.prod(self.mesh.shape[a] for a in TRAIN_RULES["batch"] or ())', 'self.mesh.shape["data"]'),
         ("a vocabulary that does not divide is split",
          'rules = rules | {"vocab": None}', "rules = rules | {}"),
         ("a mesh may leave devices over with -1",
