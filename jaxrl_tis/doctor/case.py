@@ -166,7 +166,7 @@ class Case:
     def setting(self, field: str) -> Any:
         """Returns a field of the config, or the preset's value where the config leaves it open;
         KeyError names a field that is missing."""
-        node = self.config
+        node: Any = self.config
         for name in field.split("."):
             if name not in node:
                 raise KeyError(f"the field {field} of config.json")

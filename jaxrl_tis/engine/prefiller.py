@@ -80,7 +80,7 @@ class Prefiller:
             for sequence in prefix.waiters:
                 copy = (prefix.pages[-1], sequence.pages[-1]) if is_partial else (NULL, NULL)
                 rows[sequence] = sequence.insertion(sequence.length, copy)
-                if sequence.routes is not None:
+                if sequence.routes is not None and any(self._engine.route_shape):
                     blocks = self._routes.of(sequence.shard, prefix.pages)
                     sequence.routes.filled(blocks, len(prefix.tokens))
                 sequence.filled(self._runner.version)

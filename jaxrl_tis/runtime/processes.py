@@ -289,5 +289,6 @@ def difference(values: Mapping[str, Any]) -> str | None:
 
 def _digest(value: Any) -> str:
     if isinstance(value, np.ndarray):
-        return f"{value.dtype}{value.shape}{zlib.crc32(np.ascontiguousarray(value).data):x}"
+        content: Any = np.ascontiguousarray(value)
+        return f"{value.dtype}{value.shape}{zlib.crc32(content):x}"
     return f"{zlib.crc32(json.dumps(value, sort_keys=True, default=str).encode()):x}"
