@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -76,10 +76,10 @@ def _rows(name: str, path: Any, digest) -> list[Row]:
     unpacked = name.lower().removesuffix(".gz")
     is_packed = len(unpacked) < len(name)
     reader = next((r for end, r in READERS.items() if unpacked.endswith(end)), _lines)
+    opened: Callable = gzip.open if is_packed else lambda file: file
     with path.open("rb") as file:
         try:
-            content: Any = gzip.open(file) if is_packed else file
-            return list(reader(name, content, digest))
+            return list(reader(name, opened(file), digest))
         except BROKEN as error:
             if not is_packed:
                 raise

@@ -28,11 +28,11 @@ from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.endpoint import token_ids, tokenization, tool_calls
 from jaxrl_tis.endpoint.answer import Answer, described
 from jaxrl_tis.endpoint.guard import Guard
-from jaxrl_tis.endpoint.request import Choice, Completion, Limits, UnknownModel, object_of, parse
+from jaxrl_tis.endpoint.request import Completion, Limits, UnknownModel, object_of, parse
 from jaxrl_tis.endpoint.text import Sent, Shown
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full
-from jaxrl_tis.engine.worker import EngineThread, Listener
+from jaxrl_tis.engine.worker import Listener
 
 CLIENT_CLOSED = 499  # the client has disconnected and does not read it
 News = np.ndarray | Trajectory | Exception

@@ -1,10 +1,8 @@
 """The search for stop strings, in a thread that runs in parallel to the engine."""
 
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 
 from jaxrl_tis.engine.sequences import Sequence
 from jaxrl_tis.engine.text import StopSearch

@@ -109,10 +109,10 @@ class Host:
             self._send({"key": key} | reply)
 
     def _called(self, session: Session) -> Awaitable[Any]:
-        functions = self._harness, self._harness.__call__
-        if any(map(inspect.iscoroutinefunction, functions)):
-            return self._harness(session)
-        return asyncio.wrap_future(_in_thread(functools.partial(self._harness, session)))
+        harness: Any = self._harness
+        if any(map(inspect.iscoroutinefunction, (harness, harness.__call__))):
+            return harness(session)
+        return asyncio.wrap_future(_in_thread(functools.partial(harness, session)))
 
 
 def _in_thread(function: Callable[[], Any]) -> Future:

@@ -26,7 +26,6 @@ from jaxrl_tis.learner.setup import LearnerSetup, max_length
 from jaxrl_tis.learner.state import abstract_params, base, joined, policy as policy_of
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
 from jaxrl_tis.models import lora, overflow, placement
-from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.rollouts.episodes import episode_metrics
 from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics, reroute_metrics
 

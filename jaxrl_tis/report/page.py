@@ -4,7 +4,6 @@ import html
 import json
 import os
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 from etils import epath

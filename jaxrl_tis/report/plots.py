@@ -48,7 +48,7 @@ def palette(count: int) -> Sequence[Any]:
     """Returns `count` different colors of matplotlib: those of COLORS as long as they suffice."""
     if count <= len(COLORS):
         return COLORS[:count]
-    return matplotlib.colormaps["viridis"](np.linspace(0, 0.9, count))
+    return list(matplotlib.colormaps["viridis"](np.linspace(0, 0.9, count)))
 
 
 @dataclasses.dataclass(frozen=True)

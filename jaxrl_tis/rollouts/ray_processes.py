@@ -17,7 +17,6 @@ import ray
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.weights import moving
 from jaxrl_tis.rollouts import ray_cluster
-from jaxrl_tis.rollouts.concurrent import ConcurrentSource
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.rollouts.ray_source import ray_source
 from jaxrl_tis.rollouts.ray_worker import pieces

@@ -21,7 +21,6 @@ import ml_collections
 import numpy as np
 import ray
 
-from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts.sampler import Command, Sampler, SetParams
 from jaxrl_tis.runtime import fingerprint
