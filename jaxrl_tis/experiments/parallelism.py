@@ -117,7 +117,7 @@ def lengths_table(dp: np.ndarray, group: int) -> str:
 def draw(page: Figure, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     """Draws the distribution of a response's largest difference by degrees, and its growth with length."""
     degrees, lengths = page.subplots(1, 2)
-    for (sampler, learners), style in zip(found.items(), ("-", "--"), strict=True):
+    for (sampler, learners), style in zip(found.items(), ("-", "--"), strict=False):
         for (learner, dp), color in zip(learners.items(), palette(len(learners)), strict=True):
             values = np.sort(dp.max(axis=1))
             share = 1 - np.arange(len(values)) / len(values)
