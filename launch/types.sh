@@ -4,7 +4,7 @@
 #
 # Examples:
 #   ./launch/types.sh
-#   ./launch/types.sh --strict jaxrl_tis/estimators
+#   ./launch/types.sh jaxrl_tis/estimators
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
