@@ -302,7 +302,7 @@ MUTANTS = [
     ),
     *of(
         "estimators/traits.py",
-        ("a function has the default traits", "        function.traits = self\n", "",
+        ("a function has the default traits", "        function.traits = self  #", "        #",
          "test_traits_stand_above_a_function"),
         tests="estimators/methods_test.py",
     ),
