@@ -42,5 +42,7 @@ lane() {  # what it is, interpreter, arguments of launch/test.sh
   [ "$status" = 5 ] || return "$status"  # a slice may have no tests
 }
 
+# shellcheck disable=SC2034  # the scripts that source this read both
 older=$(command -v python3.11 || command -v python3)
+# shellcheck disable=SC2034
 newer=$(find_newer)

@@ -195,11 +195,11 @@ def start_of(settings):
     return initial_state(made, params | {"layers": layers})
 
 
-def samples_with_routes(seed=0, without=()):
+def samples_with_routes(seed=0, without=None):
     out = []
     for i, sample in enumerate(fake_samples()):
         rng, t = np.random.default_rng((seed, i)), sample.trajectory
-        count = len(t.prompt) + len(t.tokens) - 1 - without.get(i, 0)
+        count = len(t.prompt) + len(t.tokens) - 1 - (without or {}).get(i, 0)
         ids = rng.permuted(np.broadcast_to(np.arange(E), (max(count, 0), L, E)), axis=-1)
         routes = ids[..., :K].astype(np.uint8)
         t = dataclasses.replace(t, routes=routes, rerouted=np.zeros(2, np.int32))
