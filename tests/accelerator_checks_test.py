@@ -27,6 +27,7 @@ def test_a_relative_error_by_hand():
     assert [checks.judged(x, 0.1)["is_ok"] for x in (0.1, 0.2, np.nan)] == [True, False, False]
 
 
+@pytest.mark.all
 def test_a_check_says_which_kernel_ran_and_finds_a_wrong_one():
     function, inputs = kernels.segment_cases(2, 64, 4)["segment_reduce sum"]
     right = checks.Case(function, inputs, function, checks.FLOAT32)
@@ -46,6 +47,7 @@ def test_wrong_logits_are_found(monkeypatch):
     assert not any(x["is_ok"] for x in checks.logits(MODEL, 8).values())
 
 
+@pytest.mark.all
 def test_the_biases_of_the_float64_decoder():
     params = transformer.init(MODEL, jax.random.key(0))
     for name in ("q_bias", "k_bias", "v_bias"):

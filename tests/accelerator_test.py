@@ -76,6 +76,7 @@ def python(text):
     return [sys.executable, "-c", text]
 
 
+@pytest.mark.all
 def test_the_last_result_of_a_part_counts():
     text = "print('noise'); print('result: {\"a\": 1}'); print('result: {\"a\": 2}')"
     found = accelerator.run_part("gate", 60, python(text))
@@ -83,6 +84,7 @@ def test_the_last_result_of_a_part_counts():
     assert found == {"is_ok": True, "error": None, "result": {"a": 2}}
 
 
+@pytest.mark.all
 def test_a_part_that_fails_keeps_its_result_and_has_its_error():
     text = "print('result: {\"a\": 1}'); raise RuntimeError('out of memory')"
     found = accelerator.run_part("gate", 60, python(text))
@@ -92,6 +94,7 @@ def test_a_part_that_fails_keeps_its_result_and_has_its_error():
     assert (silent["error"], silent["result"]) == ("exit code 3", None)
 
 
+@pytest.mark.all
 def test_a_part_that_hangs_is_stopped_with_the_run_that_it_started(tmp_path):
     alive = tmp_path / "alive"
     child = f"import pathlib, time; time.sleep(4); pathlib.Path({str(alive)!r}).touch()"
@@ -118,6 +121,7 @@ def test_the_host_is_there_for_float64(monkeypatch):
     assert accelerator.environment("cache")["JAX_COMPILATION_CACHE_DIR"] == "cache"
 
 
+@pytest.mark.all
 def test_eight_minutes_and_what_a_part_leaves_to_the_next(monkeypatch):
     assert sum(accelerator.SECONDS.values()) == 480
     now, limits = [0.0], {}
@@ -260,6 +264,7 @@ def test_peaks_are_those_of_the_chips():
     assert peaks.share(5.0, 20.0) == 0.25 and peaks.share(5.0, None) is None
 
 
+@pytest.mark.all
 def test_the_launcher_runs_the_benchmark_and_writes_the_page(tmp_path):
     """With stand-ins for the interpreter and the installation."""
     root = pathlib.Path(__file__).parents[1]

@@ -27,6 +27,7 @@ def test_a_size_that_no_argument_has_is_refused(monkeypatch):
         parsed(monkeypatch, lines=2)
 
 
+@pytest.mark.all
 def test_a_process_of_its_own_returns_its_last_line(tmp_path):
     text = "import sys\nprint(1)\nprint('{\"a\": 1}')\nsys.exit(len(sys.argv) - 1)\n"
     (tmp_path / "told.py").write_text(text)

@@ -64,6 +64,7 @@ def edit_tensors(folder, edit):
 # The model
 
 
+@pytest.mark.all
 def test_the_folder_of_these_tests_works(folder):
     assert initial(folder)["embed"].shape == (24, 16)
 
@@ -148,6 +149,7 @@ def test_a_prompt_longer_than_the_cache():
     assert scheduler.pending == 0
 
 
+@pytest.mark.all
 def test_a_prompt_longer_than_the_limit_stops_before_any_step(tmp_path):
     with pytest.raises(ValueError, match="prompt tokens.*max_prompt_tokens is 4"):
         tiny.run(tmp_path / "run", task__max_prompt_tokens=4)
@@ -163,17 +165,20 @@ def jsonl(tmp_path, text):
 GOOD = '{"prompt": "1+1=", "answer": "2", "id": "%d"}'
 
 
+@pytest.mark.all
 def test_empty_data(tmp_path):
     with pytest.raises(ValueError, match="data.jsonl is empty; one line looks like"):
         tiny.run(tmp_path / "run", **jsonl(tmp_path, "\n\n"))
 
 
+@pytest.mark.all
 def test_a_line_that_is_no_json_is_named(tmp_path):
     text = "\n".join([GOOD % 1, GOOD % 2, '{"prompt": "1+1=", ', GOOD % 3])
     with pytest.raises(ValueError, match=r"data\.jsonl:3: the line is not JSON"):
         tiny.run(tmp_path / "run", **jsonl(tmp_path, text))
 
 
+@pytest.mark.all
 def test_fewer_held_out_examples_than_wanted(tmp_path):
     text = "\n".join(GOOD % i for i in range(5))
     with pytest.raises(ValueError, match="5 examples and config.eval.prompts is 8"):
@@ -185,6 +190,7 @@ def test_a_parameter_that_the_task_does_not_have(tmp_path):
         tiny.run(tmp_path / "run", task__params={"size": 8, "digit": 1})
 
 
+@pytest.mark.all
 def test_one_long_training_prompt_stops_before_any_step(tmp_path):
     data = jsonl(tmp_path, "\n".join([GOOD % i for i in range(8)]))
     long = tmp_path / "long.jsonl"
@@ -212,6 +218,7 @@ def run_of(tmp_path, text, **changes):
     return (tmp_path / "run/metrics.jsonl").read_text().splitlines()
 
 
+@pytest.mark.all
 def test_the_whole_record_reaches_the_reward_and_needs_no_answer(tmp_path, monkeypatch):
     (tmp_path / "whole.py").write_text(
         "def reward(text, record):\n"
@@ -231,6 +238,7 @@ def test_the_whole_record_reaches_the_reward_and_needs_no_answer(tmp_path, monke
     assert samples and all(line["answer"] is None for line in samples)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("changes, message", [
     (dict(reward__name="exact"), "held-out data: 8 of 8 .*no answer, which the reward 'exact' compares"),
     (dict(warmup__steps=1, warmup__params={}), "warm-up data: 8 of 8 .*it has no answer for the warm-up"),
@@ -242,6 +250,7 @@ def test_data_without_answers_where_they_are_needed(tmp_path, changes, message):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
+@pytest.mark.all
 def test_a_run_starts_in_the_same_workdir_once_its_data_is_mended(tmp_path):
     good = [GOOD % i for i in range(8)]
     with pytest.raises(ValueError, match=r"data\.jsonl:8 \(id 'x'\): 7 prompt tokens"):
@@ -249,6 +258,7 @@ def test_a_run_starts_in_the_same_workdir_once_its_data_is_mended(tmp_path):
     assert any('"train"' in line for line in run_of(tmp_path, "\n".join(good)))
 
 
+@pytest.mark.all
 def test_a_character_outside_the_alphabet(tmp_path):
     with pytest.raises(ValueError, match="'x' .* not in the tokenizer's alphabet"):
         tiny.run(tmp_path / "run", task__template="x{prompt}", task__max_prompt_tokens=9)
@@ -260,6 +270,7 @@ def test_a_group_of_one_with_grpo(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.all
 def test_a_reward_that_cannot_be_loaded(tmp_path):
     with pytest.raises(ValueError, match="'no_such_module:f' cannot be loaded"):
         tiny.run(tmp_path / "run", reward__name="no_such_module:f")
@@ -273,6 +284,7 @@ def stop(*_):
     raise Reached
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mistake", [
     dict(eval__prompts=257), dict(task__max_prompt_tokens=4), dict(reward__name="no_such_module:f"),
 ])
@@ -293,6 +305,7 @@ def test_nan_rewards_are_counted_and_the_run_goes_on():
     assert all(np.isfinite(r["reward/mean"]) and np.isfinite(r["actor/pg_loss"]) for r in lines)
 
 
+@pytest.mark.all
 def test_hanging_and_raising_rewards_get_their_score_and_never_stop_the_run(tmp_path):
     collected, parts = [], SyncSource.parts
 
@@ -346,6 +359,7 @@ def test_a_nan_loss_names_step_and_term_and_keeps_the_last_checkpoint(tmp_path, 
         assert_same_run(tmp_path)
 
 
+@pytest.mark.all
 @BY_JAX
 def test_nan_gradients_alone_stop_the_run(tmp_path):
     """The loss may be finite where its gradient is not."""
@@ -360,6 +374,7 @@ def test_nan_gradients_alone_stop_the_run(tmp_path):
         tiny.run(tmp_path)
 
 
+@pytest.mark.all
 def test_nan_parameters_stop_the_warm_up(tmp_path):
     def broken(setup):
         return jax.tree.map(lambda x: x * jnp.nan, initial_params(setup))
@@ -369,6 +384,7 @@ def test_nan_parameters_stop_the_warm_up(tmp_path):
         tiny.run(tmp_path)
 
 
+@pytest.mark.all
 def test_nan_parameters_without_a_warm_up_stop_the_first_step(tmp_path):
     def broken(setup):
         return jax.tree.map(lambda x: x * jnp.nan, initial_params(setup))
@@ -434,6 +450,7 @@ def test_no_space_left_for_a_checkpoint(tmp_path):
     assert_same_run(tmp_path)
 
 
+@pytest.mark.all
 def test_no_space_left_for_the_record(tmp_path):
     class Full:
         """The file of the record, on a disk that fills up at the first step's line."""
@@ -475,6 +492,7 @@ def test_another_config_in_the_same_workdir_is_refused_with_the_difference(copie
     assert (copied / "config.json").read_text() == before
 
 
+@pytest.mark.all
 @BY_JAX
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, copied):
     """The same path, but another model in it than when the run began."""

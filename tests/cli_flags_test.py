@@ -93,6 +93,7 @@ def test_the_configs_own_task_keeps_its_parameters(read):
     assert config.eval.params.to_dict() == {"split": "eval", "min_digits": 2}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", SHIPPED)
 def test_own_model_and_reward_on_every_shipped_config(read, sums, tmp_path, monkeypatch, name):
     write_checkpoint(tmp_path / "model", SMALL)

@@ -323,6 +323,7 @@ class Installed(Exception):
     """The install cell came to its last command."""
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", ["folder", "archive", "zip", "git"])
 def test_the_install_cell_takes_a_folder_an_archive_or_a_git_url(kind, tmp_path, monkeypatch):
     """What it would give pip: the clone, constrained to the jax that is here."""

@@ -309,6 +309,7 @@ ROWS = ("tokens", "positions", "segment_ids", "mask", "sampled", "logp_behav", "
         "temperature")
 
 
+@pytest.mark.all
 @pytest.mark.cases("gsm8k_qwen25_0p5b:grpo")
 @pytest.mark.compiles
 def test_one_full_step_of_the_learner(large):
@@ -364,6 +365,7 @@ def test_one_full_step_of_the_learner(large):
         assert "critic/vf_loss" in metrics
 
 
+@pytest.mark.all
 def test_one_full_step_of_the_sampler(large):
     config, setup, chips, _ = large
     engine = setup.engine
@@ -401,6 +403,7 @@ def test_one_full_step_of_the_sampler(large):
     assert all(jax.tree.leaves(jax.tree.map(same, after, state)))
 
 
+@pytest.mark.all
 def test_prompts_go_through_the_chat_template(large):
     config, setup, _, _ = large
 
@@ -461,6 +464,7 @@ def test_a_missing_model_says_what_to_put_where(name, tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name, missing, fields", [
     ("gsm8k_qwen25_0p5b:grpo", "train", ("question", "answer")),
     ("gsm8k_qwen25_0p5b:grpo", "eval", ("question", "answer")),

@@ -7,6 +7,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from jaxrl_tis.environments import host
 from jaxrl_tis.environments.protocol import Step
 
@@ -24,6 +26,7 @@ def code(mark):
     return re.search(rf"<!-- {mark} -->\n```python\n(.*?)```", PAGE, re.DOTALL).group(1)
 
 
+@pytest.mark.all
 def test_the_example_is_played(tmp_path):
     (tmp_path / "my_env.py").write_text(code("file: my_env.py"))
     command = [sys.executable, "-c", f"import sys; sys.path += ['', {str(ROOT)!r}]\n{code('played')}"]

@@ -245,6 +245,7 @@ def test_several_draws_of_each_prompt():
     assert len({r.hash for r in scheduler.requests}) == 8 * 4  # no two draws share their noise
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("path", ["run", "model"])
 def test_the_command_measures_a_run_and_a_model(path, tmp_path):
     """What it says of a run's last checkpoint is what the run's own record has."""
@@ -294,6 +295,7 @@ def test_a_reward_of_one_prompt_has_no_interval():
     assert evaluate._named(intervals.of_mean(np.array([0.5]))) == {"mean": 0.5, "low": None, "high": None}
 
 
+@pytest.mark.all
 def test_an_older_checkpoint_is_measured_where_it_is_asked_for():
     run = tiny.finished()  # its checkpoints are those of steps 4 and 5
     with tiny.one_device():
@@ -319,6 +321,7 @@ def test_the_command_line(tmp_path):
     assert code == 2 and "No model folder" in said
 
 
+@pytest.mark.all
 def test_a_model_that_overflows_has_no_accuracy(monkeypatch):
     setup = tiny.setup(model__num_layers=2, model__dtype="float16")
     params = exploding(transformer.init(setup.model, jax.random.key(0)))

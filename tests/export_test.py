@@ -32,6 +32,7 @@ def restored(workdir, step=None):
     return read_params(tiny.setup().training, str(workdir), step)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_folder_holds_the_policy(run, tmp_path, dtype):
     assert export.export(str(run), str(tmp_path / "out"), dtype=dtype) == tiny.STEPS
@@ -71,6 +72,7 @@ HF = {"model_type": "qwen2", "vocab_size": 272, "hidden_size": 16, "intermediate
       "rope_theta": 1e4, "hidden_act": "silu", "eos_token_id": 258}
 
 
+@pytest.mark.all
 def test_tokenizer_and_chat_template_come_along(tmp_path):
     source = tmp_path / "model"
     configs_test.write_checkpoint(source, HF)
@@ -96,6 +98,7 @@ GLM = HF | {
 }
 
 
+@pytest.mark.all
 def test_experts_are_exported_with_the_bias_of_their_router_in_float32(tmp_path):
     source = tmp_path / "model"
     configs_test.write_checkpoint(source, GLM)
@@ -237,6 +240,7 @@ def test_what_reads_back_wrong_is_set_aside(run, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists() and (tmp_path / "out.wrong").is_dir()
 
 
+@pytest.mark.all
 def test_an_adapter_whose_scale_is_no_quotient_of_floats_is_itself(tmp_path):
     """32 / sqrt(5) * 5 / 5 is another float than 32 / sqrt(5)."""
     model = models.read_config(BASE)

@@ -7,6 +7,7 @@ import re
 import sys
 
 import numpy as np
+import pytest
 
 from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.endpoint.calls import Ended
@@ -34,6 +35,7 @@ def turn(prompt: np.ndarray) -> Trajectory:
     )
 
 
+@pytest.mark.all
 def test_the_example_is_played(tmp_path, monkeypatch):
     code = re.search(r"<!-- file: my_agent.py -->\n```python\n(.*?)```", PAGE, re.DOTALL).group(1)
     assert code.count("\n") <= 21

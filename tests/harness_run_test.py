@@ -64,6 +64,7 @@ RUNS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["sync", pytest.param("workers", marks=pytest.mark.all)])
 def test_a_run_repeats_bit_by_bit(tmp_path, name):
     settings = tiny.HARNESS | RUNS[name]
@@ -125,6 +126,7 @@ def test_samplers_in_threads(tmp_path):
     assert 1 <= max(oldest) <= 2
 
 
+@pytest.mark.all
 def test_a_harness_that_cannot_be_used_ends_the_run_before_it_begins(tmp_path):
     with pytest.raises(ValueError, match="'tests.tiny_harness:missing' cannot be loaded"):
         tiny.run(tmp_path, **tiny.HARNESS | dict(rollout__harness="tests.tiny_harness:missing"))

@@ -227,6 +227,7 @@ def modules(text: str) -> set[str]:
     return found & {name_of(path) for path in sources()}
 
 
+@pytest.mark.all
 def test_no_test_keeps_the_flags_of_a_command():
     """Two commands may name a flag alike: tests take the modules that define flags when imported by
     `commands.load`."""
@@ -243,6 +244,7 @@ def test_no_test_keeps_the_flags_of_a_command():
     assert keeping == set()
 
 
+@pytest.mark.all
 def test_every_file_has_a_test_of_its_name_or_a_named_one():
     """A named one imports the file, or a file that does; a command it starts by its name."""
     tests = ROOT / "tests"

@@ -82,6 +82,7 @@ def update(trainer, begun, samples, step=1):
     return found, rows, metrics | sample_metrics(samples, rows, trainer.setup.config)
 
 
+@pytest.mark.all
 @pytest.mark.cases("failed-left_out0-masks", "failed-left_out0-critic", "truncated-left_out1-masks")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("kind, left_out", [("failed", FAILED), ("truncated", TRUNCATED)])
@@ -130,6 +131,7 @@ def test_a_batch_without_a_reward_leaves_the_state_as_it_is(changes):
     assert "reward/mean" not in metrics and all(np.isfinite(x) for x in metrics.values())
 
 
+@pytest.mark.all
 def test_a_minibatch_without_a_reward_is_no_update():
     """Two minibatches of two epochs; seven of the eight answers of one have failed, and then all."""
     trainer, begun = begin(train__minibatches=2, train__epochs=1)
@@ -150,6 +152,7 @@ def test_a_minibatch_without_a_reward_is_no_update():
     assert steps == [n for n in counts if n]
 
 
+@pytest.mark.all
 def test_a_failed_greedy_answer_takes_its_prompt_out_of_the_loss():
     trainer, begun = begin(correction__advantage="remax")
     samples = [

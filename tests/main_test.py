@@ -35,6 +35,7 @@ def results():
     return {n: (p.communicate(timeout=120)[0], p.returncode) for n, p in started.items()}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name, lines", [
     ("typo", ["config.optimizer has no field 'lrr'; did you mean 'lr'?"]),
     ("contradiction", ["the config contradicts itself:", "- rollout.prompts * rollout.group_size",

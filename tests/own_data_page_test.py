@@ -81,6 +81,7 @@ def test_the_first_command_as_it_is_written(clone):
     assert "step 2: held-out accuracy" in done.stdout
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command", RUNS, ids=[re.search(r"runs/(\w+)", r)[1] for r in RUNS])
 def test_each_layout_is_trained_on(clone, command):
     workdir = run_small(command)

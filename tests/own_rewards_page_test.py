@@ -24,6 +24,7 @@ def test_the_page_shows_every_signature():
     assert len(CODE) == len(NAMES) + 1  # and a judge
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", NAMES)
 def test_a_function_of_the_page_scores(tmp_path, monkeypatch, name):
     code = CODE[NAMES.index(name)]
@@ -48,6 +49,7 @@ class Judge(http.server.BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.all
 def test_the_judge_of_the_page_is_asked(tmp_path, monkeypatch):
     (tmp_path / "page_judge.py").write_text(CODE[-1])
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -19,6 +19,7 @@ def example() -> str:
     return section.split("```python\n")[1].split("```")[0]
 
 
+@pytest.mark.all
 def test_the_example_of_the_readme():
     names = {}
     exec(example(), names)
@@ -32,6 +33,7 @@ def test_the_example_of_the_readme():
     np.testing.assert_allclose(k1, -gap.mean(), rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.all
 def test_it_loads_no_engine_model_or_learner():
     code = f"import sys\n{example()}\nprint(*sorted(m for m in sys.modules if m.startswith('jaxrl_tis')))"
     loaded = subprocess.run(
@@ -41,6 +43,7 @@ def test_it_loads_no_engine_model_or_learner():
     assert rooms == {"diagnostics", "estimators", "kernels", "choices"}
 
 
+@pytest.mark.all
 def test_the_package_alone_imports_nothing():
     code = "import sys, jaxrl_tis; print('jax' in sys.modules, 'numpy' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)

@@ -133,6 +133,7 @@ def test_the_learner_moved_at_every_step():
     assert all(r["actor/grad_norm"] > 1e-4 for r in train_lines)
 
 
+@pytest.mark.all
 def test_another_seed_gives_another_run(tmp_path):
     with mock.patch.object(train, "initial_state", side_effect=Cut), pytest.raises(Cut):
         tiny.run(tmp_path, seed=1)
@@ -238,6 +239,7 @@ def test_ctrl_c_finishes_the_step_saves_and_says_so(tmp_path, capsys):
     assert f"continuing {tmp_path} after step 1" in capsys.readouterr().out
 
 
+@pytest.mark.all
 def test_ctrl_c_during_the_warm_up_starts_no_reinforcement_learning(tmp_path):
     """The warm-up cannot be resumed half way, so it is finished and saved as step 0."""
     def pressed(*arguments):

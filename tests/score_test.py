@@ -43,6 +43,7 @@ def test_bad_tokens_are_refused(tmp_path, tokens, message):
     assert not (tmp_path / "out.npy").exists()
 
 
+@pytest.mark.all
 def test_an_adapter_of_another_base_is_named_on_stderr(tmp_path, capsys):
     """This one was trained on "base", a folder elsewhere."""
     folder = GOLDEN.parents[1] / "golden_peft"

@@ -57,6 +57,7 @@ def test_rows_are_cut_along_data_and_fsdp():
     assert (shards(2, 2, 2), shards(1, 4, 2), shards(4, 1, 2), shards(1, 1, 8)) == (4, 4, 4, 1)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("spec", [
     P(), P("data"), P("tensor"), P(None, "tensor"), P(("data", "tensor"), None), P("tensor", "data"),
 ])
@@ -127,6 +128,7 @@ def test_every_device_holds_its_part_only():
     assert held < 0.16 * total  # 1/8, and the replicated norms and halved biases
 
 
+@pytest.mark.all
 def test_tensor_parallel_differences_are_smaller_in_float16_than_in_bfloat16():
     """Ten bits of mantissa for seven: 8 times per rounding, 64 times in squares; 6.9 and 50 times were
     seen with residual MLPs (arXiv:2510.26788 has up to 24 times beside another engine)."""
@@ -154,6 +156,7 @@ def test_tensor_parallel_differences_are_smaller_in_float16_than_in_bfloat16():
     assert mean / mean_half > 4 and k3 / k3_half > 16
 
 
+@pytest.mark.all
 def test_serving_parameters_are_int8_split_over_tensor_and_whole_along_data():
     train_layout = sharding.layout((1, 4, 2), sharding.TRAIN_RULES)
     serve_layout = sharding.layout((4, 1, 2), sharding.SERVE_RULES)

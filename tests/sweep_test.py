@@ -147,6 +147,7 @@ def test_every_mistake_of_every_arm_is_told(monkeypatch):
         assert part in str(error.value)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("path", SWEEPS, ids=lambda p: p.stem)
 def test_the_shipped_sweeps_are_valid(path, monkeypatch):
     monkeypatch.chdir(ROOT)
@@ -168,6 +169,7 @@ def test_a_file_without_a_sweep_is_refused(tmp_path):
         sweep.arms_of(str(path))
 
 
+@pytest.mark.all
 def test_commands_for_launchers():
     job = sweep.Job("lr=0.1", 3, "gs://b/lr=0.1-seed3",
                     ("--config=configs/sweeps/staleness.py", "--config.optimizer.lr=0.1",
@@ -214,6 +216,7 @@ def starts(job):
     return len((pathlib.Path(job.workdir) / "starts").read_text())
 
 
+@pytest.mark.all
 def test_a_failed_run_does_not_stop_the_others_and_is_reported(tmp_path, capsys):
     found = [scripted(tmp_path, "a"), scripted(tmp_path, "b", body="sys.exit(1)"),
              scripted(tmp_path, "c")]
@@ -225,6 +228,7 @@ def test_a_failed_run_does_not_stop_the_others_and_is_reported(tmp_path, capsys)
     assert (tmp_path / "table.md").read_text().splitlines()[2].startswith("| a | 1 | 0.5 [")
 
 
+@pytest.mark.all
 def test_a_sweep_goes_on_where_it_was(tmp_path, capsys):
     done, open_ = scripted(tmp_path, "a"), scripted(tmp_path, "b")
     assert sweep.Runner(1).run([done]) == {done: 0}
@@ -233,6 +237,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path, capsys):
     assert "2 runs in" in capsys.readouterr().out
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("steps, is_finished", [((), False), ((0,), False), ((0, 2), True), ((4,), True)])
 def test_a_run_without_its_last_checkpoint_is_not_finished(tmp_path, steps, is_finished):
     job = scripted(tmp_path, "a")
@@ -247,6 +252,7 @@ def test_a_run_without_its_last_checkpoint_is_not_finished(tmp_path, steps, is_f
     assert job.is_finished() == is_finished
 
 
+@pytest.mark.all
 def test_the_table_of_a_shorter_sweep_leaves_later_steps_out(tmp_path):
     job = scripted(tmp_path, "a", body="", value=0.5)
     sweep.Runner(1).run([job])
@@ -262,6 +268,7 @@ def test_a_name_that_is_too_long_for_a_file_is_refused(monkeypatch):
         jobs([{"name": "x" * 214}])
 
 
+@pytest.mark.all
 def test_several_run_at_a_time(tmp_path):
     body = "import os\nfor _ in range(200):\n    if len(list(folder.parent.glob('*/starts'))) == 2: break\n    time.sleep(0.05)\nelse: sys.exit(1)"
     found = [scripted(tmp_path, name, body=body) for name in "ab"]
@@ -274,6 +281,7 @@ def test_cores_are_dealt_out():
     assert sweep.shares([], 2) == [set(), set()]  # a system that does not tell
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="the system deals out no cores")
 def test_each_of_several_runs_has_its_share_of_the_cores(tmp_path):
     body = "import os\n(folder / 'cores').write_text(repr(sorted(os.sched_getaffinity(0))))\n"
@@ -288,6 +296,7 @@ def test_each_of_several_runs_has_its_share_of_the_cores(tmp_path):
     assert cores[0] != cores[1] or expected[0] == expected[1]
 
 
+@pytest.mark.all
 def test_a_log_that_cannot_be_opened_ends_the_sweep(tmp_path):
     found = [scripted(tmp_path, name) for name in "ab"]
     found[0].log.mkdir(parents=True)
@@ -295,6 +304,7 @@ def test_a_log_that_cannot_be_opened_ends_the_sweep(tmp_path):
         sweep.Runner(1).run(found)
 
 
+@pytest.mark.all
 def test_a_signal_reaches_the_runs_and_ends_the_sweep(tmp_path):
     body = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n(folder / 'ready').touch()\ntime.sleep(60)"
     found = [scripted(tmp_path, name, body=body) for name in "ab"]
@@ -315,6 +325,7 @@ def test_a_signal_reaches_the_runs_and_ends_the_sweep(tmp_path):
 # The table
 
 
+@pytest.mark.all
 def test_the_table(tmp_path):
     """Student's interval of 0.4 and 0.6: 0.5 -+ 12.7062 * 0.1; Wilson's of 0.5 of 100."""
     found = [scripted(tmp_path, "a", 0, 0.4), scripted(tmp_path, "a", 1, 0.6), scripted(tmp_path, "b")]
@@ -354,6 +365,7 @@ def call(tmp_path):
     return lambda *words: forked.run([*command, *words], tmp_path.with_suffix(".log"))
 
 
+@pytest.mark.all
 def test_the_command_shows_its_runs_and_refuses_before_any_of_them(tmp_path, call):
     code, dry = call("--dry_run", "--seeds=0,1")
     assert code == 0 and len(dry.splitlines()) == 6, dry

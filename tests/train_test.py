@@ -65,6 +65,7 @@ def recorded(tmp_path_factory):
 # The policies are kept apart
 
 
+@pytest.mark.all
 def test_old_log_probs_are_those_of_the_weights_that_sampled_in_every_step(recorded):
     steps, model = recorded.steps, tiny.setup().model
     first = steps[0][0]
@@ -149,6 +150,7 @@ def test_the_same_seed_twice_gives_the_same_record(recorded):
     assert tiny.lines(recorded.workdir) == tiny.lines(tiny.finished())
 
 
+@pytest.mark.all
 def test_a_jsonl_task_needs_no_warm_up_split(tmp_path):
     """As the shipped GSM8K config: files of the user, no supervised steps."""
     rows = [{"prompt": f"{a}+1=", "answer": str(a + 1), "id": str(a)} for a in range(9)]

@@ -34,6 +34,7 @@ def with_fork(sample):
     return dataclasses.replace(sample, trajectory=trajectory)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("overrides", [
     {"correction__advantage": "gae", "rollout__group_size": 1, "rollout__prompts": 16},
     {"correction__kl_coeff": 0.1, "train__minibatches": 1},

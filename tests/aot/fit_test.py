@@ -62,6 +62,7 @@ def test_rows_divide_those_of_forks_too():
     assert max(r["size"] for r in rows if r["program"] == "train") == 8
 
 
+@pytest.mark.all
 def test_the_search_tries_no_split_that_a_run_refuses():
     """Prefills of 32 prompts cannot be cut into 64 shards, nor 8 key/value heads into 16."""
     tpu.devices("v5p:4x4x4")

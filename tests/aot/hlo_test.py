@@ -60,6 +60,7 @@ def test_nested_loops_multiply(mesh):
     assert m.flops() == 5 * 3 * 2 * 128**3
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("start, limit, step, trips", [(0, 7, 2, 4), (3, 9, 1, 6), (9, 2, -3, 3)])
 def test_counters_that_start_and_step_elsewhere(mesh, start, limit, step, trips):
     compare = jnp.less if step > 0 else jnp.greater
@@ -91,6 +92,7 @@ def test_a_loop_without_a_known_count_takes_the_given_one(mesh):
     assert m.flops() == 11 * 2 * 128**3
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("equation, left, right, flops", [
     ("bik,bkj->bij", (8, 16, 128), (8, 128, 32), 2 * 8 * 16 * 128 * 32),
     ("bnsk,bngk->bnsg", (4, 2, 256, 128), (4, 2, 8, 128), 2 * 4 * 2 * 256 * 8 * 128),
@@ -117,6 +119,7 @@ def test_taps_on_padding_are_no_multiplications(mesh):
     assert m.flops() == 2 * 16 * 32 * (12 * 3 - 2 * (2 + 1))
 
 
+@pytest.mark.all
 def test_operand_dtypes_precision_and_what_they_were_cast_from(tpu_mesh):
     x = array(tpu_mesh, (256, 512), jnp.bfloat16)
     w8, w32 = (array(tpu_mesh, (512, 512), d) for d in (jnp.int8, jnp.float32))
@@ -145,6 +148,7 @@ def test_a_cast_that_is_not_fused_is_its_own_source(tpu_mesh):
 # Collectives
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("axes", [("data",), ("tensor",), ("data", "tensor")])
 def test_a_psum_names_its_axes(mesh, axes):
     def f(x):
@@ -271,6 +275,7 @@ def test_a_ragged_exchange_counts_the_rows_of_an_even_load(tpu_mesh):
 # Arrays, aliases, the host, kernels
 
 
+@pytest.mark.all
 def test_donated_arguments(mesh):
     x = array(mesh, (64, 128))
     y = array(mesh, (32, 128), jnp.int32)
@@ -293,6 +298,7 @@ def test_buffers_outside_fusions(tpu_mesh):
     assert all(b.shape.size < 512 * 256 or b.opcode == "copy-start" for b in fused.buffers())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("dtype", ["float32", "int8"])
 def test_updates_in_place_are_marked(tpu_mesh, dtype):
     """Those of int8 too, which a fusion sees in smaller tiles."""
@@ -310,6 +316,7 @@ def test_updates_in_place_are_marked(tpu_mesh, dtype):
     assert not all(b.in_place for b in copied)
 
 
+@pytest.mark.all
 def test_host_transfers(mesh):
     def f(x):
         jax.debug.callback(lambda x: None, x)

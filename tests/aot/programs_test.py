@@ -318,6 +318,7 @@ def test_the_flags_change_the_program():
     assert "collective-permute" in kinds({})
 
 
+@pytest.mark.all
 def test_an_unknown_flag_is_refused():
     devices = tpu.devices("v5e:2x2")
     one = jax.sharding.SingleDeviceSharding(devices[0])
@@ -440,6 +441,7 @@ def test_a_refusal_that_is_not_of_memory_is_an_error():
         aot.compiled("train", function, (), {})
 
 
+@pytest.mark.all
 def test_an_unknown_program_is_named():
     tpu.devices("v5e:2x2")
     topology = Topology.parse("v5e:2x2")

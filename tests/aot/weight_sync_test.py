@@ -66,6 +66,7 @@ def setup(request):
     )
 
 
+@pytest.mark.all
 def test_serving_parameters_are_counted_from_where_they_are_to_where_they_go(setup):
     """The run's own program and its own device_put, array by array."""
     zeros = lambda x: jax.device_put(np.zeros(x.shape, x.dtype), x.sharding)

@@ -56,6 +56,7 @@ def test_a_kernel_of_experts_counts_an_even_load():
     assert (count(setup.engine.layout), count(setup.training.layout)) == (80, 40)
 
 
+@pytest.mark.all
 def test_an_update_reads_all_dense_weights_on_each_device_of_the_experts():
     of = lambda **mesh: tiny_setup(**EXPERTS, train__microbatch_rows=4, **mesh)
     read = lambda setup: work.work("train", setup, aot.programs(setup)["train"][1]).weight_bytes

@@ -50,6 +50,7 @@ def test_the_head_counts(report, lines):
     assert report["without_tokens"] == 0 and report["current_version"] == 10
 
 
+@pytest.mark.all
 def test_metrics_are_those_of_the_tokens(report, lines):
     behav, old, now = tokens(lines, "logp_behav", "logp_old", "logp")
     found, x, l = report["metrics"], old - behav, now - behav
@@ -105,6 +106,7 @@ def judged(lines, tmp_path):
     return verdict.verdict(found)
 
 
+@pytest.mark.all
 def test_the_doctor_judges_by_these_metrics(report, tmp_path):
     """A gap this large is beyond weights, a fifth of it at the same weights is the engine's; without
     any gap all is well."""
@@ -121,6 +123,7 @@ def test_the_doctor_judges_by_these_metrics(report, tmp_path):
     assert judged(same, tmp_path)["verdict"] == ["healthy"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("share, expected", [(0.02, "mass"), (0.002, "healthy")])
 def test_a_filter_in_the_ratio_is_named(share, expected, tmp_path):
     """The sampler's log-probs are those of a distribution without this share of the learner's mass."""
@@ -142,6 +145,7 @@ def test_no_mean_ratio_is_judged_by_a_few_sequences(tmp_path):
     assert "mass" not in found["verdict"]
 
 
+@pytest.mark.all
 def test_a_gap_too_wide_for_a_filter_is_not_named_one(tmp_path):
     """Log-probs of other tokens: 3 nats lower for each token, where a filter would keep 5 % of the mass."""
     old = -np.random.default_rng(0).exponential(1.0, (64, 100)) - 0.1
@@ -150,6 +154,7 @@ def test_a_gap_too_wide_for_a_filter_is_not_named_one(tmp_path):
     assert "mass" in judged(lines(0.9), tmp_path)["verdict"]
 
 
+@pytest.mark.all
 def test_sequences_without_a_token_make_no_mean_more_certain(tmp_path):
     line = lambda ratio, on: {
         "logp_old": [-1.0] * 10, "logp_behav": [-1.0 - float(np.log(ratio))] * 10, "mask": [on] * 10
@@ -158,11 +163,13 @@ def test_sequences_without_a_token_make_no_mean_more_certain(tmp_path):
     assert "mass" not in judged(lines, tmp_path)["verdict"]
 
 
+@pytest.mark.all
 def test_equal_constants_are_no_gap(tmp_path):
     lines = [{"logp_old": [-1.0] * 20, "logp_behav": [-1.0] * 20}] * 8
     assert judged(lines, tmp_path)["verdict"] == ["healthy"]
 
 
+@pytest.mark.all
 def test_log_probs_that_rounding_put_above_zero_are_in_the_picture(tmp_path):
     line = {"logp_old": [-1.0] * 12, "logp_behav": [-1.0] * 11 + [5e-5]}
     report = measure.measure(dump.read(dumps.write(tmp_path / "d.jsonl", [line])))
@@ -182,6 +189,7 @@ def test_flags_without_their_column_are_refused(flags, message, tmp_path):
 OUTLIER = [-1.0] * 199 + [-14.0]  # and the learner -1: a ratio of 442,413
 
 
+@pytest.mark.all
 @pytest.mark.cases(
     "behav1-old1-9 valid tokens",
     "behav2-old2-the 200 valid tokens have an effective size of 1; a verdict needs 2",
@@ -266,6 +274,7 @@ def test_the_page_of_the_docs_has_what_is_printed(of_trl):
     assert all(words(line) in printed for line in shown)  # each after the one before
 
 
+@pytest.mark.all
 def test_the_command_on_a_dump_of_trl(of_trl):
     told, out = of_trl
     found = json.loads(out["json"].read_text())

@@ -143,6 +143,7 @@ def test_rows_stand_at_the_tokens_that_they_predict(tmp_path):
         assert layout.logp.tolist() == [0, -1, -2, 0, -3]
 
 
+@pytest.mark.all
 def test_flips_stand_at_positions_of_the_response_and_at_layers_of_the_record(tmp_path):
     """The first token has no route of the sampler, the third flips; layer 0 is no router."""
     behav = [[[-1, -1], [-1, -1]], [[0, 0], [0, 1]], [[0, 0], [2, 3]]]
@@ -459,6 +460,7 @@ def told(batch, tmp_path_factory):
     return report | {"doctor": verdict.verdict(report)}
 
 
+@pytest.mark.all
 def test_the_metrics_are_those_of_the_policys_tokens(told, batch):
     rows = batch.sampler.copy()
     stale(rows)
@@ -510,6 +512,7 @@ def test_the_dump_of_the_page_is_that_of_its_writer():
     assert [json.loads(line) for line in text.splitlines()] == routed.example()
 
 
+@pytest.mark.all
 def test_the_page_has_what_the_command_prints(monkeypatch, capsys):
     """Of the section of routes: its lines, in order, between the dots."""
     monkeypatch.chdir(PAGE.parents[1])

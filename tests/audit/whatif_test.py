@@ -128,6 +128,7 @@ def tables(tmp_path_factory):
     return lines, found
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("layout", ["alone", "shared"])
 @pytest.mark.parametrize("kind, name", RULES)
 def test_numbers_are_those_of_plain_loops(tables, layout, kind, name):
@@ -157,6 +158,7 @@ def test_truncated_is_what_a_bound_changed(tables):
     assert row("preset", "decoupled_k3_rs_token_tis") == row("weight", "token_tis") > 0
 
 
+@pytest.mark.all
 def test_without_weights_the_bias_is_the_total_variation(tmp_path):
     batch = batch_of(tmp_path, dumps.only(dumps.records(), "logp_behav", "logp_old", "mask"))
     row = table_of(batch, [("weight", "none")])["weight", "none"]

@@ -49,6 +49,7 @@ def maker(tmp_path, monkeypatch):
     return "made_for_tests:maker"
 
 
+@pytest.mark.all
 def test_calls_get_their_arguments_and_return_in_order(maker):
     it = Confined(maker, {"a": [1]}, what="it", timeout=5)
     try:
@@ -61,6 +62,7 @@ def test_calls_get_their_arguments_and_return_in_order(maker):
         it.close()
 
 
+@pytest.mark.all
 def test_what_fails_says_so_and_what_follows_is_called(maker):
     it = Confined(maker, 0, what="it", timeout=5)
     try:
@@ -72,6 +74,7 @@ def test_what_fails_says_so_and_what_follows_is_called(maker):
         it.close()
 
 
+@pytest.mark.all
 def test_two_threads_get_each_their_own(maker):
     it, found = Confined(maker, 0, what="it", timeout=5), {}
     try:
@@ -88,6 +91,7 @@ def test_two_threads_get_each_their_own(maker):
         it.close()
 
 
+@pytest.mark.all
 def test_what_cannot_be_made_is_refused_by_name(maker):
     with pytest.raises(ValueError, match="^it cannot be loaded: LookupError: not here$"):
         Confined(maker, "refuse", what="it", timeout=5)
@@ -140,6 +144,7 @@ def test_there_is_network_where_it_is_asked_for(maker, page, system):
         it.close()
 
 
+@pytest.mark.all
 def test_a_call_may_have_a_time_of_its_own(maker):
     it = Confined(maker, 0, what="it", timeout=0.2)
     try:
@@ -151,6 +156,7 @@ def test_a_call_may_have_a_time_of_its_own(maker):
         it.close()
 
 
+@pytest.mark.all
 def test_the_facts_of_a_function_are_known(maker):
     it = Confined(maker, "traits", what="it", timeout=5)
     it.close()

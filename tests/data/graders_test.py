@@ -143,6 +143,7 @@ MISTAKEN = [
 ]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(("reference", "text"), RIGHT)
 def test_mathematics_that_is_right(reference, text):
     assert REWARDS["math"](text, answer(reference)) == 1.0

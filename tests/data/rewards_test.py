@@ -136,6 +136,7 @@ def test_soft_overlong_penalty():
         soft_overlong_penalty(1, 100, 0)
 
 
+@pytest.mark.all
 def test_importing_rewards_does_not_import_jax():
     code = "import sys, jaxrl_tis.data.rewards; print('jax' in sys.modules)"
     result = subprocess.run(
@@ -144,6 +145,7 @@ def test_importing_rewards_does_not_import_jax():
     assert result.stdout == "False\n"
 
 
+@pytest.mark.all
 def test_worker_scores_in_order(user_module):
     with RewardWorker(f"{user_module}:length", timeout=10, on_error=-1.0) as worker:
         texts = ["x" * n for n in range(100)]
@@ -170,6 +172,7 @@ def test_a_score_is_the_reward_and_what_stands_beside_it_is_recorded(user_module
         assert worker.score(["plain", "void"], [RECORD] * 2) == [0.6, 0.5]
 
 
+@pytest.mark.all
 def test_components_without_a_score_are_summed_by_their_weights(user_module):
     weights = {"format": 0.1, "formt": 1.0}
     with RewardWorker(f"{user_module}:parts", timeout=10, weights=weights) as worker:
@@ -207,6 +210,7 @@ def test_a_failure_is_dropped_or_gets_the_score_that_is_asked_for(user_module):
         assert worker.results(["a"], [RECORD]) == [Scored(2.0, {"reward": 2.0})]
 
 
+@pytest.mark.all
 def test_failures_are_told_once_a_kind_and_kept(user_module, tmp_path, capfd):
     path, told = tmp_path / failures.FILE_NAME, []
     with RewardWorker(
@@ -251,12 +255,14 @@ def test_one_that_hangs_costs_its_own_time_alone(user_module):
             assert worker.counts["timeouts"] == 1
 
 
+@pytest.mark.all
 def test_a_crash_in_a_batch_costs_one_text(user_module):
     with RewardWorker(f"{user_module}:slow_trl", timeout=10, on_error="-1") as worker:
         assert worker.score(["1", "crash", "3"], [RECORD] * 3) == [1.0, -1.0, 3.0]
         assert worker.counts["errors"] == 1
 
 
+@pytest.mark.all
 def test_a_batch_that_hangs_ends_with_its_worker(user_module):
     worker = RewardWorker(f"{user_module}:slow_trl", timeout=60)
     scoring = threading.Thread(target=worker.score, args=(["hang"] * 2, [RECORD] * 2), daemon=True)
@@ -271,12 +277,14 @@ def test_a_batch_that_hangs_ends_with_its_worker(user_module):
     worker.close()
 
 
+@pytest.mark.all
 def test_tokens_reach_a_function_that_asks_for_them(user_module):
     with RewardWorker(f"{user_module}:tokens", timeout=10) as worker:
         assert worker.results(["a", "b"], [RECORD] * 2, [[1, 2], [3]])[0].score == 2.0
         assert worker.score(["abc"], [RECORD]) == [3.0]  # the text of no model
 
 
+@pytest.mark.all
 def test_a_config_makes_a_worker(user_module):
     config = default.get_config().reward
     config.name, config.on_error = f"{user_module}:scored", "-2"
@@ -285,6 +293,7 @@ def test_a_config_makes_a_worker(user_module):
         assert worker.score(["plain", "no score"], [RECORD] * 2) == [0.6, -2.0]
 
 
+@pytest.mark.all
 def test_worker_runs_without_jax_in_one_other_process(user_module):
     with RewardWorker(f"{user_module}:has_jax", timeout=10, on_error=-1.0) as worker:
         assert worker.score(["a"], [RECORD]) == [0.0]
@@ -293,6 +302,7 @@ def test_worker_runs_without_jax_in_one_other_process(user_module):
         assert scorer(worker) != os.getpid() and is_running(scorer(worker))
 
 
+@pytest.mark.all
 def test_worker_scores_a_batch_in_milliseconds():
     with RewardWorker("last_number", timeout=10, on_error=-1.0) as worker:
         texts = [f"the sum is {n}" for n in range(256)]
@@ -305,6 +315,7 @@ def test_worker_scores_a_batch_in_milliseconds():
         assert min(times) < 2.0  # 10 to 20 ms on an idle machine; 256 waits take longer
 
 
+@pytest.mark.all
 def test_faulty_items_score_on_error_and_the_rest_go_on(user_module):
     texts = ["a", "hang", "b", "crash", "crash", "c", "raise", "exit", "nan", "inf", "none", "d"]
     start = time.monotonic()
@@ -318,12 +329,14 @@ def test_faulty_items_score_on_error_and_the_rest_go_on(user_module):
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.all
 def test_an_exception_does_not_cost_the_process(user_module):
     with RewardWorker(f"{user_module}:faulty", timeout=10, on_error=-1.0) as worker:
         before, *_, after = worker.score(["which", "raise", "exit", "which"], [RECORD] * 4)
         assert before == after != -1.0
 
 
+@pytest.mark.all
 def test_a_process_that_no_longer_reads_is_replaced(user_module):
     with RewardWorker(f"{user_module}:faulty", timeout=2.0, on_error=-1.0) as worker:
         os.kill(scorer(worker), signal.SIGSTOP)
@@ -331,6 +344,7 @@ def test_a_process_that_no_longer_reads_is_replaced(user_module):
         assert worker.counts["timeouts"] == 1
 
 
+@pytest.mark.all
 def test_the_time_limit_is_per_item(tmp_path, monkeypatch):
     (tmp_path / "slow_rewards.py").write_text(
         "import time\ndef slow(text, record):\n    time.sleep(0.1)\n    return 1.0\n"
@@ -340,11 +354,13 @@ def test_the_time_limit_is_per_item(tmp_path, monkeypatch):
         assert worker.score(["a"] * 25, [RECORD] * 25) == [1.0] * 25  # 2.5 s in all
 
 
+@pytest.mark.all
 def test_a_message_larger_than_the_pipe(user_module):
     with RewardWorker(f"{user_module}:length", timeout=10, on_error=-1.0) as worker:
         assert worker.score(["x" * 1_000_000] * 3, [RECORD] * 3) == [1_000_001.0] * 3
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not confined.namespaces(), reason="without them a new session gets away")
 def test_a_hanging_item_is_killed_with_what_it_started(user_module, tmp_path):
     note, seen = str(tmp_path / "child"), []
@@ -358,6 +374,7 @@ def test_a_hanging_item_is_killed_with_what_it_started(user_module, tmp_path):
     wait_until_ended(child)
 
 
+@pytest.mark.all
 def test_close_leaves_no_process_and_can_be_repeated(user_module):
     worker = RewardWorker(f"{user_module}:which", timeout=10, on_error=0.0)
     [before], pid = worker.score(["a"], [RECORD]), scorer(worker)
@@ -369,6 +386,7 @@ def test_close_leaves_no_process_and_can_be_repeated(user_module):
     worker.close()
 
 
+@pytest.mark.all
 def test_a_worker_killed_from_outside_is_replaced(user_module):
     with RewardWorker(f"{user_module}:which", timeout=10, on_error=-1.0) as worker:
         [before], pid = worker.score(["a"], [RECORD]), scorer(worker)
@@ -380,6 +398,7 @@ def test_a_worker_killed_from_outside_is_replaced(user_module):
         assert worker.counts["errors"] == 1
 
 
+@pytest.mark.all
 def test_the_worker_ends_when_its_owner_is_killed(user_module, tmp_path):
     note = tmp_path / "pid"
     code = (
@@ -396,6 +415,7 @@ def test_the_worker_ends_when_its_owner_is_killed(user_module, tmp_path):
     wait_until_ended(int(note.read_text()))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -412,6 +432,7 @@ def test_a_function_that_cannot_be_loaded(function, message, tmp_path, monkeypat
         RewardWorker(function, timeout=1, on_error=0.0)
 
 
+@pytest.mark.all
 def test_a_module_that_loads_for_too_long(tmp_path, monkeypatch):
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -420,6 +441,7 @@ def test_a_module_that_loads_for_too_long(tmp_path, monkeypatch):
         RewardWorker("endless:f", timeout=1, on_error=0.0)
 
 
+@pytest.mark.all
 def test_on_error_is_returned_as_given(user_module):
     with RewardWorker(f"{user_module}:faulty", timeout=10, on_error=math.pi) as worker:
         assert worker.score(["raise"], [RECORD]) == [math.pi]

@@ -303,6 +303,7 @@ def chain_sum(**changes):
     return TASKS["reasoning_gym"](**(params | changes))
 
 
+@pytest.mark.all
 def test_reasoning_gym_examples():
     source = chain_sum()
     for example in read_all(source):

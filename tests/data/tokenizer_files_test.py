@@ -217,6 +217,7 @@ def test_special_tokens_for_a_template_are_those_of_transformers(tmp_path):
     }
 
 
+@pytest.mark.all
 def test_folder_template_in_each_of_its_places(tmp_path):
     text = "{{ messages[0]['content'] }}|%s|{{ bos_token }}"
     base = {"eos_token": "<|im_end|>", "bos_token": "<|im_start|>"}

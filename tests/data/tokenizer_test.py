@@ -43,6 +43,7 @@ def test_ids_that_a_tokenizer_lacks_have_no_text(tmp_path):
     assert tokenizer.decode([a, len(TOKENS), 98, 99, 100, 5000, a]) == "a<far>a"
 
 
+@pytest.mark.all
 def test_chat_drops_the_white_space_of_block_lines(tmp_path):
     tokenizer = from_gguf(write_gguf(tmp_path / "tiny.gguf"))
     # trim_blocks drops the newline after a block and lstrip_blocks the blanks before one; the
@@ -71,6 +72,7 @@ def test_arguments_and_date_reach_the_template(tmp_path):
             load_tokenizer(path, {"deep": True})
 
 
+@pytest.mark.all
 def test_tools_reach_the_template(tmp_path):
     text = "{{ tools | tojson }}{{ messages | length }}{{ add_generation_prompt }}"
     write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=text)
@@ -84,6 +86,7 @@ def test_tools_reach_the_template(tmp_path):
         CharTokenizer("12").chat(USER, tools=tools)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize(
     ("template", "message"),
     [
@@ -100,6 +103,7 @@ def test_a_template_cannot_leave_its_sandbox(tmp_path, template, message):
         tokenizer.chat(USER)
 
 
+@pytest.mark.all
 def test_template_helpers(tmp_path):
     template = (
         "{{ strftime_now('%%') }}{{ {'a': 'é<'} | tojson }}"
@@ -217,6 +221,7 @@ def test_messages_of_users_and_tools_come_from_outside(tmp_path):
     assert escaped(tokenizer, [{"role": "user"}]) == [{"role": "user"}]
 
 
+@pytest.mark.all
 def test_many_at_once_are_as_one_by_one(tmp_path):
     template = "{% if messages|length > 1 %}{{ raise_exception('one, please') }}{% endif %}" + TEMPLATE
     write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=template)
@@ -256,6 +261,7 @@ def test_the_digest_tells_tokenizers_and_templates_apart(tmp_path):
     assert CharTokenizer("12").digest() != CharTokenizer("21").digest()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("said", ["hello", " hello  ", "2+3?", "e", ""])
 def test_the_last_message_of_an_assistant_is_left_open(tmp_path, said):
     """As transformers' continue_final_message has it: the text ends with the message."""
@@ -267,6 +273,7 @@ def test_the_last_message_of_an_assistant_is_left_open(tmp_path, said):
     assert other == tokenizer.chat(USER)
 
 
+@pytest.mark.all
 def test_a_last_message_that_the_template_does_not_write_is_refused(tmp_path):
     jinja = "{% for m in messages %}{{ m.content | upper }}{% endfor %}"
     write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=jinja)
@@ -275,6 +282,7 @@ def test_a_last_message_that_the_template_does_not_write_is_refused(tmp_path):
     assert all("changes the assistant's last message" in str(x) for x in found)
 
 
+@pytest.mark.all
 def test_a_last_message_with_tool_calls_is_refused(tmp_path):
     jinja = "{% for m in messages %}{{ m.content }}{{ m.tool_calls }}{% endfor %}"
     write_folder(tmp_path / "a", config={"eos_token": "<|im_end|>"}, jinja=jinja)
@@ -283,6 +291,7 @@ def test_a_last_message_with_tool_calls_is_refused(tmp_path):
     assert isinstance(found, ValueError) and "has tool calls" in str(found)
 
 
+@pytest.mark.all
 def test_a_last_message_that_the_template_cuts_is_refused(tmp_path):
     """R1's template drops the thought. A template that trims drops space, and that may be."""
     jinja = "{% for m in messages %}{{ m.content.split('</think>')[-1] | trim }}{% endfor %}"

@@ -145,6 +145,7 @@ def test_the_record_leads_to_its_findings(name, tmp_path):
         assert diagnosis["undecided"] == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", CASES)
 def test_the_config_accepts_the_advised_lines(name, tmp_path):
     values, changes, _ = CASES[name]
@@ -163,6 +164,7 @@ def test_every_finding_has_a_record():
     assert own <= set().union(*(expected for *_, expected in CASES.values()))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("symptom", [{CHI2: 1.5}, {CHI2: 3.0}, GAP, {KL: 0.2, ENGINE_SHARE: 0.1}])
 @pytest.mark.parametrize("changes", [DECOUPLED_TIS, NAIVE, WHOLE, DIRECT, STAND_IN, {}])
 def test_advice_for_the_gap_keeps_what_corrects_staleness(symptom, changes, tmp_path):

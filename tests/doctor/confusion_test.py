@@ -322,6 +322,7 @@ def table(diagnoses):
     ]
 
 
+@pytest.mark.all
 def test_every_record_gets_its_verdict_and_no_other(diagnoses):
     assert len(RECORDS) >= 60
     wrong = [

@@ -263,6 +263,7 @@ def tokens_of_verl(seed, mean, spread, kept=1.0):
     return rows
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("spread, mean, kept, is_filter", [
     (0.1, None, 0.9, True), (0.5, None, 0.8, True), (0.8, None, 0.6, True), (0.3, None, 0.4, True),
     # True importance ratios: the mean is -spread^2 / 2, and the ratios have mean 1.

@@ -77,6 +77,7 @@ def test_the_finding_in_a_run(changes, is_found, tmp_path):
     assert ("the gap grows with the depth of the context" in describe(diagnosis)) is is_found
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("is_wrong", [True, False])
 def test_a_dump_with_a_fault_beyond_a_window(is_wrong, tmp_path):
     """Past 256 tokens the sampler's log-probs have ten times the noise, or everywhere the same."""

@@ -58,6 +58,7 @@ def test_no_name_of_a_log_is_made_up(framework):
     assert len(log.rows[0][1]) - len(known) <= 2
 
 
+@pytest.mark.all
 @pytest.mark.cases("trl", "this program", "verl")
 @pytest.mark.parametrize("framework", doctor.LAYOUTS)
 def test_a_few_logs(framework):

@@ -425,6 +425,7 @@ def test_the_advice_fits_the_config(case, tmp_path):
     check_advice(diagnose(write_run(tmp_path, values, changes)), config_of(changes))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("case", [*CAUSE_CASES, *SETUP_CASES])
 def test_the_config_accepts_the_advised_lines(case, tmp_path):
     values, changes, _ = (CAUSE_CASES | SETUP_CASES)[case]

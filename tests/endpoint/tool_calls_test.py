@@ -63,6 +63,7 @@ def families(tmp_path_factory):
     return {name: (tokenizer, form_of(tokenizer)) for name, tokenizer in tokenizers.items()}
 
 
+@pytest.mark.all
 def test_the_form_is_that_of_the_template(families, tmp_path):
     forms = {name: form for name, (_, form) in families.items()}
     assert {name: form.read for name, form in forms.items()} == {

@@ -80,6 +80,7 @@ def written(dtype, unrolled):
     return q, k, v, out, state
 
 
+@pytest.mark.all
 @FEW
 @pytest.mark.parametrize("dtype, unrolled", FORMS)
 def test_chunks_of_a_prompt_attend_to_all_before_them(dtype, unrolled):
@@ -104,6 +105,7 @@ def test_a_chunk_that_ends_with_its_page_leaves_the_page_behind_it_alone():
     assert is_written(TABLE[0, 1]) == [False, False]
 
 
+@pytest.mark.all
 @FEW
 @pytest.mark.parametrize("dtype, unrolled", FORMS)
 def test_decode_goes_on_in_the_pages_and_writes_one_place(dtype, unrolled):
@@ -172,6 +174,7 @@ def test_copies_of_pages(dtype, unrolled):
         assert x[9].any()
 
 
+@pytest.mark.all
 def test_int8_codes_are_exact_at_the_largest_value_of_a_head():
     k = normal(1, 2, SIZE, 8)
     kv = cache.KV.empty(CONFIG, 2, SIZE, jnp.dtype("int8")).write(jnp.array([1]), k, k)

@@ -63,6 +63,7 @@ def sampled(v, shape=None):
     return jax.jit(draw)(logits(v), rows, keys(64, ids, ids), ids.astype(np.int32))
 
 
+@pytest.mark.all
 def test_what_is_recorded_is_of_the_distribution_drawn_from():
     rows = SamplingRows.of([KINDS[i % len(KINDS)] for i in range(64)])
     found, p = sampled(304), np.asarray(jax.jit(sampling.distribution)(logits(304), rows))
@@ -147,6 +148,7 @@ def engine(**fields):
     ))
 
 
+@pytest.mark.all
 def test_the_record_has_the_support_and_the_likeliest_tokens_of_every_token():
     serving = engine(records_logits=True, top_n=TOP, num_kept=6)
     scheduler = Scheduler(serving, serving.load(transformer.init(CONFIG, jax.random.key(0))))

@@ -310,6 +310,7 @@ def test_eight_bit_keys_round_alike_but_for_one_beside_the_middle_of_two_codes()
     assert distances[-2] < 2e-5 and distances[-1] < 0.02
 
 
+@pytest.mark.all
 def test_n_grams_of_what_was_drawn_are_accepted():
     """Greedy: a random model soon repeats itself."""
     engine = engine_test.engine("f32")

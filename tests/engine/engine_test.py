@@ -129,6 +129,7 @@ def assert_bitwise_equal(actual, expected):
             getattr(actual, field), getattr(expected, field), err_msg=f"{actual.id} {field}")
 
 
+@pytest.mark.all
 @pytest.mark.cases("w8a8")
 @pytest.mark.parametrize("name", ["f32", "w8a8"])
 def test_company_slot_and_order_of_arrival_change_no_bit(name):
@@ -142,6 +143,7 @@ def test_company_slot_and_order_of_arrival_change_no_bit(name):
             assert_bitwise_equal(together[r.id], alone[r.id])
 
 
+@pytest.mark.all
 def test_rows_are_prefilled_in_blocks_of_one_size_and_only_where_there_are_prompts():
     """Of 8 rows of 64 tokens 4 at a time: 5 prompts take two blocks, one takes one."""
     sampler, calls = engine("blocks"), []
@@ -160,6 +162,7 @@ def test_rows_are_prefilled_in_blocks_of_one_size_and_only_where_there_are_promp
         np.testing.assert_allclose(alone[r.id].logp_raw, expected, atol=1e-4)
 
 
+@pytest.mark.all
 def test_reading_tokens_late_changes_no_bit():
     requests = [
         dataclasses.replace(r, sampling=dataclasses.replace(
@@ -252,6 +255,7 @@ def test_buckets_hold_the_chunk_and_are_few():
     assert sorted(set(buckets)) == [8, 16, 24, 32, 48, 64] and buckets == sorted(buckets)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("fields", [
     dict(temperature=0.7), dict(top_p=0.8), dict(temperature=1.5, top_k=9, min_p=0.05),
 ], ids=str)
@@ -300,6 +304,7 @@ def test_layout_chunks_and_lost_pages_change_no_token(name, like):
                 getattr(got[r.id], field), getattr(expected[r.id], field), atol=2e-5)
 
 
+@pytest.mark.all
 def test_int8_keys_and_values_are_near_float32_and_not_equal():
     requests = [request(f"q{n}", n, max_tokens=8) for n in (1, 4, 9, 16)]
     quantised = run("kv8", requests)
@@ -311,6 +316,7 @@ def test_int8_keys_and_values_are_near_float32_and_not_equal():
     assert 1e-4 < gaps.mean() < 0.1
 
 
+@pytest.mark.all
 @pytest.mark.cases("f32-scheme0", "w8a8-scheme1", "kv8-scheme2", "kv_f8_scanned-scheme5")
 @pytest.mark.parametrize("name, scheme", [
     ("f32", {}), ("w8a8", dict(is_w8a8=True)), ("kv8", dict(kv="int8")),
@@ -484,6 +490,7 @@ def test_a_prompt_s_last_token_is_not_written_again_into_a_shared_page():
     assert all(k_pnsk[table[i, 2], :, 0].all() for i in range(2))
 
 
+@pytest.mark.all
 def test_what_a_slot_held_before_cannot_poison_it():
     r = request("r", 6, seed=4, max_tokens=8)
     expected = run("f32", [r])["r"]

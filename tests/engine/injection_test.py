@@ -34,6 +34,7 @@ def assert_same(actual, expected):
         assert_bitwise_equal(actual[name], t)
 
 
+@pytest.mark.all
 @pytest.mark.cases("sharpness(scale=0)")
 @pytest.mark.parametrize("injected", [
     "logits(scale=0.0, growth=3.0)", "sharpness(scale=0)", "weights(scale=0.0)",
@@ -50,6 +51,7 @@ def z(*path):
     return np.asarray(jax.random.normal(key, path[-1]))
 
 
+@pytest.mark.all
 @pytest.mark.cases(
     "logits(scale=-0.5, seed=7)-<lambda>", "logits(scale=0.3, growth=0.1, seed=7)-<lambda>",
     "sharpness(scale=0.2)-<lambda>",
@@ -79,6 +81,7 @@ def changed_params():
     return params_of(0) | {"layers": layers}
 
 
+@pytest.mark.all
 def test_changed_weights_are_served():
     """What one engine changes is what another is given, but for the last bit of a product."""
     actual, expected = drawn("weights(scale=0.05, seed=7)"), drawn("", changed_params)

@@ -351,6 +351,7 @@ def tiny_programs(numerics):
     }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["load", "prefill", "decode", "verify", "score", "update"])
 def test_programs_are_compiled_with_the_options_of_their_numerics(name, monkeypatch):
     """XLA refuses an option that it does not know, so an error shows that it was given."""

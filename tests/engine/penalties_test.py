@@ -54,6 +54,7 @@ def seen(params, prompts, drawn, v=24, layout=SINGLE):
     return Penalties.of(params).seen(tokens, *lengths.T, v, layout)
 
 
+@pytest.mark.all
 def test_penalties_by_hand():
     params = SamplingParams(
         repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25,
@@ -65,6 +66,7 @@ def test_penalties_by_hand():
     np.testing.assert_array_equal(found, [[2.25, -3.0, 0.0, -4.0, 5.0]])
 
 
+@pytest.mark.all
 def test_no_stop_id_can_be_drawn_before_min_tokens():
     # Without 4 and 1 the likeliest is 2; e^0, e^-1 and e^-2 are left, of them two for top_k.
     logits = np.array([[1.0, 4.0, 3.0, 2.0, 5.0]], np.float32)
@@ -88,6 +90,7 @@ def test_no_stop_id_can_be_drawn_before_min_tokens():
     np.testing.assert_allclose(found.logp_raw[0], raw[token], rtol=1e-6)
 
 
+@pytest.mark.all
 def test_rows_without_penalties_draw_the_same_bits_as_an_engine_without():
     logits = np.random.default_rng(1).normal(0, 3, (64, 200)).astype(np.float32)
     logits[:, ::7] = -np.inf
@@ -110,6 +113,7 @@ def drawing():
     return jax.jit(sample, compiler_options=compilation.OPTIMIZED)
 
 
+@pytest.mark.all
 @pytest.mark.cases("1", "4", "7")
 @pytest.mark.parametrize("params", KINDS, ids=range(len(KINDS)))
 def test_a_hundred_thousand_draws_follow_the_penalised_distribution(params):
@@ -130,6 +134,7 @@ def test_a_hundred_thousand_draws_follow_the_penalised_distribution(params):
     np.testing.assert_allclose(np.exp(logs), p, atol=1e-6)
 
 
+@pytest.mark.all
 @pytest.mark.cases("24-shape0")
 @pytest.mark.parametrize("v, shape", [(24, (1, 1, 8)), (304, (4, 1, 2))])
 def test_a_split_vocabulary_is_penalised_as_the_whole_one(v, shape):
@@ -207,6 +212,7 @@ def run(an_engine, interrupt=lambda scheduler: {}):
     return drain(scheduler)
 
 
+@pytest.mark.all
 def test_every_draw_of_the_engine_is_penalised_for_what_was_drawn_before():
     found = run(engine())
     logits_of = jax.jit(lambda tokens: transformer.logits(params_of(), CONFIG, tokens))

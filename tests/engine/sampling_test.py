@@ -157,6 +157,7 @@ def test_the_same_triple_draws_the_same_and_each_part_matters():
         assert len(set(tokens(**{part: range(COUNT)}))) == 200
 
 
+@pytest.mark.all
 def test_key_is_two_folds_of_the_seed():
     key = jax.random.fold_in(jax.random.key(11), 22)
     np.testing.assert_array_equal(keys(1, 11, 22)[0], jax.random.key_data(key))

@@ -6,6 +6,7 @@ import dataclasses
 import random
 
 import numpy as np
+import pytest
 
 from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.drafts import Drafts
@@ -174,6 +175,7 @@ class Run:
         assert set(self.done) == set(self.requests)
 
 
+@pytest.mark.all
 def test_random_events_lose_no_token_no_page_and_no_request():
     events, stats = collections.Counter(), collections.Counter()
     for seed in range(RUNS):

@@ -75,6 +75,7 @@ def test_the_largest_uniform_draws_the_last_possible_token(v, shape, numerics, m
         np.testing.assert_array_equal(drawn.tokens, [max(support) for support in supports])
 
 
+@pytest.mark.all
 @pytest.mark.cases("1024-shape1-invariant")
 @pytest.mark.parametrize("v, shape, numerics", [
     (304, (4, 1, 2), "fast"), (1024, (4, 1, 2), "invariant"), (300, (4, 1, 2), "invariant"),

@@ -127,6 +127,7 @@ DECODED = pytest.mark.parametrize("scheme, kv", [
 WRITTEN = pytest.mark.parametrize("kv", ["bfloat16", IN_ALL("int8")])
 
 
+@pytest.mark.all
 @DECODED
 def test_a_layer_of_decode_reduces_rows_twice_and_nothing_else(scheme, kv):
     """W8A8 also needs the largest activation of each row."""

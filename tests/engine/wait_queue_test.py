@@ -112,6 +112,7 @@ def play(waiting, policy, seed):
     return log
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("max_wait_admissions", [None, 0, 4])
 @pytest.mark.parametrize("name", POLICIES)
 def test_the_order_that_is_kept_is_that_of_sorting_anew(name, max_wait_admissions):

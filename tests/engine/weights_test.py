@@ -28,6 +28,7 @@ CONFIG = ModelConfig(
 )
 
 
+@pytest.mark.all
 @pytest.mark.cases("True-False-none", "False-True-w8a8")
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
 @pytest.mark.parametrize("unroll", [True, False])
@@ -113,6 +114,7 @@ def test_eight_bit_values_are_moved(shape, unroll):
     assert set(elements) == {"s8", "f32"}
 
 
+@pytest.mark.all
 @pytest.mark.cases("shape1-w8a8")
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
 @pytest.mark.parametrize("shape", [(1, 1, 1), (2, 1, 2), (4, 1, 2)])
@@ -130,6 +132,7 @@ def test_served_parameters_outlive_the_learners_on_the_same_and_on_fewer_devices
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(found)} == {math.prod(shape)}
 
 
+@pytest.mark.all
 def test_weights_that_change_on_the_way_are_not_served(monkeypatch):
     served, params = engine((4, 1, 2), quantization="w8a8"), learner_params((1, 4, 1))
     moved = sharding.moved

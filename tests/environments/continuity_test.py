@@ -111,6 +111,7 @@ def encode(text):
 # -- what a suffix is --
 
 
+@pytest.mark.all
 def test_a_suffix_of_chatml_by_hand():
     found = suffixes("smollm2").after("4", mark("<|im_end|>"), [mark("<|im_end|>")])
     newline, start = piece("Ċ"), mark("<|im_start|>")
@@ -135,6 +136,7 @@ def test_a_sampled_end_stands_for_the_templates_end(stops, expected):
     assert found == encode(text)
 
 
+@pytest.mark.all
 def test_an_end_within_the_observation_is_not_the_answers():
     """The template of this test writes nothing after an answer."""
     template = "{% for m in messages %}[{{ m.content }}]{% endfor %}"
@@ -142,12 +144,14 @@ def test_an_end_within_the_observation_is_not_the_answers():
     assert found == encode("][a</s>b]")
 
 
+@pytest.mark.all
 def test_an_end_of_the_last_answer_alone_is_no_part_of_a_suffix():
     template = "{% for m in messages %}[{{ m.content }}{{ eos_token if loop.last }}{% endfor %}"
     found = Suffixes(tokenizer(template), chat=True).after("4", mark("</s>"), [mark("</s>")])
     assert found == encode("[4</s>")  # the last message of the longer render has it
 
 
+@pytest.mark.all
 def test_a_system_message_that_is_repeated_at_the_end_is_named():
     template = (
         "{% for m in messages %}[{{ m.content }}]{% endfor %}"
@@ -157,6 +161,7 @@ def test_a_system_message_that_is_repeated_at_the_end_is_named():
     assert Suffixes(tokenizer(template), chat=True).rewrites == ("the system message",)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name, kwargs, rewrites, tool_role", [
     ("qwen2.5", {}, [], "tool"),
     ("qwen3", {}, ["thinking"], "tool"),

@@ -59,6 +59,7 @@ def end(pid):
         time.sleep(0.01)
 
 
+@pytest.mark.all
 def test_all_processes_get_the_replies_of_the_first():
     """The other one has no environments; what it hears is JSON."""
     told = []
@@ -84,6 +85,7 @@ def test_all_processes_get_the_replies_of_the_first():
             play.close()
 
 
+@pytest.mark.all
 def test_an_episode():
     with made() as play:
         first = asked(play, "a")
@@ -105,6 +107,7 @@ def test_digests_differ_with_the_observation_and_the_end():
     assert pool.digest(Step([message])) == pool.digest(Step([dict(reversed(message.items()))]))
 
 
+@pytest.mark.all
 def test_many_episodes_at_once():
     rng, turns = random.Random(0), 3
     answers = {f"e{i}": [str(rng.random()) for _ in range(turns)] for i in range(60)}
@@ -122,6 +125,7 @@ def test_many_episodes_at_once():
         assert [worker.episodes for worker in play._workers] == [0, 0]
 
 
+@pytest.mark.all
 def test_an_episode_keeps_to_its_process_and_the_processes_share_them():
     with made("Which", workers=3) as play:
         for id in "abcdef":
@@ -135,6 +139,7 @@ def test_an_episode_keeps_to_its_process_and_the_processes_share_them():
         assert len(set(map(text, first.values()))) == 3
 
 
+@pytest.mark.all
 def test_what_takes_time_takes_it_at_once_and_a_quick_one_is_first():
     with made(workers=4) as play:
         for id in "abcd":
@@ -149,6 +154,7 @@ def test_what_takes_time_takes_it_at_once_and_a_quick_one_is_first():
         assert time.monotonic() - start < 2.5  # 2.7 one after the other
 
 
+@pytest.mark.all
 def test_ready_waits_for_calls_alone():
     with made() as play:
         start = time.monotonic()
@@ -163,6 +169,7 @@ def test_ready_waits_for_calls_alone():
         assert text(replies(play, 1)["a"]) == "p 1: sleep 1"
 
 
+@pytest.mark.all
 def test_one_that_hangs_costs_itself_alone(tmp_path):
     note = tmp_path / "note"
     with made(timeout=1.0, note=str(note)) as play:
@@ -179,6 +186,7 @@ def test_one_that_hangs_costs_itself_alone(tmp_path):
     assert note.read_text() == "p\n"
 
 
+@pytest.mark.all
 def test_one_that_crashes_costs_itself_alone():
     with made() as play:
         asked(play, "a", ("one",))
@@ -187,6 +195,7 @@ def test_one_that_crashes_costs_itself_alone():
         assert text(asked(play, "a", ("one", "two"))) == "p 1: one two"
 
 
+@pytest.mark.all
 def test_a_process_that_is_killed_from_outside_costs_nothing():
     with made(workers=2) as play:
         for id in "abcd":
@@ -202,6 +211,7 @@ def test_a_process_that_is_killed_from_outside_costs_nothing():
         assert text(replies(play, 1)["a"]) == "p 1: one two sleep 1"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("fault, error", [
     ("raise", "KeyError at .*played.py:"),
     ("flood", "step returned 70,000 characters"),
@@ -227,6 +237,7 @@ def play():
         yield play
 
 
+@pytest.mark.all
 def test_what_cannot_be_made_is_an_outcome_of_its_own(play):
     failed = asked(play, "a", record=RECORD | {"prompt": "raise"})
     assert failed.fault == "errors" and failed.error.startswith("KeyError at ")
@@ -262,6 +273,7 @@ def test_a_repeated_episode_has_the_same_cuts_and_the_same_last_answer():
         assert text(reply) == "" and reply.observations[-2:] == ("p 1: x (cut) y z (cut)", "")
 
 
+@pytest.mark.all
 def test_one_that_is_not_repeatable_fails():
     with made("Which") as play:
         first = asked(play, "a").digest
@@ -275,6 +287,7 @@ def test_one_that_is_not_repeatable_fails():
         assert "step 1 of the episode c" in asked(play, "c", ("x", "y"), ("", "0" * 16)).error
 
 
+@pytest.mark.all
 def test_one_that_ends_sooner_when_it_is_repeated_fails(tmp_path):
     with made("Ends") as play:
         path = str(tmp_path / "seen")
@@ -283,6 +296,7 @@ def test_one_that_ends_sooner_when_it_is_repeated_fails(tmp_path):
         assert "not repeatable: step 1" in asked(play, "a", (path, "")).error
 
 
+@pytest.mark.all
 def test_close_runs_when_an_episode_is_forgotten_fails_or_the_pool_closes(tmp_path, capfd):
     note = tmp_path / "note"
     with made(timeout=1.0, note=str(note)) as play:
@@ -301,6 +315,7 @@ def test_close_runs_when_an_episode_is_forgotten_fails_or_the_pool_closes(tmp_pa
     play.close()
 
 
+@pytest.mark.all
 def test_a_forgotten_call_gets_no_reply_and_its_id_is_free():
     with made() as play:
         play.submit(Call("a", RECORD, 1, ("sleep 0.5",)))
@@ -316,6 +331,7 @@ def test_a_forgotten_call_gets_no_reply_and_its_id_is_free():
         assert play.ready() == []
 
 
+@pytest.mark.all
 def test_a_pool_closes_with_calls_under_way():
     play = made(timeout=20.0)
     for id in "abc":
@@ -327,6 +343,7 @@ def test_a_pool_closes_with_calls_under_way():
     assert play.ready(1.0) == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name, params, error", [
     ("tests.environments.played", {}, "environments.played' is not of the form 'module:Class'"),
     ("no_such_module:Class", {}, "cannot be loaded: ModuleNotFoundError: No module named 'no_such"),
@@ -339,6 +356,7 @@ def test_a_class_that_cannot_be_used_is_refused_before_a_run(name, params, error
         Pool(environment=name, params=params, workers=2, timeout=1.0)
 
 
+@pytest.mark.all
 @pytest.mark.skipif(not confined.namespaces(), reason="without them nobody else ends its children")
 def test_close_leaves_no_process():
     play = made(workers=2)
@@ -364,6 +382,7 @@ SHIPPED = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_environment_plays_and_repeats(name, tmp_path):
     params, prompt, answer, answers, last = SHIPPED[name]

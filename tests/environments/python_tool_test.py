@@ -49,15 +49,18 @@ def test_final_answers(answer, reward):
     assert begun().step(answer) == Step("", reward, True, {"programs": 0, "stopped_programs": 0})
 
 
+@pytest.mark.all
 def test_a_block_ends_with_a_line_of_its_own():
     assert begun().step(block("print('```')\nprint(2)")).observation == "```\n2\n"
     assert begun().step("```python\r\nprint(3)\r\n```\r\n").observation == "3\n"
 
 
+@pytest.mark.all
 def test_a_box_in_a_program_is_no_answer():
     assert begun().step(block(r"print(r'\boxed{408}')")).observation == "\\boxed{408}\n"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("program, expected", [
     ("x = 1\n1 / 0", "line 2: ZeroDivisionError: division by zero\n"),
     ("print(1)\ndef f():\n  return {}['a']\nf()", "1\nline 3: KeyError: 'a'\n"),
@@ -93,6 +96,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.all
 def test_what_a_program_may_not_do(tmp_path):
     file, library = tmp_path / "file", os.path.dirname(os.__file__)
     file.write_text("kept")
@@ -106,6 +110,7 @@ def test_what_a_program_may_not_do(tmp_path):
     assert file.read_text() == "kept"
 
 
+@pytest.mark.all
 def test_it_reads_modules_of_the_library_and_nothing_of_the_environment(monkeypatch):
     monkeypatch.setenv("SECRET", "s3cret")
     names = output("import os\nprint(*sorted(os.environ))").split()
@@ -113,12 +118,14 @@ def test_it_reads_modules_of_the_library_and_nothing_of_the_environment(monkeypa
     assert output("import fractions, dataclasses, statistics, decimal, calendar\nprint(1)") == "1\n"
 
 
+@pytest.mark.all
 def test_programs_repeat():
     program = "import random\nprint(random.random(), {'a', 'b', 'c', 'd'}, hash('abc'))"
     assert output(program, seed=1) == output(program, seed=1) != output(program, seed=2)
     assert output("print('kept')\nx = 1") + output("print('x' in dir())") == "kept\nFalse\n"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("program", [
     "print('begun')\nwhile True: pass",
     "print('begun', flush=True)\nimport os\nos.close(1)\nwhile True: pass",
@@ -130,6 +137,7 @@ def test_cpu_seconds_end_a_program(program, monkeypatch):
     assert time.monotonic() - start < 30.0
 
 
+@pytest.mark.all
 def test_waiting_ends_a_program(monkeypatch):
     monkeypatch.setattr(python_tool, "WALL", 2.0)
     program = "print('begun')\nimport time\ntime.sleep(600)"
@@ -139,6 +147,7 @@ def test_waiting_ends_a_program(monkeypatch):
     assert step.metrics == {"programs": 1, "stopped_programs": 1}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("program", ["while True: print('x' * 99)", "print('x' * 10**6)"])
 def test_output_is_cut(program):
     text, stop = run(program, 2, 256 << 20, 1)

@@ -115,6 +115,7 @@ def test_a_record_without_an_answer(corpus):
         begun(corpus, {"prompt": "p", "id": "x"})
 
 
+@pytest.mark.all
 def test_the_library_imports_no_jax():
     code = "import sys, jaxrl_tis.environments.search\nprint([m for m in sys.modules if m[:4] == 'jax.'])"
     shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -160,6 +160,7 @@ def test_in_decoupled_mode_the_ratio_of_the_objective_is_one(objective):
     np.testing.assert_allclose(found, covariance(problem, (*rule[:2], "reinforce")), **EXACT)
 
 
+@pytest.mark.all
 def test_a_support_that_is_not_recorded_is_not_centred():
     p, q, _ = head([0.5, 0.3], [0.4, 0.2])
     ones = jnp.ones((1, 1))
@@ -201,6 +202,7 @@ def test_a_head_of_all_that_could_be_drawn_has_no_tail():
     np.testing.assert_allclose(found[0, 0], [1.0, 0.0], rtol=1e-6)
 
 
+@pytest.mark.all
 def test_loss_and_metrics_by_hand():
     """One token of two, p = 3/4, 1/4 and q = 1/2, 1/2 with A = 2; the second position is padding."""
     bad = jnp.nan

@@ -100,6 +100,7 @@ def test_length_surge_step_by_step(transform):
     np.testing.assert_allclose(surge_scales(lengths, transform), expected, rtol=1e-6)
 
 
+@pytest.mark.all
 def test_length_surge_in_a_scan_and_from_a_checkpoint():
     lengths = jnp.array([10.0, 10, 10, 12, 13, 14, 20, 20, 20, 20, 30])
 

@@ -27,6 +27,7 @@ def of(weight, log_ratio=LOG_RATIO, batch=BATCH):
     return tuple(int(found[f"correction/weight/{name}"]) for name in order)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("weight, expected", [
     ("token_vanilla", (6, 4, 4, 0, 0)),
     ("token_tis(cap=3.0)", (6, 4, 4, 1, 0)),  # 4 is above
@@ -109,6 +110,7 @@ def test_beside_weights_of_the_batch_only_masks_of_the_update_are_counted():
     assert counted(BATCH | {"weights": jnp.ones((2, 4))}, weight=("token_tis", {})) == {}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mode", ["decoupled", "bypass"])
 @pytest.mark.parametrize("name", methods.TABLES["mask"])
 def test_every_mask_is_counted_where_it_is_judged(name, mode):

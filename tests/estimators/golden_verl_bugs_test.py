@@ -100,6 +100,7 @@ def test_rows_without_tokens_are_in_no_mean_over_rows():
     assert ours["rollout_corr/rollout_is_seq_min"] > 0.0
 
 
+@pytest.mark.all
 def test_a_reward_per_sequence_survives_the_rejection_of_its_last_token():
     """R = (1, 0.5); the token that had the first one was rejected."""
     verl = BUGS["lost_reward"]

@@ -70,6 +70,7 @@ def rejection_of(batch, cases):
     return results
 
 
+@pytest.mark.all
 @pytest.mark.cases(*(f"float64-{name}" for name in BATCHES if name != "ties"))  # compiled apart
 def test_rejection(name, run):
     results = rejection_of(inputs_of_case(name, run), golden_verl.cases(name, "rejection"))
@@ -122,6 +123,7 @@ SAME_ENTRY = {"grpo_vectorized": "grpo", "rloo_loop": "rloo"}
 FLOAT32_IN_VERL = ("grpo_vectorized", "gdpo_components")
 
 
+@pytest.mark.all
 def test_advantages(name, run):
     batch, golden = inputs(name, run), BATCHES[name]
     results = jax.jit(advantages_of)(batch)

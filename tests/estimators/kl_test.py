@@ -136,6 +136,7 @@ def estimate(logits, name, sampler):
     return jnp.sum(p_old * entry(name, jax.lax.stop_gradient(old))(logp, ref))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", SAMPLED)
 def test_expectations_on_policy(name):
     has_value = name in ("k1", "k3", "k1+", "k3+", "is_k3", "clipped_is_k2")
@@ -186,6 +187,7 @@ def test_exact_forms_by_hand_and_by_their_gradients():
         np.testing.assert_array_equal(to_reference, np.zeros((1, 1, 4)))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["exact_reverse", "exact_forward"])
 def test_exact_forms_of_a_kept_set(name):
     """Tokens that neither policy can draw change nothing; one that only the first can is inf."""
@@ -218,6 +220,7 @@ def two_token_logp(parameters):
     return jnp.stack([jax.nn.log_softmax(first)[a], jax.nn.log_softmax(second)[a, b]], axis=1)
 
 
+@pytest.mark.all
 def test_reward_placement_has_the_gradient_of_the_sequence_kl_and_loss_placement_has_not():
     rng = np.random.default_rng(0)
     mask = np.ones((9, 2), bool)

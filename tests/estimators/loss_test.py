@@ -120,6 +120,7 @@ def test_dis_is_reinforce_with_the_masked_weight_in_bypass_mode():
     np.testing.assert_allclose(gradient, -w * BATCH["adv"] / 5, rtol=1e-5)
 
 
+@pytest.mark.all
 def test_flash_reinforce_by_hand():
     """Its direction is 1/B sum_i m_i A_i / T_i sum_t rho grad log pi, A = R - the mean of R over all B.
 

@@ -232,6 +232,7 @@ def test_every_entry_has_parameters_in_these_tests():
     assert PARAMETERS.keys() | OF_THE_BATCH == masks.MASKS.keys()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", PARAMETERS)
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_masks_equal_a_loop_over_tokens(name, is_packed):

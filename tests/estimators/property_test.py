@@ -140,6 +140,7 @@ def test_permuted_rows_have_permuted_results(lengths, sizes, seed, order):
     assert_same(actual, evaluate(*batch), RANDOM, permute)
 
 
+@pytest.mark.all
 @settings
 @hypothesis.given(LENGTHS, SIZES, SEED)
 def test_what_stands_at_padding_changes_nothing(lengths, sizes, seed):
@@ -167,6 +168,7 @@ def arrangement(lengths, random):
     return place, seg
 
 
+@pytest.mark.all
 @settings
 @hypothesis.given(LENGTHS, SIZES, SEED, st.randoms(use_true_random=False), st.sampled_from(PADDING))
 def test_packed_rows_equal_dense_rows(lengths, sizes, seed, random, value):
@@ -275,6 +277,7 @@ def test_permuted_samples_have_permuted_advantages(lengths, rewards, group, seed
     assert_same_advantages(actual, {k: x[order] for k, x in advantages(inputs).items()})
 
 
+@pytest.mark.all
 @settings
 @hypothesis.given(LENGTHS, *BY_ROW, SEED)
 def test_padding_changes_no_advantage(lengths, rewards, group, seed):

@@ -26,6 +26,7 @@ def test_every_mode_has_an_expected_value():
     assert set(EXPECTED) == set(reduce.MODES)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mode", reduce.MODES)
 @pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.float32])
 def test_values_with_nan_at_padding(mode, dtype):
@@ -56,6 +57,7 @@ def test_explicit_denominators():
     assert reduce.aggregate(LOSS, MASK, "prompt-mean", divisor=jnp.where(MASK == 1, 38.0, NAN)) == 0.5
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("mode", reduce.MODES)
 def test_micro_batches_add_up_to_the_full_batch(mode):
     rng = np.random.default_rng(0)

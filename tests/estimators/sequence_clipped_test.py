@@ -282,6 +282,7 @@ def test_tbpo_drops_bad_responses_on_both_sides():
         np.testing.assert_allclose(actual[2], expected[2], rtol=1e-6)
 
 
+@pytest.mark.all
 def test_high_entropy_of_packed_sequences():
     # Sequence 1 has 5 valid tokens: round(0.4 * 5) = 2, of the three 0.7 the two that come first.
     # Sequence 2 has 2: round(0.8) = 1. Padding and tool tokens are never taken.
@@ -334,6 +335,7 @@ def test_espo_as_printed_multiplies_by_the_token_ratio():
     np.testing.assert_allclose(gradient, [[-np.exp(0.2)]], rtol=1e-5)
 
 
+@pytest.mark.all
 def test_ctpo_prefix_and_band():
     # Prefix products of l = (0.3, -0.1, 0.2): 1.3499, 1.2214, 1.4918; no bounds: -A R_t each.
     prefix = np.exp([0.3, 0.2, 0.4])

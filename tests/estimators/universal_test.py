@@ -40,6 +40,7 @@ def on_policy(kind):
     return {name: found[kind, name] for kind, name in filter(is_told, ENTRIES)}, batch
 
 
+@pytest.mark.all
 def test_on_policy_weights_are_1():
     weights, batch = on_policy("weight")
     for name, (w,) in weights.items():
@@ -109,6 +110,7 @@ def test_only_logp_carries_a_gradient():
             )
 
 
+@pytest.mark.all
 def test_advantages_carry_no_gradient():
     rng = np.random.default_rng(2)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)

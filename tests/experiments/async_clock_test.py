@@ -28,6 +28,7 @@ def test_a_step_with_in_flight_weights_never_waits_for_the_longest_response():
     assert speeds == sorted(speeds) and found[-1]["sampler_idle"] < 0.01 < found[0]["sampler_idle"]
 
 
+@pytest.mark.all
 def test_studies_name_what_they_change(monkeypatch):
     monkeypatch.setattr(async_clock, "MEDIANS", (20.0, 40.0))
     monkeypatch.setattr(async_clock, "TRAINERS", (1, 2, 4))
@@ -53,6 +54,7 @@ def test_command(tmp_path, monkeypatch, capsys):
     assert "areal(staleness=1)" in capsys.readouterr().out
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("arguments, why", [
     (["--schedule=aral"], "schedule 'aral' is unknown; did you mean 'areal'"),
     (["--steps=1"], "--steps=1: give at least 2"),

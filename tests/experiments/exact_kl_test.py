@@ -64,6 +64,7 @@ def expected_step(name):
     return problem_of(behaviour).expectation(mean_kl(name, **fields))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", KL_CASES)
 def test_kl_losses_have_the_gradient_of_the_states_with_prefixes_held_fixed(name):
     behaviour, _, is_forward = KL_CASES[name]
@@ -76,6 +77,7 @@ def test_k1_as_a_loss_teaches_nothing():
     np.testing.assert_allclose(problem.expectation(mean_kl("k1")), 0.0, atol=1e-12)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["k1", "k1+", "k3", "k3+", "is_k3"])
 def test_kl_values_are_unbiased(name):
     behaviour, fields = (NOISY, {"logp_old": "logp_behav"}) if name == "is_k3" else (POLICY, {})

@@ -45,6 +45,7 @@ def expected_step(problem, name, aggregation):
     return problem.expectation(loss_fn)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in REWEIGHTED])
 def test_on_policy_the_expected_step_is_the_true_gradient(name):
     logits = exact.random_logits(3, 3, np.random.default_rng(0))
@@ -56,6 +57,7 @@ def test_on_policy_the_expected_step_is_the_true_gradient(name):
     np.testing.assert_allclose(step, factor * problem.true_gradient(), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.all
 def test_espo_weighs_tokens_by_the_size_of_their_group():
     logits = exact.random_logits(3, 3, np.random.default_rng(0))
     problem = exact.Problem(logits, logits, reward, 3)

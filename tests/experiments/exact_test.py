@@ -67,6 +67,7 @@ def gradient_from(problem, visits, action_values):
 # The oracle itself.
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kwargs", [{}, {"stop": 1}, {"tool": (1,)}, {"stop": 1, "tool": (1, 2)}])
 def test_true_gradient_against_complex_steps(kwargs):
     problem = off_policy(**kwargs)
@@ -176,6 +177,7 @@ BEHAVIOURS = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", BEHAVIOURS)
 def test_sequence_weights_are_unbiased(name):
     policy, behaviour, kwargs = BEHAVIOURS[name]
@@ -187,6 +189,7 @@ def test_sequence_weights_are_unbiased(name):
         assert np.linalg.norm(problem.expectation(weighted("none")) - truth) > 1e-3
 
 
+@pytest.mark.all
 @pytest.mark.cases("5-5")
 @pytest.mark.parametrize(("vocab", "horizon"), [(3, 7), (5, 5)])
 def test_sequence_weights_are_unbiased_for_longer_responses(vocab, horizon):
@@ -198,6 +201,7 @@ def test_sequence_weights_are_unbiased_for_longer_responses(vocab, horizon):
     np.testing.assert_allclose(mean, problem.true_gradient(), **EXACT)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kwargs", [{}, {"stop": 1}, {"tool": (1,)}])
 def test_token_weights_leave_out_the_prefix_and_what_follows(kwargs):
     problem = off_policy(**kwargs)
@@ -214,6 +218,7 @@ def test_token_weights_leave_out_the_prefix_and_what_follows(kwargs):
     assert np.linalg.norm(prefix - problem.true_gradient()) > 1e-3
 
 
+@pytest.mark.all
 def test_token_weights_are_biased_even_where_every_prefix_is_as_likely():
     # Two tokens, 0 or 1; the reward is 1 for the response 11. Policy: always 1/2. Behaviour: the
     # same, but 1 follows 1 with 3/4. So all prefixes are visited alike, and no prefix term is left.
@@ -226,6 +231,7 @@ def test_token_weights_are_biased_even_where_every_prefix_is_as_likely():
     np.testing.assert_allclose(problem.true_gradient()[:, 1], [1 / 8, 0.0, 1 / 8], **EXACT)
 
 
+@pytest.mark.all
 def test_with_exact_action_values_the_bias_of_token_weights_is_the_prefix_term():
     problem = off_policy()
     token = problem.expectation(weighted("token_vanilla", "action_values"))
@@ -237,6 +243,7 @@ def test_with_exact_action_values_the_bias_of_token_weights_is_the_prefix_term()
     np.testing.assert_allclose(problem.expectation(prefix), problem.true_gradient(), **EXACT)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("level", ["token", "seq"])
 def test_the_second_moment_of_tis_rises_with_the_cap_and_its_bias_vanishes(level):
     problem = off_policy()
@@ -253,6 +260,7 @@ def test_the_second_moment_of_tis_rises_with_the_cap_and_its_bias_vanishes(level
     assert is_unbiased == (level == "seq")
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", weights.WEIGHTS)
 def test_no_weight_biases_on_policy(name):
     problem = on_policy(tool=(1,))
@@ -264,6 +272,7 @@ def test_no_weight_biases_on_policy(name):
 # The kept set of top-p.
 
 
+@pytest.mark.all
 def test_replaying_the_kept_set_is_exact_for_the_truncated_policy_only():
     kept = exact.top_p(POLICY, 0.7)
     truncated = exact.Problem(kept, kept, reward, 3)
@@ -286,6 +295,7 @@ def test_replaying_the_kept_set_is_exact_for_the_truncated_policy_only():
 # Baselines and groups.
 
 
+@pytest.mark.all
 @pytest.mark.cases("rloo-3", "remax-2", "gae(is_whitened=False)-2")
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("name", ["rloo", "remax", "gae(is_whitened=False)"])
@@ -297,6 +307,7 @@ def test_baselines_that_do_not_see_the_response_do_not_bias(name, size):
     assert variance > 0.0
 
 
+@pytest.mark.all
 @pytest.mark.cases("2-0.0", "3-0.5")
 @pytest.mark.parametrize(("size", "drift"), [(2, 0.0), (3, 0.0), (3, 0.5)])
 def test_the_group_mean_scales_the_gradient(size, drift):
@@ -306,12 +317,14 @@ def test_the_group_mean_scales_the_gradient(size, drift):
     np.testing.assert_allclose(mean, (size - 1) / size * problem.true_gradient(), **EXACT)
 
 
+@pytest.mark.all
 def test_equal_lengths_make_opo_the_group_mean():
     problem = exact.Problem(SHORT, SHORT, reward, 2, group=(0, 0, 0))
     mean = problem.expectation(group_bias.loss(Step("opo")))
     np.testing.assert_allclose(mean, 2 / 3 * problem.true_gradient(), **EXACT)
 
 
+@pytest.mark.all
 def test_two_groups_are_two_independent_estimates():
     single, pair = (
         exact.Problem(SHORT, SHORT, reward, 2, group=group) for group in ((7, 7), (7, 7, 3))
@@ -345,6 +358,7 @@ def weighted_residual(power, name):
     return residual
 
 
+@pytest.mark.all
 @pytest.mark.cases("2-otb", "2-opob")
 @pytest.mark.parametrize("name", ["otb", "opob"])
 @pytest.mark.parametrize("size", [2, 3])
@@ -381,6 +395,7 @@ def population_baselines(problem):
     return weighted_rewards / powers
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("behaviour", [POLICY, NOISY], ids=["on-policy", "engine noise"])
 def test_the_population_baseline_of_opob_minimises_the_variance(behaviour):
     problem = exact.Problem(POLICY, behaviour, reward, 3)
@@ -391,6 +406,7 @@ def test_the_population_baseline_of_opob_minimises_the_variance(behaviour):
         assert problem.variance(with_constant(opob + shift)) > variance
 
 
+@pytest.mark.all
 def test_one_baseline_per_position_is_best_with_the_power_of_the_token_and_not_of_the_path():
     problem = off_policy()
     opob, otb, token = population_baselines(problem)
@@ -404,6 +420,7 @@ def test_one_baseline_per_position_is_best_with_the_power_of_the_token_and_not_o
 # Masks.
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["token_k1", "seq_mean_k1", "seq_max_k3", "token_ratio", "veto"])
 def test_on_policy_every_token_is_kept(name):
     bound = {"upper": 1.01} if name != "veto" else {}

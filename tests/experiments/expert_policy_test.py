@@ -198,6 +198,7 @@ def scored_by_jax(params, size, routes=None):
     return policy.logp_nt, policy.ids_lpk, expert_policy.true_gradient(policy, size)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", MOES)
 def test_the_policy_and_its_gradient_against_the_oracle(name):
     size = dataclasses.replace(SIZE, moe=MOES[name])
@@ -208,6 +209,7 @@ def test_the_policy_and_its_gradient_against_the_oracle(name):
     np.testing.assert_allclose(actual, gradient(OLD, size), **EXACT)
 
 
+@pytest.mark.all
 def test_its_experts_are_those_of_the_models():
     rng = np.random.default_rng(0)
     h_pd, e, k = rng.normal(size=(7, 4)), SIZE.moe.num_experts, SIZE.moe.top_k
@@ -253,6 +255,7 @@ def test_updates_are_independent_of_the_weights():
         assert abs(np.corrcoef(change.ravel(), before[name].ravel())[0, 1]) < 0.07
 
 
+@pytest.mark.all
 def test_the_noise_of_a_router_is_that_of_the_engine():
     pattern_lde = expert_policy.noise_pattern(Size(MoeConfig(16, 2, 8)), 3)
     # 512 numbers of deviation 1 / sqrt(16).
@@ -261,6 +264,7 @@ def test_the_noise_of_a_router_is_that_of_the_engine():
 
 # With exact gates.
 
+@pytest.mark.all
 @pytest.mark.parametrize("noise", expert_policy.NOISES)
 def test_a_sampler_that_differs_by_its_routes_alone_has_ratio_1_under_r3(noise):
     for change in CHANGES:
@@ -275,6 +279,7 @@ def test_a_sampler_that_differs_by_its_routes_alone_has_ratio_1_under_r3(noise):
             assert np.abs(np.exp(replayed_nt - behav_nt) - 1).max() > 0.01
 
 
+@pytest.mark.all
 def test_r3_without_a_weight_is_the_gradient_of_the_mixture_over_the_samplers_routes():
     truth, bias = bias_of("choice", OLD)
     step = bias["r3"]["none"] + truth

@@ -177,6 +177,7 @@ EXACT = {
 }
 
 
+@pytest.mark.all
 def test_intervals_of_the_sampled_moments_hold_the_exact_ones():
     chain = frontier.random_chain(0.2, "last", 8)
     inside, seen = 0, 0
@@ -207,6 +208,7 @@ LIBRARY = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", LIBRARY)
 def test_sampled_weights_are_those_of_the_library(name):
     log_ratio = 0.1 * np.random.default_rng(1).normal(size=(3, 40))
@@ -227,6 +229,7 @@ def test_vespo_by_hand():
     np.testing.assert_allclose(frontier.vespo(log_ratio, np.array([1.0, 0.5, -1.0])), expected)
 
 
+@pytest.mark.all
 def test_sweep_table_and_picture(tmp_path):
     rows = frontier.sweep(0.1, "last", (4, 8), 1, 200, 0)
     assert [row.method for row in rows[:14]] == [*frontier.EXACT, *frontier.SAMPLED]
@@ -276,6 +279,7 @@ def test_the_verdict_on_the_conjecture(rows, side):
     assert frontier.verdict(rows)[256].startswith(side)
 
 
+@pytest.mark.all
 def test_the_command(tmp_path, capsys):
     png = tmp_path / "oracle.png"
     oracle.main(["--horizons", "4", "--samples", "100", "--png", str(png)])

@@ -56,6 +56,7 @@ def test_bytes_of_numbers():
     assert lora.num_bytes({"a": np.zeros((2, 3), np.float32), "b": np.zeros(5, np.int8)}) == 29
 
 
+@pytest.mark.all
 def test_the_sizes_of_the_quickstart():
     """4 layers of width 128: q 128x128, k and v 128x64, o 128x128, gate and up 128x384, down 384x128, two norms;
     a final norm, and an embedding for each character."""

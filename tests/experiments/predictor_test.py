@@ -83,6 +83,7 @@ def test_a_regression_in_the_other_direction():
     assert (np.diff(score) < 0).all()
 
 
+@pytest.mark.all
 def test_the_table_and_the_picture(monkeypatch):
     areas = {outcome: predictor.judged(RUNS, outcome) for outcome in predictor.OUTCOMES}
     text = predictor.table(RUNS, areas)
@@ -95,6 +96,7 @@ def test_the_table_and_the_picture(monkeypatch):
     assert len(page.axes) == 2
 
 
+@pytest.mark.all
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["predictor", str(tmp_path)])
     with pytest.raises(ValueError, match="needs runs of seeds"):

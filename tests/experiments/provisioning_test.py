@@ -55,6 +55,7 @@ def share(variance, tokens):
     return (weight @ w) ** 2 / (weight @ w**2), weight @ (np.sqrt(variance) * x - variance / 2) ** 2
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("bound", [0.5, 0.9])
 @pytest.mark.parametrize("tokens, growth", [(1, 1.0), (1, 2.0), (20, 1.0), (20, 2.0)])
 def test_the_effective_sample_size_is_above_the_bound_up_to_the_lag(bound, tokens, growth):

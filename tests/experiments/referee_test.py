@@ -158,6 +158,7 @@ def test_a_squared_bias_below_zero_is_none():
     assert referee.gradient_measures([line])["KPop"] == ("0.00", "1.000", "1.00")
 
 
+@pytest.mark.all
 def test_the_page(tmp_path, monkeypatch):
     """Of the parts that have all of their runs."""
     arms = {"none": 0.0, "token TIS": 0.2, fig_referee.EXACT: 0.3}

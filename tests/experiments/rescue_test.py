@@ -59,6 +59,7 @@ def test_the_pictures_show_the_arms():
     np.testing.assert_allclose(learned.lines[1].get_ydata(), [0.0, -0.099, -0.099, -0.099])
 
 
+@pytest.mark.all
 def test_runs_with_a_critic_are_drawn_alike(tmp_path, monkeypatch, capsys):
     made.write(tmp_path / "critic.jsonl", [run for run in arms() if not run.arm.startswith("int8")])
     monkeypatch.setattr("sys.argv", ["critic", str(tmp_path)])

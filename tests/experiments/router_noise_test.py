@@ -54,6 +54,7 @@ def test_the_verdict_needs_both_exponents():
     assert router_noise.verdict((half, one)).startswith("no")
 
 
+@pytest.mark.all
 def test_the_files(tmp_path, monkeypatch, capsys):
     found = made(1.0, 1.0)
     monkeypatch.setattr(router_noise, "RESAMPLES", 20)
@@ -90,6 +91,7 @@ def small(monkeypatch):
     return size
 
 
+@pytest.mark.all
 @pytest.mark.compiles
 def test_r2_is_none_until_the_weights_move(small, monkeypatch):
     monkeypatch.setattr(router_noise, "MOVED_DELTAS", (0.3,))
@@ -103,6 +105,7 @@ def test_r2_is_none_until_the_weights_move(small, monkeypatch):
     assert moved["r2, seq_vanilla"].min() > 0.01
 
 
+@pytest.mark.all
 @pytest.mark.compiles
 def test_the_measures_of_a_small_policy_by_loops(small):
     found = {n: router_noise.enumerated((0, 1), n, "sqrt K") for n in router_noise.NOISES}

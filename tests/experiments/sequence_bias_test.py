@@ -11,6 +11,7 @@ from jaxrl_tis.experiments import oracle
 from jaxrl_tis.experiments import sequence_bias
 
 
+@pytest.mark.all
 def test_rows_of_one_response():
     names = ("seq_vanilla", "geo_mis", "objective cispo")
     steps = {name: sequence_bias.STEPS[name] for name in names}
@@ -25,6 +26,7 @@ def test_rows_of_one_response():
     assert (rows["geo_mis"].scale, rows["geo_mis"].turn, rows["geo_mis"].bias) == (0.0, 0.0, 1.0)
 
 
+@pytest.mark.all
 def test_centred_scores_leave_out_what_the_mean_after_a_prefix_adds():
     names = ("token_vanilla", "token_tis")
     steps = {name: sequence_bias.STEPS[name] for name in names}
@@ -37,6 +39,7 @@ def test_centred_scores_leave_out_what_the_mean_after_a_prefix_adds():
     assert abs(rows["token_tis, centred"] - rows["token_tis"]) > 1e-3
 
 
+@pytest.mark.all
 def test_rows_of_masks_and_of_unclipped_ratios():
     """Only ratios of single tokens in both presets. The veto keeps every response."""
     names = ("mask veto", "mask seq_logprob_error", "preset ipo", "preset kpop", "token_vanilla")
@@ -47,12 +50,14 @@ def test_rows_of_masks_and_of_unclipped_ratios():
         assert bias[name] != pytest.approx(bias["token_vanilla"], abs=1e-4) and bias[name] < 1
 
 
+@pytest.mark.all
 def test_luspo_is_gspo_where_responses_have_one_length():
     steps = {name: sequence_bias.STEPS[name] for name in ("objective luspo", "objective gspo")}
     luspo, gspo = sequence_bias.rows(steps, 2, 3)
     assert (luspo.bias, luspo.variance) == pytest.approx((gspo.bias, gspo.variance))
 
 
+@pytest.mark.all
 def test_without_a_gap_every_row_is_the_gradient():
     names = ("geo_mis", "objective vespo", "preset ipo", "preset kpop", "mask seq_logprob_error")
     steps = {name: sequence_bias.STEPS[name] for name in names}
@@ -60,6 +65,7 @@ def test_without_a_gap_every_row_is_the_gradient():
         assert row.bias < 1e-9
 
 
+@pytest.mark.all
 def test_the_commands_print_their_tables(capsys, monkeypatch):
     for module in (group_bias, sequence_bias):
         monkeypatch.setattr(module, "STEPS", {"no weight": group_bias.Step()})

@@ -51,6 +51,7 @@ def go_on(begun, tmp_path):
         path.write_bytes(text)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name, message", [
     ("train", r"examples differ"), ("held_out", "the held-out examples differ"),
 ])
@@ -67,6 +68,7 @@ def test_a_changed_answer_is_noticed_in_any_line(begun, go_on, name, message, li
         go_on()
 
 
+@pytest.mark.all
 def test_two_lines_that_changed_places_are_noticed(begun, go_on):
     path = begun / "train.jsonl"
     lines = path.read_text().splitlines()
@@ -76,6 +78,7 @@ def test_two_lines_that_changed_places_are_noticed(begun, go_on):
         go_on()
 
 
+@pytest.mark.all
 def test_the_same_files_elsewhere_in_time_continue(begun, go_on):
     for path in begun.glob("*.jsonl"):
         path.touch()

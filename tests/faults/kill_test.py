@@ -55,6 +55,7 @@ def run(workdir, seconds=None):
     return code, time.monotonic() - start
 
 
+@pytest.mark.all
 @pytest.mark.cases('Trainer, "update"')
 @pytest.mark.parametrize("place", [
     'Trainer, "score"', 'Trainer, "update"', 'checkpoint, "write_manifest"',

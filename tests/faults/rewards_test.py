@@ -97,6 +97,7 @@ def scored(worker, text, answer=""):
     return score, time.monotonic() - start, other == 1.0
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("text, count", [
     ("loop", "timeouts"), ("allocate", "errors"), ("names", "errors"),
     *(pytest.param(text, "timeouts", marks=pytest.mark.all) for text in ("fork", "flood", "ignore")),
@@ -115,6 +116,7 @@ def test_harm_costs_one_item_and_its_time(worker, text, count, capfd):
         time.sleep(0.02)
 
 
+@pytest.mark.all
 def test_a_fork_that_comes_back_gives_no_second_result(worker):
     texts = ["two of us 2", "fine", "two of us 3", "fine", "two of us 4"]
     for _ in range(2):
@@ -122,6 +124,7 @@ def test_a_fork_that_comes_back_gives_no_second_result(worker):
     assert sum(worker.counts.values()) == 0
 
 
+@pytest.mark.all
 def test_a_process_that_cannot_be_started_again_costs_its_items(worker, monkeypatch):
     assert worker.score(["loop"], [{}]) == [-1.0]  # it is killed
     beats = []
@@ -144,12 +147,14 @@ def test_the_threads_of_the_user_are_counted():
     over.set()
 
 
+@pytest.mark.all
 def test_a_file_ends_at_its_limit(worker, tmp_path, monkeypatch):
     score, _, goes_on = scored(worker, "file", str(tmp_path / "large"))
     assert score == -1.0 and goes_on and "File too large" in worker.last_error
     assert os.path.getsize(tmp_path / "large") <= confined.LIMITS[confined.resource.RLIMIT_FSIZE]
 
 
+@pytest.mark.all
 @NEEDS
 def test_what_left_its_group_and_session_ends_too(worker, tmp_path):
     argument = str(tmp_path / "escaped")
@@ -171,6 +176,7 @@ def test_what_left_its_group_and_session_ends_too(worker, tmp_path):
         time.sleep(0.02)
 
 
+@pytest.mark.all
 @NEEDS
 def test_there_is_no_network(worker):
     server = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)

@@ -15,6 +15,7 @@ NESTED = "".join(f"{{% for {v} in range(99999) %}}" for v in "abcd") + "{% endfo
 PATIENCE = 60.0  # seconds; none of these calls takes as long, on however busy a machine
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("template, message", [
     ("{{ 'a' * 10**10 }}", "MemoryError"),
     ("{% set x = 'a' * 10**6 %}" + "{% set x = x ~ x %}" * 20, "MemoryError"),
@@ -32,6 +33,7 @@ def test_harm_costs_one_clear_error_and_the_next_prompt_is_rendered(template, me
     check_harm(template, message, PATIENCE)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("template", [NESTED, "{{ 9 ** (9 ** (8 + messages | length)) }}"])
 def test_a_template_without_end_costs_its_time(template):
     check_harm(template, "TimeoutError: the template exceeded its time limit|MemoryError", 1.0)

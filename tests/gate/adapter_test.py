@@ -52,6 +52,7 @@ def rungs_of(sampler, **overrides):
     return {r.cause: (r.is_same, r.difference[rows["mask"]]) for r in rungs}, total[rows["mask"]]
 
 
+@pytest.mark.all
 @pytest.mark.cases("same-none", "old-none")
 @pytest.mark.parametrize("scheme", ["none", "w8a8"])
 @pytest.mark.parametrize("sampler", ["same", "old", "absent"])
@@ -87,6 +88,7 @@ def test_the_gate_of_a_run_with_lora_finds_its_own_adapter():
     assert list(by_cause)[0] == "adapter" and by_cause["adapter"]["is_same"]
 
 
+@pytest.mark.all
 def test_the_command_takes_an_adapter_from_a_folder(tmp_path):
     """Of a config without LoRA. The rung is there, and an engine that drops the factors is found."""
     setup, params, _ = policies(engine__quantization="none")

@@ -82,6 +82,7 @@ def test_a_side_that_is_not_finite_is_named_and_is_no_disagreement():
         canary.check(params, broken, 1)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("index", [0, 1, 2])
 def test_each_prompt_is_scored_after_its_last_token(index):
     canary, _, params, _ = begun(0.1)

@@ -106,6 +106,7 @@ def test_where_another_policy_stands_in_the_engine_is_measured_on_a_fresh_batch(
     assert "gate/staleness/d_mean" not in last
 
 
+@pytest.mark.all
 def test_a_stop_request_within_a_probe_waits_for_the_record_of_its_step(tmp_path, monkeypatch):
     def measure(setup, params, prompts, heartbeat):
         os.kill(os.getpid(), signal.SIGTERM)

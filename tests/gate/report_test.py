@@ -92,6 +92,7 @@ def differing(rungs):
     return [r.cause for r in rungs if not r.is_same]
 
 
+@pytest.mark.all
 @BY_JAX
 def test_the_same_engine_agrees_to_the_noise_of_float32(sampled):
     result = report.gap_report(*sampled(**SAME))
@@ -101,6 +102,7 @@ def test_the_same_engine_agrees_to_the_noise_of_float32(sampled):
     assert result["inside_support"] is None
 
 
+@pytest.mark.all
 @BY_JAX
 def test_whole_episodes_are_sampled_where_there_is_an_environment(sampled):
     """Observations are no tokens of the policy, and the learner scores all turns."""
@@ -122,6 +124,7 @@ def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
     assert all(by_cause[c]["is_same"] for c in ("dtype", "tensor_parallel", "kv_dtype", "filter"))
 
 
+@pytest.mark.all
 @pytest.mark.cases("overrides0-causes0", "overrides1-causes1")
 @pytest.mark.parametrize("overrides, causes", [
     ({}, ["batch_shape", "weights", "activations", "decode"]),
@@ -263,6 +266,7 @@ def test_a_float_cache_of_fewer_bits_is_seen(sampled):
     assert kv > 1e-5 and decode < 0.1 * kv
 
 
+@pytest.mark.all
 def test_noise_on_the_samplers_weights_is_seen_as_large_as_it_is(sampled):
     """No setting explains it, so that it stands with the engine."""
     setup, params, _ = sampled(**SAME)
@@ -470,6 +474,7 @@ def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path):
     assert [r["phase"] for r in tiny.lines(tmp_path)] == ["warmup"]
 
 
+@pytest.mark.all
 def test_a_stop_request_does_not_pass_a_required_gate(tmp_path, monkeypatch):
     def asked(setup, params, heartbeat):
         monkeypatch.undo()

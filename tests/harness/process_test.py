@@ -40,6 +40,7 @@ class Played:
         return self.replies.get(timeout=10)
 
 
+@pytest.mark.all
 def test_sessions_in_a_process(capfd):
     with Played("plain") as played:
         for i in range(3):
@@ -53,6 +54,7 @@ def test_sessions_in_a_process(capfd):
     assert shown.count("a harness may print") == 3
 
 
+@pytest.mark.all
 def test_a_cancelled_session_has_no_reply():
     with Played("waiting") as played:
         played.process.start("0", session(seconds=0.1))
@@ -62,6 +64,7 @@ def test_a_cancelled_session_has_no_reply():
         assert (reply.key, reply.calls) == ("1", [[[1, 2], None], [[3], [-0.5]]])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name, words", [
     ("missing", "the harness 'tests.harness.agents:missing' cannot be loaded: AttributeError"),
     ("NUMBER", "TypeError: .* not a function of a session"),
@@ -71,6 +74,7 @@ def test_a_harness_that_cannot_be_used_is_one_sentence(name, words):
         Played(name)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("python, words", [
     ("/missing/python", "cannot be started: rollout.harness_python is '/missing/python'; give the path"),
     (os.getcwd(), "cannot be started: rollout.harness_python is"),
@@ -93,6 +97,7 @@ def test_a_process_that_ends_fails_its_sessions_and_another_starts():
         assert not played.process.error
 
 
+@pytest.mark.all
 @pytest.mark.faults
 def test_nothing_else_waits_while_another_process_starts(monkeypatch):
     goes_on, loading = threading.Event(), HarnessProcess._loading
@@ -116,6 +121,7 @@ def test_nothing_else_waits_while_another_process_starts(monkeypatch):
         assert played.next() == Reply("1", 2.0, {}, None)
 
 
+@pytest.mark.all
 @pytest.mark.faults
 def test_a_process_whose_event_loop_is_blocked_ends(monkeypatch, tmp_path):
     monkeypatch.setattr(process, "ANSWER_SECONDS", 1.0)
@@ -130,6 +136,7 @@ def test_a_process_whose_event_loop_is_blocked_ends(monkeypatch, tmp_path):
         assert played.next() == Reply("1", 1.0, {}, None)
 
 
+@pytest.mark.all
 @pytest.mark.faults
 def test_a_process_that_reads_nothing_holds_up_nobody(monkeypatch):
     """Messages of more bytes than a pipe holds."""
@@ -146,6 +153,7 @@ def test_a_process_that_reads_nothing_holds_up_nobody(monkeypatch):
         assert found == {dataclasses.replace(lost, key=str(i)) for i in range(39)}
 
 
+@pytest.mark.all
 def test_a_session_that_ends_by_stop_iteration_has_failed():
     with Played("exhausted") as played:
         played.process.start("0", session())
@@ -153,6 +161,7 @@ def test_a_session_that_ends_by_stop_iteration_has_failed():
         assert "StopIteration" in error and "agents.py" in error
 
 
+@pytest.mark.all
 @pytest.mark.faults
 def test_a_process_that_writes_among_its_replies_is_ended():
     with Played("chatty") as played:
@@ -160,6 +169,7 @@ def test_a_process_that_writes_among_its_replies_is_ended():
         assert played.next() == Reply("0", error="the harness's process ended", is_lost=True)
 
 
+@pytest.mark.all
 def test_a_process_that_answers_stays(monkeypatch):
     monkeypatch.setattr(process, "ANSWER_SECONDS", 3.0)
     with Played("waiting") as played:
@@ -169,6 +179,7 @@ def test_a_process_that_answers_stays(monkeypatch):
         assert played.next().reward == 1.0 and played.process._process is before
 
 
+@pytest.mark.all
 @pytest.mark.faults
 def test_a_process_that_ends_within_a_reply_fails_its_session():
     with Played("torn") as played:
@@ -176,6 +187,7 @@ def test_a_process_that_ends_within_a_reply_fails_its_session():
         assert played.next() == Reply("0", error="the harness's process ended", is_lost=True)
 
 
+@pytest.mark.all
 @pytest.mark.faults
 def test_a_message_that_an_ended_process_has_not_read():
     with Played("sleeping") as played:
@@ -191,6 +203,7 @@ def test_a_message_that_an_ended_process_has_not_read():
         assert played.next() == Reply("0", error="the harness's process ended", is_lost=True)
 
 
+@pytest.mark.all
 @pytest.mark.faults
 def test_a_process_that_ends_again_and_again_is_an_error():
     with Played("dying") as played:
@@ -201,6 +214,7 @@ def test_a_process_that_ends_again_and_again_is_an_error():
         assert "has ended 5 times without a reply" in played.process.error
 
 
+@pytest.mark.all
 @pytest.mark.faults
 def test_the_process_ends_with_its_parent(tmp_path):
     """Also one whose harness waits, and what it started."""

@@ -24,6 +24,7 @@ from tests.serve.clients_test import write_tokenizer
 NAME = "verifiers:verifiers_client"
 
 
+@pytest.mark.all
 def test_without_verifiers_it_is_one_sentence():
     with pytest.raises(ValueError, match="ImportError: .* install 'verifiers>=0.4,<0.5' there"):
         HarnessProcess(NAME, print)
@@ -76,6 +77,7 @@ def test_an_episode_with_errors_has_no_reward(monkeypatch):
     assert os.environ[verifiers.KEY] == "key"
 
 
+@pytest.mark.all
 @pytest.mark.skipif("VERIFIERS_PYTHON" not in os.environ, reason="an environment of its own")
 def test_an_episode_is_played(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, str(pathlib.Path(__file__).parents[1] / "serve")])

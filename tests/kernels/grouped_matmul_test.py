@@ -38,6 +38,7 @@ def outer_by_rows(x, y, sizes):
     return out
 
 
+@pytest.mark.all
 def test_the_group_of_each_row():
     found = grouped_matmul.group_of_rows(jnp.asarray([2, 0, 3], jnp.int32), 7)
     np.testing.assert_array_equal(found, [0, 0, 2, 2, 2, 3, 3])

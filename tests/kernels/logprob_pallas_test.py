@@ -53,6 +53,7 @@ def test_two_cores_do_not_race():
     case.check(found)
 
 
+@pytest.mark.all
 def test_a_token_without_cotangent_leaks_nothing():
     case = Case(2, 9, 8, 97, num_others=2)
     case.g_logp[1, 2:5] = case.g_entropy[1, 2:5] = case.g_others[1, 2:5] = 0
@@ -84,6 +85,7 @@ def holds_all_logits(text: str, case: Case) -> bool:
     return re.search(rf"f32\[{rows},{case.v}\]", text) is not None
 
 
+@pytest.mark.all
 @pytest.mark.cases("v5e:2x2-case1", "v5e:2x2-case2")
 @pytest.mark.parametrize(
     "topology, case",

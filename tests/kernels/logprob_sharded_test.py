@@ -61,6 +61,7 @@ def test_what_travels_is_decided_by_shapes():
     assert not alone.in_parts(Head(jnp.zeros((8, 8)), 0), jnp.zeros((8, 4, 8))).is_spread
 
 
+@pytest.mark.all
 @pytest.mark.cases("mesh1-97-0", "mesh3-517-0", "mesh4-9-1")
 @pytest.mark.parametrize("mesh, v, vocab_axis", [
     ((1, 2, 2), 98, 0), ((1, 2, 2), 97, 0), ((1, 2, 2), 97, 1),
@@ -84,6 +85,7 @@ def shapes_of(text: str, name: str) -> list[list[int]]:
     return [[int(n) for n in shape.split(",") if n] for shape in found]
 
 
+@pytest.mark.all
 @pytest.mark.cases("1-1032-72", "0-1033-512")
 @pytest.mark.parametrize("vocab_axis, v, n", [(0, 1032, 72), (1, 1032, 72), (0, 1033, 512)])
 def test_a_tpu_gathers_tokens_or_parts_of_the_head(vocab_axis, v, n):

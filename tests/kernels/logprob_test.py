@@ -41,6 +41,7 @@ def test_a_head_of_the_highest_precision_is_not_rounded_to_bfloat16(highest, log
     np.testing.assert_allclose(found, [[-np.log1p(np.exp(-logit))]], rtol=1e-6)
 
 
+@pytest.mark.all
 def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32():
     # 2,000 tokens each add -1/2 * 2^-9 to one entry; a bfloat16 sum would stop at 2^-9 * 2^8 = 1/2.
     n = 2000
@@ -104,6 +105,7 @@ def test_other_tokens_by_hand(numerics):
     np.testing.assert_allclose(gradient, [[-3 / 9, 2 - 9 / 9, 1 - 15 / 9]], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.all
 def test_what_is_not_asked_for_is_zero():
     case = Case()
     head = Head(case.weight, 0)
@@ -112,6 +114,7 @@ def test_what_is_not_asked_for_is_zero():
     assert not np.any(found.entropy) and not np.any(found.collision)
 
 
+@pytest.mark.all
 @pytest.mark.cases("nan-9", "-inf-1000")
 @pytest.mark.parametrize("chunk", [9, 1000])
 @pytest.mark.parametrize("bad", [np.nan, -np.inf])
@@ -144,6 +147,7 @@ def all_sizes(jaxpr):
                 yield from all_sizes(param)
 
 
+@pytest.mark.all
 def test_no_program_holds_all_the_logits():
     # B N V = 1,536,000; a chunk of 16 positions holds 16 V = 32,000.
     b, n, d, v, chunk = 4, 192, 8, 2000, 16

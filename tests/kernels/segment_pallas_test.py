@@ -132,6 +132,7 @@ def pulled_reduction(op, x, seg, weight):
     return value, pull(weight)[0]
 
 
+@pytest.mark.all
 @OF_RUNS
 @hypothesis.given(st.tuples(RUNS, RUNS), SEED, st.sampled_from(["sum", "mean", *OPS[1:]]))
 def test_reductions_of_any_segments_and_their_gradients(rows, seed, op):
@@ -154,6 +155,7 @@ def pulled_scan(op, reverse, x, seg, decay, weight):
     return value, *pull(weight)
 
 
+@pytest.mark.all
 @OF_RUNS
 @hypothesis.given(
     st.tuples(RUNS, RUNS), SEED, st.sampled_from(["sum", "min", "max", "decay"]), st.booleans()
@@ -172,6 +174,7 @@ def test_scans_of_any_runs_and_their_gradients(rows, seed, op, reverse):
         close(a, b, rtol=1e-3, atol=1e-3, err_msg=op)
 
 
+@pytest.mark.all
 def test_broadcasts_and_their_gradient():
     batch = of_runs([[(30, 1), (100, 3), (20, 0), (50, 5)], [(200, 2)]], 3)
     x, weight = batch.weight_bs.astype(np.float32), batch.weight_bt.astype(np.float32)
@@ -225,6 +228,7 @@ def statistics(old, behav, mask, seg):
     return segment.ratio_stats(old, behav, mask, seg, NUM_SEGMENTS)
 
 
+@pytest.mark.all
 def test_ratio_stats():
     batch = make(9)
     old, behav = loops.log_probs(batch)
@@ -242,6 +246,7 @@ def test_expm1_near_zero_and_far():
     np.testing.assert_allclose(got, np.expm1(x), rtol=2e-6)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("topology, is_wide", [
     ("v5e:2x2", False), ("v5p:2x2x1", False), ("v5e:2x2", True),
 ])

@@ -78,6 +78,7 @@ def test_programs_with_64_bit_types_take_every_kind_of_operand(kind):
     np.testing.assert_array_equal(stats["log_ratio_sum"][0], want["sum"])
 
 
+@pytest.mark.all
 def test_several_inputs_are_reduced_like_each_of_them():
     batch = loops.make(3)
     xs = batch.x.astype(np.float32), -batch.x.astype(np.float32)
@@ -87,6 +88,7 @@ def test_several_inputs_are_reduced_like_each_of_them():
         np.testing.assert_array_equal(got, alone)
 
 
+@pytest.mark.all
 def test_a_tie_shares_the_gradient_and_an_empty_segment_has_none():
     x, seg = jnp.array([[2.0, 2.0, 1.0, 5.0]]), jnp.array([[1, 1, 1, 0]])
     largest = lambda x: jnp.sum(segment.segment_reduce(x, seg, 3, "max"))
@@ -107,6 +109,7 @@ def test_broadcast():
     np.testing.assert_allclose(gradient, want, rtol=1e-12)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("op", ["sum", "min", "max", "decay"])
 def test_scans(op, reverse):
@@ -138,6 +141,7 @@ def test_gradient_of_a_decay(reverse):
     np.testing.assert_allclose(gradient, want, rtol=1e-11, atol=1e-12)
 
 
+@pytest.mark.all
 def test_runs_may_be_given_by_where_they_begin():
     x, is_start = jnp.array([[1.0, 2.0, 4.0, 8.0]]), jnp.array([[False, False, True, False]])
     np.testing.assert_array_equal(segment.segment_scan(x, is_start), [[1, 3, 4, 12]])
@@ -180,6 +184,7 @@ def test_ratio_stats():
             np.testing.assert_allclose(getattr(of_ratio, name), want, rtol=1e-12, err_msg=name)
 
 
+@pytest.mark.all
 def test_bfloat16_is_computed_in_float32():
     x, seg = jnp.ones((1, 600), jnp.bfloat16), jnp.ones((1, 600), jnp.int32)
     total = segment.segment_reduce(x, seg, 1, "sum")  # bfloat16 would stop at 256

@@ -69,6 +69,7 @@ def test_a_product_over_devices_is_that_of_one(dtype):
     assert is_changed == {2: False, 4: True, 8: True}  # of two numbers there is one sum
 
 
+@pytest.mark.all
 @pytest.mark.cases("bfloat16")
 @OPTIMIZED
 @DTYPES
@@ -98,6 +99,7 @@ def test_a_plain_product_depends_on_the_batch():
     assert (np.asarray(dot(x[:1], w)) != np.asarray(dot(x, w))[:1]).any()
 
 
+@pytest.mark.all
 @OPTIMIZED
 def test_a_sum_over_the_vocabulary_is_a_node_of_the_tree_over_whole_units():
     for size in (1, 20, 300, 1024, 2060, 3072):

@@ -5,6 +5,8 @@ import pathlib
 import shutil
 import subprocess
 
+import pytest
+
 from jaxrl_tis.aot import report, weight_sync
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -38,6 +40,7 @@ def headings(page):
     return [line for line in page.splitlines() if line.startswith("## ")]
 
 
+@pytest.mark.all
 def test_the_page_has_a_title_and_the_tables_of_each_config(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -49,6 +52,7 @@ def test_the_page_has_a_title_and_the_tables_of_each_config(tmp_path):
     assert headings(page) == headings((ROOT / "docs" / "tpu_programs.md").read_text())
 
 
+@pytest.mark.all
 def test_the_formats_of_the_sampler_are_rows_of_one_table(tmp_path):
     done = run(tmp_path)
     assert done.returncode == 0, done.stderr
@@ -59,6 +63,7 @@ def test_the_formats_of_the_sampler_are_rows_of_one_table(tmp_path):
     assert rows[0].startswith("| `gsm8k_qwen25_0p5b.py:grpo` | ") and rows[4].startswith("| `dapo_qwen25_32b.py` | ")
 
 
+@pytest.mark.all
 def test_a_program_that_does_not_fit_ends_it_and_leaves_the_page(tmp_path):
     done = run(tmp_path, fails="dapo_qwen25_32b.py:async")
     assert done.returncode == 1 and "DOES NOT FIT" in done.stderr

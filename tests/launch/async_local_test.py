@@ -71,6 +71,7 @@ def test_a_batch_that_is_not_whole(run, scripts, capsys):
     assert "a batch was incomplete: groups by step {1: 2, 2: 1, 3: 2}" in capsys.readouterr().out
 
 
+@pytest.mark.all
 def test_one_worker_of_this_learner_is_killed(run, scripts, capsys):
     module = scripts("async_local")
     folder = run(count=module.KILL_STEP)
@@ -85,6 +86,7 @@ def test_one_worker_of_this_learner_is_killed(run, scripts, capsys):
         assert module.workers(other.pid) == [foreign]
 
 
+@pytest.mark.all
 def test_a_learner_without_workers(run, scripts, capsys):
     module = scripts("async_local")
     with learner("sleep 60") as process:
@@ -92,6 +94,7 @@ def test_a_learner_without_workers(run, scripts, capsys):
     assert "has no ray::RolloutWorker among its descendants" in capsys.readouterr().err
 
 
+@pytest.mark.all
 def test_a_learner_that_ends_early(run, scripts, capsys):
     with learner("true") as process:
         process.wait()

@@ -37,15 +37,18 @@ def fetch(scripts, tmp_path, origin):
     return run
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("revision, code", [("", "two"), ("main", "two"), ("v1", "one")])
 def test_a_clone_is_made(fetch, revision, code):
     assert (fetch(revision) / "code").read_text() == code
 
 
+@pytest.mark.all
 def test_a_commit_may_be_named(fetch, origin):
     assert (fetch(clones.git(origin, "rev-parse", "v1")) / "code").read_text() == "one"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("revision", ["", "main"])
 def test_a_clone_that_is_there_follows_and_keeps_what_git_does_not_track(fetch, origin, revision):
     folder = fetch(revision)
@@ -60,18 +63,21 @@ def test_a_clone_that_is_there_follows_and_keeps_what_git_does_not_track(fetch, 
     assert [(folder / name).read_text() for name in ("runs/checkpoint", "run.json")] == ["kept"] * 2
 
 
+@pytest.mark.all
 def test_a_tag_that_was_moved_is_followed(fetch, origin):
     fetch("v1")
     clones.git(origin, "tag", "--force", "v1", "main")
     assert (fetch("v1") / "code").read_text() == "two"
 
 
+@pytest.mark.all
 def test_another_address_is_taken(fetch, origin, tmp_path):
     folder = fetch()
     clones.git(folder, "remote", "set-url", "origin", str(tmp_path / "gone"))
     assert (fetch() / "code").read_text() == "two"
 
 
+@pytest.mark.all
 def test_an_unpacked_archive_becomes_a_clone(fetch, tmp_path):
     (tmp_path / "home" / "name" / "runs").mkdir(parents=True)
     (tmp_path / "home" / "name" / "code").write_text("zero")
@@ -96,6 +102,7 @@ def plan_of(config):
     return argparse.Namespace(config=config)
 
 
+@pytest.mark.all
 def test_a_committed_config_is_no_problem(clone):
     script, shell, root = clone
     clones.commit(root)
@@ -103,6 +110,7 @@ def test_a_committed_config_is_no_problem(clone):
     assert script.changes(shell) == ""
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["configs/new.py", "{root}/configs/a.py", "../a.py"])
 def test_a_config_that_is_not_committed(clone, name):
     script, shell, root = clone
@@ -112,6 +120,7 @@ def test_a_config_that_is_not_committed(clone, name):
     assert f"--config={name}: {name} is not committed" in script.problem(shell, plan_of(name))
 
 
+@pytest.mark.all
 def test_no_git_clone(clone, monkeypatch):
     script, shell, root = clone
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(root.parent))
@@ -119,6 +128,7 @@ def test_no_git_clone(clone, monkeypatch):
     assert script.changes(shell) == ""
 
 
+@pytest.mark.all
 def test_changed_and_new_files_are_named(clone):
     script, shell, root = clone
     clones.commit(root)
@@ -136,6 +146,7 @@ def test_changed_and_new_files_are_named(clone):
 # Secrets
 
 
+@pytest.mark.all
 def test_a_shell_reads_the_secrets_as_they_were_and_nobody_else_does(clone, tmp_path):
     script, shell, _ = clone
     path = tmp_path / "environment"

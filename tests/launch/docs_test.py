@@ -20,6 +20,7 @@ def test_the_page_has_commands():
     assert len(COMMANDS) >= 5
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command", COMMANDS)
 def test_a_command_of_the_page_is_taken(command):
     words = shlex.split(command.replace("BUCKET", "bucket"))[1:]

@@ -20,6 +20,7 @@ def said(*command):
     return done.stdout
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_prints_its_head(name):
     about, _, examples = said("bash", f"launch/{name}", "--help").partition("\nExamples:\n")
@@ -30,6 +31,7 @@ def test_a_script_prints_its_head(name):
     assert all(flag in about for flag in named)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("path", LAUNCHERS)
 def test_a_launcher_ends_with_examples(path):
     about, _, examples = said(sys.executable, path, "--help").partition("\nexamples:\n")

@@ -90,6 +90,7 @@ def test_the_validator_would_see_a_mistake():
             kubernetes_validate.latest_version(), strict=True)
 
 
+@pytest.mark.all
 def test_the_shipped_manifests_are_what_the_script_writes(tmp_path):
     shipped = sorted((ROOT / "launch" / "gke").glob("*.yaml"))
     assert [path.stem for path in shipped] == ["raycluster", "two-slices", "v5e-8", "v5p-128"]
@@ -122,6 +123,7 @@ def test_what_the_manifests_ask_for(name, slices, hosts, chips, label, shape):
     assert container["args"][1].startswith("--workdir=gs://")
 
 
+@pytest.mark.all
 def test_run_gives_the_manifest_to_kubectl(cloud):
     shown = call("manifest", "--image=i", DAPO, "--workdir=gs://b/x").stdout
     done = call("run", "--image=i", DAPO, "--workdir=gs://b/x")
@@ -134,6 +136,7 @@ LINES = "".join(f"{name}={value}\n" for name, value in SECRETS.items())
 MADE = "kind: Secret"
 
 
+@pytest.mark.all
 def test_a_secret_goes_to_the_cluster_and_into_no_manifest(cloud):
     cloud.answer(create=[(0, MADE)])
     done = call("run", "--image=i", DAPO, "--workdir=gs://b/x", **SECRETS)
@@ -151,6 +154,7 @@ def test_a_secret_goes_to_the_cluster_and_into_no_manifest(cloud):
     assert "secrets are not passed" in through_xpk.stdout
 
 
+@pytest.mark.all
 def test_the_script_of_a_dry_run_does_what_the_run_does(cloud, tmp_path):
     cloud.answer(create=[(0, MADE)])
     arguments = ["run", "--image=i", DAPO, "--workdir=gs://b/x"]
@@ -166,6 +170,7 @@ def test_the_script_of_a_dry_run_does_what_the_run_does(cloud, tmp_path):
     assert told == sorted(zip(map(str, calls), inputs, strict=True))
 
 
+@pytest.mark.all
 def test_xpk_gets_the_same_run(cloud):
     call("run", "--xpk", "--cluster=c", "--zone=z", "--image=i", "--spot", "--max_restarts=3",
          "--config=configs/gsm8k_qwen25_0p5b.py:ppo", "--workdir=gs://b/x", "--config.steps=7")
@@ -180,6 +185,7 @@ def test_xpk_gets_the_same_run(cloud):
     ]
 
 
+@pytest.mark.all
 def test_xpk_deletes_where_it_ran(cloud):
     call("delete", "--xpk", "--cluster=c", "--zone=z", "--project=p", "--config=configs/gsm8k_qwen25_0p5b.py:ppo")
     assert cloud.calls() == [[
@@ -229,6 +235,7 @@ def test_which_nodes_are_taken(written, flag, label, value, word):
     assert label not in plain["nodeSelector"] and word not in words
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command, verbs", [
     ("status", ["get", "get"]), ("logs", ["logs"]), ("delete", ["delete", "delete"]),
 ])
@@ -240,6 +247,7 @@ def test_the_other_commands(cloud, command, verbs):
     assert dry.stdout.count("kubectl") == len(verbs) and len(cloud.calls()) == len(verbs)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command", ["status", "logs", "delete"])
 def test_the_other_commands_need_no_slice(cloud, command):
     done = call(command, "--config=configs/default.py", "--name=mine")
@@ -297,6 +305,7 @@ def test_refusals_are_one_line(cloud, arguments, said):
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.all
 def test_a_failure_of_kubectl_is_passed_on(cloud):
     cloud.answer(apply=[(1, "no such kind")])
     done = call("run", "--image=i", DAPO, "--workdir=gs://b/x")

@@ -52,6 +52,7 @@ def calls(folder):
     return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.mark.all
 def test_the_host_of_the_address_is_the_head_and_offers_nothing(host):
     folder, run = host
     done = run("learner", "bash", "-c", 'echo "$RAY_ADDRESS $RAY_AUTH_MODE $1"; exit 7', "-", "a b")
@@ -59,6 +60,7 @@ def test_the_host_of_the_address_is_the_head_and_offers_nothing(host):
     assert calls(folder) == ["token stop --force", HEAD]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("address", ["10.0.0.55:6379", "0.0.0.5:6379", "ahead-head-svc:6379"])
 def test_other_hosts_wait_for_the_head_and_join(host, address):
     folder, run = host
@@ -70,12 +72,14 @@ def test_other_hosts_wait_for_the_head_and_join(host, address):
         f'token start --address={address} --num-cpus=0 --resources={{"TPU": 0}}']
 
 
+@pytest.mark.all
 def test_a_cluster_outlives_a_restart_of_the_learner(host):
     folder, run = host
     assert run("learner", "true").returncode == run("learner", "true").returncode == 0
     assert calls(folder) == ["token stop --force", HEAD, "token health-check --address=10.0.0.5:6379"]
 
 
+@pytest.mark.all
 def test_a_member_of_another_cluster_joins_this_one(host):
     folder, run = host
     (folder / "raylet").touch()
@@ -84,6 +88,7 @@ def test_a_member_of_another_cluster_joins_this_one(host):
     assert calls(folder)[1:] == ["token stop --force", HEAD]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("words", [("learner", "touch", "ran"), ("worker",)])
 def test_a_start_that_fails_is_tried_again(host, words):
     folder, run = host
@@ -91,6 +96,7 @@ def test_a_start_that_fails_is_tried_again(host, words):
     assert run(*words).returncode == 42 and not pathlib.Path("ran").exists()
 
 
+@pytest.mark.all
 def test_a_worker_offers_all_and_stays_until_ray_ends(host):
     folder, run = host
     (folder / "bin" / "sleep").write_text('#!/usr/bin/env bash\necho slept >>"$FOLDER/calls"\n'
@@ -103,6 +109,7 @@ def test_a_worker_offers_all_and_stays_until_ray_ends(host):
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.all
 def test_another_word_shows_the_usage(host):
     done = host[1]("lerner")
     assert done.returncode == 2 and "launch/on_ray.sh learner COMMAND" in done.stderr

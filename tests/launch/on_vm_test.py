@@ -72,12 +72,14 @@ def wait_for(path):
     raise TimeoutError(path)
 
 
+@pytest.mark.all
 def test_setup_uses_the_environment_that_is_there(host):
     clone, run = host
     done = run("setup")
     assert done.returncode == 0 and "using .venv-" in done.stdout
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("code", [0, 1, 2])
 def test_start_and_follow(host, code):
     clone, run = host
@@ -92,6 +94,7 @@ def test_start_and_follow(host, code):
     assert "hf a" not in (clone / "run.log").read_text()
 
 
+@pytest.mark.all
 def test_a_run_that_goes_on_is_not_started_twice(host):
     clone, run = host
     (clone / "seconds").write_text("30")
@@ -105,6 +108,7 @@ def test_a_run_that_goes_on_is_not_started_twice(host):
     assert run("status").stdout.startswith("not running")
 
 
+@pytest.mark.all
 def test_status_says_what_the_run_was_started_with(host, scripts):
     clone, run = host
     read = lambda: scripts("tpu_vm").Status.parse(run("status").stdout)
@@ -117,6 +121,7 @@ def test_status_says_what_the_run_was_started_with(host, scripts):
     assert len(run("status").stdout.splitlines()) == 1
 
 
+@pytest.mark.all
 def test_with_an_address_of_ray_the_run_is_a_member_until_its_end(host, tmp_path):
     clone, run = host
     with (tmp_path / ".jaxrl_tis_env").open("a") as file:
@@ -129,6 +134,7 @@ def test_with_an_address_of_ray_the_run_is_a_member_until_its_end(host, tmp_path
         "10.0.0.5:6379 --flag_of=v5e learner", "ray stop"]
 
 
+@pytest.mark.all
 def test_a_worker_machine_has_ray_alone_and_takes_the_newest_address(host, tmp_path):
     clone, run = host
     for port in (1, 2):
@@ -146,6 +152,7 @@ def test_a_worker_machine_has_ray_alone_and_takes_the_newest_address(host, tmp_p
         "10.0.0.5:1 --flag_of=v5p worker", "ray stop", "10.0.0.5:2 --flag_of=v5p worker", "ray stop"]
 
 
+@pytest.mark.all
 def test_a_process_that_has_the_number_of_the_supervisor_is_not_it(host):
     clone, run = host
     with subprocess.Popen(["sleep", "60"]) as other:
@@ -165,11 +172,13 @@ def test_hosts_and_image_have_what_the_page_and_the_configs_need():
     assert {"tpu", "hub", "gcs", "wandb", "tasks", "math", "ray"} <= set(EXTRAS.split(","))
 
 
+@pytest.mark.all
 def test_another_word_shows_the_usage(host):
     done = host[1]("begin")
     assert done.returncode == 2 and "launch/on_vm.sh start CHIP ARGS" in done.stderr
 
 
+@pytest.mark.all
 def test_every_shell_script_passes_shellcheck():
     scripts = [*ROOT.glob("launch/**/*.sh"), *ROOT.glob("tests/*.sh"), *ROOT.glob(".ci/*")]
     assert len(scripts) > 8

@@ -159,6 +159,7 @@ def test_the_probes_ask_ports_that_ray_listens_at(port, index):
     assert group["rayStartParams"] == {"node-manager-port": "6380"}
 
 
+@pytest.mark.all
 def test_several_hosts_of_a_learner_are_one_jobset():
     done = call("manifest", "--image=i", "--config=configs/dapo_qwen25_32b.py", "--workdir=gs://b/x",
                 "--worker_accelerator=v5p-8", "--num_workers=3")
@@ -171,6 +172,7 @@ def test_several_hosts_of_a_learner_are_one_jobset():
 # Commands
 
 
+@pytest.mark.all
 def test_run_gives_a_new_token_and_the_manifest_to_kubectl(cloud):
     cloud.answer(create=[(0, "kind: Secret")])
     shown = call("manifest", *RUN[1:]).stdout
@@ -188,6 +190,7 @@ def test_run_gives_a_new_token_and_the_manifest_to_kubectl(cloud):
     assert len(tokens) == 2
 
 
+@pytest.mark.all
 def test_the_script_of_a_dry_run_does_what_the_run_does(cloud, tmp_path):
     cloud.answer(create=[(0, "kind: Secret")])
     call(*RUN)
@@ -205,6 +208,7 @@ def test_the_script_of_a_dry_run_does_what_the_run_does(cloud, tmp_path):
     assert both == sorted(zip(map(str, calls), map(hidden, inputs), strict=True))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command, words", [
     ("status", [["get", "jobset", NAME], ["get", "pods"], ["get", "raycluster", NAME],
                 ["get", "pods", f"--selector=ray.io/cluster={NAME}"]]),
@@ -218,6 +222,7 @@ def test_the_other_commands(cloud, command, words):
         assert told[1:len(wanted) + 1] == wanted
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("arguments, said", [
     (RUN[:-1], "--worker_accelerator is missing"),
     ([*RUN[:-1], "--worker_accelerator=v5litepod-16"], "has 4 hosts, and a rollout worker uses one"),

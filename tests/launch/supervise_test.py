@@ -76,6 +76,7 @@ def starts(folder):
     return len(list(folder.glob("start*")))
 
 
+@pytest.mark.all
 def test_an_interrupted_command_is_started_until_it_ends(supervised, tmp_path):
     process = supervised("sys.exit({1: 42, 2: 42}.get(starts, 0))")
     out, _ = process.communicate(timeout=120)
@@ -85,6 +86,7 @@ def test_an_interrupted_command_is_started_until_it_ends(supervised, tmp_path):
     assert (state["attempt"], state["code"]) == (3, 0)
 
 
+@pytest.mark.all
 def test_what_is_to_follow_runs_once_at_the_end(supervised, tmp_path):
     path = tmp_path / "after all"
     after = shlex.join([sys.executable, "-c", f"open({str(path)!r}, 'a').write('x')"])
@@ -93,6 +95,7 @@ def test_what_is_to_follow_runs_once_at_the_end(supervised, tmp_path):
     assert process.returncode == 3 and starts(tmp_path) == 2 and path.read_text() == "x"
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("code", [1, 2])
 def test_a_mistake_is_not_repeated(supervised, tmp_path, code):
     process = supervised(f"sys.exit({code})")
@@ -100,24 +103,28 @@ def test_a_mistake_is_not_repeated(supervised, tmp_path, code):
     assert process.returncode == code and starts(tmp_path) == 1
 
 
+@pytest.mark.all
 def test_after_the_last_restart_the_code_is_passed_on(supervised, tmp_path):
     process = supervised("sys.exit(42)", "--max_restarts=1")
     process.communicate(timeout=120)
     assert process.returncode == 42 and starts(tmp_path) == 2
 
 
+@pytest.mark.all
 def test_a_killed_command_is_started_again(supervised, tmp_path):
     process = supervised("import os\nif starts == 1: os.kill(os.getpid(), signal.SIGKILL)")
     process.communicate(timeout=120)
     assert process.returncode == 0 and starts(tmp_path) == 2
 
 
+@pytest.mark.all
 def test_the_exit_of_a_killed_command_is_as_a_shell_has_it(supervised, tmp_path):
     process = supervised("import os; os.kill(os.getpid(), signal.SIGKILL)", "--max_restarts=0")
     process.communicate(timeout=120)
     assert process.returncode == 128 + signal.SIGKILL
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_goes_to_the_command_and_ends_it_all(supervised, tmp_path, number):
     process = supervised(
@@ -131,6 +138,7 @@ def test_a_signal_goes_to_the_command_and_ends_it_all(supervised, tmp_path, numb
     assert process.returncode == 42 and starts(tmp_path) == 1
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("before, ends", [(HEARD, True), (IGNORED, False)])
 def test_a_closed_terminal_ends_it_except_under_nohup(supervised, tmp_path, before, ends):
     process = supervised(
@@ -148,17 +156,20 @@ def test_a_closed_terminal_ends_it_except_under_nohup(supervised, tmp_path, befo
     assert process.wait(30) == 128 + signal.SIGTERM
 
 
+@pytest.mark.all
 def test_a_file_that_cannot_be_written_ends_nothing(tmp_path, capfd):
     code = subprocess.run(
         [sys.executable, SCRIPT, f"--state={tmp_path / 'missing' / 'a.json'}", "--", "true"]).returncode
     assert code == 0 and "supervise: cannot write" in capfd.readouterr().err
 
 
+@pytest.mark.all
 def test_a_command_that_is_none(capfd):
     assert subprocess.run([sys.executable, SCRIPT, "--", "no_such_command"]).returncode == 127
     assert "supervise: cannot run no_such_command: No such file" in capfd.readouterr().err
 
 
+@pytest.mark.all
 def test_a_signal_between_two_starts_is_followed_by_none(supervised, tmp_path):
     process = supervised("sys.exit(42)", wait=600)
     assert "the next one follows" in process.stdout.readline()
@@ -170,6 +181,7 @@ def test_a_signal_between_two_starts_is_followed_by_none(supervised, tmp_path):
     assert (state["attempt"], state["code"]) == (1, 42)
 
 
+@pytest.mark.all
 def test_a_signal_while_the_command_is_being_started_reaches_it(supervised, tmp_path):
     process = supervised(
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))\n"

@@ -119,6 +119,7 @@ def test_no_status(scripts, text):
 # Whole runs on played states
 
 
+@pytest.mark.all
 def test_a_run_from_nothing_to_its_end(play):
     code, verbs = play(
         "run", GSM8K, BUCKET,
@@ -130,6 +131,7 @@ def test_a_run_from_nothing_to_its_end(play):
                      "unpack", "setup", "start", "describe", "follow", "status"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("last_words", [(255, "connection closed"), PREEMPTED, (0, "")])
 def test_a_preempted_run_is_continued_on_new_machines(play, capfd, last_words):
     code, verbs = play(
@@ -145,6 +147,7 @@ def test_a_preempted_run_is_continued_on_new_machines(play, capfd, last_words):
     assert "SUSPENDED: deleting it" in out and "still there, and billed" in out
 
 
+@pytest.mark.all
 def test_a_request_that_fails_after_others_is_made_again(play, capfd):
     code, verbs = play(
         "run", GSM8K, BUCKET, create=[(0, ""), NO_NETWORK, NO_NETWORK, (0, "")],
@@ -155,11 +158,13 @@ def test_a_request_that_fails_after_others_is_made_again(play, capfd):
     assert "failed with 1; it is tried again" in capfd.readouterr().out
 
 
+@pytest.mark.all
 def test_a_first_request_that_fails_is_a_mistake(play):
     code, verbs = play("run", GSM8K, BUCKET, create=[(1, "no quota")], describe=[NOT_FOUND])
     assert code == 1 and verbs == ["describe", "create"]
 
 
+@pytest.mark.all
 def test_requests_that_fail_for_an_hour_are_given_up(play, scripts, monkeypatch):
     tpu_vm = scripts("tpu_vm")
     monkeypatch.setattr(tpu_vm, "Machines", functools.partial(tpu_vm.Machines, max_lost_touch=30))
@@ -171,6 +176,7 @@ def test_requests_that_fail_for_an_hour_are_given_up(play, scripts, monkeypatch)
 HOSTS = f"{RUNNING[1]}\nnot running: {{\"attempt\": 1, \"code\": null, \"pid\": 7}} on host-1"
 
 
+@pytest.mark.all
 def test_a_host_that_was_started_anew_gets_the_run_again(play):
     code, verbs = play("run", DAPO, BUCKET, describe=[(0, "ACTIVE")], status=[(0, HOSTS), (0, HOSTS), ended(0)])
     assert code == 0 and verbs.count("start") == 1 and "setup" not in verbs
@@ -200,6 +206,7 @@ def test_hosts_are_looked_at_beside_the_log(play, scripts, monkeypatch):
     assert "on_vm.sh start v5p --x" in start[-1]
 
 
+@pytest.mark.all
 def test_machines_that_are_preempted_while_they_are_set_up(play):
     code, verbs = play(
         "run", GSM8K, BUCKET, describe=[(0, "ACTIVE"), (0, "SUSPENDED"), NOT_FOUND, (0, "ACTIVE")],
@@ -207,12 +214,14 @@ def test_machines_that_are_preempted_while_they_are_set_up(play):
     assert code == 0 and verbs.count("setup") == 2 and verbs.count("create") == 1
 
 
+@pytest.mark.all
 def test_a_lost_connection_is_taken_up_again(play):
     code, verbs = play("run", GSM8K, BUCKET, describe=[(0, "ACTIVE")], follow=[(255, "")],
                        status=[NO_CODE, RUNNING, (255, ""), ended(0)])
     assert code == 0 and verbs.count("follow") == 3 and verbs.count("start") == 1
 
 
+@pytest.mark.all
 def test_a_run_whose_host_was_restarted_is_started_again(play, capfd):
     code, verbs = play("run", GSM8K, BUCKET, describe=[(0, "ACTIVE")], follow=[(255, "")],
                        status=[NO_CODE, GONE, GONE, ended(0)])
@@ -220,6 +229,7 @@ def test_a_run_whose_host_was_restarted_is_started_again(play, capfd):
     assert "knows nothing of the run any more" in capfd.readouterr().out
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("arguments", ["", f' with ["{GSM8K}", "{BUCKET}", "--config.steps=7"]'])
 def test_a_run_that_is_under_way_is_only_followed(play, arguments):
     code, verbs = play("run", GSM8K, BUCKET, "--config.steps=7", describe=[(0, "ACTIVE")],
@@ -227,6 +237,7 @@ def test_a_run_that_is_under_way_is_only_followed(play, arguments):
     assert code == 0 and verbs == ["describe", "status", "describe", "follow", "status"]
 
 
+@pytest.mark.all
 def test_another_run_of_the_same_name_is_not_followed(play, capfd):
     code, verbs = play("run", GSM8K, BUCKET, "--config.steps=7", describe=[(0, "ACTIVE")],
                        status=[(0, f'{RUNNING[1]} with ["{GSM8K}", "--workdir=gs://b/y"]'), ended(0)])
@@ -236,6 +247,7 @@ def test_another_run_of_the_same_name_is_not_followed(play, capfd):
     assert f"this would be {GSM8K} {BUCKET} --config.steps=7" in said
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("code", [1, 2, 42])
 def test_the_runs_own_exit_is_passed_on(play, code):
     seen, verbs = play("run", GSM8K, BUCKET, describe=[(0, "ACTIVE")], follow=[(code, "")],
@@ -243,6 +255,7 @@ def test_the_runs_own_exit_is_passed_on(play, code):
     assert seen == code and "delete" not in verbs and verbs.count("start") == 1
 
 
+@pytest.mark.all
 def test_machines_that_never_come_up_are_given_up(play, scripts, monkeypatch, capfd):
     tpu_vm = scripts("tpu_vm")
     monkeypatch.setattr(tpu_vm, "Machines", functools.partial(tpu_vm.Machines, max_creations=3))
@@ -254,6 +267,7 @@ def test_machines_that_never_come_up_are_given_up(play, scripts, monkeypatch, ca
     assert "given up: 3 times created" in out and out.count("\nno quota for this chip\n") == 3
 
 
+@pytest.mark.all
 def test_a_request_that_expires_is_deleted_and_told(play, capfd):
     code, verbs = play("run", GSM8K, BUCKET, "--valid-until=2h", failedData=[(0, "no chips in time")],
                        describe=[NOT_FOUND, (0, "WAITING_FOR_RESOURCES"), (0, "FAILED")])
@@ -263,12 +277,14 @@ def test_a_request_that_expires_is_deleted_and_told(play, capfd):
     assert "no chips in time" in out
 
 
+@pytest.mark.all
 def test_a_deletion_that_fails_is_tried_again(play):
     code, verbs = play("run", GSM8K, BUCKET, delete=[NO_NETWORK, (0, "")], status=[ended(0)],
                        describe=[(0, "SUSPENDED"), (0, "SUSPENDED"), (1, "INVALID_ARGUMENT")])
     assert code == 2 and verbs.count("delete") == 2
 
 
+@pytest.mark.all
 def test_a_describe_that_fails_once_ends_nothing(play, capfd):
     code, verbs = play("run", GSM8K, BUCKET, follow=[(255, ""), (0, "")],
                        describe=[NO_NETWORK, (0, "ACTIVE"), NO_NETWORK, (0, "ACTIVE")],
@@ -277,6 +293,7 @@ def test_a_describe_that_fails_once_ends_nothing(play, capfd):
     assert "problem refreshing your current auth tokens" in capfd.readouterr().out
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("answer", [
     (1, "ERROR: (gcloud...) PERMISSION_DENIED: Cloud TPU API has not been used"),
     (1, "ERROR: (gcloud...) UNAUTHENTICATED: no credentials"),
@@ -292,6 +309,7 @@ def test_a_refusal_of_gcloud_is_passed_on(play, capfd, answer):
     assert answer[1] in capfd.readouterr().err
 
 
+@pytest.mark.all
 def test_an_environment_that_cannot_be_made_ends_it(play, capfd):
     code, verbs = play("run", GSM8K, describe=[(0, "ACTIVE")], setup=[(1, "pip failed")],
                        status=[NO_CODE])
@@ -299,16 +317,19 @@ def test_an_environment_that_cannot_be_made_ends_it(play, capfd):
     assert "on_vm.sh setup' failed with 1" in capfd.readouterr().err
 
 
+@pytest.mark.all
 def test_create_reaches_machines_that_do_not_answer_at_once(play):
     code, verbs = play("create", GSM8K, describe=[(0, "ACTIVE")], setup=[(255, ""), (0, "")])
     assert code == 0 and verbs.count("setup") == 2
 
 
+@pytest.mark.all
 def test_create_makes_the_machines_ready_and_no_more(play):
     code, verbs = play("create", GSM8K, describe=[NOT_FOUND, (0, "ACTIVE")])
     assert code == 0 and verbs == ["describe", "create", "describe", "scp", "unpack", "setup"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command, verbs", [
     ("status", ["describe", "status"]), ("logs", ["follow"]), ("stop", ["stop"]),
     ("delete", ["delete"]),
@@ -317,12 +338,14 @@ def test_the_other_commands(play, command, verbs):
     assert play(command, GSM8K, describe=[(0, "ACTIVE")]) == (0, verbs)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command", ["status", "logs", "stop", "delete"])
 def test_the_other_commands_need_no_slice(play, cloud, command):
     assert play(command, "--config=configs/default.py", "--name=mine", describe=[(0, "ACTIVE")])[0] == 0
     assert all("mine" in words for words in cloud.calls())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command", ["status", "stop"])
 def test_every_host_of_every_slice_is_asked(play, cloud, command):
     play(command, DAPO, "--num_slices=2", describe=[(0, "ACTIVE")])
@@ -331,16 +354,19 @@ def test_every_host_of_every_slice_is_asked(play, cloud, command):
     assert all("--worker=all" in words for words in asked)
 
 
+@pytest.mark.all
 def test_status_where_there_is_nothing(play, capfd):
     assert play("status", GSM8K, describe=[NOT_FOUND])[1] == ["describe"]
     assert "there is none" in capfd.readouterr().out
 
 
+@pytest.mark.all
 def test_status_goes_on_to_the_next_slice(play):
     assert play("status", DAPO, "--num_slices=2", describe=[(0, "ACTIVE")], status=[(1, "")]) == (
         1, ["describe", "status", "status"])
 
 
+@pytest.mark.all
 def test_status_where_gcloud_fails(play, capfd):
     assert play("status", GSM8K, describe=[NO_NETWORK]) == (2, ["describe"])
     assert "auth tokens" in capfd.readouterr().err
@@ -349,6 +375,7 @@ def test_status_where_gcloud_fails(play, capfd):
 # What is called
 
 
+@pytest.mark.all
 def test_several_slices_are_several_nodes(play, cloud):
     play("run", DAPO, "--num_slices=2", BUCKET, describe=[NOT_FOUND, (0, "ACTIVE")],
          status=[NO_CODE, ended(0)])
@@ -362,6 +389,7 @@ PLAIN = ["gcloud", "compute", "tpus", "queued-resources", "create"]
 ALPHA = ["gcloud", "alpha", *PLAIN[1:]]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("options, start, flags", [
     ([], PLAIN, []),
     (["--spot"], PLAIN, ["--spot"]),
@@ -385,6 +413,7 @@ def test_how_machines_are_asked_for(play, cloud, options, start, flags):
         "--runtime-version=v2-alpha-tpuv5-lite", *flags]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command", ["run", "status", "logs", "stop"])
 def test_hosts_without_external_addresses_are_reached_by_their_internal_ones(play, cloud, command, capfd):
     play(command, GSM8K, BUCKET, "--internal-ips", describe=[(0, "ACTIVE")],
@@ -396,6 +425,7 @@ def test_hosts_without_external_addresses_are_reached_by_their_internal_ones(pla
         assert "delete --config=configs/gsm8k_qwen25_0p5b.py:grpo --internal-ips" in capfd.readouterr().out
 
 
+@pytest.mark.all
 def test_secrets_go_by_a_file_and_show_nowhere(play, cloud, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     play("run", GSM8K, BUCKET, describe=[(0, "ACTIVE")], status=[NO_CODE, ended(0)])
@@ -406,12 +436,14 @@ def test_secrets_go_by_a_file_and_show_nowhere(play, cloud, monkeypatch, capfd):
     assert "hf_very_secret" not in f"{cloud.calls()}{said.out}{said.err}"
 
 
+@pytest.mark.all
 def test_without_secrets_old_ones_are_removed(play, cloud):
     play("run", GSM8K, BUCKET, describe=[(0, "ACTIVE")], status=[NO_CODE, ended(0)])
     [setup] = [words[-1] for words in cloud.calls() if verb_of(words) == "setup"]
     assert setup == f"--command=rm -f .jaxrl_tis_env && bash {NAME}/launch/on_vm.sh setup"
 
 
+@pytest.mark.all
 def test_what_is_copied_is_not_where_others_expect_it(play, cloud):
     play("create", GSM8K, describe=[(0, "ACTIVE")])
     play("create", GSM8K, describe=[(0, "ACTIVE")])
@@ -420,6 +452,7 @@ def test_what_is_copied_is_not_where_others_expect_it(play, cloud):
     assert (cloud.copies / f"{NAME}.tar.gz").stat().st_size > 0
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("arguments", [
     [GSM8K, "--zone=us-x", "--project=p", "--accelerator=v5litepod-4"],
     [DAPO, "--name=mine", "--num_slices=2", BUCKET],
@@ -440,6 +473,7 @@ def test_the_command_that_ends_the_bill_works(play, cloud, capfd, arguments):
 # Dry runs
 
 
+@pytest.mark.all
 def test_a_dry_run_shows_a_script_and_does_nothing(call, cloud, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     assert call("tpu_vm", "run", "--dry-run", GSM8K, "--accelerator=v5litepod-8", "--spot",
@@ -457,6 +491,7 @@ def test_a_dry_run_shows_a_script_and_does_nothing(call, cloud, tmp_path, monkey
     assert checked.returncode == 0, checked.stdout
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("more, order", [
     (["--git=https://example.org/x.git#v1"],
      ["create", "describe", "describe", "git fetch", "environment", "setup", "start", "follow"]),
@@ -484,6 +519,7 @@ def test_the_script_of_a_dry_run_does_what_the_run_does(
     assert list((tmp_path / "temporary").iterdir()) == []
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command", ["create", "status", "logs", "stop", "delete"])
 def test_every_command_has_a_dry_run(call, cloud, capfd, command):
     assert call("tpu_vm", command, "--dry-run", GSM8K, "--zone=us-x", "--project=p") == 0
@@ -538,6 +574,7 @@ def test_a_clone_that_cannot_run_is_refused_before_machines_are_asked_for(
     assert "# what is not committed here is not copied: configs/a.py" in out
 
 
+@pytest.mark.all
 def test_with_another_clone_this_one_does_not_matter(unfit, play):
     code, verbs = play("create", GSM8K, "--git=https://example.org/x.git", describe=[(0, "ACTIVE")])
     assert code == 0 and verbs == ["describe", "unpack", "setup"]

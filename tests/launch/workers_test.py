@@ -62,6 +62,7 @@ def environment(cloud):
 # Runs
 
 
+@pytest.mark.all
 def test_machines_are_requested_together_and_ray_starts_on_all(play_all, cloud, capfd):
     code, calls = play_all(
         "run", *TWO,
@@ -81,6 +82,7 @@ def test_machines_are_requested_together_and_ray_starts_on_all(play_all, cloud, 
     assert [w.partition("on_vm.sh ")[2] for w in works] == ["work v5e", "work v5e"]
 
 
+@pytest.mark.all
 def test_every_host_gets_one_address_and_one_token_that_show_nowhere(play_all, cloud, capfd, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     code, calls = play_all("run", *ASYNC, workers=[((ACTIVE,), (NO_CODE, RUNNING))],
@@ -92,6 +94,7 @@ def test_every_host_gets_one_address_and_one_token_that_show_nowhere(play_all, c
     assert seen["RAY_AUTH_TOKEN"] not in f"{cloud.calls()}{said.out}{said.err}"
 
 
+@pytest.mark.all
 def test_the_run_starts_when_the_first_worker_machine_is_there(play_all, capfd):
     code, calls = play_all(
         "run", *TWO, workers=[((WAITING, WAITING, WAITING, ACTIVE), (NO_CODE, RUNNING)), ((WAITING,), ())],
@@ -103,6 +106,7 @@ def test_the_run_starts_when_the_first_worker_machine_is_there(play_all, capfd):
     assert steps(calls, "worker-1") == []
 
 
+@pytest.mark.all
 def test_a_preempted_worker_is_requested_again_and_the_learner_goes_on(play_all):
     code, calls = play_all(
         "run", *ASYNC, learner=((ACTIVE,), (NO_CODE, *[RUNNING] * 12, ENDED)),
@@ -112,6 +116,7 @@ def test_a_preempted_worker_is_requested_again_and_the_learner_goes_on(play_all)
     assert steps(calls, "learner") == ["setup", "start"]
 
 
+@pytest.mark.all
 def test_workers_join_the_new_head_of_a_preempted_learner(play_all):
     code, calls = play_all(
         "run", *ASYNC, workers=[((ACTIVE,), (NO_CODE, RUNNING))],
@@ -122,6 +127,7 @@ def test_workers_join_the_new_head_of_a_preempted_learner(play_all):
     assert steps(calls, "worker-0") == ["setup", "work"] * 2
 
 
+@pytest.mark.all
 def test_a_run_under_way_keeps_its_token_and_its_workers(play_all, cloud):
     code, calls = play_all(
         "run", *TWO, token=A_TOKEN, learner=((ACTIVE,), (RUNNING, RUNNING, RUNNING, ENDED)),
@@ -131,6 +137,7 @@ def test_a_run_under_way_keeps_its_token_and_its_workers(play_all, cloud):
     assert environment(cloud)["RAY_AUTH_TOKEN"] == TOKEN
 
 
+@pytest.mark.all
 def test_ray_that_has_ended_on_a_worker_is_started_again(play_all):
     code, calls = play_all(
         "run", *ASYNC, learner=((ACTIVE,), (NO_CODE, *[RUNNING] * 8, ENDED)),
@@ -138,6 +145,7 @@ def test_ray_that_has_ended_on_a_worker_is_started_again(play_all):
     assert code == 0 and steps(calls, "worker-0") == ["setup", "work"] * 2
 
 
+@pytest.mark.all
 def test_a_worker_that_cannot_be_set_up_ends_nothing(play_all, capfd):
     code, calls = play_all(
         "run", *ASYNC, learner=((ACTIVE,), (NO_CODE, *[RUNNING] * 8, ENDED)),
@@ -147,6 +155,7 @@ def test_a_worker_that_cannot_be_set_up_ends_nothing(play_all, capfd):
     assert "on_vm.sh setup' failed with 1" in capfd.readouterr().out
 
 
+@pytest.mark.all
 def test_without_any_worker_machine_the_run_is_not_started(play_all, scripts, monkeypatch, capfd):
     tpu_vm = scripts("tpu_vm")
     monkeypatch.setattr(tpu_vm, "Machines", functools.partial(tpu_vm.Machines, max_creations=2))
@@ -159,6 +168,7 @@ def test_without_any_worker_machine_the_run_is_not_started(play_all, scripts, mo
     assert f"delete {CONFIG} --worker_accelerator=v5litepod-4" in out
 
 
+@pytest.mark.all
 def test_create_requests_the_worker_machines_too(play_all):
     code, calls = play_all("create", *TWO, learner=((NOT_FOUND, WAITING, ACTIVE), ()),
                            workers=[((NOT_FOUND, WAITING), ())] * 2)
@@ -166,6 +176,7 @@ def test_create_requests_the_worker_machines_too(play_all):
     assert steps(calls, "worker-0") == ["create"] == steps(calls, "worker-1")
 
 
+@pytest.mark.all
 def test_workers_are_tended_beside_the_log(scripts):
     tpu_vm = scripts("tpu_vm")
 
@@ -191,6 +202,7 @@ def test_workers_are_tended_beside_the_log(scripts):
 # Other commands
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command", ["status", "stop", "delete"])
 def test_a_command_reaches_all_machines(play_all, command):
     code, calls = play_all(command, *TWO, workers=[((ACTIVE,), (RUNNING,))] * 2)
@@ -198,17 +210,20 @@ def test_a_command_reaches_all_machines(play_all, command):
     assert [name for name, verb in calls if verb == command] == ["learner", "worker-0", "worker-1"]
 
 
+@pytest.mark.all
 def test_what_cannot_be_deleted_does_not_keep_the_others(play_all, capfd):
     code, calls = play_all("delete", *TWO, delete=[NOT_FOUND, (0, "")])
     assert code == 1 and [verb for _, verb in calls] == ["delete"] * 3
     assert f"delete {NAME} --force --quiet failed with 1" in capfd.readouterr().err
 
 
+@pytest.mark.all
 def test_what_cannot_be_stopped_does_not_keep_the_others(play_all):
     code, calls = play_all("stop", *TWO, stop=[(255, ""), (0, "")])
     assert code == 1 and [verb for _, verb in calls] == ["stop"] * 3
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("learner, worker", [
     ((ACTIVE,), (NOT_FOUND, (0, "FAILED"))), ((NOT_FOUND, (0, "FAILED")), (ACTIVE,)),
 ])
@@ -224,6 +239,7 @@ def test_a_run_that_gives_up_says_how_to_end_the_bill(play_all, capfd, learner, 
 # Dry runs
 
 
+@pytest.mark.all
 def test_the_script_of_a_dry_run_does_what_the_run_does(call, cloud, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
     assert call("tpu_vm", "run", "--dry-run", *TWO, "--price_per_chip_hour=1") == 0
@@ -249,6 +265,7 @@ def test_the_script_of_a_dry_run_does_what_the_run_does(call, cloud, tmp_path, m
 # Plans
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("given, kept", [
     (["--config.rollout.driver=ray"], FIELDS[1:]),
     (["--config.rollout.tpus_per_worker=1", "--config.rollout.workers=8"], FIELDS[:1]),

@@ -17,6 +17,7 @@ from tests.learner.trainer_test import fake_samples
 pytestmark = pytest.mark.compiles
 
 
+@pytest.mark.all
 @pytest.mark.cases("dense")
 @pytest.mark.parametrize("settings", [
     dict(),
@@ -96,6 +97,7 @@ def test_no_group_is_cut_by_micro_batches(monkeypatch):
         np.testing.assert_allclose(seen[group], recorded[group], rtol=1e-5)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", [n for n in methods.TABLES["advantage"] if n != "gae"])  # has a critic
 def test_advantages_of_parts_are_those_of_the_batch_or_wait_for_it(name):
     """Two groups of three and one without any reward, one after the other and together."""

@@ -288,6 +288,7 @@ def chosen(case):
     return c, fields
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("case", [c for c in CASES if "bias" not in c])  # that one needs a model
 def test_packed_rows_give_the_same_loss_and_gradient(case):
     c, fields = chosen(case)
@@ -319,6 +320,7 @@ def test_packed_rows_give_the_same_loss_and_gradient(case):
         assert packed_metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-5), name
 
 
+@pytest.mark.all
 @pytest.mark.cases("sequence, bypass", "group, mean of prompts")
 @pytest.mark.parametrize(
     "case", ["sequence, bypass", "turn, clipping bias", "group, mean of prompts"]

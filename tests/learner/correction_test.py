@@ -61,6 +61,7 @@ def log_ratio():
     return np.where(data["mask"], data["logp_old"] - data["logp_behav"], 0).astype(np.float64)
 
 
+@pytest.mark.all
 def test_decoupled_keeps_three_log_probs_apart():
     out, _ = prepared()
     mask = rollout()["mask"]
@@ -245,6 +246,7 @@ def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
     assert metrics[name] == pytest.approx((z < -np.log(1.3)).sum() / mask.sum(), rel=1e-5)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("aggregation, expected", [
     ("token-mean", 0.9 / 4), ("token-sum", 0.9), ("seq-mean-token-sum", 0.9 / 2),
     ("seq-mean-token-sum-norm", 0.9 / 2 / 3), ("seq-mean-token-mean", 0.9 / 3 / 2),
@@ -374,6 +376,7 @@ def test_kl_in_the_loss_leaves_the_rewards_alone():
     np.testing.assert_array_equal(correction._rewards(c, data), data["rewards"])
 
 
+@pytest.mark.all
 def test_kl_in_the_reward_keeps_the_reward_of_an_answer_without_a_token():
     """KL of 2 and 1 nats at two tokens, 0.1 each: 1 - 0.3. The second answer has no token."""
     c = correction.parse(fields(advantage="rloo", kl="k1", kl_coeff=0.1, kl_placement="reward"))
@@ -443,6 +446,7 @@ def whole_batch():
     }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("names", TOGETHER, ids="-".join)
 def test_every_method_is_reachable_from_a_config(names):
     """One step is traced with the methods."""

@@ -101,6 +101,7 @@ def test_a_fork_has_the_advantage_of_its_session(name, expected):
     np.testing.assert_allclose(adv, np.where(sampled, np.array(expected)[:, None], 0), rtol=1e-5)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", sorted(
     name for name in ADVANTAGES
     if not (traits := methods.traits("advantage", name)).per_token and not traits.of_sequences

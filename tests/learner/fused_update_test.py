@@ -65,6 +65,7 @@ def both_ways(changes):
     return out
 
 
+@pytest.mark.all
 @pytest.mark.cases("entropy and reference")
 @pytest.mark.parametrize("case", FUSED)
 def test_an_update_that_scores_its_batch_is_that_of_a_scored_one(case):
@@ -93,6 +94,7 @@ def test_in_invariant_numerics_it_is_bit_by_bit(optimized):
         assert rows[name].tobytes() == scored[name].tobytes(), name
 
 
+@pytest.mark.all
 def test_no_forward_pass_comes_before_it():
     setup = tiny.setup(**ONE, correction__preset="tis_2")
     with tiny.one_device():
@@ -105,6 +107,7 @@ def test_no_forward_pass_comes_before_it():
     assert {"logp_old", "logp_prox", "entropy", "weights", "adv"} <= rows.keys()
 
 
+@pytest.mark.all
 def test_it_refuses_tokens_of_other_weights():
     setup = tiny.setup(**ONE, correction__preset="tis_2")
     with tiny.one_device():

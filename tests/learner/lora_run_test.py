@@ -112,6 +112,7 @@ def test_the_sampler_has_the_new_adapter_and_the_same_base(scheme):
     assert moved < 0.5 * sum(x.nbytes for x in jax.tree.leaves(after))
 
 
+@pytest.mark.all
 def test_fifty_syncs_keep_one_base_and_one_version():
     setup, _, state = begun(engine__quantization="w8a8")
     params = policy(setup.training, state)
@@ -179,6 +180,7 @@ def test_runs_with_stale_samples(tmp_path, schedule):
         assert max(x["training/rollout_probs_diff_max"] for x in lines) < 0.05
 
 
+@pytest.mark.all
 def test_factors_on_a_mesh_are_whole_ones():
     setup, trainer, state = begun(model__tie_embeddings=False)
     state, *_ = updated(setup, trainer, state)

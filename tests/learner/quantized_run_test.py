@@ -30,6 +30,7 @@ def test_a_learner_with_the_samplers_products_agrees_with_it():
     assert np.median(alike) < 2e-6 and np.mean(alike) < 0.02 * np.mean(apart)
 
 
+@pytest.mark.all
 def test_a_quantised_learner_learns():
     lines = tiny.lines(tiny.finished(**SHORT, **W8A8))
     norms = [x["actor/grad_norm"] for x in lines if x["phase"] == "train"]
@@ -48,6 +49,7 @@ def test_the_engines_of_a_setup_have_the_recipes_of_their_policies():
     assert setup.learner_engine.quant_id == learner.program.quantization.id == "w8a8 except o"
 
 
+@pytest.mark.all
 def test_the_sampler_alone_has_the_noise_and_only_after_the_first_part_of_the_run():
     # One stage in 4 steps: two without noise, two with it.
     found = gaps(engine__quantization="none", engine__noise_start=0.3, engine__noise_stages=1)

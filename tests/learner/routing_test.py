@@ -341,6 +341,7 @@ def test_later_minibatches_of_r2_keep_the_routes():
     assert (own[is_token] != routes[is_token]).any()
 
 
+@pytest.mark.all
 def test_stale_tokens_are_scored_by_the_routers_that_sampled_them_with_r2():
     """logp_old of version 0 is by its own weights and routes, logp_prox by those of the policy."""
     settings = EXPERTS | dict(correction__routing="r2", rollout__schedule="areal(staleness=2)")
@@ -613,6 +614,7 @@ def test_an_even_load_is_one_whatever_the_number_of_choices():
     assert float(router_loss(Coefficients(1, 0), routed, jnp.float32(1))[0]) == pytest.approx(1)
 
 
+@pytest.mark.all
 def test_the_gradient_of_the_losses_by_differences():
     """In float64 from the logits; the choices are fixed."""
     kind, rng = MoeConfig(E, K, 4), np.random.default_rng(0)

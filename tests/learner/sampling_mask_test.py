@@ -62,6 +62,7 @@ def rows_of(trajectories, without=()):
     return {name: x for name, x in rows.items() if name not in without}
 
 
+@pytest.mark.all
 @BY_JAX
 def test_the_ratio_is_one_over_the_kept_sets():
     trajectories = sampled()
@@ -73,6 +74,7 @@ def test_the_ratio_is_one_over_the_kept_sets():
     np.testing.assert_allclose(found["entropy"][mask], entropy, atol=2e-5)
 
 
+@pytest.mark.all
 def test_scores_are_centred_over_all_of_a_kept_set():
     """Sampler and learner have the same probabilities of its tokens, which sum to 1."""
     rows = rows_of(sampled(correction__preset="centered", correction__centering="kept"))
@@ -103,6 +105,7 @@ def test_without_them_its_mean_is_the_kept_mass():
     assert masses[mask].mean() < 0.9
 
 
+@pytest.mark.all
 def test_where_a_set_was_too_wide_the_learner_scores_the_whole_vocabulary():
     trajectories = sampled(rollout__sampling_mask_size=2)
     rows = rows_of(trajectories)

@@ -248,12 +248,14 @@ def state_of(setup, params):
     return initial_state(setup, copied)
 
 
+@pytest.mark.all
 def test_sequences_are_of_several_versions():
     *_, samples = drawn()
     spans = [set(s.trajectory.version.tolist()) for s in samples]
     assert {0, 1, 2} in spans and sum(map(len, spans)) > 2 * len(spans)
 
 
+@pytest.mark.all
 @pytest.mark.cases("changes1")
 @pytest.mark.parametrize("changes", [{}, {"train__pack_length": 128}])
 def test_the_ring_scores_every_segment_at_the_weights_that_drew_it(changes):
@@ -291,6 +293,7 @@ def test_a_replica_knows_the_same_log_probs():
         trainer.score(state, samples, {}, known)
 
 
+@pytest.mark.all
 def test_weights_of_another_version_are_seen():
     """The negative control: snapshots that are one version off show as the engine's gap, beyond what
     the doctor takes for a bug at equal weights."""
@@ -382,6 +385,7 @@ def test_too_many_snapshots_are_refused_before_anything_is_drawn():
         Trainer(setup.training).weight_snapshots()
 
 
+@pytest.mark.all
 def test_an_average_of_policies_is_the_centre_and_stands_in():
     setup = tiny.setup(**INVARIANT, rollout__old_logp_source="ewma", rollout__ewma_centre=1.0)
     with tiny.one_device():
@@ -412,6 +416,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
     np.testing.assert_array_equal(rows["logp_old"], rows["logp_prox"])
 
 
+@pytest.mark.all
 @pytest.mark.cases("changes1")
 @pytest.mark.parametrize("changes", [
     dict(correction__controllers="ess_scale"),

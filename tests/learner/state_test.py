@@ -21,6 +21,7 @@ pytestmark = [
 ]
 
 
+@pytest.mark.all
 def test_the_value_head_is_there_with_gae_only_and_starts_at_zero():
     setup = tiny.setup(correction__advantage="gae")
     state = initial_state(setup.training, initial_params(setup.training))

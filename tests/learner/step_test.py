@@ -282,6 +282,7 @@ def test_a_float16_update_is_the_reference_gradient_where_it_is_scaled():
     assert error(tx, HALF)[0] > 0.2
 
 
+@pytest.mark.all
 def test_a_float16_update_that_overflows_changes_the_scale_alone_until_it_fits():
     data = cut(batch() | {"adv": 1e3 * batch()["adv"]}, 1)
     tx = scale_loss(SGD)
@@ -307,6 +308,7 @@ def test_what_overflows_at_the_smallest_scale_is_told():
     assert not np.isfinite(metrics["actor/grad_norm"]) and metrics["actor/loss_scale"] == 1
 
 
+@pytest.mark.all
 def test_kl_and_entropy_terms():
     data = batch()
     coefficient = coefficients(data["mask"], "token-mean")
@@ -353,6 +355,7 @@ def test_an_exact_kl_is_that_of_the_whole_logits():
     assert_trees_close(ours, expected, atol=1e-5)
 
 
+@pytest.mark.all
 def test_a_controller_scales_the_update_and_not_the_gradient():
     data, chosen = batch(), correction.parse(fields())
     whole, metrics = updated(chosen, data, 2)
@@ -406,6 +409,7 @@ def test_the_noise_is_on_the_input_of_each_layer():
     assert np.abs(found - reference_logprob(params(), data) * data["mask"]).max() > 0.1
 
 
+@pytest.mark.all
 @pytest.mark.cases("full")
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_each_layer_has_noise_and_a_deviation_of_its_own(remat):
@@ -493,6 +497,7 @@ def test_score_norms_are_those_of_each_row():
     assert norms[7] == 0 and norms[0] > 1e-3
 
 
+@pytest.mark.all
 def test_the_score_norms_of_an_adapter_are_those_of_its_factors():
     data = batch()
     rows = {name: data[name] for name in FORWARD}
@@ -516,6 +521,7 @@ def test_sums_of_gradients_are_float32():
     assert grads["w"].dtype == jnp.float32 and grads["w"] == 260
 
 
+@pytest.mark.all
 def test_the_drift_is_split_into_its_factors():
     data, mask = batch(), batch()["mask"]
     logp = np.asarray(reference_logprob(params(), data), np.float64)

@@ -144,6 +144,7 @@ def test_no_array_holds_the_logits_of_the_tokens():
     assert logits_of_all_tokens(module_of("all logits"))
 
 
+@pytest.mark.all
 def test_nothing_goes_to_the_host_inside_a_step():
     assert update()[1].host_transfers() == []
     assert module_of("prints").host_transfers()
@@ -160,6 +161,7 @@ def kernels(module):
     return {c.name.split(".")[0] for c in calls}
 
 
+@pytest.mark.all
 def test_the_kernels_are_in_the_program():
     """Attention forward, again for the backward pass, and its gradients; the moments of the head.
     Whole logits, without a backward pass, come from none of these."""

@@ -132,16 +132,19 @@ def test_the_sequence_of_a_bad_token_is_whole():
     assert first_sequence(rows, bad).tolist() == [4, 5, 6]
 
 
+@pytest.mark.all
 def test_one_minibatch_and_one_epoch_is_on_policy():
     _, _, _, metrics, _ = one_update(train__minibatches=1, train__epochs=1)
     assert abs(metrics["actor/ppo_kl"]) < 1e-6 and metrics["actor/pg_clipfrac"] == 0
 
 
+@pytest.mark.all
 def test_later_minibatches_and_epochs_see_the_old_policy_of_the_rollout():
     *_, more, _ = one_update(train__minibatches=2, train__epochs=2)
     assert abs(more["actor/ppo_kl"]) > 1e-4  # the ratio left 1
 
 
+@pytest.mark.all
 def test_the_old_policy_stays_fixed_while_the_learner_moves():
     seen = []
     setup = tiny.setup()
@@ -205,6 +208,7 @@ def test_metrics_of_the_samples_by_hand():
     assert values["actor/entropy"] == 1.5
 
 
+@pytest.mark.all
 @pytest.mark.cases("changes0")
 @pytest.mark.parametrize("changes", [
     dict(correction__advantage="remax", correction__masks="seq_mean_k3(upper=0.5) & veto"),
@@ -260,6 +264,7 @@ def test_counts_are_of_the_whole_batch(mode):
     assert tokens.keys() == {"weight/changed", "weight/truncated", "weight/dropped"}
 
 
+@pytest.mark.all
 def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():
     """For any advantage and number of updates, at the weights that sampled; on due steps alone."""
     setup = tiny.setup()  # two epochs of two minibatches, due in every tenth step

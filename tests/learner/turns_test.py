@@ -212,6 +212,7 @@ def cross_entropy(params, trainer, left_out=()):
     return -jnp.sum(jnp.where(is_tool, logp, 0.0)) / is_tool.sum()
 
 
+@pytest.mark.all
 @pytest.mark.cases("packed")
 @pytest.mark.parametrize("path", ECHOING)
 def test_the_environments_tokens_add_their_cross_entropy_to_the_loss(path):

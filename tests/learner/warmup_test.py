@@ -87,6 +87,7 @@ def test_turns_that_are_no_pairs_of_texts_are_refused(turns, is_bad):
     assert bool(why) == is_bad and ("turns" in why) == is_bad
 
 
+@pytest.mark.all
 def test_a_warm_up_answer_longer_than_the_row_of_targets_is_refused(tmp_path):
     """A target that max_new_tokens cuts off would be taught without its end, in silence."""
     with (

@@ -71,6 +71,7 @@ def test_pages_in_blocks_equal_numpy(size, block):
     np.testing.assert_allclose(jax.jit(attend)(q), reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("b, pages", [(31, 9), (32, 9), (37, 9), (32, 4)])
 def test_rows_by_length_equal_numpy(b, pages):
     """Of any lengths in any order, all together and in groups, the last of which may lack rows."""
@@ -111,6 +112,7 @@ def row_mask(ids):
     return (ids[:, :, None] == ids[:, None, :]) & np.tri(ids.shape[1], dtype=bool)[None]
 
 
+@pytest.mark.all
 def test_the_mask_by_hand():
     # Two segments and padding: causal within the segment, never across.
     ids = jnp.array([[1, 1, 2, 2, 0]])
@@ -120,6 +122,7 @@ def test_the_mask_by_hand():
     assert not mask[:4, 4].any() and not mask[4, :4].any()
 
 
+@pytest.mark.all
 def test_segments_are_isolated_bit_by_bit():
     segment_ids = jnp.array([[1, 1, 1, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 1]])
     mask = row_mask(segment_ids)
@@ -136,6 +139,7 @@ def test_segments_are_isolated_bit_by_bit():
         assert np.abs(after[0, changed] - before[0, changed]).max() > 1
 
 
+@pytest.mark.all
 def test_the_future_changes_nothing():
     mask = row_mask(jnp.ones((1, 6), int))
     q, k, v = arrays(1, 6, 6, 2, 2, 4)
@@ -144,6 +148,7 @@ def test_the_future_changes_nothing():
     np.testing.assert_array_equal(np.asarray(attend(q, k, v, mask))[0, :4], before[0, :4])
 
 
+@pytest.mark.all
 def test_rows_that_may_attend_to_nothing_are_finite_in_value_and_gradient():
     q, k, v = arrays(1, 3, 4, 2, 2, 4)
     mask = np.zeros((1, 3, 4), bool)
@@ -360,6 +365,7 @@ def test_rows_that_are_no_whole_tiles_take_scores_on_tpu():
     assert "tpu_custom_call" not in text and "200x200x" in text
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("remat, forwards", [("none", 1), ("dots", 1), ("full", 2)])
 def test_what_remat_recomputes(remat, forwards):
     """Only "full" runs the kernel again in the backward pass."""

@@ -170,6 +170,7 @@ def losses(layout, params, batch):
     return values, gradients
 
 
+@pytest.mark.all
 def test_the_learner_gives_the_numbers_of_one_device():
     params, batch = transformer.init(CONFIG, jax.random.key(0)), minibatch(48)
     assert batch["mask"].sum(1).max() <= 20 and batch["mask"].sum(1).min() > 8

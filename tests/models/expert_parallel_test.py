@@ -112,6 +112,7 @@ def test_gradients_of_invariant_numerics_are_those_of_one_device(shape):
     close(found, expected)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("shape", [MESHES[0], MESHES[3]], ids=str)
 def test_tokens_that_travel_in_chunks(shape, monkeypatch):
     """A device has 6 tokens, or 12: three chunks of 2, or three of 4."""
@@ -149,6 +150,7 @@ def masters():
     return tuple(quant.Master(w, "w8a8") for w in float_weights())
 
 
+@pytest.mark.all
 @pytest.mark.cases("(1, 2, 2, 1, 2)")
 @pytest.mark.parametrize("shape", [MESHES[1], MESHES[5]], ids=str)
 def test_masters_have_the_scales_of_whole_columns(shape):
@@ -269,6 +271,7 @@ def without_bias(params):
     return params | {"layers": layers}
 
 
+@pytest.mark.all
 @pytest.mark.cases("(1, 1, 2, 2, 2)-replayed")
 @pytest.mark.parametrize("is_replayed", [False, True], ids=["native", "replayed"])
 @pytest.mark.parametrize("shape", MESHES, ids=str)

@@ -72,6 +72,7 @@ def test_rows_of_a_table_and_its_gradient(shape, v):
     assert table_bar.sharding.is_equivalent_to(stored.sharding, 2)
 
 
+@pytest.mark.all
 def test_gradients_are_summed_in_the_dtype_of_the_layout():
     """1 + 2^-9 is no bfloat16 number; the sum of eight devices' ones is one in either dtype."""
     x = np.ones((B, 1, D), np.float32)
@@ -100,6 +101,7 @@ def test_many_devices_exchange_in_stages(monkeypatch):
     assert sharding.stages(16)[0][1] == [1, 5, 9, 13] and sharding.stages(16)[1][1] == [4, 5, 6, 7]
 
 
+@pytest.mark.all
 @pytest.mark.cases("False-v5p:4x4x4-sizes1", "True-v5e:2x4-sizes2")
 @pytest.mark.parametrize("chips, sizes", [
     ("v5e:4x4", (4096, 12_288)), ("v5p:4x4x4", (5120, 27_648)), ("v5e:2x4", (896, 4864)),

@@ -135,6 +135,7 @@ def other(config, params):
     }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", [
     "no window", "a window of one token more", "a window in all layers", "one rotary base", "silu",
     "norms around 0", "no post norms", "an unscaled embedding",
@@ -143,6 +144,7 @@ def test_controls(name):
     assert golden_test.miss("gemma3", *other(*gemma())[name]) > 1e-2
 
 
+@pytest.mark.all
 def test_new_parameters_have_norms_of_one():
     config, _ = gemma()
     params = transformer.init(config, jax.random.key(0))
@@ -150,6 +152,7 @@ def test_new_parameters_have_norms_of_one():
     assert len(norms) == 6 and not any(map(np.any, norms)) and not np.any(params["final_norm"])
 
 
+@pytest.mark.all
 def test_a_folder_that_is_written_is_the_model(tmp_path):
     config, params = gemma()
     safetensors.save(tmp_path / "saved", config, params)
@@ -203,6 +206,7 @@ ENGINES = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.cases("scanned", "chunks")
 @pytest.mark.parametrize("name", ENGINES)
 def test_the_sampler_has_the_log_probs_of_the_learner(name):

@@ -122,6 +122,7 @@ def golden_miss(name, config, params):
     return np.abs(got - expected).max() / expected.std()
 
 
+@pytest.mark.all
 def test_llama_in_float32(tmp_path, llama):
     path = written(tmp_path / "m.gguf", llama)
     config, params = models.load(path)
@@ -251,6 +252,7 @@ def test_experts_as_the_files_of_qwen3_coder_have_them(tmp_path, moe):
         models.load(written(tmp_path / "n.gguf", moe, drop=["qwen3moe.expert_used_count"]))
 
 
+@pytest.mark.all
 def test_sharded_load(tmp_path, llama):
     mesh = jax.make_mesh((8,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     spec = jax.sharding.PartitionSpec
@@ -264,6 +266,7 @@ def test_sharded_load(tmp_path, llama):
     assert_same_parameters(params, jax.tree.map(lambda x: x.astype(jnp.bfloat16), llama[1]))
 
 
+@pytest.mark.all
 def test_gguf_and_folder_of_one_model_are_equal(tmp_path, llama):
     path = written(tmp_path / "m.gguf", llama)
     config, params = models.load(path)

@@ -77,18 +77,21 @@ def test_logits_agree_with_transformers(name):
     assert miss(name, config, params) <= 2e-4
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ONE_OF_A_KIND)
 def test_control_wrong_theta(name):
     config, params, _, _ = golden(name)
     assert miss(name, with_rope(config, theta=config.rope.theta * 10), params) > 1e-2
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ONE_OF_A_KIND)
 def test_control_wrong_norm_epsilon(name):
     config, params, _, _ = golden(name)
     assert miss(name, dataclasses.replace(config, norm_eps=1e-6), params) > 1e-2
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ONE_OF_A_KIND)
 def test_control_interleaved_rotation(name):
     config, params, _, _ = golden(name)
@@ -171,6 +174,7 @@ def test_the_cases_with_experts():
         assert load.min() > 0  # every expert is chosen
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", EXPERTS)
 def test_routes_and_errors_are_those_of_transformers(name):
     """Against a run of transformers in float64, in float32 our error is at most twice its own."""
@@ -193,12 +197,14 @@ def replay_miss(name):
     return np.abs(logits - expected).max() / expected.std()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", EXPERTS)
 def test_replayed_routes_agree_with_transformers(name):
     assert replay_miss(name) <= 2e-4
     assert np.abs(stored(name, "replayed") - stored(name, "logits")).max() > 0.1
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", EXPERTS)
 def test_control_gates_of_zeroed_scores(name, monkeypatch):
     """Gates of the scores that the choice has set to 0 outside of it: a route from elsewhere reads
@@ -218,6 +224,7 @@ def test_control_gates_of_zeroed_scores(name, monkeypatch):
     assert not replay_miss(name) < 1e-2  # where all of a route read zeros, NaN
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", EXPERTS)
 def test_control_renormalisation(name):
     other = not golden(name)[0].moe.normalizes_top_k
@@ -290,6 +297,7 @@ def test_control_other_order_of_equal_scores(monkeypatch):
         assert (miss(name, config, params) > 1e-2) == is_missed
 
 
+@pytest.mark.all
 def test_control_other_dense_layers():
     assert miss("qwen3_moe_raw", *of_experts("qwen3_moe_raw", dense_layers=(0,))) > 1e-2
     assert miss("qwen3_moe_step", *of_experts("qwen3_moe_step", dense_layers=(1, 3))) > 1e-2
@@ -302,6 +310,7 @@ def test_control_gate_and_up_exchanged(name):
     assert miss(name, config, with_layers(params, expert_gate=up, expert_up=gate)) > 1e-2
 
 
+@pytest.mark.all
 def test_sharded_load_gives_the_same_logits():
     config, params, _, _ = golden("llama_llama3")
     mesh = jax.make_mesh((2, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)

@@ -101,6 +101,7 @@ def test_every_kind_of_weight(scheme, dtype):
             )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("scheme", INTEGER)
 @OPTIMIZED
 def test_integers_have_the_bits_of_a_product_by_expert(scheme):
@@ -137,6 +138,7 @@ def test_gradients(sizes, is_transposed):
     assert not np.any(found[0][sum(sizes):])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_gradients_in_16_bits(dtype):
     x, w = normal(0, M, I, dtype=dtype), normal(1, E, I, O, dtype=dtype)
@@ -170,6 +172,7 @@ def test_a_frozen_weight_passes_the_gradient_of_its_dequantized_product(is_trans
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.all
 def test_rows_after_the_last_expert_may_be_nan():
     x, w, y_bar = normal(0, M, I), normal(1, E, I, O), normal(2, M, O)
     sizes = sizes_of(3, 0, 11, 5)
@@ -202,6 +205,7 @@ def test_a_tpu_computes_the_same_product(scheme, interpreted):
         np.testing.assert_allclose(found.astype("float32"), want, rtol=1e-2, atol=1e-5)
 
 
+@pytest.mark.all
 @pytest.mark.cases("none-float16", "w8a8-float32")
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("scheme", ["none", "w8a8"])
@@ -248,6 +252,7 @@ def test_vmap_is_a_loop_over_shards(is_shared):
     close(jax.jit(jax.grad(total, (0, 1)))(x, w), want)
 
 
+@pytest.mark.all
 def test_vmap_over_devices_needs_no_collective():
     """As the learner computes each data shard's rows on a device of its own."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
@@ -261,6 +266,7 @@ def test_vmap_over_devices_needs_no_collective():
     close(jax.device_get(program(*arrays)), jax.jit(grad)(*shards()))
 
 
+@pytest.mark.all
 def test_inside_shard_map():
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2])
     x, w, sizes, c = shards()
@@ -328,6 +334,7 @@ def test_only_a_row_and_its_expert_change_its_bits(scheme, dtype):
                     np.testing.assert_array_equal(found[place], want[e][row])
 
 
+@pytest.mark.all
 @OPTIMIZED
 def test_the_plain_product_does_depend_on_other_rows():
     """Negative control. Which number of rows changes the sums differs by machine."""
@@ -338,6 +345,7 @@ def test_the_plain_product_does_depend_on_other_rows():
     assert any(np.any(y != many[:n]) for n, y in few.items())
 
 
+@pytest.mark.all
 @OPTIMIZED
 def test_invariant_values_have_the_same_bits_under_vmap_and_in_an_update():
     x, w = normal(0, 2, 70, 192), normal(1, E, 192, 48)

@@ -50,6 +50,7 @@ def normed(x_rd, scale):
     return transformer.rms_norm(x_rd, scale, 1e-6)
 
 
+@pytest.mark.all
 @OPTIMIZED
 def test_without_the_flag_a_rounding_is_left_out_where_operations_are_fused():
     x, scale = normal(16, 256, dtype="bfloat16"), normal(256, dtype="bfloat16")
@@ -64,6 +65,7 @@ def kept_sets(count, size):
     return ids.astype(np.int32)
 
 
+@pytest.mark.all
 @OPTIMIZED
 def test_log_probs_of_kept_sets_are_those_of_fast_numerics():
     x, ids = normal(2, 9, 64), kept_sets(18, 12).reshape(2, 9, 12)
@@ -98,6 +100,7 @@ def test_logits_of_any_vocabulary_are_those_of_one_device(size, tensor):
     assert single.shape == (3, size)
 
 
+@pytest.mark.all
 @pytest.mark.cases("20")
 @OPTIMIZED
 @VOCABULARIES
@@ -197,6 +200,7 @@ def equal_bits_of_parts(f, *arrays):
     return whole
 
 
+@pytest.mark.all
 @OPTIMIZED
 def test_router_logits_do_not_depend_on_other_tokens():
     x, router = normal(2, 19, 64, dtype="bfloat16"), normal(64, 8)
@@ -239,6 +243,7 @@ def test_experts_that_the_contract_does_not_cover_are_refused(moe_fields, scheme
     invariant.check(config, dict(tensor=1, context=1), scheme)
 
 
+@pytest.mark.all
 @OPTIMIZED
 @pytest.mark.parametrize("has_experts", [False, True])
 def test_a_packed_sequence_has_the_bits_of_one_alone(has_experts):

@@ -57,6 +57,7 @@ def test_a_fresh_adapter_changes_no_bit_and_starts_as_peft_does():
         np.testing.assert_array_equal(logits(made.join(base, factors)), logits(base))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["q", "k", "v", "o", "gate", "up", "down", "head"])
 def test_each_module_alone_moves_the_logits_as_its_merge_does(name):
     base, adapted = trained(UNTIED, f"lora(rank=4, alpha=32, targets='{name}')")
@@ -79,6 +80,7 @@ def test_experts_have_factors_of_the_rank_divided_by_their_number():
     assert np.abs(logits(adapted) - logits(base)).max() > 1e-3
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("kind", ["w8a16", "w8a8", "transposed", "master"])
 def test_a_quantised_base_has_float_factors_beside_it(kind):
     rng = np.random.default_rng(0)
@@ -92,6 +94,7 @@ def test_a_quantised_base_has_float_factors_beside_it(kind):
     np.testing.assert_allclose(y, program.dot(x, base) + 0.5 * (x @ a) @ b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.all
 def test_gradients_reach_the_factors_beside_a_quantised_base():
     base, adapted = trained(DENSE, "lora(rank=4)", size=0.02)
     made = lora.adapter_of(adapted, DENSE)
@@ -110,6 +113,7 @@ def test_gradients_reach_the_factors_beside_a_quantised_base():
     assert (along(0.01) - along(-0.01)) / 0.02 == pytest.approx(norm, rel=0.02)
 
 
+@pytest.mark.all
 def test_rows_of_experts_alone():
     rng = np.random.default_rng(1)
     x, w = jnp.asarray(rng.normal(size=(5, 8)), jnp.float32), jnp.asarray(rng.normal(size=(2, 8, 6)), jnp.float32)
@@ -127,6 +131,7 @@ def test_the_scale(text, scale):
     )
 
 
+@pytest.mark.all
 def test_a_merge_into_eight_bits_or_bfloat16_loses_small_updates_that_factors_keep():
     """The step of int8 is max / 127. Updates of a twentieth of it leave every code of a merged
     weight as it was, if the scale is; beside the base they are all there."""
@@ -185,6 +190,7 @@ def test_a_choice_that_the_model_cannot_have(config, text, named):
         adapter(config, text)
 
 
+@pytest.mark.all
 def test_the_relative_norm_by_hand():
     """s A B = 4 (3, 1) (0.5, -1) has the squares 16 (2.25 + 9 + 0.25 + 1) = 200, and W = 1 has 2."""
     w = lora.Adapted(jnp.eye(2), jnp.array([[3.0], [1.0]]), jnp.array([[0.5, -1.0]]), scale=4.0)

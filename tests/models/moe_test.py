@@ -70,6 +70,7 @@ def routed(name, replay=None, asked=ROUTES, is_token=None):
 # The choice
 
 
+@pytest.mark.all
 def test_two_experts_by_hand():
     """Scores 0.1, 0.3, 0.2, 0.4: experts 3 and 1. A bias of 0.25 on expert 0 puts it before 1, and
     its gate is still 0.1."""
@@ -93,6 +94,7 @@ def test_two_groups_by_hand():
     np.testing.assert_array_equal(moe.choose(score, None, kind), [[3, 4]])
 
 
+@pytest.mark.all
 def test_among_equal_scores_the_lower_id_comes_first():
     for count in (4, 64, 300):
         kind = MoeConfig(count, 3, 1)
@@ -173,10 +175,12 @@ def gradient_is_of_the_fixed_choice(gates_of):
         np.testing.assert_allclose(gradient, expected, rtol=2e-4, atol=2e-6)
 
 
+@pytest.mark.all
 def test_the_gradient_of_replayed_gates_reaches_the_router():
     gradient_is_of_the_fixed_choice(moe.gates)
 
 
+@pytest.mark.all
 def test_gates_that_are_gathered_after_zeroing_are_found():
     """The planted copy: scores outside the router's own choice are zeroed before the gather."""
 
@@ -189,6 +193,7 @@ def test_gates_that_are_gathered_after_zeroing_are_found():
         gradient_is_of_the_fixed_choice(zeroed)
 
 
+@pytest.mark.all
 def test_the_bias_has_no_gradient():
     logits, bias = drawn("groups")
     total = lambda bias: jnp.sum(moe.route(
@@ -233,6 +238,7 @@ def test_the_products_of_experts_equal_a_loop():
 # Statistics
 
 
+@pytest.mark.all
 @pytest.mark.usefixtures("optimized")
 def test_outputs_are_combined_by_row_in_a_fixed_order():
     """(1e8 - 1e8) + 1 is 1, while 1e8 + (1 - 1e8) is 0 in float32."""
@@ -279,6 +285,7 @@ def test_statistics_by_hand():
     np.testing.assert_allclose(found.z, [2 * ln(4) ** 2 + ln(2) ** 2, 2 * ln(4) ** 2], rtol=1e-6)
 
 
+@pytest.mark.all
 def test_probabilities_of_sigmoid_scores_are_their_shares():
     """Scores 0.8 and 0.2 / 0.5 and 0.5: shares (0.8, 0.2) and (0.5, 0.5)."""
     logits = jnp.array([[[np.log(4), -np.log(4)], [0, 0]]])
@@ -421,6 +428,7 @@ def test_the_gradient_of_the_decoders_router_is_that_of_the_fixed_choice():
     assert found == pytest.approx(expected, rel=2e-2)
 
 
+@pytest.mark.all
 def test_a_token_without_a_route_keeps_the_choice_of_the_router():
     """Only the first segment of row 0 has routes: the others are as without replay."""
     is_given = (SEGMENTS == 1) & (np.arange(2).reshape(2, 1) == 0)
@@ -436,6 +444,7 @@ def test_a_token_without_a_route_keeps_the_choice_of_the_router():
     np.testing.assert_array_equal(changed, is_given)
 
 
+@pytest.mark.all
 def test_a_queue_of_routes_is_found_under_recomputation():
     """The planted copy: every run of a layer takes the next routes of a queue, first in, first out.
     The backward pass runs the layers again from the last one, and takes those of other layers."""

@@ -25,6 +25,7 @@ def golden(name):
 
 
 # glm4_moe: layer 0 is dense and in a stack of its own. gemma3: windows, and scaled embeddings.
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["llama_default", "gemma3", "glm4_moe"])
 def test_the_stream_of_layers_is_that_of_a_whole_pass(name):
     config, params = golden(name)
@@ -62,6 +63,7 @@ def test_a_broken_weight_is_named_before_any_layer():
     assert said == "the weight layers.up (float32) is not finite"
 
 
+@pytest.mark.all
 def test_rows_and_padding_of_a_mesh_change_nothing():
     setup = tiny.setup(model__num_layers=2, model__dtype="float16")
     params = transformer.init(setup.model, jax.random.key(0))

@@ -40,6 +40,7 @@ def base_folder(name):
     return GOLDEN.parent / "golden" / BASES[name] if name in BASES else GOLDEN / "base"
 
 
+@pytest.mark.all
 @pytest.mark.by_jax("a whole model, compared with PEFT")
 @pytest.mark.parametrize("name", ["all", "rslora", "regex", "patterns", "whole_name", *BASES])
 def test_the_logits_are_those_of_peft(name):

@@ -50,6 +50,7 @@ def weights(i, o, scheme):
     return q, scale, QuantArray(jnp.asarray(q, jnp.int8), jnp.asarray(scale, jnp.float32), scheme)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("axis", [-1, -2])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_quantize_equals_the_formula_bit_by_bit(axis, dtype):
@@ -178,6 +179,7 @@ def test_float8_products_are_exact_for_numbers_of_the_format(batch):
         np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-2 * w_scale.max())
 
 
+@pytest.mark.all
 def test_float8_activations_are_quantised_by_w8a8_alone():
     x = jnp.array([[448.0, 17.0]])  # 17 is no number of e4m3: 16
     w = lambda scheme: QuantArray(jnp.ones((2, 1), jnp.float8_e4m3fn), jnp.ones((1, 1)), scheme)
@@ -214,6 +216,7 @@ def test_bfloat16_products_are_summed_in_float32(scheme):
     assert "preferred_element_type=float32" in jaxpr
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("scheme, operands, result", [
     ("w8a8", "int8", "int32"), ("fp8_w8a8", "float8_e4m3fn", "float32"),
 ])
@@ -239,6 +242,7 @@ def test_float_weights_are_a_plain_product_in_the_dtype_of_x():
     np.testing.assert_allclose(dot(jnp.asarray(x), jnp.asarray(w)), x @ w, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3)], ids=str)
 def test_gradients_of_bfloat16_products_are_sums_of_bfloat16_products(batch):
     """Small integers, so that every sum is exact, rounded once; no operand is wider."""
@@ -262,6 +266,7 @@ def test_gradients_of_bfloat16_products_are_sums_of_bfloat16_products(batch):
     assert {x.aval.dtype for operands in products for x in operands} == {jnp.dtype("bfloat16")}
 
 
+@pytest.mark.all
 def test_quantize_params_touches_the_projections_only():
     names = ["q", "k", "v", "o", "gate", "up", "down"]
     kept = {"attn_norm": jnp.ones((2, 6)), "mlp_norm": jnp.ones((2, 6)), "q_bias": jnp.ones((2, 4))}

@@ -34,6 +34,7 @@ def matrix(*shape):
     return jnp.asarray(x, jnp.float32)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("axis, kept", [(-2, (0, 2)), (-1, (0, 1))])
 @pytest.mark.parametrize("dtype", [jnp.int8, jnp.float8_e4m3fn])
 def test_values_and_scales_are_those_of_qwix(dtype, axis, kept):
@@ -49,6 +50,7 @@ def test_values_and_scales_are_those_of_qwix(dtype, axis, kept):
         assert np.abs(numbers(ours) - numbers(theirs.qvalue)).max() <= 1
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_are_those_of_qwix(scheme, dtype):

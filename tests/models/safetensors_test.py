@@ -62,6 +62,7 @@ def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
 
 
+@pytest.mark.all
 def test_matrices_are_transposed_and_layers_stacked(tmp_path):
     folder, params = saved(tmp_path / "m")
     stored = safetensors.numpy.load_file(folder / "model.safetensors")
@@ -76,6 +77,7 @@ def test_matrices_are_transposed_and_layers_stacked(tmp_path):
     assert len(stored) == 3 + 2 * 12
 
 
+@pytest.mark.all
 def test_experts_have_tensors_of_their_own(tmp_path):
     folder, params = saved(tmp_path / "m", GLM)
     stored = safetensors.numpy.load_file(folder / "model.safetensors")
@@ -147,6 +149,7 @@ def test_an_unknown_layout_of_fused_experts(tmp_path, name, change, message):
         models.load(folder)
 
 
+@pytest.mark.all
 def test_a_layout_in_which_one_of_the_tensors_is_square(tmp_path):
     # 2F = D = 12: gate_up_proj [4, 12, 12] says nothing, and down_proj does.
     config = ModelConfig(**{**vars(QWEN_MOE), "embed_dim": 12})
@@ -183,6 +186,7 @@ def test_layers_that_predict_further_tokens_are_left(tmp_path):
     assert_equal(models.load(folder)[1], params)
 
 
+@pytest.mark.all
 def test_the_bias_of_a_router_keeps_float32(tmp_path):
     params = transformer.cast(random_params(GLM), "bfloat16")
     assert params["layers"]["router_bias"].dtype == jnp.float32
@@ -255,6 +259,7 @@ def test_shards_with_index_load_back_equal(tmp_path, monkeypatch):
     assert_equal(models.load(folder)[1], params)
 
 
+@pytest.mark.all
 def test_bfloat16_is_kept_on_disk_and_widened_on_request(tmp_path):
     params = random_params(TIED, dtype=jnp.bfloat16)
     models.save(tmp_path / "m", TIED, params)
@@ -450,6 +455,7 @@ def test_save_refuses_other_parameters(tmp_path):
         models.save(tmp_path / "m", UNTIED, {**params, "final_norm": jnp.ones(9)})
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["llama_linear", "glm4_moe"])
 def test_saving_what_transformers_wrote_gives_its_tensors_back(tmp_path, name):
     source = pathlib.Path(__file__).parent / "golden" / name

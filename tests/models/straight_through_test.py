@@ -60,6 +60,7 @@ def fake(x_ri, w, scheme):
     return (restored @ (q.q.astype(jnp.float32) * q.scale)).astype(x_ri.dtype)
 
 
+@pytest.mark.all
 @pytest.mark.cases("bfloat16")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_learners_products_are_the_samplers_bit_by_bit(dtype):
@@ -75,6 +76,7 @@ def test_the_learners_products_are_the_samplers_bit_by_bit(dtype):
             np.testing.assert_array_equal(learned, sampled)
 
 
+@pytest.mark.all
 @pytest.mark.cases(str(P(None, ("out", "in"))))
 @pytest.mark.parametrize(
     "spec", [P("in", "out"), P(("in", "out")), P(None, ("out", "in"))], ids=str
@@ -94,6 +96,7 @@ def test_a_split_learner_quantises_and_multiplies_as_one_device_does(spec):
     np.testing.assert_array_equal(learned.reshape(24, O), sampled)
 
 
+@pytest.mark.all
 def test_a_product_of_restored_floats_is_not_the_samplers():
     x, w = operands(24)
     sampled = jax.jit(sampler)(x, quant.quantize_weight(w, "w8a8"))
@@ -102,6 +105,7 @@ def test_a_product_of_restored_floats_is_not_the_samplers():
     assert (np.asarray(faked) != np.asarray(sampled)).mean() > 0.5
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("scheme", [s for s in quant.SCHEMES if s != "none"])
 def test_the_product_of_a_master_is_that_of_its_quantised_weight(scheme):
     x, w = operands(5)
@@ -112,6 +116,7 @@ def test_the_product_of_a_master_is_that_of_its_quantised_weight(scheme):
     assert np.abs(quant.dot(x, Master(w, scheme)) - quant.dot(x, w)).max() > 1e-3
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("scheme", [s for s in quant.SCHEMES if s != "none"])
 def test_gradients_are_those_of_the_float_product_at_its_own_operands(scheme, dtype):

@@ -112,6 +112,7 @@ def default_positions(tokens):
     return np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", CONFIGS)
 def test_logits_equal_a_float64_forward(name):
     config, params = CONFIGS[name], params_of(name)
@@ -159,6 +160,7 @@ def test_a_packed_row_equals_separate_rows():
     np.testing.assert_array_equal(changed[4:7], actual[4:7])
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("name", CONFIGS)
 def test_unrolled_layers_equal_scanned_ones(name):
     params = params_of(name)
@@ -194,6 +196,7 @@ def count_dots(jaxpr):
     return count
 
 
+@pytest.mark.all
 def test_remat_recomputes_and_leaves_the_gradients():
     params = params_of("llama")
     step = lambda mode: jax.value_and_grad(lambda p: loss(p, transformer.Program(remat=mode)))
@@ -356,6 +359,7 @@ def test_routes_are_in_the_order_of_the_layers_with_experts(name):
         np.testing.assert_allclose(found.routed.probs[:-1], scanned.routed.probs[:-1], rtol=1e-4)
 
 
+@pytest.mark.all
 def test_layers_with_experts_equal_a_loop_over_tokens():
     """Float64, one expert of one token at a time, by the router's own choice."""
     config = mixed((0, 2))

@@ -36,6 +36,7 @@ def logits(params):
     return transformer.logits(params, CONFIG, TOKENS)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("scale", [1.5, 2.0, 4.0])
 def test_a_fold_computes_the_same(scale):
     folded = transforms.fold(params(), scale)
@@ -51,6 +52,7 @@ def test_a_fold_computes_the_same(scale):
     assert np.abs(logits(half) - logits(params())).max() > 0.1
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8_w8a16"])
 def test_a_fold_of_the_samplers_copy_alone_changes_no_8_bit_value(scheme):
     recipe = quant.Recipe(scheme)
@@ -105,6 +107,7 @@ def noisy(sigma, seed=0, dtype="float32"):
     return jax.jit(transforms.add_noise)(cast, noise)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_noise_of_size_zero_changes_no_bit(dtype):
     expected = jax.tree.map(lambda x: x.astype(dtype), params())
@@ -112,6 +115,7 @@ def test_noise_of_size_zero_changes_no_bit(dtype):
         assert found.dtype == leaf.dtype and found.tobytes() == leaf.tobytes()
 
 
+@pytest.mark.all
 def test_noise_is_on_the_two_norms_that_feed_projections_alone():
     found, sigma = noisy(0.01)["layers"], 0.01
     draws = []
@@ -134,6 +138,7 @@ def test_noise_is_drawn_anew_for_every_version_and_is_the_same_again():
     np.testing.assert_array_equal(of(3), params()["layers"]["attn_norm"])  # the part without
 
 
+@pytest.mark.all
 def test_noise_raises_the_entropy_of_a_peaked_policy():
     """Norms three times as large make the logits of the tiny model peaked."""
     peaked = params() | {"final_norm": 3 * params()["final_norm"]}

@@ -1,6 +1,6 @@
 """Mutants of what surrounds the update: checkpoints, data, the record, the gate, the server."""
 
-from tests.mutants import of
+from tests.mutants import IN_ALL, of
 
 MUTANTS = [
     *of(
@@ -94,7 +94,7 @@ MUTANTS = [
     *of(
         "resume.py",
         ("other data go on without being named", "if differing and all(", "if differing or all(",
-         "record/changes_test.py::test_a_data_set_that_was_mended_goes_on_where_it_was"),
+         "record/changes_test.py::test_a_data_set_that_was_mended_goes_on_where_it_was", IN_ALL),
         tests="record/changes_test.py",
     ),
     *of(

@@ -257,6 +257,7 @@ def test_what_is_free_changes_no_bit(tmp_path):
     assert {r["rollout/occupancy"] for r in ours} != {r["rollout/occupancy"] for r in theirs}
 
 
+@pytest.mark.all
 @pytest.mark.cases("correction__kl_coeff-0.1")
 @pytest.mark.compiles
 @pytest.mark.parametrize("field, value", [
@@ -278,6 +279,7 @@ def lines_of(path: pathlib.Path, first: str, count: int) -> str:
     return str(path)
 
 
+@pytest.mark.all
 @pytest.mark.compiles
 def test_a_data_set_that_was_mended_goes_on_where_it_was(tmp_path, capsys):
     train, held = tmp_path / "train.jsonl", tmp_path / "held.jsonl"

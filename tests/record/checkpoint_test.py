@@ -53,6 +53,7 @@ def assert_same(actual, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
+@pytest.mark.all
 def test_a_lost_process_is_no_fault_of_the_folder(tmp_path, monkeypatch):
     """Nobody shall be told to make room because another process is gone."""
     gone = jax.errors.JaxRuntimeError("UNAVAILABLE: Gloo AllGather failed")
@@ -349,6 +350,7 @@ FILE_SIZE_LIMIT = """
 """
 
 
+@pytest.mark.all
 def test_file_size_limit_of_the_system(tmp_path):
     """160 kB of weights do not fit files of 20 kB: the kernel refuses the write, not a mock."""
     result = subprocess.run(

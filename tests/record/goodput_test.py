@@ -35,6 +35,7 @@ def test_memory_is_a_high_water_mark():
     assert goodput.memory()["time/host_peak_gib"] == pytest.approx(peak, abs=0.05)
 
 
+@pytest.mark.all
 def test_a_run_says_where_its_time_went(tmp_path):
     tiny.run(tmp_path / "run", checkpoint__every=1)
     import json

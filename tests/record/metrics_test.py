@@ -199,6 +199,7 @@ FILE_SIZE_LIMIT = """
 """
 
 
+@pytest.mark.all
 def test_file_size_limit_of_the_system(tmp_path):
     """A real short write: nothing hangs, the torn line is dropped on resume."""
     result = subprocess.run([sys.executable, "-c", textwrap.dedent(FILE_SIZE_LIMIT), str(tmp_path)],

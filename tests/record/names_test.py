@@ -5,6 +5,8 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from docs import make_metrics
 from jaxrl_tis.doctor import frameworks
 from jaxrl_tis.record import names
@@ -21,6 +23,7 @@ def test_the_page_is_current():
     assert make_metrics.PAGE.read_text(encoding="utf-8") == make_metrics.page()
 
 
+@pytest.mark.all
 def test_it_is_imported_without_jax():
     code = "import sys; from jaxrl_tis.record import names; sys.exit('jax' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)

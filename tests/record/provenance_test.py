@@ -36,6 +36,7 @@ def test_the_date_of_a_run_is_that_of_its_first_start(tmp_path):
     assert datetime.datetime.fromisoformat(provenance.date(config, tmp_path)) >= now
 
 
+@pytest.mark.all
 def test_git_revision_outside_a_repository(monkeypatch, tmp_path):
     monkeypatch.setattr(provenance, "__file__", str(tmp_path / "provenance.py"))
     assert git_revision() is None
@@ -47,6 +48,7 @@ def test_full_disk_while_writing_the_config(tmp_path):
         write_run_files(tmp_path / "file", {"seed": 1})
 
 
+@pytest.mark.all
 def test_the_revision_of_an_exported_tree(tmp_path, monkeypatch):
     """`git archive` writes the commit into revision.txt; a plain copy knows none."""
     revisions = []

@@ -26,6 +26,7 @@ def run(script, workdir, **environment):
     )
 
 
+@pytest.mark.all
 def test_wandb_offline(tmp_path):
     done = run(WANDB, tmp_path / "run", WANDB_MODE="offline")
     assert done.returncode == 0, done.stderr
@@ -36,6 +37,7 @@ def test_wandb_offline(tmp_path):
     assert b"train/reward/mean" in written and b"0.75" in written and b"0.1" in written
 
 
+@pytest.mark.all
 def test_trackio_on_this_machine(tmp_path):
     done = run(TRACKIO, tmp_path / "run", TRACKIO_DIR=str(tmp_path / "trackio"), HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ from tests.rollouts import controller_fuzz
 SCHEDULES_OF_CASES = controller_fuzz.schedules()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("text", SCHEDULES_OF_CASES)
 def test_whatever_happens_groups_arrive_whole_once_and_in_time(text):
     for seed in range(5):

@@ -155,6 +155,7 @@ def test_special_tokens_of_an_environments_prompt_are_plain_text_on_request(tmp_
             p.ids(record("", "y"))
 
 
+@pytest.mark.all
 def test_a_template_that_refuses_a_record_and_one_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.5)
     source, loaded = write(tmp_path / "a.jsonl", ["1", "2", "3"]), []

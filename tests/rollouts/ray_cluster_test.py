@@ -171,6 +171,7 @@ def refused(tmp_path, *options, main=MAIN[:2], **environment) -> str:
     return text
 
 
+@pytest.mark.all
 def test_a_command_with_an_address_where_nobody_answers(tmp_path):
     address = f"127.0.0.1:{hosts.free_port()}"
     assert f"Ray at {address} does not answer" in refused(tmp_path, RAY_ADDRESS=address)

@@ -67,6 +67,7 @@ def learner():
         yield make
 
 
+@pytest.mark.all
 @pytest.mark.cases("in_flight(staleness=2)")
 @pytest.mark.parametrize("schedule", ["one_step", "areal(staleness=2)", "in_flight(staleness=2)"])
 def test_with_unchanged_weights_workers_sample_what_a_synchronous_run_samples(schedule, learner):
@@ -83,6 +84,7 @@ FAULTS = {  # whether the worker is evicted
 }
 
 
+@pytest.mark.all
 @pytest.mark.cases("killed", "lie")
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_bad_worker_costs_time_alone(fault, learner, tmp_path):
@@ -150,6 +152,7 @@ def held(objects):
     return objects.keys() & {name.decode() for name in counts()}
 
 
+@pytest.mark.all
 def test_the_object_store_holds_two_versions_at_most(learner, monkeypatch):
     """Also where weights are published faster than a worker takes them."""
     objects = stored(monkeypatch)
@@ -351,6 +354,7 @@ def test_a_worker_that_was_interrupted_while_it_was_built_is_built_again(learner
     assert_same({s.trajectory.id: s for s in samples}, in_order())
 
 
+@pytest.mark.all
 def test_a_run_whose_workers_are_all_refused_ends(learner):
     build = functools.partial(ray_builds.with_facts, {"model": "another"})
     source, params = learner(build=build)

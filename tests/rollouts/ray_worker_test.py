@@ -58,6 +58,7 @@ WORKERS = [(), (), (), (), ()], [
 ]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("sent_as", LEARNERS)
 @pytest.mark.parametrize("used_as", WORKERS)
 def test_a_worker_assembles_what_its_mesh_needs(sent_as, used_as):

@@ -442,6 +442,7 @@ VALUES = st.sampled_from([
 ])
 
 
+@pytest.mark.all
 @hypothesis.settings(max_examples=200, deadline=None, derandomize=True)
 @hypothesis.given(
     st.dictionaries(st.sampled_from(list(vars(RECORD))), VALUES, min_size=1),

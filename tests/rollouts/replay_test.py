@@ -178,6 +178,7 @@ def turns(schedule):
     return {} if schedule == "sync" else {"rollout__update_turns": 2}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("text", [
     "uniform(uses=2, most=3)", "newest(uses=2, most=4)", "fresh(uses=4, most=6)",
@@ -198,6 +199,7 @@ def test_a_batch_is_whole_and_within_its_age(schedule, text):
     assert len(uses) == 8 * 4 // replay.parse(text).uses and max(uses.values()) <= most
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("at", ["a step", "the middle of a step"])
 def test_a_run_that_replays_goes_on_from_its_state(schedule, at):

@@ -126,6 +126,7 @@ def is_same(a, b) -> bool:
     return type(a) is type(b) and (a == b and str(a) == str(b) or a != a and b != b)
 
 
+@pytest.mark.all
 @settings
 @hypothesis.given(trajectories())
 def test_a_trajectory_survives_bit_by_bit(t):

@@ -105,6 +105,7 @@ def test_each_has_devices_of_its_own():
                    mesh__train=(2, 1, 1), mesh__serve=(4, 1, 1))
 
 
+@pytest.mark.all
 @pytest.mark.cases(
     "one_step",
     "fully_async(trigger=2, threshold=0.5, partial=True)",
@@ -121,6 +122,7 @@ def test_with_unchanged_weights_every_mode_draws_what_a_synchronous_run_draws(sc
     assert_same({id: s for id, s in found.items() if id not in redundant}, in_order())
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("schedule, staleness", [
     ("areal(staleness=2)", 2), ("in_flight(staleness=2)", 2), ("laminar(staleness=1, repack=0.9)", 1),
 ])
@@ -229,6 +231,7 @@ def test_what_interrupts_the_run_comes_while_it_waits(source):
     is_over.set()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("schedule", ["areal(staleness=2)", "dora(staleness=2)"])
 def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(schedule, source):
     c, params = source(schedule, wrap=lambda s: Shaken(s, 3))

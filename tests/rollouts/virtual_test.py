@@ -96,6 +96,7 @@ def assert_same(found, expected):
         assert sample.reward == expected[id].reward and sample.record == expected[id].record
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_with_unchanged_weights_every_mode_draws_what_a_synchronous_run_draws(schedule):
     found = drawn(*source(schedule, rollout__update_turns=3), 1, 6)
@@ -167,6 +168,7 @@ def test_nothing_is_drawn_ahead_where_the_mode_allows_nothing():
         assert {v for s in samples for v in s.trajectory.version} == {step - 1}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("at", ["a step", "the middle of a step"])
 def test_a_run_goes_on_from_its_state_without_losing_or_repeating_a_sample(schedule, at):
@@ -289,6 +291,7 @@ def test_a_run_goes_on_where_the_last_tokens_were_unread():
     assert sum(map(len, d.parts(1))) == 16
 
 
+@pytest.mark.all
 def test_the_policy_may_be_given_away_after_it_was_published():
     """An update donates the arrays that the samplers' weights are made of."""
     c, params = source("one_step")

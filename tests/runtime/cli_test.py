@@ -31,6 +31,7 @@ def ended(capsys, function, *arguments, **options):
     return end.value.code, capsys.readouterr().err
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("command, message", [
     (lambda folder: tiny.run(folder / "run", engine__policy="fastest"),
      "the config contradicts itself:\n- engine.policy is 'fastest'; choose one of first_come"),

@@ -60,6 +60,7 @@ def test_a_fingerprint_is_its_definition(dtype):
     assert len(of(weights)) == 16
 
 
+@pytest.mark.all
 def test_on_eight_devices_it_is_that_on_one():
     weights = tree("bfloat16")
     mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
@@ -83,6 +84,7 @@ def test_a_copy_that_differs_on_one_device_is_refused_by_its_name():
         fingerprint.check(joined(), sent)
 
 
+@pytest.mark.all
 @hypothesis.settings(max_examples=60, deadline=None)
 @hypothesis.given(
     strategies.sampled_from(["float32", "bfloat16", "int8", "float8_e4m3fn"]), strategies.data()

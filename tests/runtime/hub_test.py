@@ -90,6 +90,7 @@ def test_replaced_goes_into_nested_values():
 # Fetching
 
 
+@pytest.mark.all
 def test_a_model_comes_without_what_is_not_read(served):
     server, client = served
     server.put("models/o/m", "1", MODEL)
@@ -98,6 +99,7 @@ def test_a_model_comes_without_what_is_not_read(served):
     assert sorted(os.listdir(folder)) == ["config.json", "model.safetensors", "tokenizer.json"]
 
 
+@pytest.mark.all
 def test_config_and_tokenizer_come_without_the_weights(served):
     server, client = served
     server.put("models/o/m", "1", MODEL)
@@ -105,6 +107,7 @@ def test_config_and_tokenizer_come_without_the_weights(served):
     assert sorted(os.listdir(folder)) == ["config.json", "tokenizer.json"]
 
 
+@pytest.mark.all
 def test_one_file_of_a_repository(served):
     server, client = served
     server.put("models/o/m", "1", {"a.gguf": b"a", "b.gguf": b"b"})
@@ -113,6 +116,7 @@ def test_one_file_of_a_repository(served):
     assert not any("a.gguf" in asked for asked in server.asked)
 
 
+@pytest.mark.all
 def test_a_folder_of_a_repository(served):
     server, client = served
     inside = {f"part/{name}": data for name, data in MODEL.items()} | {"config.json": b"{}"}
@@ -123,6 +127,7 @@ def test_a_folder_of_a_repository(served):
     assert os.listdir(os.path.dirname(folder)) == ["part"]
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("inside", ["", "part/"])
 def test_named_files_come_alone(served, inside):
     server, client = served
@@ -132,6 +137,7 @@ def test_named_files_come_alone(served, inside):
     assert without == "/a/b" and os.listdir(folder) == ["config.json"]
 
 
+@pytest.mark.all
 def test_the_files_of_a_split(served):
     server, client = served
     server.put("datasets/o/d", "2", {
@@ -164,6 +170,7 @@ def test_a_glob_on_this_machine_is_sorted_and_a_name_with_brackets_is_a_file(tmp
         names("d*")
 
 
+@pytest.mark.all
 def test_a_glob_of_files_and_their_packed_ones(served):
     server, client = served
     server.put("datasets/o/d", "2", {
@@ -179,6 +186,7 @@ def test_a_glob_of_files_and_their_packed_ones(served):
     assert [name for name, _ in exact] == ["hf://datasets/o/d/data/train-1.csv.gz"]
 
 
+@pytest.mark.all
 def test_the_cache_serves_without_a_network(served):
     server, client = served
     server.put("models/o/m", "1", MODEL)
@@ -191,6 +199,7 @@ def test_the_cache_serves_without_a_network(served):
     assert absent[0] == "FileNotFoundError" and "cannot fetch hf://o/other" in absent[1]
 
 
+@pytest.mark.all
 def test_what_the_hub_does_not_have_or_not_give(served):
     server, client = served
     server.put("models/o/gated", "1", MODEL)
@@ -209,6 +218,7 @@ def test_what_the_hub_does_not_have_or_not_give(served):
 # Commits
 
 
+@pytest.mark.all
 def test_pins_take_the_newest_commit_and_keep_an_older_one(served):
     server, client = served
     server.put("models/o/m", "1", MODEL)
@@ -232,6 +242,7 @@ def test_pins_take_the_newest_commit_and_keep_an_older_one(served):
     assert len(asked_for_data) == 1  # by the second call alone
 
 
+@pytest.mark.all
 def test_a_branch_keeps_its_commit_too(served):
     server, client = served
     server.put("models/o/m", "1", MODEL)
@@ -243,6 +254,7 @@ def test_a_branch_keeps_its_commit_too(served):
     assert again == first and other == {"hf://o/m": "hf://o/m@" + "3" * 40}
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("status", [429, pytest.param(503, marks=pytest.mark.all)])
 def test_a_busy_hub_is_asked_again_later(served, status):
     server, client = served

@@ -34,6 +34,7 @@ def test_the_second_is_refused_and_told_who_is_first(tmp_path):
         pass
 
 
+@pytest.mark.all
 def test_a_dead_owner_holds_nothing_though_its_children_live(tmp_path):
     owner = subprocess.Popen([sys.executable, "-c", HOLD, tmp_path], cwd=ROOT, text=True,
                              stdout=subprocess.PIPE)

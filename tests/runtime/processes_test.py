@@ -61,6 +61,7 @@ def found(tmp_path_factory):
     return [json.loads((folder / f"found{i}.json").read_text()) for i in range(2)]
 
 
+@pytest.mark.all
 @BY_JAX
 def test_both_get_what_each_passed_in_their_order(found):
     for i, of in enumerate(found):
@@ -119,6 +120,7 @@ def test_half_a_connection_is_refused(flags):
         pass
 
 
+@pytest.mark.all
 @BY_JAX
 @pytest.mark.parametrize("index", [0, 1])
 def test_a_process_whose_others_do_not_come_ends_with_42_and_a_line(tmp_path, index):
@@ -219,6 +221,7 @@ def test_a_run_that_loses_processes_and_changes_their_number_is_the_run_of_one(
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes(), jax.tree_util.keystr(path)
 
 
+@pytest.mark.all
 def test_two_processes_train_to_the_parameters_of_one(tmp_path):
     """In fast numerics with an int8 sampler."""
     for count in (1, 2):

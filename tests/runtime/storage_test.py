@@ -291,6 +291,7 @@ def test_a_lost_machine_loses_the_steps_since_the_last_checkpoint_and_no_more(bu
     assert "<svg" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.all
 def test_a_bucket_that_may_not_be_written_ends_with_2(bucket, tmp_path):
     bucket.before = lambda method, name: 403 if method != "GET" else None
     process = start("gs://bucket/run", cache=tmp_path / "machine")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 
+import pytest
+
 from jaxrl_tis.runtime import watchdog
 from jaxrl_tis.runtime.watchdog import Watchdog
 
@@ -24,6 +26,7 @@ with Watchdog(pathlib.Path(sys.argv[1]), timeout=0.4) as dog:
 """
 
 
+@pytest.mark.all
 def test_a_hanging_process_ends_with_42_and_its_stacks_on_disk(tmp_path):
     ended = subprocess.run([sys.executable, "-c", HANG, tmp_path], cwd=ROOT, timeout=60, text=True,
                            capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
@@ -38,6 +41,7 @@ def test_a_hanging_process_ends_with_42_and_its_stacks_on_disk(tmp_path):
     assert "in waits_for_a_collective" in text and "in _watch" in text
 
 
+@pytest.mark.all
 def test_beats_keep_a_process_alive_and_sign_its_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog.os, "_exit", lambda code: exits.append(code))
     exits = []
@@ -63,6 +67,7 @@ def test_without_a_timeout_nothing_ends(tmp_path, monkeypatch):
     assert not exits
 
 
+@pytest.mark.all
 def test_a_disk_that_hangs_keeps_nobody_alive(tmp_path):
     """Neither the file that says that the run lives nor the stacks can be written."""
     code = HANG.replace("with Watchdog", """

@@ -93,6 +93,7 @@ def post(client, path, body):
     return client.post(url, cast_to=httpx.Response, body=body).json()
 
 
+@pytest.mark.all
 def test_the_model_is_listed_with_its_context(client):
     (model,) = client.models.list().data
     assert (model.id, model.max_model_len, model.version) == ("tiny", CONTEXT, 0)

@@ -51,6 +51,7 @@ def refused():
     )
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("host, expected", [
     ("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True),
     ("0.0.0.0", False), ("::", False), ("10.0.0.1", False), ("", False), ("my.host", False),
@@ -98,6 +99,7 @@ def folder(tmp_path):
     return tmp_path / "model"
 
 
+@pytest.mark.all
 def test_a_run_with_a_harness_is_served_without_it(monkeypatch):
     """Its module need not be installed where the run is served."""
     harnessed = tiny.config(rollout__harness="not_here:play")
@@ -117,6 +119,7 @@ def test_a_server_for_others_needs_its_token(monkeypatch, host, is_closed):
     assert served.call_args.args[0].is_closed is is_closed and served.call_args.args[0].token == "t"
 
 
+@pytest.mark.all
 def test_weights_of_a_model_folder(folder):
     assert_serves(folder, -1.0)
     edited = json.loads((folder / "config.json").read_text()) | {"intermediate_size": 49}
@@ -127,6 +130,7 @@ def test_weights_of_a_model_folder(folder):
         serving.load(setup(), str(folder / "absent"))
 
 
+@pytest.mark.all
 def test_weights_of_a_run_are_its_newest_checkpoint(tmp_path):
     state = initial_state(setup().training, scaled(1.0))
     with Checkpoints(tmp_path, keep=2) as checkpoints:
@@ -136,6 +140,7 @@ def test_weights_of_a_run_are_its_newest_checkpoint(tmp_path):
     assert_serves(tmp_path, 3.0)
 
 
+@pytest.mark.all
 def test_a_real_engine(folder):
     params = start_params()
     scheduler = setup().scheduler(setup().engine, params, 0)
@@ -199,6 +204,7 @@ def test_an_address_that_others_reach_needs_a_token(refused):
     assert refused.returncode != 0 and "--host=0.0.0.0" in output and "--token_file" in output
 
 
+@pytest.mark.all
 def test_a_missing_package_is_told_with_its_extra():
     """In a process of its own, where uvicorn cannot be imported."""
     code = (
