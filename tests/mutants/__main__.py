@@ -14,7 +14,7 @@ finds says so (`in_all`). --check also looks whether every killer is there, and 
 --record writes every killer of each mutant into killers.json; a test may leave the default choice
 only where each of its mutants has another killer there.
 
-It is no part of the suite: it takes half an hour on two cores.
+It is no part of the suite: it takes an hour or more on two cores.
 """
 
 import argparse
