@@ -19,7 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from jaxrl_tis.estimators import kl, loss, masks, methods, objectives, reduce, weights
-from jaxrl_tis.experiments import exact, frontier
+from experiments import exact, frontier
 from jaxrl_tis.report import page, plots
 
 plt.rcParams.update(plots.STYLE | {"figure.dpi": 60})

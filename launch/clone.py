@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 import plan as plans
 
-UNUSED = (":(exclude)docs", ":(exclude)tests", ":(exclude)benchmarks")  # by a run
+UNUSED = (":(exclude)docs", ":(exclude)tests", ":(exclude)benchmarks", ":(exclude)experiments")  # by a run
 NAMES_SHOWN = 5
 
 

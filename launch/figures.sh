@@ -23,10 +23,10 @@ computed=(parallelism budget frontier router_noise router_noise_trained turns)
 referee() {  # its runs and gradients; one process for each part, each on a core of its own
   local parts what
   for what in runs gradients; do
-    parts=$("$PY" -c "from jaxrl_tis.experiments.referee_$what import PARTS; print(*PARTS, sep='\n')")
+    parts=$("$PY" -c "from experiments.referee_$what import PARTS; print(*PARTS, sep='\n')")
     # shellcheck disable=SC2016  # the inner shell has SLOT
     xargs -P "${JOBS:-2}" --process-slot-var=SLOT -I PART sh -c \
-      'exec taskset -c "$((SLOT % $(nproc)))" "$0" -m "jaxrl_tis.experiments.referee_$1" "$2"' \
+      'exec taskset -c "$((SLOT % $(nproc)))" "$0" -m "experiments.referee_$1" "$2"' \
       "$PY" "$what" PART <<<"$parts" || failed=1
   done
 }
@@ -44,24 +44,24 @@ for name in "$@"; do
   if [ -n "$smoke" ]; then
     if [[ " ${trained[*]} ${by_name[*]} " == *" $name "* ]]; then sweep --dry_run; fi
     # What is computed takes minutes.
-    if [[ " ${computed[*]} " != *" $name "* ]]; then "$PY" -m "jaxrl_tis.experiments.$name"; fi
+    if [[ " ${computed[*]} " != *" $name "* ]]; then "$PY" -m "experiments.$name"; fi
     continue
   fi
   if [ "$name" = lora_smollm2 ]; then ./launch/smollm2.sh --fetch; fi
   if [[ " ${trained[*]} ${by_name[*]} " == *" $name "* ]]; then
     sweep || failed=1  # the others are drawn, and those that failed are named
-    "$PY" -m jaxrl_tis.experiments.records "runs/figures/$name" --out "docs/experiments/$name.jsonl"
+    "$PY" -m experiments.records "runs/figures/$name" --out "docs/experiments/$name.jsonl"
   fi
   if [ "$name" = referee ]; then referee; fi
   case "$name" in
     frontier)
-      "$PY" -m jaxrl_tis.experiments.oracle --centred | tee docs/experiments/frontier.md
-      "$PY" -m jaxrl_tis.experiments.oracle --drift=0.1 --reward=mean --batch=10000 \
+      "$PY" -m experiments.oracle --centred | tee docs/experiments/frontier.md
+      "$PY" -m experiments.oracle --drift=0.1 --reward=mean --batch=10000 \
         --png=docs/experiments/frontier.png ;;
     parallelism)
       ./launch/smollm2.sh --fetch
-      XLA_FLAGS=--xla_force_host_platform_device_count=8 "$PY" -m jaxrl_tis.experiments.parallelism ;;
-    *) "$PY" -m "jaxrl_tis.experiments.$name" ;;
+      XLA_FLAGS=--xla_force_host_platform_device_count=8 "$PY" -m experiments.parallelism ;;
+    *) "$PY" -m "experiments.$name" ;;
   esac
 done
 exit "$failed"

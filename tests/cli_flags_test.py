@@ -235,7 +235,7 @@ def test_fields_of_a_command_line():
 
 COMMANDS = sorted(
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__main__")
-    for path in (ROOT / "jaxrl_tis").rglob("*.py")
+    for folder in ("jaxrl_tis", "experiments") for path in (ROOT / folder).rglob("*.py")
     if '__name__ == "__main__"' in path.read_text(encoding="utf-8")
 )
 # Runs commands, one after the other: [[exit code, stdout, stderr], ...].
@@ -296,7 +296,7 @@ def test_the_commands_are_found():
 
 def test_the_door_leads_to_every_tool():
     tools = {f"jaxrl_tis.{module}" for module, _ in door.COMMANDS.values()}
-    studies = {name for name in COMMANDS if name.startswith("jaxrl_tis.experiments.")}
+    studies = {name for name in COMMANDS if name.startswith("experiments.")}
     launchers = {"jaxrl_tis", "jaxrl_tis.libtpu_flags"}  # the second is read by scripts
     assert tools == set(COMMANDS) - studies - launchers
 

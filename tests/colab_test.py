@@ -20,7 +20,7 @@ from matplotlib import pyplot as plt
 from configs import gsm8k_one_chip, quickstart
 from jaxrl_tis import validate
 from jaxrl_tis.estimators import kl, masks, methods, objectives, weights
-from jaxrl_tis.experiments import frontier
+from experiments import frontier
 
 FOLDER = pathlib.Path(__file__).parents[1] / "colab"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"), key=lambda path: path.name)

@@ -7,7 +7,7 @@ import pathlib
 import subprocess
 
 ROOT = pathlib.Path(__file__).parents[1]
-FOLDERS = ("jaxrl_tis", "tests", "benchmarks", "configs", "colab", "docs", "launch")
+FOLDERS = ("jaxrl_tis", "tests", "benchmarks", "experiments", "configs", "colab", "docs", "launch")
 REACH = 2  # imports between a changed file and the tests that run for it
 SHARED = {"pytest.ini", "setup.py", "tests/conftest.py", "tests/budget.py"}
 # Tests that read the repository as text, or run all of it once.
@@ -83,8 +83,11 @@ def tests(changed: set[str]) -> set[str]:
 
 def mirrors(changed: set[str]) -> set[str]:
     """Returns the changed test files, and those that mirror a changed source."""
-    mirror = lambda path: path.replace("jaxrl_tis/", "tests/", 1).removesuffix(".py") + "_test.py"
-    return changed | {mirror(path) for path in changed if path.startswith("jaxrl_tis/")}
+    places = {"jaxrl_tis/": "tests/", "experiments/": "tests/experiments/"}
+    return changed | {
+        path.replace(folder, place, 1).removesuffix(".py") + "_test.py"
+        for path in changed for folder, place in places.items() if path.startswith(folder)
+    }
 
 
 def changed_since(revision: str) -> set[str]:

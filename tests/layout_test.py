@@ -1,4 +1,7 @@
-"""The house: who may know whom, two levels of folders, a test for every file.
+"""The house: three circles, who may know whom, two levels of folders, a test for every file.
+
+The trainer is what a run imports. The tools (`TOOLS`) read what it writes. The studies are the folder
+experiments/ at the top of the repository; no file of the package imports one.
 
 A part of the package is a file at its top or one of its folders. `MAY_IMPORT` stands in the order of
 the house, from the ground up: a part knows none but those above it here, so nothing is circular.
@@ -11,6 +14,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
 PACKAGE = ROOT / "jaxrl_tis"
+STUDIES = ROOT / "experiments"
 
 MAY_IMPORT = {
     # The ground: processes, files, tables.
@@ -63,10 +67,6 @@ MAY_IMPORT = {
         "rollouts", "runtime", "sharding",
     ),
     "score": ("cli_flags", "models"),
-    "experiments": (
-        "build", "cli_flags", "data", "diagnostics", "doctor", "engine", "estimators", "evaluate",
-        "gate", "learner", "models", "record", "report", "rollouts", "runtime", "sharding",
-    ),
     "serve": ("build", "cli_flags", "endpoint", "engine", "learner", "runtime"),
     "sweep": ("cli_flags", "record", "report", "runtime", "validate"),
     "audit": ("diagnostics", "doctor", "estimators", "kernels", "report", "runtime"),
@@ -129,8 +129,20 @@ COVERED = {
 }
 
 
+TOOLS = {"aot", "audit", "doctor", "export", "gate", "libtpu_flags", "report", "score", "serve", "sweep"}
+
+
 def sources() -> list[pathlib.Path]:
     return sorted(path for path in PACKAGE.rglob("*.py") if path.name != "__init__.py")
+
+
+def studies() -> list[pathlib.Path]:
+    return sorted(path for path in STUDIES.glob("*.py") if path.name != "__init__.py")
+
+
+def place(name: str) -> pathlib.Path:
+    """Where a source is, from the name by which tests mirror it."""
+    return (ROOT if name.startswith("experiments/") else PACKAGE) / f"{name}.py"
 
 
 def importing() -> list[pathlib.Path]:
@@ -158,6 +170,17 @@ def imported(text: str) -> list[tuple[str, str | None]]:
     return found
 
 
+def roots(text: str) -> set[str]:
+    """The first names of what a source imports."""
+    found = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
 def forbidden(name: str, text: str) -> list[str]:
     """Parts that a source imports and may not."""
     part = name.split("/")[0]
@@ -171,6 +194,24 @@ def test_every_part_knows_none_but_those_before_it():
     for i, part in enumerate(parts):
         above = sorted(set(MAY_IMPORT[part]) - set(parts[:i]))
         assert not above, f"{part} stands before {above} and may not know them"
+
+
+def test_the_trainer_imports_no_tool_but_the_gate_and_the_report():
+    trainer, edge = set(), {"main"}
+    while edge:
+        trainer |= edge
+        edge = {part for known in edge for part in MAY_IMPORT[known]} - trainer
+    assert trainer & TOOLS == {"gate", "report"}
+    assert trainer | TOOLS | {"__main__"} == set(MAY_IMPORT)
+
+
+def test_the_package_imports_no_folder_beside_it():
+    """An installed package has none of them."""
+    beside = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"jaxrl_tis"}
+    assert {"experiments", "configs", "benchmarks"} <= beside
+    found = {name_of(path): beside & roots(path.read_text()) for path in importing()}
+    assert {name: others for name, others in found.items() if others} == {}
+    assert roots("import a.b\ndef f():\n    from c.d import e\n    from c import g") == {"a", "c"}
 
 
 def test_a_file_imports_what_its_part_may():
@@ -192,15 +233,14 @@ def test_no_permission_is_idle():
     assert not {part: names for part, names in idle.items() if names}
 
 
-@pytest.mark.parametrize("name, text", [
-    ("estimators/ratios", "from jaxrl_tis.models import transformer"),
-    ("kernels/tiles", "def f():\n    from jaxrl_tis.models.quant import dot"),
-    ("models/quant", "from jaxrl_tis import engine"),
-    ("rollouts", "import jaxrl_tis.learner"),
-])
-def test_a_broken_direction_is_seen(name, text):
-    [other] = forbidden(name, text)
-    assert other in text
+def test_a_broken_direction_is_seen():
+    for name, text, other in [
+        ("estimators/ratios", "from jaxrl_tis.models import transformer", "models"),
+        ("kernels/tiles", "def f():\n    from jaxrl_tis.models.quant import dot", "models"),
+        ("models/quant", "from jaxrl_tis import engine", "engine"),
+        ("rollouts", "import jaxrl_tis.learner", "learner"),
+    ]:
+        assert forbidden(name, text) == [other]
 
 
 def test_modules_keep_their_names_where_they_are_imported():
@@ -217,14 +257,15 @@ def test_folders_are_two_levels_deep_and_describe_themselves():
 
 
 def modules(text: str) -> set[str]:
-    """Files of the package that a source imports from."""
+    """Files of the package, and studies, that a source imports from."""
     found = set()
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jaxrl_tis"):
-            base = node.module.split(".")[1:]
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("jaxrl_tis", "experiments")):
+            base = node.module.removeprefix("jaxrl_tis").strip(".").split(".")
             found.add("/".join(base))
-            found |= {"/".join((*base, alias.name)) for alias in node.names}
-    return found & {name_of(path) for path in sources()}
+            found |= {"/".join((*filter(None, base), alias.name)) for alias in node.names}
+    names = {*map(name_of, sources()), *(f"experiments/{path.stem}" for path in studies())}
+    return found & names
 
 
 @pytest.mark.all
@@ -249,11 +290,12 @@ def test_every_file_has_a_test_of_its_name_or_a_named_one():
     """A named one imports the file, or a file that does; a command it starts by its name."""
     tests = ROOT / "tests"
     has_test = lambda name: (tests / f"{name}_test.py").exists()
-    assert {n for n in map(name_of, sources()) if not has_test(n)} == set(COVERED)
+    tested = [*map(name_of, sources()), *(f"experiments/{path.stem}" for path in studies())]
+    assert {name for name in tested if not has_test(name)} == set(COVERED)
     for name, test in COVERED.items():
         text = (tests / f"{test}.py").read_text()
         near = modules(text)
-        near |= {m for n in near for m in modules((PACKAGE / f"{n}.py").read_text())}
+        near |= {m for n in near for m in modules(place(n).read_text())}
         command = name.removesuffix("/__main__").replace("/", ".")
         assert name in near or command in text, f"{test} does not reach {name}"
 

@@ -10,7 +10,7 @@ FENCED = re.compile(r"^(```|~~~).*?^\1[^\n]*$", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"`[^`\n]*`")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 HEADING = re.compile(r"^#{1,6} +(.+?)(?: +#+)?$", re.MULTILINE)
-SOURCES = ("jaxrl_tis", "configs", "launch", "benchmarks", "colab", "docs", "tests")
+SOURCES = ("jaxrl_tis", "configs", "launch", "benchmarks", "experiments", "colab", "docs", "tests")
 NAMED_PAGE = re.compile(r"(?<![\w./])docs/[\w/]+\.md")
 
 

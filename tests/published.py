@@ -30,8 +30,8 @@ from tests import published_ways as ways
 ROOT = pathlib.Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md")
 SOURCES = (
-    "benchmarks/*.py", "colab/*.py", "configs/**/*.py", "jaxrl_tis/**/*.py", "launch/**/*.py",
-    "launch/*.sh", "tests/mutants/*.py", "tests/published.py",
+    "benchmarks/*.py", "colab/*.py", "configs/**/*.py", "experiments/*.py", "jaxrl_tis/**/*.py",
+    "launch/**/*.py", "launch/*.sh", "tests/mutants/*.py", "tests/published.py",
 )
 LIMIT = 600  # seconds of a command
 FENCED = re.compile(r"^(```|~~~)[^\n]*\n(.*?)^\1", re.MULTILINE | re.DOTALL)
@@ -39,7 +39,7 @@ INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 # A file that a page shows, under its name.
 SHOWN = re.compile(r"<!-- file: (\S+) -->\n```\w*\n(.*?)```", re.DOTALL)
 COMMAND = re.compile(
-    r"(?<![\w./-])(?:[A-Z_]+=[^\s`]* )*(?:python (?:-m (?:(?:jaxrl_tis|benchmarks|tests)\.|jaxrl_tis )[a-z]"
+    r"(?<![\w./-])(?:[A-Z_]+=[^\s`]* )*(?:python (?:-m (?:(?:jaxrl_tis|benchmarks|experiments|tests)\.|jaxrl_tis )[a-z]"
     r"|(?:docs|colab|launch)/)|\./(?:launch|tests)/\w+\.sh|\.ci/\w)"
 )
 

@@ -24,6 +24,8 @@ import traceback
 from collections.abc import Callable, Iterator
 
 PACKAGE = pathlib.Path(__file__).parents[1]
+# The folders whose errors are messages; a clone has the last two.
+OURS = {PACKAGE, PACKAGE.parent / "benchmarks", PACKAGE.parent / "experiments"}
 # What a machine with a TPU, an NVIDIA or an AMD GPU has one of, bare, in a container or in WSL.
 TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 DEVICES = (*TPUS, "/dev/nvidia*", "/dev/kfd", "/dev/dxg")
@@ -51,7 +53,7 @@ def exit_code(error: BaseException) -> int | None:
     """Returns the exit code of an error: 2 if the user can fix it, 1 if the run cannot continue,
     RESTART if it was interrupted, None for a bug.
 
-    Errors that this package raises itself are messages for the user. Errors raised by Python, JAX
+    Errors that this project raises itself are messages for the user. Errors raised by Python, JAX
     or another library count as bugs, except for files that cannot be used.
     """
     if isinstance(error, Interrupted):
@@ -59,7 +61,7 @@ def exit_code(error: BaseException) -> int | None:
     if isinstance(error, OSError) and error.filename is not None:
         return 2
     last = traceback.extract_tb(error.__traceback__)[-1]
-    is_ours = PACKAGE in pathlib.Path(last.filename).parents
+    is_ours = not OURS.isdisjoint(pathlib.Path(last.filename).parents)
     if not is_ours or not (last.line or "").startswith("raise "):
         return None
     if isinstance(error, REFUSALS):

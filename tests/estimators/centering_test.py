@@ -9,8 +9,8 @@ import pytest
 
 from jaxrl_tis.estimators import centering, methods
 from jaxrl_tis.estimators.loss import policy_loss
-from jaxrl_tis.experiments import exact
-from jaxrl_tis.experiments.horizon import log_softmax
+from experiments import exact
+from experiments.horizon import log_softmax
 
 pytestmark = pytest.mark.compiles
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from jaxrl_tis.experiments import async_clock
+from experiments import async_clock
 from jaxrl_tis.rollouts import schedules
 from tests.experiments.virtual_clock_test import SMALL, TINY
 

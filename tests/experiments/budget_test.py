@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import budget
+from experiments import budget
 
 
 def made(together):

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from configs import fig_causes
 from jaxrl_tis.doctor.trees import CAUSES as FINDINGS
-from jaxrl_tis.experiments import causes
+from experiments import causes
 from tests.experiments import made
 
 

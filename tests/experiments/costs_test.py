@@ -1,6 +1,6 @@
 """The cost model by itself."""
 
-from jaxrl_tis.experiments.costs import Costs
+from experiments.costs import Costs
 
 
 def test_decode_steps_grow_with_what_is_cached():

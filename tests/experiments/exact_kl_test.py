@@ -9,7 +9,7 @@ import pytest
 from jaxrl_tis.estimators import advantages
 from jaxrl_tis.estimators import kl
 from jaxrl_tis.estimators import reduce
-from jaxrl_tis.experiments import exact
+from experiments import exact
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}
 POLICY = exact.random_logits(3, 3, np.random.default_rng(0))

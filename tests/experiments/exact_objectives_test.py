@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_tis.estimators import methods, reduce
 from jaxrl_tis.estimators.objectives import OBJECTIVES
-from jaxrl_tis.experiments import exact
+from experiments import exact
 
 CHOSEN = {
     "quatro": {"quatro_delta": 0.1, "quatro_floor": 0.01},

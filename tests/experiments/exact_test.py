@@ -11,9 +11,9 @@ from jaxrl_tis.estimators import advantages, methods
 from jaxrl_tis.estimators import masks
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators import weights
-from jaxrl_tis.experiments import group_bias
-from jaxrl_tis.experiments import exact
-from jaxrl_tis.experiments.group_bias import Step
+from experiments import group_bias
+from experiments import exact
+from experiments.group_bias import Step
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("float64 and enumeration under jit")]
 

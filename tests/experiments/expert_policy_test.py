@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.experiments import expert_policy
-from jaxrl_tis.experiments.expert_policy import Size
+from experiments import expert_policy
+from experiments.expert_policy import Size
 from jaxrl_tis.models import moe
 from jaxrl_tis.models.config import MoeConfig
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_tis.experiments import figures
+from experiments import figures
 from tests.experiments import made
 
 

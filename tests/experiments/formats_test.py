@@ -2,7 +2,7 @@
 
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import formats
+from experiments import formats
 from tests.experiments import made
 
 GAP = "mismatch__engine__log_ratio_abs_mean"

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.experiments import group_bias
-from jaxrl_tis.experiments import exact
-from jaxrl_tis.experiments.group_bias import ADVANTAGES, STEPS, Step
+from experiments import group_bias
+from experiments import exact
+from experiments.group_bias import ADVANTAGES, STEPS, Step
 
 pytestmark = [pytest.mark.compiles, pytest.mark.all]
 

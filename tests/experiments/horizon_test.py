@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import methods, weights
-from jaxrl_tis.experiments import frontier
-from jaxrl_tis.experiments import horizon
-from jaxrl_tis.experiments import exact
-from jaxrl_tis.experiments import oracle
+from experiments import frontier
+from experiments import horizon
+from experiments import exact
+from experiments import oracle
 
 RNG = np.random.default_rng(0)
 POLICY, BEHAVIOUR = RNG.normal(size=(3, 3)), RNG.normal(size=(3, 3))

@@ -8,7 +8,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from configs import fig_lora
-from jaxrl_tis.experiments import lora, lora_smollm2, records
+from experiments import lora, lora_smollm2, records
 from tests.experiments import made
 
 SIZES = {"full": (1000, 12, 0), "rank-32": (40, 5, 3), "absent": (1, 1, 1)}

@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 
-from jaxrl_tis.experiments import records
-from jaxrl_tis.experiments.records import Run
+from experiments import records
+from experiments.records import Run
 
 
 def run(arm, seed, accuracy=(0.3, 0.4, 0.4, 0.4), verdict=("healthy",), findings=("healthy",), **series):

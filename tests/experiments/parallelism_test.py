@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import parallelism
+from experiments import parallelism
 from jaxrl_tis.gate import report
 from jaxrl_tis.learner.state import initial_params
 

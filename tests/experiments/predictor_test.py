@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import predictor
+from experiments import predictor
 from tests.experiments import made
 
 

@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl_tis.experiments.provisioning import lag_law, least_staleness, least_workers
-from jaxrl_tis.experiments.virtual_clock import simulate
+from experiments.provisioning import lag_law, least_staleness, least_workers
+from experiments.virtual_clock import simulate
 from jaxrl_tis.rollouts import schedules
 from tests.experiments.virtual_clock_test import TINY
 

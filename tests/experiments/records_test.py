@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from jaxrl_tis.experiments import records
+from experiments import records
 from tests.doctor.runs import write_run
 from tests.experiments import made
 

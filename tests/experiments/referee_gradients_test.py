@@ -8,7 +8,7 @@ from jax.flatten_util import ravel_pytree
 
 from configs import fig_referee
 from jaxrl_tis.data.rewards import worker
-from jaxrl_tis.experiments import figures, referee_gradients, referee_runs
+from experiments import figures, referee_gradients, referee_runs
 from jaxrl_tis.learner import scoring
 from jaxrl_tis.learner.trainer import Trainer
 from tests.experiments.referee_runs_test import SMALL

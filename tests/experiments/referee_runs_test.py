@@ -10,7 +10,7 @@ import pytest
 
 from configs import fig_referee
 from jaxrl_tis.data.rewards import worker
-from jaxrl_tis.experiments import figures, records, referee_runs
+from experiments import figures, records, referee_runs
 from jaxrl_tis.learner.trainer import Trainer
 
 SMALL = {

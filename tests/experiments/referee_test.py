@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from configs import fig_referee
-from jaxrl_tis.experiments import records, referee, referee_runs
-from jaxrl_tis.experiments.records import Run
+from experiments import records, referee, referee_runs
+from experiments.records import Run
 
 
 def run(arm, seed, rewards, k3=0.5):
@@ -196,7 +196,7 @@ def test_every_arm_is_of_a_part():
 
 
 def test_a_run_is_written_as_it_is_read(tmp_path):
-    from jaxrl_tis.experiments import referee_runs
+    from experiments import referee_runs
 
     steps = [{"step": s, "phase": "train", "reward/mean": 0.5, "other": 1.0} for s in range(1, 9)]
     tests = [{"step": s, "phase": "eval", "eval/sampled_reward": s / 10} for s in (0, 8)]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import rescue
+from experiments import rescue
 from tests.experiments import made
 
 
@@ -63,5 +63,5 @@ def test_the_pictures_show_the_arms():
 def test_runs_with_a_critic_are_drawn_alike(tmp_path, monkeypatch, capsys):
     made.write(tmp_path / "critic.jsonl", [run for run in arms() if not run.arm.startswith("int8")])
     monkeypatch.setattr("sys.argv", ["critic", str(tmp_path)])
-    runpy.run_module("jaxrl_tis.experiments.critic", run_name="__main__")
+    runpy.run_module("experiments.critic", run_name="__main__")
     assert (tmp_path / "critic.png").exists() and "| TIS-2 | 3 |" in capsys.readouterr().out

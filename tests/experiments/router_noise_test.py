@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import expert_policy, figures, router_noise
-from jaxrl_tis.experiments.expert_policy import Size
+from experiments import expert_policy, figures, router_noise
+from experiments.expert_policy import Size
 from jaxrl_tis.models.config import MoeConfig
 
 K, DELTA = router_noise.axes_of(np.zeros((6, 4, 5)))

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis.experiments import router_noise_trained as trained
+from experiments import router_noise_trained as trained
 from jaxrl_tis.learner.state import initial_params
 
 

@@ -1,6 +1,6 @@
 """The table of routing replay by minibatches."""
 
-from jaxrl_tis.experiments import routing
+from experiments import routing
 from tests.experiments import made
 
 

@@ -6,9 +6,9 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from jaxrl_tis.experiments import group_bias
-from jaxrl_tis.experiments import oracle
-from jaxrl_tis.experiments import sequence_bias
+from experiments import group_bias
+from experiments import oracle
+from experiments import sequence_bias
 
 
 @pytest.mark.all

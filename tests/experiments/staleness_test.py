@@ -3,7 +3,7 @@
 import pytest
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import staleness
+from experiments import staleness
 from tests.experiments import made
 
 

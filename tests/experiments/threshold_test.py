@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import threshold
+from experiments import threshold
 from tests.experiments import made
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import turns
+from experiments import turns
 from jaxrl_tis.learner.state import initial_params
 
 RATIO = np.array([[1, 4, 0.25, 1, 1, 1.5, 1.6, 1], [1, 1, 3, 1, 1, 1, 1, 1]])

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxrl_tis.experiments.costs import Costs
-from jaxrl_tis.experiments.virtual_clock import Clock, simulate
+from experiments.costs import Costs
+from experiments.virtual_clock import Clock, simulate
 from jaxrl_tis.rollouts import schedules
 
 # A sampler and a learner; a batch is one group of two responses of 8 tokens: 8 s of drawing, two

@@ -5,6 +5,7 @@ import functools
 import json
 import pathlib
 
+TOPS = ("benchmarks", "experiments", "launch")  # folders beside the package
 KILLERS = pathlib.Path(__file__).with_name("killers.json")
 IN_ALL = "in --all"  # of a row whose killer is no test of the default choice
 
@@ -13,10 +14,11 @@ IN_ALL = "in --all"  # of a row whose killer is no test of the default choice
 class Mutant:
     """One change of one source.
 
-    `source` is relative to jaxrl_tis/ (a launcher is ../launch/...); `old` stands in it exactly
-    once; `tests` are the files that have to find it, relative to tests/; `killer` is the test that is tried before all of them, as
-    "name" in the first of the files or as "file::name"; where it is empty, the first that `--record`
-    wrote down. The tests of the default choice have to find it, unless `in_all`: then it takes one that only `./launch/test.sh --all` runs, the killer.
+    `source` is relative to jaxrl_tis/, or begins with one of `TOPS`; `old` stands in it exactly once.
+    `tests` are the files that have to find it, relative to tests/. `killer` is the test that is tried
+    before all of them, as "name" in the first of the files or as "file::name"; where it is empty, the
+    first that `--record` wrote down. The tests of the default choice have to find it, unless `in_all`:
+    then it takes one that only `./launch/test.sh --all` runs, the killer.
     """
 
     name: str
@@ -29,7 +31,7 @@ class Mutant:
 
     @property
     def path(self) -> str:
-        return f"jaxrl_tis/{self.source}"
+        return self.source if self.source.split("/")[0] in TOPS else f"jaxrl_tis/{self.source}"
 
     @property
     def files(self) -> tuple[str, ...]:

@@ -128,7 +128,7 @@ MUTANTS = [
          "test_a_command_line_that_lacks_something_is_refused_in_one_line"),
     ),
     *of(
-        "../benchmarks/arguments.py",
+        "benchmarks/arguments.py",
         ("a published size stays with --smoke", "        vars(args).update(smoke)\n", "        pass\n"),
         ("a size of --smoke that is no argument is ignored", "set(smoke) - set(vars(args))", "set()"),
         tests="arguments_test.py",
@@ -145,7 +145,7 @@ MUTANTS = [
         tests="published_test.py",
     ),
     *of(
-        "../launch/supervise.py",
+        "launch/supervise.py",
         ("a mistake is repeated", "code == RESTART or", "code in (RESTART, 1, 2) or"),
         ("the command for the end is dropped", "if given.after is not None:", "if False:"),
         ("restarts have no bound", " or self.attempt > self.max_restarts", ""),
@@ -153,7 +153,7 @@ MUTANTS = [
         tests="launch/supervise_test.py",
     ),
     *of(
-        "../launch/machines.py",
+        "launch/machines.py",
         ("a lost machine is waited for", "if state in LOST:", "if False:"),
         ("creations have no bound", "self.creations >= self.max_creations", "False"),
         ("new machines are believed to run", "self.has_run = False\n            return \"create\"",
@@ -164,7 +164,7 @@ MUTANTS = [
         tests="launch/tpu_vm_test.py",
     ),
     *of(
-        "../launch/tpu_vm.py",
+        "launch/tpu_vm.py",
         ("a run under way is started again", "if status.is_running:\n        _check",
          "if False:\n        _check"),
         ("spot machines of a reservation", "if given.spot and given.reserved:", "if False:"),
@@ -174,7 +174,7 @@ MUTANTS = [
         tests="launch/tpu_vm_test.py",
     ),
     *of(
-        "../launch/tpu_vm.py",
+        "launch/tpu_vm.py",
         ("rollout workers stay with a lost head", "worker.machines.has_run &= not found.is_new", "pass"),
         ("a run starts without a worker machine", "found.is_new and not any(", "False and not any("),
         ("each start makes a new token", "kept[0] if kept else secrets", "secrets"),
@@ -183,7 +183,7 @@ MUTANTS = [
         tests="launch/workers_test.py",
     ),
     *of(
-        "../launch/plan.py",
+        "launch/plan.py",
         ("one failed deletion keeps the other machines", "failed = error", "raise"),
         ("the last value of a field is sent", "if names.count(name) > 1]:", "if False]:",
          "launch/jobset_test.py::test_refusals_are_one_line"),
@@ -192,23 +192,23 @@ MUTANTS = [
         tests="launch/workers_test.py",
     ),
     *of(
-        "../launch/plan.py",
+        "launch/plan.py",
         ("a rollout worker on several hosts", "if workers.hosts_per_slice > 1:", "if False:"),
         ("Ray without machines for rollout workers", 'if driver == "ray":', "if False:"),
         tests="launch/workers_test.py",
     ),
     *of(
-        "../launch/gcloud.py",
+        "launch/gcloud.py",
         ("internal hosts are reached from outside", '*["--internal-ip"] * given.internal_ips', ""),
         tests="launch/tpu_vm_test.py",
     ),
     *of(
-        "../launch/clone.py",
+        "launch/clone.py",
         ("secrets are for all to read", "0o600", "0o644"),
         tests="launch/clone_test.py",
     ),
     *of(
-        "../launch/gke/jobset.py",
+        "launch/gke/jobset.py",
         ("a config error starts again", "FINAL_CODES = [1, 2]", "FINAL_CODES = [1]"),
         ("secrets stand in an annotation", '"--server-side", ', ""),
         ("xpk gives another time to save", "-seconds={grace(plan)}", "-seconds=30"),
@@ -216,7 +216,7 @@ MUTANTS = [
         tests="launch/jobset_test.py",
     ),
     *of(
-        "../launch/gke/raycluster.py",
+        "launch/gke/raycluster.py",
         ("a token of another Secret", "name: {name}-ray", "name: {name}"),
         ("the head takes rollout workers", 'num-cpus: "0"', 'num-cpus: "1"'),
         ("the Secret with the token stays", '"secret", f"{plan.name}-ray"', '"secret", plan.name'),

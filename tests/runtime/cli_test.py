@@ -13,7 +13,7 @@ from jaxrl_tis import libtpu_flags, train
 from jaxrl_tis.aot import chips
 from jaxrl_tis.data import tasks
 from jaxrl_tis.doctor.__main__ import _threshold, main as doctor_main
-from jaxrl_tis.experiments import oracle
+from experiments import oracle
 from jaxrl_tis.gate import report
 from jaxrl_tis.learner import state
 from jaxrl_tis.report.__main__ import main as report_main

@@ -5,14 +5,14 @@ the routing and the number of minibatches, after "noise-" where the sampler's ro
 
 Examples:
 
-    python -m jaxrl_tis.experiments.routing
-    python -m jaxrl_tis.experiments.routing docs/experiments
+    python -m experiments.routing
+    python -m experiments.routing docs/experiments
 """
 
 from collections.abc import Sequence
 
-from jaxrl_tis.experiments import figures, records
-from jaxrl_tis.experiments.records import Run
+from experiments import figures, records
+from experiments.records import Run
 
 MEASURES = {
     "sampled accuracy at the end": (lambda run: run.series["eval/sampled_accuracy"][-1], ".3f"),

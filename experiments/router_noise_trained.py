@@ -9,8 +9,8 @@ that the noise of one estimate adds nothing to their mean.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.router_noise_trained
-    python -m jaxrl_tis.experiments.router_noise_trained docs/experiments
+    python -m experiments.router_noise_trained
+    python -m experiments.router_noise_trained docs/experiments
 """
 
 import json
@@ -25,7 +25,7 @@ import optax
 from configs import fig_routing
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.experiments import figures, router_noise
+from experiments import figures, router_noise
 from jaxrl_tis.gate import report
 from jaxrl_tis.learner import scoring
 from jaxrl_tis.learner.batch_layout import Rows

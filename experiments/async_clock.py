@@ -6,8 +6,8 @@ sample, then all train. In the others the devices are divided.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.async_clock
-    python -m jaxrl_tis.experiments.async_clock --schedule "areal(staleness=2)" --schedule dora --json out.json
+    python -m experiments.async_clock
+    python -m experiments.async_clock --schedule "areal(staleness=2)" --schedule dora --json out.json
 """
 
 import dataclasses
@@ -16,8 +16,8 @@ import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from jaxrl_tis.experiments.costs import Costs
-from jaxrl_tis.experiments.virtual_clock import Outcome, simulate
+from experiments.costs import Costs
+from experiments.virtual_clock import Outcome, simulate
 from jaxrl_tis.rollouts import schedules
 from jaxrl_tis.runtime import cli
 
@@ -107,7 +107,7 @@ def studies(costs: Costs, **run: int) -> dict[str, list[Row]]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
     parser = cli.parser(
-        "jaxrl_tis.experiments.async_clock",
+        "experiments.async_clock",
         "Throughput, idle time and staleness of asynchronous schedules by a cost model.", __doc__,
     )
     parser.add_argument("--schedule", action="append", help="only these, as rollout.schedule spells them")

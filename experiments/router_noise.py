@@ -9,8 +9,8 @@ a and b, from a bootstrap over seeds, contain 1 in the arm JUDGED.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.router_noise
-    python -m jaxrl_tis.experiments.router_noise docs/experiments
+    python -m experiments.router_noise
+    python -m experiments.router_noise docs/experiments
 """
 
 import functools
@@ -23,8 +23,8 @@ import jax.numpy as jnp
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import expert_policy, figures
-from jaxrl_tis.experiments.expert_policy import NOISES, Size
+from experiments import expert_policy, figures
+from experiments.expert_policy import NOISES, Size
 from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.report.plots import palette
 from jaxrl_tis.runtime import cli

@@ -5,8 +5,8 @@ for `configs/fig_critic.py`.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.rescue
-    python -m jaxrl_tis.experiments.rescue docs/experiments
+    python -m experiments.rescue
+    python -m experiments.rescue docs/experiments
 """
 
 from collections.abc import Sequence
@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import figures, records
-from jaxrl_tis.experiments.figures import Comparison, Interval
-from jaxrl_tis.experiments.records import Run
+from experiments import figures, records
+from experiments.figures import Comparison, Interval
+from experiments.records import Run
 from jaxrl_tis.record import intervals
 from jaxrl_tis.report.plots import palette
 

@@ -11,8 +11,8 @@ means of two halves of the batches, so that the noise of one half adds nothing t
 
 Examples:
 
-    python -m jaxrl_tis.experiments.referee_gradients int8/short
-    python -m jaxrl_tis.experiments.referee_gradients noise/long stale/long --seeds=0,1
+    python -m experiments.referee_gradients int8/short
+    python -m experiments.referee_gradients noise/long stale/long --seeds=0,1
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from jax.flatten_util import ravel_pytree
 from configs import fig_referee
 from jaxrl_tis.build import Setup
 from jaxrl_tis.data.rewards import RewardWorker, worker
-from jaxrl_tis.experiments import figures, referee_runs
+from experiments import figures, referee_runs
 from jaxrl_tis.learner.state import initial_state, policy
 from jaxrl_tis.learner.step import TrainState
 from jaxrl_tis.learner.trainer import Trainer
@@ -183,7 +183,7 @@ def measure_part(part: str, seeds: Sequence[int], folder: str = referee_runs.FOL
 def main() -> None:
     """Command line: see the top of the file."""
     parser = cli.parser(
-        "jaxrl_tis.experiments.referee_gradients", "Measures the gradients of the referee.", __doc__
+        "experiments.referee_gradients", "Measures the gradients of the referee.", __doc__
     )
     parser.add_argument("parts", nargs="+", choices=PARTS, help="GAP/LENGTH")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="default: %(default)s")

@@ -7,8 +7,8 @@ the prompt, in later turns the distance from the tool's answer.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.turns
-    python -m jaxrl_tis.experiments.turns docs/experiments
+    python -m experiments.turns
+    python -m experiments.turns docs/experiments
 """
 
 import math
@@ -23,7 +23,7 @@ from configs import quickstart_tool
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.diagnostics import attribution
 from jaxrl_tis.estimators import counts, loss
-from jaxrl_tis.experiments import figures
+from experiments import figures
 from jaxrl_tis.gate import report
 from jaxrl_tis.learner import scoring
 from jaxrl_tis.record import intervals

@@ -1,6 +1,6 @@
 """Shared by all figures: reads docs/experiments/NAME.jsonl, writes NAME.png and NAME.md.
 
-    python -m jaxrl_tis.experiments.rescue [FOLDER]
+    python -m experiments.rescue [FOLDER]
 
 Each figure's module has `table`, which returns Markdown of the runs, and `draw`, which fills a page.
 """
@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from jaxrl_tis.build import Setup
-from jaxrl_tis.experiments import records
-from jaxrl_tis.experiments.records import Run
+from experiments import records
+from experiments.records import Run
 from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.learner.warmup import examples, warm_up
 from jaxrl_tis.models.transformer import Params
@@ -141,7 +141,7 @@ def write(folder: pathlib.Path, name: str, text: str, pictures: Pictures, drawn:
 def folder_of(name: str) -> pathlib.Path:
     """Parses the command line of a figure and returns its folder."""
     about = sys.modules["__main__"].__doc__ or ""
-    parser = cli.parser(f"jaxrl_tis.experiments.{name}", about.partition("\n")[0], about)
+    parser = cli.parser(f"experiments.{name}", about.partition("\n")[0], about)
     parser.add_argument("folder", nargs="?", default=FOLDER, help=f"default: {FOLDER}")
     return pathlib.Path(parser.parse_args().folder)
 

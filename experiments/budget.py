@@ -6,8 +6,8 @@ If the log-ratios of the causes are independent, their mean squares add up.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.budget
-    python -m jaxrl_tis.experiments.budget docs/experiments
+    python -m experiments.budget
+    python -m experiments.budget docs/experiments
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
 from jaxrl_tis.engine import injection
-from jaxrl_tis.experiments import figures
+from experiments import figures
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.models import quant
 from jaxrl_tis.report.plots import COLORS

@@ -5,8 +5,8 @@ the doctor names. It is right if the doctor names the true cause and no other.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.causes
-    python -m jaxrl_tis.experiments.causes docs/experiments
+    python -m experiments.causes
+    python -m experiments.causes docs/experiments
 """
 
 from collections.abc import Sequence
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import figures
-from jaxrl_tis.experiments.records import Run
+from experiments import figures
+from experiments.records import Run
 from jaxrl_tis.record import intervals
 
 # The finding that names a cause -> the arm of the config that has it.

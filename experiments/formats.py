@@ -4,8 +4,8 @@ Reads docs/experiments/formats.jsonl, the runs of `configs/fig_formats.py`.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.formats
-    python -m jaxrl_tis.experiments.formats docs/experiments
+    python -m experiments.formats
+    python -m experiments.formats docs/experiments
 """
 
 from collections.abc import Sequence
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import figures, records
-from jaxrl_tis.experiments.records import Run
+from experiments import figures, records
+from experiments.records import Run
 from jaxrl_tis.record import intervals
 from jaxrl_tis.report.plots import COLORS
 

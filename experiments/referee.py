@@ -5,8 +5,8 @@ experiments/referee_gradients.py.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.referee
-    python -m jaxrl_tis.experiments.referee docs/experiments
+    python -m experiments.referee
+    python -m experiments.referee docs/experiments
 """
 
 import collections
@@ -19,9 +19,9 @@ from matplotlib.figure import Figure
 from scipy import stats
 
 from configs import fig_referee
-from jaxrl_tis.experiments import figures, records, referee_gradients, referee_runs
-from jaxrl_tis.experiments.figures import Interval
-from jaxrl_tis.experiments.records import Run
+from experiments import figures, records, referee_gradients, referee_runs
+from experiments.figures import Interval
+from experiments.records import Run
 from jaxrl_tis.runtime import cli
 
 NONE, EXACT, CONTROL = "none", fig_referee.EXACT, fig_referee.CONTROL

@@ -6,8 +6,8 @@ FOLDER/GAP-LENGTH.jsonl, in the form of experiments/records.py; the same command
 
 Examples:
 
-    python -m jaxrl_tis.experiments.referee_runs int8/short
-    python -m jaxrl_tis.experiments.referee_runs noise/long --seeds=0,1 --arms="none,token TIS"
+    python -m experiments.referee_runs int8/short
+    python -m experiments.referee_runs noise/long --seeds=0,1 --arms="none,token TIS"
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import RewardWorker, worker
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.evaluate import Evaluator
-from jaxrl_tis.experiments import figures, records
+from experiments import figures, records
 from jaxrl_tis.learner.state import initial_state, policy
 from jaxrl_tis.learner.trainer import Trainer, sample_metrics
 from jaxrl_tis.models.transformer import Params
@@ -198,7 +198,7 @@ def train_part(
 def main() -> None:
     """Command line: see the top of the file."""
     parser = cli.parser(
-        "jaxrl_tis.experiments.referee_runs", "Trains the runs of the referee.", __doc__
+        "experiments.referee_runs", "Trains the runs of the referee.", __doc__
     )
     parser.add_argument("parts", nargs="+", help=f"GAP/LENGTH: {', '.join(PARTS)}")
     parser.add_argument("--seeds", default=",".join(map(str, SEEDS)), help="default: %(default)s")

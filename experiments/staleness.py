@@ -4,8 +4,8 @@ Reads docs/experiments/staleness.jsonl, the runs of `configs/fig_staleness.py`.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.staleness
-    python -m jaxrl_tis.experiments.staleness docs/experiments
+    python -m experiments.staleness
+    python -m experiments.staleness docs/experiments
 """
 
 from collections.abc import Sequence
@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxrl_tis.experiments import figures, records
-from jaxrl_tis.experiments.figures import parts
-from jaxrl_tis.experiments.records import Run
+from experiments import figures, records
+from experiments.figures import parts
+from experiments.records import Run
 from jaxrl_tis.record import intervals
 from jaxrl_tis.report.plots import palette
 

@@ -7,8 +7,8 @@ a conjecture calls sufficient, all signals, and each signal alone, with the sign
 
 Examples:
 
-    python -m jaxrl_tis.experiments.predictor
-    python -m jaxrl_tis.experiments.predictor docs/experiments
+    python -m experiments.predictor
+    python -m experiments.predictor docs/experiments
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import optimize, stats
 
-from jaxrl_tis.experiments import figures, records
-from jaxrl_tis.experiments.records import BLOCK, Run
+from experiments import figures, records
+from experiments.records import BLOCK, Run
 from jaxrl_tis.report.plots import COLORS
 from jaxrl_tis.runtime import cli
 

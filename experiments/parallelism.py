@@ -7,8 +7,8 @@ and are cut to several lengths. `./launch/smollm2.sh --fetch` provides the model
 
 Examples:
 
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m jaxrl_tis.experiments.parallelism
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m jaxrl_tis.experiments.parallelism docs/experiments
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.parallelism
+    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.parallelism docs/experiments
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from jaxrl_tis import cli_flags, sharding
 from jaxrl_tis.build import Setup, build
-from jaxrl_tis.experiments import figures
+from experiments import figures
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.report.plots import COLORS, palette

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 from matplotlib import figure
 
-from jaxrl_tis.experiments import figures
-from jaxrl_tis.experiments.horizon import Chain, Profile, monte_carlo, profile
+from experiments import figures
+from experiments.horizon import Chain, Profile, monte_carlo, profile
 
 HORIZONS = (4, 16, 64, 128, 256, 512, 1024)
 VOCAB = 4

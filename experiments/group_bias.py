@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxrl_tis.estimators import controllers, methods, rank_masks
 from jaxrl_tis.estimators.loss import importance_weights, needed, policy_loss
-from jaxrl_tis.experiments import exact
+from experiments import exact
 
 GROUP_SIZES = (2, 3)
 

@@ -38,8 +38,8 @@ import numpy as np
 
 from jaxrl_tis.engine import injection
 from jaxrl_tis.estimators.weights import WEIGHTS
-from jaxrl_tis.experiments import exact
-from jaxrl_tis.experiments.sequence_bias import repeats
+from experiments import exact
+from experiments.sequence_bias import repeats
 from jaxrl_tis.models import moe
 from jaxrl_tis.models.config import MoeConfig
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from jaxrl_tis.estimators import centering, methods, presets
 from jaxrl_tis.estimators.loss import MODES
-from jaxrl_tis.experiments import exact, group_bias
-from jaxrl_tis.experiments.group_bias import Row, Step
+from experiments import exact, group_bias
+from experiments.group_bias import Row, Step
 
 WEIGHTS = tuple(n for n in methods.TABLES["weight"] if not methods.needs("weight", n))
 OBJECTIVES = (

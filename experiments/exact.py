@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl_tis.experiments.horizon import log_softmax
+from experiments.horizon import log_softmax
 
 Batch = dict[str, chex.Array]
 LossFn = Callable[[chex.Array, Batch], chex.Array]

@@ -6,16 +6,16 @@ prints token weights with centred scores (`frontier`). From Python, `exact.Probl
 
 Examples:
 
-    python -m jaxrl_tis.experiments.oracle --drift=0.1 --reward=last --png=oracle.png
-    python -m jaxrl_tis.experiments.oracle --groups --drift=0.5
-    python -m jaxrl_tis.experiments.oracle --sequences 5 5 --drift=0.5
-    python -m jaxrl_tis.experiments.oracle --centred
+    python -m experiments.oracle --drift=0.1 --reward=last --png=oracle.png
+    python -m experiments.oracle --groups --drift=0.5
+    python -m experiments.oracle --sequences 5 5 --drift=0.5
+    python -m experiments.oracle --centred
 """
 
 import argparse
 from collections.abc import Sequence
 
-from jaxrl_tis.experiments import frontier, group_bias, sequence_bias
+from experiments import frontier, group_bias, sequence_bias
 from jaxrl_tis.runtime import cli
 
 
@@ -29,7 +29,7 @@ def _count(text: str) -> int:
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
     parser = cli.parser(
-        "jaxrl_tis.experiments.oracle",
+        "experiments.oracle",
         "Bias, variance and progress of off-policy policy gradients.", __doc__,
     )
     parser.add_argument("--drift", type=float, default=0.1, help="standard deviation of the logits' noise")

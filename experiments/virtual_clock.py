@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_tis.experiments.costs import Costs
+from experiments.costs import Costs
 from jaxrl_tis.rollouts.controller import Begin, Controller, Discard, Interrupt, SyncWeights
 from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.rollouts.queue import Entry, Key, Queue

@@ -7,8 +7,8 @@ trains all weights. The ratio of step times is the geometric mean over seeds.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.lora
-    python -m jaxrl_tis.experiments.lora docs/experiments
+    python -m experiments.lora
+    python -m experiments.lora docs/experiments
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ from matplotlib.figure import Figure
 
 from configs import fig_lora
 from jaxrl_tis.build import build
-from jaxrl_tis.experiments import figures, records
-from jaxrl_tis.experiments.records import Run
+from experiments import figures, records
+from experiments.records import Run
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.report.plots import palette
 

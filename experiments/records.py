@@ -7,8 +7,8 @@ last recorded step.
 
 Examples:
 
-    python -m jaxrl_tis.experiments.records runs/figures/rescue --out docs/experiments/rescue.jsonl
-    python -m jaxrl_tis.experiments.records runs/sweep-fig_rescue --out rescue.jsonl
+    python -m experiments.records runs/figures/rescue --out docs/experiments/rescue.jsonl
+    python -m experiments.records runs/sweep-fig_rescue --out rescue.jsonl
 """
 
 import json
@@ -159,7 +159,7 @@ def at_end(run: Run, name: str, share: float = 0.1) -> float:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    parser = cli.parser("jaxrl_tis.experiments.records", "Writes the runs of a sweep as JSON lines.", __doc__)
+    parser = cli.parser("experiments.records", "Writes the runs of a sweep as JSON lines.", __doc__)
     parser.add_argument("folder", help="folder of a sweep")
     parser.add_argument("--out", required=True, help="file to write")
     args = parser.parse_args(argv)

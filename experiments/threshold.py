@@ -6,8 +6,8 @@ fail, by logistic regression on the logarithm of the gap. Its interval is a boot
 
 Examples:
 
-    python -m jaxrl_tis.experiments.threshold
-    python -m jaxrl_tis.experiments.threshold docs/experiments
+    python -m experiments.threshold
+    python -m experiments.threshold docs/experiments
 """
 
 import functools
@@ -17,9 +17,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import optimize
 
-from jaxrl_tis.experiments import figures, records
-from jaxrl_tis.experiments.figures import parts
-from jaxrl_tis.experiments.records import Run
+from experiments import figures, records
+from experiments.figures import parts
+from experiments.records import Run
 from jaxrl_tis.report.plots import palette
 
 NATURAL = "int8"  # the arm without an injected gap

@@ -6,8 +6,8 @@ shapes of the model are read from its file, see launch/smollm2.sh. experiments/l
 
 Examples:
 
-    python -m jaxrl_tis.experiments.lora_smollm2
-    python -m jaxrl_tis.experiments.lora_smollm2 docs/experiments
+    python -m experiments.lora_smollm2
+    python -m experiments.lora_smollm2 docs/experiments
 """
 
 import pathlib
@@ -15,8 +15,8 @@ import pathlib
 import numpy as np
 
 from configs import fig_lora_smollm2
-from jaxrl_tis.experiments import lora, records
-from jaxrl_tis.experiments.records import Run
+from experiments import lora, records
+from experiments.records import Run
 from jaxrl_tis.record import metrics
 
 RECORDED = pathlib.Path("docs/smollm2")

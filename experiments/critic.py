@@ -2,12 +2,12 @@
 
 Examples:
 
-    python -m jaxrl_tis.experiments.critic
-    python -m jaxrl_tis.experiments.critic docs/experiments
+    python -m experiments.critic
+    python -m experiments.critic docs/experiments
 """
 
-from jaxrl_tis.experiments import figures
-from jaxrl_tis.experiments.rescue import draw, table
+from experiments import figures
+from experiments.rescue import draw, table
 
 if __name__ == "__main__":
     figures.run("critic", table, {"critic": (draw, (14, 7))}, needed=("none",))
