@@ -160,19 +160,17 @@ class Sampling:
         if rollout.harness:
             options = {"decode": self.tokenizer.decode} | options
         scheduler = self.turn_scheduler(engine, params, version, **options)
+        ways = dict(
+            max_length=max_length(self.config), on_fork=rollout.on_fork,
+            waits=rollout.driver == "virtual", heartbeat=heartbeat,
+        )
         if rollout.harness:
-            return SessionScheduler(
-                scheduler, self.sessions, max_length=max_length(self.config),
-                on_fork=rollout.on_fork, waits=rollout.driver == "virtual",
-                heartbeat=heartbeat,
-            )
+            return SessionScheduler(scheduler, self.sessions, **ways)
         if not task.environment:
             return scheduler
         return EpisodeScheduler(
             scheduler, self._pool, self.suffixes, self.tokenizer.decode,
-            Prompter(self.tokenizer, task).rendered, max_turns=task.max_turns,
-            max_length=max_length(self.config), on_fork=rollout.on_fork,
-            waits=rollout.driver == "virtual", heartbeat=heartbeat,
+            Prompter(self.tokenizer, task).rendered, max_turns=task.max_turns, **ways,
         )
 
     def _pool(self) -> Pool | SharedPool:

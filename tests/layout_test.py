@@ -125,6 +125,7 @@ COVERED = {
     "report/__main__": "report/page_test",
     "rollouts/bookkeeping": "rollouts/virtual_test",
     "rollouts/live": "rollouts/sessions_test",
+    "rollouts/turn_scheduler": "rollouts/episodes_test",
     "serve/__main__": "serve/setup_test",
 }
 

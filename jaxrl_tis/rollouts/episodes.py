@@ -1,9 +1,8 @@
 """Plays episodes: sequences of several turns, between which an environment answers.
 
-`EpisodeScheduler` has the interface of `engine.scheduler.Scheduler`. One episode goes through these
-functions:
+One episode goes through these functions of `EpisodeScheduler`:
 
-1. `EpisodeScheduler.add` gives the request to the scheduler. `rollout.max_new_tokens` bounds one
+1. `add` gives the request to the scheduler. `rollout.max_new_tokens` bounds one
    turn, and task.max_context_tokens the whole episode.
 2. When the turn has ended, `_think` sends its text to the pool of environments, with all answers
    before it. The engine samples other sequences meanwhile.
@@ -29,12 +28,12 @@ import numpy as np
 
 from jaxrl_tis.engine.records import JOINS, OUTCOMES, Request, SamplingParams, Trajectory, cut
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.environments.pool import Call, Pool, Reply, SharedPool, digest
 from jaxrl_tis.environments.protocol import Step
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.rollouts.prompts import Prompt
+from jaxrl_tis.rollouts.turn_scheduler import TurnScheduler
 from jaxrl_tis.runtime import processes
 
 PULSE_SECONDS = 0.5  # longest wait for a reply, if the sampler has nothing else to do
@@ -145,10 +144,8 @@ class Episode:
         )
 
 
-class EpisodeScheduler:
-    """A scheduler of episodes: call `step()` until `pending` is 0.
-
-    A request without an example is one turn, as without this class.
+class EpisodeScheduler(TurnScheduler):
+    """A scheduler of episodes.
 
     Args:
       scheduler: samples the turns.
@@ -157,47 +154,32 @@ class EpisodeScheduler:
       decode: tokens -> text, without special tokens.
       prompt_ids: the prompt of an environment -> its token ids.
       max_turns: most turns of an episode.
-      max_length: most tokens of an episode, prompt included.
-      on_fork: rollout.on_fork. With "refuse" an episode fails where a render by the chat template
-        would fork.
-      waits: every step waits for all replies. The engine then samples the same sequences together
-        in every run, and runs repeat bit by bit. Otherwise it samples while environments think.
-      heartbeat: called while a step waits.
+      options: of TurnScheduler. With on_fork "refuse" an episode fails where a render by the chat
+        template would fork.
     """
 
     def __init__(
         self, scheduler: Scheduler, make_pool: Callable[[], Pool | SharedPool], suffixes: Suffixes,
         decode: Callable[[Sequence[int]], str], prompt_ids: Callable[[Prompt], np.ndarray], *,
-        max_turns: int, max_length: int, on_fork: str, waits: bool,
-        heartbeat: Callable[[], None] = lambda: None,
+        max_turns: int, **options: Any,
     ):
-        self._scheduler, self._suffixes, self._decode = scheduler, suffixes, decode
+        super().__init__(scheduler, **options)
+        self._suffixes, self._decode, self._max_turns = suffixes, decode, max_turns
         self._prompt_ids = functools.lru_cache(CACHED)(lambda text: prompt_ids(json.loads(text)))
         self._make_pool = make_pool
         self._pool: Pool | SharedPool | None = None
-        self._max_turns, self._max_length = max_turns, max_length
-        self._on_fork, self._waits, self._heartbeat = on_fork, waits, heartbeat
         self._episodes: dict[str, Episode] = {}
         self._thinking: dict[str, None] = {}  # ids, in the order of their calls
-        self._ended: list[Trajectory] = []
 
     # For callers
 
     @property
-    def stats(self) -> Stats:
-        return self._scheduler.stats
-
-    @property
-    def pending(self) -> int:
+    def pending(self) -> int:  # type: ignore[override]
         """The number of requests that have not been returned yet."""
         return self._scheduler.pending + len(self._thinking) + len(self._ended)
 
-    def add(self, request: Request) -> None:
-        """Queues a request, see `Scheduler.add`. An episode whose `partial` ends with a whole turn
-        goes on with the environment's answer."""
-        if request.example is None:
-            self._scheduler.add(request)
-            return
+    def _add(self, request: Request) -> None:
+        """An episode whose `partial` ends with a whole turn goes on with the environment's answer."""
         if request.id in self._episodes:
             raise ValueError(f"request {request.id}: another live request has this id")
         partial, sampling = request.partial, request.sampling
@@ -235,22 +217,13 @@ class EpisodeScheduler:
         if episode is not None:
             episode.is_cancelled = True  # its turn may have ended by itself in the last call
 
-    def pause(self, mode: str) -> list[Trajectory]:
-        """Interrupts everything between two steps, see `Scheduler.pause`. Environments go on with
-        their calls, except in the mode "abort"."""
-        paused = self._scheduler.pause(mode)
-        if mode != "abort":
-            return paused
-        ended, self._ended = self._ended, []
+    def _aborted(self, paused: list[Trajectory]) -> list[Trajectory]:
+        ended = []
         thinking = [self._episodes[id].ended for id in self._thinking]
         for trajectory in paused + thinking:
             episode = self._episodes.get(trajectory.id)
             ended.append(trajectory if episode is None else self._paused(episode, trajectory))
         return ended
-
-    def set_params(self, params: Any, version: int) -> None:
-        """Replaces the weights of all tokens sampled from now on, see `Scheduler.set_params`."""
-        self._scheduler.set_params(params, version)
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
         """Returns the tokens so far of the requests among these that have not ended."""
@@ -272,22 +245,11 @@ class EpisodeScheduler:
         turns = {id: len(episode.answers) for id, episode in self._episodes.items()}
         return self._scheduler.sync_digest() | {"thinking": list(self._thinking), "turns": turns}
 
-    def release_cache(self) -> None:
-        """Frees the KV cache. ValueError while requests are pending."""
-        if self._thinking:
-            raise ValueError(f"{self.pending} requests are pending; step until there are none")
-        self._scheduler.release_cache()
-
-    def sleep(self) -> None:
-        """Frees the KV cache and the weights, see `Scheduler.sleep`."""
-        self.release_cache()
-        self._scheduler.sleep()
-
     def close(self) -> None:
         """Ends the processes of the environments, and the scheduler's thread."""
         if self._pool is not None:
             self._pool.close()
-        self._scheduler.close()
+        super().close()
 
     # One step
 

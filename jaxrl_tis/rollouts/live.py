@@ -15,6 +15,7 @@ from jaxrl_tis.engine.records import PER_TOKEN, Request, Trajectory
 from jaxrl_tis.harness.process import HarnessProcess, Reply
 from jaxrl_tis.harness.protocol import Session
 from jaxrl_tis.rollouts.episodes import environment_seed
+from jaxrl_tis.rollouts.record_check import EMPTY
 from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.runtime import cli
 
@@ -140,6 +141,22 @@ class Live:
     def has_tokens(self) -> bool:
         partials = [row.running.partial for row in self.rows if row.running]
         return any(row.record for row in self.rows) or any(p and len(p.tokens) for p in partials)
+
+    def unfinished(self) -> Trajectory:
+        """Returns the record of an interrupted session: its longest row so far."""
+        records = [row.running.partial if row.running else row.record for row in self.rows]
+        longest = max(
+            [r for r in records if r is not None], key=lambda r: len(r.tokens), default=self.empty()
+        )
+        return dataclasses.replace(longest, id=self.request.id, stop_reason="abort")
+
+    def empty(self) -> Trajectory:
+        """Returns a record without tokens."""
+        request = self.request
+        return dataclasses.replace(
+            EMPTY, id=request.id, prompt=request.prompt, seed=request.seed, request=request.hash,
+            temperature=request.sampling.temperature, stop_reason="length",
+        )
 
 
 class Sessions:

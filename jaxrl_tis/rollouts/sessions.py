@@ -1,9 +1,8 @@
 """Sessions: sequences whose turns come through the endpoint, from an agent that a harness runs.
 
-`SessionScheduler` has the interface of `engine.scheduler.Scheduler`. One session goes through these
-functions:
+One session goes through these functions of `SessionScheduler`:
 
-1. `SessionScheduler.add` opens a session (`Sessions.start`): the endpoint has an address for it,
+1. `add` opens a session (`Sessions.start`): the endpoint has an address for it,
    and the harness's process starts the agent.
 2. The endpoint puts each call of the agent into `Live.calls`. The next `step` takes it: `_begin`
    joins its prompt to the session's rows. A prompt that begins with all ids of a row goes on in
@@ -20,7 +19,7 @@ a process share. Its call waits until its request is added again, at any of them
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,65 +27,47 @@ import numpy as np
 from jaxrl_tis.endpoint.calls import Call
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, cut, extended
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.environments.continuity import Fork, Realign, joined_to_one
 from jaxrl_tis.record import goodput
 from jaxrl_tis.rollouts.live import CANCELLED, Live, Row, Sessions, turn
-from jaxrl_tis.rollouts.record_check import EMPTY
+from jaxrl_tis.rollouts.turn_scheduler import TurnScheduler
 
 PULSE_SECONDS = 0.5  # longest wait for a call, if the sampler has nothing else to do
 LOGP_ERROR = 1e-4  # of a log-prob that a harness reports: records of others round to 4 decimals
 ON_FORK = ("rows", "longest", "refuse")
 
 
-class SessionScheduler:
-    """A scheduler of sessions: call `step()` until `pending` is 0.
-
-    A request without an example is one turn, as without this class.
+class SessionScheduler(TurnScheduler):
+    """A scheduler of sessions.
 
     Args:
       scheduler: samples the turns. It needs `decode`, because calls may have stop strings.
       sessions: shared by all schedulers of the process.
-      max_length: most tokens of a row.
-      on_fork: one of ON_FORK. "refuse" fails sessions with a fork; the learner tells the others
-        apart.
-      waits: every step waits until each session has a call in work or has ended. The engine then
-        samples the same sequences together in every run, and runs repeat bit by bit if the harness
-        does. Otherwise it samples while agents think.
-      heartbeat: called while a step waits.
+      options: of TurnScheduler. on_fork is one of ON_FORK: "refuse" fails sessions with a fork, and
+        the learner tells the others apart. With `waits` each session has a call in work or has
+        ended.
     """
 
-    def __init__(
-        self, scheduler: Scheduler, sessions: Sessions, *, max_length: int, on_fork: str,
-        waits: bool, heartbeat: Callable[[], None] = lambda: None,
-    ):
-        self._scheduler, self._sessions, self._heartbeat = scheduler, sessions, heartbeat
-        self._max_length, self._on_fork, self._waits = max_length, on_fork, waits
+    def __init__(self, scheduler: Scheduler, sessions: Sessions, **options: Any):
+        super().__init__(scheduler, **options)
+        self._sessions = sessions
         self._live: dict[str, Live] = {}
         self._rows: dict[str, tuple[Live, Row]] = {}  # that the scheduler samples
         self._dropped: set[str] = set()  # ids of rows that were aborted
-        self._ended: list[Trajectory] = []
         self._clock = time.monotonic(), goodput.compile_seconds()
         sessions.enter()
 
     # For callers
 
     @property
-    def stats(self) -> Stats:
-        return self._scheduler.stats
-
-    @property
-    def pending(self) -> int:
+    def pending(self) -> int:  # type: ignore[override]
         """The number of requests that have not been returned yet."""
         single = self._scheduler.pending - len(self._rows) - len(self._dropped)
         return single + len(self._live) + len(self._ended)
 
-    def add(self, request: Request) -> None:
+    def _add(self, request: Request) -> None:
         """Opens a session, or goes on with an interrupted one of this process. After a restart of
         the run, `partial` has no agent any more: the session begins anew."""
-        if request.example is None:
-            self._scheduler.add(request)
-            return
         self._stop_clock()
         live, goes_on = self._sessions.own(request)
         self.stats.restarted_sessions += request.partial is not None and not goes_on
@@ -102,15 +83,11 @@ class SessionScheduler:
             return
         live = self._live[request_id]
         self._leave(live, CANCELLED)
-        self._ended.append(self._unfinished(live))
+        self._ended.append(live.unfinished())
 
-    def pause(self, mode: str) -> list[Trajectory]:
-        """Interrupts everything between two steps, see `Scheduler.pause`. Agents go on, and their
-        calls wait."""
-        paused = self._scheduler.pause(mode)
-        if mode != "abort":
-            return paused
-        ended, self._ended = self._ended, []
+    def _aborted(self, paused: list[Trajectory]) -> list[Trajectory]:
+        """Agents go on, and their calls wait."""
+        ended = []
         for trajectory in paused:
             if trajectory.id not in self._rows:
                 ended += self._single([trajectory])
@@ -122,14 +99,14 @@ class SessionScheduler:
             else:
                 self._answer(live, row, trajectory)
         for live in self._live.values():
-            ended.append(self._unfinished(live))
+            ended.append(live.unfinished())
             self._sessions.disown(live)
         self._live = {}
         return ended
 
     def set_params(self, params: Any, version: int) -> None:
         """Replaces the weights of all tokens sampled from now on, see `Scheduler.set_params`."""
-        self._scheduler.set_params(params, version)
+        super().set_params(params, version)
         self._sessions.endpoint.set_version(version)
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
@@ -147,17 +124,10 @@ class SessionScheduler:
 
     def release_cache(self) -> None:
         """Frees the KV cache. ValueError while requests are pending."""
-        if self.pending:
-            raise ValueError(f"{self.pending} requests are pending; step until there are none")
-        while self._scheduler.pending:
+        while self._scheduler.pending and not self.pending:
             self._scheduler.step()  # returns aborted rows
-        self._dropped.clear()
-        self._scheduler.release_cache()
-
-    def sleep(self) -> None:
-        """Frees the KV cache and the weights, see `Scheduler.sleep`."""
-        self.release_cache()
-        self._scheduler.sleep()
+            self._dropped.clear()
+        super().release_cache()
 
     def close(self) -> None:
         """Ends the sessions of this scheduler; with the last scheduler of the process, the harness
@@ -165,7 +135,7 @@ class SessionScheduler:
         for live in list(self._live.values()):
             self._leave(live, "the run has ended")
         self._sessions.leave()
-        self._scheduler.close()
+        super().close()
 
     # One step
 
@@ -337,7 +307,7 @@ class SessionScheduler:
         stats.forked_tokens += sum(sampled) - max(sampled, default=0)
         stats.realigned_tokens += sum(row.realigned for row in rows)
         longest = max(reversed(rows), key=lambda row: row.num_sampled, default=None)
-        record = self._empty(live) if longest is None else longest.whole
+        record = live.empty() if longest is None else longest.whole
         id, others = live.request.id, [row for row in rows if row is not longest]
         forks = [dataclasses.replace(row.whole, id=id, fork=row.number) for row in others]
         reasons = {"done": "stop", "overlong": "length"}
@@ -361,23 +331,6 @@ class SessionScheduler:
         live.rows = [row for row in live.rows if row.record is not None]
         self._live.pop(live.request.id, None)
         self._sessions.end(live, why)
-
-    def _unfinished(self, live: Live) -> Trajectory:
-        """Returns the record of an interrupted session: its longest row so far."""
-        records = [row.running.partial if row.running else row.record for row in live.rows]
-        longest = max(
-            [r for r in records if r is not None], key=lambda r: len(r.tokens),
-            default=self._empty(live),
-        )
-        return dataclasses.replace(longest, id=live.request.id, stop_reason="abort")
-
-    def _empty(self, live: Live) -> Trajectory:
-        """Returns a record without tokens."""
-        request = live.request
-        return dataclasses.replace(
-            EMPTY, id=request.id, prompt=request.prompt, seed=request.seed, request=request.hash,
-            temperature=request.sampling.temperature, stop_reason="length",
-        )
 
 
 def differs(reported: Sequence, calls: list[Call]) -> str:
