@@ -85,7 +85,7 @@ def main() -> None:
     step = model.Step(*model.setup(sizes, fuse_old_logp=args.fuse_old_logp))
 
     prepared = lambda rows: step.trainer.prepare(rows | update_fields(len(rows["mask"]), 0, 1, 0))
-    collisions = lambda rows: step.trainer.probe(step.state, rows, 0).collisions  # due at step 0
+    collisions = lambda rows: step.trainer.diagnostics.probe(step.state, rows, 0).collisions  # due at step 0
     step(), step(), prepared(step.rows), collisions(step.rows)
     measure_peers(args, peers)
     arguments.say(f"{args.rounds} rounds")

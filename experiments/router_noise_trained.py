@@ -29,7 +29,7 @@ from experiments import figures, router_noise
 from jaxrl_tis.gate import report
 from jaxrl_tis.learner import scoring
 from jaxrl_tis.learner.batch_layout import Rows
-from jaxrl_tis.learner.trainer import own_routes, route_metrics
+from jaxrl_tis.learner.probe import own_routes, route_metrics
 from jaxrl_tis.runtime import cli
 
 ACTIVE = (1, 2, 4)  # K

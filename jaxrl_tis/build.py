@@ -19,7 +19,7 @@ from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
-from jaxrl_tis.engine.records import MAX_STOP_IDS
+from jaxrl_tis.engine.records import MAX_STOP_IDS, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.weights import sent
 from jaxrl_tis.environments.continuity import Suffixes
@@ -32,12 +32,16 @@ from jaxrl_tis.learner.setup import (
 from jaxrl_tis.models import lora, overflow, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
-from jaxrl_tis.rollouts import replay
+from jaxrl_tis.rollouts import ray_cluster, replay
 from jaxrl_tis.rollouts.episodes import EpisodeScheduler, Openings
 from jaxrl_tis.rollouts.live import Sessions
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.rollouts.sessions import SessionScheduler
+from jaxrl_tis.rollouts.source import RolloutSource, SourceParts
+from jaxrl_tis.rollouts.synchronous import SyncSource
+from jaxrl_tis.rollouts.threads import thread_source
+from jaxrl_tis.rollouts.virtual import VirtualSource
 from jaxrl_tis.runtime import fingerprint, processes
 from jaxrl_tis.validate import Choices, validate
 
@@ -230,6 +234,27 @@ class Setup(Sampling):
         weight sync, see `Scheduler.sleep`."""
         is_sync = self.schedule.is_sync and self.replay is None
         return self.config.engine.sleep == "auto" and is_sync and not self.is_apart
+
+    def source(
+        self, parts: SourceParts, add_logps: Callable[[list[Trajectory]], None]
+    ) -> RolloutSource:
+        """Makes the source of rollout.schedule and rollout.driver; `add_logps` is of the learner's
+        `WeightSnapshots`."""
+        driver = self.config.rollout.driver
+        # A sampler's thread gives no sign of life for the learner, and does not end its step.
+        waiting = (lambda: None) if driver == "threads" else parts.heartbeat
+        starts = [functools.partial(self.scheduler, engine, heartbeat=waiting) for engine in self.engines]
+        if self.schedule.is_sync and parts.replay is None:
+            return SyncSource(parts, starts[0], self.sleeps)
+        if driver == "threads":
+            return thread_source(parts, starts, self.engine.slots)
+        if driver != "ray":
+            return VirtualSource(parts, starts[0], self.engine.slots, add_logps)
+        address = ray_cluster.connect(self.config.rollout)
+        from jaxrl_tis.rollouts import ray_processes, ray_source  # which need Ray
+
+        make = ray_source.ray_source if processes.is_alone() else ray_processes.ProcessesSource
+        return make(parts, self.engine, self.abstract_served, self.identity, build_sampling, address)
 
 
 def build(config: ml_collections.ConfigDict, **sampler) -> Setup:

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import math
+import pathlib
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -13,7 +14,7 @@ import jax
 import ml_collections
 
 from jaxrl_tis import evaluate, resume, validate
-from jaxrl_tis.build import Setup, build, build_sampling
+from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
@@ -33,13 +34,10 @@ from jaxrl_tis.record.failures import Failures
 from jaxrl_tis.record.metrics import LineFile, MetricsWriter, NoRecord, Timer, read
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.record.provenance import date, identity, saved, write_run_files
-from jaxrl_tis.rollouts import live, ray_cluster
+from jaxrl_tis.rollouts import live
 from jaxrl_tis.rollouts.groups import Groups, Sample, unknown_ids
 from jaxrl_tis.rollouts.prompts import Checked, lacks_answer
 from jaxrl_tis.rollouts.source import RolloutSource, SourceParts, next_batch
-from jaxrl_tis.rollouts.synchronous import SyncSource
-from jaxrl_tis.rollouts.threads import thread_source
-from jaxrl_tis.rollouts.virtual import VirtualSource
 from jaxrl_tis.runtime import hub, lock, processes, storage
 from jaxrl_tis.runtime.cli import Interrupted
 from jaxrl_tis.runtime.interrupt import Interrupt
@@ -88,10 +86,20 @@ def check_rewards(
     processes.report(problem, sys.stderr)
 
 
+def check_components(samples: list[Sample]) -> None:
+    """Raises ValueError for a component that stands for the reward, where components alone count."""
+    if any(SCORE in s.components for s in samples):
+        raise ValueError(
+            f"the reward returned a {SCORE!r} among its components, and this advantage uses "
+            f"components alone; return them without {SCORE!r}"
+        )
+
+
 class Run:
     """The parts of a run: state, source of rollouts, trainer, record and checkpoints.
 
     Attributes:
+      folder: of the run, on this machine.
       state: what is trained, see `learner.state`; None until there is one.
       done: the last step that is complete; saved: the last one that is saved, None before.
       version: of the policy in `state`: the number of steps that have updated it.
@@ -101,12 +109,11 @@ class Run:
 
     def __init__(
         self, setup: Setup, mirror: storage.Mirror, checkpoints: Checkpoints, rewards: RewardWorker,
-        watchdog: Watchdog, interrupt: Interrupt, profile_steps: Collection[int] = (),
-        pins: Mapping[str, str] = {}, changed: Changes | None = None,
+        watchdog: Watchdog, interrupt: Interrupt, pins: Mapping[str, str] = {}, changed: Changes | None = None,
     ):
         config = setup.config
         self.setup, self.rewards, self._checkpoints = setup, rewards, checkpoints
-        self._mirror, self._workdir = mirror, mirror.folder
+        self._mirror, self.folder = mirror, mirror.folder
         self._watchdog, self._interrupt = watchdog, interrupt
         self._timer = Timer(goodput.compile_seconds)
         self._prompter = setup.prompter()
@@ -123,7 +130,7 @@ class Run:
         self.done = self.version = 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
-        self._profile_steps, self._pins, self._changed = profile_steps, pins, changed or Changes()
+        self._pins, self._changed = pins, changed or Changes()
         self.last_eval: dict[str, float] = {}
         self._is_rewarded = False  # a batch of this run was
 
@@ -136,34 +143,12 @@ class Run:
             seed=config.seed, **(processes.shard() if is_shared else {}), check=self._check,
         )
         groups = Groups(config, self._prompter, self.rewards, "greedy_rewards" in needs)
-        has_threads = config.rollout.driver == "threads"
-        # A sampler's thread gives no sign of life for the learner, and does not end its step.
-        waiting = (lambda: None) if has_threads else self.heartbeat
-        starts = [
-            functools.partial(setup.scheduler, engine, heartbeat=waiting) for engine in setup.engines
-        ]
+        served = setup.served_params if config.rollout.driver == "threads" else setup.serving_params
         parts = SourceParts(
-            config, setup.schedule, setup.replay, groups, batches, self._timer,
-            self._checked(setup.served_params if has_threads else setup.serving_params),
+            config, setup.schedule, setup.replay, groups, batches, self._timer, self._checked(served),
             self.heartbeat,
         )
-        if setup.schedule.is_sync and parts.replay is None:
-            return SyncSource(parts, starts[0], setup.sleeps)
-        if has_threads:
-            return thread_source(parts, starts, setup.engine.slots)
-        if config.rollout.driver == "ray":
-            address = ray_cluster.connect(config.rollout)
-            arguments = (
-                parts, setup.engine, setup.abstract_served, setup.identity, build_sampling, address
-            )
-            if processes.is_alone():
-                from jaxrl_tis.rollouts.ray_source import ray_source  # which needs Ray
-
-                return ray_source(*arguments)
-            from jaxrl_tis.rollouts.ray_processes import ProcessesSource
-
-            return ProcessesSource(*arguments)
-        return VirtualSource(parts, starts[0], setup.engine.slots, self.snapshots.add_logps)
+        return setup.source(parts, self.snapshots.add_logps)
 
     def _checked(self, serving_params: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
         """Returns `serving_params` with the check of rollout.canary."""
@@ -171,14 +156,7 @@ class Run:
             return serving_params
         source = self._batches.source
         prompts = [self._prompter.ids(source[i]) for i in range(min(canary.PROMPTS, len(source)))]
-        check = canary.Canary(self.setup, prompts).check
-
-        def checked(params, version):
-            served = serving_params(params, version)
-            check(params, served, version)
-            return served
-
-        return checked
+        return canary.Canary(self.setup, prompts).checked(serving_params)
 
     def _check(self, source: tasks.Source) -> Checked:
         reject = lacks_answer(self.setup.config)
@@ -214,20 +192,20 @@ class Run:
             self.save()
 
     def _start(self) -> None:
+        training = self.setup.training
         # From here on nothing is refused for its config.
         processes.first(lambda: self._describe(self._changed.fields))
         self._open_record()
         with self.phase("warm-up"):
             params = warm_up(
-                self.setup.training, initial_params(self.setup.training), self.writer,
-                self.heartbeat,
-                self._prompter, self._taught,
+                training, initial_params(training), self.writer, self.heartbeat, self._prompter,
+                self._taught,
             )
-        factors, self._factors = self._factors, None
-        state = initial_state(self.setup.training, params, factors)
-        keep_base(self.setup.training, state, self._mirror.workdir)
-        if self.setup.config.gate.required:
-            require(self.setup, policy(self.setup.training, state), self.heartbeat)
+        state = initial_state(training, params, self._factors)
+        self._factors = None
+        keep_base(training, state, self._mirror.workdir)
+        if training.config.gate.required:
+            require(self.setup, policy(training, state), self.heartbeat)
         self.state = state  # only now a stop request finds something to save
 
     def _continue(self) -> None:
@@ -236,17 +214,15 @@ class Run:
             self.state, meta = resume.restore(
                 self._checkpoints, training, self.snapshots, changed, workdir
             )
-        of_data = resume.move_to_other_data(
-            meta, self._batches, self._evaluator.digest, changed, workdir
-        )
+        held_out = self._evaluator.digest
+        of_data = resume.move_to_other_data(meta, self._batches, held_out, changed, workdir)
         fields = dict(changed.fields) | of_data
         self.source.set_state(meta["source"])
         self.done = self.saved = meta["step"]
         self.version = meta["version"]
         self._is_rewarded = self.done > 0
-        rates = processes.first(
-            lambda: resume.changed_rates(self._workdir, training.config, self.state)
-        )
+        of_rates = lambda: resume.changed_rates(self.folder, training.config, self.state)
+        rates = processes.first(of_rates)
         processes.first(lambda: self._describe(fields))
         self._open_record(self.done)
         processes.report(f"continuing {workdir} after step {self.done}")
@@ -254,9 +230,9 @@ class Run:
             processes.report(line)
 
     def _describe(self, fields: Mapping[str, list]) -> None:
-        before = saved(self._workdir, "changes") or []
+        before = saved(self.folder, "changes") or []
         write_run_files(
-            self._workdir, self.setup.config.to_dict(), self._pins,
+            self.folder, self.setup.config.to_dict(), self._pins,
             changes.record(before, self.done, fields),
         )
 
@@ -265,11 +241,11 @@ class Run:
             return
         config = self.setup.config
         # TensorBoard and the sinks are told of every attempt, the record of the last one's steps.
-        about = str(self._workdir), saved(self._workdir, "run_id"), config.to_dict()
+        about = str(self.folder), saved(self.folder, "run_id"), config.to_dict()
         made = [sinks.make(name, *about) for name in config.metrics.sinks]
         is_compact = config.metrics.record == "compact"
-        self.writer = MetricsWriter(self._workdir, resume_step, made, is_compact)
-        self._samples = samples.open_file(self._workdir, resume_step)
+        self.writer = MetricsWriter(self.folder, resume_step, made, is_compact)
+        self._samples = samples.open_file(self.folder, resume_step)
         if self.writer.lost_seconds:
             self._timer.add("lost", self.writer.lost_seconds)
 
@@ -310,27 +286,14 @@ class Run:
         with jax.profiler.TraceAnnotation(name):
             yield
 
-    @contextlib.contextmanager
-    def profiled(self, step: int) -> Iterator[None]:
-        """Traces a step where it is one of `profile_steps`."""
-        folder = self._workdir / "profile" / f"step{step}"
-        is_traced = step in self._profile_steps
-        traced = jax.profiler.trace(str(folder)) if is_traced else contextlib.nullcontext()
-        with traced, jax.profiler.StepTraceAnnotation("step", step_num=step):
-            yield
-
     def check_rewards(self, step: int, samples: list[Sample]) -> None:
         """Raises ValueError for rewards that cannot be trained on."""
         config, field = self.setup.config, "reward.name"
         if config.task.environment or config.rollout.harness:
             field = "task.environment" if config.task.environment else "rollout.harness"
         check_rewards(step, samples, self.rewards.last_error, not self._is_rewarded, field)
-        takes_parts = "reward_components" in self.setup.training.correction.needs
-        if takes_parts and any(SCORE in s.components for s in samples):
-            raise ValueError(
-                f"the reward returned a {SCORE!r} among its components, and this advantage uses "
-                f"components alone; return them without {SCORE!r}"
-            )
+        if "reward_components" in self.setup.training.correction.needs:
+            check_components(samples)
         if not self._is_rewarded and (unused := self.rewards.unused_weights()):
             processes.report(
                 f"warning: reward.weights names {', '.join(unused)}, which no result has had so far",
@@ -382,7 +345,7 @@ class Run:
 
     def _has_evaluation(self) -> bool:
         """Whether the last step's is on record: a run that was interrupted leaves it out."""
-        return any((r["step"], r["phase"]) == (self.done, "eval") for r in read(self._workdir))
+        return any((r["step"], r["phase"]) == (self.done, "eval") for r in read(self.folder))
 
     def is_due(self, step: int) -> bool:
         """Whether an evaluation follows this step."""
@@ -392,16 +355,15 @@ class Run:
         """Measures the held-out reward and accuracy of the learner itself: of its weights and
         numerics, not the sampler's."""
         start, compiled, step = time.monotonic(), goodput.compile_seconds(), self.done
-        self._watchdog.heartbeat(f"evaluation at step {step}")
         engine = self.setup.learner_engine
+        self._watchdog.heartbeat(f"evaluation at step {step}")
         self.source.release_cache()  # there is room for one cache
-        params = engine.load(self.policy)
         scheduler = self.setup.scheduler(
-            engine, params, self.version, heartbeat=self.heartbeat
+            engine, engine.load(self.policy), self.version, heartbeat=self.heartbeat
         )
-        total = 2 * self.setup.config.eval.prompts
-        title, is_shown = f"evaluation at step {step}", processes.is_first()
-        with contextlib.closing(scheduler), Progress(total, title, is_shown=is_shown) as progress:
+        total, title = 2 * self.setup.config.eval.prompts, f"evaluation at step {step}"
+        shown = Progress(total, title, is_shown=processes.is_first())
+        with contextlib.closing(scheduler), shown as progress:
             values = self._evaluator.run(scheduler, self.rewards, step, progress, self.heartbeat)
         compiled = goodput.compile_seconds() - compiled
         self._timer.add("compile", compiled)
@@ -434,9 +396,17 @@ class Run:
 
 
 @contextlib.contextmanager
+def profiled(folder: pathlib.Path, step: int, profile_steps: Collection[int]) -> Iterator[None]:
+    """Traces a step where it is one of `profile_steps`."""
+    target, is_traced = str(folder / "profile" / f"step{step}"), step in profile_steps
+    traced = jax.profiler.trace(target) if is_traced else contextlib.nullcontext()
+    with traced, jax.profiler.StepTraceAnnotation("step", step_num=step):
+        yield
+
+
+@contextlib.contextmanager
 def opened(
-    config: ml_collections.ConfigDict, workdir: str, profile_steps: Collection[int],
-    change: Sequence[str],
+    config: ml_collections.ConfigDict, workdir: str, change: Sequence[str]
 ) -> Iterator[Run]:
     """Sets a run up and closes it: saves where it is interrupted, and writes the report in the end.
     See `run`."""
@@ -478,7 +448,7 @@ def opened(
             ),
         ))
         changed = Changes(tuple(change), fields)
-        r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, profile_steps, pins, changed)
+        r = Run(setup, mirror, checkpoints, rewards, watchdog, interrupt, pins, changed)
         if setup.schedule.on_arrival and (why := arriving.accumulation_blocker(setup.training)):
             processes.report(f"the learner waits for whole batches: {why}")
         try:
@@ -526,7 +496,7 @@ def run(
       Interrupted: by a signal; saved, and the same call continues.
     """
     # Set up: config, programs, folder, data, source of rollouts.
-    with opened(config, workdir, profile_steps, change) as r:
+    with opened(config, workdir, change) as r:
         config, trainer, source, snapshots = r.setup.config, r.trainer, r.source, r.snapshots
 
         # Begin: at step 0, or where the newest checkpoint ends.
@@ -535,7 +505,7 @@ def run(
         with Progress(len(steps), "training", is_shown=processes.is_first()) as progress:
             for step in steps:
                 start = time.monotonic()
-                with r.profiled(step):
+                with profiled(r.folder, step, profile_steps):
                     # Sync weights
                     with r.phase("sync"):
                         params = r.policy

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import ml_collections
 
-from jaxrl_tis.data import confined, tasks
+from jaxrl_tis.data import child, tasks
 from jaxrl_tis.data.graders import REWARDS, names
 from jaxrl_tis.data.rewards import DROP
 from jaxrl_tis.data.signatures import LARGEST, SIGNATURES
@@ -179,7 +179,7 @@ def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
     """Returns a line for each setting of a valid config, with its methods, that is likely not what
     its user means."""
     sentences = []
-    if not config.reward.network and not confined.namespaces():
+    if not config.reward.network and not child.namespaces():
         sentences.append(
             "this system lets no process have a namespace of its own: Python's sockets are closed to "
             "rewards without reward.network, those of programs that they start are not"

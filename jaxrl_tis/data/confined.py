@@ -1,7 +1,7 @@
 """Runs an untrusted function in its own process: a reward, or the chat template of a model.
 
-This file imports the standard library only. The process starts in tens of milliseconds and never
-holds an accelerator.
+This file imports the standard library and child.py only. The process starts in tens of milliseconds
+and never holds an accelerator.
 """
 
 import contextlib
@@ -13,15 +13,15 @@ import json
 import os
 import queue
 import resource
-import select
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from jaxrl_tis.data.child import Child
 
 START_SECONDS = 60.0
 MEMORY = 4 << 30  # bytes
@@ -31,9 +31,7 @@ LIMITS = {
     resource.RLIMIT_NPROC: 512,  # more threads of its user; root has no such limit
     resource.RLIMIT_CORE: 0,
 }
-SHOWN_BYTES = 64 << 10  # of the process's output
 RESULT_BYTES = 4 << 20
-NAMESPACES = ("--pid", "--fork", "--kill-child", "--mount-proc")
 # Audit events of sending through a socket, and of resolving addresses.
 SENDS = ("socket.connect", "socket.sendto", "socket.sendmsg")
 ASKS = ("socket.getaddrinfo", "socket.gethostbyname", "socket.gethostbyaddr")
@@ -46,12 +44,9 @@ class Confined:
     stop a run. This is no sandbox against a hostile function: it can read and write the files of its
     user.
 
-    The process is a new interpreter. A multiprocessing child would import the main module again, and
-    with it JAX. The process leads its own process group. Where `unshare` works it also has its own
-    PID namespace, and killing it kills every process that the function started. Without `network`
-    Python's sockets are refused, and where `unshare` works there is no network at all. LIMITS and
-    `memory` bound the process, and the first SHOWN_BYTES of its output go to stderr. The process ends
-    when its parent dies, unless the function hangs in C code that holds the interpreter lock.
+    The process is a `Child`. Without `network` Python's sockets are refused as well. LIMITS and
+    `memory` bound the process. It ends when its parent dies, unless the function hangs in C code that
+    holds the interpreter lock.
 
     Args:
         make: "module:function" importable along this process's sys.path. The process calls it with
@@ -77,7 +72,7 @@ class Confined:
             "make": make, "argument": argument, "memory": memory, "network": network,
         }
         self._what, self._timeout, self._network = what, timeout, network
-        self._process: subprocess.Popen | None = None
+        self._child: Child | None = None
         self._lock = threading.Lock()
         self._start()
 
@@ -96,9 +91,8 @@ class Confined:
         with self._lock:
             while len(results) < len(items):
                 try:
-                    if self._process is None:
-                        self._start()
-                    self._call_in_process(items[len(results) :], results, heartbeat, timeout)
+                    child = self._child or self._start()
+                    self._call_in_process(child, items[len(results) :], results, heartbeat, timeout)
                 except (TimeoutError, EOFError, OSError, ValueError) as fault:
                     self.close()
                     name = "timeouts" if isinstance(fault, TimeoutError) else "errors"
@@ -109,102 +103,34 @@ class Confined:
 
     def close(self) -> None:
         """Ends the process and its child processes; a later call starts a new process."""
-        process: Any = self._process
-        self._process = None
-        if process is None:
-            return
-        # Before wait(): until then the id of the group cannot be given to another process.
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            pipe.close()
+        child, self._child = self._child, None
+        if child is not None:
+            child.end()
 
-    def _start(self) -> None:
-        code = (
-            "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
-            "from jaxrl_tis.data import confined; confined.serve()"
+    def _start(self) -> Child:
+        self._child = None
+        # On a large host the threads of BLAS alone would reserve more memory than the limit.
+        threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        child = Child(
+            "jaxrl_tis.data.confined:serve", what=self._what, network=self._network, env=threads,
+            most=RESULT_BYTES,
         )
-        path = json.dumps([entry or os.getcwd() for entry in sys.path])
-        self._process = subprocess.Popen(
-            [*namespaces(self._network), sys.executable, "-c", code, path],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            bufsize=0,
-            start_new_session=True,
-            # On a large host the threads of BLAS alone would reserve more memory than the limit.
-            env=os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-        )
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
-        shown = self._process.stderr, self._what
-        threading.Thread(target=show, args=shown, daemon=True).start()
-        os.set_blocking(self._stdin.fileno(), False)
-        self._unread = b""
-        deadline = time.monotonic() + START_SECONDS
-        try:
-            self._write(self._setup, deadline)
-            [reply] = self._read_lines(deadline)
-        except (TimeoutError, EOFError, OSError) as fault:
-            reply = {"error": f"{type(fault).__name__}: {fault}"}
-        if reply["error"]:
-            self.close()
-            raise ValueError(f"{self._what} cannot be loaded: {reply['error']}")
-        self.traits = reply["value"]
+        self.traits = child.begin(self._setup, START_SECONDS)["value"]
+        self._child = child
+        return child
 
     def _call_in_process(
-        self, items: Sequence, results: list, heartbeat: Callable, timeout: float
+        self, child: Child, items: Sequence, results: list, heartbeat: Callable, timeout: float
     ) -> None:
         """Appends to `results` until all items are done; raises at the first item that stops the process."""
-        self._write(items, time.monotonic() + timeout)
+        child.write(items, time.monotonic() + timeout)
         end = len(results) + len(items)
         while len(results) < end:
-            for result in self._read_lines(time.monotonic() + timeout):
+            for result in child.lines(time.monotonic() + timeout):
                 if len(results) == end:
                     raise EOFError("more results than texts")
                 results.append(result | {"fault": "errors" if result["error"] else None})
             heartbeat()
-
-    def _write(self, message: Any, deadline: float) -> None:
-        data, stdin = json.dumps(message).encode() + b"\n", self._stdin.fileno()
-        while data:
-            self._wait(stdin, select.POLLOUT, deadline)
-            data = data[os.write(stdin, data) :]
-
-    def _read_lines(self, deadline: float) -> list[dict[str, Any]]:
-        """Waits for at least one complete line, and returns all complete lines."""
-        stdout = self._stdout.fileno()
-        while b"\n" not in self._unread:
-            self._wait(stdout, select.POLLIN, deadline)
-            data = os.read(stdout, 1 << 20)
-            if not data:
-                raise EOFError("its process ended")
-            self._unread += data
-            if len(self._unread) > RESULT_BYTES and b"\n" not in self._unread:
-                raise EOFError(f"a result of more than {RESULT_BYTES} bytes")
-        complete, _, self._unread = self._unread.rpartition(b"\n")
-        return [json.loads(line) for line in complete.split(b"\n")]
-
-    def _wait(self, descriptor: int, event: int, deadline: float) -> None:
-        poll = select.poll()  # select() refuses descriptors above 1023.
-        poll.register(descriptor, event)
-        if not poll.poll(max(0.0, 1000 * (deadline - time.monotonic()))):
-            raise TimeoutError(f"{self._what} exceeded its time limit")
-
-
-@functools.cache
-def namespaces(network: bool = False) -> tuple[str, ...]:
-    """Returns the command prefix for a PID namespace and, without `network`, no network; empty where the
-    system does not allow it."""
-    wanted = NAMESPACES if network else ("--net", *NAMESPACES)
-    for user in ((), ("--user", "--map-current-user")):
-        command = ("unshare", *user, *wanted)
-        try:
-            if subprocess.run([*command, "true"], capture_output=True).returncode == 0:
-                return command
-        except OSError:
-            break  # there is no unshare
-    return ()
 
 
 def _refuse_network(event: str, arguments: tuple) -> None:
@@ -214,19 +140,6 @@ def _refuse_network(event: str, arguments: tuple) -> None:
         raise OSError(
             errno.ENETUNREACH, "no network access here; for rewards reward.network=True allows it"
         )
-
-
-def show(stream, what: str) -> None:
-    """Copies the beginning of a process's output to stderr, and discards the rest."""
-    left = SHOWN_BYTES
-    with stream:
-        while data := stream.read(SHOWN_BYTES):
-            if left:
-                sys.stderr.write(data[:left].decode(errors="replace"))
-                sys.stderr.flush()
-            if left and len(data) >= left:
-                print(f"\n(no more of what {what} prints is shown)", file=sys.stderr)
-            left = max(0, left - len(data))
 
 
 def function(path: str) -> Any:

@@ -13,7 +13,7 @@
    does.
 6. `_collect` reads the tokens, stamps them with the version of the weights, and looks for the end:
    a stop id, a stop string (`StopStrings.search`) or `max_tokens`.
-7. `_finish` leaves full pages in the cache (`Prefixes.keep`) and frees slot and pages, and `step`
+7. `Endings.finish_or_evict` leaves full pages in the cache (`Prefixes.keep`) and frees slot and pages, and `step`
    returns the trajectory. A sequence that goes on drops its evicted pages (`BlockManager.evict`)
    and is back at 5.
 8. `extend` adds the request again, with the trajectory and the tokens of an environment. It is back
@@ -31,6 +31,7 @@ first.
 """
 
 import dataclasses
+import itertools
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -39,6 +40,7 @@ import numpy as np
 
 from jaxrl_tis.engine import request_check
 from jaxrl_tis.engine.block_manager import BlockManager, KVEviction
+from jaxrl_tis.engine.endings import Endings, aborted
 from jaxrl_tis.engine.drafts import Drafts, NoDrafts, draft_rows
 from jaxrl_tis.engine.pages import Pages
 from jaxrl_tis.engine.policies import FirstCome, Policy
@@ -49,7 +51,6 @@ from jaxrl_tis.engine.routes import Block, PageRoutes, SequenceRoutes
 from jaxrl_tis.engine.runner import Runner
 from jaxrl_tis.engine.sequences import Drawn, Sequence
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.engine.stop_strings import StopStrings
 from jaxrl_tis.engine.wait_queue import WaitQueue
 
 PAUSES = ("abort", "retract", "in_place")
@@ -58,15 +59,6 @@ OLDER = 2**60  # number of arrivals by which a sequence of several turns is olde
 
 class Full(RuntimeError):
     """As many requests are pending as the scheduler takes; call `step` and try again."""
-
-
-class NonFinite(FloatingPointError):
-    """Sampled tokens have log-probs that are not finite. The requests `ids` have ended without a
-    record, and the others go on."""
-
-    def __init__(self, message: str, ids: Collection[str]):
-        super().__init__(message)
-        self.ids = ids
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,17 +107,15 @@ class Scheduler:
         self, engine: EngineProtocol, params: Any, version: int = 0, *,
         policy: Policy | None = None, max_wait_admissions: int | None = None,
         max_pending: int | None = None, prefill_calls: int = 4, preempt_after: int = 0,
-        retention: KVEviction | None = None,
-        keeps_pages: bool = True, drafts: Drafts | None = None,
+        retention: KVEviction | None = None, keeps_pages: bool = True, drafts: Drafts | None = None,
         decode: Callable[[np.ndarray], str] | None = None, async_scheduling: bool = False,
     ):
         self.stats = Stats()
         self._engine = engine
         self._policy, self._drafts = policy or FirstCome(), drafts or NoDrafts()
-        self._max_pending, self._prefill_calls = max_pending, prefill_calls
-        self._preempt_after = preempt_after
+        self._max_pending, self._preempt_after = max_pending, preempt_after
         self._async_scheduling = async_scheduling and drafts is None and retention is None
-        self._can_decode, self._stop_strings = decode is not None, StopStrings(decode)
+        self._can_decode, self._prefill_calls = decode is not None, prefill_calls
         self._waiting = WaitQueue(self._policy, max_wait_admissions, engine.page_size)
         self._blocks = BlockManager(
             engine, self._waiting, self.stats, preempt_after, retention, keeps_pages
@@ -137,9 +127,10 @@ class Scheduler:
         )
         self._call: Call | None = None
         self._live: dict[str, Sequence] = {}
-        self._ended: list[Trajectory] = []
-        self._failed: dict[Sequence, int] = {}  # index of its first token that is not finite
-        self._causes: dict[int, str] = {}  # of such tokens, by version
+        self._endings = Endings(
+            engine, self._runner, self._blocks, self._waiting, self._drafts, self._routes, self._live,
+            decode,
+        )
         self._arrivals = 0
 
     # For callers
@@ -174,21 +165,17 @@ class Scheduler:
         self._drafts.add(request)
 
     def extend(
-        self, ended: Trajectory, tokens: list[int] | np.ndarray,
-        sampling: SamplingParams,
+        self, ended: Trajectory, tokens: list[int] | np.ndarray, sampling: SamplingParams
     ) -> None:
         """Queues the request of a record again, with tokens of an environment after the record and
         before the next turn. It goes before requests without turns: its pages may be cached.
+        ValueError if the sequence can never run or its id is pending; Full: see `add`.
 
         Args:
           ended: a record that `step` or `pause` returned. Nothing else of its sequence is needed.
           tokens: the given tokens, see records.extended.
           sampling: of the next turn. Its max_tokens and min_tokens count all tokens of the next
             record after the prompt: these of `ended`, these given and those of the turn.
-
-        Raises:
-          ValueError: the sequence can never run, or its id is pending.
-          Full: see `add`.
         """
         partial = extended(ended, tokens)
         request_check.check_extension(partial, sampling, self._engine)
@@ -201,7 +188,7 @@ class Scheduler:
             raise KeyError(f"no live request has the id {request_id!r}")
         self._collect()
         if self._blocks.holds(self._live[request_id]):
-            self._abort(self._live[request_id])
+            self._endings.abort(self._live[request_id])
 
     def pause(self, mode: str) -> list[Trajectory]:
         """Interrupts everything between two steps, as new weights do.
@@ -215,10 +202,10 @@ class Scheduler:
         self._collect()
         for sequence in self._blocks.sequences():
             if mode == "abort":
-                self._abort(sequence)
+                self._endings.abort(sequence)
             elif mode == "retract" and sequence.pages:
                 self._blocks.retract(sequence)
-        return self._pop_ended() if mode == "abort" else []
+        return self._endings.pop() if mode == "abort" else []
 
     def set_params(self, params: Any, version: int) -> None:
         """Replaces the weights of all tokens sampled from now on. Running sequences keep the keys
@@ -241,20 +228,14 @@ class Scheduler:
         """Returns the records, as an abort would write them, of all sequences that have sampled a
         token. The sequences go on."""
         self._collect()
-        records, quant_id = [], self._engine.quant_id
-        for sequence in self._blocks.sequences():
-            if sequence.count:
-                reason, count = _aborted(sequence)
-                records.append(sequence.trajectory(reason, quant_id, count))
-        return records
+        ends = {s: aborted(s) for s in self._blocks.sequences() if s.count}
+        return [s.trajectory(why, self._engine.quant_id, n) for s, (why, n) in ends.items()]
 
     def sync_digest(self) -> dict[str, Any]:
         """Returns all counts and everything that decides the next step, by name. Schedulers of
         several processes with equal digests take equal steps."""
-        waiting = [s.request.id for s in self._waiting]
-        return self.stats.counts() | {"live": list(self._live), "waiting": waiting} | (
-            self._blocks.sync_digest()
-        )
+        own = {"live": list(self._live), "waiting": [s.request.id for s in self._waiting]}
+        return self.stats.counts() | own | self._blocks.sync_digest()
 
     def release_cache(self) -> None:
         """Frees the memory of slots and pages until the next step. ValueError while requests are
@@ -274,7 +255,7 @@ class Scheduler:
 
     def close(self) -> None:
         """Ends the thread that searches for stop strings."""
-        self._stop_strings.close()
+        self._endings.close()
 
     # One step
 
@@ -291,8 +272,8 @@ class Scheduler:
         self._call = call
         if not self._async_scheduling:
             self._collect()
-        self._refuse_failed()
-        finished = self._pop_ended()
+        self._endings.raise_failed()
+        finished = self._endings.pop()
         if not self._live:
             self._call = None  # its tokens belong to no request
         self.stats.seconds += time.perf_counter() - start
@@ -312,19 +293,17 @@ class Scheduler:
         Their tokens cannot change that."""
         for sequence in self._call.rows if self._call else ():
             if sequence.is_running and sequence.in_flight == sequence.remaining:
-                self._keep_pages(sequence)
+                self._endings.keep_pages(sequence)
                 self._blocks.free_ending(sequence)
 
     def _prefill(self) -> None:
         """Prefills in at most `prefill_calls` calls, or until a sequence decodes, and inserts the
         sequences whose prompt is filled."""
-        self._insert_filled()
-        calls = 0
-        while calls < self._prefill_calls or not self._blocks.running():
-            if not self._prefiller.run():
-                return
+        for calls in itertools.count():
             self._insert_filled()
-            calls += 1
+            has_enough = calls >= self._prefill_calls and self._blocks.running()
+            if has_enough or not self._prefiller.run():
+                return
 
     def _insert_filled(self) -> None:
         rows = self._prefiller.pop_filled()
@@ -334,9 +313,8 @@ class Scheduler:
 
     def _insert(self, rows: dict[Sequence, Insertion]) -> None:
         """Puts sequences into their slots."""
-        if not rows:
-            return
-        self._runner.insert({sequence.slot: row for sequence, row in rows.items()})
+        if rows:
+            self._runner.insert({sequence.slot: row for sequence, row in rows.items()})
         for sequence in rows:
             self._blocks.settle(sequence)
             self._drafts.begin(sequence)
@@ -397,78 +375,8 @@ class Scheduler:
                 self._drafts.observe(len(draft), count - 1, is_last)
                 self.stats.add_draft(len(draft), count - 1)
             if is_bad[:, slot].any():
-                self._failed[sequence] = sequence.count - count + int(is_bad[:, slot].argmax())
-                self._leave(sequence, "abort")
+                index = sequence.count - count + int(is_bad[:, slot].argmax())
+                self._endings.fail(sequence, index)
             else:
-                self._finish_or_evict(sequence, tokens, is_last)
+                self._endings.finish_or_evict(sequence, tokens, is_last)
         self._blocks.to_release -= set(np.flatnonzero(result.remaining == 0).tolist())
-
-    def _finish_or_evict(self, sequence: Sequence, tokens: np.ndarray, is_last: bool) -> None:
-        """Ends a sequence after its last token or a stop string. Otherwise frees the pages that
-        `retention` drops."""
-        stop = None
-        if sequence.sampling.stop_strings:
-            stop = self._stop_strings.search(sequence, tokens.tolist(), is_last)
-        if stop is not None:
-            self._finish(sequence, "stop", stop)
-        elif is_last:
-            is_stop = tokens[-1] in sequence.sampling.stop_ids
-            self._finish(sequence, "stop" if is_stop else "length", sequence.count)
-        else:
-            self._blocks.evict(sequence)
-
-    def _abort(self, sequence: Sequence) -> None:
-        self._finish(sequence, *_aborted(sequence))
-
-    def _finish(self, sequence: Sequence, reason: str, count: int) -> None:
-        """Frees slot and pages, and writes the record of the first `count` tokens."""
-        if self._blocks.holds(sequence):
-            self._keep_pages(sequence)
-        self._leave(sequence, reason, count)
-        self._ended.append(sequence.trajectory(reason, self._engine.quant_id, count))
-
-    def _leave(self, sequence: Sequence, reason: str, count: int = 0) -> None:
-        """Frees slot and pages of a sequence that ends."""
-        if self._blocks.holds(sequence):
-            self._blocks.free(sequence)
-        sequence.has_ended = True
-        self._waiting.ended(sequence.request, None if reason == "abort" else count)
-        self._drafts.remove(sequence.request)
-
-    def _refuse_failed(self) -> None:
-        """Raises NonFinite if sequences have failed. The cause is searched once for each version of
-        the weights."""
-        failed, self._failed = self._failed, {}
-        if not failed:
-            return
-        for sequence in failed:
-            del self._live[sequence.request.id]
-        sequence, index = next(iter(failed.items()))
-        ids, version = [s.request.id for s in failed], self._runner.version
-        if version not in self._causes:
-            tokens = sequence.tokens()[: len(sequence.request.prompt) + index]
-            self._causes[version] = self._engine.non_finite(self._runner.params, tokens)
-        named = ids[0] if len(ids) == 1 else f"{ids[0]} and {len(ids) - 1} others"
-        raise NonFinite(
-            f"the log-prob of token {index} of {named} is not finite: "
-            f"{self._causes[version]}", ids
-        )
-
-    def _keep_pages(self, sequence: Sequence) -> None:
-        """Leaves the full pages of a sequence that ends in the cache, where `extend` finds them."""
-        new = self._blocks.keep(sequence, self._runner.version)
-        if new and sequence.routes is not None:
-            self._routes.keep(sequence.shard, new, sequence.routes)
-
-    def _pop_ended(self) -> list[Trajectory]:
-        ended, self._ended = self._ended, []
-        for trajectory in ended:
-            del self._live[trajectory.id]
-        return ended
-
-
-def _aborted(sequence: Sequence) -> tuple[str, int]:
-    """Returns (the reason, the number of tokens) of a sequence that is aborted now. A stop string that
-    the last call has completed ends it before."""
-    stop = sequence.found_stop()
-    return ("abort", sequence.count) if stop is None else ("stop", stop)

@@ -11,7 +11,8 @@ import numpy as np
 from absl import logging
 
 from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.engine.scheduler import NonFinite, Scheduler
+from jaxrl_tis.engine.endings import NonFinite
+from jaxrl_tis.engine.scheduler import Scheduler
 
 # Called in the worker's thread with (request id, its tokens so far | its record when it has ended |
 # the error that ended it or the worker).

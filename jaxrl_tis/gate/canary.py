@@ -11,7 +11,7 @@ of the learner's: an update may move distributions by less than the bounds.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -48,6 +48,16 @@ class Canary:
             jax.jit(functools.partial(_log_probs, setup.model, p), compiler_options=p.compiler_options)
             for p in programs
         )
+
+    def checked(self, serving_params: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
+        """Returns `serving_params`, which then checks what it returns."""
+
+        def served(params, version):
+            found = serving_params(params, version)
+            self.check(params, found, version)
+            return found
+
+        return served
 
     def check(self, params: Any, served: Any, version: int) -> None:
         """Compares the policy's parameters with the serving ones, or with a list of them for each

@@ -24,7 +24,8 @@ from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.gate import ladder
 from jaxrl_tis.learner.scoring import make_logits, make_routing
 from jaxrl_tis.learner.setup import MAX_LOGITS
-from jaxrl_tis.learner.trainer import first_sequence, own_routes, route_metrics
+from jaxrl_tis.learner.probe import own_routes, route_metrics
+from jaxrl_tis.learner.trainer import first_sequence
 from jaxrl_tis.models import lora, overflow
 from jaxrl_tis.rollouts.groups import request, sampling_params
 from jaxrl_tis.rollouts.source import generate

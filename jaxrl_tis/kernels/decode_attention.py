@@ -124,7 +124,46 @@ def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
     return ref.at[(*lead, *index)]
 
 
-def _kernel(  # noqa: C901 (one body, whose parts share its references)
+def _accumulate(q_ref, blocks, axes, running, buffer, first, limit, softmax_scale):
+    """Adds the positions of a block from `first` to `limit`, None for no bound, to the running
+    softmax: references to its maximum, its sum and the sum of its values."""
+    max_ref, sum_ref, acc_ref = running
+
+    def until_limit(ref, axis, dtype):
+        x = ref[buffer]
+        if limit is not None:
+            at = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
+            x = jnp.where(at < limit, x.astype(jnp.float32), 0.0)
+        return x.astype(dtype)
+
+    q_ngc = q_ref[0]
+    dtypes = (q_ngc.dtype, jnp.float32)[: len(blocks)]
+    kv_nsc, *scales = (until_limit(*part) for part in zip(blocks, axes, dtypes, strict=True))
+    precision = jax.lax.Precision.HIGHEST if q_ngc.dtype == jnp.float32 else None
+    dot = functools.partial(
+        jax.lax.dot_general, preferred_element_type=jnp.float32, precision=precision
+    )
+    scores = dot(q_ngc, kv_nsc, (((2,), (2,)), ((0,), (0,)))) * softmax_scale
+    for scale_n2s in scales:
+        scores = scores * scale_n2s[:, :1]
+    at = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
+    if limit is not None:
+        scores = jnp.where(at < limit, scores, MASKED)
+    if first is not None:
+        scores = jnp.where(at >= first, scores, MASKED)
+    before = max_ref[...]
+    top = jnp.maximum(before, jnp.max(scores, axis=-1, keepdims=True))
+    p = jnp.exp(scores - top[..., :1])
+    shrink = jnp.exp(before - top)
+    max_ref[...] = top
+    sum_ref[...] = sum_ref[...] * shrink + jnp.sum(p, axis=-1, keepdims=True)
+    for scale_n2s in scales:
+        p = p * scale_n2s[:, 1:]
+    values = dot(p.astype(q_ngc.dtype), kv_nsc, (((2,), (1,)), ((0,), (0,))))
+    acc_ref[...] = acc_ref[...] * shrink[..., :1] + values
+
+
+def _kernel(
     layer_ref, index_ref, page_ref, table_ref, *refs, softmax_scale, parts, columns, has_first
 ):
     """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values)
@@ -178,41 +217,10 @@ def _kernel(  # noqa: C901 (one body, whose parts share its references)
     def accumulate(block, buffer, limit):
         """Adds the first `limit` positions of a block to the running softmax; None adds all. Those
         before the slot's first position do not count."""
-
-        def until_limit(ref, axis, dtype):
-            x = ref[buffer]
-            if limit is not None:
-                at = jax.lax.broadcasted_iota(jnp.int32, x.shape, axis)
-                x = jnp.where(at < limit, x.astype(jnp.float32), 0.0)
-            return x.astype(dtype)
-
-        q_ngc = q_ref[0]
-        dtypes = (q_ngc.dtype, jnp.float32)[:parts]
-        kv_nsc, *scales = (
-            until_limit(*part) for part in zip(blocks, axes, dtypes, strict=True)
+        first = first_ref[slot] - block * length if has_first else None
+        _accumulate(
+            q_ref, blocks, axes, (max_ref, sum_ref, acc_ref), buffer, first, limit, softmax_scale
         )
-        precision = jax.lax.Precision.HIGHEST if q_ngc.dtype == jnp.float32 else None
-        dot = functools.partial(
-            jax.lax.dot_general, preferred_element_type=jnp.float32, precision=precision
-        )
-        scores = dot(q_ngc, kv_nsc, (((2,), (2,)), ((0,), (0,)))) * softmax_scale
-        for scale_n2s in scales:
-            scores = scores * scale_n2s[:, :1]
-        at = jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2)
-        if limit is not None:
-            scores = jnp.where(at < limit, scores, MASKED)
-        if has_first:
-            scores = jnp.where(at >= first_ref[slot] - block * length, scores, MASKED)
-        before = max_ref[...]
-        top = jnp.maximum(before, jnp.max(scores, axis=-1, keepdims=True))
-        p = jnp.exp(scores - top[..., :1])
-        shrink = jnp.exp(before - top)
-        max_ref[...] = top
-        sum_ref[...] = sum_ref[...] * shrink + jnp.sum(p, axis=-1, keepdims=True)
-        for scale_n2s in scales:
-            p = p * scale_n2s[:, 1:]
-        values = dot(p.astype(q_ngc.dtype), kv_nsc, (((2,), (1,)), ((0,), (0,))))
-        acc_ref[...] = acc_ref[...] * shrink[..., :1] + values
 
     def write_back(buffer):
         """Writes the new position into the slot's last block; returns copies of its tiles to the

@@ -15,7 +15,8 @@ from jaxrl_tis.fields import field
 from jaxrl_tis.learner.batch_layout import Rows, num_sequences, update_fields
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.state import base
-from jaxrl_tis.learner.trainer import WITHOUT_ROUTES, Probe, Trainer
+from jaxrl_tis.learner.probe import Probe
+from jaxrl_tis.learner.trainer import WITHOUT_ROUTES, Trainer
 from jaxrl_tis.rollouts.groups import Sample
 
 
@@ -85,7 +86,7 @@ def update_arriving(
         counts.update({name: x for name, x in trainer.score_metrics.items() if _is_count(name)})
         rows |= update_fields(len(ready), version, step, setup.config.seed)
         with phase("update"):
-            probes.append(trainer.probe(state, rows, step))
+            probes.append(trainer.diagnostics.probe(state, rows, step))
             sums, outputs = _added(trainer, state, sums, rows, step)
         rows |= outputs
         samples += ready
@@ -102,11 +103,11 @@ def update_arriving(
             )
             state = state | {"policy": policy}
         prepared, measured = trainer.prepare(rows)
-        measured |= trainer.diagnosed(state, rows, probe)
+        measured |= trainer.diagnostics.metrics(state, rows, probe)
         rows, values = trainer.with_prepared(rows, prepared), jax.device_get(values)
     if values:
         values |= attribution.shares(values)
-        values |= trainer.variances(rows, probe, values["actor/grad_norm"], count)
+        values |= trainer.diagnostics.variances(rows, probe, values["actor/grad_norm"], count)
     measured = jax.device_get(measured) | trainer.score_metrics | values | counts
     return state, [samples[i] for i in order], rows, measured
 

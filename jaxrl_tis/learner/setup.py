@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import ml_collections
 import numpy as np
 import optax
@@ -171,6 +172,17 @@ class LearnerSetup:
             micro = packing.pack(forward)
             flat = lambda x: packing.unpack(self.layout.fetch(x), self.row_length)
         return self.layout.put_batch(micro), flat
+
+    def passes(self, rows: Rows) -> Callable[[Callable, Any], Any]:
+        """Returns a function (program, params) -> its results for the rows, [N,T,...] each. The rows
+        are cut into micro-batches once, at the first pass."""
+        cut = functools.cache(lambda: self.micro_batches(rows))
+
+        def run(program, params):
+            micro, flat = cut()
+            return jax.tree.map(flat, program(params, micro))
+
+        return run
 
 
 def without_routes(trajectories: list[Trajectory]) -> np.ndarray:

@@ -1,17 +1,15 @@
 """One step of reinforcement learning on a rollout batch: score it, then update the state."""
 
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import ml_collections
 import numpy as np
 
-from jaxrl_tis.diagnostics import attribution, batch_metrics, correction_metrics, routes
+from jaxrl_tis.diagnostics import attribution, batch_metrics
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators import counts
 from jaxrl_tis.learner import control, correction, forks, snapshots
@@ -19,8 +17,9 @@ from jaxrl_tis.learner.batch_layout import (
     Rows, environment_tokens, minibatches, num_sequences, packed_minibatches, update_fields,
     without_replay,
 )
+from jaxrl_tis.learner.probe import Diagnostics
 from jaxrl_tis.learner.scoring import (
-    make_collisions, make_logits, make_routing, make_score, make_score_norms, make_values, targets,
+    make_collisions, make_logits, make_score, make_score_norms, make_values, targets,
 )
 from jaxrl_tis.learner.setup import LearnerSetup, max_length
 from jaxrl_tis.learner.state import abstract_params, base, joined, policy as policy_of
@@ -45,6 +44,7 @@ class Trainer:
       weights: importance weights of the last batch's tokens, [N,T]; None if the correction computes
         none before the update.
       score_metrics: metrics of the last batch's score.
+      diagnostics: measures the steps that have diagnostics.
       prepare, unscored, arriving_step: programs, see `correction.make_prepare` and `make_unscored`,
         `step.make_arriving_step`.
     """
@@ -57,20 +57,16 @@ class Trainer:
         self._score_routes = None
         if setup.correction.routing == "r2":
             self._score_routes = make_score(learner, with_routes=True)
-        self._routing = make_routing(learner)
-        self._route_metrics = jax.jit(functools.partial(route_metrics, setup.model.moe))
         self.prepare = correction.make_prepare(setup.correction)
         self._begin = jax.jit(functools.partial(control.begin, setup.correction))
         self._end = jax.jit(functools.partial(control.end, setup.correction))
-        profile = functools.partial(correction_metrics.profile_metrics, setup.correction.weight)
-        self._profile = jax.jit(profile, static_argnums=1)
-        self._variance_proxies = jax.jit(batch_metrics.variance_proxy_metrics)
         self._train_step = make_train_step(
             learner, setup.correction, setup.optimizer, is_scored=bool(setup.recompute_reason)
         )
         self.unscored = correction.make_unscored(setup.correction)
         self.arriving_step = make_arriving_step(learner, setup.correction, setup.optimizer)
         self._collisions = make_collisions(learner)
+        self.diagnostics = Diagnostics(setup, self._collisions)
         self._logits = make_logits(learner)
         self._score_norms = make_score_norms(learner)
         if setup.has_critic:
@@ -105,7 +101,7 @@ class Trainer:
         extra = forks.fork_rows(samples, trained, self.setup.fork_rows)
         trajectories = [s.trajectory for s in samples] + extra.trajectories
         rows = self.setup.rows(trajectories)
-        run = self._passes(rows)
+        run = self.setup.passes(rows)
         if known is not None:
             known = known + [np.full(len(t.tokens), np.nan) for t in extra.trajectories]
         laid_out = _laid_out(trajectories, known, rows["mask"].shape)
@@ -119,7 +115,7 @@ class Trainer:
             rows["values"] = flat(self._values(critic, micro))
         if self.setup.correction.kl is not None:
             reference = self._reference(state)
-            own = self._passes(without_replay(rows))
+            own = self.setup.passes(without_replay(rows))
             rows["logp_ref"] = own(lambda *a: self._score(*a)["logp"], reference)
             if "logits_ref" in needs:
                 rows["logits_ref"] = own(self._logits, reference)
@@ -154,23 +150,12 @@ class Trainer:
             return f"{bad.sum()} of {count} log-probs of {whose} ({name}) are not finite: {why}"
         return ""
 
-    def _passes(self, rows: Rows) -> Callable[[Callable, Any], Any]:
-        """Returns a function (program, params) -> its results for the rows, [N,T,...] each. The rows
-        are cut into micro-batches once, at the first pass."""
-        cut = functools.cache(lambda: self.setup.micro_batches(rows))
-
-        def run(program, params):
-            micro, flat = cut()
-            return jax.tree.map(flat, program(params, micro))
-
-        return run
-
     def _policy_fields(
         self, state: dict[str, Any], rows: Rows, run: Callable, sampled_by: Mapping[int, Any],
         known: np.ndarray | None,
     ) -> Rows:
         """Returns logp_prox, entropy and logp_old [N,T], {} where the update computes them; `run`
-        is of `_passes`, the other arguments of `score`."""
+        is of `LearnerSetup.passes`, the other arguments of `score`."""
         policy, num_recomputed, fields = policy_of(self.setup, state), 0, {}
 
         def log_probs(params, is_wanted):
@@ -291,7 +276,7 @@ class Trainer:
         rows |= control.fields(settings, count)
         is_scored = bool(self.setup.recompute_reason)
         prepared, measured = self.prepare(rows) if is_scored else (self.unscored(rows), {})
-        probe = self.probe(state, rows, step)
+        probe = self.diagnostics.probe(state, rows, step)
         updated, collected, num_seqs = self.update_fields(rows, prepared), [], []
         fused = dict.fromkeys(("logp_old", "entropy"), np.zeros_like(rows["logp_behav"]))
         for epoch in range(config.train.epochs):
@@ -318,7 +303,7 @@ class Trainer:
         if not is_scored:
             rows |= fused | {"logp_prox": fused["logp_old"]}
             prepared, measured = self.prepare(rows)
-        measured |= self.diagnosed(state, rows, probe)
+        measured |= self.diagnostics.metrics(state, rows, probe)
         measured |= self.score_metrics | {f"control/{name}": x for name, x in settings.items()}
         rows = self.with_prepared(rows, prepared)
         measured, collected = jax.device_get((measured, collected))
@@ -329,109 +314,13 @@ class Trainer:
         is_skipped = collected[0].get("actor/is_skipped", 0.0) > 0
         if not is_skipped:
             # Only the first update has its gradient at the weights that sampled.
-            measured |= self.variances(rows, probe, collected[0]["actor/grad_norm"], num_seqs[0])
+            measured |= self.diagnostics.variances(
+                rows, probe, collected[0]["actor/grad_norm"], num_seqs[0]
+            )
         if controllers:
             num_rows = int(rows["segment_ids"].any(axis=1).sum())
             state = state | {"controllers": self._end(controllers, measured, num_rows)}
         return state, rows, measured
-
-    def probe(self, state: dict[str, Any], rows: Rows, step: int) -> "Probe":
-        """Makes the passes of a step's diagnostics at the weights before its update."""
-        is_due = step % self.setup.config.metrics.diagnostics_every == 0
-        collisions, routing = rows.get("sum_pi_squared"), None
-        if is_due and collisions is None:
-            collisions = self._passes(rows)(self._collisions, policy_of(self.setup, state))
-        if is_due and self.setup.model.moe is not None:
-            routing = own_routes(self.setup, self._routing, policy_of(self.setup, state), rows)
-        return Probe(is_due, collisions, routing)
-
-    def diagnosed(self, state: dict[str, Any], rows: Rows, probe: "Probe") -> dict[str, Any]:
-        """Returns the metrics of a step's diagnostics, but for `variances`; `state` is that after the
-        update."""
-        measured = {}
-        if probe.is_due:
-            profiled = rows | {"logp": rows["logp_prox"]}
-            measured |= self._profile(profiled, bool(rows["turn"].any()))
-        if probe.routing is not None:
-            measured |= self._route_metrics(rows, *probe.routing)
-        if self.setup.adapter is not None:
-            measured |= {"lora/norm": _adapter_norm(policy_of(self.setup, state))}
-        return measured
-
-    def variances(
-        self, rows: Rows, probe: "Probe", gradient_norm: float, num_sequences: int
-    ) -> dict[str, Any]:
-        """Returns the variance proxies of an update whose gradient was at the weights of `probe`; {}
-        where they are not due."""
-        if probe.collisions is None:
-            return {}
-        return self._variance_proxies(
-            rows["logp_prox"], rows["adv"], probe.collisions, rows["mask"], w=self.weights,
-            gradient_norm=gradient_norm, num_sequences=num_sequences,
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Probe:
-    """What a step's diagnostics measure at the weights before its update.
-
-    Attributes:
-      is_due: whether the step has diagnostics.
-      collisions: sums of squared probabilities [N,T]; None where they are not measured.
-      routing: of `own_routes`; None where it is not measured.
-    """
-
-    is_due: bool
-    collisions: np.ndarray | None
-    routing: tuple[np.ndarray, np.ndarray, np.ndarray] | None
-
-    @classmethod
-    def joined(cls, probes: Sequence["Probe"], order: np.ndarray) -> "Probe":
-        """Returns that of a batch from those of its parts; `order` is that of the batch's rows."""
-        first, collisions, routing = probes[0], None, None
-        if first.collisions is not None:
-            collisions = np.concatenate([p.collisions for p in probes])[order]
-        if first.routing is not None:
-            ids, load, entropy = zip(*(p.routing for p in probes), strict=True)
-            routing = np.concatenate(ids)[order], sum(load), sum(entropy)
-        return cls(first.is_due, collisions, routing)
-
-
-def own_routes(
-    setup: LearnerSetup, routing: Callable, params: Any, rows: Rows
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Returns what a policy's routers choose by themselves, also for rows that are left out of the
-    loss: routes [N,T,L,k], the load of the experts [L,E], and the sum of the entropies of their
-    distributions [L]. `routing` is of `scoring.make_routing`."""
-    micro, flat = setup.micro_batches(rows | {"mask": rows["sampled"]})
-    routed = routing(params, micro)
-    total = lambda x: setup.layout.fetch(x).sum(axis=(0, 1))
-    return flat(routed.ids), total(routed.load), total(routed.entropy)
-
-
-def route_metrics(
-    moe: Any, rows: Rows, own: Any, load_le: Any, entropy_l: Any
-) -> dict[str, jax.Array]:
-    """Measures the load of the experts and, where the sampler recorded its routes, how they differ
-    from the policy's `own` [N,T,L,k], see diagnostics/routes.py. The gap is of the tokens that are
-    trained on: the others may have no logp_old."""
-    tokens = jnp.sum(load_le, axis=1) / moe.top_k
-    metrics = routes.load_metrics(load_le, entropy_l / jnp.maximum(tokens, 1.0))
-    if "routes_behav" not in rows:
-        return metrics
-    # The route of an input token belongs to the token that is sampled after it.
-    after = lambda x: jnp.pad(x, ((0, 0), (1, 0)) + ((0, 0),) * (x.ndim - 2))[:, :-1]
-    overlap = after(routes.overlap(own, rows["routes_behav"]))
-    mask = rows["sampled"] & after(rows["routed_behav"])
-    k = moe.top_k
-    metrics |= routes.flip_metrics(
-        overlap, mask, num_chosen=k, num_experts=moe.num_experts, response=rows["sampled"]
-    )
-    metrics |= routes.flip_grid(overlap, mask, num_chosen=k, response=rows["sampled"])
-    return metrics | routes.gap_metrics(
-        overlap, rows["logp_old"], rows["logp_behav"], mask & rows["mask"], num_chosen=k
-    )
-
 
 def _of_step(name: str, values: list) -> np.floating:
     """Combines a metric's values over the updates of a step: the sum of a count, the last learning
@@ -558,7 +447,6 @@ def turn_rewards(samples: list[Sample], length: int) -> np.ndarray:
     return rows
 
 
-_adapter_norm = jax.jit(lora.relative_norm)
 _length_metrics = jax.jit(batch_metrics.length_metrics)
 
 

@@ -106,8 +106,7 @@ class Controller:
         self.sync_version: int | None = None
         self.next_group = 0
         self.workers: dict[str, WorkerState] = {}
-        # Samples to be started again, with the weight version of their last token; None without
-        # tokens.
+        # Samples to be started again, with the version of their last token; None without tokens.
         self._waiting: collections.deque[tuple[Key, int | None]] = collections.deque()
         self._destinations: dict[Key, str] = {}
         self._discarded: dict[str, set[Key]] = collections.defaultdict(set)

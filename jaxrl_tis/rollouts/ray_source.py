@@ -75,6 +75,60 @@ class Session:
     stats: Stats = dataclasses.field(default_factory=Stats)
 
 
+class Reports:
+    """Hands on to the books what workers report. Callers hold the lock of the books."""
+
+    def __init__(self, books: AsyncBookkeeping, engine: Engine):
+        self._books, self._engine = books, engine
+
+    def take(self, session: Session, events: list[Event], stats: Stats) -> None:
+        """Takes what a worker reports; Invalid where it cannot be."""
+        if {type(e) for e in events} - {Event} or type(stats) is not Stats:
+            raise Invalid("its report is not one of events and counts")
+        for event in events:
+            if event.kind == "synced":
+                self._synced(session, event.value)
+            else:
+                self._took(session, event.value, event.kind == "partial")
+        session.stats = stats
+
+    def _synced(self, session: Session, version: int) -> None:
+        controller = self._books.controller
+        worker = controller.workers[session.name]
+        oldest = -1 if worker.version is None else worker.version
+        newest = -1 if controller.sync_version is None else controller.sync_version
+        is_told = worker.is_syncing and type(version) is int
+        if not (is_told and oldest < version <= newest):
+            raise Invalid(f"it uses weights of version {version!r}, to which it was not to sync")
+        self._books.synced(session.name, version)
+
+    def _took(self, session: Session, record: Trajectory, is_partial: bool) -> None:
+        id = getattr(record, "id", None)
+        if not (isinstance(id, str) and id in session.given):
+            why = record_check.malformed(record) or f"it has sampled {id!r}, which it was not given"
+            raise Invalid(why)
+        request, oldest = session.given[id]
+        newest = self._books.controller.workers[session.name].version
+        assert newest is not None
+        is_episode = request.example is not None
+        problem = record_check.problem(record, request, self._engine, oldest, newest, is_episode)
+        if problem:
+            raise Invalid(problem)
+        # Arrays of the object store are read-only, and would stay there.
+        arrays: dict[str, Any] = {
+            n: x.copy() for n, x in vars(record).items() if isinstance(x, np.ndarray)
+        }
+        record, key = dataclasses.replace(record, **arrays), self._books.keys[id]
+        if is_partial:
+            if record.stop_reason != "abort":
+                raise Invalid(f"{id} continues, and has ended by {record.stop_reason!r}")
+            session.progress[key] = record
+            return
+        del session.given[id]
+        session.progress.pop(key, None)
+        self._books.receive(session.name, [record])
+
+
 def _put(served: Any) -> tuple[ray.ObjectRef, ...]:
     return (ray.put(pieces(served)),)
 
@@ -113,6 +167,16 @@ def ray_source(
     return ConcurrentSource(parts, shared, driver)
 
 
+def _check_facts(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+    """Raises ValueError where a worker differs from the learner."""
+    for field in sorted(ours.keys() | theirs.keys()):
+        if ours.get(field) != theirs.get(field):
+            raise ValueError(
+                f"{field}: learner {ours.get(field)!r}, worker {theirs.get(field)!r}; install the "
+                "same code and packages on all nodes, and the same model files"
+            )
+
+
 class RayDriver:
     """Workers and a thread for each, see `ray_source`."""
 
@@ -123,7 +187,7 @@ class RayDriver:
         config = parts.config
         self._rollout, self._shared, self._engine = config.rollout, shared, engine
         self._books, self._changed, self._heartbeat = shared.books, shared.changed, parts.heartbeat
-        self._facts = facts
+        self._facts, self._reports = facts, Reports(shared.books, engine)
         self._stored_bytes = _stored_bytes(served)
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, str] = {}  # workers that do not come back, with the reason
@@ -301,10 +365,8 @@ class RayDriver:
 
     def _offer(self, session: Session) -> None:
         new = self._newest
-        call = session.actor.load.remote(
-            session.id, new.version, new.fingerprint, new.refs, new.base
-        )
-        session.calls[call] = new.version
+        what = session.id, new.version, new.fingerprint, new.refs, new.base
+        session.calls[session.actor.load.remote(*what)] = new.version
 
     # Threads of workers
 
@@ -347,13 +409,7 @@ class RayDriver:
                 ray.kill(actor, no_restart=False)
 
     def _join(self, name: str, joined: Joined) -> Session:
-        ours, theirs = self._facts, joined.facts
-        for field in sorted(ours.keys() | theirs.keys()):
-            if ours.get(field) != theirs.get(field):
-                raise ValueError(
-                    f"{field}: learner {ours.get(field)!r}, worker {theirs.get(field)!r}; install the "
-                    "same code and packages on all nodes, and the same model files"
-                )
+        _check_facts(self._facts, joined.facts)
         if why := ray_cluster.small_store(joined.node, self._stored_bytes):
             raise ValueError(why)
         with self._changed:
@@ -387,7 +443,8 @@ class RayDriver:
                     session.actor.report.remote(session.id), timeout=self._rollout.worker_timeout
                 )
                 with self._changed:
-                    self._take(session, *reported)
+                    self._reports.take(session, *reported)
+                    self.decide()
                     calls = list(session.calls)
                 done = ray.wait(calls, num_returns=len(calls), timeout=0)[0] if calls else []
                 ray.get(done)  # raises what went wrong
@@ -405,54 +462,6 @@ class RayDriver:
         except ray.exceptions.RayError as error:  # an error within the worker
             return f"failed: {str(getattr(error, 'cause', error))[:400]}", True
         return "the run has ended", False
-
-    def _take(self, session: Session, events: list[Event], stats: Stats) -> None:
-        """Takes what a worker reports; Invalid where it cannot be."""
-        if {type(e) for e in events} - {Event} or type(stats) is not Stats:
-            raise Invalid("its report is not one of events and counts")
-        for event in events:
-            if event.kind == "synced":
-                self._synced(session, event.value)
-            else:
-                self._took(session, event.value, event.kind == "partial")
-        session.stats = stats
-        self.decide()
-
-    def _synced(self, session: Session, version: int) -> None:
-        controller = self._books.controller
-        worker = controller.workers[session.name]
-        oldest = -1 if worker.version is None else worker.version
-        newest = -1 if controller.sync_version is None else controller.sync_version
-        is_told = worker.is_syncing and type(version) is int
-        if not (is_told and oldest < version <= newest):
-            raise Invalid(f"it uses weights of version {version!r}, to which it was not to sync")
-        self._books.synced(session.name, version)
-
-    def _took(self, session: Session, record: Trajectory, is_partial: bool) -> None:
-        id = getattr(record, "id", None)
-        if not (isinstance(id, str) and id in session.given):
-            why = record_check.malformed(record) or f"it has sampled {id!r}, which it was not given"
-            raise Invalid(why)
-        request, oldest = session.given[id]
-        newest = self._books.controller.workers[session.name].version
-        assert newest is not None
-        is_episode = request.example is not None
-        problem = record_check.problem(record, request, self._engine, oldest, newest, is_episode)
-        if problem:
-            raise Invalid(problem)
-        # Arrays of the object store are read-only, and would stay there.
-        arrays: dict[str, Any] = {
-            n: x.copy() for n, x in vars(record).items() if isinstance(x, np.ndarray)
-        }
-        record, key = dataclasses.replace(record, **arrays), self._books.keys[id]
-        if is_partial:
-            if record.stop_reason != "abort":
-                raise Invalid(f"{id} continues, and has ended by {record.stop_reason!r}")
-            session.progress[key] = record
-            return
-        del session.given[id]
-        session.progress.pop(key, None)
-        self._books.receive(session.name, [record])
 
     def _leave(self, session: Session, why: str) -> None:
         """Lets others continue what a worker sampled."""

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from jaxrl_tis.data import confined
+from jaxrl_tis.data import child
 from jaxrl_tis.data.confined import Confined, function
 
 CODE = '''
@@ -119,7 +119,7 @@ def page():
 @pytest.fixture(params=["as it is", "without namespaces"])
 def system(request, monkeypatch):
     if request.param == "without namespaces":
-        monkeypatch.setattr(confined, "namespaces", lambda network=False: ())
+        monkeypatch.setattr(child, "namespaces", lambda network=False: ())
 
 
 def test_there_is_no_network_on_any_system(maker, page, system, tmp_path):

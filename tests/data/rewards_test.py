@@ -9,7 +9,7 @@ import time
 import pytest
 
 from configs import default
-from jaxrl_tis.data import confined, rewards
+from jaxrl_tis.data import child, confined, rewards
 from jaxrl_tis.data.rewards import RewardWorker, Scored, soft_overlong_penalty
 from jaxrl_tis.record import failures
 
@@ -100,7 +100,7 @@ def is_running(pid):
 
 def scorer(worker):
     """The process that runs the function: the first child of `unshare`, if there is that."""
-    pid = worker._confined[0]._process.pid
+    pid = worker._confined[0]._child.pid
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return int((file.read().split() or [pid])[0])
 
@@ -361,7 +361,7 @@ def test_a_message_larger_than_the_pipe(user_module):
 
 
 @pytest.mark.all
-@pytest.mark.skipif(not confined.namespaces(), reason="without them a new session gets away")
+@pytest.mark.skipif(not child.namespaces(), reason="without them a new session gets away")
 def test_a_hanging_item_is_killed_with_what_it_started(user_module, tmp_path):
     note, seen = str(tmp_path / "child"), []
     with RewardWorker(f"{user_module}:faulty", timeout=1.0, on_error=0.0) as worker:
@@ -406,7 +406,7 @@ def test_the_worker_ends_when_its_owner_is_killed(user_module, tmp_path):
         f"sys.path.insert(0, {str(tmp_path)!r})\n"
         "from jaxrl_tis.data.rewards import RewardWorker\n"
         "worker = RewardWorker('user_rewards:which', timeout=10, on_error=0.0)\n"
-        "pid = worker._confined[0]._process.pid\n"
+        "pid = worker._confined[0]._child.pid\n"
         "children = open(f'/proc/{pid}/task/{pid}/children').read().split()\n"
         f"open({str(note)!r}, 'w').write(str((children or [pid])[0]))\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
@@ -422,7 +422,7 @@ def test_the_worker_ends_when_its_owner_is_killed(user_module, tmp_path):
         ("guess", "unknown reward 'guess'; use one of exact, last_number, math"),
         ("no_such_module:f", "'no_such_module:f' cannot be loaded: ModuleNotFoundError"),
         ("math:no_such_function", "AttributeError"),
-        ("dying:f", "EOFError: its process ended"),
+        ("dying:f", "cannot be loaded: its process ended; its output is above"),
     ],
 )
 def test_a_function_that_cannot_be_loaded(function, message, tmp_path, monkeypatch):
@@ -437,7 +437,7 @@ def test_a_module_that_loads_for_too_long(tmp_path, monkeypatch):
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(confined, "START_SECONDS", 0.3)
-    with pytest.raises(ValueError, match="cannot be loaded: TimeoutError"):
+    with pytest.raises(ValueError, match="cannot be loaded: its process does not start within 0.3 seconds"):
         RewardWorker("endless:f", timeout=1, on_error=0.0)
 
 

@@ -18,7 +18,8 @@ from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
-from jaxrl_tis.engine.scheduler import NonFinite, Scheduler
+from jaxrl_tis.engine.endings import NonFinite
+from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.weights import Weights
 from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig

@@ -11,7 +11,8 @@ import pytest
 from jaxrl_tis.engine.policies import POLICIES, LongestFirst, ShortestPrompt
 from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.records import Trajectory
-from jaxrl_tis.engine.scheduler import Full, NonFinite, Scheduler
+from jaxrl_tis.engine.endings import NonFinite
+from jaxrl_tis.engine.scheduler import Full, Scheduler
 from jaxrl_tis.engine.wait_queue import WaitQueue
 from tests import arithmetic
 from tests.arithmetic import (
@@ -140,7 +141,7 @@ def test_tokens_whose_log_prob_is_not_finite_end_their_request_alone(async_sched
     before = [4, 5, *alone(bad[0])[0][:2]]
     assert "log-prob of token 2 of bad0" in str(raised[0])
     assert f"is not finite: weights 0 break after {before}" in str(raised[0])
-    assert all(pages.used == 0 for pages in scheduler.pages) and not scheduler._failed
+    assert all(pages.used == 0 for pages in scheduler.pages) and not scheduler._endings._failed
     with mock.patch.object(engine, "non_finite", side_effect=AssertionError):
         scheduler.add(request("bad2", (4, 5), max_tokens=9))
         with pytest.raises(NonFinite, match="of bad2 is not finite: weights 0 break"):

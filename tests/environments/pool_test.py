@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from jaxrl_tis.data import confined
+from jaxrl_tis.data import child
 from jaxrl_tis.environments import pool
 from jaxrl_tis.environments.pool import Call, Pool, Reply, SharedPool
 from jaxrl_tis.environments.protocol import Step
@@ -47,7 +47,7 @@ def text(reply):
 
 def host(play, worker=0):
     """The process that plays: the first child of `unshare`, if there is that."""
-    pid = play._workers[worker]._process._process.pid
+    pid = play._workers[worker]._process._child.pid
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return int((file.read().split() or [pid])[0])
 
@@ -357,7 +357,7 @@ def test_a_class_that_cannot_be_used_is_refused_before_a_run(name, params, error
 
 
 @pytest.mark.all
-@pytest.mark.skipif(not confined.namespaces(), reason="without them nobody else ends its children")
+@pytest.mark.skipif(not child.namespaces(), reason="without them nobody else ends its children")
 def test_close_leaves_no_process():
     play = made(workers=2)
     pids = [host(play, worker) for worker in range(2)]

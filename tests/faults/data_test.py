@@ -42,7 +42,7 @@ def go_on(begun, tmp_path):
     """Starts the begun run again; the files are as they were afterwards."""
     def start():
         shutil.copytree(begun / "run", tmp_path / "run", dirs_exist_ok=True)
-        with mock.patch.object(train.Run, "profiled", side_effect=Reached):
+        with mock.patch.object(train, "profiled", side_effect=Reached):
             tiny.run(tmp_path / "run", **settings(begun), steps=2)
 
     texts = {path: path.read_bytes() for path in begun.glob("*.jsonl")}

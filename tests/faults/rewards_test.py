@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from jaxrl_tis.data import confined
+from jaxrl_tis.data import child, confined
 from jaxrl_tis.data.rewards import RewardWorker
 
 pytestmark = pytest.mark.faults
@@ -64,7 +64,7 @@ def reward(text, record):
     return 1.0
 '''
 NEEDS = pytest.mark.skipif(
-    not confined.namespaces(), reason="the system lets nobody have a namespace of their own"
+    not child.namespaces(), reason="the system lets nobody have a namespace of their own"
 )
 
 
@@ -107,7 +107,7 @@ def test_harm_costs_one_item_and_its_time(worker, text, count, capfd):
     assert score == -1.0 and goes_on and seconds < 60
     assert worker.counts[count] == 1 and sum(worker.counts.values()) == 1
     shown = capfd.readouterr().err
-    assert len(shown) < 2 * confined.SHOWN_BYTES
+    assert len(shown) < 2 * child.SHOWN_BYTES
     assert ("no more of what the reward" in shown) == (text == "flood")
     worker.close()
     deadline = time.monotonic() + 30

@@ -100,16 +100,16 @@ def test_a_process_that_ends_fails_its_sessions_and_another_starts():
 @pytest.mark.all
 @pytest.mark.faults
 def test_nothing_else_waits_while_another_process_starts(monkeypatch):
-    goes_on, loading = threading.Event(), HarnessProcess._loading
+    goes_on, loading = threading.Event(), process.Child.begin
 
-    def late(self, process):
+    def late(*arguments):
         goes_on.wait(20)
-        return loading(self, process)
+        return loading(*arguments)
 
     with Played("dying") as played:
         played.process.start("0", session())
         assert played.next().error
-        monkeypatch.setattr(HarnessProcess, "_loading", late)
+        monkeypatch.setattr(process.Child, "begin", late)
         start = threading.Thread(target=played.process.start, args=("1", session(dies=False)))
         start.start()
         cancel = threading.Thread(target=played.process.cancel, args=("2",))
@@ -195,9 +195,9 @@ def test_a_message_that_an_ended_process_has_not_read():
         with played.process._lock:  # its end is not known yet
             ended = played.process._process
             os.killpg(ended.pid, signal.SIGKILL)
-            ended.wait()
+            ended._process.wait()
             poll = select.poll()
-            poll.register(ended.stdin, 0)
+            poll.register(ended._stdin, 0)
             assert poll.poll(10_000)  # nothing can read it any more
             played.process._send({"cancel": "1"})
         assert played.next() == Reply("0", error="the harness's process ended", is_lost=True)

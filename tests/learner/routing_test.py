@@ -215,7 +215,7 @@ def score(settings, samples, state=None):
 def own_routes(settings, rows, state):
     trainer = trainer_of(settings)
     micro, flat = trainer.setup.micro_batches(rows | {"mask": rows["sampled"]})
-    return flat(trainer._routing(state["policy"].params, micro).ids)
+    return flat(trainer.diagnostics._routing(state["policy"].params, micro).ids)
 
 
 @pytest.mark.cases("dense")

@@ -271,7 +271,7 @@ def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():
     with tiny.one_device():
         trainer = Trainer(setup.training)
     norms, fields, train_step = [], set(), trainer._train_step
-    proxies = mock.Mock(wraps=trainer._variance_proxies)
+    proxies = mock.Mock(wraps=trainer.diagnostics._variance_proxies)
 
     def spy(state, minibatch, base=None):
         fields.update(minibatch)
@@ -282,9 +282,10 @@ def test_variance_proxies_fall_due_with_the_gradient_of_the_first_update():
     state = initial_state(setup.training, initial_params(setup.training))
     params = jax.device_get(state["policy"].params)
     rows = trainer.score(state, fake_samples(), {0: state["policy"].params})
-    with mock.patch.multiple(trainer, _train_step=spy, _variance_proxies=proxies):
+    measures = mock.patch.object(trainer.diagnostics, "_variance_proxies", proxies)
+    with measures, mock.patch.object(trainer, "_train_step", spy):
         state, _, record = trainer.update(state, rows, 10, 9)
-        with mock.patch.object(trainer, "_collisions", side_effect=AssertionError("not due")):
+        with mock.patch.object(trainer.diagnostics, "_collisions", side_effect=AssertionError("not due")):
             _, _, another = trainer.update(state, rows, 11, 10)
     assert not any(name.startswith("variance_proxy/") for name in another)
     assert "sum_pi_squared" not in fields  # else due steps compile the update again

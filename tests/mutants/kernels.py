@@ -116,7 +116,7 @@ MUTANTS = [
          "accumulate(last, buffer, within + 1)", "accumulate(last, buffer, within)",
          "test_attention_and_pool_equal_float64"),
         ("a window begins with its block",
-         "at >= first_ref[slot] - block * length", "at >= first_ref[slot] - block * length - 50",
+         "first_ref[slot] - block * length if has_first", "first_ref[slot] - block * length - 50 if has_first",
          "test_a_window_hides_the_positions_before_it"),
         ("the next slot begins with its first block", "begin_of(jnp.minimum(next_slot, end - 1))",
          "0", "test_a_window_hides_the_positions_before_it"),

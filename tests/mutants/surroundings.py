@@ -215,6 +215,12 @@ MUTANTS = [
          "test_calls_of_an_async_function_run_at_once_and_each_has_its_time"),
     ),
     *of(
+        "data/child.py",
+        ("another Python gets the packages of this one", 'if not os.path.join(entry, "").startswith(own)]', "]",
+         "test_another_python_gets_the_folders_outside_of_this_one"),
+        tests="harness/process_test.py",
+    ),
+    *of(
         "data/confined.py",
         ("without namespaces there is network",
          'sys.addaudithook(_refuse_network)', 'pass',
@@ -751,8 +757,6 @@ MUTANTS = [
          'self._on_reply(Reply(key, error="the harness\'s process ended", is_lost=True))',
          "pass",
          "test_a_process_that_ends_fails_its_sessions_and_another_starts"),
-        ("another Python gets the packages of this one", 'if not os.path.join(entry, "").startswith(own)]', "]",
-         "test_another_python_gets_the_folders_outside_of_this_one"),
     ),
     *of(
         "endpoint/request.py",

@@ -398,8 +398,12 @@ MUTANTS = [
     *of(
         "learner/trainer.py",
         ("the reference replays the routes of the policy",
-         "own = self._passes(without_replay(rows))", "own = self._passes(rows)",
+         "own = self.setup.passes(without_replay(rows))", "own = self.setup.passes(rows)",
          "test_reference_and_critic_never_replay"),
+        tests="learner/routing_test.py",
+    ),
+    *of(
+        "learner/probe.py",
         ("flips are of passes that were skipped",
          '    micro, flat = setup.micro_batches(rows | {"mask": rows["sampled"]})',
          "    micro, flat = setup.micro_batches(rows)",

@@ -31,6 +31,7 @@ def driver():
     driver._actors, driver._sessions, driver._ended = {"0": mock.Mock()}, {}, {}
     driver._newest, driver._base, driver._facts = None, None, {"model": "a"}
     driver._engine, driver._stored_bytes = None, 1
+    driver._reports = ray_module.Reports(driver._books, None)
     driver._is_closed, driver._has_joined = False, False
     driver._gone, driver._left, driver._evicted = Stats(), 0, 0
     driver._since = driver._said_at = driver._looked_at = time.monotonic()
@@ -57,12 +58,12 @@ def test_a_worker_syncs_to_what_was_published_alone(driver):
     driver._books.controller.workers = {"0": worker}
     for version in (0, 1, 4, True, "2"):
         with pytest.raises(Invalid, match="to which it was not to sync"):
-            driver._synced(session, version)
-    driver._synced(session, 2)
+            driver._reports._synced(session, version)
+    driver._reports._synced(session, 2)
     driver._books.synced.assert_called_once_with("0", 2)
     worker.is_syncing = False
     with pytest.raises(Invalid):
-        driver._synced(session, 2)
+        driver._reports._synced(session, 2)
 
 
 def record():
@@ -84,14 +85,14 @@ def test_a_finished_record_is_taken_once_and_as_a_copy(driver, monkeypatch):
     driver._books.keys, driver._books.controller.workers = {"a": (0, 0)}, {"0": mock.Mock(version=0)}
     session = Session("0", None, "s", given={"a": (Request("a", np.array([1]), 0, SamplingParams()), 0)})
     partial = dataclasses.replace(record(), stop_reason="abort")
-    driver._took(session, partial, is_partial=True)
+    driver._reports._took(session, partial, is_partial=True)
     assert list(session.progress) == [(0, 0)] and list(session.given) == ["a"]
-    driver._took(session, record(), is_partial=False)
+    driver._reports._took(session, record(), is_partial=False)
     name, [taken] = driver._books.receive.call_args.args
     assert name == "0" and taken.tokens.tolist() == [3, 4] and taken.tokens.flags.writeable
     assert not session.given and not session.progress
     with pytest.raises(Invalid, match="which it was not given"):
-        driver._took(session, record(), is_partial=False)
+        driver._reports._took(session, record(), is_partial=False)
 
 
 def test_every_fact_of_either_side_is_compared(driver, monkeypatch):

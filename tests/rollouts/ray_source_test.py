@@ -225,7 +225,7 @@ def entered(learner, monkeypatch):
 
 def take(source, session, *report):
     with source.driver._changed:
-        source.driver._take(session, *report)
+        source.driver._reports.take(session, *report)
 
 
 def with_two_versions(source, params, joined):
