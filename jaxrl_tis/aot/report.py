@@ -343,8 +343,8 @@ def table(result: dict[str, Any], markdown: bool = False) -> str:
 def grid(rows: list[tuple[str, ...]], markdown: bool = False) -> str:
     """Returns rows of cells, the heading first, as columns of text or as Markdown."""
     if markdown:
-        rule = ("---",) * len(rows[0])
-        return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
+        head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
+        return "\n".join([head, "|" + "---|" * len(rows[0]), *rest])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
