@@ -254,15 +254,11 @@ def test_figures_of_other_sizes_are_in_other_tables(monkeypatch):
     assert "| W8A8 | 1000.00, 31.25, 7.81 | 3%, 3%, 3% |" in chips
     assert "Kernel nearest to its bound: segment_reduce sum (2.0e-06 of 1e-03).\n" in chips
     assert "unknown device" in others
+    kernels = small["parts"]["correctness"]["result"]["kernels"]
+    kernels["dot W8A8"] = {"kernel": "XLA", "error": None, "bound": 0.03, "is_ok": False}
+    assert "Kernels above their bound: dot W8A8 (" in make_accelerators.details(small)
     monkeypatch.setattr(make_accelerators, "reports", lambda: [small])
     assert "none to borrow" in make_accelerators.page()
-
-
-def test_kernels_above_their_bound_are_named(monkeypatch):
-    report = example()
-    kernels = report["parts"]["correctness"]["result"]["kernels"]
-    kernels["dot W8A8"] = {"kernel": "XLA", "error": None, "bound": 0.03, "is_ok": False}
-    assert "Kernels above their bound: dot W8A8 (" in make_accelerators.details(report)
 
 
 def test_peaks_are_those_of_the_chips():
