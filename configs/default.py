@@ -40,8 +40,7 @@ def get_config() -> ConfigDict:
     c.model.remat = "none"
     # For experts
     c.model.fp32_head = False  # compute the output head in float32 at full precision (for TPU)
-    # Quantization of the learner's products; equal to engine.quantization, it trains on the same
-    # products that sample.
+    # Quantization of the learner's products; set it to engine.quantization to train as it samples.
     c.model.quantization = "none"
     c.model.unquantized = ()  # as engine.unquantized
     # invariant: sampler and learner compute bit-identical log-probs, more slowly.
@@ -49,8 +48,7 @@ def get_config() -> ConfigDict:
     # Trained weights. none: all; lora(rank=32, alpha=32, targets='all') or rslora(...): low-rank
     # factors beside a constant base. targets: attention, mlp, all, head or projections, as 'q,v'.
     c.model.lora = "none"
-    # PEFT folder or hf:// name of the adapter to start from, with the rank, alpha and targets of
-    # model.lora. "": a fresh adapter.
+    # PEFT folder or hf:// name of an adapter to start from, of the shape in model.lora. "": a new one.
     c.model.adapter = ""
     # Update-aware quantization (QuRL, which uses 1.5): scale of an update relative to the
     # quantization step. 1: off.
@@ -147,16 +145,15 @@ def get_config() -> ConfigDict:
     # tau=500). A batch has prompts / uses new groups. "": none (docs/async.md).
     c.rollout.replay = ""
     # For experts
-    # Most tokens of a recorded sampling mask (those that top_k, top_p and min_p keep). The learner
-    # then normalises over them. 0: off.
+    # Most tokens of a recorded sampling mask (of top_k, top_p and min_p), over which the learner
+    # normalises. 0: off.
     c.rollout.sampling_mask_size = 0
     # Accept the bias of ratios that top_k, top_p and min_p cause without a sampling mask.
     c.rollout.allow_filter_bias = False
     # Python of the harness's process. "": this one.
     c.rollout.harness_python = ""
-    # Session whose calls do not continue each other, and make several rows. rows: train on all;
-    # longest: on the one with the most sampled tokens; refuse: the session has failed, as has an
-    # episode whose earlier turns the chat template would change.
+    # Session whose calls make several rows. rows: train on all; longest: on the one with the most
+    # sampled tokens; refuse: it has failed, as has an episode whose earlier turns would change.
     c.rollout.on_fork = "rows"
     # Rows of a batch for forks; the shortest forks beyond them are left out. 0: as many as samples.
     c.rollout.fork_rows = 0

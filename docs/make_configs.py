@@ -50,7 +50,7 @@ A run may change a field when it continues from a checkpoint in the same `WORKDI
 
 | mark | rule |
 |---|---|
-| none | Only with `--change=FIELD`, and not if the change needs arrays that the checkpoint lacks. Examples are shapes of the model, `model.param_dtype`, a first critic or reference ([reliability.md](reliability.md#continue-with-changed-fields)). |
+| none | Only with `--change=FIELD`, and not if the checkpoint lacks arrays for it, as for other shapes of the model, `model.param_dtype`, a first critic or reference ([reliability.md](reliability.md#continue-with-changed-fields)). |
 | ¹ | Yes. |
 | ² | Yes if `rollout.schedule` is `sync` and there is no replay. Else with `--change`. Fields of `engine` also need it with KV eviction. |
 | ³ | With `--change` if `rollout.schedule` is `sync` and there is no replay. Else no. |
@@ -132,6 +132,8 @@ def page() -> str:
     rows = {"run": [], **{name: [] for name in sections}}
     for field in descriptions:
         section, _, name = field.rpartition(".")
+        if section == "critic" and descriptions[field] == descriptions.get(f"optimizer.{name}"):
+            descriptions[field] = f"as optimizer.{name}"
         rows[section or "run"].append((field, config[section][name] if section else config[name]))
     text = HEAD
     for name, fields in rows.items():

@@ -146,8 +146,7 @@ Tokens of tools are in no loss, except with `correction.environment_ce_coeff`. T
 ## Centred scores
 
 Source: `estimators/centering.py`, [2609.20807](https://arxiv.org/abs/2609.20807). The mean of a weighted score under
-`mu` is not 0. A constant advantage turns this mean into a step at every prefix. `centering` subtracts the mean. The
-expected step of a prefix then is the covariance of advantage and weighted score.
+`mu` is not 0, and a constant advantage turns it into a step at every prefix. `centering` subtracts the mean.
 
 Centering needs the sampler's probabilities of tokens that were not sampled. `"top(n)"` records the n likeliest tokens
 and assumes that the other tokens are proportional to `pi`. `"kept"` uses the recorded sampling mask
@@ -161,8 +160,7 @@ With weight `token_vanilla` the mean is 0 already. Centering works with these me
 - in bypass mode objectives {centred_objectives}
 - in decoupled mode with one update per batch also objectives {centred_at_one}
 
-The evidence is mixed. The paper reports results at or above those of weights under quantized rollouts. A replication
-with a Qwen model found no effect.
+The paper reports results at or above those of weights. A replication with a Qwen model found no effect.
 
 ## Sources without an arXiv id
 

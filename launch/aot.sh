@@ -46,8 +46,8 @@ programs() {  # title and tables of a log; of the table of programs the columns 
     !/^\|/ { table = ""; next }
     !table { print ""; table = /^\| program / ? "programs" : "other" }
     table == "other" { print }
-    table == "programs" && /^\|---/ { print "|---|---|---|---|---|---|" }
-    table == "programs" && /^\| / && !/insert / { sub(" GiB", "", $5); print $1, $5, $7, $8, $11, $12 }' "$1"
+    table == "programs" && /^\|---/ { print "|---|---|---|---|---|" }
+    table == "programs" && /^\| / && !/insert / { sub(" GiB", "", $5); print $1, $5, $7, $8, $11 " |" }' "$1"
 }
 
 cat >"$out/page.md" <<PAGE

@@ -35,7 +35,8 @@ def test_every_field_has_one_row_and_a_meaning():
 def test_rows_by_hand():
     table = rows()
     assert table["seed"] == ["³", "`0`", "Seed of the initialisation, the data order and the sampler."]
-    assert table["critic.clip_norm"] == ["", "`1.0`, > 0", "Largest norm of a gradient."]
+    assert table["optimizer.clip_norm"] == ["", "`1.0`, > 0", "Largest norm of a gradient."]
+    assert table["critic.clip_norm"] == ["", "`1.0`, > 0", "As optimizer.clip_norm."]
     assert table["correction.weight"][:2] == ["", "preset"]
     assert table["rollout.driver"][:2] == ["³", '`"virtual"`, `threads`, `ray`']
     assert table["model.numerics"][2].startswith("invariant: ")

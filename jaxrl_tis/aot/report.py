@@ -283,7 +283,7 @@ def title(setup: Setup, topology: Topology) -> str:
     meshes = (setup.training.layout.mesh.shape, setup.engine.layout.mesh.shape)
     train, serve = ("x".join(str(n) for n in m.values()) for m in meshes)
     where = " on other devices" if setup.is_apart else ""
-    sleeps = " The sampler sleeps during the update." if setup.sleeps else ""
+    sleeps = " The sampler sleeps." if setup.sleeps else ""
     return (
         f"{setup.config.name} for {topology.num_chips} chips {topology.name} "
         f"({topology.product_name}), {setup.model.num_layers} layers. "

@@ -73,7 +73,7 @@ LEARNING = (
     compact("eval/{greedy,sampled}_n", "answers", "Answers that the accuracy counts."),
     compact("{data,eval}/bad_records", "records",
             "Training and held-out records left out, with task.on_bad_record=skip; of a generated "
-            "task also those replaced while sampling since the last start."),
+            "task also those replaced."),
     compact("warmup/loss", "nats/token", "Cross-entropy of the supervised steps."),
     Metric("critic/{score,rewards}/{mean,max,min}", "reward",
            "Rewards before and after the KL penalty, both with the overlong penalty, of the "
@@ -131,9 +131,8 @@ UPDATE = (
            "Size of a token's step, and of the part subtracted, as gradients of the logits; tokens "
            "outside the head count as one."),
     compact("centering/{drift,drift_left}", "nats",
-            "Effect of a constant advantage on the entropy H: mean of w (π + H), before the "
-            "subtraction (0 on policy) and after it (0 but for the approximation outside the "
-            "head). Average many steps."),
+            "Effect of a constant advantage on the entropy H, the mean of w (π + H), before the "
+            "subtraction (0 on policy) and after it. Average many steps."),
     Metric("actor/ratio_variance", "ratio²", "Mean of (r − 1)², with r2vpo."),
     Metric("actor/quatro_lambda", "multiplier",
            "Mean multiplier of the prompts, with quatro.", "2602.04620"),
@@ -257,8 +256,7 @@ WEIGHTS = (
     compact("correction/weight/{truncated,dropped}", "tokens",
             "Tokens with a weight that a bound changed, but not to 0; and with weight 0."),
     compact("correction/mask/<mask>/{num_tokens,dropped}", "tokens",
-            "Tokens that the mask judged, and rejects whatever the others do; a second of one name "
-            "is `<mask>_2`."),
+            "Tokens that the mask judged, and that it rejects; a second of one name is `<mask>_2`."),
     compact("rollout_corr/rollout_is_mean", "weight",
             "Mean weight as used; 1 in expectation, less by the bias of truncation.", VERL),
     compact("rollout_corr/rollout_is_max", "weight",
@@ -271,9 +269,8 @@ WEIGHTS = (
     Metric("rollout_corr/kept_eff_sample_size", "share",
            "The same of the weights in the gradient, 0 for rejected tokens."),
     Metric("rollout_corr/rollout_is_{ratio_fraction_high,ratio_fraction_low}", "share",
-           "Weights above the cap before truncation, and below its inverse or the band. Of turn_*, "
-           "prefix_*, seq_mask_tis and capped ratios: tokens whose weight a bound lowers or "
-           "raises.", VERL),
+           "Weights above the cap before truncation, and below its inverse or the band; of turn_*, "
+           "prefix_*, seq_mask_tis and capped ratios those that a bound lowers or raises.", VERL),
     Metric("rollout_corr/rollout_is_seq_{mean,std,max,min,max_deviation}", "weight",
            "A sequence's mean weight, over the sequences.", VERL),
     Metric("rollout_corr/rollout_is_seq_{fraction_high,fraction_low}", "share",
@@ -327,10 +324,10 @@ ROLLOUTS = (
            "Tokens of the responses that environments wrote."),
     Metric("{,eval/}episodes/template_{realigns,forks}", "turns",
            "Turns after which the chat template would render the end of the answer differently, or "
-           "more. Rows stay as sampled."),
+           "more."),
     Metric("{,eval/}episodes/template_replaces", "turns",
-           "Turns whose last token began a message of another role than the observation's, whose "
-           "own token replaced it."),
+           "Turns whose last token began a message of another role, and was replaced by the "
+           "observation's."),
     Metric("harness/calls", "calls", "Answered calls of a session (mean)."),
     Metric("harness/retries", "calls", "Calls that an SDK repeated."),
     Metric("harness/restarted", "sessions", "Sessions begun anew after a restart of the run."),
