@@ -4,7 +4,8 @@ A row is the paragraph of the docstring that reads
 
     Unit: token. Trust region: w <= cap. Gradient: none. Use: what it is good for; what is against.
 
-A label that all entries of a table share stands in the docstring of the table's module instead.
+A label that all entries of a table share stands in the docstring of the table's module instead. All
+labels are required. KINDS says which are columns.
 """
 
 import inspect
@@ -18,7 +19,7 @@ from jaxrl_tis.estimators import (
 from jaxrl_tis.fields import FIELDS
 
 PAGE = pathlib.Path(__file__).with_name("methods.md")
-# Kind: (title, module, labels that are columns of its table). All labels of LABELS are required.
+# Kind: (title, module, labels that are columns of its table).
 KINDS = {
     "weight": ("Weights", weights, ("Unit", "Trust region")),
     "mask": ("Masks", masks, ("Unit", "Trust region")),
