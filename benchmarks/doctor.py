@@ -634,29 +634,27 @@ def measure(logs: int, broken: int, frameworks=tuple(LAYOUTS), causes=tuple(BROK
 
 
 def table(counts: Counts, frameworks=tuple(LAYOUTS)) -> list[str]:
-    """Returns the rows of the page: finding, wrong and right counts by framework."""
-    heads = ["finding", "", *frameworks]
-    rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    wrong = {name for name, _ in counts.wrong}
-    for name in (*BROKEN, *sorted(wrong - set(BROKEN))):
-        cells = [_share(counts.wrong[name, f], counts.logs) for f in frameworks]
-        rows.append(f"| `{name}` | wrong | {' | '.join(cells)} |")
-        if name in BROKEN:
-            cells = [_share(counts.right[name, f], counts.broken) if f in BROKEN[name] else "-"
-                     for f in frameworks]
-            rows.append(f"| | found | {' | '.join(cells)} |")
+    """Returns the rows of the page: the findings that are missed or wrong in some log, with percentages."""
+    rows = ["| finding | found, % | wrong, % |", "|---|---|---|"]
+    for name in (*BROKEN, *sorted({name for name, _ in counts.wrong} - set(BROKEN))):
+        of_cause = [f for f in frameworks if f in BROKEN.get(name, ())]
+        found = [(f, counts.right[name, f], counts.broken) for f in of_cause]
+        wrong = [(f, counts.wrong[name, f], counts.logs) for f in frameworks]
+        cells = _shares(x for x in found if x[1] < x[2]), _shares(x for x in wrong if x[1])
+        rows += [f"| `{name}` | {' | '.join(cells)} |"] * any(cells)
     return rows
 
 
-def _share(number, of):
-    return f"{100 * number / of:.3g} %" if of else "-"
+def _shares(parts):
+    return ", ".join(f"{framework} {100 * number / of:.3g}" for framework, number, of in parts)
 
 
 def text(counts: Counts) -> str:
     """Returns what stands in the page."""
     head = (
-        f"{counts.logs} clean logs of each framework, {counts.broken} with each cause; \"wrong\": share of "
-        "the clean ones in which a finding holds,\n\"found\": of those with its cause."
+        f"{counts.logs} clean logs of each framework, {counts.broken} with each of {len(BROKEN)} causes that "
+        "its metrics can show. \"Found\":\nshare of the logs with the cause, 100 % where no number stands. "
+        "\"Wrong\": share of the clean logs, 0 % where no\nnumber stands. Other findings have no row."
     )
     return "\n".join([BEGIN, head, "", *table(counts), END])
 

@@ -10,47 +10,45 @@ from ml_collections.config_dict import placeholder
 
 def get_config() -> ConfigDict:
     c = ConfigDict()
-    c.name = "default"  # name of the run in its record and in the sinks
+    c.name = "default"  # name in the record and in the sinks
     c.seed = 0  # seed of the initialisation, the data order and the sampler
     c.steps = 100  # training steps; each trains on one rollout batch
 
-    # The policy. With a path, the checkpoint sets the shape.
+    # The policy. With a path, the checkpoint sets the shape: the fields from num_layers to
+    # tie_embeddings are those of a random model.
     c.model = ConfigDict()
     c.model.path = ""  # Hugging Face folder, hf:// name or .gguf file; "": random weights
-    c.model.num_layers = 4  # layers of a random model
-    c.model.embed_dim = 128  # width of a random model
-    c.model.num_heads = 4  # query heads of a random model
-    c.model.num_kv_heads = 2  # key and value heads of a random model
-    c.model.head_dim = 32  # width of a head of a random model
-    c.model.mlp_dim = 384  # hidden width of the MLP of a random model
-    c.model.num_experts = 0  # experts of a layer of a random model; 0: a dense model
-    c.model.experts_per_token = 2  # experts that its router chooses for a token
-    c.model.expert_dim = 192  # hidden width of one expert of a random model
-    c.model.shared_expert_dim = 0  # hidden width of the experts that every token uses; 0: none
-    # Scores of its experts: "softmax", or "sigmoid" with a bias that only the choice sees.
-    c.model.router = "softmax"
-    c.model.max_position = 1024  # longest sequence of a random model, in tokens
-    c.model.rope_theta = 10_000.0  # base of the rotary frequencies of a random model
-    c.model.tie_embeddings = True  # use the embedding as the output head, in a random model
+    c.model.num_layers = 4  # number of layers
+    c.model.embed_dim = 128  # width of the model
+    c.model.num_heads = 4  # query heads
+    c.model.num_kv_heads = 2  # key and value heads
+    c.model.head_dim = 32  # width of a head
+    c.model.mlp_dim = 384  # hidden width of the MLP
+    c.model.num_experts = 0  # experts of a layer; 0: a dense model
+    c.model.experts_per_token = 2  # experts that the router chooses for a token
+    c.model.expert_dim = 192  # hidden width of one expert
+    c.model.shared_expert_dim = 0  # hidden width of experts that every token uses; 0: none
+    c.model.router = "softmax"  # scores of experts; sigmoid has a bias that only the choice sees
+    c.model.max_position = 1024  # longest sequence in tokens
+    c.model.rope_theta = 10_000.0  # base of the rotary frequencies
+    c.model.tie_embeddings = True  # use the embedding as the output head
     # Dtype of the learner's weights. bfloat16 loses each update below 1/512 of its weight.
     c.model.param_dtype = "float32"
     c.model.dtype = "float32"  # dtype of the learner's forward and backward pass
     # Activations to recompute in the backward pass. none: nothing; dots: all but the products;
-    # full: all but the input of each layer; host: as full, with that input in host memory (TPU).
+    # full: all but the inputs of layers; host: as full, with these in host memory (TPU).
     c.model.remat = "none"
     # For experts
     c.model.fp32_head = False  # compute the output head in float32 at full precision (for TPU)
-    # Quantization of the learner's products. Set it to engine.quantization to train on the same
-    # 8-bit products that sample.
+    # Quantization of the learner's products; set it to engine.quantization to train as it samples.
     c.model.quantization = "none"
-    c.model.unquantized = ()  # layers that model.quantization skips; as engine.unquantized
-    # invariant: sampler and learner compute bit-identical log-probs, more slowly. fast: they differ.
+    c.model.unquantized = ()  # as engine.unquantized
+    # invariant: sampler and learner compute bit-identical log-probs, more slowly.
     c.model.numerics = "fast"
     # Trained weights. none: all; lora(rank=32, alpha=32, targets='all') or rslora(...): low-rank
     # factors beside a constant base. targets: attention, mlp, all, head or projections, as 'q,v'.
     c.model.lora = "none"
-    # PEFT folder, also hf:// name, of the adapter that model.lora starts from; its rank, alpha and
-    # targets must be those of model.lora. "": a fresh adapter, which is its base.
+    # PEFT folder or hf:// name of an adapter to start from, of the shape in model.lora. "": a new one.
     c.model.adapter = ""
     # Update-aware quantization (QuRL, which uses 1.5): scale of an update relative to the
     # quantization step. 1: off.
@@ -59,7 +57,7 @@ def get_config() -> ConfigDict:
     # The prompts.
     c.task = ConfigDict()
     c.task.name = "arithmetic"  # a task of jaxrl_tis/data/tasks.py
-    # Arguments of the task. A command line that names another task starts from no arguments.
+    # Arguments of the task. Naming another task on the command line empties them.
     c.task.params = ConfigDict({"size": 10_000})
     c.task.params.unlock()
     c.task.tokenizer = ""  # "char", a folder or a .gguf file; "": the model's
@@ -70,43 +68,40 @@ def get_config() -> ConfigDict:
     c.task.template_kwargs.unlock()
     # Date that a chat template reads, as 2026-01-31. "": the start of the run, kept in config.json.
     c.task.date = ""
-    # Encode special tokens, as <|im_end|>, in observations and in messages of users and tools as plain
-    # text. False: they become control tokens, and one line says so.
+    # Encode special tokens, as <|im_end|>, in observations and in messages of users and tools as
+    # plain text. False: as control tokens, with a warning.
     c.task.escape_special_tokens = False
     c.task.max_prompt_tokens = 32  # a record with a longer prompt is a bad record
-    # Action on a bad record. error: the run ends before its first step; skip: the record is left
-    # out and counted.
+    # Action on a bad record. error: end before the first step; skip: leave it out and count it.
     c.task.on_bad_record = "error"
-    # Environment that answers to every turn and gives the rewards, as "module:Class"; reward.name
-    # is then not read. "": one turn, without an environment (docs/environments.md).
+    # Environment of several turns, as "module:Class" (docs/environments.md). It gives the rewards,
+    # and reward.name is not read. "": none.
     c.task.environment = ""
     # Keyword arguments of its class.
     c.task.environment_params = ConfigDict()
     c.task.environment_params.unlock()
     c.task.environment_workers = 4  # processes that play its episodes, of each sampler
     c.task.max_turns = 8  # most turns of the policy in an episode
-    # Longest episode in tokens, with prompt and observations. 0: max_prompt_tokens +
-    # rollout.max_new_tokens.
+    # Longest episode in tokens. 0: max_prompt_tokens + rollout.max_new_tokens.
     c.task.max_context_tokens = 0
     c.task.turn_timeout = 10.0  # seconds for one step of the environment
 
     # The reward function. It runs in processes of its own.
     c.reward = ConfigDict()
-    # A reward of jaxrl_tis/data/graders.py or "module:function". Commas join several; the reward of
-    # a sample is their weighted sum.
+    # A reward of jaxrl_tis/data/graders.py or "module:function". Commas join several, which are
+    # summed with reward.weights.
     c.reward.name = "exact"
     c.reward.timeout = 5.0  # seconds for one response
-    # Reward of a response whose function raises, hangs or returns no finite number. drop: the
-    # response leaves the loss and its group; a number as text: this number.
+    # Reward where the function raises, hangs or returns no finite number: a number as text, or
+    # drop, which takes the response out of the loss and its group.
     c.reward.on_error = "drop"
-    # Weights of reward components by name. Without one, a component has weight 1, or 0 if the
-    # function also returns "score".
+    # Weights of reward components by name. Default: 1, or 0 if the function also returns "score".
     c.reward.weights = ConfigDict()
     c.reward.weights.unlock()
     c.reward.network = False  # allow the function to use the network
     c.reward.workers = 1  # processes that compute rewards; for an async function, concurrent calls
     # For experts
-    # Calling convention of the function, of jaxrl_tis/data/signatures.py. auto: by its parameters.
+    # Calling convention, of jaxrl_tis/data/signatures.py. auto: by the function's parameters.
     c.reward.signature = "auto"
 
     # Supervised steps before reinforcement learning.
@@ -128,86 +123,81 @@ def get_config() -> ConfigDict:
     c.rollout.min_p = 0.0  # sample from tokens of at least this fraction of the largest probability
     c.rollout.dynamic_sampling = False  # replace groups whose rewards are all equal (DAPO)
     c.rollout.overlong_buffer = 0  # soft overlong penalty over the last n tokens (DAPO); 0: off
-    # How far samplers run ahead of the learner (docs/async.md). sync, periodic, one_step,
+    # How far samplers run ahead of the learner (docs/async.md): sync, periodic, one_step,
     # fully_async(trigger=4, threshold=0.5, partial=True), areal(staleness=4),
     # in_flight(staleness=4), dora(staleness=2), roll_flash(alpha=1, redundant=0) or
     # laminar(staleness=4, repack=0.5).
     c.rollout.schedule = "sync"
     # Where samplers run ahead. virtual: in turns with the learner, reproducible; threads: on other
-    # devices of this process; ray: in Ray actors, on this machine or others.
+    # devices of this process; ray: in Ray actors.
     c.rollout.driver = "virtual"
     c.rollout.workers = 1  # number of samplers
-    # Agent that plays the samples through an OpenAI-style endpoint of the run and gives the rewards,
-    # as "module:function" or "verifiers:TASKSET"; reward.name is then not read. "": none
-    # (docs/harness.md).
+    # Agent that plays the samples through an endpoint of the run, as "module:function" or
+    # "verifiers:TASKSET" (docs/harness.md). It gives the rewards. "": none.
     c.rollout.harness = ""
-    c.rollout.harness_timeout = 600.0  # seconds of one session, without those of compilation
-    # host:port of a Ray cluster, driver ray. "": RAY_ADDRESS of the environment, else a local Ray.
+    c.rollout.harness_timeout = 600.0  # seconds of one session, without compilation
+    # host:port of a Ray cluster. "": the variable RAY_ADDRESS, else a local Ray.
     c.rollout.ray_address = ""
     c.rollout.cpus_per_worker = 1.0  # CPUs that Ray reserves for each worker
     c.rollout.gpus_per_worker = 0.0  # GPUs of each worker
     c.rollout.tpus_per_worker = 0.0  # TPU chips of each worker
     # Replay of groups: uniform(uses=2, most=4), newest(uses=2, most=4) or fresh(uses=2, most=4,
-    # tau=500). A batch has prompts / uses new groups. "": no replay.
+    # tau=500). A batch has prompts / uses new groups. "": none (docs/async.md).
     c.rollout.replay = ""
     # For experts
-    # Most tokens of a recorded sampling mask (the tokens that top_k, top_p and min_p keep). The
-    # learner then normalises over the recorded tokens. 0: off.
+    # Most tokens of a recorded sampling mask (of top_k, top_p and min_p), over which the learner
+    # normalises. 0: off.
     c.rollout.sampling_mask_size = 0
-    # Accept the bias of every ratio that top_k, top_p and min_p cause without a sampling mask.
+    # Accept the bias of ratios that top_k, top_p and min_p cause without a sampling mask.
     c.rollout.allow_filter_bias = False
-    # Python of the harness's process, for packages that this environment cannot have. "": this Python.
+    # Python of the harness's process. "": this one.
     c.rollout.harness_python = ""
-    # Session of a harness whose calls do not continue each other, and make several rows. rows: train
-    # on all rows; longest: on the one with the most sampled tokens; refuse: the session has failed,
-    # and so has an episode whose earlier turns the chat template would change.
+    # Session whose calls make several rows. rows: train on all; longest: on the one with the most
+    # sampled tokens; refuse: it has failed, as has an episode whose earlier turns would change.
     c.rollout.on_fork = "rows"
-    # Rows of a batch for forks, where it has any; forks beyond them are left out, the shortest first.
-    # 0: as many as the batch has samples.
+    # Rows of a batch for forks; the shortest forks beyond them are left out. 0: as many as samples.
     c.rollout.fork_rows = 0
-    c.rollout.max_rounds = 4  # most rounds of new prompts per batch with dynamic_sampling
+    c.rollout.max_rounds = 4  # most rounds of new prompts with dynamic_sampling
     c.rollout.worker_timeout = 30.0  # seconds without an answer until a worker is restarted
     c.rollout.start_timeout = 1800.0  # seconds to wait for the first worker, driver ray
-    # Most groups in the queue, started and not yet trained on. 0: as many as the schedule allows.
+    # Most groups started and not trained on. 0: as many as the schedule allows.
     c.rollout.queue = 0
     c.rollout.update_turns = 0  # engine calls per sampler during an update, driver virtual
-    # Steps between probes of the gap, split into engine and staleness and compared with the bounds
-    # of gate. 0: no probes.
+    # Steps between probes of the gap's parts, compared with the bounds of gate. 0: none.
     c.rollout.gap_probe_every = 0
-    # Runs that score a fixed prompt by learner and sampler at every weight sync, and stop where the
-    # sampler has other weights: lora (those with model.lora), always or never.
+    # Runs that check the sampler's weights by a fixed prompt at every sync: lora (those with
+    # model.lora), always or never.
     c.rollout.canary = "lora"
-    # Action above a bound. warn; sync: warn and lower the bound on staleness by one version; stop.
+    # Action above a bound. sync: warn and lower the bound on staleness by one version.
     c.rollout.on_gap_exceeded = "warn"
     # Weights that compute logp_old of stale tokens. ring: snapshots of the last versions; replica:
-    # one snapshot, which scores samples as they finish; ewma: an average of the policy (PPO-EWMA);
+    # one, which scores samples as they finish; ewma: an average of the policy (PPO-EWMA);
     # none: the policy itself, for decoupled and a3po objectives or bypass mode.
     c.rollout.old_logp_source = "ring"
-    c.rollout.snapshots = 0  # snapshots of ring; 0: one more than the schedule's bound on staleness
-    c.rollout.snapshot_gib = 16.0  # most host memory of all snapshots in GiB, over all processes
+    c.rollout.snapshots = 0  # of ring; 0: one more than the schedule's bound on staleness
+    c.rollout.snapshot_gib = 16.0  # most host memory of the snapshots of all processes, GiB
     c.rollout.ewma_centre = 10.0  # mean age of ewma in updates; its decay is 1 - 1 / (centre + 1)
-    # Largest staleness of a replayed token, in versions. 0: 4 more than the schedule's bound.
+    # Largest staleness of a replayed token in versions. 0: 4 more than the schedule's bound.
     c.rollout.max_age = 0
 
     # The sampler (docs/engine.md).
     c.engine = ConfigDict()
     c.engine.slots = 128  # sequences decoded together
-    c.engine.dtype = "float32"  # dtype of weights and activations that are not quantized
+    c.engine.dtype = "float32"  # dtype of what is not quantized
     c.engine.cache_dtype = "float32"  # dtype of the KV cache
     c.engine.page_size = 16  # tokens per page of the KV cache
-    c.engine.num_pages = 0  # pages of each data shard; 0: enough for the longest sequences
-    # 8-bit formats of the products: int8 (w8a16, w8a8) or float8_e4m3 (fp8_w8a16, fp8_w8a8).
+    c.engine.num_pages = 0  # of each data shard; 0: enough for the longest sequences
+    # Format of the products: int8 (w8a16, w8a8) or float8_e4m3 (fp8_w8a16, fp8_w8a8).
     c.engine.quantization = "w8a8"
-    # Longest speculative draft, from n-grams of the response, in tokens: 2^n - 1. 0: no drafts.
+    # Longest draft from n-grams of the response, in tokens: 2^n - 1. 0: no drafts.
     c.engine.max_draft = 0
-    # auto: a synchronous run frees the sampler's weights and KV cache during the update, if both use the
-    # same devices; never: it keeps them (docs/engine.md#sleep).
+    # auto: a synchronous run on shared devices frees the sampler's weights and KV cache during the
+    # update (docs/engine.md#sleep).
     c.engine.sleep = "auto"
     # Unroll the layers (faster on CPU and GPU) or scan over them (TPU: compiles one layer).
     c.engine.unroll = True
     # For experts
-    # KV eviction: (first, last) full pages that a sequence keeps. The learner attends to the same
-    # positions. (0, 0): keep all.
+    # KV eviction: (first, last) full pages that a sequence keeps, for the learner, too. (0, 0): all.
     c.engine.retention = (0, 0)
     c.engine.unquantized = ()  # layers to leave unquantized: q, k, v, o, gate, up, down, expert_*
     c.engine.noise_start = 0.0  # first standard deviation of noise on the norms (QeRL); 0: off
@@ -221,12 +211,12 @@ def get_config() -> ConfigDict:
     c.engine.prefill_batch = 16  # prompts per prefill call
     c.engine.prefill_chunk = 512  # most tokens of one prompt per prefill call
     c.engine.prefill_calls = 4  # most prefill calls between two decode calls
-    # Start a call before the tokens of the previous call are read. Not with drafts or retention.
+    # Start a call before the last one's tokens are read. Not with drafts or retention.
     c.engine.async_scheduling = False
     c.engine.policy = "first_come"  # order of waiting sequences, of jaxrl_tis/engine/policies.py
-    # A sequence that waited for this many admissions goes first, in any policy. 0: no bound.
+    # A sequence that waited for this many admissions goes first. 0: no bound.
     c.engine.max_wait_admissions = 0
-    # Tokens until a running sequence gives its slot to a waiting one that comes first. 0: never.
+    # Tokens until a sequence gives its slot to a waiting one that comes first. 0: never.
     c.engine.preempt_after = 0
     # Rows, slots * (draft + 1), that one pass computes in the time of one row; sets draft lengths.
     c.engine.free_batch_rows = 128
@@ -246,31 +236,31 @@ def get_config() -> ConfigDict:
     # "kept"; or "none".
     c.correction.centering = placeholder(str)
     c.correction.advantage = "grpo"  # advantage estimator
-    # Rewards that the advantage of a token is made from. episode: of all turns. rest: of the token's
-    # turn and later ones. turn: of the token's turn.
+    # Rewards that a token's advantage is made from: of the episode, of the rest (the token's turn and
+    # later ones) or of the turn.
     c.correction.turn_credit = "episode"
     c.correction.aggregation = "token-mean"  # reduction of the token losses to one number
     c.correction.kl = "k3"  # estimator of the KL to the reference model
     c.correction.kl_coeff = 0.0  # coefficient of the KL; 0: no reference model in memory
     c.correction.kl_placement = "loss"  # add the KL to the loss, or subtract it from token rewards
-    # Coefficient of the KL to the sampler, (logp - logp_behav)^2 / 2 on all trained tokens.
+    # Coefficient of the KL to the sampler, (logp - logp_behav)^2 / 2.
     c.correction.sampler_kl_coeff = 0.0
     c.correction.entropy_coeff = 0.0  # coefficient of the entropy bonus
-    # Coefficient of the cross-entropy on the tokens that an environment or an agent wrote between
-    # two answers (ECHO). 0: those tokens are in no loss.
+    # Coefficient of the cross-entropy on tokens of an environment or an agent (ECHO). 0: they are in
+    # no loss.
     c.correction.environment_ce_coeff = 0.0
     # Routes that the learner replays in models with experts (docs/moe.md). none: its own. r2: those
     # of its pass before the update. r3: the sampler's. keep: r3, and no token without a route.
     c.correction.routing = "none"
-    c.correction.routing_missing = "stop"  # samples without routes in r3: stop, or mask their loss
+    c.correction.routing_missing = "stop"  # samples without routes in r3: stop, or mask them
     c.correction.load_balance_coeff = 0.0  # coefficient of the load-balancing loss of the router
     c.correction.router_z_coeff = 0.0  # coefficient of the z-loss of the router's logits
     # Controllers, joined by &, as "ess_scale & adaptive_kl(kl_target=0.05)". "": none.
     c.correction.controllers = ""
     # For experts
     c.correction.batch_normalize = False  # divide the weights by their mean over the batch
-    # Keep rejected tokens in the denominators of the loss. Masks that act inside the update always
-    # keep them: all masks in bypass mode, and opsm, trm, trm_k3, m2po and clip_cov.
+    # Keep rejected tokens in the denominators of the loss. Masks inside the update always do
+    # (docs/methods.md#rejected-and-unscored-responses).
     c.correction.rejected_in_denominator = False
     c.correction.scale = 0.0  # divisor of seq-mean-token-sum-norm; 0: the row length
     c.correction.offload_reference = False  # keep the reference model in host memory between uses
@@ -298,14 +288,12 @@ def get_config() -> ConfigDict:
     c.train.minibatches = 1  # updates per epoch over a rollout batch
     c.train.epochs = 1  # epochs over a rollout batch
     c.train.microbatch_rows = 32  # rows per forward and backward pass
-    # Leave responses and episodes with a turn that rollout.max_new_tokens cut, and episodes at
-    # task.max_turns or task.max_context_tokens, out of the loss (DAPO's overlong filtering). Their
-    # rewards still count in their groups, and for rollout.dynamic_sampling.
+    # Leave responses with a turn that rollout.max_new_tokens cut, and episodes at task.max_turns or
+    # task.max_context_tokens, out of the loss (DAPO's overlong filtering). Their rewards still count.
     c.train.mask_truncated = False
-    c.train.pack_length = 0  # tokens of a row that several sequences share; 0: one sequence a row
+    c.train.pack_length = 0  # tokens of a packed row; 0: one sequence a row
     # For experts
-    # auto: compute logp_old within the update where the methods allow it; never: in a program of
-    # its own before the update.
+    # auto: compute logp_old within the update where the methods allow it; never: before it.
     c.train.fuse_old_logp = "auto"
     c.train.logprob_chunk = 1024  # positions whose logits are in memory at a time
     # Dtype of the gradients' reduce-scatter over devices. bfloat16 sends half the bytes.
@@ -315,11 +303,10 @@ def get_config() -> ConfigDict:
     c.metrics = ConfigDict()
     c.metrics.record = "full"  # values in metrics.jsonl
     c.metrics.sinks = ()  # further destinations: of wandb, trackio
-    c.metrics.samples = 4  # responses per evaluation, or per recorded step, in samples.jsonl
+    c.metrics.samples = 4  # responses per evaluation and recorded step, in samples.jsonl
     c.metrics.samples_every = 10  # steps between recorded training samples; 0: evaluations alone
     # For experts
-    # Steps between the expensive diagnostics: percentiles, profiles by position (both sort the
-    # batch) and variance proxies (one more forward pass).
+    # Steps between expensive diagnostics: percentiles, profiles by position and variance proxies.
     c.metrics.diagnostics_every = 10
 
     # Device meshes: (data, fsdp, tensor), and a fourth entry context to shard long rows. -1: the
@@ -330,7 +317,7 @@ def get_config() -> ConfigDict:
 
     # Evaluation on held-out prompts.
     c.eval = ConfigDict()
-    c.eval.every = 25  # steps between evaluations; also before the first step and after the last
+    c.eval.every = 25  # steps between evaluations; also at the start and the end
     c.eval.prompts = 512  # number of held-out prompts
     c.eval.threshold = 1.0  # least reward of a correct response, for accuracies
     c.eval.params = ConfigDict({"split": "eval"})  # overrides of task.params, at least one
@@ -341,14 +328,14 @@ def get_config() -> ConfigDict:
     c.checkpoint.every = 25  # steps between checkpoints; also after the last step
     c.checkpoint.keep = 2  # number of checkpoints to keep
     # For experts
-    # Seconds that a step may go on after a request to stop. A run that cannot stop within 20 more
-    # seconds ends without a checkpoint. GKE kills after the manifest's grace period.
+    # Seconds that a step may go on after a request to stop. A run that needs 20 more seconds ends
+    # without a checkpoint.
     c.checkpoint.grace = 10.0
 
     # Restart of a run that hangs.
     c.watchdog = ConfigDict()
-    # Seconds without progress until a process writes its stacks and ends with the exit code for a
-    # restart. Set it above the longest compilation. 0: never.
+    # Seconds without progress until a process writes its stacks and asks for a restart. Set it above
+    # the longest compilation. 0: never.
     c.watchdog.timeout = 1800.0
 
     # Runs of several processes.

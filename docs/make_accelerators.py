@@ -27,11 +27,8 @@ In an installed environment `python -m benchmarks.accelerator --json=docs/accele
 [accelerator_schema.json](../benchmarks/accelerator_schema.json) describes its fields. The exit code is 1 if logits,
 kernels or the gate failed. Times and rates never decide it.
 
-Each part is a process of its own with a share of the eight minutes. A part that fails or is stopped is `failed` here,
-and the report has its error and its results until then. The other parts go on. If `step` was stopped, its table
-below has the variants that were done.
-
-All models are random. The sizes depend on the device. Figures of different sizes are in different tables.
+Each part has a process and a share of the eight minutes. The other parts go on after one that fails or is stopped.
+Models are random, and their sizes depend on the device:
 
 | sizes | device | model | decode | GRPO step | gate |
 |---|---|---|---|---|---|
@@ -49,11 +46,9 @@ All models are random. The sizes depend on the device. Figures of different size
 | sync | milliseconds of a weight sync to a bfloat16 and to a W8A8 sampler on the same device |
 | quickstart | seconds of 30 steps with warm-up, two evaluations and compilation |
 
-For a TPU v5e chip libtpu compiled the update of the `full` step: 13.2 of 15.75 GiB are in use. This is a fact of the
-compiler; the script never ran there.
-
-"Beside other work" means that other processes kept the machine busy at the start.
-`benchmarks/peaks.py` has the published rates and their sources.
+A step for a TPU v5e chip was compiled and never run: the update of `full` takes 13.2 of 15.75 GiB.
+"Beside other work" means that other processes kept the machine busy at the start. `benchmarks/peaks.py` has the
+published rates and their sources.
 """
 TITLES = {
     "cpu": "CPUs, sizes `cpu`", "full": "Accelerators, sizes `full`", None: "Reports without a device",
@@ -75,8 +70,8 @@ def sizes_of(report: Mapping[str, Any]) -> str | None:
 
 
 def table(heads: list[str], rows: list[list[Any]]) -> str:
-    lines = [heads, ["---"] * len(heads), *rows]
-    return "".join(f"| {' | '.join(map(str, cells))} |\n" for cells in lines)
+    head, *lines = [f"| {' | '.join(map(str, cells))} |\n" for cells in (heads, *rows)]
+    return "".join([head, "|" + "---|" * len(heads) + "\n", *lines])
 
 
 def share(x: float | None) -> str:
@@ -116,18 +111,12 @@ def _step(found: Mapping[str, Any]) -> list[str]:
 
 
 def _decode(found: Mapping[str, Any]) -> list[str]:
-    return [table(
-        ["decode", "sequences", "tokens/s", "MB a token", "share of the bandwidth"],
-        [[x["format"], x["batch"], f"{x['tokens_per_s']:,.0f}", f"{1e-6 * x['bytes_per_token']:.2f}",
-          share(x["bandwidth_share"])] for x in found["rows"]],
-    )]
-
-
-def _sync(found: Mapping[str, Any]) -> list[str]:
-    return [table(
-        ["weight sync", "ms", "MB"],
-        [[name, f"{1e3 * x['seconds']:.1f}", f"{1e-6 * x['bytes']:.1f}"] for name, x in found.items()],
-    )]
+    rows = []
+    for name in dict.fromkeys(x["format"] for x in found["rows"]):
+        of = [x for x in found["rows"] if x["format"] == name]
+        moved = ", ".join(f"{1e-6 * x['bytes_per_token']:.2f}" for x in of)
+        rows.append([name, moved, ", ".join(filter(None, (share(x["bandwidth_share"]) for x in of)))])
+    return [table(["decode", "MB a token", "share of the bandwidth"], rows)]
 
 
 def _gate(found: Mapping[str, Any]) -> list[str]:
@@ -147,15 +136,18 @@ def _quickstart(found: Mapping[str, Any]) -> list[str]:
 
 
 def _correctness(found: Mapping[str, Any]) -> list[str]:
-    return [table(
-        ["kernel", "ran as", "error", "bound"],
-        [[name, x["kernel"], accelerator.number(x["error"], ".1e"), f"{x['bound']:.0e}"]
-         for name, x in found["kernels"].items()],
-    )]
+    of = lambda names: ", ".join(
+        f"{x} ({accelerator.number(kernels[x]['error'], '.1e')} of {kernels[x]['bound']:.0e})" for x in names
+    )
+    kernels = found["kernels"]
+    bad = [name for name, x in kernels.items() if not x["is_ok"]]
+    most = max(kernels, key=lambda x: (kernels[x]["error"] or 0.0) / kernels[x]["bound"])
+    text = f"Kernels above their bound: {of(bad)}." if bad else f"Kernel nearest to its bound: {of([most])}."
+    return [text + "\n"]
 
 
 PARTS = {
-    "device": _device, "step": _step, "decode": _decode, "sync": _sync, "gate": _gate,
+    "device": _device, "step": _step, "decode": _decode, "gate": _gate,
     "quickstart": _quickstart, "correctness": _correctness,
 }
 
@@ -183,9 +175,8 @@ def page() -> str:
     for sizes, title in TITLES.items():
         of_sizes = [report for report in found if sizes_of(report) == sizes]
         if of_sizes:
-            heads = [accelerator.COLUMNS, ["---"] * len(accelerator.COLUMNS)]
-            lines = [f"| {' | '.join(cells)} |" for cells in heads]
-            texts.append(f"## {title}\n\n" + "\n".join([*lines, *map(accelerator.row, of_sizes)]) + "\n")
+            rows = "\n".join(map(accelerator.row, of_sizes))
+            texts.append(f"## {title}\n\n{table(list(accelerator.COLUMNS), [])}{rows}\n")
             texts += map(details, of_sizes)
         elif sizes in MISSING:
             texts.append(f"## {title}\n\n{MISSING[sizes]}")

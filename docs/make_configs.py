@@ -23,15 +23,8 @@ MANY = 12  # names that a cell lists at most
 ALLOWED = validate.ALLOWED | {
     "rollout.driver": check.DRIVERS, "rollout.on_gap_exceeded": check.ON_GAP_EXCEEDED,
 }
-# Fields whose values are methods or tasks with parameters, and where they are listed.
-LISTED = {
-    **dict.fromkeys(
-        [f"correction.{name}" for name in (
-            "preset", "weight", "masks", "objective", "advantage", "kl", "centering", "controllers",
-        )], "[methods.md](methods.md)",
-    ),
-    "rollout.schedule": "[async.md](async.md)", "rollout.replay": "[async.md](async.md)",
-}
+# The fields of these rules have a mark, and those of `change` have none.
+MARKS = {"change": "", "free": "¹", "free if sync": "²", "change if sync": "³", "steps": "⁴"}
 HEAD = """\
 # Configuration
 
@@ -49,20 +42,19 @@ ends before it compiles anything.
 
 ## How to read the tables
 
-- **values**: what the field may be. `> 0` and `>= 0` are limits. Other limits depend on several fields. The error
-  message names them.
-- **default**: `preset` means that `correction.preset` sets the value.
-- **continue**: whether a run may change the field when it continues from a checkpoint in the same `WORKDIR`.
+The first value of a field is its default. Other values or a limit follow. Further limits depend on several fields.
+The error message names them. `preset` means that `correction.preset` sets the value. Fields under *Expert fields* have
+defaults that few runs need to change.
 
-| continue | meaning |
+A run may change a field when it continues from a checkpoint in the same `WORKDIR`, by the mark of the field:
+
+| mark | rule |
 |---|---|
-| free | The field may change. |
-| free if sync | The field may change when `rollout.schedule` is `sync` and there is no replay. Else it needs `--change`. Fields of `engine` also need it with KV eviction. |
-| change | The field may change if `--change=FIELD` names it. Refused all the same: a change that needs arrays which the checkpoint lacks. Examples are shapes of the model, `model.param_dtype`, a first critic or reference ([reliability.md](reliability.md#continue-with-changed-fields)). |
-| change if sync | The rule of "change", when `rollout.schedule` is `sync` and there is no replay. Else the field must keep its value. |
-| steps | The number of steps may change while nothing depends on it: a constant learning rate and no QeRL noise. |
-
-Fields under *Expert fields* have defaults that few runs need to change.
+| none | Only with `--change=FIELD`, and not if the checkpoint lacks arrays for it, as for other shapes of the model, `model.param_dtype`, a first critic or reference ([reliability.md](reliability.md#continue-with-changed-fields)). |
+| ¹ | Yes. |
+| ² | Yes if `rollout.schedule` is `sync` and there is no replay. Else with `--change`. Fields of `engine` also need it with KV eviction. |
+| ³ | With `--change` if `rollout.schedule` is `sync` and there is no replay. Else no. |
+| ⁴ | Yes while nothing depends on the number of steps: a constant learning rate and no QeRL noise. |
 """
 
 
@@ -95,19 +87,15 @@ def comments() -> tuple[dict[str, str], dict[str, str], set[str]]:
 
 
 def values(field: str, value: Any) -> str:
-    """Returns the allowed values of a field, as far as a table has them."""
-    if field in LISTED:
-        return LISTED[field]
-    if field in ALLOWED:
-        names = [str(name) for name in ALLOWED[field] if name is not None]
-        return ", ".join(f"`{name}`" for name in names) if len(names) <= MANY else "a name"
-    if isinstance(value, bool):
-        return "`True`, `False`"
+    """Returns the default of a field, and other values or a limit as far as a table has them."""
+    default = "preset" if value is None else f"`{value!r}`".replace("'", '"')
+    others = [str(name) for name in ALLOWED.get(field, ()) if name not in (None, value)]
+    if isinstance(value, bool) or len(others) > MANY:
+        others = []
     for limit, names in (("> 0", validate.POSITIVE), (">= 0", validate.NOT_NEGATIVE)):
         if field in names:
-            return limit
-    kinds = {str: "text", int: "integer", float: "number", tuple: "tuple", dict: "fields"}
-    return kinds[type(value)]
+            return f"{default}, {limit}"
+    return ", ".join([default, *(f"`{name}`" for name in others)])
 
 
 def continued(field: str) -> str:
@@ -121,10 +109,6 @@ def continued(field: str) -> str:
     return "free" if changes.is_within(field, changes.FREE) else "change"
 
 
-def shown(value: Any) -> str:
-    return "preset" if value is None else f"`{value!r}`".replace("'", '"')
-
-
 def sentence(text: str) -> str:
     """Returns a description with links, a capital letter and a full stop."""
     text = re.sub(r"docs/(\w+\.md)(#[\w-]+)?", r"[\1](\1\2)", text)
@@ -133,10 +117,10 @@ def sentence(text: str) -> str:
 
 
 def table(rows: Iterable[tuple[str, Any]], descriptions: dict[str, str]) -> str:
-    lines = ["| field | default | values | continue | meaning |", "|---|---|---|---|---|"]
+    lines = ["| field | values | meaning |", "|---|---|---|"]
     for field, value in rows:
-        cells = f"`{field}`", shown(value), values(field, value), continued(field)
-        cells = *cells, sentence(descriptions[field])
+        name = f"`{field}`{MARKS[continued(field)]}"
+        cells = name, values(field, value), sentence(descriptions[field])
         escaped = " | ".join(cell.replace("|", r"\|") for cell in cells)
         lines.append(f"| {escaped} |")
     return "\n".join(lines) + "\n"
@@ -148,6 +132,8 @@ def page() -> str:
     rows = {"run": [], **{name: [] for name in sections}}
     for field in descriptions:
         section, _, name = field.rpartition(".")
+        if section == "critic" and descriptions[field] == descriptions.get(f"optimizer.{name}"):
+            descriptions[field] = f"as optimizer.{name}"
         rows[section or "run"].append((field, config[section][name] if section else config[name]))
     text = HEAD
     for name, fields in rows.items():

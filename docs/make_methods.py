@@ -4,7 +4,8 @@ A row is the paragraph of the docstring that reads
 
     Unit: token. Trust region: w <= cap. Gradient: none. Use: what it is good for; what is against.
 
-A label that all entries of a table share stands in the docstring of the table's module instead.
+A label that all entries of a table share stands in the docstring of the table's module instead. All
+labels are required. KINDS says which are columns.
 """
 
 import inspect
@@ -18,11 +19,19 @@ from jaxrl_tis.estimators import (
 from jaxrl_tis.fields import FIELDS
 
 PAGE = pathlib.Path(__file__).with_name("methods.md")
-KINDS = {"weight": ("Weights", weights), "mask": ("Masks", masks),
-         "objective": ("Objectives", objectives), "advantage": ("Advantages", advantages),
-         "kl": ("KL estimators", kl)}
-COLUMNS = {"Unit": "unit", "Trust region": "trust region", "Gradient": "gradient path"}
-CONTROLLER_COLUMNS = {"Reads": "reads", "Sets": "sets"}
+# Kind: (title, module, labels that are columns of its table).
+KINDS = {
+    "weight": ("Weights", weights, ("Unit", "Trust region")),
+    "mask": ("Masks", masks, ("Unit", "Trust region")),
+    "objective": ("Objectives", objectives, ("Unit", "Trust region")),
+    "advantage": ("Advantages", advantages, ("Unit",)),
+    "kl": ("KL estimators", kl, ("Gradient",)),
+}
+LABELS = "Unit", "Trust region", "Gradient"
+COLUMNS = {
+    "Unit": "unit", "Trust region": "trust region", "Gradient": "gradient path", "Reads": "reads",
+    "Sets": "sets",
+}
 LABEL = re.compile(r"(?:^|(?<= ))(Unit|Trust region|Gradient|Reads|Sets|Use): ")
 # An author with a year, or the program for what has no paper.
 NAMED = re.compile(
@@ -63,16 +72,15 @@ masks, objective and centering. A field that the config gives has precedence ove
 | `r` | `pi / pi_old`, the ratio of objectives |
 | `z` | `log(pi / ref)`, for KL estimators |
 
-| column | meaning |
-|---|---|
-| unit | the level of one weight, decision, ratio or baseline: token, sequence, group or batch |
-| trust region | the bound on the weight or on the step |
-| gradient path | the terms that the gradient flows through |
-| needs | batch fields beyond the usual arguments. †: for small models, as it takes all logits or a gradient per row |
+- **unit**: the level of one weight, decision, ratio or baseline.
+- **trust region**: the bound on the weight or on the step. A *one-sided* bound holds on the side that `A` pushes to.
+- **parameters**: with their defaults; one without is required. "Needs" are batch fields beyond the usual arguments.
+  †: for small models, as it takes all logits or a gradient per row.
+- **use**: what a method is good for; what speaks against it.
 
-An objective that needs `logp_behav` has its own weight. Use it with weight `none`, as the preset `async` does. Some
-surveys describe another form of a method than the authors' code. Then the parameter `form=survey` selects the survey's
-formula, as in `kl_cov(form=survey)`.
+The docstring of an objective has its gradient path. An objective that needs `logp_behav` has its own weight. Use it
+with weight `none`, as the preset `async` does. Some surveys describe another form of a method than the authors' code:
+`form=survey` selects it, as in `kl_cov(form=survey)`.
 
 ## Aggregation of the loss
 
@@ -96,12 +104,11 @@ A fork of a session counts in the prompt of the session. An update with `prompt-
 | coefficient | term | tokens | source |
 |---|---|---|---|
 | `correction.kl_coeff` | KL to the reference, by `correction.kl` | in the loss | the [KL estimators](#kl-estimators) |
-| `correction.sampler_kl_coeff` | `(log(pi / mu))^2 / 2` | in the loss, rejected ones too | prime-rl, whose `kl_tau` is half of the coefficient |
+| `correction.sampler_kl_coeff` | `(log(pi / mu))^2 / 2` | in the loss, rejected ones too | prime-rl, whose `kl_tau` is half of it |
 | `correction.entropy_coeff` | minus the entropy of `pi` | in the loss | |
 | `correction.environment_ce_coeff` | `-log pi` at temperature 1 | written by an [environment](environments.md) or an agent between two answers, and the chat template's around them | ECHO, [2605.24517](https://arxiv.org/abs/2605.24517) |
 
-`correction.aggregation` reduces the first three. The last is the mean over the environment's tokens of the minibatch,
-as in prime-rl; rLLM averages within each episode first.
+`correction.aggregation` reduces the first three. The last is the mean over the environment's tokens of the minibatch.
 
 ## Rejected and unscored responses
 
@@ -128,22 +135,19 @@ token is made from. Source: `estimators/turn_credit.py`.
 | `turn` | of the token's turn | all but {whole}, {per_token} |
 
 The advantages that the row `turn` adds to its exceptions work with returns per token. With `rest` they get the reward
-of a turn at its last sampled token. All other advantages treat each turn as a sequence of its own and compare it with
-turns of the same number. A turn that one sample of a group reached alone has advantage 0.
+of a turn at its last sampled token. All others treat each turn as a sequence of its own and compare it with turns of
+the same number. A turn that one sample of a group reached alone has advantage 0.
 
-A turn without a reward counts as 0 in `rest`. In `turn` its reward is unknown, and its advantage is 0. Penalties of
-the run, such as the overlong penalty, belong to the last turn.
+A turn without a reward counts as 0 in `rest`. In `turn` its advantage is 0. Penalties of the run, such as the overlong
+penalty, belong to the last turn. `rollout.dynamic_sampling` compares the rewards of whole episodes with any credit.
 
-`rollout.dynamic_sampling` compares the rewards of whole episodes with any credit.
-
-Tokens of tools are in no loss, except with `correction.environment_ce_coeff`. `tir_otb` counts positions in sampled
-tokens alone. The methods whose unit is a turn are {of_turns}.
+Tokens of tools are in no loss, except with `correction.environment_ce_coeff`. The methods whose unit is a turn are
+{of_turns}.
 
 ## Centred scores
 
 Source: `estimators/centering.py`, [2609.20807](https://arxiv.org/abs/2609.20807). The mean of a weighted score under
-`mu` is not 0. A constant advantage turns this mean into a step at every prefix. `centering` subtracts the mean. The
-expected step of a prefix then is the covariance of advantage and weighted score.
+`mu` is not 0, and a constant advantage turns it into a step at every prefix. `centering` subtracts the mean.
 
 Centering needs the sampler's probabilities of tokens that were not sampled. `"top(n)"` records the n likeliest tokens
 and assumes that the other tokens are proportional to `pi`. `"kept"` uses the recorded sampling mask
@@ -157,17 +161,7 @@ With weight `token_vanilla` the mean is 0 already. Centering works with these me
 - in bypass mode objectives {centred_objectives}
 - in decoupled mode with one update per batch also objectives {centred_at_one}
 
-The evidence is mixed. The paper (0.6B to 30B) reports results at or above those of weights under quantized rollouts. A
-replication with a Qwen model found no effect.
-
-## Not included
-
-No primary source gives the formulas of StableReinforce, MIPU, SAT, AIS, DCMDP, mu-GRPO and DVP.
-
-## To add a method
-
-One function, one test, one line of a table, and `python docs/make_methods.py`:
-[CONTRIBUTING.md](../CONTRIBUTING.md#add-a-method) has the steps.
+The paper reports results at or above those of weights. A replication with a Qwen model found no effect.
 
 ## Sources without an arXiv id
 
@@ -179,7 +173,8 @@ One function, one test, one line of a table, and `python docs/make_methods.py`:
 - Hu et al. 2026, "FlashREINFORCE: Critic-Free Single-Rollout Asynchronous RL for Agentic Language Models"
 - Williams 1992, "Simple Statistical Gradient-Following Algorithms"
 
-The name of a framework in the column "paper" stands for the framework's code.
+The name of a framework as a source stands for its code. No primary source gives the formulas of StableReinforce, MIPU,
+SAT, AIS, DCMDP, mu-GRPO and DVP, which are not included.
 """
 ABOUT_CONTROLLERS = """\
 A controller changes a setting between updates. It has no gradient. Its state is part of the checkpoint."""
@@ -192,11 +187,10 @@ ABOUT_PRESETS = """\
 | `flash_reinforce` | Hu et al. 2026 |
 | `ipo` | prime-rl's default loss |
 | `kpop` | [2606.15079](https://arxiv.org/abs/2606.15079) |
-| the others | named after systems: `same_engine` equals `normal`; `colocated` and `disaggregated` equal `tis_2` |
+| the others | named after systems |
 
 `async` and `async_moe` have no weight of their own, because the objective `decoupled` has one. `moe` and `async_moe`
-are for models with experts. Where sampler and learner choose other experts, ratios are extreme; both reject such
-tokens."""
+reject the extreme ratios of tokens with other experts."""
 
 
 def labelled(doc: str, name: str, labels: list[str]) -> list[str]:
@@ -219,34 +213,38 @@ def source(doc: str, name: str, table: dict) -> str:
     links = [f"[{i}](https://arxiv.org/abs/{i})" for i in re.findall(r"arXiv:(\d{4}\.\d{5})", head)]
     if not links and not NAMED.search(head):
         raise ValueError(f"the docstring of {name!r} has no source; add 'arXiv:...' or 'no paper'")
-    return ", ".join(dict.fromkeys(links or NAMED.findall(head)))
+    found = dict.fromkeys(links or NAMED.findall(head))
+    return ", ".join(name for name in found if name != "no paper")
 
 
-def row(name: str, table: dict, shared: str, labels: Iterable[str], *more: str) -> list[str]:
+def row(name: str, table: dict, labels: Iterable[str], required: Iterable[str], shared: str,
+        parameters: str) -> list[str]:
     """Cells of an entry; `shared` is the docstring of the table's module."""
-    *cells, use = labelled(f"{shared}\n\n{table[name].__doc__}", name, [*labels, "Use"])
-    function = table[name].__name__
+    doc, function = table[name].__doc__, table[name].__name__
+    labelled(f"{shared}\n\n{doc}", name, required)
+    *cells, use = labelled(f"{shared}\n\n{doc}", name, [*labels, "Use"])
     link = f"[`{name}`](../{table[name].__module__.replace('.', '/')}.py)"
     link += f" (`{function}`)" * (function != name)
-    return [link, source(table[name].__doc__, name, table), *cells, *more, use]
+    return [f"{link} {source(doc, name, table)}".strip(), *cells, parameters, use]
 
 
 def defaults(parameters: dict) -> str:
-    texts = [
-        f"`{name}` required" if value is inspect.Parameter.empty else f"`{name}={value}`"
+    return listed(
+        name if value is inspect.Parameter.empty else f"{name}={value}"
         for name, value in parameters.items()
-    ]
-    return ", ".join(texts) or "–"
+    )
 
 
 def listed(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
-def needs(kind: str, name: str) -> str:
+def parameters(kind: str, name: str) -> str:
+    """The parameters of a method, and the batch fields that it needs."""
     fields = methods.needs(kind, name)
-    marked = [f"`{field}`" + "†" * FIELDS[field].is_large for field in fields]
-    return ", ".join(marked) or "–"
+    needs = ", ".join(f"`{field}`" + "†" * FIELDS[field].is_large for field in fields)
+    found = defaults(methods.parameters(kind, name))
+    return "; ".join([found] * bool(found) + [f"needs {needs}"] * bool(needs))
 
 
 def advantages_with(trait: str) -> str:
@@ -256,35 +254,32 @@ def advantages_with(trait: str) -> str:
 
 def section(title: str, header: list[str], rows: Iterable[list[str]], about: str = "") -> str:
     escaped = [[cell.replace("|", r"\|") for cell in cells] for cells in rows]
-    lines = [header, ["---"] * len(header), *escaped]
+    head, *lines = [f"| {' | '.join(line)} |\n" for line in (header, *escaped)]
     about += "\n\n" * bool(about)
-    return f"\n## {title}\n\n{about}" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"\n## {title}\n\n{about}{head}|" + "---|" * len(header) + "\n" + "".join(lines)
 
 
-def without_constants(header: list[str], rows: list[list[str]]) -> tuple[list, list, str]:
-    """Returns (header, rows, sentence): the sentence says what a column with one value says."""
-    columns = list(zip(*rows, strict=True))
-    named = zip(header, columns, strict=True)
-    constant = {name: cells[0] for name, cells in named if len(set(cells)) == 1}
-    varied = [i for i, name in enumerate(header) if name not in constant]
-    rows = [[cells[i] for i in varied] for cells in rows]
-    shared = (f"The {name} of every row is: {cell}." for name, cell in constant.items())
-    return [header[i] for i in varied], rows, " ".join(shared).replace(";", ",")
+def method_section(kind: str) -> str:
+    (title, module, labels), table = KINDS[kind], methods.TABLES[kind]
+    rows = [row(n, table, labels, LABELS, module.__doc__, parameters(kind, n)) for n in table]
+    return section(title, ["method", *(COLUMNS[x] for x in labels), "parameters", "use"], rows)
 
 
-def method_rows(kind: str) -> list[list[str]]:
-    table, shared = methods.TABLES[kind], KINDS[kind][1].__doc__
-    parameters = {name: defaults(methods.parameters(kind, name)) for name in table}
-    return [row(n, table, shared, COLUMNS, parameters[n], needs(kind, n)) for n in table]
+def controller_section() -> str:
+    table, labels = controllers.CONTROLLERS, ("Reads", "Sets")
+    rows = [row(n, table, labels, (), "", defaults(methods.parameters("controller", n))) for n in table]
+    header = ["method", *(COLUMNS[x] for x in labels), "parameters", "use"]
+    return section("Controllers", header, rows, ABOUT_CONTROLLERS)
 
 
-def controller_row(name: str) -> list[str]:
-    parameters = defaults(methods.parameters("controller", name))
-    return row(name, controllers.CONTROLLERS, "", CONTROLLER_COLUMNS, parameters)
+def preset_row(name: str) -> list[str]:
+    mode, weight, rejecting, objective, centred = presets.PRESETS[name].values()
+    cells = [f"`{cell}`" if cell else "" for cell in (name, mode, weight, rejecting, objective)]
+    cells[-1] += f", centred by `{centred}`" * (centred != "none")
+    return cells
 
 
 def page() -> str:
-    header = ["name", "paper", *COLUMNS.values(), "defaults", "needs", "when to use it"]
     at_update = [name for name in masks.MASKS if methods.traits("mask", name).at_update]
     of_turns = [
         name for kind in KINDS for name in methods.TABLES[kind]
@@ -298,17 +293,10 @@ def page() -> str:
         whole=advantages_with("of_sequences"), per_token=advantages_with("per_token"),
         of_turns=listed(of_turns),
     )
-    for kind in KINDS:
-        columns, rows, about = without_constants(header, method_rows(kind))
-        text += section(KINDS[kind][0], columns, rows, about)
-    header = ["name", "paper", *CONTROLLER_COLUMNS.values(), "defaults", "when to use it"]
-    rows = map(controller_row, controllers.CONTROLLERS)
-    text += section("Controllers", header, rows, ABOUT_CONTROLLERS)
-    bundles = [[name, *preset.values()] for name, preset in presets.PRESETS.items()]
-    rows = [[f"`{cell}`" if cell else "–" for cell in bundle] for bundle in bundles]
-    header = ["name", "mode", "weight", "masks", "objective", "centering"]
-    text += section("Presets", header, rows, ABOUT_PRESETS)
-    return text.replace("docs/oracle.md", "[docs/oracle.md](oracle.md)")
+    text += "".join(map(method_section, KINDS)) + controller_section()
+    header = ["name", "mode", "weight", "masks", "objective"]
+    text += section("Presets", header, map(preset_row, presets.PRESETS), ABOUT_PRESETS)
+    return text.replace("docs/oracle.md", "[oracle](oracle.md)")
 
 
 if __name__ == "__main__":

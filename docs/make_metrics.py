@@ -38,9 +38,9 @@ not yet a failing run: see [Is my gap dangerous?](gate.md#is-my-gap-dangerous)
 ## How to read the tables
 
 - `{{a,b}}` in a name stands for each of the words, `<x>` for any text.
-- **c**: also in the compact record, `--config.metrics.record=compact`, a fifth to a quarter of the
-  full one. TensorBoard and the sinks always get all values.
-- Source verl: verl has the same metric, with this name and formula.
+- †: also in the compact record, `--config.metrics.record=compact`, a fifth to a quarter of the full one. TensorBoard
+  and the sinks always get all values.
+- ‡: verl has the same metric, with this name and formula.
 - A mean is over valid tokens unless the row says otherwise. A mean of nothing (an empty mask) is 0.
 
 | symbol | meaning |
@@ -54,55 +54,49 @@ not yet a failing run: see [Is my gap dangerous?](gate.md#is-my-gap-dangerous)
 
 π, π_prox, π_old and μ are log-probs of the sampled token.
 """
-# What stands above the table of a section: where it is computed, and what all its rows share.
+# What all rows of a section share.
 INTRODUCTIONS = {
-    "Learning": "Computed in `learner/`, `diagnostics/` and `evaluate.py`.",
-    "The update": "Computed in `learner/`. Values are means over the updates of a step.",
+    "The update": "Values are means over the updates of a step.",
     "Sampler against learner": """\
-Computed in `diagnostics/`.
-
-`config.rollout.old_logp_source` sets the source of π_old. With `ring` and `replica` it is as above.
-With `none`, π_old is π_prox. With `ewma`, both are log-probs of a moving average of the policy. In these two cases
-staleness counts as the engine's.
+`rollout.old_logp_source` sets the source of π_old. With `none`, π_old is π_prox. With `ewma`, both are log-probs of a
+moving average of the policy. In these two cases staleness counts as the engine's.
 
 `mismatch/route_flip_*` compares the experts that sampler and learner choose for a token, in any order. It needs the
-recorded routes of the sampler (`engine.record_routes`). The learner's routes are those that its routers choose
-without replay, so the rates also say what replay corrects.
+recorded routes of the sampler (`engine.record_routes`). The learner's routes are those without replay.
 
-Rows by turn and tool appear for episodes of several turns ([environments.md](environments.md)), for sessions of
-an agent ([harness.md](harness.md)) and for dumps of other trainers ([audit.md](audit.md)).""",
+Rows by turn and tool appear for [episodes](environments.md) of several turns, for [sessions](harness.md) of an agent
+and in the [audit](audit.md).""",
     "Experts": """\
-For models with a mixture of experts. Computed in `diagnostics/routes.py` from the learner's own routes, without
-replay. Mean and worst are over the MoE layers. The worst layer has the largest load, or the smallest entropy.""",
+For models with a mixture of experts, from the learner's own routes, without replay. Mean and worst are over the MoE
+layers. The worst layer has the largest load, or the smallest entropy.""",
     "Importance weights and rejection": """\
-Computed in `diagnostics/`.
-
 `correction/*` count tokens. In decoupled mode they count once for the rollout batch. In bypass mode, and for
 masks inside the update, they are sums over the updates: with two epochs every token counts twice. A weight
 `none` and objectives with a weight of their own have no counts.""",
-    "Rollouts": "Computed in `rollouts/`, from the counters of the engine.",
     "Samplers that run ahead": """\
-Computed in `rollouts/`, and `gate/*` by the probe of `gate/`. [async.md](async.md) explains the schedules. Counts are
-since the last batch.""",
+[async.md](async.md) explains the schedules, [gate.md](gate.md) the probe (`gate/*`, every `rollout.gap_probe_every`
+steps). Counts are since the last batch.""",
     "The machine": """\
-Computed in `record/`. Two runs of the same program may differ only in values of `time/`. Phases
-are disjoint. Compilation within a phase counts as `compile`. `step` is the whole step. The goodput of the report
-is the share of rollout, reward, score and update in the sum of all phases.""",
+Two runs of the same program may differ only in values of `time/`. Phases are disjoint. Compilation within a phase
+counts as `compile`. The goodput of the report is the share of rollout, reward, score and update in the sum of all
+phases.""",
 }
 
 
 def row(metric: names.Metric) -> str:
-    """Returns the row of a metric, with links to the papers and pages of its source."""
+    """Returns the row of a metric, with links to the papers of its source."""
+    is_verl = metric.source == names.VERL
     source = re.sub(r"\b(\d{4}\.\d{5})", r"[\1](https://arxiv.org/abs/\1)", metric.source)
-    source = re.sub(r"docs/(\w+\.md)", r"[\1](\1)", source)
-    compact = "c" if metric.is_compact else ""
-    cells = f"`{metric.pattern}`", compact, metric.unit, metric.meaning, source
+    name = f"`{metric.pattern}`" + "†" * metric.is_compact + "‡" * is_verl
+    end = "." if is_verl or not source else f" ({source})."
+    cells = name, metric.unit, metric.meaning.removesuffix(".") + end
     return " | ".join(cell.replace("|", r"\|") for cell in cells)
 
 
 def section(title: str, metrics: Iterable[names.Metric]) -> str:
-    lines = ["name | c | unit | meaning | source", "---|---|---|---|---", *map(row, metrics)]
-    return f"\n## {title}\n\n{INTRODUCTIONS[title]}\n\n" + "".join(f"| {line} |\n" for line in lines)
+    about = INTRODUCTIONS.get(title, "")
+    lines = ["| name | unit | meaning |", "|---|---|---|", *(f"| {row(m)} |" for m in metrics)]
+    return f"\n## {title}\n\n{about}" + "\n\n" * bool(about) + "\n".join(lines) + "\n"
 
 
 def page() -> str:

@@ -40,17 +40,27 @@ done
 wait
 [ ! -e "$out/failed" ] || exit 1
 
+programs() {  # title and tables of a log; of the table of programs the columns and rows of the page
+  awk -F ' [|] ' -v OFS=' | ' '
+    NR == 1 { sub(/Mesh [a-z x]*:/, "Mesh"); print }
+    !/^\|/ { table = ""; next }
+    !table { print ""; table = /^\| program / ? "programs" : "other" }
+    table == "other" { print }
+    table == "programs" && /^\|---/ { print "|---|---|---|---|---|" }
+    table == "programs" && /^\| / && !/insert / { sub(" GiB", "", $5); print $1, $5, $7, $8, $11 " |" }' "$1"
+}
+
 cat >"$out/page.md" <<PAGE
 # Programs of the shipped configs
 
-This page lists the memory and FLOPs of every TPU program of the shipped configs. \`./launch/aot.sh\` wrote it
-with jax $(version jax) and libtpu $(version libtpu), without a TPU. All numbers are facts of the compiler or
-outputs of a model. Nothing was timed on a TPU. [tpu.md](tpu.md#what-the-result-means) explains the columns.
+This page lists the memory and FLOPs of the TPU programs of the shipped configs. \`./launch/aot.sh\` wrote it
+with jax $(version jax) and libtpu $(version libtpu), without a TPU. Nothing was timed on a TPU.
+[tpu.md](tpu.md#what-the-result-means) explains the columns. Peaks are in GiB, meshes data x fsdp x tensor x context x
+expert. Insert and eval_insert have no row: they use no more memory than decode and eval_decode.
 PAGE
 for config in "${configs[@]}"; do
-  # The first line is a title; of the rest, the tables.
   printf "\n## \`%s\`\n\n" "$(file_of "$config")" >>"$out/page.md"
-  awk 'NR == 1; /^\|/ && !table { print "" } { table = /^\|/ } table' "$out/$config.log" >>"$out/page.md"
+  programs "$out/$config.log" >>"$out/page.md"
 done
 
 cat >>"$out/page.md" <<PAGE
@@ -59,15 +69,15 @@ cat >>"$out/page.md" <<PAGE
 
 The decode program with other formats of weights and KV cache (\`engine.quantization\`, \`engine.cache_dtype\`).
 
-| config | weights, cache | arguments | temporaries | peak | beside | HBM use | moves | at best (model) |
-| --- | --- | --- | --- | --- | --- | --- | --- | --- |
+| config | weights, cache | peak | HBM use | moves | at best (model) |
+|---|---|---|---|---|---|
 PAGE
 for config in "${sampled[@]}"; do
   for format in "${formats[@]}"; do
     name=${format/none/bfloat16}
     # Columns of the table that jaxrl_tis.aot prints.
     awk -F ' [|] ' -v name="| \`$(basename "$(file_of "$config")")\` | ${name/,/, }" -v OFS=' | ' \
-      '/^\| decode/ { print name, $3, $4, $5, $6, $7, $10, $11 " |" }' "$out/$config,$format.log" >>"$out/page.md"
+      '/^\| decode/ { gsub(" GiB", ""); print name, $5, $7, $10, $11 " |" }' "$out/$config,$format.log" >>"$out/page.md"
   done
 done
 mv "$out/page.md" docs/tpu_programs.md

@@ -251,8 +251,12 @@ def test_figures_of_other_sizes_are_in_other_tables(monkeypatch):
     assert "a laptop" in cpus and "H100" not in cpus.split("###")[0]
     assert "NVIDIA H100" in chips and "a laptop" not in chips
     assert "| `sync` | ValueError: no memory |" in chips
-    assert "| W8A8 | 128 | 12,800 | 7.81 | 3% |" in chips
+    assert "| W8A8 | 1000.00, 31.25, 7.81 | 3%, 3%, 3% |" in chips
+    assert "Kernel nearest to its bound: segment_reduce sum (2.0e-06 of 1e-03).\n" in chips
     assert "unknown device" in others
+    kernels = small["parts"]["correctness"]["result"]["kernels"]
+    kernels["dot W8A8"] = {"kernel": "XLA", "error": None, "bound": 0.03, "is_ok": False}
+    assert "Kernels above their bound: dot W8A8 (" in make_accelerators.details(small)
     monkeypatch.setattr(make_accelerators, "reports", lambda: [small])
     assert "none to borrow" in make_accelerators.page()
 

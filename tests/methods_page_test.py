@@ -24,17 +24,11 @@ def test_the_page_is_current():
 
 @pytest.mark.parametrize("kind", make_methods.KINDS)
 def test_every_entry_has_every_column(kind):
-    table = rows(make_methods.KINDS[kind][0])
+    title, _, labels = make_methods.KINDS[kind]
+    table = rows(title)
     assert [cells[0].split("`")[1] for cells in table] == list(methods.TABLES[kind])
-    shared = section(make_methods.KINDS[kind][0]).count(" of every row is: ")
-    assert all(len(cells) == 8 - shared and all(cells) for cells in table)
-
-
-def test_a_column_with_one_value_is_one_sentence():
-    assert section("Weights").startswith("The gradient path of every row is: none, weights are detached.")
-    assert section("Objectives").startswith("| name | paper | unit | trust region | gradient path |")
-    header, table, about = make_methods.without_constants(["name", "unit"], [["a", "x"], ["b", "x"]])
-    assert (header, table, about) == (["name"], [["a"], ["b"]], "The unit of every row is: x.")
+    assert all(len(cells) == len(labels) + 3 for cells in table)
+    assert all(cell for *cells, _, use in table for cell in (*cells, use))
 
 
 def test_every_kind_controller_and_preset_has_its_place():
@@ -46,19 +40,20 @@ def test_every_kind_controller_and_preset_has_its_place():
 
 def test_a_row_by_hand():
     table = {cells[0].split("`")[1]: cells for cells in rows("Objectives")}
-    assert table["decoupled"][:2] == [
-        "[`decoupled`](../jaxrl_tis/estimators/ppo.py)",
-        "[2110.00641](https://arxiv.org/abs/2110.00641), "
-        "[2505.24298](https://arxiv.org/abs/2505.24298)",
-    ]
-    assert table["decoupled"][5:7] == [
-        "`clip_low=0.2`, `clip_high=0.2`, `upper=inf`", "`logp_prox`, `logp_behav`",
-    ]
-    assert table["oapl"][5] == "`oapl_beta` required"
-    assert table["ppo"][0] == "[`ppo`](../jaxrl_tis/estimators/ppo.py) (`ppo_clip`)"
+    assert table["decoupled"][0] == (
+        "[`decoupled`](../jaxrl_tis/estimators/ppo.py) [2110.00641](https://arxiv.org/abs/2110.00641), "
+        "[2505.24298](https://arxiv.org/abs/2505.24298)"
+    )
+    assert table["decoupled"][3] == (
+        "`clip_low=0.2`, `clip_high=0.2`, `upper=inf`; needs `logp_prox`, `logp_behav`"
+    )
+    assert table["oapl"][3] == "`oapl_beta`; needs `logp_behav`" and table["gpg"][3] == ""
+    assert table["ppo"][0].startswith("[`ppo`](../jaxrl_tis/estimators/ppo.py) (`ppo_clip`) [1707.06347]")
     masks = {cells[0].split("`")[1]: cells for cells in rows("Masks")}
-    assert masks["seq_sum_ratio"][1] == "verl"  # the source of seq_sum_k1
-    assert masks["trm"][5] == "`logits_behav`†, `logits`†"  # for small configs
+    assert masks["seq_sum_ratio"][0].endswith(") verl")  # the source of seq_sum_k1
+    assert masks["trm"][3] == "`trm_delta`; needs `logits_behav`†, `logits`†"  # for small configs
+    presets_ = {cells[0].strip("`"): cells for cells in rows("Presets")}
+    assert presets_["centered"][1:] == ["`bypass`", "`none`", "", "`reinforce`, centred by `top(32)`"]
 
 
 @pytest.mark.parametrize("label", ["Unit", "Trust region", "Gradient", "Use"])

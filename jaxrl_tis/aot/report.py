@@ -283,7 +283,7 @@ def title(setup: Setup, topology: Topology) -> str:
     meshes = (setup.training.layout.mesh.shape, setup.engine.layout.mesh.shape)
     train, serve = ("x".join(str(n) for n in m.values()) for m in meshes)
     where = " on other devices" if setup.is_apart else ""
-    sleeps = " The sampler sleeps during the update." if setup.sleeps else ""
+    sleeps = " The sampler sleeps." if setup.sleeps else ""
     return (
         f"{setup.config.name} for {topology.num_chips} chips {topology.name} "
         f"({topology.product_name}), {setup.model.num_layers} layers. "
@@ -343,8 +343,8 @@ def table(result: dict[str, Any], markdown: bool = False) -> str:
 def grid(rows: list[tuple[str, ...]], markdown: bool = False) -> str:
     """Returns rows of cells, the heading first, as columns of text or as Markdown."""
     if markdown:
-        rule = ("---",) * len(rows[0])
-        return "\n".join("| " + " | ".join(row) + " |" for row in (rows[0], rule, *rows[1:]))
+        head, *rest = ["| " + " | ".join(row) + " |" for row in rows]
+        return "\n".join([head, "|" + "---|" * len(rows[0]), *rest])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()

@@ -50,8 +50,8 @@ def grpo(rewards: Array, mask: Array, group: Array, *, eps: float = 1e-6) -> Arr
     A group whose rewards are all equal gives exactly 0. A group of one has mean 0 and std 1, as in
     verl: A = R / (1 + eps).
 
-    Unit: group. Use: the common choice with several samples per prompt; dividing by the std favours
-    prompts of nearly equal rewards and turns the gradient by some degrees (docs/oracle.md).
+    Unit: group. Use: the common choice; dividing by the std favours prompts of nearly equal rewards
+    and turns the gradient a little (docs/oracle.md).
 
     Args:
       rewards, mask, group: see the module.
@@ -72,8 +72,8 @@ def dr_grpo(rewards: Array, mask: Array, group: Array) -> Array:
     The other half of the method is the aggregation "seq-mean-token-sum-norm". A group whose rewards
     are all equal gives exactly 0. A group of one has mean 0, as in verl: A = R.
 
-    Unit: group. Use: `grpo` without its bias for difficulty and, with that aggregation, for length;
-    the direction is that of the gradient, its size (G - 1) / G (docs/oracle.md).
+    Unit: group. Use: `grpo` without its bias for difficulty; the gradient is (G - 1) / G of the
+    true one (docs/oracle.md).
 
     Args:
       rewards, mask, group: see the module.
@@ -95,8 +95,7 @@ def maxrl(rewards: Array, mask: Array, group: Array) -> Array:
     the expected step is the gradient of -sum_k (1 - p)^k / k over k < G, the first terms of log p
     (docs/oracle.md). A group whose rewards are all equal gives exactly 0; so does a group of one.
 
-    Unit: group. Use: rewards of 0 and 1, to learn most from prompts that are seldom solved;
-    negative rewards have no meaning here.
+    Unit: group. Use: rewards of 0 and 1, to learn most from prompts that are seldom solved.
 
     Args:
       rewards, mask, group: see the module.
@@ -120,8 +119,8 @@ def grpo_passk(
     eps like `grpo`. A tie at the top gives exactly 0, and so does a group of one, which has no
     second (verl refuses such groups).
 
-    Unit: group. Use: to raise the best of a group rather than its mean; one sample per prompt
-    teaches, and none where two share the best reward.
+    Unit: group. Use: the best of a group rather than its mean; one sample per prompt teaches, and
+    none if two share the best reward.
 
     Args:
       rewards, mask, group: see the module.
@@ -149,8 +148,8 @@ def rloo(rewards: Array, mask: Array, group: Array) -> Array:
     A group whose rewards are all equal gives exactly 0. A group of one has no others and gives 0,
     as verl's vectorised form (its loop form leaves R).
 
-    Unit: group. Use: several samples per prompt and an unbiased gradient (docs/oracle.md); the step
-    follows the scale of the reward.
+    Unit: group. Use: an unbiased gradient with several samples per prompt (docs/oracle.md); the
+    step follows the scale of the reward.
 
     Args:
       rewards, mask, group: see the module.
@@ -173,8 +172,8 @@ def gpg(rewards: Array, mask: Array, group: Array) -> Array:
     that only fill up the batch. A group whose rewards are all equal gives exactly 0. A group of one
     has mean 0, as in verl: A = alpha R.
 
-    Unit: group (mean), batch (alpha). Use: `dr_grpo` whose step does not shrink with prompts that
-    have no reward at all; alpha moves with the success rate, and with it the size of the step.
+    Unit: group (mean), batch (alpha). Use: `dr_grpo` whose step does not shrink with unsolved
+    prompts; the step moves with the success rate.
 
     Args:
       rewards, mask, group: see the module; the whole rollout batch must be in the call.
@@ -201,9 +200,8 @@ def gdpo(
     shifts every advantage, also those of a group that is constant in all components; where all
     advantages of the batch are equal, they are exactly 0.
 
-    Unit: group (components), batch (whitening). Use: several rewards, none of which is to dominate
-    by its scale; a rare component is blown up to the size of the others, and the gradient turns
-    (docs/oracle.md).
+    Unit: group (components), batch (whitening). Use: several rewards of different scales; rare
+    components are scaled up, and the gradient turns (docs/oracle.md).
 
     Args:
       rewards: not used, but for which are unknown.
@@ -243,7 +241,7 @@ def oapl(rewards: Array, mask: Array, group: Array, *, oapl_beta_value: float) -
     not agree on the constant, which is therefore required. A group whose rewards are all equal
     gives exactly 0; so does a group of one, whose value is its own reward.
 
-    Unit: group. Use: with the objective `oapl`; a soft maximum needs many samples per prompt.
+    Unit: group. Use: the objective `oapl`; it needs many samples per prompt.
 
     Args:
       rewards, mask, group: see the module.
@@ -296,7 +294,7 @@ def gae(
     others (a tool's reply), without discounting them. Then the batch is whitened, as in verl.
 
     Unit: token (credit), batch (whitening). Use: one sample per prompt, or credit within a
-    response, with a critic; the critic is a second model, and lam < 1 passes its errors on.
+    response; the critic is a second model.
 
     Args:
       rewards: [B] (put on the last valid token) or [B, T].
@@ -331,8 +329,8 @@ def reinforce_plus_plus(rewards: Array, mask: Array, group: Array, *, gamma: flo
     The recursion steps over masked tokens without discounting them. Where all returns of the batch
     are equal, A is exactly 0. Groups have no part in it.
 
-    Unit: token (return), batch (whitening). Use: one sample per prompt and no critic; easy and hard
-    prompts share one baseline, so answers to easy ones count as good.
+    Unit: token (return), batch (whitening). Use: one sample per prompt and no critic; all prompts
+    share one baseline, so answers to easy ones count as good.
 
     Args:
       rewards: [B] (put on the last valid token) or [B, T].
@@ -356,8 +354,8 @@ def reinforce_plus_plus_baseline(rewards: Array, mask: Array, group: Array) -> A
     A group of one has mean 0, as in verl. Where R minus the mean is equal for the whole batch, A is
     exactly 0.
 
-    Unit: group (mean), batch (whitening). Use: `grpo` with one scale for the batch instead of one
-    per prompt; it is whitened over tokens, so long responses rule the scale.
+    Unit: group (mean), batch (whitening). Use: `grpo` with one scale for the batch; long responses
+    rule the scale.
 
     Args:
       rewards, mask, group: see the module; the whole rollout batch must be in the call.

@@ -55,9 +55,8 @@ def aspo(
 
     Unit: token. Trust region: r <= 1 + clip_high where A >= 0, r >= 1 - clip_low where A < 0
     (aspo_wide at high entropy); weight <= dual_clip. Gradient: through r, with the detached weight
-    1 / r for A >= 0 and r for A < 0, at most dual_clip; 0 beyond the bound. Use: to push good
-    tokens that are still rare, against the rule that likely ones grow most; 1 / r is no importance
-    weight, so a gap is not corrected.
+    1 / r for A >= 0 and r for A < 0, at most dual_clip; 0 beyond the bound. Use: good tokens that
+    are still rare; 1 / r is no importance weight, so a gap is not corrected.
 
     Args:
       entropy: [B, T] entropy of the old policy at each sampled token, nats.

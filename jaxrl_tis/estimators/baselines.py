@@ -34,7 +34,7 @@ def remax(rewards: Array, mask: Array, group: Array, *, greedy_rewards: Array) -
 
     No normalisation and no group: a group of one is like any other.
 
-    Unit: token (return), sequence (baseline). Use: one sample per prompt and an unbiased gradient
+    Unit: token (return), sequence (baseline). Use: an unbiased gradient with one sample per prompt
     (docs/oracle.md); costs a greedy response per prompt.
 
     Args:
@@ -64,9 +64,8 @@ def batch_mean(rewards: Array, mask: Array, group: Array) -> Array:
     fill up the batch. As it holds the sequence's own reward, the expected step is (B - 1) / B of
     the gradient with B sequences. A batch whose rewards are all equal gives exactly 0.
 
-    Unit: batch. Use: one sample per prompt and no critic, as in asynchronous training, where a
-    group waits for its slowest sample; easy and hard prompts share one baseline, so answers to easy
-    ones count as good.
+    Unit: batch. Use: one sample per prompt and no critic, as in asynchronous training; one baseline
+    as in `reinforce_plus_plus`.
 
     Args:
       rewards, mask: see `advantages`; the whole rollout batch must be in the call.
@@ -88,8 +87,8 @@ def opo(rewards: Array, mask: Array, group: Array) -> Array:
     squared norm of a sequence's score grows with its length. A group whose rewards are all equal
     gives exactly 0. A group of one has baseline 0, as in verl: A = R. A fully masked row has n = 0.
 
-    Unit: group. Use: responses of very different lengths; equal lengths make it `dr_grpo`, and the
-    weights turn the gradient a little (docs/oracle.md).
+    Unit: group. Use: responses of different lengths; with equal ones it is `dr_grpo`, and it turns
+    the gradient a little (docs/oracle.md).
 
     Args:
       rewards, mask, group: see `advantages`.
@@ -118,8 +117,8 @@ def opob(
     group whose rewards are all equal gives exactly 0, and so does a group of one, which is its own
     baseline. If every weight of a group is 0, the baseline is 0.
 
-    Unit: group. Use: off-policy batches with sequence weights; one backward pass per sequence for a
-    variance of 26.95 instead of 27.01 without a baseline in docs/oracle.md.
+    Unit: group. Use: off-policy batches with sequence weights; a backward pass per sequence for a
+    variance of 26.95 instead of 27.01 without a baseline (docs/oracle.md).
 
     Args:
       rewards, mask, group: see `advantages`.
@@ -204,9 +203,8 @@ def otb(
     response, unless `otb_zero_tail` is False: then that response is its own baseline and A = 0
     there.
 
-    Unit: token (baseline), group. Use: off-policy batches, as the baseline knows the weights; a
-    variance of 26.84 instead of 27.01 without a baseline in docs/oracle.md, where the token's own
-    score does better (26.71).
+    Unit: token (baseline), group. Use: off-policy batches; a variance of 26.84 instead of 27.01
+    without a baseline (docs/oracle.md), where the token's own score reaches 26.71.
 
     Args:
       rewards: [B] (put on the last valid token) or [B, T].
@@ -241,8 +239,7 @@ def tir_otb(
     The valid tokens of each row are moved to its left before the baseline and back after it, so
     that a tool's text in between changes nothing. Without holes in the mask it is `otb`.
 
-    Unit: token (baseline), group. Use: `otb` for agents with tools, whose replies would shift the
-    positions; the gain is as small.
+    Unit: token (baseline), group. Use: `otb` for agents with tools; the gain is as small.
 
     Args: as `otb`.
 

@@ -58,9 +58,8 @@ def token_binary_kl(
 ) -> Array:
     """Tokens by their binary KL, an option of OpenRLHF; no paper.
 
-    Unit: token. Trust region: binary KL(mu || pi_old) of the drawn token <= upper. Use: as
-    `token_dp`, by a divergence that sees p near 0 and 1 better; the rest of a bad response stays,
-    and a rare token passes at a large ratio.
+    Unit: token. Trust region: binary KL(mu || pi_old) of the drawn token <= upper. Use: `token_dp`
+    by a divergence that is better near 0 and 1; a rare token passes at a large ratio.
 
     Args:
       log_ratio, mask, seg: see `masks`.
@@ -82,8 +81,7 @@ def token_kpop(
     policy against the sampler, beside PPO: `token_vanilla` and `ppo` in decoupled mode.
 
     Unit: token. Trust region: binary KL(mu || pi_old) and KL(pi_old || mu) of the drawn token <=
-    upper. Use: as `token_binary_kl`, which lets a token pass that the learner finds likely and the
-    sampler drew by chance.
+    upper. Use: `token_binary_kl` in both directions.
 
     Args:
       log_ratio, mask, seg: see `masks`.
@@ -110,8 +108,8 @@ def seq_mean_binary_kl(
     flash_reinforce and two more fields. Rejected responses stay in their denominators.
 
     Unit: sequence. Trust region: mean_t of the binary KL(mu || pi_old) of the drawn tokens <=
-    upper. Use: stale responses whose tokens are weighed one by one, so that nothing else sees how
-    far their prefixes went; one bad token hides in a long mean: add `veto`.
+    upper. Use: stale responses, when weights are by token; one bad token hides in a long mean: add
+    `veto`.
 
     Args:
       log_ratio, mask, seg: see `masks`.

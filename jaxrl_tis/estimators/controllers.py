@@ -33,8 +33,7 @@ def ess_scale(
     step starts from the full learning rate again.
 
     Reads: log-ratios of the batch. Sets: the learning rate of this step. Use: stale batches, to
-    step less when few sequences hold the weight; of long responses one can hold nearly all of it,
-    and the step stays tiny.
+    step less when few sequences hold the weight; with long responses the step stays tiny.
 
     Args:
       log_ratio: [B, T] nats, the policy that the update starts from minus the sampler.
@@ -99,9 +98,8 @@ def length_surge(
     a step without responses, is no reference.
 
     Reads: mean response length, now and surge_window (100) steps ago. Sets: the learning rate from
-    here on. Use: as a brake, since a surge of the length precedes a collapse by tens of steps in
-    the survey's account; tasks that need longer answers brake too, and nothing raises the rate
-    again.
+    here on. Use: as a brake, since a surge precedes a collapse by tens of steps in the survey;
+    tasks that need longer answers brake too, and nothing raises the rate again.
 
     Args:
       state: from `length_surge_init` or the previous step.
@@ -164,8 +162,8 @@ def gradient_alignment(
     amount is ours. Opposed gradients and the first step stay as they are.
 
     Reads: the gradient and the previous step's. Sets: the gradient. Use: asynchronous training,
-    whose stale gradients align from step to step by the authors' account, unseen by KL and ESS; it
-    keeps a second gradient, and its thresholds are to be found.
+    where by the authors stale gradients align from step to step; it keeps a second gradient, and
+    thresholds are to be found.
 
     Args:
       state: from `gradient_alignment_init` or the previous step; as large as the gradient.
@@ -235,9 +233,8 @@ def r2vpo_dual(
     Primal and dual are taken from the abstract and secondary notes; the constants were not read and
     are required, and neither was the granularity of r (`ratio_variance` takes tokens).
 
-    Reads: the mean of (r - 1)^2. Sets: r2vpo_lambda of the objective "r2vpo". Use: to name the
-    variance that is allowed instead of its price; the multiplier lags behind the violation, and
-    both constants are to be found.
+    Reads: the mean of (r - 1)^2. Sets: r2vpo_lambda of the objective "r2vpo". Use: a bound on the
+    variance instead of its price; both constants are to be found.
 
     Args:
       state: from `r2vpo_dual_init` or the previous step.
@@ -280,8 +277,8 @@ def layerwise_perturbation(
     into micro-batches or over devices. Old log-probs need a forward pass before the update.
 
     Reads: the gradient by sigma. Sets: the noise of the layers. Use: sharp policies, whose ratios
-    have heavy tails; it costs bits of the signal, and its start is to be found (the authors'
-    settings go from 1e-6, which activations of 16 bits do not see, to 2e-2).
+    have heavy tails; its start is to be found (the authors use 1e-6, which 16-bit activations do
+    not see, to 2e-2).
 
     Args:
       num_layers: of the model.
@@ -318,8 +315,7 @@ def adaptive_kl(
     n / horizon.
 
     Reads: the KL of the step. Sets: kl_coeff. Use: to hold a KL that is known to be right; it
-    reacts over kl_horizon sequences, and the KL it reads must be unbiased (`k1` or `k3` on fresh
-    samples).
+    reacts over kl_horizon sequences, and needs an unbiased KL (`k1` or `k3` on fresh samples).
 
     Args:
       state: from `kl_coefficient_init` or the previous step.

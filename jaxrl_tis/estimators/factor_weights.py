@@ -73,8 +73,7 @@ def capped_ratio(
     lets the factors cancel first. With the engine's cap alone, and one update, it is `token_tis`.
 
     Unit: token. Trust region: w <= cap, and each factor <= its cap. Use: bypass mode with
-    `reinforce`, to bound the engine's gap and the drift apart; between the factors nothing cancels
-    any more, so every cap biases by itself.
+    `reinforce`, to bound the engine's gap and the drift apart; every cap biases by itself.
 
     Args:
       log_ratio: not used.
@@ -104,8 +103,8 @@ def seq_capped_ratio(
 
     Arguments as `capped_ratio`. With the engine's cap alone, and one update, it is `seq_tis`.
 
-    Unit: sequence. Trust region: w <= cap, and each factor's product <= its cap. Use: short
-    responses, as `seq_tis`; over hundreds of tokens every factor sits at its cap or near 0.
+    Unit: sequence. Trust region: w <= cap, and each factor's product <= its cap. Use: the same for
+    short responses; over hundreds of tokens every factor sits at its cap or near 0.
     """
     del log_ratio
     log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask)

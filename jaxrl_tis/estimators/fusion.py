@@ -49,9 +49,8 @@ def fusion_cap(
     importance sampling. Aggregation: token-mean.
 
     Unit: token. Trust region: r = pi / pi_mix <= cap. Gradient: through r; 0 above the cap,
-    whatever the sign of A. Use: rollouts mixed with a teacher, for which the authors prefer it to
-    PPO-clip (and no cap once the teacher's share falls); the cap also stops bad tokens on their way
-    back.
+    whatever the sign of A. Use: rollouts mixed with a teacher; the cap also stops bad tokens on
+    their way back.
 
     Args:
       logp_behav: [B, T] log-probs of the mixture that sampled the tokens, nats.
@@ -80,7 +79,7 @@ def fusion_shaped(
 
     Unit: token. Trust region: r / (r + fusion_gamma) < 1, r = pi / pi_mix. Gradient: through r;
     largest at r = fusion_gamma, fading on both sides, never 0. Use: rollouts mixed with a teacher,
-    to learn most from tokens that surprise the student; a survey reports that it is unstable.
+    to learn from tokens that surprise the student; a survey reports instability.
 
     Args:
       logp_behav: [B, T] log-probs of the mixture that sampled the tokens, nats.

@@ -63,8 +63,7 @@ def k1(logp: Array, logp_ref: Array) -> Array:
     """z = logp - logp_ref, [B, T]; Schulman 2020, "Approximating KL Divergence".
 
     Unit: token. Gradient: 1 per log pi, whose expectation on-policy is 0. Use: in the reward
-    (kl_placement "reward"), where it carries the gradient of the KL of whole responses; as a loss
-    it teaches nothing.
+    (kl_placement "reward"); as a loss it teaches nothing.
     """
     return _difference(logp, logp_ref)
 
@@ -84,7 +83,7 @@ def k3(logp: Array, logp_ref: Array) -> Array:
     -z is clamped to +-20 and the result to +-10.
 
     Unit: token. Gradient: 1 - exp(-z) per log pi, on-policy that of KL(ref || pi); 0 beyond a
-    clamp. Use: to watch the KL, unbiased and of low variance; as a loss (GRPO's, verl's and ours by
+    clamp. Use: to watch the KL, unbiased and of low variance; as a loss (GRPO's, verl's and our
     default) it descends the other KL.
     """
     log_ratio = ratios.clamp(-_difference(logp, logp_ref), -ratios.LOG_BOUND, ratios.LOG_BOUND)
@@ -95,7 +94,7 @@ def absolute(logp: Array, logp_ref: Array) -> Array:
     """|z|, [B, T], as in verl's `kl_penalty`.
 
     Unit: token. Gradient: sign(z) per log pi, 0 at z = 0; on-policy that of no KL. Use: configs of
-    verl that have it; value and gradient are both biased.
+    verl; value and gradient are biased.
     """
     difference = _difference(logp, logp_ref)
     return jax.lax.stop_gradient(jnp.sign(difference)) * difference
@@ -104,8 +103,8 @@ def absolute(logp: Array, logp_ref: Array) -> Array:
 def k1_plus(logp: Array, logp_ref: Array) -> Array:
     """Value of k1, gradient of k2 (verl's "k1+"), [B, T].
 
-    Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: `k2` as a loss whose
-    value is an unbiased, though noisy, KL on fresh samples.
+    Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: `k2` as a loss with
+    an unbiased, noisy value on fresh samples.
     """
     return _straight_through(k1(logp, logp_ref), k2(logp, logp_ref))
 
@@ -114,8 +113,7 @@ def k3_plus(logp: Array, logp_ref: Array) -> Array:
     """Value of k3 with its clamps, gradient of k2 without any (verl's "k3+"), [B, T].
 
     Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: a loss on fresh
-    samples with the right gradient and a value of low variance; after the first update, or with an
-    engine gap, it is biased.
+    samples, with a value of low variance; biased after the first update or with an engine gap.
     """
     return _straight_through(k3(logp, logp_ref), k2(logp, logp_ref))
 
@@ -123,8 +121,8 @@ def k3_plus(logp: Array, logp_ref: Array) -> Array:
 def absolute_plus(logp: Array, logp_ref: Array) -> Array:
     """Value |z|, gradient of k2 (verl's "abs+"), [B, T].
 
-    Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: configs of verl that
-    have it; the value is biased, so prefer `k3+`.
+    Unit: token. Gradient: z per log pi, on-policy that of KL(pi || ref). Use: configs of verl; the
+    value is biased, so prefer `k3+`.
     """
     return _straight_through(absolute(logp, logp_ref), k2(logp, logp_ref))
 
@@ -142,8 +140,8 @@ def is_k3(logp: Array, logp_ref: Array, *, logp_old: Array) -> Array:
     no further weight: the ratio is in it.
 
     Unit: token. Gradient: r z per log pi, that of KL(pi || ref) on samples of pi_old; 0 where log r
-    is clamped. Use: a loss over several updates per batch; r is unbounded, and an engine gap stays
-    unless logp_old is the sampler's (bypass mode).
+    is clamped. Use: several updates per batch; r is unbounded, and an engine gap stays outside
+    bypass mode.
 
     Args:
       logp: [B, T] log-probs of the policy that is trained, nats; the only input with a gradient.
@@ -176,8 +174,8 @@ def clipped_is_k2(
     band.
 
     Unit: token. Gradient: r z per log pi, that of KL(pi || ref) on samples of pi_old; 0 where r has
-    moved beyond the band towards a lower KL. Use: as `is_k3` with a bounded step, beside a clipped
-    policy term; beyond the band it is biased.
+    moved beyond the band towards a lower KL. Use: `is_k3` with a bounded step; beyond the band it
+    is biased.
 
     Args:
       logp: [B, T] log-probs of the policy that is trained, nats; the only input with a gradient.
@@ -212,8 +210,8 @@ def exact_reverse(logp: Array, logp_ref: Array, *, logits: Array, logits_ref: Ar
     As in the trust-region masking of arXiv:2512.23075, there between sampler and learner. Infinite
     where pi can draw a token that the reference cannot.
 
-    Unit: token. Gradient: through the logits, p_v (z_v - KL) each. Use: a KL without sampling error
-    whatever drew the tokens; it costs the logits of both models, V numbers per token.
+    Unit: token. Gradient: through the logits, p_v (z_v - KL) each. Use: a KL without sampling
+    error; costs the logits of both models.
 
     Args:
       logp, logp_ref: not used.
@@ -232,7 +230,7 @@ def exact_forward(logp: Array, logp_ref: Array, *, logits: Array, logits_ref: Ar
     arguments.
 
     Unit: token. Gradient: through the logits, p_v - q_v each. Use: to keep what the reference can
-    say (it covers modes) rather than to avoid what it does not; costs as `exact_reverse`.
+    say (it covers modes); costs as `exact_reverse`.
     """
     del logp, logp_ref
     return _full_kl(jax.lax.stop_gradient(logits_ref), logits)

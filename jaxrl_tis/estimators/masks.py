@@ -116,8 +116,7 @@ token_k1 = _mask(
 seq_sum_k1 = _mask(
     "seq_sum_k1", "Sequences by verl's band on the inverse ratio.",
     "lower <= prod_t mu / pi_old <= upper",
-    "short responses in verl's terms; products spread with the length, so long responses are lost "
-    "first",
+    "short responses in verl's terms; long responses are lost first",
 )
 seq_mean_k1 = _mask(
     "seq_mean_k1", "Sequences by verl's band on the geometric mean of the inverse ratio.",
@@ -127,44 +126,42 @@ seq_mean_k1 = _mask(
 )
 token_k2 = _mask(
     "token_k2", "Tokens by k2 (verl).", "k2 <= upper",
-    "outlying tokens, both ways; their response stays",
+    "against outlying tokens, both ways",
 )
 seq_sum_k2 = _mask(
     "seq_sum_k2", "Sequences by the sum of k2 (verl).", "sum_t k2 <= upper",
-    "a budget per response; it fills up with the length, so long responses are lost first",
+    "a budget per response; long responses are lost first",
 )
 seq_mean_k2 = _mask(
     "seq_mean_k2", "Sequences by the mean of k2 (verl).", "mean_t k2 <= upper",
-    "as `seq_mean_k1`, with gaps of both signs adding up instead of cancelling",
+    "`seq_mean_k1` without cancelling of signs",
 )
 seq_max_k2 = _mask(
     "seq_max_k2", "Sequences by their worst token's k2 (verl).", "max_t k2 <= upper",
-    "to drop the responses that one bad token would spoil; the longer a response, the likelier it "
-    "has one",
+    "against responses that one bad token would spoil; long ones are likelier to have one",
 )
 token_k3 = _mask(
     "token_k3", "Tokens by k3 (verl).", "k3 <= upper",
-    "as `token_k2`, but stricter where rho > 1",
+    "`token_k2`, stricter where rho > 1",
 )
 seq_sum_k3 = _mask(
     "seq_sum_k3",
     "Sequences by the sum of k3 (verl), whose mean under mu is their KL(mu || pi_old).",
     "sum_t k3 <= upper",
-    "a KL budget per response; it fills up with the length, so long responses are lost first",
+    "a KL budget per response; long responses are lost first",
 )
 seq_mean_k3 = _mask(
     "seq_mean_k3", "Sequences by the mean of k3 (verl; 0.01 in its presets).", "mean_t k3 <= upper",
-    "KL(mu || pi_old) per token at any length (verl's k3_rs presets); one bad token hides in a "
-    "long mean: add `veto`",
+    "KL per token at any length (verl's k3_rs presets); as `seq_mean_k1`",
 )
 seq_max_k3 = _mask(
     "seq_max_k3", "Sequences by their worst token's k3 (verl).", "max_t k3 <= upper",
-    "as `seq_max_k2`, stricter where rho > 1",
+    "`seq_max_k2`, stricter where rho > 1",
 )
 token_ratio = _mask(
     "token_ratio", "`token_k1` with the band on the ratio itself. Source as `token_k1`.",
     "lower <= pi_old / mu <= upper",
-    "what `token_mis` keeps, as a mask beside any weight; the rest of a bad response stays",
+    "what `token_mis` keeps, beside any weight",
 )
 seq_sum_ratio = _mask(
     "seq_sum_ratio",
@@ -175,7 +172,7 @@ seq_sum_ratio = _mask(
 seq_mean_ratio = _mask(
     "seq_mean_ratio", "`seq_mean_k1` with the band on the ratio itself. Source as `seq_mean_k1`.",
     "lower <= geometric mean of pi_old / mu <= upper",
-    "what `geo_mis` keeps, at any length; one bad token hides in a long mean",
+    "what `geo_mis` keeps, at any length; as `seq_mean_k1`",
 )
 
 
@@ -185,9 +182,9 @@ def token_dp(
 ) -> Array:
     """Tokens by the difference of their probabilities, prime-rl's band; no paper.
 
-    Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: in bypass mode beside
-    `token_vanilla`, as prime-rl has it; a ratio far from 1 passes where both probabilities are small,
-    and a likely token is dropped at a ratio near 1.
+    Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: bypass mode beside
+    `token_vanilla`, as in prime-rl; rare tokens pass at any ratio, and likely ones are dropped at a
+    ratio near 1.
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -206,9 +203,9 @@ def veto(
 ) -> Array:
     """Sequences without a catastrophic token (slime; no paper).
 
-    Unit: sequence. Trust region: veto_ratio <= rho_t <= veto_upper at every token. Use: beside
-    another mask or weight, against responses with a token that the learner, or with veto_upper the
-    sampler, all but excludes; smaller gaps pass.
+    Unit: sequence. Trust region: veto_ratio <= rho_t <= veto_upper at every token. Use: against
+    responses with a token that the learner (with veto_upper the sampler) all but excludes, beside
+    another mask; smaller gaps pass.
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -226,8 +223,8 @@ def seq_logprob_error(
     seq_logprob_error_threshold; no paper).
 
     Unit: sequence. Trust region: mean_t exp(|log rho_t|) <= upper, at least 1; all rho_t finite.
-    Use: against responses whose record is broken, at any length; gaps of both signs add up, which
-    cancel in the geometric mean. One bad token hides in a long mean: add `veto`.
+    Use: against responses whose record is broken, at any length; as `seq_mean_k1`, without
+    cancelling of signs.
 
     Args:
       log_ratio, mask, seg: see the module.
@@ -248,7 +245,7 @@ def trm(
     The paper divides by the number of all sequences, dropped ones too. Taken from secondary notes.
 
     Unit: sequence. Trust region: max_t KL(mu || pi) <= trm_delta. Use: long responses that one bad
-    token would spoil; more good tokens never change the decision, but it costs both sides' logits.
+    token would spoil; it costs both sides' logits.
 
     Args:
       log_ratio, mask, seg: see the module; log_ratio is not used.
@@ -272,8 +269,8 @@ def trm(
 def trm_k3(log_ratio: Array, mask: Array, seg: Array | None = None, *, trm_delta: Numeric) -> Array:
     """`trm` from sampled tokens alone (arXiv:2512.23075): k3 has the mean KL(mu || pi) under mu.
 
-    Unit: sequence. Trust region: max_t k3 <= trm_delta. Use: `trm` without logits, deciding as
-    `seq_max_k3`; one sample per token is a noisy KL.
+    Unit: sequence. Trust region: max_t k3 <= trm_delta. Use: `trm` without logits; one sample per
+    token is a noisy KL.
     """
     return seq_max_k3(log_ratio, mask, seg, upper=trm_delta)
 
@@ -289,7 +286,7 @@ def opsm(
     the denominator.
 
     Unit: sequence (gap), token (sign of A). Trust region: mean_t log(mu / pi) <= opsm_delta where A
-    < 0. Use: beside a clipped loss, against bad responses unlike the learner's; good ones always
+    < 0. Use: against bad responses unlike the learner's, beside a clipped loss; good ones always
     pass.
 
     Args:
@@ -315,8 +312,7 @@ def staleness(
     """Sequences by the age of their oldest token, the filter of asynchronous trainers; no paper.
 
     Unit: sequence. Trust region: current_version - version <= staleness_max at every token. Use:
-    asynchronous training, beside a correction of the lag that is left (AReaL reports that it takes
-    both); what is dropped was sampled in vain.
+    asynchronous training, beside a correction of the remaining lag; dropped samples are wasted.
 
     Args:
       log_ratio, mask, seg: see the module; log_ratio is not used.

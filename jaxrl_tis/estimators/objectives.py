@@ -8,6 +8,8 @@ ratio is 1 for ever and a clip never acts. By family: clipped token ratios (ppo.
 ratios of sequences and prefixes (sequence_clipped.py) and of turns (turn_clipped.py), detached
 weights on log-probs (reinforce.py), flipped ratios (aspo.py), mixtures with a teacher
 (fusion.py), and gates, penalties and regressions in place of a clip (soft_trust_region.py).
+
+A one-sided trust region bounds the side that A pushes to.
 """
 
 import chex

@@ -59,10 +59,9 @@ def ppo_clip(
     """PPO-clip (arXiv:1707.06347; DAPO's clip-higher, arXiv:2503.14476), l = max(-r A, -clip(r, 1 -
     clip_low, 1 + clip_high) A). Aggregation: token-mean in verl, seq-mean-token-mean in GRPO.
 
-    Unit: token. Trust region: r within [1 - clip_low, 1 + clip_high], on the side that A pushes to.
-    Gradient: through r; 0 where A > 0 and r > 1 + clip_high, and where A < 0 and r < 1 - clip_low.
-    Use: a few updates per batch; unbounded in r for A < 0 (see `dual_clip`), and rare tokens meet
-    the clip first.
+    Unit: token. Trust region: r within [1 - clip_low, 1 + clip_high], one-sided. Gradient: through
+    r; 0 where A > 0 and r > 1 + clip_high, and where A < 0 and r < 1 - clip_low. Use: a few updates
+    per batch; unbounded in r for A < 0, and rare tokens meet the clip first.
 
     Args:
       clip_low: width of the band below 1; 0.2 as in the paper.
@@ -86,7 +85,7 @@ def dual_clip_ppo(
 
     Unit: token. Trust region: that of `ppo`, and r <= dual_clip where A < 0. Gradient: as `ppo`,
     and 0 where A < 0 and r > dual_clip. Use: verl's default, against bad tokens whose ratio
-    explodes; those teach nothing any more.
+    explodes.
 
     Args:
       clip_low: width of the band below 1.
@@ -176,9 +175,8 @@ def a3po(
     mu)^((d - 1)/d). Use it with weight "none"; logp_old is not used. Aggregation: token-mean.
 
     Unit: token. Trust region: that of `decoupled`, pi_prox between mu and pi by the token's age.
-    Gradient: through u, 0 where `ppo` clips; pi_prox and the weight are detached. Use: `decoupled`
-    without the forward pass for pi_prox; the older the token, the nearer u is to 1 and the less the
-    clip holds.
+    Gradient: through u, 0 where `ppo` clips; pi_prox and the weight are detached. Use: asynchronous
+    training, to clip around a recent policy; AReaL also needs a bound on the lag.
 
     Args:
       logp_behav: [B, T] log-probs of the sampler, nats.
@@ -246,8 +244,8 @@ def m2po(
 
     Unit: token (ratio), batch (band). Trust region: |log r| cut to a mean square of m2po_threshold
     over the harmful tokens, never tighter than [1 - m2po_low, 1 + m2po_high]. Gradient: through r
-    and not tau, 0 on the clipped side. Use: stale data, as only the tail is clipped; each
-    micro-batch has its own band, and it is wide.
+    and not tau, 0 on the clipped side. Use: quantised samplers, to bound weight and ratio together;
+    w < 1 lets r run further.
 
     Args:
       m2po_threshold: budget of the mean squared log-ratio, nats^2; 0.04 as in the paper.
@@ -277,8 +275,8 @@ def clip_cov(
     Packing changes the choice. Aggregation: token-mean.
 
     Unit: token (ratio), batch (draw). Trust region: that of `ppo`. Gradient: through r; 0 on drawn
-    tokens and where `ppo` clips. Use: against entropy collapse, which the authors trace to tokens
-    of high covariance; it corrects no gap, and each micro-batch draws its own.
+    tokens and where `ppo` clips. Use: against entropy collapse, by the authors from tokens of high
+    covariance; each micro-batch draws its own.
 
     Args:
       key: jax PRNG key of the choice.
@@ -313,7 +311,7 @@ def kl_cov(
 
     Unit: token (ratio), batch (ranking). Trust region: soft on the selected tokens, kl_cov_coeff
     |log r| or KL(pi_old || pi); none on the others. Gradient: through r and the penalty, the latter
-    0 at r = 1. Use: as `clip_cov`, without losing tokens; nothing is clipped, so make few updates.
+    0 at r = 1. Use: `clip_cov` without losing tokens; make few updates, as nothing is clipped.
 
     Args:
       kl_cov_ratio: share of the valid tokens that is penalised, at least one token; 2e-3 for a 7B

@@ -33,8 +33,7 @@ def prefix_minpro(
     through it, could not be read.
 
     Unit: prefix. Trust region: w <= cap, none by default. Use: long responses, whose prefix
-    products explode; its progress is within 12 % of that of token weights at larger gaps
-    (docs/oracle.md).
+    products explode; within 12 % of the progress of token weights at larger gaps (docs/oracle.md).
 
     Args:
       log_ratio, mask, seg: see `weights`.
@@ -62,8 +61,8 @@ def prefix_ctpo(
     objective to this band; here the band bounds a weight on both sides.
 
     Unit: prefix. Trust region: -ctpo_low t^p <= log w_t <= ctpo_high t^p, p = ctpo_power. Use: a
-    prefix product of bounded spread; the band is tight (w <= 1.05 at the first token, 1.65 at the
-    hundredth), so large gaps are mostly clipped.
+    prefix product of bounded spread; the band is tight (1.05 at the first token, 1.65 at the
+    hundredth).
 
     Args:
       log_ratio, mask, seg: see `weights`.
@@ -120,9 +119,8 @@ def turn_tis(
     secondary notes: the paper clips the turn's ratio inside its objective). One turn in all is
     `seq_tis`, one token per turn `token_tis`.
 
-    Unit: turn. Trust region: w <= cap. Use: agents of several turns, and large batches with a
-    reward on every token, where turn products lead in docs/oracle.md; in small batches they fall
-    behind token weights at large gaps.
+    Unit: turn. Trust region: w <= cap. Use: several turns, and large batches with a reward on every
+    token, where it leads in docs/oracle.md; behind token weights in small batches at large gaps.
 
     Args:
       log_ratio, mask, seg: see `weights`.
@@ -142,8 +140,8 @@ def turn_geo(
     The turn ratio of arXiv:2511.20718 as most secondary notes give it. One turn in all is
     `geo_tis`, one token per turn `token_tis`. Arguments as `turn_tis`.
 
-    Unit: turn. Trust region: w <= cap. Use: agents whose turns differ much in length; like every
-    geometric mean it nears no correction as a turn grows.
+    Unit: turn. Trust region: w <= cap. Use: turns of different lengths; in long turns it corrects
+    next to nothing.
     """
     ids_bt = turn_ids(turn, mask, seg)
     return _turn_weight(ratios.sequence_mean(log_ratio, mask, ids_bt), mask, ids_bt, cap)

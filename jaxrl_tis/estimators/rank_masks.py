@@ -93,8 +93,7 @@ def m2po(
     bound on |log_ratio|, this limits how far the kept tokens are off-policy.
 
     Unit: batch. Trust region: mean of log_ratio^2 over the kept tokens < m2po_threshold. Use: stale
-    batches whose gap sits in a few tokens; those go whatever they teach, where the authors' code
-    clips (objective `m2po`).
+    batches whose gap sits in a few tokens, which the objective `m2po` would clip instead.
 
     Args:
       log_ratio, mask: see `masks`. AReaL takes the proximal policy against the sampler.
@@ -193,8 +192,8 @@ def clip_cov(
     the denominator; the others have PPO's loss without a dual clip. The choice depends on the key and
     on the places of tokens in the arrays, so packed rows choose others than unpacked ones.
 
-    Unit: batch. Trust region: none. Use: against entropy collapse beside another objective than PPO
-    (the paper's form is the objective `clip_cov`); it corrects no gap.
+    Unit: batch. Trust region: none. Use: against entropy collapse, beside another objective than
+    PPO (see the objective `clip_cov`); it corrects no gap.
 
     Args:
       log_ratio: not used.
@@ -252,8 +251,8 @@ def top_entropy(
     The paper takes policy gradients of these tokens only. Known from its abstract alone: whether
     its denominator counts the other tokens is open.
 
-    Unit: batch. Trust region: none. Use: to train on the forks of a reasoning path alone, as the
-    authors do; the other tokens teach nothing, and no gap is corrected.
+    Unit: batch. Trust region: none. Use: training on the forks of a reasoning path alone; it
+    corrects no gap.
 
     Args:
       log_ratio: not used.

@@ -43,7 +43,7 @@ def gpg(
     logp_old is not used: a weight is the only correction. Aggregation: token-mean.
 
     Unit: token. Trust region: none. Gradient: through log pi, never 0. Use: one update per fresh
-    batch, as the plain baseline; nothing holds or measures the drift.
+    batch, as the plain baseline; nothing bounds the drift.
 
     Returns loss_bt and no metrics, as verl.
     """
@@ -64,8 +64,7 @@ def reinforce(
     logp_old enters the metric alone. verl aggregates by seq-mean-token-sum.
 
     Unit: token. Trust region: none. Gradient: through log pi, never 0. Use: bypass mode with a
-    weight or masks, which then hold the whole correction (verl's bypass_pg presets); nothing else
-    bounds the step.
+    weight or masks (verl's bypass_pg presets); nothing else bounds the step.
 
     Returns loss_bt; actor/ppo_kl is the mean of logp_old - logp and actor/pg_clipfrac is 0.
     """
@@ -90,7 +89,7 @@ def cispo(
     Unit: token. Trust region: 1 - clip_low <= w <= 1 + clip_high, by default only from above; it
     bounds the weight, not the step. Gradient: through log pi; w = clip(r) is detached, and every
     token has one unless the mask M drops it (off by default). Use: rare tokens that PPO would clip
-    away (reflective ones, in the authors' account); nothing stops a policy that drifts.
+    away; nothing bounds the drift.
 
     Args:
       clip_low: width of the weight's band below 1; above 1 there is no lower bound, as in the
@@ -130,9 +129,8 @@ def dispo(
     token-mean.
 
     Unit: token. Trust region: w = r within a band for A > 0 and another for A <= 0; it bounds the
-    weight, not the step. Gradient: through log pi, never 0; w is detached. Use: where good and bad
-    responses need other caps (the authors: those of bad ones must not be tight); four bounds to
-    tune, whose published values were not read.
+    weight, not the step. Gradient: through log pi, never 0; w is detached. Use: other caps for good
+    and bad responses; four bounds to tune.
 
     Args:
       dispo_low_pos, dispo_high_pos: widths of the band below and above 1 where A > 0.
@@ -206,8 +204,8 @@ def topr(
 
     Unit: sequence. Trust region: w = prod_t r_t <= cap where A <= 0; none where A > 0. Gradient:
     through log pi; w is detached, and fades without reaching 0 as the policy leaves a bad response.
-    Use: old or offline data; good responses are imitated however unlikely, which pulls towards the
-    sampler, and long bad ones hardly count.
+    Use: asynchronous training without the policy that sampled; a good token that the policy left is
+    not learned again.
 
     Args:
       cap: upper bound of the ratio of bad trajectories; 1.0 as in the paper.
@@ -228,8 +226,8 @@ def topr_token(
     Arguments and result as `topr`. Aggregation: token-mean.
 
     Unit: token. Trust region: w = r <= cap where A <= 0; none where A > 0. Gradient: through log
-    pi; w is detached and never 0. Use: `topr` for long responses, whose products vanish; the ratio
-    leaves the rest of the response out.
+    pi; w is detached and never 0. Use: `topr` for long responses; the ratio ignores the rest of the
+    response.
     """
     return _tapered(weights.raw_token, logp, logp_old, adv, mask, seg, cap)
 
@@ -244,8 +242,8 @@ def topr_geo(
     Arguments and result as `topr`. Aggregation: seq-mean-token-mean.
 
     Unit: sequence. Trust region: w = exp(mean_t log r) <= cap where A <= 0; none where A > 0.
-    Gradient: through log pi; w is detached and never 0. Use: `topr` with one weight per response of
-    any length; over hundreds of tokens it is near 1 and tapers little.
+    Gradient: through log pi; w is detached and never 0. Use: `topr` with one weight of any length;
+    over hundreds of tokens it is near 1.
     """
     return _tapered(weights.raw_geo, logp, logp_old, adv, mask, seg, cap)
 
@@ -261,8 +259,8 @@ def minpro(
     read. Aggregation: token-mean.
 
     Unit: prefix. Trust region: w = r_t min_{s < t} r_s <= cap, none by default. Gradient: through
-    log pi; w is detached and never 0. Use: long responses whose prefix products explode; the
-    minimum stands in for the product without being it, and nothing bounds the step.
+    log pi; w is detached and never 0. Use: long responses whose prefix products explode; nothing
+    bounds the step.
 
     Args:
       cap: upper bound of the weight; without a bound as the survey prints it.
@@ -304,8 +302,8 @@ def dppo_tv(
 
     Unit: token. Trust region: pi - pi_old <= dppo_tv_high where A > 0, >= -dppo_tv_low else; w = r
     <= cap. Gradient: through log pi; w is detached, 0 outside the region and never on the way back.
-    Use: where a ratio clip holds rare tokens too early and likely ones too late; it sees the
-    probability of the sampled token only.
+    Use: a bound in probabilities, where a ratio clip holds rare tokens too early and likely ones
+    too late.
 
     Args:
       cap: upper bound of r; 20 is the fallback in verl's loss, whose config makes it 3.0 and whose
@@ -337,8 +335,8 @@ def dppo_kl(
     p_o else. The rest is as in `dppo_tv`.
 
     Unit: token. Trust region: KL of the token against all others <= dppo_kl_high where A > 0, <=
-    dppo_kl_low else; w = r <= cap. Gradient: that of `dppo_tv`. Use: as `dppo_tv`, which it
-    resembles at probabilities of one half; towards 0 and 1 it is stricter.
+    dppo_kl_low else; w = r <= cap. Gradient: that of `dppo_tv`. Use: `dppo_tv`, stricter towards 0
+    and 1.
 
     Args:
       cap: upper bound of r, as `dppo_tv`.
@@ -376,9 +374,9 @@ def vespo(
 
     Unit: sequence. Trust region: soft, the kernel W^k exp(lambda (1 - W)) of W = prod_t r_t: 0 at
     both ends, by default at most 1.21 (A >= 0) or 1.24 (A < 0). Gradient: through log pi; the
-    kernel is detached, and fades for sequences far off. Use: stale batches, by the authors' report
-    up to 64 times the synchronous lag; its unequal kernels act as a baseline that shifts with the
-    gap, uphill or downhill (docs/oracle.md).
+    kernel is detached, and fades for sequences far off. Use: stale batches, by the authors up to 64
+    times the synchronous lag; the kernels act as a baseline that shifts with the gap
+    (docs/oracle.md).
 
     Args:
       vespo_k_pos, vespo_lambda_pos: k and lambda where A >= 0; 2 and 3 as in the authors' code.

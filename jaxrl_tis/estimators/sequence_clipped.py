@@ -73,10 +73,9 @@ def seq_ppo(
     aggregation seq-mean-token-mean, one loss per response, the gradient is -R A on each token
     inside the band.
 
-    Unit: sequence. Trust region: R = prod_t r_t within [1 - clip_low, 1 + clip_high], on the side
-    that A pushes to. Gradient: through R to all tokens of the response; 0 for the whole response
-    where it is clipped. Use: short responses, as the exact ratio; the product spreads with the
-    length, so that long responses are clipped after one small step.
+    Unit: sequence. Trust region: R = prod_t r_t within [1 - clip_low, 1 + clip_high], one-sided.
+    Gradient: through R to all tokens of the response; 0 for the whole response where it is clipped.
+    Use: short responses, as the exact ratio; long ones are clipped after one small step.
 
     Args:
       clip_low: width of the band below 1; 0.2 as in the paper, whose actions are single.
@@ -100,11 +99,10 @@ def gspo(
     With the paper's aggregation, seq-mean-token-mean, the gradient is -s A / n on each of the n
     tokens inside the band.
 
-    Unit: sequence. Trust region: s = exp(mean_t log r) within [1 - clip_low, 1 + clip_high], on the
-    side that A pushes to. Gradient: through s to all tokens of the response; 0 for the whole
-    response where it is clipped. Use: long responses, and mixture-of-experts models, which the
-    authors train without routing replay; the geometric mean is no importance ratio, and a response
-    is clipped all or nothing.
+    Unit: sequence. Trust region: s = exp(mean_t log r) within [1 - clip_low, 1 + clip_high],
+    one-sided. Gradient: through s to all tokens of the response; 0 for the whole response where it
+    is clipped. Use: long responses, and experts without routing replay; no importance ratio, and a
+    response is clipped as a whole.
 
     Args:
       clip_low: width of the band below 1; 3e-4 as in the paper.
@@ -129,9 +127,8 @@ def luspo(
     band, however long its response is. A run refuses other aggregations, which would count the length
     twice.
 
-    Unit: sequence. Trust region: that of `gspo`. Gradient: n times that of `gspo`. Use: where
-    responses shrink under `gspo` with seq-mean-token-mean, whose long responses count less per token;
-    very long ones dominate a batch.
+    Unit: sequence. Trust region: that of `gspo`. Gradient: n times that of `gspo`. Use: `gspo` with
+    seq-mean-token-mean, where responses shrink; very long ones dominate a batch.
 
     Args:
       clip_low: width of the band below 1; 2e-3 as in the paper's section 5.1, as TRL cites it.
@@ -184,9 +181,9 @@ def gmpo(
     enter as their geometric mean over the sequence, each + 1e-10, as in verl.
 
     Unit: token (clip), sequence (factor). Trust region: log r within [-clip_low, clip_high] at each
-    token, on the side that A pushes to. Gradient: through the mean of the clipped log r; a clipped
-    token has 0 and the others share the factor. Use: responses with outlying tokens, which a
-    geometric mean damps; the band is wide (0.4 nats), and the mean is no importance ratio.
+    token, one-sided. Gradient: through the mean of the clipped log r; a clipped token has 0 and the
+    others share the factor. Use: responses with outlying tokens; the band is wide, and the mean is
+    no importance ratio.
 
     Args:
       weights: [B, T] importance weights, or None for 1. A weight of 0 multiplies its response of T
@@ -225,8 +222,8 @@ def tbpo(
 
     Unit: sequence. Trust region: s = exp(mean_t log r) <= 1 + clip_high where A > 0; 1 - clip_low
     <= s <= 1 + tbpo_high where A < 0. Gradient: through s to all tokens; 0 outside the band, for A
-    < 0 on both sides. Use: quantised samplers whose bad long responses fill with error tokens, the
-    authors' case; bad responses outside a very tight band teach nothing.
+    < 0 on both sides. Use: quantised samplers whose bad long responses fill with error tokens; the
+    band is very tight.
 
     Args:
       clip_low: width of the band below 1 for A < 0; 3e-4 as in the notes.
@@ -258,10 +255,9 @@ def espo(
     size of its group), K the number of groups that are not empty.
 
     Unit: entropy group of a sequence. Trust region: s = exp(mean of log r in the group) within 1 +-
-    espo_alpha / log(vocab_size) times its mean entropy, on the side that A pushes to. Gradient:
-    through the token's own log pi; s is detached, and clipped tokens have 0. Use: a ratio between
-    token and response; the band is narrow and closes as the entropy falls, and a token of the high
-    group counts four times one of the other.
+    espo_alpha / log(vocab_size) times its mean entropy, one-sided. Gradient: through the token's
+    own log pi; s is detached, and clipped tokens have 0. Use: a ratio between token and response;
+    the band closes as the entropy falls.
 
     Args:
       entropy: [B, T] entropy of the old policy at each sampled token, nats.
@@ -311,10 +307,9 @@ def ctpo(
     -exp(ctpo_high t^p) A, a dual clip. Aggregation: token-mean.
 
     Unit: prefix. Trust region: -ctpo_low t^p <= log R_t <= ctpo_high t^p for the product R_t of r
-    up to t, on the side that A pushes to; from above for both signs of A. Gradient: through the
-    token's own log pi; the prefix is detached, and clipped tokens have 0. Use: long responses, with
-    the exact prefix ratio in a band that grows with its spread; the band starts tight (5 % up), and
-    past drift counts against later tokens.
+    up to t, one-sided; from above for both signs of A. Gradient: through the token's own log pi;
+    the prefix is detached, and clipped tokens have 0. Use: long responses, with the exact prefix
+    ratio; the band starts tight (5 % up), and past drift counts against later tokens.
 
     Args:
       ctpo_low: lower end of the band of log R_1, nats; 0.025 as in the authors' code.

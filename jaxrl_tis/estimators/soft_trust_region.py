@@ -36,8 +36,8 @@ def sapo(
 
     Unit: token. Trust region: soft, the factor 1 / cosh(tau (r - 1) / 2)^2, tau a temperature.
     Gradient: through r, -r A / cosh(tau (r - 1) / 2)^2 per log pi; fades on both sides, never 0.
-    Use: tokens at the edge of a band that a hard clip would drop; at tau = 1 the gate is wide (a
-    good token at r = 4.5 still has half the gradient of one at 1).
+    Use: tokens at the edge of a hard clip; at tau = 1 the gate is wide (half the gradient at r =
+    4.5).
 
     Args:
       temperature_pos: tau where A > 0; 1.0 as in the paper.
@@ -83,8 +83,7 @@ def r2vpo(
 
     Unit: token. Trust region: soft, r2vpo_lambda (r - 1)^2; a token rests at r = 1 + A / (2
     lambda). Gradient: through r, -r (A - 2 lambda (r - 1)) per log pi; lambda is detached. Use: a
-    penalty on the variance of the ratio in place of a clip, so that every token teaches; lambda
-    must be found, or moved by its controller.
+    penalty in place of a clip; lambda must be found, or moved by its controller.
 
     Args:
       r2vpo_lambda: multiplier of the constraint, >= 0, without gradient; a third party fixes 0.04.
@@ -194,8 +193,8 @@ def quatro(
 
     Unit: token (ratio), group (multiplier). Trust region: soft, lambda_q for KL(pi || pi_old) <=
     quatro_delta per prompt. Gradient: through r, -r (A - lambda_q log r) per log pi; lambda_q is
-    detached. Use: prompts whose rewards spread differently; derived from the abstract, so no
-    replication of the paper, and a call needs whole groups.
+    detached. Use: prompts whose rewards spread differently; derived from the abstract alone, and a
+    call needs whole groups.
 
     Args:
       group: [B, T] int, equal for the samples of one prompt.
@@ -236,9 +235,8 @@ def oapl(
     so beta is required.
 
     Unit: sequence. Trust region: soft, log(pi / mu) is drawn to A / oapl_beta. Gradient: through
-    the sequence's log pi; 0 at log(pi / mu) = A / oapl_beta. Use: samplers far behind (the authors
-    report stable runs beyond 400 updates of lag), without ratios or critic; beta is unknown and the
-    value needs many samples per prompt.
+    the sequence's log pi; 0 at log(pi / mu) = A / oapl_beta. Use: samplers far behind (by the
+    authors beyond 400 updates), without ratios or critic; beta must be found.
 
     Args:
       logp_behav: [B, T] log-probs of the sampler as it reported them, nats.
@@ -266,8 +264,8 @@ def dro(
     The log-ratio is not clamped, so the spring pulls at any distance. Aggregation: token-mean.
 
     Unit: token. Trust region: soft, dro_beta / 2 (log r)^2; a token rests at log r = A / dro_beta.
-    Gradient: through log pi, -A + dro_beta log r. Use: REINFORCE with a spring to the old policy,
-    for old data; the data are not reweighted, and verl has no default for the spring.
+    Gradient: through log pi, -A + dro_beta log r. Use: old data, by REINFORCE with a spring to the
+    old policy; verl has no default for the spring.
 
     Args:
       dro_beta: stiffness per nat, > 0; verl has no default.

@@ -36,9 +36,8 @@ def turn_ppo(
     but for one (an arithmetic mean).
 
     Unit: turn. Trust region: exp(mean of log r in the turn) within [1 - clip_low, 1 + clip_high],
-    on the side that A pushes to. Gradient: through that ratio to all tokens of the turn; 0 where
-    clipped. Use: agents of several turns, each clipped as one action; the mean of a long turn is
-    near 1, where a band of 0.2 hardly acts.
+    one-sided. Gradient: through that ratio to all tokens of the turn; 0 where clipped. Use: several
+    turns, each clipped as one action; a band of 0.2 hardly acts on a long turn.
 
     Args:
       turn: [B, T] int, the turn of each token, counted from 0.
@@ -85,7 +84,7 @@ def st_ppo(
     Unit: turn. Trust region: that of `turn_ppo`; the step is divided by max(1, |C|), C the gradient
     that clipping leaves out. Gradient: that of `turn_ppo`, scaled, C detached; in the survey's form
     through r on a clipped turn's tokens. Use: `turn_ppo` where clipping makes it unstable; C costs
-    a second backward pass, and its form is not confirmed by the paper.
+    a second backward pass, and the paper does not confirm its form.
 
     Args:
       turn: [B, T] int, the turn of each token, counted from 0.

@@ -94,9 +94,8 @@ def log_raw(level: str, log_ratio: Array, mask: Array, seg: Array | None = None)
 def none(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """No correction: weight 1 on every valid token; no paper.
 
-    Unit: token. Trust region: w = 1. Use: engines that agree (Yao et al. report no gain from TIS at
-    small gaps), bypass mode, and objectives that weigh by the sampler themselves; a gap of the
-    engine stays as bias.
+    Unit: token. Trust region: w = 1. Use: engines that agree, bypass mode, and objectives with a
+    weight of their own; a gap stays as bias.
     """
     del seg
     chex.assert_equal_shape([log_ratio, mask])
@@ -109,9 +108,8 @@ def token_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Ar
 
     Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training".
 
-    Unit: token. Trust region: none but |log rho| <= 20. Use: what truncation is compared with; a
-    single large ratio rules the variance, and the authors report near 0 accuracy with INT8
-    rollouts.
+    Unit: token. Trust region: none but |log rho| <= 20. Use: a comparison with truncation; one
+    large ratio dominates, and the authors report near 0 accuracy with INT8 rollouts.
     """
     return raw_token(log_ratio, mask, seg)
 
@@ -121,7 +119,7 @@ def seq_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Arra
     """Vanilla importance sampling of sequences, w = prod_t rho_t; source as `token_vanilla`.
 
     Unit: sequence. Trust region: none but |log w| <= 20. Use: short responses, as the unbiased
-    reference; the variance grows exponentially with the length.
+    reference; variance grows exponentially with the length.
     """
     return raw_seq(log_ratio, mask, seg)
 
@@ -172,29 +170,29 @@ token_tis = _weight(
     'Ionides 2008, for the sampler-learner gap from Yao et al. 2025, "Your Efficient RL Framework '
     'Secretly Brings You Off-Policy RL Training". A cap below 1 would truncate on-policy tokens.',
     "first choice for an engine gap, ahead in small batches at 256 and 1,024 tokens "
-    "(docs/oracle.md); biased at every cap, as prefixes and continuations stay the sampler's",
+    "(docs/oracle.md); biased at every cap",
     "cap: upper bound of a weight; 2.0 is verl's default.",
 )
 seq_tis = _weight(
     "seq_tis", {"cap": 2.0},
     "Sequence truncated importance sampling, w = min(prod_t rho_t, cap); source as `token_tis`.",
     "short responses, where the bias vanishes as the cap grows (docs/oracle.md); over hundreds of "
-    "tokens products sit at the cap or near 0 unless the gap is tiny, and the ESS collapses",
+    "tokens products sit at the cap or near 0, and the ESS collapses",
     "cap: upper bound of a weight; 2.0 is verl's default.",
 )
 geo_tis = _weight(
     "geo_tis", {"cap": 2.0},
     "Truncated geometric mean, w = min(exp(mean_t log rho_t), cap); source as `token_tis`.",
-    "a weight whose size does not grow with the length; over hundreds of tokens it is close to 1 "
-    "and corrects next to nothing (docs/oracle.md)",
+    "a weight of any length; over hundreds of tokens it is near 1 and corrects next to nothing "
+    "(docs/oracle.md)",
     "cap: upper bound of a weight; 2.0 is ms-swift's default (its \"sequence_truncate\").",
 )
 token_clip = _weight(
     "token_clip", {"lower": 0.5, "upper": 2.0},
     "Token ratio clipped on both sides, w_t = clip(rho_t, lower, upper), as AReaL, slime, OpenRLHF "
     "and NeMo-RL offer it; no paper.",
-    "`token_tis` with a floor, so that every token teaches; the floor biases where rho < lower, "
-    "the side that Yao et al. suspect behind entropy collapse",
+    "`token_tis` with a floor, so that every token teaches; the floor biases, by Yao et al. "
+    "towards entropy collapse",
     "lower: smallest weight; 0.5 is slime's example, no floor (0.0) its core's default. upper: "
     "largest weight; 2.0 is slime's example, 5.0 OpenRLHF's default.",
 )
@@ -202,15 +200,13 @@ seq_clip = _weight(
     "seq_clip", {"lower": 0.5, "upper": 2.0},
     "Sequence ratio clipped on both sides, w = clip(prod_t rho_t, lower, upper). Source as "
     "`token_clip`, and so are the defaults.",
-    "`seq_tis` with a floor, so that unlikely responses do not fade; over hundreds of tokens most "
-    "weights sit at an end unless the gap is tiny",
+    "`seq_tis` with a floor; over hundreds of tokens most weights sit at an end",
 )
 token_mis = _weight(
     "token_mis", {"lower": 0.0, "upper": 2.0},
     "Token masked importance sampling, w_t = rho_t 1[lower <= rho_t <= upper]. Liu et al. 2025, "
     '"When Speed Kills Stability", whose band has an upper end only.',
-    "a severe gap, whose largest ratios are artefacts to drop rather than signal to scale; what is "
-    "dropped is bias, so watch how much it is",
+    "a severe gap, whose largest ratios are artefacts; what it drops is bias",
     "lower: smallest ratio kept, inclusive; none as in the source, 0.5 in slime's example. upper: "
     "largest ratio kept, inclusive; 2.0 is slime's example.",
 )
@@ -218,8 +214,7 @@ seq_mis = _weight(
     "seq_mis", {"lower": 0.0, "upper": 3.0},
     "Sequence masked importance sampling, w = p 1[lower <= p <= upper] with p = prod_t rho_t. "
     "Source as `token_mis`.",
-    "whole responses that went astray (TRL's default correction); products spread with the length, "
-    "so long responses are lost first",
+    "whole responses that went astray (TRL's default correction); long responses are lost first",
     "lower: smallest ratio kept, inclusive; none as in the source and in TRL. upper: largest ratio "
     "kept, inclusive; 3.0 is TRL's default.",
 )
@@ -228,23 +223,22 @@ geo_mis = _weight(
     "Geometric masked importance sampling, w = g 1[lower <= g <= upper], g = exp(mean log rho). "
     "Source as `token_mis`; this level is slime's, whose band has both ends: a mean over hundreds "
     "of tokens is close to 1, and so are its bounds.",
-    "as `seq_mis`, by a criterion that does not grow with the length; the default band is tight, "
-    "so watch how much it drops",
+    "`seq_mis` for any length; the default band is tight, so watch how much it drops",
     "lower, upper: smallest and largest mean kept, inclusive; about 0.9999 and 1.0001 in slime's "
     "example.",
 )
 token_icepop = _weight(
     "token_icepop", {"lower": 0.5, "upper": 5.0},
     "IcePop, w_t = rho_t if lower <= rho_t <= upper, else 0 (arXiv:2510.18855).",
-    "mixture-of-experts models, for which it was made, as other routes give extreme ratios; where "
-    "it masks over 10-25 %, a survey advises to repair the engine instead",
+    "models with experts, where other routes give extreme ratios; where it masks over 10-25 %, a "
+    "survey advises to repair the engine",
     "lower, upper: alpha and beta of the paper, inclusive, 0.5 and 5.0 there.",
 )
 seq_icepop = _weight(
     "seq_icepop", {"lower": 0.5, "upper": 5.0},
     "IcePop's band on the sequence ratio, as verl's sequence level offers it. Bounds as "
     "`token_icepop` (arXiv:2510.18855, which is token level).",
-    "short responses; over hundreds of tokens products leave a fixed band unless the gap is tiny",
+    "short responses; over hundreds of tokens products leave the band",
 )
 
 
@@ -259,7 +253,7 @@ def seq_mask_tis(
 
     Unit: sequence (choice), token (weight). Trust region: w = 0 where the geometric mean is outside
     [lower, upper]. Use: to drop responses whose mean drifts and weigh the rest by token; kept
-    ratios have no cap, so one token can still rule a step.
+    ratios have no cap.
 
     Args:
       log_ratio, mask, seg: see the module.

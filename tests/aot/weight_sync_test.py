@@ -46,7 +46,7 @@ def test_the_table_has_a_line_for_each_format():
     assert weight_sync.table(counts, markdown=True).splitlines() == [
         "| weight sync | distinct bytes | bytes on each device | bytes on all devices | "
         "passed on to other samplers |",
-        "| --- | --- | --- | --- | --- |",
+        "|---|---|---|---|---|",
         "| w8a8 | 2,000 | 1,000 | 4,000 | 0 |",
     ]
     heading, row = weight_sync.table(counts).splitlines()

