@@ -36,7 +36,7 @@ RUN = f"{TINY} --config.warmup.steps=1 --config.warmup.rows=4"
 # Config and workdir of a command that leaves them open.
 OPEN = (("--config=...", "--config=configs/quickstart.py"), ("--workdir=...", "--workdir=new/run"))
 # A run begins in a new folder: `new` is emptied before each command.
-NEW = (*OPEN, (r"--workdir=runs/.*", "--workdir=new/run"))
+NEW = (*OPEN, (r"--workdir=(runs/.*|WORKDIR)", "--workdir=new/run"))
 # The program of a run that is only parsed and checked.
 CHECK = (
     "import sys; from jaxrl_tis import cli_flags, validate; "
@@ -85,7 +85,7 @@ LANE = "the lane itself, or hours"
 WAYS: dict[str, Way] = {
     # Benchmarks.
     r"python -m benchmarks\.accelerator --row": Way(),
-    r"python -m benchmarks\.accelerator": SMOKE,
+    r"python -m benchmarks\.accelerator": help_for("launch/accelerator.sh runs it for minutes"),
     r"python -m benchmarks\.prose": Way(codes=(0, 1)),  # 1: a page is above a limit
     r"python -m benchmarks\.canary": Way(
         f"{TINY} --prompts=2",
