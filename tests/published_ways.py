@@ -159,9 +159,8 @@ WAYS: dict[str, Way] = {
     # Pages and notebooks.
     r"python (docs/make_\w+|colab/notebooks)\.py": Way(),
     # Scripts.
-    r"(EXTRA=\w+ )?\./launch/accelerator\.sh": Way(
-        "--smoke", (("EXTRA=.*", "EXTRA="),), codes=(0, 1),
-    ),
+    r"EXTRA=\w+ \./launch/accelerator\.sh": Way(instead="-n", why="needs packages of a GPU"),
+    r"\./launch/accelerator\.sh": Way("--smoke", (("NAME|h100", ""),), codes=(0, 1)),
     r"(JOBS=\d )?\./launch/aot\.sh": help_for("an hour of compiling; its commands run one by one"),
     r"\./launch/async_local\.sh": Way(
         "--config.steps=8 --config.task.params.digits=40 --config.rollout.max_new_tokens=48 "
