@@ -1,5 +1,6 @@
 # Sourced by the other scripts of this folder: the interpreters of the lanes, with what tests need.
-# Sets $older to Python 3.11, and $newer to 3.12 or 3.13, empty if there is none.
+# Sets $older to Python 3.11, and $newer to 3.12 or 3.13, empty if there is none. `prepare_older` sets
+# $older_venv to the environment of $older.
 # shellcheck shell=bash
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 
@@ -27,6 +28,7 @@ prepare_older() {
   install_verifiers &
   local verifiers=$!
   prepare "$older" || return
+  older_venv=$("$older" -c 'import sys; print(".venv-%d.%d" % sys.version_info[:2])')
   if wait "$verifiers"; then
     export VERIFIERS_PYTHON=$PWD/.venv-verifiers/bin/python
   else

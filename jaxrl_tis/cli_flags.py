@@ -8,7 +8,6 @@ What a command line names in place of the config's own choice replaces all that 
   tokenizer and template.
 """
 
-import collections
 import difflib
 import functools
 import itertools
@@ -180,9 +179,8 @@ def _check_once(words: Sequence[str]) -> None:
     given = itertools.takewhile(lambda word: word != "--", words[1:])
     names = [match[1] for word in given if (match := re.match(r"--?([a-zA-Z][\w.]*)", word))]
     positive = [name if name in flags.FLAGS else name.removeprefix("no") for name in names]
-    counts = collections.Counter(positive)
-    if repeated := [f"--{name}" for name, count in counts.items() if count > 1]:
-        raise flags.Error(f"{', '.join(repeated)} given more than once; give one value")
+    if refused := cli.repeated(f"--{name}" for name in positive):
+        raise flags.Error(refused)
 
 
 def _error_text(error: BaseException, path: str) -> str:

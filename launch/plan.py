@@ -101,9 +101,8 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
         raise ValueError(f"--config={given.config}: there is no file {path!r} in {ROOT}")
     if wrong := [word for word in overrides if not word.startswith(OF_MAIN)]:
         raise ValueError(f"unknown arguments {' '.join(wrong)}; fields are --config.NAME=VALUE")
-    names = [word.partition("=")[0] for word in overrides]
-    if repeated := [name for name in dict.fromkeys(names) if names.count(name) > 1]:
-        raise ValueError(f"{', '.join(repeated)} given more than once; give one value")
+    if refused := cli.repeated(word.partition("=")[0] for word in overrides):
+        raise ValueError(refused)
     if given.spot and given.reservation is not None:
         raise ValueError(
             f"--spot and --reservation={given.reservation} exclude each other; give one of the two"

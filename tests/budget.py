@@ -218,14 +218,16 @@ class Judge:
     def pytest_sessionfinish(self, session):
         import jax
 
+        limits = rows()
         if self._config.getoption("--write-budget"):
-            exists = (self._config.rootpath / "x").parent.joinpath
-            table = written(rows(), self._counts, lambda file: exists(file).is_file())
-            lines = (f'"{file}": {json.dumps(list(row.values()))}' for file, row in table.items())
+            limits = written(limits, self._counts, lambda file: (imports.ROOT / file).is_file())
+            lines = (f'"{file}": {json.dumps(list(row.values()))}' for file, row in limits.items())
             RECORD.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+        if not limits:
+            return
         known = KINDS if jax.__version__.startswith(VERSION) else ("items", "processes", "runs")
-        self._over = over(self._counts, rows(), known) if rows() else []
-        if rows() and over(self._counts, rows(), EXACT) and session.exitstatus == pytest.ExitCode.OK:
+        self._over = over(self._counts, limits, known)
+        if session.exitstatus == pytest.ExitCode.OK and over(self._counts, limits, EXACT):
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter):

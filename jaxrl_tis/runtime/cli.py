@@ -11,6 +11,7 @@
 """
 
 import argparse
+import collections
 import contextlib
 import glob
 import importlib.util
@@ -21,7 +22,7 @@ import select
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 PACKAGE = pathlib.Path(__file__).parents[1]
 # The folders whose errors are messages; a clone has the last two.
@@ -142,6 +143,13 @@ def once(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     return parser
 
 
+def repeated(names: Iterable[str]) -> str:
+    """Returns what is said of names that are given twice or more often; "" if none is."""
+    counts = collections.Counter(names)
+    more = [name for name, count in counts.items() if count > 1]
+    return f"{', '.join(more)} given more than once; give one value" if more else ""
+
+
 class _StoreOnce(argparse._StoreAction):
     """Stores the value of an option, and refuses a second one."""
 
@@ -149,7 +157,7 @@ class _StoreOnce(argparse._StoreAction):
 
     def __call__(self, parser, namespace, values, option_string=None):
         if option_string and self._stored_in is namespace:
-            parser.error(f"{option_string} given more than once; give one value")
+            parser.error(repeated([option_string] * 2))
         self._stored_in = namespace
         super().__call__(parser, namespace, values, option_string)
 

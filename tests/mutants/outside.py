@@ -185,7 +185,8 @@ MUTANTS = [
     *of(
         "launch/plan.py",
         ("one failed deletion keeps the other machines", "failed = error", "raise"),
-        ("the last value of a field is sent", "if names.count(name) > 1]:", "if False]:",
+        ("the last value of a field is sent",
+         'refused := cli.repeated(word.partition("=")[0] for word in overrides)', 'refused := ""',
          "launch/jobset_test.py::test_refusals_are_one_line"),
         ("the last value of a launcher's flag counts", "made = cli.once(", "made = (",
          "launch/jobset_test.py::test_a_flag_that_is_given_twice_is_refused"),

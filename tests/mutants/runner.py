@@ -98,6 +98,15 @@ class Copy:
         file.write_text(text, encoding="utf-8")
         os.utime(file, (stamp, stamp))
 
+    def run(self, mutant: Mutant, tests: list[str], limit_s: float, *options: str) -> Run:
+        """A run of the tests with the mutant."""
+        original = (self.root / mutant.path).read_text(encoding="utf-8")
+        self.write(mutant.path, original.replace(mutant.old, mutant.new))
+        try:
+            return self.pytest(tests, limit_s, *options, in_all=mutant.in_all)
+        finally:
+            self.write(mutant.path, original)
+
     def judge(self, mutant: Mutant, limit_s, is_sound) -> Verdict:
         """Applies the mutant, runs its killer and, if that does not fail, all tests of its files.
 
@@ -105,7 +114,6 @@ class Copy:
         without it; that is asked where the killer alone did not find it.
         """
         start = time.monotonic()
-        original = (self.root / mutant.path).read_text(encoding="utf-8")
         attempts = [[mutant.first_try]] if mutant.first_try else []
         attempts.append(list(mutant.files))
         killer = how = ""
@@ -114,27 +122,16 @@ class Copy:
             if not is_alone and not is_sound(self, mutant):
                 how = "its test files fail without it"
                 break
-            self.write(mutant.path, original.replace(mutant.old, mutant.new))
-            try:
-                run = self.pytest(tests, limit_s(tests), "-x", in_all=mutant.in_all)
-                killer, how = _reading(run)
-            finally:
-                self.write(mutant.path, original)
+            killer, how = _reading(self.run(mutant, tests, limit_s(tests), "-x"))
             if killer or how:
                 break
         if killer and mutant.first_try and not is_alone:
             how = f"{how}; not by {mutant.first_try}"
         return Verdict(mutant, killer, how, time.monotonic() - start)
 
-
     def killers(self, mutant: Mutant, limit_s) -> list[str]:
         """Node ids of the tests of its files that find the mutant, one case of each function."""
-        original = (self.root / mutant.path).read_text(encoding="utf-8")
-        self.write(mutant.path, original.replace(mutant.old, mutant.new))
-        try:
-            run = self.pytest(list(mutant.files), limit_s(mutant.files), in_all=mutant.in_all)
-        finally:
-            self.write(mutant.path, original)
+        run = self.run(mutant, list(mutant.files), limit_s(mutant.files))
         first = {test.partition("[")[0]: test for test in reversed(run.failed)}
         if run.status not in (PASSED, FAILED) and run.last:
             first.setdefault(run.last.partition("[")[0], run.last)

@@ -50,8 +50,8 @@ MUTANTS = [
     ),
     *of(
         "cli_flags.py",
-        ("the last value of a flag counts", "for name, count in counts.items() if count > 1]",
-         "for name, count in counts.items() if False]", "cli_flags_test.py::test_two_configs_are_refused"),
+        ("the last value of a flag counts", 'refused := cli.repeated(f"--{name}" for name in positive)',
+         'refused := ""', "cli_flags_test.py::test_two_configs_are_refused"),
         ("noconfig.field is another field", 'else name.removeprefix("no") for', "else name for",
          "cli_flags_test.py::test_a_field_that_is_given_twice_is_refused"),
         ("None is a text", 'return None if argument == "None" else argument', "return argument",
