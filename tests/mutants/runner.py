@@ -2,8 +2,10 @@
 
 import contextlib
 import dataclasses
+import functools
 import io
 import itertools
+import multiprocessing
 import os
 import pathlib
 import shutil
@@ -11,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from typing import Any
 
 import pytest
 
@@ -19,6 +22,11 @@ from tests.mutants import Mutant, plugin
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PASSED, FAILED, NOTHING = 0, 1, 5  # exit statuses of pytest
 DEFAULT_CHOICE = ("-m", "not all")  # as in launch/test.sh
+# Variables that jax reads when it is imported, as in tests/conftest.py.
+LIBRARIES = {
+    "JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "TF_CPP_MIN_LOG_LEVEL": "2",
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+}
 LIMIT_S = 900.0  # of a run on the sources as they are
 
 
@@ -44,6 +52,32 @@ class Verdict:
     seconds: float
 
 
+@functools.cache
+def server(cache: pathlib.Path) -> Any:
+    """Starts the server whose forks are runs, and returns its context of multiprocessing. It has the
+    libraries imported, and nothing of this repository."""
+    os.environ |= LIBRARIES | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.mutants.libraries"])
+    return context
+
+
+def _tested(words: list[str], root: pathlib.Path, environment: dict[str, str], log: pathlib.Path):
+    """Runs pytest in the folder `root`; the target of a forked process."""
+    os.setsid()
+    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(out, 1)
+    os.dup2(out, 2)
+    os.chdir(root)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path[:] = [str(root), *(x for x in sys.path if pathlib.Path(x).resolve() != ROOT)]
+    sys.pycache_prefix, sys.dont_write_bytecode = environment["PYTHONPYCACHEPREFIX"], False
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "jaxrl_tis")]:
+        del sys.modules[name]
+    sys.exit(int(pytest.main(words)))
+
+
 class Copy:
     """The tracked and the new files of the repository in a folder of their own."""
 
@@ -67,25 +101,22 @@ class Copy:
         """A run of the tests, given as files or node ids; of the default choice, or of all."""
         options += () if in_all else DEFAULT_CHOICE
         self._record.write_text("")
+        log, compiled = self.root.parent / "log", str(self._cache / "python")
         environment = os.environ | {
             "PYTHONPATH": str(self.root), plugin.RECORD: str(self._record),
-            "JAX_COMPILATION_CACHE_DIR": str(self._cache),
-            "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(self._cache / "python"),
+            "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": compiled,
         }
-        command = [
-            sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p",
-            "tests.mutants.plugin", *options, *tests,
-        ]
-        start = time.monotonic()
-        process = subprocess.Popen(
-            command, cwd=self.root, env=environment, text=True, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True,
+        start, words = time.monotonic(), ["-q", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin"]
+        process: Any = server(self._cache).Process(
+            target=_tested, args=([*words, *options, *tests], self.root, environment, log)
         )
-        try:
-            output, status = process.communicate(timeout=limit_s)[0], process.returncode
-        except subprocess.TimeoutExpired:
+        process.start()
+        process.join(limit_s)
+        status = process.exitcode
+        with contextlib.suppress(ProcessLookupError):  # what it left behind, too
             os.killpg(process.pid, signal.SIGKILL)
-            output, status = process.communicate()[0], None
+        process.join()
+        output = log.read_text(errors="replace") if log.exists() else ""
         notes = [line.split("\t") for line in self._record.read_text().splitlines()]
         failed = {test: how for what, test, *message in notes for how in message}
         started = [test for what, test, *_ in notes if what == "started"]
