@@ -171,12 +171,11 @@ def get_config() -> ConfigDict:
     # Action above a bound. sync: warn and lower the bound on staleness by one version.
     c.rollout.on_gap_exceeded = "warn"
     # Weights that compute logp_old of stale tokens. ring: snapshots of the last versions; replica:
-    # one, which scores samples as they finish; ewma: an average of the policy (PPO-EWMA);
-    # none: the policy itself, for decoupled and a3po objectives or bypass mode.
+    # one, which scores samples as they finish; ewma: an average of the policy with a mean age of 10
+    # updates (PPO-EWMA); none: the policy itself, for decoupled and a3po objectives or bypass mode.
     c.rollout.old_logp_source = "ring"
     c.rollout.snapshots = 0  # of ring; 0: one more than the schedule's bound on staleness
     c.rollout.snapshot_gib = 16.0  # most host memory of the snapshots of all processes, GiB
-    c.rollout.ewma_centre = 10.0  # mean age of ewma in updates; its decay is 1 - 1 / (centre + 1)
     # Largest staleness of a replayed token in versions. 0: 4 more than the schedule's bound.
     c.rollout.max_age = 0
 
@@ -210,7 +209,6 @@ def get_config() -> ConfigDict:
     c.engine.steps_per_call = 4  # decode steps per call; the scheduler runs between calls
     c.engine.prefill_batch = 16  # prompts per prefill call
     c.engine.prefill_chunk = 512  # most tokens of one prompt per prefill call
-    c.engine.prefill_calls = 4  # most prefill calls between two decode calls
     # Start a call before the last one's tokens are read. Not with drafts or retention.
     c.engine.async_scheduling = False
     c.engine.policy = "first_come"  # order of waiting sequences, of jaxrl_tis/engine/policies.py

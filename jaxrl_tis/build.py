@@ -196,7 +196,6 @@ class Sampling:
         return Scheduler(
             engine, params, version, policy=POLICIES[config.policy](),
             max_wait_admissions=config.max_wait_admissions or None,
-            prefill_calls=config.prefill_calls,
             preempt_after=config.preempt_after, retention=retention, drafts=drafts,
             async_scheduling=config.async_scheduling,
             **options,

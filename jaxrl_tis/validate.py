@@ -73,7 +73,7 @@ ALLOWED = {
 POSITIVE = (
     "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens",
     "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
-    "engine.page_size", "engine.prefill_chunk", "engine.prefill_calls", "engine.free_batch_rows",
+    "engine.page_size", "engine.prefill_chunk", "engine.free_batch_rows",
     "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
     "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
     "metrics.diagnostics_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
@@ -89,7 +89,7 @@ NOT_NEGATIVE = (
     "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length",
     "rollout.top_k",
     "rollout.sampling_mask_size", "rollout.fork_rows", "rollout.overlong_buffer", "rollout.snapshots",
-    "rollout.ewma_centre", "correction.kl_coeff", "correction.sampler_kl_coeff",
+    "correction.kl_coeff", "correction.sampler_kl_coeff",
     "correction.environment_ce_coeff", "correction.scale", "optimizer.lr", "critic.lr",
     "optimizer.warmup", "optimizer.weight_decay", "critic.warmup", "critic.weight_decay",
     "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max", "gate.max_dp_max", "gate.max_k3",

@@ -28,6 +28,7 @@ from jaxrl_tis.models import lora
 
 WAYS = ("ring", "replica", "ewma", "none")
 APPROXIMATIONS = ("ewma", "none")
+CENTRE = 10.0  # mean age of the average in updates
 
 Meta = dict[str, Any]
 
@@ -291,7 +292,7 @@ class Average:
 
 
 @functools.partial(jax.jit, static_argnums=2, donate_argnums=0)
-def averaged(average: Average, params: Any, centre: float) -> Average:
+def averaged(average: Average, params: Any, centre: float = CENTRE) -> Average:
     """Returns the average updated with the parameters after an update. `centre` is the mean age of
     the average in updates: decay = 1 - 1 / (centre + 1)."""
     weight = average.weight * (1 - 1 / (centre + 1)) + 1

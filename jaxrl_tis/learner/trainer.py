@@ -290,8 +290,7 @@ class Trainer:
                 )
                 state = state | {"policy": policy}
                 if "ewma" in state:
-                    centre = config.rollout.ewma_centre
-                    state["ewma"] = snapshots.averaged(state["ewma"], policy.params, centre)
+                    state["ewma"] = snapshots.averaged(state["ewma"], policy.params)
                 if "critic" in state:
                     critic, critic_values = self._critic_step(
                         state["critic"], minibatch, base(state)

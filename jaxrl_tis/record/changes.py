@@ -27,7 +27,6 @@ FREE = (
 )
 ROUNDED = (
     "engine.slots", "engine.num_pages", "engine.prefill_batch", "engine.prefill_chunk",
-    "engine.prefill_calls",
 )
 # Groups whose fields have any names (`cli_flags.FREE`).
 OPEN = (

@@ -387,7 +387,7 @@ def test_too_many_snapshots_are_refused_before_anything_is_drawn():
 
 @pytest.mark.all
 def test_an_average_of_policies_is_the_centre_and_stands_in():
-    setup = tiny.setup(**INVARIANT, rollout__old_logp_source="ewma", rollout__ewma_centre=1.0)
+    setup = tiny.setup(**INVARIANT, rollout__old_logp_source="ewma")
     with tiny.one_device():
         trainer = Trainer(setup.training)
     *_, samples = drawn()
@@ -405,7 +405,7 @@ def test_an_average_of_policies_is_the_centre_and_stands_in():
     with mock.patch.object(trainer, "_train_step", spy):
         state, _, _ = trainer.update(state, rows, 1, 2)
     assert len(steps) == 5  # 2 epochs of 2 minibatches
-    decays = 0.5 ** np.arange(4, -1, -1)
+    decays = (10 / 11) ** np.arange(4, -1, -1)
     expected = jax.tree.map(lambda *p: np.average(np.stack(p), axis=0, weights=decays), *steps)
     for mean, x in zip(*map(jax.tree.leaves, (state["ewma"].mean, expected)), strict=True):
         np.testing.assert_allclose(mean, x, rtol=1e-5, atol=1e-7)

@@ -234,7 +234,7 @@ def test_what_is_free_changes_no_bit(tmp_path):
     """In invariant numerics, where the size of a batch changes no rounding."""
     exact = dict(model__numerics="invariant", engine__quantization="none", steps=3, eval__every=1)
     free = dict(
-        engine__slots=5, engine__num_pages=12, engine__prefill_batch=2, engine__prefill_calls=1,
+        engine__slots=5, engine__num_pages=12, engine__prefill_batch=2,
         engine__prefill_chunk=2, eval__every=2, eval__prompts=4, reward__timeout=9.0,
         checkpoint__every=3, checkpoint__keep=1, metrics__diagnostics_every=1, metrics__samples=1,
         watchdog__timeout=900.0, name="other",
