@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from configs import default
 from jaxrl_tis import build
-from jaxrl_tis.data import confined
+from jaxrl_tis.data import child
 from jaxrl_tis.engine import injection
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.learner import correction
@@ -429,9 +429,9 @@ def test_what_is_likely_not_meant_is_said_in_a_line(changes, words):
 def test_a_system_that_cannot_cut_the_network_off_says_so():
     config, other = tiny.config(), tiny.config(reward__network=True)
     chosen = validate(config).correction
-    with mock.patch.object(confined, "namespaces", lambda: ("unshare",)):
+    with mock.patch.object(child, "namespaces", lambda: ("unshare",)):
         assert doubts(config, chosen) == []
-    with mock.patch.object(confined, "namespaces", lambda: ()):
+    with mock.patch.object(child, "namespaces", lambda: ()):
         [line] = doubts(config, chosen)
         assert "Python's sockets are closed to rewards without reward.network" in line
         assert doubts(other, chosen) == []
