@@ -35,8 +35,9 @@ TINY = fields(MODEL, BATCH)
 RUN = f"{TINY} --config.warmup.steps=1 --config.warmup.rows=4"
 # Config and workdir of a command that leaves them open.
 OPEN = (("--config=...", "--config=configs/quickstart.py"), ("--workdir=...", "--workdir=new/run"))
+SMALL_RANK = (r"--config\.model\.lora=.*", "--config.model.lora=lora(rank=2)")
 # A run begins in a new folder: `new` is emptied before each command.
-NEW = (*OPEN, (r"--workdir=(runs/.*|WORKDIR)", "--workdir=new/run"))
+NEW = (*OPEN, (r"--workdir=(runs/.*|WORKDIR)", "--workdir=new/run"), SMALL_RANK)
 # The program of a run that is only parsed and checked.
 CHECK = (
     "import sys; from jaxrl_tis import cli_flags, validate; "
@@ -88,8 +89,8 @@ WAYS: dict[str, Way] = {
     r"python -m benchmarks\.accelerator": help_for("launch/accelerator.sh runs it for minutes"),
     r"python -m benchmarks\.prose": Way(codes=(0, 1)),  # 1: a page is above a limit
     r"python -m benchmarks\.canary": Way(
-        f"{TINY} --prompts=2",
-        swap=((r"--config=.*", "--config=tests/small_run.py"),),
+        f"{TINY} --config.train.minibatches=1 --prompts=2",
+        swap=((r"--config=.*", "--config=tests/small_run.py"), SMALL_RANK),
     ),
     r"python -m benchmarks\.config_memory .*--gpu": help_for("needs the compiler of GPUs"),
     r"python -m benchmarks\.config_memory": Way("--layers=1 --programs=decode"),
