@@ -23,7 +23,7 @@ from jaxrl_tis.engine.records import MAX_STOP_IDS, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.weights import sent
 from jaxrl_tis.environments.continuity import Suffixes
-from jaxrl_tis.environments.pool import Pool, SharedPool
+from jaxrl_tis.environments.pool import Lender, Pool, SharedPool
 from jaxrl_tis.estimators import centering
 from jaxrl_tis.harness.process import HarnessProcess
 from jaxrl_tis.learner.setup import (
@@ -130,7 +130,7 @@ class Sampling:
 
     def prompter(self) -> Prompter:
         """Makes the prompts of records. Close it after use."""
-        opening = Openings(self._pool, self.config.seed) if self.config.task.environment else None
+        opening = Openings(self.environments.lend, self.config.seed) if self.config.task.environment else None
         return Prompter(self.tokenizer, self.config.task, opening)
 
     @functools.cached_property
@@ -173,19 +173,21 @@ class Sampling:
         if not task.environment:
             return scheduler
         return EpisodeScheduler(
-            scheduler, self._pool, self.suffixes, self.tokenizer.decode,
+            scheduler, self.environments.lend, self.suffixes, self.tokenizer.decode,
             Prompter(self.tokenizer, task).rendered, max_turns=task.max_turns, **ways,
         )
 
-    def _pool(self) -> Pool | SharedPool:
-        """Starts processes that play the environment."""
+    @functools.cached_property
+    def environments(self) -> Lender:
+        """The processes that play the environment, for all who need them."""
         task = self.config.task
         start = lambda: Pool(
             environment=task.environment, params=task.environment_params.to_dict(),
             workers=task.environment_workers, timeout=task.turn_timeout,
             network=self.config.reward.network,
         )
-        return start() if processes.is_alone() else SharedPool(start, processes.first)
+        is_alone = processes.is_alone()
+        return Lender(start if is_alone else lambda: SharedPool(start, processes.first))
 
     def turn_scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
         """Makes a scheduler of single turns; see `scheduler`."""

@@ -21,6 +21,9 @@ from jaxrl_tis.data import confined
 from jaxrl_tis.environments.protocol import Messages, Step
 
 
+Key = tuple[int, str]  # number of a pool's user, id of an episode
+
+
 @dataclass(frozen=True)
 class Call:
     """The next step of an episode.
@@ -45,10 +48,10 @@ class Call:
     is_last: bool = False
 
     def step(self, number: int) -> tuple[Any, ...]:
-        """Returns the message to the process for answer `number`, from 0."""
+        """Returns the message to the process for answer `number`, from 0, without its beginning."""
         is_cut = number < len(self.cuts) and self.cuts[number]
         is_last = self.is_last and number == len(self.answers) - 1
-        return "step", self.id, self.answers[number], is_cut, is_last
+        return self.answers[number], is_cut, is_last
 
 
 @dataclass(frozen=True)
@@ -114,10 +117,10 @@ class Pool:
             confined_ones += starts.map(make, range(1, workers))
         self._change = threading.Condition()
         self._tickets = itertools.count()
-        self._open: dict[str, int] = {}  # tickets of calls without a returned reply, by episode
-        self._replies: list[Reply] = []
+        self._open: dict[Key, int] = {}  # tickets of calls without a returned reply, by episode
+        self._replies: dict[Key, Reply] = {}
         self._workers = [_Worker(x, what, self._is_open, self._arrive) for x in confined_ones]
-        self._worker_of: dict[str, _Worker] = {}
+        self._worker_of: dict[Key, _Worker] = {}
 
     def __enter__(self) -> "Pool":
         return self
@@ -125,57 +128,60 @@ class Pool:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def submit(self, call: Call) -> None:
-        """Starts a call and returns at once. An episode has at most one call at a time."""
+    def submit(self, call: Call, user: int = 0) -> None:
+        """Starts a call and returns at once. An episode has at most one call at a time. Users have
+        episodes of their own, also of the same id."""
+        key = user, call.id
         with self._change:
-            if call.id in self._open:
+            if key in self._open:
                 raise ValueError(f"the episode {call.id} has a call without a reply")
-            if call.id not in self._worker_of:
+            if key not in self._worker_of:
                 worker = min(self._workers, key=lambda worker: worker.episodes)
                 worker.episodes += 1
-                self._worker_of[call.id] = worker
-            self._open[call.id] = next(self._tickets)
-            self._worker_of[call.id].items.put((self._open[call.id], call))
+                self._worker_of[key] = worker
+            self._open[key] = next(self._tickets)
+            self._worker_of[key].items.put((self._open[key], key, call))
 
-    def ready(self, wait: float = 0.0) -> list[Reply]:
-        """Returns all replies that have arrived. Waits up to `wait` seconds for the first one; without
-        calls it returns at once."""
+    def ready(self, wait: float = 0.0, user: int = 0) -> list[Reply]:
+        """Returns all replies to a user that have arrived. Waits up to `wait` seconds for the first one;
+        without calls it returns at once."""
+        own = lambda keys: [key for key in keys if key[0] == user]
         with self._change:
-            self._change.wait_for(lambda: self._replies or not self._open, wait)
-            replies, self._replies = self._replies, []
-            for reply in replies:
-                del self._open[reply.id]
-        return replies
+            self._change.wait_for(lambda: own(self._replies) or not own(self._open), wait)
+            keys = own(self._replies)
+            for key in keys:
+                del self._open[key]
+            return [self._replies.pop(key) for key in keys]
 
-    def forget(self, ids: Iterable[str]) -> None:
+    def forget(self, ids: Iterable[str], user: int = 0) -> None:
         """Closes episodes. A call of theirs gets no reply; an id can be used again at once."""
         with self._change:
-            for id in ids:
-                self._open.pop(id, None)
-                worker = self._worker_of.pop(id, None)
+            for key in [(user, id) for id in ids]:
+                self._open.pop(key, None)
+                self._replies.pop(key, None)
+                worker = self._worker_of.pop(key, None)
                 if worker is not None:
                     worker.episodes -= 1
-                    worker.items.put(id)
-            self._replies = [reply for reply in self._replies if reply.id in self._open]
+                    worker.items.put(key)
             self._change.notify_all()
 
     def close(self) -> None:
         """Closes all episodes and ends the processes. Calls get no reply; running ones are awaited up
         to their timeout."""
         with self._change:
-            self._open, self._replies = {}, []
+            self._open, self._replies = {}, {}
         for worker in self._workers:
             worker.items.put(None)
         for worker in self._workers:
             worker.thread.join()
 
-    def _is_open(self, ticket: int, id: str) -> bool:
-        return self._open.get(id) == ticket
+    def _is_open(self, ticket: int, key: Key) -> bool:
+        return self._open.get(key) == ticket
 
-    def _arrive(self, ticket: int, reply: Reply) -> None:
+    def _arrive(self, ticket: int, key: Key, reply: Reply) -> None:
         with self._change:
-            if self._is_open(ticket, reply.id):
-                self._replies.append(reply)
+            if self._is_open(ticket, key):
+                self._replies[key] = reply
                 self._change.notify_all()
 
 
@@ -197,26 +203,82 @@ class SharedPool:
 
         first(begin)
 
-    def submit(self, call: Call) -> None:
+    def submit(self, call: Call, user: int = 0) -> None:
         """As `Pool.submit`."""
         if self._pool is not None:
-            self._pool.submit(call)
+            self._pool.submit(call, user)
 
-    def ready(self, wait: float = 0.0) -> list[Reply]:
+    def ready(self, wait: float = 0.0, user: int = 0) -> list[Reply]:
         """As `Pool.ready`."""
         pool: Any = self._pool  # on the first process alone
-        arrived = lambda: [dataclasses.asdict(reply) for reply in pool.ready(wait)]
+        arrived = lambda: [dataclasses.asdict(reply) for reply in pool.ready(wait, user)]
         return [_reply(**fields) for fields in self._first(arrived)]
 
-    def forget(self, ids: Iterable[str]) -> None:
+    def forget(self, ids: Iterable[str], user: int = 0) -> None:
         """As `Pool.forget`."""
         if self._pool is not None:
-            self._pool.forget(ids)
+            self._pool.forget(ids, user)
 
     def close(self) -> None:
         """As `Pool.close`."""
         if self._pool is not None:
             self._pool.close()
+
+
+class Lender:
+    """Lends the one pool of a run to its users: samplers, evaluations, and the reader of prompts. It
+    starts with the first user and ends with the last.
+
+    Args:
+        start: makes the pool.
+    """
+
+    def __init__(self, start: Callable[[], Pool | SharedPool]):
+        self._start, self._lock = start, threading.Lock()
+        self._pool: Pool | SharedPool | None = None
+        self._numbers, self._count = itertools.count(), 0
+
+    def lend(self) -> "Lent":
+        """Returns the pool for one more user, who closes it after use."""
+        with self._lock:
+            self._pool = self._pool or self._start()
+            self._count += 1
+            return Lent(self._pool, next(self._numbers), self._back)
+
+    def _back(self) -> None:
+        with self._lock:
+            self._count -= 1
+            if self._count == 0 and self._pool is not None:
+                self._pool.close()
+                self._pool = None
+
+
+class Lent:
+    """A pool as one user has it, see `Lender`."""
+
+    def __init__(self, pool: Pool | SharedPool, user: int, back: Callable[[], None]):
+        self._pool, self._user, self._back = pool, user, back
+        self._ids: set[str] = set()
+
+    def submit(self, call: Call) -> None:
+        """As `Pool.submit`."""
+        self._ids.add(call.id)
+        self._pool.submit(call, self._user)
+
+    def ready(self, wait: float = 0.0) -> list[Reply]:
+        """As `Pool.ready`."""
+        return self._pool.ready(wait, self._user)
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """As `Pool.forget`."""
+        ids = list(ids)
+        self._ids.difference_update(ids)
+        self._pool.forget(ids, self._user)
+
+    def close(self) -> None:
+        """Closes the user's episodes and gives the pool back."""
+        self.forget(self._ids.copy())
+        self._back()
 
 
 def _reply(step: Mapping[str, Any] | None, observations: Iterable, **fields: Any) -> Reply:
@@ -234,37 +296,38 @@ class _Ended(_Fault):
 
 
 class _Worker:
-    """A process and its thread. `items` are (ticket, Call), ids to forget, and None for the end."""
+    """A process and its thread. `items` are (ticket, Key, Call), keys to forget, and None for the
+    end."""
 
     def __init__(
-        self, process: confined.Confined, what: str, is_open: Callable[[int, str], bool],
-        arrive: Callable[[int, Reply], None],
+        self, process: confined.Confined, what: str, is_open: Callable[[int, Key], bool],
+        arrive: Callable[[int, Key, Reply], None],
     ):
         self.episodes = 0
         self.items = queue.SimpleQueue()
         self._process, self._what, self._is_open, self._arrive = process, what, is_open, arrive
         # Episodes in the process: record, seed and answers, and what the environment has said.
-        self._played: dict[str, tuple[tuple, tuple[str | Messages, ...]]] = {}
+        self._played: dict[Key, tuple[tuple, tuple[str | Messages, ...]]] = {}
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
     def _run(self) -> None:
         while (item := self.items.get()) is not None:
-            if isinstance(item, str):
+            if len(item) == 2:
                 self._forget(item)
-            elif self._is_open(item[0], item[1].id):
-                ticket, call = item
-                self._arrive(ticket, self._reply(call))
-        for id in list(self._played):
-            self._forget(id)
+            elif self._is_open(*item[:2]):
+                ticket, key, call = item
+                self._arrive(ticket, key, self._reply(key, call))
+        for key in list(self._played):
+            self._forget(key)
         self._process.close()
 
-    def _reply(self, call: Call) -> Reply:
+    def _reply(self, key: Key, call: Call) -> Reply:
         try:
             try:
-                step, said = self._play(call)
+                step, said = self._play(key, call)
             except _Ended:
-                step, said = self._play(call)
+                step, said = self._play(key, call)
         except _Fault as fault:
             return Reply(call.id, len(call.answers), None, "", *fault.args)
         except Exception as error:  # a record that is no JSON
@@ -272,39 +335,39 @@ class _Worker:
             return Reply(call.id, len(call.answers), None, "", "errors", text)
         return Reply(call.id, len(call.answers), step, digest(step), observations=said)
 
-    def _play(self, call: Call) -> tuple[Step, tuple[str | Messages, ...]]:
+    def _play(self, key: Key, call: Call) -> tuple[Step, tuple[str | Messages, ...]]:
         """Takes the last answer of an episode that is here; else makes it anew and repeats all.
         Returns the last step and all observations."""
         count = len(call.answers)
         before = call.record, call.seed, call.answers[:-1]
-        known, said = self._played.pop(call.id, (None, ()))
+        known, said = self._played.pop(key, (None, ()))
         number = count if known == before else 0  # of the next step; the prompt is step 0
         if number == 0:
             said = ()
-            step = self._ask("reset", call.id, dict(call.record), int(call.seed))
+            step = self._ask("reset", key, dict(call.record), int(call.seed))
         else:
-            step = self._ask(*call.step(count - 1))
+            step = self._ask("step", key, *call.step(count - 1))
         while number < count:
-            self._compare(call, number, step)
+            self._compare(key, call, number, step)
             said += (step.observation,)
-            step = self._ask(*call.step(number))
+            step = self._ask("step", key, *call.step(number))
             number += 1
         said += (step.observation,)
-        self._played[call.id] = (call.record, call.seed, call.answers), said
+        self._played[key] = (call.record, call.seed, call.answers), said
         return step, said
 
-    def _compare(self, call: Call, number: int, step: Step) -> None:
+    def _compare(self, key: Key, call: Call, number: int, step: Step) -> None:
         """Raises _Fault if a repeated step is another one than before."""
         known = call.digests[number] if number < len(call.digests) else ""
         if step.is_done or known and known != digest(step):
-            self._ask("forget", call.id)
+            self._ask("forget", key)
             raise _Fault(
                 "errors", f"{self._what} is not repeatable: step {number} of the episode {call.id} "
                 "differs for equal record, seed and answers (step 0 is the prompt)"
             )
 
-    def _ask(self, *message: Any) -> Any:
-        [result] = self._process.calls([message])
+    def _ask(self, what: str, key: Key, *message: Any) -> Any:
+        [result] = self._process.calls([[what, "{}/{}".format(*key), *message]])
         if result["fault"]:
             self._played.clear()
             kind = _Ended if result["fault"] == "errors" else _Fault
@@ -314,10 +377,10 @@ class _Worker:
         step = result["value"]["step"]
         return None if step is None else Step(**step)
 
-    def _forget(self, id: str) -> None:
-        if self._played.pop(id, None) is None:
+    def _forget(self, key: Key) -> None:
+        if self._played.pop(key, None) is None:
             return
         try:
-            self._ask("forget", id)
+            self._ask("forget", key)
         except _Fault as fault:
             print(f"{self._what} failed to close: {fault.args[1]}", file=sys.stderr, flush=True)

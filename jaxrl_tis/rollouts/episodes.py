@@ -29,7 +29,7 @@ import numpy as np
 from jaxrl_tis.engine.records import JOINS, OUTCOMES, Request, SamplingParams, Trajectory, cut
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.environments.continuity import Suffixes
-from jaxrl_tis.environments.pool import Call, Pool, Reply, SharedPool, digest
+from jaxrl_tis.environments.pool import Call, Lent, Pool, Reply, digest
 from jaxrl_tis.environments.protocol import Step
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.rollouts.prompts import Prompt
@@ -52,13 +52,13 @@ class Openings:
     """Reads the prompts of records: the first observations of their environments.
 
     Args:
-      make_pool: starts the pool, when the first prompt is read.
+      make_pool: starts or lends the pool, when the first prompt is read.
       seed: config.seed.
     """
 
-    def __init__(self, make_pool: Callable[[], Pool | SharedPool], seed: int):
+    def __init__(self, make_pool: Callable[[], Pool | Lent], seed: int):
         self._make_pool, self._seed = make_pool, seed
-        self._pool: Pool | SharedPool | None = None
+        self._pool: Pool | Lent | None = None
 
     def __call__(
         self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
@@ -100,7 +100,7 @@ class Openings:
         return [found[f"{i}"] for i in range(len(records))]
 
     def close(self) -> None:
-        """Ends the pool's processes; a later call starts others."""
+        """Closes the pool; a later call makes another."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.close()
@@ -149,7 +149,7 @@ class EpisodeScheduler(TurnScheduler):
 
     Args:
       scheduler: samples the turns.
-      make_pool: starts the environments' processes, when the first turn has ended.
+      make_pool: starts or lends the environments' processes, when the first turn has ended.
       suffixes: the token ids between two turns.
       decode: tokens -> text, without special tokens.
       prompt_ids: the prompt of an environment -> its token ids.
@@ -159,7 +159,7 @@ class EpisodeScheduler(TurnScheduler):
     """
 
     def __init__(
-        self, scheduler: Scheduler, make_pool: Callable[[], Pool | SharedPool], suffixes: Suffixes,
+        self, scheduler: Scheduler, make_pool: Callable[[], Pool | Lent], suffixes: Suffixes,
         decode: Callable[[Sequence[int]], str], prompt_ids: Callable[[Prompt], np.ndarray], *,
         max_turns: int, **options: Any,
     ):
@@ -167,7 +167,7 @@ class EpisodeScheduler(TurnScheduler):
         self._suffixes, self._decode, self._max_turns = suffixes, decode, max_turns
         self._prompt_ids = functools.lru_cache(CACHED)(lambda text: prompt_ids(json.loads(text)))
         self._make_pool = make_pool
-        self._pool: Pool | SharedPool | None = None
+        self._pool: Pool | Lent | None = None
         self._episodes: dict[str, Episode] = {}
         self._thinking: dict[str, None] = {}  # ids, in the order of their calls
 
@@ -246,7 +246,7 @@ class EpisodeScheduler(TurnScheduler):
         return self._scheduler.sync_digest() | {"thinking": list(self._thinking), "turns": turns}
 
     def close(self) -> None:
-        """Ends the processes of the environments, and the scheduler's thread."""
+        """Closes the pool of the environments, and ends the scheduler's thread."""
         if self._pool is not None:
             self._pool.close()
         super().close()

@@ -7,6 +7,7 @@ import random
 import re
 import signal
 import time
+from unittest import mock
 
 import pytest
 
@@ -105,6 +106,32 @@ def test_digests_differ_with_the_observation_and_the_end():
     assert len(set(map(pool.digest, steps))) == 5
     assert pool.digest(Step("x", 1.0, False, {"a": 1})) == pool.digest(Step("x"))
     assert pool.digest(Step([message])) == pool.digest(Step([dict(reversed(message.items()))]))
+
+
+@pytest.mark.all
+def test_users_of_one_pool_have_episodes_of_their_own():
+    """The pool ends with its last user, and the next one starts another."""
+    started = []
+
+    def start():
+        started.append(mock.Mock(wraps=made()))
+        return started[-1]
+
+    lender = pool.Lender(start)
+    one, other = lender.lend(), lender.lend()
+    one.submit(Call("a", RECORD, 1))
+    other.submit(Call("a", RECORD, 2))
+    assert [text(replies(play, 1)["a"]) for play in (other, one)] == ["p 2", "p 1"]
+    assert text(asked(other, "a", ("x",), seed=2)) == "p 2: x"
+    one.submit(Call("a", RECORD, 1, ("sleep 0.5",)))
+    one.close()
+    assert text(asked(other, "a", ("x", "y"), seed=2)) == "p 2: x y"
+    assert len(started) == 1 and not started[0].close.called
+    other.close()
+    assert started[0].close.called
+    again = lender.lend()
+    assert text(asked(again, "a")) == "p 1" and len(started) == 2
+    again.close()
 
 
 @pytest.mark.all
@@ -207,7 +234,7 @@ def test_a_process_that_is_killed_from_outside_costs_nothing():
         assert {text(reply) for reply in replies(play, 4).values()} == {"p 1: one two"}
         play.submit(Call("a", RECORD, 1, ("one", "two", "sleep 1"), ("", digests["a"])))
         time.sleep(0.3)
-        end(host(play, play._workers.index(play._worker_of["a"])))
+        end(host(play, play._workers.index(play._worker_of[0, "a"])))
         assert text(replies(play, 1)["a"]) == "p 1: one two sleep 1"
 
 

@@ -1,7 +1,7 @@
 """Mutants of episodes: the ids between two answers. `tests/environments/continuity_test.py` lists the
 known mistakes of others with episodes, and the mutant of each."""
 
-from tests.mutants import of
+from tests.mutants import IN_ALL, of
 
 MUTANTS = [
     *of(
@@ -17,6 +17,10 @@ MUTANTS = [
         "environments/pool.py",
         ("a repeated answer was not cut", "and self.cuts[number]", "and number == len(self.answers) - 1",
          "test_a_repeated_episode_has_the_same_cuts_and_the_same_last_answer"),
+        ("users of a pool get each other's replies", "key for key in keys if key[0] == user]",
+         "key for key in keys]", "test_users_of_one_pool_have_episodes_of_their_own", IN_ALL),
+        ("a pool ends with any user", "if self._count == 0 and", "if",
+         "test_users_of_one_pool_have_episodes_of_their_own", IN_ALL),
     ),
     *of(
         "environments/continuity.py",
