@@ -135,7 +135,7 @@ def read(path: str | os.PathLike) -> tuple[list[Run], list[str]]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path}:{number} is not the line of a run: {error!r}; write the file again with "
-                "python -m experiments.figures NAME --runs"
+                "python -m experiments.figures NAME --runs=FOLDER"
             ) from error
         runs.append(Run(arm, seed, verdict, findings, series))
     return runs, others

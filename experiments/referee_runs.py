@@ -129,16 +129,16 @@ def sampling(setup: Setup, trainer: Trainer, rewards: RewardWorker) -> Iterator[
             config.task.name, config.task.params, batch_size=config.rollout.prompts, seed=config.seed
         )
         groups = Groups(config, prompter, rewards, with_greedy=False)
-        parts = SourceParts(
+        shared = SourceParts(
             config, setup.schedule, None, groups, batches, Timer(), setup.serving_params
         )
         start = functools.partial(setup.scheduler, setup.engine)
         snapshots = trainer.weight_snapshots()
         source: RolloutSource
         if setup.schedule.is_sync:
-            source = SyncSource(parts, start)
+            source = SyncSource(shared, start)
         else:
-            source = VirtualSource(parts, start, setup.engine.slots, snapshots.add_logps)
+            source = VirtualSource(shared, start, setup.engine.slots, snapshots.add_logps)
         stack.callback(source.close, is_over=True)
         yield source, snapshots, Evaluator(config, prompter)
 

@@ -134,11 +134,11 @@ def mean_of(of_seeds: Sequence[Found], arm: str, cell: Cell, measure: str) -> pa
     return None if np.isnan(values).any() else intervals.of_mean(values)
 
 
-def verdict(compared: parts.Interval, equal: float) -> str:
+def verdict(found: parts.Interval, equal: float) -> str:
     """Says on which side of `equal` an interval lies."""
-    if compared[1] > equal:
+    if found[1] > equal:
         return "larger"
-    return "smaller" if compared[2] < equal else "not different"
+    return "smaller" if found[2] < equal else "not different"
 
 
 def compared(title: str, names: Sequence[str], equal: float, form: str) -> parts.Table:
