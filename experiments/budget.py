@@ -3,11 +3,6 @@
 The float32 sampler of `configs/fig_base.py` generates answers after the warm-up. Programs with bfloat16, W8A8,
 an int8 cache, noise on the weights, and all combinations of these four compute log-probs of the same answers.
 If the log-ratios of the causes are independent, their mean squares add up.
-
-Examples:
-
-    python -m experiments.budget
-    python -m experiments.budget docs/experiments
 """
 
 import dataclasses
@@ -16,16 +11,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from jaxrl_tis import cli_flags
 from jaxrl_tis.build import build
 from jaxrl_tis.engine import injection
-from experiments import figures
+from experiments import parts
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.models import quant
 from jaxrl_tis.report.plots import COLORS
-from jaxrl_tis.runtime import cli
 
 CONFIG = "configs/fig_base.py"
 SEEDS = (0, 1, 2, 3, 4)
@@ -47,7 +41,7 @@ def gaps(seed: int) -> Gaps:
     config = cli_flags.parsed([f"--config={CONFIG}", f"--config.seed={seed}"])
     setup = build(config)
     training = setup.training
-    params = figures.taught(setup)
+    params = parts.taught(setup)
     rows = training.rows(report.sample(setup, params, config.rollout.prompts))
     micro, flat = training.micro_batches(rows)
     plain = ladder.learner_settings(setup)
@@ -75,20 +69,19 @@ def table(of_seeds: Sequence[Gaps]) -> str:
     lines = []
     for chosen in COMBINATIONS:
         ratios = [
-            "–" if len(chosen) == 1 else figures.mean([additivity(f, chosen, m) for f in of_seeds], ".2f")
+            "–" if len(chosen) == 1 else parts.mean([additivity(f, chosen, m) for f in of_seeds], ".2f")
             for m in ("d2", "k3", "d_mean")
         ]
-        lines.append([" + ".join(chosen), figures.mean([f[chosen]["d2"] for f in of_seeds], ".3g"), *ratios])
+        lines.append([" + ".join(chosen), parts.mean([f[chosen]["d2"] for f in of_seeds], ".3g"), *ratios])
     header = [
         "causes", "mean squared log-ratio, nats²", "ratio to sum, squares", "ratio to sum, k3",
         "ratio to sum, mean |log ratio|",
     ]
-    return figures.rows(header, lines)
+    return parts.rows(header, lines)
 
 
-def draw(page: Figure, of_seeds: Sequence[Gaps]) -> None:
+def draw(axes: Axes, of_seeds: Sequence[Gaps]) -> None:
     """Plots the gap of each combination against the sum of its causes."""
-    axes = page.subplots()
     for measure, label, color in (
         ("d2", "mean squared log-ratio", COLORS[0]), ("k3", "k3", COLORS[1]),
         ("d_mean", "mean |log ratio|", COLORS[2]),
@@ -108,12 +101,7 @@ def draw(page: Figure, of_seeds: Sequence[Gaps]) -> None:
     axes.legend()
 
 
-def main() -> None:
-    """Command line: see the top of the file."""
-    folder = figures.folder_of("budget")
-    of_seeds = [gaps(seed) for seed in SEEDS]
-    figures.write(folder, "budget", table(of_seeds), {"budget": (draw, (6, 5))}, of_seeds)
-
-
-if __name__ == "__main__":
-    cli.run(main)
+FIGURE = parts.Figure(
+    (table,), {"budget": parts.Picture((6, 5), [draw])},
+    read=lambda _: [gaps(seed) for seed in SEEDS],
+)

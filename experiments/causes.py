@@ -2,19 +2,15 @@
 
 Reads docs/experiments/causes.jsonl, the runs of `configs/fig_causes.py`. A run counts for the first cause that
 the doctor names. It is right if the doctor names the true cause and no other.
-
-Examples:
-
-    python -m experiments.causes
-    python -m experiments.causes docs/experiments
 """
 
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
-from experiments import figures
+from experiments import parts
+from experiments.parts import Arms
 from experiments.records import Run
 from jaxrl_tis.record import intervals
 
@@ -41,9 +37,9 @@ def is_right(run: Run) -> bool:
     return found(run) == ["none" if run.arm in TOO_SMALL else run.arm]
 
 
-def unseen(runs: Sequence[Run]) -> list[Run]:
+def unseen(arms: Arms) -> list[Run]:
     """Returns the runs of held-out seeds."""
-    return [r for r in runs if r.seed not in SEEN]
+    return [run for run in parts.every(arms) if run.seed not in SEEN]
 
 
 def confusion(runs: Sequence[Run]) -> tuple[list[str], list[str], np.ndarray]:
@@ -57,36 +53,36 @@ def confusion(runs: Sequence[Run]) -> tuple[list[str], list[str], np.ndarray]:
     return arms, named, counts
 
 
-def table(runs: Sequence[Run]) -> str:
+def table(arms: Arms) -> str:
     """Returns the confusion table of held-out seeds in Markdown, and the share of right runs (Wilson)."""
-    held_out = unseen(runs)
-    arms, named, counts = confusion(held_out)
+    held_out = unseen(arms)
+    names, named, counts = confusion(held_out)
     cells = [
         [arm, *(str(n) if n else "" for n in row), str(sum(is_right(r) for r in held_out if r.arm == arm))]
-        for arm, row in zip(arms, counts, strict=True)
+        for arm, row in zip(names, counts, strict=True)
     ]
     right = np.mean([is_right(r) for r in held_out])
     low, high = intervals.wilson(right, len(held_out))
     return "\n\n".join([
-        figures.rows(["cause", *(f"named: {name}" for name in named), "right"], cells),
+        parts.rows(["cause", *(f"named: {name}" for name in named), "right"], cells),
         f"Right: {right:.3f} [{low:.3f}, {high:.3f}] of {len(held_out)} runs of held-out seeds.",
     ])
 
 
-def draw(page: Figure, runs: Sequence[Run]) -> None:
+def draw(axes: Axes, arms: Arms) -> None:
     """Draws the confusion table."""
-    arms, named, counts = confusion(unseen(runs))
-    axes = page.subplots()
+    names, named, counts = confusion(unseen(arms))
     axes.imshow(counts, cmap="Blues")
     for (i, j), n in np.ndenumerate(counts):
         if n:
             color = "white" if n > counts.max() / 2 else "black"
             axes.text(j, i, str(n), ha="center", va="center", color=color)
     axes.set_xticks(range(len(named)), named, rotation=30)
-    axes.set_yticks(range(len(arms)), arms)
+    axes.set_yticks(range(len(names)), names)
     axes.grid(False)
     axes.set(title="What the doctor names", xlabel="named", ylabel="cause")
 
 
-if __name__ == "__main__":
-    figures.run("causes", table, {"causes": (draw, (6, 4.5))})
+FIGURE = parts.Figure(
+    (table,), {"causes": parts.Picture((6, 4.5), [draw])}, seeds="0,1,2,3,4,5,6,7,8,9",
+)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from matplotlib import figure
 
-from experiments import figures
+from experiments import parts
 from experiments.horizon import Chain, Profile, monte_carlo, profile
 
 HORIZONS = (4, 16, 64, 128, 256, 512, 1024)
@@ -247,7 +247,7 @@ def centred_table(lengths: Sequence[int], seeds: Sequence[int], drifts: Sequence
         cells = [f"{outcomes[name][0].bias:.3f}; {over(name)}" for name in names]
         start = [reward, f"{drift:g}", str(length), str(seed), f"{outcomes['token'][0].bias:.3f}"]
         lines.append([*start, *cells])
-    return figures.rows(header, lines)
+    return parts.rows(header, lines)
 
 
 def draw(rows: Sequence[Row], path: str) -> pathlib.Path:
@@ -263,9 +263,7 @@ def draw(rows: Sequence[Row], path: str) -> pathlib.Path:
         }
         bias = [max(row.profile.bias, 1e-6) for row in own]
         plane.plot(bias, [row.profile.log10_variance / 2 for row in own], **style)
-        progress.plot(
-            [row.horizon for row in own], [row.profile.progress for row in own], **style
-        )
+        progress.plot([row.horizon for row in own], [row.profile.progress for row in own], **style)
     plane.set(xscale="log", xlabel="|bias| / |true gradient| (1e-6: none)",
               ylabel="log10 of the standard deviation / |true gradient|",
               title="Bias and variance of one response; a point per T")

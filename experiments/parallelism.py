@@ -5,26 +5,23 @@ allow. Learners of other degrees, and with rows cut over up to eight devices, co
 tokens. The tables compare the largest and the mean |p_sampler - p_learner| of a response. Answers do not stop
 and are cut to several lengths. `./launch/smollm2.sh --fetch` provides the model.
 
-Examples:
-
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.parallelism
-    XLA_FLAGS=--xla_force_host_platform_device_count=8 python -m experiments.parallelism docs/experiments
+The figure needs eight devices, as XLA_FLAGS=--xla_force_host_platform_device_count=8 makes them.
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Mapping
 
 import jax
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 
 from jaxrl_tis import cli_flags, sharding
 from jaxrl_tis.build import Setup, build
-from experiments import figures
+from experiments import parts
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.state import initial_params
 from jaxrl_tis.report.plots import COLORS, palette
-from jaxrl_tis.runtime import cli
 
 CONFIG = "configs/smollm2_135m.py"
 SAMPLERS = {"TP1": 1, "TP3": 3}
@@ -35,6 +32,8 @@ LEARNERS = {
 PROMPTS = 4  # groups of eight
 LENGTHS = (64, 128, 256, 512)
 PROMPT = 40  # maximum tokens of a prompt; with the longest answer a multiple of 8
+
+Gaps = Mapping[str, Mapping[str, np.ndarray]]  # sampler -> learner -> |p_sampler - p_learner| [N,T]
 
 
 def setup_of(tensor: int, prompts: int) -> Setup:
@@ -66,32 +65,30 @@ def differences(setup: Setup, params, rows: dict[str, np.ndarray]) -> dict[str, 
     return by_degree
 
 
-def degrees_table(found: Mapping[str, Mapping[str, np.ndarray]]) -> str:
+def degrees_table(found: Gaps) -> str:
     """Returns a Markdown table by sampler and learner: largest and mean difference of a response, and the
     largest minus that of the learner on one device, paired by response."""
     lines = []
     for sampler, learners in found.items():
         plain = learners["TP1"].max(axis=1)
         for learner, dp in learners.items():
-            paired = "–" if learner == "TP1" else figures.mean(dp.max(axis=1) - plain, "+.4f")
+            paired = "–" if learner == "TP1" else parts.mean(dp.max(axis=1) - plain, "+.4f")
             lines.append([
-                sampler, learner, figures.mean(dp.max(axis=1), ".4f"), paired, f"{dp.max():.3f}",
-                figures.mean(dp.mean(axis=1), ".5f"),
+                sampler, learner, parts.mean(dp.max(axis=1), ".4f"), paired, f"{dp.max():.3f}",
+                parts.mean(dp.mean(axis=1), ".5f"),
             ])
     header = [
         "sampler", "learner", "largest dp of a response", "difference to TP1", "largest dp of all",
         "mean dp of a response",
     ]
-    return figures.rows(header, lines)
+    return parts.rows(header, lines)
 
 
-def lengths_table(dp: np.ndarray, group: int) -> str:
-    """Returns a Markdown table by length: one answer cut there, and as many tokens of several beginnings.
-
-    Args:
-      dp: [N, T] of one sampler and learner, groups of `group` rows one after the other.
-    """
-    lines = []
+def lengths_table(found: Gaps) -> str:
+    """Returns a Markdown table by length, of TP1 and TP1: one answer cut there, and as many tokens of
+    several beginnings of a group's answers."""
+    dp, lines = found["TP1"]["TP1"], []
+    group = len(dp) // PROMPTS
     shortest = min(LENGTHS)
     if group * shortest < max(LENGTHS):
         raise ValueError(
@@ -103,46 +100,48 @@ def lengths_table(dp: np.ndarray, group: int) -> str:
         starts = dp[:, :shortest].reshape(-1, group, shortest)[:, :pieces].max(axis=(1, 2))
         late = dp[:, length - shortest : length]
         lines.append([
-            str(length), figures.mean(dp[:, :length].max(axis=1), ".4f"),
-            figures.mean(starts, ".4f"),
-            figures.mean(dp[:, :length].mean(axis=1), ".5f"), figures.mean(late.mean(axis=1), ".5f"),
+            str(length), parts.mean(dp[:, :length].max(axis=1), ".4f"),
+            parts.mean(starts, ".4f"),
+            parts.mean(dp[:, :length].mean(axis=1), ".5f"), parts.mean(late.mean(axis=1), ".5f"),
         ])
     header = [
         "tokens", "largest dp of one answer", f"as many tokens in answers of {shortest}", "mean dp",
         f"mean dp of its last {shortest}",
     ]
-    return figures.rows(header, lines)
+    return parts.rows(header, lines)
 
 
-def draw(page: Figure, found: Mapping[str, Mapping[str, np.ndarray]]) -> None:
-    """Draws the distribution of a response's largest difference by degrees, and its growth with length."""
-    degrees, lengths = page.subplots(1, 2)
+def draw_degrees(axes: Axes, found: Gaps) -> None:
+    """Draws the distribution of a response's largest difference by degrees."""
     for (sampler, learners), style in zip(found.items(), ("-", "--"), strict=False):
         for (learner, dp), color in zip(learners.items(), palette(len(learners)), strict=True):
             values = np.sort(dp.max(axis=1))
             share = 1 - np.arange(len(values)) / len(values)
-            degrees.plot(values, share, style, color=color, label=f"{sampler}, {learner}")
-    degrees.set(
+            axes.plot(values, share, style, color=color, label=f"{sampler}, {learner}")
+    axes.set(
         title="Largest difference of a response", ylabel="share above",
         xlabel="|p_sampler − p_learner| (TP: tensor shards, SP: parts of a row)",
     )
-    degrees.legend(loc="upper right", fontsize=7, title="sampler, learner", title_fontsize=7)
+    axes.legend(loc="upper right", fontsize=7, title="sampler, learner", title_fontsize=7)
+
+
+def draw_lengths(axes: Axes, found: Gaps) -> None:
+    """Draws the growth of the difference with the length of a response."""
     dp = found["TP1"]["TP1"]
     for reduce, label, color in ((np.max, "largest", COLORS[0]), (np.mean, "mean", COLORS[1])):
         means = [reduce(dp[:, :length], axis=1).mean() for length in LENGTHS]
-        lengths.plot(LENGTHS, means, "o-", color=color, label=label)
-    lengths.set(title="And its length, TP1 and TP1", xlabel="tokens", xscale="log", yscale="log")
-    lengths.set_ylabel("|p_sampler − p_learner|")
-    lengths.minorticks_off()
-    lengths.set_xticks(LENGTHS, map(str, LENGTHS))
+        axes.plot(LENGTHS, means, "o-", color=color, label=label)
+    axes.set(title="And its length, TP1 and TP1", xlabel="tokens", xscale="log", yscale="log")
+    axes.set_ylabel("|p_sampler − p_learner|")
+    axes.minorticks_off()
+    axes.set_xticks(LENGTHS, map(str, LENGTHS))
     ticks = (0.003, 0.01, 0.03)
-    lengths.set_yticks(ticks, map(str, ticks))
-    lengths.legend()
+    axes.set_yticks(ticks, map(str, ticks))
+    axes.legend()
 
 
-def main() -> None:
-    """Command line: see the top of the file."""
-    folder = figures.folder_of("parallelism")
+def read(folder: pathlib.Path) -> Gaps:
+    """Samples and scores the answers of all degrees."""
     if jax.device_count() < 8:
         raise ValueError(
             f"eight devices are needed, and there are {jax.device_count()}; set "
@@ -155,10 +154,10 @@ def main() -> None:
         endless = report.sample(setup, params, PROMPTS, stop_ids=())
         gaps[sampler] = differences(setup, params, setup.training.rows(endless))
         print(f"{sampler}: scored", flush=True)
-    group = setup.config.rollout.group_size
-    text = "\n\n".join([degrees_table(gaps), lengths_table(gaps["TP1"]["TP1"], group)])
-    figures.write(folder, "parallelism", text, {"parallelism": (draw, (11, 4.5))}, gaps)
+    return gaps
 
 
-if __name__ == "__main__":
-    cli.run(main)
+FIGURE = parts.Figure(
+    (degrees_table, lengths_table),
+    {"parallelism": parts.Picture((11, 4.5), [draw_degrees, draw_lengths])}, read,
+)

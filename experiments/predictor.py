@@ -4,24 +4,18 @@ Reads the runs of FIGURES in docs/experiments; a run of several figures counts o
 reward, or its learner's held-out accuracy, ends below 70 % of its earlier best. Logistic regressions are
 fitted on the runs of seeds 0-2 and tested on the others by AUROC. The predictors are the four signals that
 a conjecture calls sufficient, all signals, and each signal alone, with the sign fitted on the first seeds.
-
-Examples:
-
-    python -m experiments.predictor
-    python -m experiments.predictor docs/experiments
 """
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 from scipy import optimize, stats
 
-from experiments import figures, records
+from experiments import parts, records
 from experiments.records import BLOCK, Run
 from jaxrl_tis.report.plots import COLORS
-from jaxrl_tis.runtime import cli
 
 EARLY = 5  # blocks, 40 steps
 KEPT = 0.7  # of the best; less is a collapse
@@ -64,7 +58,7 @@ class Outcome:
 
 
 OUTCOMES = (
-    Outcome("reward", "reward/mean", 5), Outcome("held-out accuracy", "eval/sampled_accuracy", figures.LAST),
+    Outcome("reward", "reward/mean", 5), Outcome("held-out accuracy", "eval/sampled_accuracy", parts.LAST),
 )
 
 
@@ -117,12 +111,6 @@ def drawn(score: np.ndarray, happened: np.ndarray) -> np.ndarray:
     return np.array([auroc(score, happened), *(auroc(score[i], happened[i]) for i in chosen)])
 
 
-def interval_of(values: np.ndarray) -> figures.Interval:
-    """Returns the first value of `drawn` and the 95 % interval of the bootstrap values."""
-    low, high = np.nanquantile(values[1:], (0.025, 0.975))
-    return float(values[0]), float(low), float(high)
-
-
 def divided(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
     """Returns the runs of training seeds, and the held-out runs."""
     return [r for r in runs if r.seed in TRAINED], [r for r in runs if r.seed not in TRAINED]
@@ -140,42 +128,45 @@ def judged(runs: Sequence[Run], outcome: Outcome) -> dict[str, np.ndarray]:
     return areas
 
 
-Areas = dict[Outcome, dict[str, np.ndarray]]  # outcome -> result of `judged`
+# The runs, and outcome -> result of `judged`.
+Found = tuple[Sequence[Run], dict[Outcome, dict[str, np.ndarray]]]
 
 
-def table(runs: Sequence[Run], areas: Areas) -> str:
+def table(found: Found) -> str:
     """Returns Markdown for each outcome: number of collapses, of early ones, and the AUROC table."""
-    parts = []
+    blocks, (runs, areas) = [], found
     _, unseen = divided(runs)
     for outcome, by_label in areas.items():
         collapsed = [r for r in unseen if outcome.happens(r)]
         begun = sum(outcome.falls_at(r) <= EARLY * BLOCK for r in collapsed)
-        parts.append(
+        blocks.append(
             f"{outcome.name}: {sum(map(outcome.happens, runs))} of {len(runs)} runs collapse, "
             f"{len(collapsed)} of the {len(unseen)} of held-out seeds. Within the first {EARLY * BLOCK} steps "
             f"{begun} of these {len(collapsed)} have already been below 70 % of the best before."
         )
         order = sorted(by_label, key=lambda label: -by_label[label][0])
-        lines = [[label, figures.interval(interval_of(by_label[label]), ".3f")] for label in order]
-        difference = figures.interval(interval_of(by_label["all"] - by_label["the four"]))
+        lines = [[label, parts.interval(parts.bootstrap(by_label[label]), ".3f")] for label in order]
+        difference = parts.interval(parts.bootstrap(by_label["all"] - by_label["the four"]))
         lines.append(["all less the four", difference])
-        parts.append(figures.rows(["predictor", f"AUROC, {outcome.name}"], lines))
-    return "\n\n".join(parts)
+        blocks.append(parts.rows(["predictor", f"AUROC, {outcome.name}"], lines))
+    return "\n\n".join(blocks)
 
 
-def draw(page: Figure, areas: Areas) -> None:
-    """Draws the AUROC of each predictor and outcome, with intervals."""
-    panels = zip(page.subplots(1, 2), areas.items(), COLORS[:2], strict=True)
-    for axes, (outcome, drawn), color in panels:
-        found = {label: interval_of(values) for label, values in drawn.items()}
-        order = sorted(found, key=lambda label: found[label][0])
+def panel_of(outcome: Outcome, color: str) -> parts.Panel:
+    """Makes a panel of the AUROC of each predictor, with intervals."""
+
+    def panel(axes, found):
+        intervals = {label: parts.bootstrap(values) for label, values in found[1][outcome].items()}
+        order = sorted(intervals, key=lambda label: intervals[label][0])
         for place, label in enumerate(order):
-            area, low, high = found[label]
+            area, low, high = intervals[label]
             axes.plot([low, high], [place, place], color=color)
             axes.plot(area, place, "o", color=color)
         axes.set_yticks(range(len(order)), order, fontsize=7)
         axes.axvline(0.9, color="black", linewidth=0.7)
         axes.set(title=f"Collapse of the {outcome.name}", xlabel="AUROC on held-out seeds", xlim=(0, 1))
+
+    return panel
 
 
 def unique(runs: Sequence[Run]) -> list[Run]:
@@ -184,18 +175,17 @@ def unique(runs: Sequence[Run]) -> list[Run]:
     return list(by_content.values())
 
 
-def main() -> None:
-    """Command line: see the top of the file."""
-    folder = figures.folder_of("predictor")
+def read(folder: pathlib.Path) -> Found:
+    """Reads and judges the runs of FIGURES."""
     paths = [path for name in FIGURES if (path := folder / f"{name}.jsonl").exists()]
     runs = unique([run for path in paths for run in records.read(path)[0]])
     if not all(divided(runs)):
         raise ValueError(
             f"{folder} needs runs of seeds {TRAINED} and of others; ./launch/figures.sh makes them"
         )
-    areas = {outcome: judged(runs, outcome) for outcome in OUTCOMES}
-    figures.write(folder, "predictor", table(runs, areas), {"predictor": (draw, (12, 5))}, areas)
+    return runs, {outcome: judged(runs, outcome) for outcome in OUTCOMES}
 
 
-if __name__ == "__main__":
-    cli.run(main)
+FIGURE = parts.Figure(
+    (table,), {"predictor": parts.Picture((12, 5), list(map(panel_of, OUTCOMES, COLORS)))}, read,
+)

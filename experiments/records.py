@@ -4,11 +4,6 @@ A line has `arm`, `seed`, the doctor's `verdict` (causes) and `findings` (more p
 accuracies (`eval/steps`, ...), and for each metric of METRICS its mean over each BLOCK of steps (the largest
 value for metrics that are a maximum). The line of an unfinished run has `arm`, `seed` and `unfinished`, the
 last recorded step.
-
-Examples:
-
-    python -m experiments.records runs/figures/rescue --out docs/experiments/rescue.jsonl
-    python -m experiments.records runs/sweep-fig_rescue --out rescue.jsonl
 """
 
 import json
@@ -25,7 +20,7 @@ from etils import epath
 
 from jaxrl_tis.doctor.diagnose import diagnose
 from jaxrl_tis.record import metrics
-from jaxrl_tis.runtime import cli, storage
+from jaxrl_tis.runtime import storage
 
 BLOCK = 8  # steps
 METRICS = (
@@ -140,7 +135,7 @@ def read(path: str | os.PathLike) -> tuple[list[Run], list[str]]:
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(
                 f"{path}:{number} is not the line of a run: {error!r}; write the file again with "
-                "this command"
+                "python -m experiments.figures NAME --runs=FOLDER"
             ) from error
         runs.append(Run(arm, seed, verdict, findings, series))
     return runs, others
@@ -152,21 +147,7 @@ def by_arm(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def at_end(run: Run, name: str, share: float = 0.1) -> float:
-    """Returns the mean of a metric over the last `share` of the run, ignoring NaN."""
+    """Returns the mean of a metric over the last `share` of the run without NaN; NaN without a value."""
     values = run.series[name]
-    return float(np.nanmean(values[-max(1, math.ceil(share * len(values))) :]))
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    """Command line: see the top of the file."""
-    parser = cli.parser("experiments.records", "Writes the runs of a sweep as JSON lines.", __doc__)
-    parser.add_argument("folder", help="folder of a sweep")
-    parser.add_argument("--out", required=True, help="file to write")
-    args = parser.parse_args(argv)
-    lines = gather(args.folder, args.out)
-    unfinished = [line for line in lines if "unfinished" in line]
-    print(f"{args.out}: {len(lines)} runs, {len(unfinished)} of them unfinished")
-
-
-if __name__ == "__main__":
-    cli.run(main)
+    last = values[-max(1, math.ceil(share * len(values))) :]
+    return math.nan if np.isnan(last).all() else float(np.nanmean(last))

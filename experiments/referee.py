@@ -1,12 +1,6 @@
 """Draws the referee and writes its tables, by the rules of docs/referee.md.
 
-Reads docs/experiments/referee/, the runs of experiments/referee_runs.py and the gradients of
-experiments/referee_gradients.py.
-
-Examples:
-
-    python -m experiments.referee
-    python -m experiments.referee docs/experiments
+Reads docs/experiments/referee/, the runs and gradients of experiments/referee_runs.py.
 """
 
 import collections
@@ -15,14 +9,12 @@ import pathlib
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
 from scipy import stats
 
 from configs import fig_referee
-from experiments import figures, records, referee_gradients, referee_runs
-from experiments.figures import Interval
+from experiments import records, referee_runs
+from experiments.parts import GREY, LAST, Figure, Interval, Panel, Picture, interval, mean, rows
 from experiments.records import Run
-from jaxrl_tis.runtime import cli
 
 NONE, EXACT, CONTROL = "none", fig_referee.EXACT, fig_referee.CONTROL
 ORDER = (*fig_referee.CORRECTIONS, EXACT)  # of the arms, simplest first
@@ -30,13 +22,15 @@ OF_LOSS = ("KPop", "IPO", "centering", "centering + TIS")  # the arms with the l
 HALF = 40  # steps of a run of half the budget
 MARGIN = 0.05  # of the reward; a gap whose cost is surely below it needs no correction
 Gains = dict[str, dict[int, float]]  # correction -> seed -> gain
+Arms = Mapping[str, Sequence[Run]]  # correction -> runs
+Data = tuple[list[Run], list[dict]]  # the runs of all parts, and the lines of their gradients
 
 
 def gain(run: Run, budget: float = np.inf) -> float:
     """Returns the held-out reward at the end minus that before the first step, of a run that ends after
     `budget` steps."""
     values = run.series[referee_runs.REWARD][run.series["eval/steps"] <= budget]
-    return float(values[1:][-figures.LAST :].mean() - values[0])
+    return float(values[1:][-LAST:].mean() - values[0])
 
 
 def collapsed(run: Run) -> bool:
@@ -53,8 +47,8 @@ def by_part(runs: Sequence[Run]) -> dict[str, dict[str, list[Run]]]:
     """Returns part -> correction -> runs."""
     parts: dict[str, dict[str, list[Run]]] = {}
     for run in runs:
-        gap, length, name = run.arm.split("/")
-        parts.setdefault(f"{gap}/{length}", {}).setdefault(name, []).append(run)
+        part, _, name = run.arm.rpartition("/")
+        parts.setdefault(part, {}).setdefault(name, []).append(run)
     return parts
 
 
@@ -62,7 +56,7 @@ def is_control(run: Run) -> bool:
     return run.arm.endswith(f"/{CONTROL}")
 
 
-def gains_of(arms: Mapping[str, Sequence[Run]], budget: float = np.inf) -> Gains:
+def gains_of(arms: Arms, budget: float = np.inf) -> Gains:
     return {name: {run.seed: gain(run, budget) for run in runs} for name, runs in arms.items()}
 
 
@@ -71,13 +65,20 @@ def paired(one: Mapping[int, float], other: Mapping[int, float]) -> np.ndarray:
     return np.array([one[seed] - other[seed] for seed in sorted(one) if seed in other])
 
 
+def student(mean: float, variance: float, n: int, count: int) -> Interval:
+    """Returns a mean and its Student interval at 95 % for `count` intervals together (Bonferroni).
+
+    Args:
+      variance: of the mean, with n - 1 degrees of freedom.
+    """
+    half = stats.t.ppf(1 - 0.025 / count, n - 1) * np.sqrt(variance) if n > 1 else np.inf
+    return float(mean), float(mean - half), float(mean + half)
+
+
 def simultaneous(values: np.ndarray, count: int) -> Interval:
-    """Returns the mean and its Student interval at 95 % for `count` intervals together (Bonferroni)."""
-    mean, n = float(values.mean()), len(values)
-    if n < 2:
-        return mean, -np.inf, np.inf
-    half = stats.t.ppf(1 - 0.025 / count, n - 1) * values.std(ddof=1) / np.sqrt(n)
-    return mean, float(mean - half), float(mean + half)
+    """Returns the mean and its interval for `count` intervals together."""
+    n = len(values)
+    return student(values.mean(), values.var(ddof=1) / n if n > 1 else 0.0, n, count)
 
 
 def beside(gains: Gains, other: str) -> dict[str, Interval]:
@@ -87,28 +88,25 @@ def beside(gains: Gains, other: str) -> dict[str, Interval]:
 
 
 def overall(parts: Mapping[str, Gains], name: str, count: int, other: str = NONE) -> Interval:
-    """Returns the mean over parts of the difference of two arms, and its Student interval at 95 % for
-    `count` intervals together.
+    """Returns the mean over parts of the difference of two arms, with its interval for `count` intervals
+    together.
 
     Parts and seeds are both drawn at random, and each part has every seed. The variance is that of the
     mean over parts plus that of the mean over seeds, which counts the variance of single runs twice and so
     is never too small (Owen 2007, doi:10.1214/07-AOAS122). The fewer of both give the degrees of freedom.
     """
     cells = np.array([paired(g[name], g[other]) for g in parts.values() if name in g and other in g])
-    mean, fewest = float(cells.mean()), min(cells.shape)
-    if fewest < 2:
-        return mean, -np.inf, np.inf
-    variance = sum(cells.mean(axis).var(ddof=1) / cells.shape[1 - axis] for axis in (0, 1))
-    half = stats.t.ppf(1 - 0.025 / count, fewest - 1) * np.sqrt(variance)
-    return mean, float(mean - half), float(mean + half)
+    fewest, variance = min(cells.shape), 0.0
+    if fewest > 1:
+        variance = sum(cells.mean(axis).var(ddof=1) / cells.shape[1 - axis] for axis in (0, 1))
+    return student(cells.mean(), variance, fewest, count)
 
 
 def verdicts(gains: Gains) -> tuple[list[str], list[str]]:
     """Returns (the arms that are better than none, those that are worse)."""
     differences = beside(gains, NONE)
     better = [name for name, (_, low, _) in differences.items() if low > 0]
-    worse = [name for name, (_, _, high) in differences.items() if high < 0]
-    return better, worse
+    return better, [name for name, (_, _, high) in differences.items() if high < 0]
 
 
 def without_a_seed(gains: Gains) -> list[tuple[list[int], list[str], list[str]]]:
@@ -162,24 +160,24 @@ def complete(runs: Sequence[Run]) -> tuple[dict[str, dict[str, list[Run]]], list
     return parts, others
 
 
-def tables(runs: Sequence[Run], gradients: Sequence[Mapping]) -> str:
+def tables(data: Data) -> str:
     """Returns Markdown: the decisions, all arms over all parts, and each part, of the complete parts."""
+    runs, gradients = data
     parts, others = complete(runs)
     gains = {part: gains_of(arms) for part, arms in parts.items()}
     blocks = [f"Not complete, and left out: {', '.join(others)}."] if others else []
     blocks += [decisions(parts), f"With {HALF} of 80 steps:\n\n{decisions(parts, HALF)}"]
-    has_run = lambda name: any(name in g for g in gains.values())
-    names = [n for n in ORDER if n != NONE and has_run(n)]
-    lines = [[name, figures.interval(overall(gains, name, len(names)))] for name in names]
+    names = [n for n in ORDER if n != NONE and any(n in g for g in gains.values())]
+    lines = [[name, interval(overall(gains, name, len(names)))] for name in names]
     title = f"gain minus that of none, mean over {len(parts)} part{'s' * (len(parts) != 1)}"
-    blocks.append(figures.rows(["arm", title], lines))
+    blocks.append(rows(["arm", title], lines))
     lines = [
         [part, ", ".join(map(str, seeds)), listed(better), listed(worse)]
         for part, g in gains.items() for seeds, better, worse in without_a_seed(g)
     ]
     if lines:
         header = ["part", "without one of the seeds", "better than none", "worse than none"]
-        blocks.append(f"Verdicts that change without one seed:\n\n{figures.rows(header, lines)}")
+        blocks.append(f"Verdicts that change without one seed:\n\n{rows(header, lines)}")
     if table := control_table(runs):
         blocks.append(f"The control, REINFORCE without a correction:\n\n{table}")
     for part, arms in parts.items():
@@ -190,55 +188,48 @@ def tables(runs: Sequence[Run], gradients: Sequence[Mapping]) -> str:
 def control_table(runs: Sequence[Run]) -> str:
     """Returns the table that tells the loss of `OF_LOSS` from their corrections. The intervals of a part
     hold together. Empty without a part that has all runs of the control."""
-    lines = []
+    lines, pairs = [], [(CONTROL, NONE), *((name, CONTROL) for name in OF_LOSS)]
     for part, arms in by_part(runs).items():
-        found = [{run.seed for run in arms.get(name, ())} for name in (CONTROL, NONE, *OF_LOSS)]
-        if min(map(len, found)) < len(referee_runs.SEEDS):
+        if min(len(arms.get(name, ())) for name in (CONTROL, NONE, *OF_LOSS)) < len(referee_runs.SEEDS):
             continue
-        gains, count = gains_of(arms), 1 + len(OF_LOSS)
-        pairs = [(CONTROL, NONE), *((name, CONTROL) for name in OF_LOSS)]
-        differences = [simultaneous(paired(gains[a], gains[b]), count) for a, b in pairs]
-        lines.append([part, *map(figures.interval, differences), collapses(arms[CONTROL])])
-    header = ["part", f"{CONTROL} minus none", *(f"{n} minus {CONTROL}" for n in OF_LOSS), "collapsed"]
-    return figures.rows(header, lines) if lines else ""
+        gains = gains_of(arms)
+        differences = [simultaneous(paired(gains[a], gains[b]), len(pairs)) for a, b in pairs]
+        lines.append([part, *map(interval, differences), collapses(arms[CONTROL])])
+    header = ["part", *(f"{a} minus {b}" for a, b in pairs), "collapsed"]
+    return rows(header, lines) if lines else ""
 
 
-def decisions(parts: Mapping[str, Mapping[str, Sequence[Run]]], budget: float = np.inf) -> str:
+def decisions(parts: Mapping[str, Arms], budget: float = np.inf) -> str:
     """Returns the table of what to take for each part, with runs of `budget` steps."""
     lines = []
     for part, arms in parts.items():
         (gap, length), gains = part.split("/"), gains_of(arms, budget)
         lines.append([
             gap, f"{size_of_gap(arms[NONE]):.2g}", length, advice(gains),
-            listed(verdicts(gains)[1]), figures.interval(cost_of_gap(gains)),
+            listed(verdicts(gains)[1]), interval(cost_of_gap(gains)),
         ])
     header = ["gap", "k3 of 80 steps, nats per token", "answers", "take", "worse than none", "cost of the gap"]
-    return figures.rows(header, lines)
+    return rows(header, lines)
 
 
 def listed(names: Sequence[str]) -> str:
     return ", ".join(names) or "–"
 
 
-def part_table(arms: Mapping[str, Sequence[Run]], gradients: Sequence[Mapping]) -> str:
+def part_table(arms: Arms, gradients: Sequence[Mapping]) -> str:
     """Returns the table of a part."""
     gains, found = gains_of(arms), gradient_measures(gradients)
-    to_none, to_exact = beside(gains, NONE), beside(gains, EXACT)
-    half, lines = beside(gains_of(arms, HALF), NONE), []
-    for name in filter(arms.__contains__, ORDER):
-        measures = found.get(name, ("–",) * 3)
-        lines.append([
-            name, figures.mean(list(gains[name].values()), "+.3f"),
-            figures.interval(to_none[name]) if name in to_none else "–",
-            figures.interval(to_exact[name]) if name in to_exact else "–",
-            figures.interval(half[name]) if name in half else "–",
-            collapses(arms[name]), *measures,
-        ])
+    differences = beside(gains, NONE), beside(gains, EXACT), beside(gains_of(arms, HALF), NONE)
+    lines = [
+        [name, mean(list(gains[name].values()), "+.3f"), *(interval(d.get(name)) for d in differences),
+         collapses(arms[name]), *found.get(name, ("–",) * 3)]
+        for name in ORDER if name in arms
+    ]
     header = [
         "arm", "gain", "minus none", "minus exact engine", f"minus none, {HALF} steps", "collapsed",
         "bias", "cosine", "noise",
     ]
-    return figures.rows(header, lines)
+    return rows(header, lines)
 
 
 def gradient_measures(lines: Sequence[Mapping]) -> dict[str, tuple[str, str, str]]:
@@ -260,39 +251,39 @@ def gradient_measures(lines: Sequence[Mapping]) -> dict[str, tuple[str, str, str
     return out
 
 
-def draw(page: Figure, runs: Sequence[Run]) -> None:
-    """Draws for each complete part the difference of every arm to none, with intervals that hold
-    together."""
-    parts, gaps = complete(runs)[0], tuple(fig_referee.GAPS)
-    lengths = [n for n in fig_referee.LENGTHS if any(part.endswith(f"/{n}") for part in parts)]
-    axes = page.subplots(len(lengths), len(gaps), sharey=True, squeeze=False)
-    names = [name for name in ORDER if name != NONE][::-1]
-    for row, length in zip(axes, lengths, strict=True):
-        for ax, gap in zip(row, gaps, strict=True):
-            ax.set_title(f"{gap}, {length} answers")
-            ax.axvline(0, color=figures.GREY, linewidth=0.8)
-            ax.set_yticks(range(len(names)), names)
-            if (part := f"{gap}/{length}") not in parts:
-                ax.set_visible(part in fig_referee.PARTS)
-                continue
-            for name, (mean, low, high) in beside(gains_of(parts[part]), NONE).items():
-                color = "C2" if low > 0 else "C3" if high < 0 else "C0"
-                ax.errorbar(
-                    mean, names.index(name), xerr=[[mean - low], [high - mean]], fmt="o",
-                    markersize=3, color=color,
-                )
-    for ax in axes[-1]:
-        ax.set_xlabel("gain minus that of none")
+def panel_of(gap: str, length: str) -> Panel:
+    """Makes the panel of a part: the difference of every arm to none, with intervals that hold together.
+    It is empty without all runs of the part."""
+
+    def panel(axes, data):
+        part, parts = f"{gap}/{length}", complete(data[0])[0]
+        names = [name for name in ORDER if name != NONE][::-1]
+        axes.set_title(f"{gap}, {length} answers")
+        axes.axvline(0, color=GREY, linewidth=0.8)
+        axes.set_yticks(range(len(names)), names)
+        if length == [*fig_referee.LENGTHS][-1]:
+            axes.set_xlabel("gain minus that of none")
+        if part not in parts:
+            axes.set_visible(part in fig_referee.PARTS)
+            return
+        for name, (middle, low, high) in beside(gains_of(parts[part]), NONE).items():
+            color = "C2" if low > 0 else "C3" if high < 0 else "C0"
+            axes.errorbar(
+                middle, names.index(name), xerr=[[middle - low], [high - middle]], fmt="o",
+                markersize=3, color=color,
+            )
+
+    return panel
 
 
-def read(folder: pathlib.Path) -> tuple[list[Run], list[dict]]:
+def read(folder: pathlib.Path) -> Data:
     """Returns the runs of all parts, and the lines of their gradients, each with its part. ValueError
     where no run is stored."""
     runs, gradients = [], []
     for part in referee_runs.PARTS:
-        path = referee_runs.path_of(folder, part)
+        path = referee_runs.path_of(folder / "referee", part)
         runs += records.read(path)[0] if path.exists() else []
-        path = referee_gradients.path_of(folder, part)
+        path = referee_runs.gradients_path(folder / "referee", part)
         lines = path.read_text().splitlines() if path.exists() else []
         gradients += [json.loads(line) | {"part": part} for line in lines]
     if not runs:
@@ -300,13 +291,5 @@ def read(folder: pathlib.Path) -> tuple[list[Run], list[dict]]:
     return runs, gradients
 
 
-def main() -> None:
-    """Command line: see the top of the file."""
-    folder = figures.folder_of("referee")
-    runs, gradients = read(folder / "referee")
-    size = (13.0, 7.5)
-    figures.write(folder, "referee", tables(runs, gradients), {"referee": (draw, size)}, runs)
-
-
-if __name__ == "__main__":
-    cli.run(main)
+PANELS = [panel_of(gap, length) for length in fig_referee.LENGTHS for gap in fig_referee.GAPS]
+FIGURE = Figure((tables,), {"referee": Picture((13.0, 7.5), PANELS, num_rows=2, sharey=True)}, read)

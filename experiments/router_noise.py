@@ -6,28 +6,22 @@ standard deviation delta on its router logits, fixed for a seed as in `engine.in
 policy without noise, in units of this gradient's norm. log bias = c + a log K + b log delta is
 fitted to the means over seeds, for delta up to LARGEST. The answer is yes if the 95 % intervals of
 a and b, from a bootstrap over seeds, contain 1 in the arm JUDGED.
-
-Examples:
-
-    python -m experiments.router_noise
-    python -m experiments.router_noise docs/experiments
 """
 
 import functools
 import itertools
 import json
+import pathlib
 from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from matplotlib.figure import Figure
 
-from experiments import expert_policy, figures
+from experiments import expert_policy, parts
 from experiments.expert_policy import NOISES, Size
 from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.report.plots import palette
-from jaxrl_tis.runtime import cli
 
 SEEDS = range(100, 300)
 ACTIVE = (1, 2, 4, 8)  # K
@@ -37,6 +31,7 @@ SCALES = ("1", "sqrt K")  # factor of the experts' outputs; the gates sum to 1
 ROUTINGS = ("none", "r3")  # r2 is none for weights that have not moved
 WEIGHTS = ("none", "token_tis", "seq_vanilla")
 ARMS = [f"{routing}, {weight}" for routing in ROUTINGS for weight in WEIGHTS]
+BIASED = [arm for arm in ARMS if arm != "none, seq_vanilla"]
 TARGETS = {"native": "bias", "replayed": "replay bias"}  # gradient that a step is compared with
 JUDGED = ("router", "1", "none, token_tis", "native")
 RESAMPLES = 2000
@@ -46,6 +41,8 @@ ROUNDING = 1e-12  # smaller numbers are rounding of float64
 
 # (noise, scale of the experts) -> measure -> [seed, K, delta]
 Found = Mapping[tuple[str, str], Mapping[str, np.ndarray]]
+# (delta, drift of the weights) -> "<routing>, <weight>" -> bias [seed]
+Moved = Mapping[tuple[float, float], Mapping[str, np.ndarray]]
 
 
 def size_of(active: int) -> Size:
@@ -109,8 +106,8 @@ def enumerated(seeds: Sequence[int], noise: str, scale: str) -> dict[str, np.nda
     return jax.tree.map(lambda *x: np.stack(x, axis=1), *by_active)
 
 
-def after_updates(seeds: Sequence[int]) -> dict[tuple[float, float], dict[str, np.ndarray]]:
-    """Returns (delta, drift of the weights) -> {"<routing>, <weight>": bias [seed]}."""
+def after_updates(seeds: Sequence[int]) -> Moved:
+    """Returns the biases after updates."""
     size, found = size_of(MOVED_ACTIVE), {}
     with jax.enable_x64(True):
         for delta, drift in itertools.product(MOVED_DELTAS, DRIFTS):
@@ -149,19 +146,13 @@ def exponents(values: np.ndarray, *factors: np.ndarray) -> np.ndarray:
     return (np.linalg.pinv(design) @ logs(values)[..., None])[:, 1:, 0]
 
 
-def interval_of(estimates: np.ndarray) -> figures.Interval:
-    """Returns the first estimate and the 95 % interval of the others."""
-    low, high = np.quantile(estimates[1:], (0.025, 0.975))
-    return float(estimates[0]), float(low), float(high)
-
-
 def axes_of(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Returns K and delta in the shape of the values."""
     k, delta = np.meshgrid(ACTIVE, DELTAS, indexing="ij")
     return np.broadcast_to(k[None], values.shape), np.broadcast_to(delta[None], values.shape)
 
 
-def laws(found: Found) -> dict[tuple[str, str, str, str], tuple[figures.Interval, ...]]:
+def laws(found: Found) -> dict[tuple[str, str, str, str], tuple[parts.Interval, ...]]:
     """Returns the exponents (a of K, b of delta) of the biases that no cell has as rounding alone.
 
     Keys are (noise, scale of the experts, arm, key of TARGETS).
@@ -172,7 +163,7 @@ def laws(found: Found) -> dict[tuple[str, str, str, str], tuple[figures.Interval
             bias = measures[f"{arm}: {name}"]
             if _is_biased(bias):
                 a_b = exponents(bias, *axes_of(bias))
-                by_arm[noise, scale, arm, target] = tuple(map(interval_of, a_b.T))
+                by_arm[noise, scale, arm, target] = tuple(map(parts.bootstrap, a_b.T))
     return by_arm
 
 
@@ -181,23 +172,46 @@ def _is_biased(bias: np.ndarray) -> bool:
     return bool(bias.mean(axis=0).min() > ROUNDING)
 
 
-def verdict(law: tuple[figures.Interval, ...]) -> str:
+def verdict(law: tuple[parts.Interval, ...]) -> str:
     """Returns the answer for the exponents of an arm, by their intervals to two digits."""
     is_one = all(round(low, 2) <= 1.0 <= round(high, 2) for _, low, high in law)
     answer = "yes" if is_one else "no"
-    a, b = (figures.interval(interval, ".2f") for interval in law)
+    a, b = (parts.interval(interval, ".2f") for interval in law)
     return f"{answer}: K^a delta^b with a = {a} and b = {b}"
 
 
-def table(found: Found, moved: Mapping[tuple[float, float], Mapping[str, np.ndarray]]) -> str:
-    """Returns Markdown: the verdict, the exponents of all arms, the bias after updates, and the
-    measures of all cells."""
+def table(found: Found) -> str:
+    """Returns Markdown: the verdict, and the exponents of all arms and in measures of the gap."""
     by_arm = laws(found)
-    parts = [f"Does the bias grow as K x delta? {verdict(by_arm[JUDGED])} ({', '.join(JUDGED)})."]
-    lines = [[*arm, *(figures.interval(x, ".2f") for x in law)] for arm, law in by_arm.items()]
+    lines = [[*arm, *(parts.interval(x, ".2f") for x in law)] for arm, law in by_arm.items()]
     header = ["noise", "experts x", "arm", "gradient", "a (of K)", "b (of delta)"]
-    parts.append(figures.rows(header, lines))
-    parts += [_predictors(found[JUDGED[:2]]), _moved_table(moved)]
+    measures = found[JUDGED[:2]]
+    bias, gaps = measures[f"{JUDGED[2]}: bias"], []
+    for name in ("flips", "none: kl"):
+        with_k = exponents(bias, axes_of(bias)[0], measures[name])
+        fits = (*with_k.T, *exponents(bias, measures[name]).T)
+        gaps.append([name, *(parts.interval(parts.bootstrap(fit), ".2f") for fit in fits)])
+    return "\n\n".join([
+        f"Does the bias grow as K x delta? {verdict(by_arm[JUDGED])} ({', '.join(JUDGED)}).",
+        parts.rows(header, lines),
+        parts.rows([f"{JUDGED[2]}: x", "of K at equal x", "of x at equal K", "of x alone"], gaps),
+    ])
+
+
+def moved_table(moved: Moved) -> str:
+    """Returns the table of the bias after updates."""
+    lines = [
+        [f"{delta:g}", f"{drift:g}", weight]
+        + [parts.mean(arms[f"{routing}, {weight}"], ".3f") for routing in expert_policy.ROUTINGS]
+        for (delta, drift), arms in moved.items() for weight in WEIGHTS
+    ]
+    routings = [f"bias of {routing}" for routing in expert_policy.ROUTINGS]
+    return parts.rows([f"delta (K = {MOVED_ACTIVE})", "drift", "weight", *routings], lines)
+
+
+def cells(found: Found) -> str:
+    """Returns the tables of the measures of all cells, means over seeds."""
+    blocks = []
     for (noise, scale), measures in found.items():
         lines = [
             [name, str(active), *(f"{_rounded(x):.3g}" for x in values.mean(axis=0)[i])]
@@ -205,48 +219,29 @@ def table(found: Found, moved: Mapping[tuple[float, float], Mapping[str, np.ndar
             for i, active in enumerate(ACTIVE)
         ]
         header = [f"noise: {noise}, experts x {scale}", "K", *(f"delta {d:g}" for d in DELTAS)]
-        parts.append(figures.rows(header, lines))
-    return "\n\n".join(parts)
+        blocks.append(parts.rows(header, lines))
+    return "\n\n".join(blocks)
 
 
 def _rounded(x: float) -> float:
     return 0.0 if abs(x) < ROUNDING else x
 
 
-def _moved_table(moved: Mapping[tuple[float, float], Mapping[str, np.ndarray]]) -> str:
-    lines = [
-        [f"{delta:g}", f"{drift:g}", weight]
-        + [figures.mean(arms[f"{routing}, {weight}"], ".3f") for routing in expert_policy.ROUTINGS]
-        for (delta, drift), arms in moved.items() for weight in WEIGHTS
-    ]
-    routings = [f"bias of {routing}" for routing in expert_policy.ROUTINGS]
-    return figures.rows([f"delta (K = {MOVED_ACTIVE})", "drift", "weight", *routings], lines)
+def panel_of(arm: str) -> parts.Panel:
+    """Makes a panel of an arm's mean bias against delta, by K."""
 
-
-def _predictors(measures: Mapping[str, np.ndarray]) -> str:
-    """Returns a Markdown table: exponents of the judged bias in measures of the gap."""
-    bias, lines = measures[f"{JUDGED[2]}: bias"], []
-    for name in ("flips", "none: kl"):
-        with_k = exponents(bias, axes_of(bias)[0], measures[name])
-        fits = (*with_k.T, *exponents(bias, measures[name]).T)
-        lines.append([name, *(figures.interval(interval_of(fit), ".2f") for fit in fits)])
-    header = [f"{JUDGED[2]}: x", "of K at equal x", "of x at equal K", "of x alone"]
-    return figures.rows(header, lines)
-
-
-def draw(page: Figure, found: Found) -> None:
-    """Draws the mean bias against delta by K, with each routing's arms side by side."""
-    measures = found[JUDGED[:2]]
-    shown = [arm for arm in ARMS if _is_biased(measures[f"{arm}: bias"])]
-    for axes, arm in zip(page.subplots(1, len(shown), sharey=True), shown, strict=True):
-        for i, (active, color) in enumerate(zip(ACTIVE, palette(len(ACTIVE)), strict=True)):
-            bias = measures[f"{arm}: bias"].mean(axis=0)[i]
+    def panel(axes, data):
+        values = data[0][JUDGED[:2]][f"{arm}: bias"].mean(axis=0)
+        for bias, active, color in zip(values, ACTIVE, palette(len(ACTIVE)), strict=True):
             axes.plot(DELTAS, bias, "o-", color=color, label=f"K = {active}")
         line = np.array([DELTAS[0], LARGEST])
         axes.plot(line, line, color="black", linewidth=0.7, label="slope 1")
         axes.set(title=arm, xlabel="delta", xscale="log", yscale="log")
         axes.legend()
-    page.axes[0].set_ylabel("|bias| / |true gradient|")
+        if arm == BIASED[0]:
+            axes.set_ylabel("|bias| / |true gradient|")
+
+    return panel
 
 
 def summary(found: Found) -> list[dict]:
@@ -260,15 +255,15 @@ def summary(found: Found) -> list[dict]:
     ]
 
 
-def main() -> None:
-    """Command line: see the top of the file."""
-    folder = figures.folder_of("router_noise")
+def read(folder: pathlib.Path) -> tuple[Found, Moved]:
+    """Computes the biases, and stores their means."""
     found = {(n, s): enumerated(SEEDS, n, s) for n in NOISES for s in SCALES}
     lines = [json.dumps(line) for line in summary(found)]
     (folder / "router_noise.jsonl").write_text("\n".join(lines) + "\n")
-    text = table(found, after_updates(SEEDS))
-    figures.write(folder, "router_noise", text, {"router_noise": (draw, (16, 4))}, found)
+    return found, after_updates(SEEDS)
 
 
-if __name__ == "__main__":
-    cli.run(main)
+FIGURE = parts.Figure(
+    (lambda data: table(data[0]), lambda data: moved_table(data[1]), lambda data: cells(data[0])),
+    {"router_noise": parts.Picture((16, 4), list(map(panel_of, BIASED)), sharey=True)}, read,
+)

@@ -6,14 +6,10 @@ nothing else makes a gap. The gradient of the expected reward is estimated from 
 with the weight of the whole sequence, which leaves no bias. A method's bias is the mean difference to
 it over the same answers. Squared norms are products of the estimates of two halves of the prompts, so
 that the noise of one estimate adds nothing to their mean.
-
-Examples:
-
-    python -m experiments.router_noise_trained
-    python -m experiments.router_noise_trained docs/experiments
 """
 
 import json
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,12 +21,11 @@ import optax
 from configs import fig_routing
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.engine.records import Trajectory
-from experiments import figures, router_noise
+from experiments import parts, router_noise
 from jaxrl_tis.gate import report
 from jaxrl_tis.learner import scoring
 from jaxrl_tis.learner.batch_layout import Rows
 from jaxrl_tis.learner.probe import own_routes, route_metrics
-from jaxrl_tis.runtime import cli
 
 ACTIVE = (1, 2, 4)  # K
 DELTAS = (0.03, 0.1, 0.3, 1.0)
@@ -130,7 +125,7 @@ def found_of(seeds: Sequence[int], noise_seeds: Sequence[int]) -> dict[str, np.n
     """Returns each measure [seed and noise, K, delta]."""
     cells = []
     for seed in seeds:
-        params = {active: figures.taught(setup_of(active, seed)) for active in ACTIVE}
+        params = {active: parts.taught(setup_of(active, seed)) for active in ACTIVE}
         for noise in noise_seeds:
             cells.append([
                 [measured(setup_of(k, seed, d, noise), params[k]) for d in DELTAS] for k in ACTIVE
@@ -139,7 +134,7 @@ def found_of(seeds: Sequence[int], noise_seeds: Sequence[int]) -> dict[str, np.n
     return {n: np.array([[[c[n] for c in row] for row in run] for run in cells]) for n in names}
 
 
-def exponents(values: np.ndarray, is_square: bool) -> tuple[figures.Interval, ...]:
+def exponents(values: np.ndarray, is_square: bool) -> tuple[parts.Interval, ...]:
     """Returns the exponents (a of K, b of delta) with 95 % intervals from a bootstrap over runs.
 
     a compares the sums over delta up to `router_noise.LARGEST` at the largest K and at K = 1, and b
@@ -160,12 +155,11 @@ def exponents(values: np.ndarray, is_square: bool) -> tuple[figures.Interval, ..
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(sums[:, 0] > 0, np.maximum(sums[:, -1], 0) / sums[:, 0], np.inf)
             power = np.log(ratio) / np.log(span) / (2 if is_square else 1)
-        low, high = np.quantile(power[1:], (0.025, 0.975), method="nearest")
-        out.append((float(power[0]), float(low), float(high)))
+        out.append(parts.bootstrap(power, "nearest"))
     return tuple(out)
 
 
-def laws(found: Mapping[str, np.ndarray]) -> dict[str, tuple[figures.Interval, ...]]:
+def laws(found: Mapping[str, np.ndarray]) -> dict[str, tuple[parts.Interval, ...]]:
     """Returns `exponents` of the norm of each method's bias, of k3 and of the flips."""
     return {n: exponents(found[n], n in METHODS) for n in (*METHODS, "k3", "flips")}
 
@@ -180,30 +174,28 @@ def relative_bias(found: Mapping[str, np.ndarray], method: str) -> np.ndarray:
 def table(found: Mapping[str, np.ndarray]) -> str:
     """Returns Markdown: the verdict, the exponents, and the means of all cells."""
     law = laws(found)
-    parts = [
+    blocks = [
         f"Does the bias of {method} grow as K x delta? {router_noise.verdict(law[method])}."
         for method in METHODS
     ]
-    lines = [[name, *(figures.interval(x, ".2f") for x in law[name])] for name in law]
-    parts.append(figures.rows(["of", "a (of K)", "b (of delta)"], lines))
+    lines = [[name, *(parts.interval(x, ".2f") for x in law[name])] for name in law]
+    blocks.append(parts.rows(["of", "a (of K)", "b (of delta)"], lines))
     cells = {f"bias, {name}": relative_bias(found, name) for name in METHODS}
     cells |= {n: found[n].mean(axis=0) for n in ("k3", "flips", "tokens that flip", "accuracy")}
     lines = [
         [name, str(k), *(f"{x:.3g}" for x in row)]
         for name, rows in cells.items() for k, row in zip(ACTIVE, rows, strict=True)
     ]
-    parts.append(figures.rows(["mean", "K", *(f"delta {d:g}" for d in DELTAS)], lines))
-    return "\n\n".join(parts)
+    blocks.append(parts.rows(["mean", "K", *(f"delta {d:g}" for d in DELTAS)], lines))
+    return "\n\n".join(blocks)
 
 
-def main() -> None:
-    """Command line: see the top of the file."""
-    folder = figures.folder_of("router_noise_trained")
+def read(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """Computes and stores the measures."""
     found = found_of(SEEDS, NOISE_SEEDS)
     lines = [json.dumps({name: x.tolist()}) for name, x in found.items()]
     (folder / "router_noise_trained.jsonl").write_text("\n".join(lines) + "\n")
-    figures.write(folder, "router_noise_trained", table(found), {}, found)
+    return found
 
 
-if __name__ == "__main__":
-    cli.run(main)
+FIGURE = parts.Figure((table,), read=read)

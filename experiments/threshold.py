@@ -3,22 +3,18 @@
 Reads docs/experiments/threshold.jsonl, the runs of `configs/fig_threshold.py`. A run fails if its learner's
 held-out accuracy ends below its start. The threshold of a correction is the gap at which half of the runs
 fail, by logistic regression on the logarithm of the gap. Its interval is a bootstrap over seeds.
-
-Examples:
-
-    python -m experiments.threshold
-    python -m experiments.threshold docs/experiments
 """
 
 import functools
 from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
 from scipy import optimize
 
-from experiments import figures, records
-from experiments.figures import parts
+from configs.fig_threshold import SCALES
+from experiments import parts
+from experiments.parts import Arms, Interval, Measure, gain, mean_of, of, split
 from experiments.records import Run
 from jaxrl_tis.report.plots import palette
 
@@ -53,12 +49,12 @@ def half_point(log_scale: np.ndarray, failed: np.ndarray) -> float:
     return np.inf if crossing > centre else -np.inf
 
 
-def resampled(runs: Sequence[Run], measure: figures.Measure) -> np.ndarray:
+def resampled(runs: Sequence[Run], measure: Measure) -> np.ndarray:
     """Returns the half point of the runs followed by RESAMPLES bootstrap values over seeds, resampled alike
     for all runs of the same seeds."""
     seeds = np.unique([r.seed for r in runs])
     log_scale = np.log([measure(r) for r in runs])
-    failed = np.array([figures.gain(r) < 0 for r in runs], float)
+    failed = np.array([gain(r) < 0 for r in runs], float)
     of_seed = [np.flatnonzero([r.seed == s for r in runs]) for s in seeds]
 
     @functools.cache
@@ -70,19 +66,17 @@ def resampled(runs: Sequence[Run], measure: figures.Measure) -> np.ndarray:
     return np.array([of_draw(*range(len(seeds))), *(of_draw(*sorted(draw)) for draw in draws)])
 
 
-def threshold(runs: Sequence[Run], measure: figures.Measure) -> figures.Interval:
+def threshold(runs: Sequence[Run], measure: Measure) -> Interval:
     """Returns the size at which half of the runs fail, with its 95 % bootstrap interval: 0 below all sizes,
     inf above.
 
     Args:
       measure: function from a run to the size of its gap, above 0.
     """
-    estimates = resampled(runs, measure)
-    low, high = np.quantile(estimates[1:], (0.025, 0.975), method="nearest")
-    return float(np.exp(estimates[0])), float(np.exp(low)), float(np.exp(high))
+    return parts.bootstrap(np.exp(resampled(runs, measure)), "nearest")
 
 
-def share_below(runs: Sequence[Run], others: Sequence[Run], measure: figures.Measure) -> float:
+def share_below(runs: Sequence[Run], others: Sequence[Run], measure: Measure) -> float:
     """Returns the share of resampled seeds in which the first runs fail at a smaller size."""
     return float(np.mean(resampled(runs, measure)[1:] < resampled(others, measure)[1:]))
 
@@ -93,72 +87,50 @@ def first_kl(run: Run) -> float:
 
 
 MEASURES = {
-    "scale of the noise": lambda run: parts(run.arm)[1],
+    "scale of the noise": lambda run: split(run.arm)[1],
     "mean |log ratio|, nats": lambda run: run.series["mismatch/engine/log_ratio_abs_mean"][0],
     "k3, nats per token": first_kl,
 }
 
 
-def table(runs: Sequence[Run]) -> str:
-    """Returns Markdown tables: thresholds in three units, outcomes by gap, and paired comparisons."""
-    natural, runs = divided(runs)
-    of = lambda name: [r for r in runs if parts(r.arm)[0] == name]
-    names = list(dict.fromkeys(parts(r.arm)[0] for r in runs))
-    limits = [
-        [name, unit, figures.interval(threshold(of(name), measure), ".3g")]
-        for name in names for unit, measure in MEASURES.items()
+def injected(arms: Arms) -> dict[str, list[Run]]:
+    """Returns correction -> its runs with an injected gap."""
+    names = dict.fromkeys(split(arm)[0] for arm in arms if arm != NATURAL)
+    return {name: [r for r in parts.every(arms) if r.arm.startswith(f"{name}-")] for name in names}
+
+
+def limits(arms: Arms) -> str:
+    """Returns the threshold of each correction in three units, and whether one is below the other."""
+    by_name = injected(arms)
+    lines = [
+        [name, unit, parts.interval(threshold(runs, measure), ".3g")]
+        for name, runs in by_name.items() for unit, measure in MEASURES.items()
     ]
-    ordered = sorted(records.by_arm(runs).items(), key=lambda item: parts(item[0]))
-    arms = [[parts(arm)[0], f"{parts(arm)[1]:g}", *_outcome(own)] for arm, own in ordered]
-    if natural:
-        arms.append(["none, int8 alone", "–", *_outcome(natural)])
-    scales = sorted({parts(r.arm)[1] for r in runs})
-    compared = [("gain", figures.gain, f"TIS-2-{s:g}", f"none-{s:g}") for s in scales]
-    below = share_below(of("none"), of("TIS-2"), MEASURES["scale of the noise"])
-    return "\n\n".join([
-        figures.rows(["correction", "unit of the gap", "half of the runs fail at"], limits),
+    below = share_below(by_name["none"], by_name["TIS-2"], MEASURES["scale of the noise"])
+    return (
+        f"{parts.rows(['correction', 'unit of the gap', 'half of the runs fail at'], lines)}\n\n"
         f"In {below:.3f} of the resampled seeds, runs without a correction fail at a smaller gap than with "
-        "TIS-2.",
-        figures.rows(
-            ["correction", "scale", "k3 at the start", "fail", "gain in sampled accuracy",
-             "final sampler reward"], arms,
-        ),
-        figures.comparisons(runs, compared),
-    ])
+        "TIS-2."
+    )
 
 
-def divided(runs: Sequence[Run]) -> tuple[list[Run], list[Run]]:
-    """Returns the runs without an injected gap, and the runs with one."""
-    return [r for r in runs if r.arm == NATURAL], [r for r in runs if r.arm != NATURAL]
+def failures(arm: str, arms: Arms) -> str:
+    return f"{sum(gain(run) < 0 for run in arms[arm])} of {len(arms[arm])}"
 
 
-def _outcome(runs):
-    return [
-        figures.mean([first_kl(r) for r in runs], ".3g"),
-        f"{sum(figures.gain(r) < 0 for r in runs)} of {len(runs)}",
-        figures.mean([figures.gain(r) for r in runs], "+.3f"),
-        figures.mean([records.at_end(r, "reward/mean") for r in runs]),
-    ]
-
-
-def draw(page: Figure, runs: Sequence[Run]) -> None:
+def draw(axes: Axes, arms: Arms) -> None:
     """Draws the gain against the gap: a point per run, and a line through the means."""
-    axes = page.subplots()
-    natural, injected = divided(runs)
-    names = dict.fromkeys(parts(r.arm)[0] for r in injected)
-    for name, color in zip(names, palette(len(names)), strict=True):
-        own = [r for r in injected if parts(r.arm)[0] == name]
-        axes.scatter(
-            [first_kl(r) for r in own], [figures.gain(r) for r in own], color=color, s=14, alpha=0.5
-        )
-        arms = sorted(records.by_arm(own).items(), key=lambda item: parts(item[0]))
-        means = [[np.mean([of(r) for r in some]) for _, some in arms] for of in (first_kl, figures.gain)]
+    by_name = injected(arms)
+    for (name, runs), color in zip(by_name.items(), palette(len(by_name)), strict=True):
+        parts.scatter(axes, runs, first_kl, gain, color=color, s=14, alpha=0.5)
+        own = [arms[arm] for arm in arms if arm.startswith(f"{name}-")]
+        means = [[np.mean([of(run) for run in some]) for some in own] for of in (first_kl, gain)]
         axes.plot(*means, color=color, label=name)
-    if natural:
-        sizes = [first_kl(r) for r in natural]
-        gains = [figures.gain(r) for r in natural]
-        axes.scatter(sizes, gains, color=figures.GREY, s=14, label="none, int8 alone")
-    axes.axhline(0, color="black", linewidth=0.7)
+    if NATURAL in arms:
+        parts.scatter(
+            axes, arms[NATURAL], first_kl, gain, color=parts.GREY, s=14, label="none, int8 alone"
+        )
+    parts.zero(axes)
     axes.set(
         title="Where a run fails (noise put on the sampler's weights)",
         xlabel="KL of sampler to learner at the start, nats per token", xscale="log",
@@ -167,5 +139,18 @@ def draw(page: Figure, runs: Sequence[Run]) -> None:
     axes.legend()
 
 
-if __name__ == "__main__":
-    figures.run("threshold", table, {"threshold": (draw, (7, 4))}, needed=("none-0.1", "TIS-2-0.1"))
+FIGURE = parts.Figure(
+    tables=(
+        limits,
+        parts.of_arms(
+            ("correction", lambda arm, _: "none, int8 alone" if arm == NATURAL else split(arm)[0]),
+            ("scale", lambda arm, _: "–" if arm == NATURAL else f"{split(arm)[1]:g}"),
+            ("k3 at the start", mean_of(first_kl, ".3g")), ("fail", failures),
+            ("gain in sampled accuracy", mean_of(gain, "+.3f")),
+            ("final sampler reward", mean_of(of("reward/mean"))),
+        ),
+        parts.compared([("gain", gain, f"TIS-2-{scale}", f"none-{scale}") for scale in SCALES]),
+    ),
+    pictures={"threshold": parts.Picture((7, 4), [draw])}, needed=("none-0.1", "TIS-2-0.1"),
+    order=lambda arm: (arm == NATURAL, () if arm == NATURAL else split(arm)),
+)

@@ -4,11 +4,6 @@ The model of `configs/quickstart_tool.py` after its supervised steps plays episo
 and the learner scores them. The samplers are float32 as a control, W8A8, and W8A8 with noise on the
 weights. The place of a token is its number in its turn, from 1: in the first turn the distance from
 the prompt, in later turns the distance from the tool's answer.
-
-Examples:
-
-    python -m experiments.turns
-    python -m experiments.turns docs/experiments
 """
 
 import math
@@ -16,19 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from configs import quickstart_tool
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.diagnostics import attribution
 from jaxrl_tis.estimators import counts, loss
-from experiments import figures
+from experiments import parts
 from jaxrl_tis.gate import report
 from jaxrl_tis.learner import scoring
 from jaxrl_tis.record import intervals
 from jaxrl_tis.report.plots import COLORS
-from jaxrl_tis.runtime import cli
 
 SEEDS = range(5)
 PROMPTS = 256  # each with a group of episodes
@@ -45,6 +37,14 @@ PARTS = ("the prompt", "the tool's answer")  # before a turn
 Tokens = Mapping[str, np.ndarray]  # measure, "turn" or "place" -> [token]
 Cell = tuple[str, int]  # ("turn", number) or (part, place)
 Found = Mapping[str, Mapping]  # arm -> result of `summary`
+PLACE_NUMBERS = range(1, PLACES + 1)
+# Horizontal axis -> end of the label -> cells of a curve
+AXES: dict[str, dict[str, list[Cell]]] = {
+    "turn": {"": [("turn", k) for k in range(TURNS)]},
+    "place of the token in its turn": {
+        f", after {part}": [(part, p) for p in PLACE_NUMBERS] for part in PARTS
+    },
+}
 
 
 def setup_of(arm: str, seed: int) -> Setup:
@@ -78,10 +78,7 @@ def measured(rows: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     log_ratio = np.where(mask, rows["logp_old"] - rows["logp_behav"], np.float32(0))
     batch = dict(rows)
     bounds = lambda weight: loss.with_and_without_bounds(log_ratio, batch, (weight, {"cap": 2.0}))
-    is_clipped = {
-        name: counts.is_bounded(*bounds(weight))
-        for name, weight in BOUNDS.items()
-    }
+    is_clipped = {name: counts.is_bounded(*bounds(weight)) for name, weight in BOUNDS.items()}
     distance = attribution.tool_distances(mask)
     place = np.where(distance > 0, distance, 1 + attribution.response_positions(mask))
     x = log_ratio.astype(np.float64)
@@ -114,9 +111,7 @@ def summary(tokens: Tokens) -> dict[Cell | str, Any]:
         gap[is_later].mean() / gap[~is_later].mean(), first[1] / first[0],
         at_equal_entropy(gap, tokens["entropy"], is_later),
     )
-    more = {
-        name: tokens[name][is_later].mean() - tokens[name][~is_later].mean() for name in BOUNDS
-    }
+    more = {name: tokens[name][is_later].mean() - tokens[name][~is_later].mean() for name in BOUNDS}
     return found | dict(zip(RATIOS, ratios, strict=True)) | more
 
 
@@ -133,105 +128,113 @@ def at_equal_entropy(gap: np.ndarray, entropy: np.ndarray, is_later: np.ndarray)
     return float(of(is_later, gap[is_later])[is_common].sum() / (later[is_common] * mean).sum())
 
 
-def mean_of(of_seeds: Sequence[Found], arm: str, cell: Cell, measure: str) -> figures.Interval | None:
+def mean_of(of_seeds: Sequence[Found], arm: str, cell: Cell, measure: str) -> parts.Interval | None:
     """Returns the mean over seeds with Student's interval; None if a seed has too few tokens."""
     values = [found[arm][cell][measure] for found in of_seeds]
     return None if np.isnan(values).any() else intervals.of_mean(values)
 
 
-def verdict(compared: figures.Interval, equal: float) -> str:
+def verdict(found: parts.Interval, equal: float) -> str:
     """Says on which side of `equal` an interval lies."""
-    if compared[1] > equal:
+    if found[1] > equal:
         return "larger"
-    return "smaller" if compared[2] < equal else "not different"
+    return "smaller" if found[2] < equal else "not different"
 
 
-def table(of_seeds: Sequence[Found]) -> str:
-    """Returns Markdown: the verdicts, then the means by turn and by place."""
-    parts = []
-    for title, names, equal, form in (
-        ("Mean |log ratio| after the tool's answer divided by that after the prompt:", RATIOS, 1, ".2f"),
-        ("Clipped share after the tool's answer minus that after the prompt:", BOUNDS, 0, "+.3f"),
-    ):
-        lines = []
-        for arm in ARMS[1:]:
-            values = [intervals.of_mean([found[arm][n] for found in of_seeds]) for n in names]
-            lines.append(
-                [arm, *(f"{figures.interval(x, form)}, {verdict(x, equal)}" for x in values)]
-            )
-        parts += [title, figures.rows(["sampler", *names], lines)]
-    by_turn = []
+def compared(title: str, names: Sequence[str], equal: float, form: str) -> parts.Table:
+    """Makes the table of results of `summary`, each with its verdict."""
+
+    def table(of_seeds):
+        cell = lambda x: f"{parts.interval(x, form)}, {verdict(x, equal)}"
+        lines = [
+            [arm, *(cell(intervals.of_mean([found[arm][n] for found in of_seeds])) for n in names)]
+            for arm in ARMS[1:]
+        ]
+        return f"{title}\n\n{parts.rows(['sampler', *names], lines)}"
+
+    return table
+
+
+def numbered(numbers: Sequence[int]) -> list[str]:
+    """Returns the numbers as text; the last one counts later ones too."""
+    return [f"{n}{' and later' * (n == numbers[-1])}" for n in numbers]
+
+
+def by_turn(of_seeds: Sequence[Found]) -> str:
+    """Returns the table of the means of each turn."""
+    lines = []
     for arm in ARMS:
-        for turn in range(TURNS):
-            cell = "turn", turn
+        for (cell, label) in zip(AXES["turn"][""], numbered(range(TURNS)), strict=True):
             count = np.mean([found[arm][cell]["tokens"] for found in of_seeds])
-            cells = [figures.interval(mean_of(of_seeds, arm, cell, m), ".3g") for m in MEASURES]
-            later = " and later" * (turn == TURNS - 1)
-            by_turn.append([arm, f"{turn}{later}", f"{count:.0f}", *cells])
-    parts.append(figures.rows(["sampler", "turn", "tokens", *MEASURES], by_turn))
-    places = []
-    for measure in ("|log ratio|", *BOUNDS, "entropy"):
-        for arm in ARMS[1:]:
-            for part in PARTS:
-                cells = [
-                    figures.interval(mean_of(of_seeds, arm, (part, p), measure), ".3g")
-                    for p in range(1, PLACES + 1)
-                ]
-                places.append([measure, arm, part, *cells])
-    numbers = [f"{p}{' and later' * (p == PLACES)}" for p in range(1, PLACES + 1)]
-    parts.append(figures.rows(["mean", "sampler", "tokens after", *numbers], places))
-    return "\n\n".join(parts)
+            cells = [parts.interval(mean_of(of_seeds, arm, cell, m), ".3g") for m in MEASURES]
+            lines.append([arm, label, f"{count:.0f}", *cells])
+    return parts.rows(["sampler", "turn", "tokens", *MEASURES], lines)
 
 
-def draw(page: Figure, of_seeds: Sequence[Found]) -> None:
-    """Draws the gap and the clipped shares, by turn and by place."""
-    (gap_turn, gap_place), (clipped_turn, clipped_place) = page.subplots(2, 2)
-    turns = [("turn", k) for k in range(TURNS)]
-    for color, arm in zip(COLORS[:2], ARMS[1:], strict=True):
-        line(gap_turn, of_seeds, arm, turns, "|log ratio|", label=arm, color=color)
-        for style, part in zip(("-", "--"), PARTS, strict=True):
-            cells = [(part, p) for p in range(1, PLACES + 1)]
-            look = dict(label=f"{arm}, after {part}", color=color, linestyle=style)
-            line(gap_place, of_seeds, arm, cells, "|log ratio|", **look)
-    for color, bound in zip(COLORS[2:4], BOUNDS, strict=True):
-        line(clipped_turn, of_seeds, "noise", turns, bound, label=f"noise, {bound}", color=color)
-        for style, part in zip(("-", "--"), PARTS, strict=True):
-            cells = [(part, p) for p in range(1, PLACES + 1)]
-            look = dict(label=f"noise, {bound}, after {part}", color=color, linestyle=style)
-            line(clipped_place, of_seeds, "noise", cells, bound, **look)
-    for axes in (gap_turn, gap_place):
-        axes.set(yscale="log", ylabel="mean |log ratio|, nats")
-    for axes in (clipped_turn, clipped_place):
-        axes.set(ylabel="share of tokens above the cap of 2", ylim=(0, None))
-    for axes in (gap_turn, clipped_turn):
-        axes.set(xlabel="turn")
-        axes.xaxis.get_major_locator().set_params(integer=True)
-    for axes in (gap_place, clipped_place):
-        axes.set(xlabel="place of the token in its turn")
-    for axes in page.axes:
+def by_place(of_seeds: Sequence[Found]) -> str:
+    """Returns the table of the means of each place."""
+    lines = [
+        [measure, arm, part, *(
+            parts.interval(mean_of(of_seeds, arm, (part, p), measure), ".3g") for p in PLACE_NUMBERS
+        )]
+        for measure in ("|log ratio|", *BOUNDS, "entropy") for arm in ARMS[1:] for part in PARTS
+    ]
+    return parts.rows(["mean", "sampler", "tokens after", *numbered(PLACE_NUMBERS)], lines)
+
+
+def panel_of(shown: Mapping[str, tuple[str, str]], colors: Sequence[str], x: str, **settings) -> parts.Panel:
+    """Makes a panel of means with their intervals, of the cells that have enough tokens.
+
+    Args:
+      shown: label -> (arm, measure).
+      x: name in AXES.
+    """
+
+    def panel(axes, of_seeds):
+        for (label, (arm, measure)), color in zip(shown.items(), colors, strict=True):
+            for (end, cells), style in zip(AXES[x].items(), ("-", "--"), strict=False):
+                means = [(cell[1], mean_of(of_seeds, arm, cell, measure)) for cell in cells]
+                places, mean, low, high = np.array([(n, *found) for n, found in means if found]).T
+                axes.errorbar(
+                    places, mean, [mean - low, high - mean], marker="o", markersize=3, capsize=2,
+                    linewidth=1, label=label + end, color=color, linestyle=style,
+                )
+        axes.set(xlabel=x, **settings)
+        if x == "turn":
+            axes.xaxis.get_major_locator().set_params(integer=True)
         axes.legend(fontsize="x-small")
 
-
-def line(
-    axes: Axes, of_seeds: Sequence[Found], arm: str, cells: Sequence[Cell], measure: str, **style
-) -> None:
-    """Draws the means of the cells that have enough tokens, with their intervals."""
-    means = [(cell[1], mean_of(of_seeds, arm, cell, measure)) for cell in cells]
-    known = [(x, *found) for x, found in means if found is not None]
-    x, mean, low, high = np.array(known).T
-    bars = [mean - low, high - mean]
-    axes.errorbar(x, mean, bars, marker="o", markersize=3, capsize=2, linewidth=1, **style)
+    return panel
 
 
-def main() -> None:
-    """Command line: see the top of the file."""
-    folder, of_seeds = figures.folder_of("turns"), []
+GAP = {arm: (arm, "|log ratio|") for arm in ARMS[1:]}, COLORS[:2]
+CLIPPED = {f"noise, {bound}": ("noise", bound) for bound in BOUNDS}, COLORS[2:4]
+
+
+def read(_) -> list[Found]:
+    """Samples and summarises the episodes of all seeds."""
+    of_seeds: list[Found] = []
     for seed in SEEDS:
         setups = {arm: setup_of(arm, seed) for arm in ARMS}
-        params = figures.taught(setups["float32"])
+        params = parts.taught(setups["float32"])
         of_seeds.append({arm: summary(tokens_of(setup, params)) for arm, setup in setups.items()})
-    figures.write(folder, "turns", table(of_seeds), {"turns": (draw, (10, 7))}, of_seeds)
+    return of_seeds
 
 
-if __name__ == "__main__":
-    cli.run(main)
+FIGURE = parts.Figure(
+    tables=(
+        compared(
+            "Mean |log ratio| after the tool's answer divided by that after the prompt:", RATIOS, 1, ".2f"
+        ),
+        compared("Clipped share after the tool's answer minus that after the prompt:", [*BOUNDS], 0, "+.3f"),
+        by_turn, by_place,
+    ),
+    pictures={"turns": parts.Picture((10, 7), [
+        *(panel_of(*GAP, x, yscale="log", ylabel="mean |log ratio|, nats") for x in AXES),
+        *(
+            panel_of(*CLIPPED, x, ylabel="share of tokens above the cap of 2", ylim=(0, None))
+            for x in AXES
+        ),
+    ], num_rows=2)},
+    read=read,
+)

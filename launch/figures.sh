@@ -15,19 +15,20 @@ prepare_venv ""
 
 failed=0 smoke=""
 if [ "${!#}" = --smoke ]; then smoke=1 && set -- "${@:1:$#-1}"; fi
-trained=(rescue critic threshold staleness formats causes routing lora)
-by_name=(lora_smollm2)
-computed=(parallelism budget frontier router_noise router_noise_trained turns)
-[ $# -gt 0 ] || set -- "${trained[@]}" "${computed[@]}" predictor
+listed=$("$PY" -m experiments.figures)  # lines: a name, and the seeds of its runs or "computed" or "stored"
+if [ $# -eq 0 ]; then
+  # shellcheck disable=SC2046  # a word for each name
+  set -- $(awk '$1 != "lora_smollm2" && $1 != "referee" { print $1 }' <<<"$listed") frontier
+fi
 
 referee() {  # its runs and gradients; one process for each part, each on a core of its own
   local parts what
-  for what in runs gradients; do
-    parts=$("$PY" -c "from experiments.referee_$what import PARTS; print(*PARTS, sep='\n')")
+  for what in "" GRADIENT_; do
+    parts=$("$PY" -c "from experiments import referee_runs; print(*referee_runs.${what}PARTS, sep='\n')")
     # shellcheck disable=SC2016  # the inner shell has SLOT
     xargs -P "${JOBS:-2}" --process-slot-var=SLOT -I PART sh -c \
-      'exec taskset -c "$((SLOT % $(nproc)))" "$0" -m "experiments.referee_$1" "$2"' \
-      "$PY" "$what" PART <<<"$parts" || failed=1
+      'exec taskset -c "$((SLOT % $(nproc)))" "$0" -m experiments.referee_runs $1 "$2"' \
+      "$PY" "${what:+--gradients}" PART <<<"$parts" || failed=1
   done
 }
 
@@ -37,31 +38,26 @@ sweep() {  # of the arms of $name with $seeds
 }
 
 for name in "$@"; do
-  seeds=0,1,2,3,4
-  if [ "$name" = causes ]; then seeds=0,1,2,3,4,5,6,7,8,9; fi
-  if [ "$name" = routing ]; then seeds=0,1; fi
-  if [ "$name" = lora_smollm2 ]; then seeds=0,1; fi
-  if [ -n "$smoke" ]; then
-    if [[ " ${trained[*]} ${by_name[*]} " == *" $name "* ]]; then sweep --dry_run; fi
-    # What is computed takes minutes.
-    if [[ " ${computed[*]} " != *" $name "* ]]; then "$PY" -m "experiments.$name"; fi
+  if [ "$name" = frontier ]; then
+    [ -z "$smoke" ] || continue
+    "$PY" -m experiments.oracle --centred | tee docs/experiments/frontier.md
+    "$PY" -m experiments.oracle --drift=0.1 --reward=mean --batch=10000 --png=docs/experiments/frontier.png
     continue
   fi
-  if [ "$name" = lora_smollm2 ]; then ./launch/smollm2.sh --fetch; fi
-  if [[ " ${trained[*]} ${by_name[*]} " == *" $name "* ]]; then
-    sweep || failed=1  # the others are drawn, and those that failed are named
-    "$PY" -m experiments.records "runs/figures/$name" --out "docs/experiments/$name.jsonl"
+  seeds=$(awk -v name="$name" '$1 == name { print $2 }' <<<"$listed") from=()
+  if [ -n "$smoke" ]; then
+    [[ "$seeds" != [0-9]* ]] || sweep --dry_run
+    [ "$seeds" != computed ] || continue  # for minutes
+  else
+    case "$name" in lora_smollm2 | parallelism) ./launch/smollm2.sh --fetch ;; esac
+    if [ "$name" = referee ]; then referee; fi
+    if [[ "$seeds" = [0-9]* ]]; then
+      sweep || failed=1  # the others are drawn, and those that failed are named
+      from=("--runs=runs/figures/$name")
+    fi
   fi
-  if [ "$name" = referee ]; then referee; fi
-  case "$name" in
-    frontier)
-      "$PY" -m experiments.oracle --centred | tee docs/experiments/frontier.md
-      "$PY" -m experiments.oracle --drift=0.1 --reward=mean --batch=10000 \
-        --png=docs/experiments/frontier.png ;;
-    parallelism)
-      ./launch/smollm2.sh --fetch
-      XLA_FLAGS=--xla_force_host_platform_device_count=8 "$PY" -m experiments.parallelism ;;
-    *) "$PY" -m "experiments.$name" ;;
-  esac
+  flags=${XLA_FLAGS:-}
+  if [ "$name" = parallelism ]; then flags=--xla_force_host_platform_device_count=8; fi
+  XLA_FLAGS=$flags "$PY" -m experiments.figures "$name" ${from[@]+"${from[@]}"}
 done
 exit "$failed"

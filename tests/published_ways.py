@@ -148,14 +148,12 @@ WAYS: dict[str, Way] = {
     r"python -m jaxrl_tis\.sweep .*--launch": Way(),
     r"python -m jaxrl_tis\.sweep": Way("--dry_run"),  # sweep_test.py runs a small one
     # Studies.
-    r"(XLA_FLAGS=\S+ )?python -m experiments\.(parallelism|lora_smollm2)": help_for("needs SmolLM2"),
-    r"python -m experiments\.(budget|turns|router_noise_trained)": help_for(
+    r"python -m experiments\.figures router_noise_trained": help_for(
         "computes for many minutes; its test computes a small part"
     ),
-    r"python -m experiments\.records": help_for("reads the sweep of a figure"),
     r"python -m experiments\.async_clock": Way("--steps=3"),
+    r"python -m experiments\.referee_runs .*--gradients": help_for("computes for many minutes"),
     r"python -m experiments\.referee_runs": Way("--seeds=0 --arms=none --folder=runs"),
-    r"python -m experiments\.referee_gradients": help_for("computes for many minutes"),
     r"python -m experiments\.": FIGURE,
     # Pages and notebooks.
     r"python (docs/make_\w+|colab/notebooks)\.py": Way(),

@@ -1,7 +1,6 @@
 """Gaps of combinations: additivity by hand, and one measured batch."""
 
 import pytest
-from matplotlib.figure import Figure
 
 from experiments import budget
 
@@ -27,8 +26,7 @@ def test_additivity_by_hand():
     lines = budget.table([made(1.1), made(1.3)]).splitlines()
     assert lines[2].startswith("| bfloat16 | 1 [1, 1] | – |")
     assert "| bfloat16 + W8A8 | 3.6 [" in lines[6] and "| 1.20 [" in lines[6]
-    page = Figure()
-    budget.draw(page, [made(1.0)])
+    page = budget.FIGURE.pictures["budget"].page([made(1.0)])
     assert len(page.axes[0].collections) == 3
 
 

@@ -1,11 +1,10 @@
 """The confusion table of the doctor, by hand."""
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from configs import fig_causes
 from jaxrl_tis.doctor.trees import CAUSES as FINDINGS
-from experiments import causes
+from experiments import causes, records
 from tests.experiments import made
 
 
@@ -32,7 +31,7 @@ def test_the_confusion_of_held_out_seeds():
     arms, named, counts = causes.confusion(RUNS[:5])
     assert (arms, named) == (["injected", "none", "float8"], ["injected", "none", "float8", "unclear"])
     np.testing.assert_array_equal(counts, [[2, 0, 0, 0], [0, 1, 0, 1], [0, 1, 0, 0]])
-    text = causes.table(RUNS)
+    text = causes.table(records.by_arm(RUNS))
     assert "| injected | 2 |  |  |  | 1 |" in text
     assert "Right: 0.600 [0.231, 0.882] of 5 runs" in text  # Wilson's interval of 3 of 5
 
@@ -40,6 +39,5 @@ def test_the_confusion_of_held_out_seeds():
 def test_causes_and_arms_are_those_that_there_are():
     assert set(causes.CAUSES) <= {finding.name for finding in FINDINGS}
     assert set(fig_causes.sweep()) - {"none", *causes.TOO_SMALL} <= set(causes.CAUSES.values())
-    page = Figure()
-    causes.draw(page, RUNS)
+    page = causes.FIGURE.pictures["causes"].page(records.by_arm(RUNS))
     assert [x.get_text() for x in page.axes[0].texts] == ["2", "1", "1", "1"]

@@ -1,75 +1,155 @@
-"""What figures share: gains, paired differences, tables, curves, and the command."""
+"""The rows of the table of figures: the words of the protocol, laws, columns and pictures."""
 
+import json
+
+import numpy as np
 import pytest
 
+from configs import fig_routing, fig_staleness
 from experiments import figures
+from experiments.figures import FIGURES
+from tests.doctor.runs import write_run
 from tests.experiments import made
 
 
-def test_a_gain_is_the_mean_of_the_last_three_evaluations_less_the_first():
-    run = made.run("a", 0, accuracy=(0.2, 0.9, 0.3, 0.4, 0.5))
-    assert figures.gain(run) == pytest.approx(0.4 - 0.2)
-    assert figures.gain(made.run("a", 0, accuracy=(0.2, 0.4))) == pytest.approx(0.4 - 0.2)  # no third one
-    run.series["eval/greedy_accuracy"] = run.series["eval/sampled_accuracy"] + 0.1
-    assert figures.at_end(run, "greedy") == pytest.approx(0.5)
+def text(name, runs):
+    """Returns the text of a figure of these runs, in the order of its row."""
+    return FIGURES[name].text(arms(name, runs))
 
 
-def ending(arm, seed, end):
-    return made.run(arm, seed, accuracy=(0.0, end, end, end))
+def arms(name, runs):
+    by_arm = figures.records.by_arm(runs)
+    return {arm: by_arm[arm] for arm in sorted(by_arm, key=FIGURES[name].order or list(by_arm).index)}
 
 
-def test_arms_are_compared_over_the_seeds_that_both_have():
-    runs = [ending("a", 0, 0.5), ending("a", 1, 0.7), ending("a", 2, 9.0)]
-    others = [ending("b", 0, 0.4), ending("b", 1, 0.4)]
-    mean, low, high = figures.beside(runs, others)
-    assert mean == pytest.approx(0.2) and high - mean == pytest.approx(12.7062 * 0.1, rel=1e-4)
-    assert figures.beside(runs, [ending("b", 7, 0.4)]) is None
-    text = figures.comparisons(runs + others, [
-        ("gain", figures.gain, "a", "b"), ("reward", figures.of("reward/mean"), "b", "a"),
-        ("gain", figures.gain, "a", "absent"),
-    ])
-    assert text.splitlines()[2:] == [
-        "| gain | a − b | +0.200 [-1.071, +1.471] |", "| reward | b − a | +0.000 [+0.000, +0.000] |"]
+def page(name, runs, picture=None):
+    return FIGURES[name].pictures[picture or name].page(arms(name, runs))
 
 
-def test_means_and_intervals():
-    assert figures.interval((0.1, -0.2, 0.4), ".1f") == "0.1 [-0.2, 0.4]"
-    assert figures.interval(None) == "–"
-    # 12.7062 * 0.1 of Student's t with one degree of freedom
-    assert figures.mean([0.4, 0.6], ".2f") == "0.50 [-0.77, 1.77]"
+@pytest.mark.parametrize("gain, beside, is_collapse, words", [
+    ((-0.1, -0.2, -0.01), None, True, "collapses"),
+    ((-0.05, -0.2, 0.1), None, False, "neither"),
+    ((0.1, 0.01, 0.2), (0.1, -0.1, 0.3), True, "improves"),
+    ((0.0, -0.1, 0.1), (0.1, 0.05, 0.2), False, "neither, better than none"),
+    ((0.0, -0.1, 0.1), (0.1, 0.05, 0.2), True, "neither, rescues"),
+    ((-0.1, -0.2, -0.05), (0.1, 0.05, 0.2), True, "collapses, better than none"),
+    ((-0.2, -0.3, -0.1), (-0.1, -0.2, -0.05), True, "collapses, worse than none"),
+])
+def test_the_words_of_the_protocol(gain, beside, is_collapse, words):
+    assert figures.verdict(gain, beside, is_collapse) == words
 
 
-def test_a_table():
-    assert figures.rows(["a", "|b|"], [["1", "2"]]) == "| a | \\|b\\| |\n| --- | --- |\n| 1 | 2 |"
+RESCUE = [
+    made.run(arm, seed, accuracy=(0.3, *[end + 0.001 * seed] * 3), actor__ppo_kl=[-1.0] * 3 + [1.0] * 9)
+    for arm, end in {
+        "no-gap": 0.6, "none": 0.2, "PPO-IS": 0.05, "TIS-2": 0.4, "int8": 0.6, "int8-TIS-2": 0.5,
+    }.items() for seed in range(3)
+]
 
 
-def test_the_command_of_a_figure(tmp_path, monkeypatch, capsys):
-    runs = [made.run("a", s, accuracy=(0.1, 0.2 + 0.1 * s, 0.3, 0.4)) for s in range(2)]
-    made.write(tmp_path / "x.jsonl", runs)
-
-    def draw(page, found):
-        axes = page.subplots()
-        figures.curve(axes, [], "reward/mean", "absent", "red")
-        figures.curve(axes, found, "eval/sampled_accuracy", "a", "black")
-        figures.curve(axes, found, "reward/mean", "a", "grey")
-        line, other = axes.lines
-        assert list(line.get_xdata()) == [0, 32, 64, 96] and list(other.get_xdata())[:2] == [8, 16]
-        assert line.get_ydata()[1] == pytest.approx(0.25)
-
-    monkeypatch.setattr("sys.argv", ["x", str(tmp_path)])
-    figures.run("x", lambda found: f"{len(found)} runs", {"y": (draw, (4, 3))})
-    assert (tmp_path / "x.md").read_text() == "2 runs\n"
-    assert (tmp_path / "y.png").read_bytes().startswith(b"\x89PNG")
-    assert "2 runs" in capsys.readouterr().out
+def test_the_table_of_rescue():
+    lines = {line.split(" | ")[0]: line for line in text("rescue", RESCUE).splitlines()}
+    assert lines["| none"].endswith("| 0.25 | 1.000 [1.000, 1.000] | collapses |")
+    assert "| -0.099 [-0.101, -0.097] | – |" in lines["| none"]
+    assert lines["| TIS-2"].endswith("| improves, rescues |")
+    assert "+0.101 [+0.099, +0.103] | +0.200 [+0.200, +0.200]" in lines["| TIS-2"]
+    assert lines["| PPO-IS"].endswith("| – | 1.000 [1.000, 1.000] | collapses, worse than none |")
+    # Without an injected gap the uncorrected arm is another one.
+    assert "| -0.100 [-0.100, -0.100] |" in lines["| int8-TIS-2"]
+    assert lines["| no-gap"].endswith("| improves |") and lines["| int8"].endswith("| improves |")
+    assert "| gain | no-gap − TIS-2 | +0.200 [+0.200, +0.200] |" in text("critic", RESCUE)
 
 
-def test_what_is_not_there_is_told(tmp_path, monkeypatch, capsys):
-    made.write(tmp_path / "x.jsonl", [made.run("a", 0)])
-    with open(tmp_path / "x.jsonl", "a", encoding="utf-8") as file:
-        file.write('{"arm": "b", "seed": 3, "unfinished": 7}\n')
-    monkeypatch.setattr("sys.argv", ["x", str(tmp_path)])
-    figures.run("x", lambda found: "a table", {}, needed=("a",))
-    assert "Not finished, and left out: b, seed 3." in capsys.readouterr().out
-    with pytest.raises(SystemExit) as error:
-        figures.run("x", lambda found: "a table", {}, needed=("a", "b"))
-    assert error.value.code == 2 and "has no finished run of b" in capsys.readouterr().err
+def test_the_pictures_of_rescue_show_the_arms():
+    drawn, story = page("rescue", RESCUE), page("rescue", RESCUE, "collapse")
+    labels = [line.get_label() for line in drawn.axes[0].lines]
+    assert labels == ["no-gap", "none", "PPO-IS", "TIS-2", "int8, no injected gap"]
+    assert [line.get_label() for line in drawn.axes[4].lines][2] == "TIS-2"  # no k1 of PPO-IS
+    log, learned = story.axes
+    assert (len(log.lines), len(learned.lines)) == (4, 4 + 1)  # the last at 0
+    np.testing.assert_allclose(learned.lines[1].get_ydata(), [0.0, -0.099, -0.099, -0.099])
+
+
+def stale(power=-0.5):
+    """ESS = lag^power; PPO improves up to a lag of 4, without a clip up to 0."""
+    return [
+        made.run(
+            f"{name}-{lag}", seed,
+            accuracy=(0.3, 0.45, 0.45, 0.45, *[0.4 + 0.01 * seed if lag <= last else 0.1] * 3),
+            training__off_policy__trajectory_staleness__mean=lag,
+            mismatch__ess_seq=lag**power if lag else 1.0,
+        )
+        for name, last in (("no-clip", 0), ("PPO", 4)) for lag in (0, 16, 4) for seed in range(3)
+    ]
+
+
+def test_the_power_is_that_of_the_runs():
+    assert figures.power(stale(-0.5)) == pytest.approx((-0.5, -0.5, -0.5))
+    assert figures.power([r for r in stale() if r.arm in ("PPO-0", "PPO-4")]) is None  # one lag
+
+
+def test_the_table_and_the_picture_of_staleness():
+    lines, _, bounds = (part.splitlines() for part in text("staleness", stale()).split("\n\n"))
+    assert bounds[3] == (
+        "| no-clip | 0, 1.000 [1.000, 1.000] | 4, 0.500 [0.500, 0.500] | -0.50 [-0.50, -0.50] |")
+    assert "| PPO | 4, 0.500 [0.500, 0.500] | 16, 0.250 [0.250, 0.250] |" in bounds[2]
+    assert lines[4].startswith(
+        "| PPO | 16 | 3 | 16.0 [16.0, 16.0] | 0.250 [0.250, 0.250] | +0.150 [+0.150, +0.150] | -0.200 ")
+    found = text("staleness", stale())
+    assert found.count("0.350 [0.350, 0.350]") == 3  # 0.45 less 0.1
+    assert "| early gain | no-clip-4 − PPO-4 | +0.000 [+0.000, +0.000] |" in found
+    assert "| gain | no-clip-4 − PPO-4 | -0.310 " in found
+    drawn = page("staleness", stale())
+    assert len(drawn.axes) == 4 + 1 and len(drawn.axes[0].lines) == 2 + 1  # and one at 0
+    assert {f"{name}-{lag}" for name in figures.OBJECTIVES for lag in figures.LAGS} == {*fig_staleness.sweep()}
+
+
+def test_the_table_and_the_picture_of_formats():
+    runs = [
+        made.run(arm, seed, accuracy=(0.3, *[end] * 3), mismatch__engine__log_ratio_abs_mean=gap)
+        for arm, gap, end in (("float32", 1e-7, 0.5), ("W8A8", 0.02, 0.4), ("QaRL", 0.001, 0.4))
+        for seed in range(3)
+    ]
+    plain, quantised, _ = text("formats", runs).splitlines()[2:5]
+    assert plain.endswith("| +0.200 [+0.200, +0.200] | – |")
+    assert "2.00e-02 [2.00e-02, 2.00e-02]" in quantised
+    assert "| QaRL / W8A8 | 0.05 [0.05, 0.05] |" in text("formats", runs)
+    assert quantised.endswith("| +0.100 [+0.100, +0.100] | -0.100 [-0.100, -0.100] |")
+    ticks = page("formats", runs).axes[0].get_yticklabels()
+    assert [tick.get_text() for tick in ticks] == ["float32", "W8A8", "QaRL"]
+
+
+def test_the_table_of_routing():
+    """Seeds 0 and 1 end at 0.6 and 0.62, after a start at 0.3."""
+    runs = [
+        made.run(arm, seed, accuracy=(0.3, *[end + 0.02 * seed] * 3), rollout_corr__k3_kl=1e-4 * (1 + seed))
+        for arm, end in (("noise-none-8", 0.4), ("r3-8", 0.6), ("none-8", 0.5), ("r2-1", 0.5), ("none-2", 0.5))
+        for seed in range(2)
+    ]
+    lines, differences = (part.splitlines() for part in text("routing", runs).split("\n\n"))
+    assert [line.split(" | ")[0] for line in lines[2:]] == [
+        "| r2-1", "| none-2", "| none-8", "| r3-8", "| noise-none-8"]
+    assert lines[5] == (
+        "| r3-8 | 2 | 0.610 (0.600 to 0.620) | +0.310 (+0.300 to +0.320) | 1.5e-04 (1.0e-04 to 2.0e-04) "
+        "| 1.000 (1.000 to 1.000) | 1.000 (1.000 to 1.000) |")
+    assert differences[2:] == ["| gain | r3-8 − none-8 | +0.100 [+0.100, +0.100] |"]
+    every = {arm: [] for arm in fig_routing.sweep()}
+    assert [*sorted(every, key=FIGURES["routing"].order)][3:5] == ["none-2", "r2-2"]
+
+
+def test_the_command(tmp_path, capsys):
+    """It lists the figures, and makes one from a sweep of one run."""
+    figures.main([])
+    listed = capsys.readouterr().out.splitlines()
+    assert {"causes 0,1,2,3,4,5,6,7,8,9", "routing 0,1", "turns computed", "referee stored"} <= {*listed}
+    (tmp_path / "sweep" / "none-1-seed0").mkdir(parents=True)
+    workdir = tmp_path / "sweep" / "none-1-seed0"
+    write_run(workdir, {}, {"steps": 8}, 8)
+    with open(workdir / "metrics.jsonl", "a", encoding="utf-8") as file:
+        for step in (0, 8):
+            line = {"step": step, "phase": "eval", **dict.fromkeys(figures.records.ACCURACIES, step / 16)}
+            file.write(json.dumps(line) + "\n")
+    figures.main(["routing", str(tmp_path), f"--runs={tmp_path / 'sweep'}"])
+    assert "| none-1 | 1 | 0.500 (0.500 to 0.500) |" in (tmp_path / "routing.md").read_text()
+    with pytest.raises(SystemExit):
+        figures.main(["rescu"])

@@ -5,13 +5,19 @@ import types
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from configs import fig_lora
-from experiments import lora, lora_smollm2, records
+from experiments import lora, records
 from tests.experiments import made
 
-SIZES = {"full": (1000, 12, 0), "rank-32": (40, 5, 3), "absent": (1, 1, 1)}
+SIZES = {"full": (1000, 12, 0), "rank-32": (40, 5, 3)}
+CONFIG = types.SimpleNamespace(get_config=fig_lora.get_config, sweep=lambda: {"rank-32": {}, "absent": {}})
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    monkeypatch.setattr(lora, "config_of", lambda module, arm: arm)
+    monkeypatch.setattr(lora, "sizes", SIZES.get)
 
 
 def runs():
@@ -22,13 +28,18 @@ def runs():
             arm, seed, accuracy=(0.3, 0.9, *[end + 0.02 * seed * (arm == "full")] * 3),
             time__step_s=[9.0] + [2.0 if arm == "full" else 3.0] * 11, rollout_corr__k3_kl=1e-4,
         )
-        for arm, end in (("rank-32", 0.5), ("full", 0.6)) for seed in range(2)
+        for arm, end in (("full", 0.6), ("rank-32", 0.5)) for seed in range(2)
     ]
 
 
-def test_the_tables():
-    accuracies, costs, sizes = (part.splitlines() for part in lora.table(runs(), SIZES).split("\n\n"))
-    full, low_rank = accuracies[2:]  # in the order of the config, without the arm that has no runs
+def parts_of(runs, recorded=None):
+    figure = lora.figure("x", CONFIG, recorded)
+    return [part.splitlines() for part in figure.text(records.by_arm(runs)).split("\n\n")]
+
+
+def test_the_tables(counted):
+    accuracies, costs, sizes = parts_of(runs())
+    full, low_rank = accuracies[2:]
     assert full.startswith("| full | 2 | 0.300 [0.300, 0.300] | 0.610 [") and full.endswith("| – |")
     # The mean of -0.1 and -0.12, +- 12.7062 * 0.01
     assert low_rank.startswith("| rank-32 | 2 | 0.300 [0.300, 0.300] | 0.500 [0.500, 0.500] | -0.110 [-0.237, +0.017]")
@@ -38,15 +49,15 @@ def test_the_tables():
     assert sizes[2:] == ["| full | 1,000 | 12 | 0 |", "| rank-32 | 40 | 5 | 3 |"]
 
 
-def test_a_run_without_a_measure_has_no_value_for_it():
+def test_a_run_without_a_measure_has_no_value_for_it(counted):
     found = runs()
-    del found[0].series["time/host_peak_gib"]
-    full, low_rank = lora.table(found, SIZES).split("\n\n")[1].splitlines()[2:]
+    found[2].series["time/host_peak_gib"][:] = np.nan
+    full, low_rank = parts_of(found)[1][2:]
     assert " | – | 3.00 [" in low_rank and " | 1.000 [1.000, 1.000] | 2.00 [" in full
 
 
-def test_runs_of_another_day_are_not_timed():
-    header, _, full, low_rank = lora.table(runs(), SIZES, is_timed=False).split("\n\n")[1].splitlines()
+def test_runs_of_another_day_are_not_timed(counted):
+    header, _, full, low_rank = parts_of(runs(), recorded=list)[1]
     assert header == "| arm | k3 | peak memory of the process, GiB |"
     assert full == "| full | 1.0e-04 [1.0e-04, 1.0e-04] | 1.000 [1.000, 1.000] |"
     assert low_rank.count("|") == 4
@@ -61,7 +72,7 @@ def test_the_sizes_of_the_quickstart():
     """4 layers of width 128: q 128x128, k and v 128x64, o 128x128, gate and up 128x384, down 384x128, two norms;
     a final norm, and an embedding for each character."""
     widths = [(128, 128), (128, 64), (128, 64), (128, 128), (128, 384), (128, 384), (384, 128)]
-    configs = lora.configs_of(fig_lora)
+    configs = {arm: lora.config_of(fig_lora, arm) for arm in ("full", "rank-32")}
     vocab = lora.build(configs["full"]).model.vocab_size
     matrices = 4 * sum(i * o for i, o in widths)
     others = (vocab + 1 + 4 * 2) * 128
@@ -77,9 +88,8 @@ def test_the_sizes_of_the_quickstart():
 
 
 def test_the_picture():
-    page = Figure()
-    lora.draw(page, runs())
-    assert [[x.get_text() for x in axes.get_legend().texts] for axes in page.axes] == [["rank-32", "full"]] * 2
+    page = lora.figure("x", CONFIG).pictures["x"].page(records.by_arm(runs()))
+    assert [[x.get_text() for x in axes.get_legend().texts] for axes in page.axes] == [["full", "rank-32"]] * 2
 
 
 def write_recorded(folder):
@@ -93,26 +103,15 @@ def write_recorded(folder):
 
 def test_recorded_runs_are_those_of_full_training(tmp_path):
     write_recorded(tmp_path)
-    [run] = lora_smollm2.recorded_runs(tmp_path)
+    [run] = lora.recorded_runs(tmp_path)
     assert (run.arm, run.seed, lora.start(run), lora.end(run)) == ("full", 3, 0.0, 0.5)
     assert list(run.series["rollout_corr/k3_kl"]) == [4.5]
-    assert "time/host_peak_gib" not in run.series
+    assert np.isnan(records.at_end(run, "time/host_peak_gib"))
 
 
-def test_the_command_joins_recorded_runs(tmp_path, monkeypatch, capsys):
+def test_the_figure_joins_recorded_runs(counted, tmp_path, capsys):
     write_recorded(tmp_path)
     made.write(tmp_path / "x.jsonl", [made.run("rank-32", 3, accuracy=(0.0, 0.25))])
-    monkeypatch.setattr("sys.argv", ["x", str(tmp_path)])
-    monkeypatch.setattr(lora, "sizes", lambda config: (1, 2, 3))
-    config = types.SimpleNamespace(get_config=fig_lora.get_config, sweep=lambda: {"rank-32": {}})
-    lora.run("x", config, lora_smollm2.recorded_runs(tmp_path))
+    lora.figure("x", CONFIG, lambda: lora.recorded_runs(tmp_path)).write(tmp_path, "x")
     assert "| rank-32 | 1 | 0.000 [-inf, inf] | 0.250 [-inf, inf] | -0.250 [-inf, +inf] |" in capsys.readouterr().out
     assert (tmp_path / "x.png").exists()
-
-
-def test_a_figure_without_full_training_is_refused(tmp_path, monkeypatch, capsys):
-    made.write(tmp_path / "x.jsonl", [made.run("rank-32", 0)])
-    monkeypatch.setattr("sys.argv", ["x", str(tmp_path)])
-    with pytest.raises(SystemExit):
-        lora.run("x", fig_lora)
-    assert "has no finished run of full" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from experiments import parallelism
 from jaxrl_tis.gate import report
@@ -40,25 +39,24 @@ def test_learners_of_all_degrees_score_what_was_drawn(small):
         assert dp.shape == (4, 16) and 0 < dp.max() < 0.05  # bfloat16, and no other program
 
 
-def test_the_tables_by_hand():
+def test_the_tables_by_hand(monkeypatch):
+    monkeypatch.setattr(parallelism, "PROMPTS", 2)
     dp = np.zeros((4, 512))
     dp[:, 100] = 0.4  # in the second 64 tokens
     dp[1, 3] = 0.2  # of the beginning of the second answer of the first group
     dp = np.tile(dp, (4, 1))  # two groups of eight
-    text = parallelism.lengths_table(dp, 8).splitlines()
+    found = {"TP1": {"TP1": dp}}
+    text = parallelism.lengths_table(found).splitlines()
     assert text[2].startswith("| 64 | 0.0500 [") and "| 128 | 0.4000 [0.4000, 0.4000] | 0.2000 [" in text[3]
     assert "| 0.00625 [0.00625, 0.00625] |" in text[3]  # 0.4 / 64 of the last 64 of 128
     with pytest.raises(ValueError, match="groups of 4 answers of 64 tokens are shorter than 512"):
-        parallelism.lengths_table(dp, 4)
+        parallelism.lengths_table({"TP1": {"TP1": dp[:8]}})
     table = parallelism.degrees_table({"TP1": {"TP1": dp / 2, "SP2": dp}})
     assert "| TP1 | SP2 | 0.4000 [0.4000, 0.4000] | +0.2000 [+0.2000, +0.2000] | 0.400 |" in table
-    page = Figure()
-    parallelism.draw(page, {"TP1": {"TP1": dp}})
-    assert len(page.axes) == 2
+    assert len(parallelism.FIGURE.pictures["parallelism"].page(found).axes) == 2
 
 
 def test_too_few_devices_are_refused(monkeypatch):
-    monkeypatch.setattr("sys.argv", ["parallelism"])
     monkeypatch.setattr(parallelism.jax, "device_count", lambda: 1)
     with pytest.raises(ValueError, match="eight devices are needed, and there are 1"):
-        parallelism.main()
+        parallelism.read(None)

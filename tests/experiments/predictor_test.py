@@ -4,9 +4,8 @@ import dataclasses
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from experiments import predictor
+from experiments import parts, predictor
 from tests.experiments import made
 
 
@@ -63,7 +62,7 @@ def test_a_signal_that_tells_is_found_on_held_out_seeds():
     found = predictor.judged(RUNS, ACCURACY)
     assert found["rollout_corr/chi2_token"][0] > 0.95 and found["the four"][0] > 0.95
     assert set(found["response_length/mean"]) == {0.5}  # the same in every run, and in every draw
-    area, low, high = predictor.interval_of(found["the four"])
+    area, low, high = parts.bootstrap(found["the four"])
     assert 0.8 < low < area < high <= 1.0
 
 
@@ -86,26 +85,24 @@ def test_a_regression_in_the_other_direction():
 @pytest.mark.all
 def test_the_table_and_the_picture(monkeypatch):
     areas = {outcome: predictor.judged(RUNS, outcome) for outcome in predictor.OUTCOMES}
-    text = predictor.table(RUNS, areas)
+    text = predictor.table((RUNS, areas))
     assert "reward: 27 of 48 runs collapse, 14 of the 24 of held-out seeds. Within" in text
     assert "first 40 steps 0 of these 14 have" in text and "| all less the four | " in text
     monkeypatch.setattr(predictor, "EARLY", 7)  # up to step 56, the first at which rewards fall
-    assert "first 56 steps 14 of these 14 have" in predictor.table(RUNS, areas)
-    page = Figure()
-    predictor.draw(page, areas)
-    assert len(page.axes) == 2
+    assert "first 56 steps 14 of these 14 have" in predictor.table((RUNS, areas))
+    page = predictor.FIGURE.pictures["predictor"].page((RUNS, areas))
+    assert [len(axes.lines) for axes in page.axes] == [2 * (len(predictor.SIGNALS) + 2) + 1] * 2
 
 
 @pytest.mark.all
-def test_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("sys.argv", ["predictor", str(tmp_path)])
+def test_the_figure(tmp_path, capsys):
     with pytest.raises(ValueError, match="needs runs of seeds"):
-        predictor.main()
+        predictor.FIGURE.write(tmp_path, "predictor")
     # Runs of two figures, one repeated; another file is no figure of it.
     distinct = [dataclasses.replace(r, series=r.series | {"reward/mean": r.series["reward/mean"] + 1e-4 * i})
                 for i, r in enumerate(RUNS)]
     made.write(tmp_path / "rescue.jsonl", distinct)
     made.write(tmp_path / "causes.jsonl", distinct[:5])
     made.write(tmp_path / "other.jsonl", RUNS)
-    predictor.main()
+    predictor.FIGURE.write(tmp_path, "predictor")
     assert "of 48 runs" in capsys.readouterr().out and (tmp_path / "predictor.png").exists()

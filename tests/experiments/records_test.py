@@ -75,15 +75,9 @@ def test_the_end_is_the_last_tenth_without_nan():
     run = made.run("a", 0, reward__mean=[*range(10), np.nan, 7.0])
     assert records.at_end(run, "reward/mean") == 7.0  # ceil(1.2) = 2 blocks
     assert records.at_end(run, "reward/mean", 1.0) == pytest.approx((45 + 7) / 11)
+    assert np.isnan(records.at_end(made.run("a", 0, reward__mean=np.nan), "reward/mean"))
 
 
 def test_runs_by_arm():
     runs = [made.run("b", 0), made.run("a", 0), made.run("b", 1)]
     assert [(arm, len(own)) for arm, own in records.by_arm(runs).items()] == [("b", 2), ("a", 1)]
-
-
-def test_the_command(tmp_path, capsys):
-    finished(tmp_path, "a-seed0")
-    out = tmp_path / "a.jsonl"
-    records.main([str(tmp_path), f"--out={out}"])
-    assert f"{out}: 1 runs, 0 of them unfinished" in capsys.readouterr().out

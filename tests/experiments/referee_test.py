@@ -173,8 +173,7 @@ def test_the_page(tmp_path, monkeypatch):
         ]
         path = tmp_path / "referee" / f"{gap}-short.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    monkeypatch.setattr("sys.argv", ["referee", str(tmp_path)])
-    referee.main()
+    referee.FIGURE.write(tmp_path, "referee")
     text = (tmp_path / "referee.md").read_text()
     assert text.startswith("Not complete, and left out: noise/short (4 of 12 runs).\n")
     assert "| int8 | 0.25 | short | token TIS | – | +0.300 [+0.300, +0.300] |" in text

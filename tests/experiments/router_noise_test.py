@@ -6,9 +6,8 @@ import json
 import jax
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from experiments import expert_policy, figures, router_noise
+from experiments import expert_policy, parts, router_noise
 from experiments.expert_policy import Size
 from jaxrl_tis.models.config import MoeConfig
 
@@ -42,7 +41,7 @@ def test_a_power_law_is_found_and_its_saturation_left_out():
 
 def test_the_interval_is_over_seeds():
     bias = np.concatenate([(K * DELTA)[:2], (DELTA / K)[2:]])  # two seeds grow, four fall
-    middle, low, high = router_noise.interval_of(router_noise.exponents(bias, K, DELTA)[:, 0])
+    middle, low, high = parts.bootstrap(router_noise.exponents(bias, K, DELTA)[:, 0])
     # Of six drawn seeds none grows in 9 % of the samples; all grow in 0.1 %.
     assert low == pytest.approx(-1.0) and low < middle < high < 1.0
 
@@ -58,12 +57,11 @@ def test_the_verdict_needs_both_exponents():
 def test_the_files(tmp_path, monkeypatch, capsys):
     found = made(1.0, 1.0)
     monkeypatch.setattr(router_noise, "RESAMPLES", 20)
-    monkeypatch.setattr(figures, "folder_of", lambda name: tmp_path)
     monkeypatch.setattr(router_noise, "enumerated", lambda seeds, n, s: found[n, s])
     names = itertools.product(expert_policy.ROUTINGS, router_noise.WEIGHTS)
     arms = {", ".join(name): np.full(3, 0.25) for name in names}
     monkeypatch.setattr(router_noise, "after_updates", lambda seeds: {(0.3, 0.1): arms})
-    router_noise.main()
+    router_noise.FIGURE.write(tmp_path, "router_noise")
     text = (tmp_path / "router_noise.md").read_text()
     assert text.startswith("Does the bias grow as K x delta? yes: K^a delta^b with a = 1.00 [1.00,")
     assert "| choice | sqrt K | r3, token_tis | replayed | 1.00 [1.00, 1.00] | 1.00 [1.00," in text
@@ -148,8 +146,8 @@ def test_the_measures_of_a_small_policy_by_loops(small):
 def test_the_policy_of_the_law():
     size = router_noise.size_of(8)
     assert (size.moe.num_experts, size.moe.top_k, len(size.responses[2])) == (16, 8, 81)
-    page, found = Figure(), made(1.0, 1.0)
+    found = made(1.0, 1.0)
     found["router", "1"]["none, none: bias"][0] = 0.0  # a seed without a flip
-    router_noise.draw(page, found)
+    page = router_noise.FIGURE.pictures["router_noise"].page((found, None))
     assert [axes.get_title() for axes in page.axes] == [
         "none, none", "none, token_tis", "r3, none", "r3, token_tis", "r3, seq_vanilla"]

@@ -2,9 +2,8 @@
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
-from experiments import threshold
+from experiments import records, threshold
 from tests.experiments import made
 
 
@@ -53,12 +52,13 @@ def test_the_threshold_and_its_interval():
 
 def test_the_table_and_the_picture():
     natural = [made.run("int8", seed, rollout_corr__k3_kl=0.001) for seed in range(3)]
-    text = threshold.table(runs() + natural)
+    arms = records.by_arm(runs() + natural)
+    arms = {arm: arms[arm] for arm in sorted(arms, key=threshold.FIGURE.order)}
+    text = threshold.FIGURE.text(arms)
     assert "| none | 0.5 | 1 [1, 1] | 3 of 3 | -0.100 [-0.100, -0.100] |" in text
     assert "| TIS-2 | 0.3 | 1 [1, 1] | 0 of 3 | +0.100 [+0.100, +0.100] |" in text
     assert "| none, int8 alone | – | 0.001 [0.001, 0.001] | 0 of 3 |" in text
     assert text.endswith("| gain | TIS-2-0.5 − none-0.5 | +0.000 [+0.000, +0.000] |")
-    page = Figure()
-    threshold.draw(page, runs() + natural)
+    page = threshold.FIGURE.pictures["threshold"].page(arms)
     labels = [text.get_text() for text in page.axes[0].get_legend().get_texts()]
-    assert labels == ["none", "TIS-2", "none, int8 alone"]
+    assert labels == ["TIS-2", "none", "none, int8 alone"]

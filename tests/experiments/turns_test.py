@@ -4,7 +4,6 @@ import math
 
 import numpy as np
 import pytest
-from matplotlib.figure import Figure
 
 from experiments import turns
 from jaxrl_tis.learner.state import initial_params
@@ -71,17 +70,16 @@ def made(ratio):
 
 
 def test_table_and_picture_of_made_results():
-    lines = turns.table([made(1.9), made(2.1)]).splitlines()
+    lines = turns.FIGURE.text([made(1.9), made(2.1)]).splitlines()
     assert lines[4].startswith("| W8A8 | 2.00 [0.73, 3.27], not different |")
     assert lines[11].startswith("| W8A8 | +1.000 [-0.271, +2.271], not different |")
-    assert "| 2.00 [1.87, 2.13], larger |" in turns.table([made(1.99), made(2.01)])
-    assert "| 0.50 [0.37, 0.63], smaller |" in turns.table([made(0.49), made(0.51)])
+    assert "| 2.00 [1.87, 2.13], larger |" in turns.FIGURE.text([made(1.99), made(2.01)])
+    assert "| 0.50 [0.37, 0.63], smaller |" in turns.FIGURE.text([made(0.49), made(0.51)])
     few = made(2.0)
     few["noise"]["turn", 2]["k1"] = math.nan
-    [row] = [x for x in turns.table([few, few]).splitlines() if x.startswith("| noise | 2 and")]
+    [row] = [x for x in turns.FIGURE.text([few, few]).splitlines() if x.startswith("| noise | 2 and")]
     assert row.split(" | ")[2:6] == ["100", "2 [2, 2]", "–", "2 [2, 2]"]
-    page = Figure()
-    turns.draw(page, [made(1.9), few])
+    page = turns.FIGURE.pictures["turns"].page([made(1.9), few])
     assert [len(axes.containers) for axes in page.axes] == [2, 4, 2, 4]
 
 

@@ -1,6 +1,6 @@
 """Mutants of the figures: records of runs, statistics, verdicts; and of the sweep that trains them."""
 
-from tests.mutants import of
+from tests.mutants import IN_ALL, of
 
 MUTANTS = [
     *of(
@@ -9,23 +9,33 @@ MUTANTS = [
         ("a part of a block is a block", "last - BLOCK + 2, BLOCK", "last + 1, BLOCK"),
         ("a run that was stopped counts",
          'if not metrics.has_ended(records, config["steps"]):', "if not records:"),
-        ("NaN is part of the end", "np.nanmean(values[-max(1", "np.mean(values[-max(1"),
+        ("NaN is part of the end", "float(np.nanmean(last))", "float(np.mean(last))"),
     ),
     *of(
-        "experiments/figures.py",
+        "experiments/parts.py",
         ("the last evaluation alone is the end", "[1:][-LAST:].mean()", "[-1]"),
         ("the start is part of the end", "[1:][-LAST:].mean()", "[-LAST:].mean()"),
         ("arms are compared without their seeds",
          "for seed in values if seed in theirs]", "for seed in sorted(theirs) if seed in values][:1]"),
         ("a curve is of the first seed", "axes.plot(steps, found[:, 0]", "axes.plot(steps, values[0]"),
         ("a missing arm is no error", "if missing := sorted(", "if missing := () and sorted("),
+        ("a ratio is its logarithm", "found and (10.0 ** found[0],", "found and (found[0],"),
+        ("an arm is compared with itself", "other != arm and other in arms", "other in arms"),
+        ("a missing value is a number",
+         "None if np.isnan(values).any() else intervals.of_mean(values)", "intervals.of_mean(values)"),
+        ("an interval holds half of the samples", "(0.025, 0.975)", "(0.25, 0.75)"),
     ),
     *of(
-        "experiments/rescue.py",
+        "experiments/figures.py",
         ("an arm that collapses can rescue", "is_collapse and gain[2] >= 0", "is_collapse"),
         ("the mean decides a collapse", '["collapses"] if gain[2] < 0', '["collapses"] if gain[0] < 0'),
         ("int8 with a weight stands beside the injected gap", '{"int8-TIS-2": "int8", ', "{"),
-        ("k1 in bypass mode is drawn", "if not (name == K1 and arm in BYPASS):", "if True:"),
+        ("k1 in bypass mode is drawn", "if not (name == K1 and arm in BYPASS)}", "if True}"),
+        ("an arm improves by its mean", "for r in own[arm]])[1] > 0", "for r in own[arm]])[0] > -1"),
+        ("one lag has a power", "if len(set(lags[is_stale])) > 1:", "if is_stale.any():"),
+        ("a range begins with its end", "min(values), max(values)", "max(values), min(values)"),
+        ("arms are in the order of their names", "order=lambda arm: (group_of(arm), arm)",
+         "order=lambda arm: arm"),
     ),
     *of(
         "experiments/threshold.py",
@@ -35,14 +45,9 @@ MUTANTS = [
          "if failed.all() or not failed.any():\n        return np.inf"),
     ),
     *of(
-        "experiments/staleness.py",
-        ("an arm improves by its mean", "for r in own[arm]])[1] > 0", "for r in own[arm]])[0] > -1"),
-        ("one lag has a power", "if len(set(lags[is_stale])) > 1:", "if is_stale.any():"),
-    ),
-    *of(
         "experiments/causes.py",
         ("another cause beside it is no mistake", "return found(run) == [", "return found(run)[:1] == ["),
-        ("seeds that were seen count", "[r for r in runs if r.seed not in SEEN]", "list(runs)"),
+        ("seeds that were seen count", "if run.seed not in SEEN]", "]"),
     ),
     *of(
         "experiments/predictor.py",
@@ -51,7 +56,7 @@ MUTANTS = [
          "np.where(np.isfinite(x), x - centre, 0.0)", "(np.where(np.isfinite(x), x, 0.0) - centre)"),
         ("a signal loses its sign", "np.arcsinh(value / SMALLEST)", "np.arcsinh(abs(value) / SMALLEST)"),
         ("a fall is one from the best of all", "KEPT * best[:-1]", "KEPT * values.max()"),
-        ("none has begun to collapse", "<= EARLY * BLOCK", "< 0"),
+        ("none has begun to collapse", "<= EARLY * BLOCK", "< 0", "test_the_table_and_the_picture", IN_ALL),
         ("runs of two figures count twice", "(r.seed, r.series", "(r.arm, r.seed, r.series"),
     ),
     *of(
@@ -75,7 +80,7 @@ MUTANTS = [
     *of(
         "experiments/turns.py",
         ("places begin at 0", "1 + attribution.response_positions(mask)",
-         "attribution.response_positions(mask)"),
+         "attribution.response_positions(mask)", "test_measures_by_hand", IN_ALL),
         ("the tokens of each entropy are those after the prompt",
          "(later[is_common] * mean)", "(others[is_common] * mean)"),
     ),

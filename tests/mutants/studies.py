@@ -75,11 +75,6 @@ MUTANTS = [
          "test_lengths_are_of_a_group_and_end_at_the_limit"),
     ),
     *of(
-        "experiments/formats.py",
-        ("a ratio is its logarithm", "tuple(10.0**x for x in difference)", "difference",
-         "test_the_table_is_beside_float32"),
-    ),
-    *of(
         "experiments/frontier.py",
         ("the signs of VESPO are exchanged", "k, strength = np.where(is_positive, 2.0, 3.0),",
          "k, strength = np.where(is_positive, 3.0, 2.0),", "test_vespo_by_hand"),
@@ -109,16 +104,10 @@ MUTANTS = [
         "experiments/lora.py",
         ("the accuracy before a run is that at its end", 'run.series["eval/greedy_accuracy"][0]',
          'run.series["eval/greedy_accuracy"][-1]', "test_the_tables"),
-        ("the first steps are timed", '("time/step_s", 0.9, ".2f")', '("time/step_s", 1.0, ".2f")',
+        ("the first steps are timed", 'of("time/step_s", 0.9)', 'of("time/step_s", 1.0)',
          "test_the_tables"),
         ("a number is a byte", "sum(x.size * x.dtype.itemsize for", "sum(x.size for",
          "test_bytes_of_numbers"),
-    ),
-    *of(
-        "experiments/lora_smollm2.py",
-        ("what was not measured is a value", " if not np.isnan(x).all()}", "}",
-         "test_recorded_runs_are_those_of_full_training"),
-        tests="experiments/lora_test.py",
     ),
     *of(
         "experiments/oracle.py",
@@ -132,13 +121,6 @@ MUTANTS = [
          "test_the_tables_by_hand"),
         ("beginnings of one answer are as many tokens", "[:, :pieces].max", "[:, :1].max",
          "test_the_tables_by_hand"),
-    ),
-    *of(
-        "experiments/provisioning.py",
-        ("a sync takes no time", "rate * (train_s - pause_s)", "rate * train_s",
-         "test_pauses_take_time_from_the_samplers"),
-        ("a mean square is a variance", "tokens * 2 * (math.sqrt(1 + drift) - 1)", "tokens * drift",
-         "test_a_lag_by_hand"),
     ),
     *of(
         "experiments/referee.py",
@@ -156,16 +138,13 @@ MUTANTS = [
          "test_a_run_of_half_the_budget_ends_earlier"),
     ),
     *of(
-        "experiments/referee_gradients.py",
+        "experiments/referee_runs.py",
         ("a squared bias has the noise of one half", "(a - p) @ (b - q)", "(a - p) @ (a - p)",
          "test_measures_are_products_of_halves"),
         ("the inner product is of equal halves", "float(a @ q + b @ p) / 2",
          "float(a @ p + b @ q) / 2", "test_measures_are_products_of_halves"),
         ("a variance is divided by all batches", "axis=0, ddof=1)", "axis=0, ddof=0)",
          "test_measures_are_products_of_halves"),
-    ),
-    *of(
-        "experiments/referee_runs.py",
         ("a seed changes the setup that it came from", "config = copy.deepcopy(setup.config)",
          "config = setup.config", "test_a_seed_changes_its_own_setup_alone"),
         ("a trainer of a seed is that of all", "trainer = copy.copy(trainer)", "trainer = trainer",
@@ -183,8 +162,6 @@ MUTANTS = [
          "test_a_power_law_is_found_and_its_saturation_left_out"),
         ("an exponent below 1 is 1", "round(low, 2) <= 1.0 <= round(high, 2) for",
          "round(low, 2) <= 1.0 for", "test_the_verdict_needs_both_exponents"),
-        ("an interval holds half of the samples", "(0.025, 0.975)", "(0.25, 0.75)",
-         "test_the_interval_is_over_seeds"),
     ),
     *of(
         "experiments/router_noise_trained.py",
@@ -194,13 +171,6 @@ MUTANTS = [
          "test_a_power_law_is_found_and_its_saturation_left_out"),
         ("what saturates is part of the law", "if d <= router_noise.LARGEST]", "if d <= 1]",
          "test_a_power_law_is_found_and_its_saturation_left_out"),
-    ),
-    *of(
-        "experiments/routing.py",
-        ("a range begins with its end", "min(values), max(values)", "max(values), min(values)",
-         "test_the_table"),
-        ("arms are in the order of their names", "sorted(by_arm, key=group_of)", "sorted(by_arm)",
-         "test_the_table"),
     ),
     *of(
         "experiments/sequence_bias.py",
