@@ -80,7 +80,7 @@ def get_config() -> ConfigDict:
     # Keyword arguments of its class.
     c.task.environment_params = ConfigDict()
     c.task.environment_params.unlock()
-    c.task.environment_workers = 4  # processes that play its episodes, of each sampler
+    c.task.environment_workers = 4  # processes that play the episodes of a run, or of a worker on Ray
     c.task.max_turns = 8  # most turns of the policy in an episode
     # Longest episode in tokens. 0: max_prompt_tokens + rollout.max_new_tokens.
     c.task.max_context_tokens = 0

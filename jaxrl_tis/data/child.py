@@ -47,7 +47,7 @@ class Child:
     ):
         module, _, name = serve.partition(":")
         code = (
-            "import sys, json; sys.path[:0] = json.loads(sys.argv[1]); "
+            f"import sys, json; sys.path[:{0 if python else ''}] = json.loads(sys.argv[1]); "
             f"import {module} as module; module.{name}()"
         )
         path = [os.path.abspath(entry) for entry in sys.path]
@@ -55,7 +55,9 @@ class Child:
             own = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
             path = [entry for entry in path if not os.path.join(entry, "").startswith(own)]
         command = [*namespaces(network), python or sys.executable, "-c", code, json.dumps(path)]
-        self._what, self._most, self._unread = what, most, b""
+        self._what, self._most = what, most
+        self._unread: list[bytes] = []
+        self._ending = threading.Lock()
         try:
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -83,15 +85,22 @@ class Child:
         try:
             self.write(message, deadline)
             [reply] = self.lines(deadline)
+            if not reply["error"]:
+                return reply
             why = reply["error"]
         except TimeoutError:
-            why = f"its process does not start within {seconds:g} seconds"
-        except (EOFError, OSError):
-            why = "its process ended; its output is above"
-        if why:
+            why = f"TimeoutError: its process does not start within {seconds:g} seconds"
+        except EOFError as error:
+            why = f"EOFError: {error}; its output is above"
+        except OSError:
+            why = "EOFError: its process ended; its output is above"
+        except (KeyError, TypeError, ValueError):
+            why = "its process wrote something before its first message"
+        except BaseException:
             self.end()
-            raise ValueError(f"{self._what} cannot be loaded: {why}")
-        return reply
+            raise
+        self.end()
+        raise ValueError(f"{self._what} cannot be loaded: {why}")
 
     def write(self, message: Any, deadline: float | None = None) -> None:
         """Sends a message.
@@ -113,15 +122,17 @@ class Child:
             EOFError: the process has ended, or a line is too long.
             ValueError: a line is no JSON, or `end` was called.
         """
-        while b"\n" not in self._unread:
+        data = b""
+        while b"\n" not in data:
             self._wait(self._stdout, select.POLLIN, deadline)
             data = self._stdout.read(1 << 20)
             if not data:
                 raise EOFError("its process ended")
-            self._unread += data
-            if len(self._unread) > self._most and b"\n" not in self._unread:
+            self._unread.append(data)
+            if sum(map(len, self._unread)) > self._most and b"\n" not in data:
                 raise EOFError(f"a result of more than {self._most} bytes")
-        complete, _, self._unread = self._unread.rpartition(b"\n")
+        complete, _, rest = b"".join(self._unread).rpartition(b"\n")
+        self._unread = [rest]
         return map(json.loads, complete.split(b"\n"))
 
     def _wait(self, stream: Any, event: int, deadline: float | None) -> None:
@@ -133,13 +144,15 @@ class Child:
 
     def kill(self) -> None:
         """Kills the process and all that it started; call `end` afterwards."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        with self._ending, contextlib.suppress(ProcessLookupError):
+            if self._process.returncode is None:  # else the id of the group may be another's
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kills the process and all that it started, and waits for its end."""
-        self.kill()  # until `wait` the id of the group cannot be given to another process
-        self._process.wait()
+        self.kill()
+        with self._ending:
+            self._process.wait()
         for pipe in (self._stdin, self._stdout):
             pipe.close()
 

@@ -111,12 +111,15 @@ class Confined:
         self._child = None
         # On a large host the threads of BLAS alone would reserve more memory than the limit.
         threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        child = Child(
+        self._child = child = Child(
             "jaxrl_tis.data.confined:serve", what=self._what, network=self._network, env=threads,
             most=RESULT_BYTES,
         )
-        self.traits = child.begin(self._setup, START_SECONDS)["value"]
-        self._child = child
+        try:
+            self.traits = child.begin(self._setup, START_SECONDS)["value"]
+        except ValueError:
+            self._child = None
+            raise
         return child
 
     def _call_in_process(

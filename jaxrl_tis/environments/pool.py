@@ -276,9 +276,10 @@ class Lent:
         self._pool.forget(ids, self._user)
 
     def close(self) -> None:
-        """Closes the user's episodes and gives the pool back."""
+        """Closes the user's episodes and gives the pool back, once."""
         self.forget(self._ids.copy())
-        self._back()
+        back, self._back = self._back, lambda: None
+        back()
 
 
 def _reply(step: Mapping[str, Any] | None, observations: Iterable, **fields: Any) -> Reply:

@@ -104,7 +104,7 @@ class Prompter:
     )
 
     def close(self) -> None:
-        """Ends the processes of the environment that gives the prompts."""
+        """Gives back the pool of the environment that gives the prompts."""
         if self.opening is not None:
             self.opening.close()
 

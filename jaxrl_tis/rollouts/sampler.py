@@ -91,6 +91,6 @@ class Sampler:
             self._scheduler.release_cache()
 
     def close(self) -> None:
-        """Ends the scheduler's threads and processes."""
+        """Closes the scheduler."""
         if self._scheduler is not None:
             self._scheduler.close()

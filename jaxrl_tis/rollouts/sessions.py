@@ -44,8 +44,8 @@ class SessionScheduler(TurnScheduler):
       scheduler: samples the turns. It needs `decode`, because calls may have stop strings.
       sessions: shared by all schedulers of the process.
       options: of TurnScheduler. on_fork is one of ON_FORK: "refuse" fails sessions with a fork, and
-        the learner tells the others apart. With `waits` each session has a call in work or has
-        ended.
+        the learner tells the others apart. With `waits` a step waits until each session has a
+        call in work or has ended.
     """
 
     def __init__(self, scheduler: Scheduler, sessions: Sessions, **options: Any):

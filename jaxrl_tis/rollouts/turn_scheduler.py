@@ -47,8 +47,8 @@ class TurnScheduler:
             self._add(request)
 
     def pause(self, mode: str) -> list[Trajectory]:
-        """Interrupts everything between two steps, see `Scheduler.pause`. Who answers goes on, except
-        in the mode "abort"."""
+        """Interrupts everything between two steps, see `Scheduler.pause`. Who answers goes on, but
+        for environments in the mode "abort"."""
         paused = self._scheduler.pause(mode)
         if mode != "abort":
             return paused

@@ -25,8 +25,9 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 
 PACKAGE = pathlib.Path(__file__).parents[1]
-# The folders whose errors are messages; a clone has the last two.
-OURS = {PACKAGE, PACKAGE.parent / "benchmarks", PACKAGE.parent / "experiments"}
+# The folders whose errors are messages; a clone has more than the package.
+BESIDE = ("benchmarks", "experiments") if (PACKAGE.parent / "setup.py").exists() else ()
+OURS = {PACKAGE, *(PACKAGE.parent / name for name in BESIDE)}
 # What a machine with a TPU, an NVIDIA or an AMD GPU has one of, bare, in a container or in WSL.
 TPUS = ("/dev/accel*", "/dev/vfio/[0-9]*")
 DEVICES = (*TPUS, "/dev/nvidia*", "/dev/kfd", "/dev/dxg")

@@ -422,7 +422,7 @@ def test_the_worker_ends_when_its_owner_is_killed(user_module, tmp_path):
         ("guess", "unknown reward 'guess'; use one of exact, last_number, math"),
         ("no_such_module:f", "'no_such_module:f' cannot be loaded: ModuleNotFoundError"),
         ("math:no_such_function", "AttributeError"),
-        ("dying:f", "cannot be loaded: its process ended; its output is above"),
+        ("dying:f", "cannot be loaded: EOFError: its process ended; its output is above"),
     ],
 )
 def test_a_function_that_cannot_be_loaded(function, message, tmp_path, monkeypatch):
@@ -437,7 +437,7 @@ def test_a_module_that_loads_for_too_long(tmp_path, monkeypatch):
     (tmp_path / "endless.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr(confined, "START_SECONDS", 0.3)
-    with pytest.raises(ValueError, match="cannot be loaded: its process does not start within 0.3 seconds"):
+    with pytest.raises(ValueError, match="cannot be loaded: TimeoutError: its process does not start within 0.3 seconds"):
         RewardWorker("endless:f", timeout=1, on_error=0.0)
 
 

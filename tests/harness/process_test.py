@@ -78,7 +78,7 @@ def test_a_harness_that_cannot_be_used_is_one_sentence(name, words):
 @pytest.mark.parametrize("python, words", [
     ("/missing/python", "cannot be started: rollout.harness_python is '/missing/python'; give the path"),
     (os.getcwd(), "cannot be started: rollout.harness_python is"),
-    ("/bin/true", "cannot be loaded: its process ended; its output is above"),
+    ("/bin/true", "cannot be loaded: EOFError: its process ended; its output is above"),
 ])
 def test_a_python_that_is_none(python, words):
     with pytest.raises(ValueError, match=words):

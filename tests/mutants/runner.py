@@ -55,7 +55,7 @@ class Verdict:
 @functools.cache
 def server(cache: pathlib.Path) -> Any:
     """Starts the server whose forks are runs, and returns its context of multiprocessing. It has the
-    libraries imported, and nothing of this repository."""
+    libraries imported, and none of the package."""
     os.environ |= LIBRARIES | {"JAX_COMPILATION_CACHE_DIR": str(cache)}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.mutants.libraries"])
@@ -101,13 +101,14 @@ class Copy:
         """A run of the tests, given as files or node ids; of the default choice, or of all."""
         options += () if in_all else DEFAULT_CHOICE
         self._record.write_text("")
-        log, compiled = self.root.parent / "log", str(self._cache / "python")
+        context, log = server(self._cache), self.root.parent / "log"
+        log.unlink(missing_ok=True)
         environment = os.environ | {
             "PYTHONPATH": str(self.root), plugin.RECORD: str(self._record),
-            "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": compiled,
+            "PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(self._cache / "python"),
         }
         start, words = time.monotonic(), ["-q", "-p", "no:cacheprovider", "-p", "tests.mutants.plugin"]
-        process: Any = server(self._cache).Process(
+        process: Any = context.Process(
             target=_tested, args=([*words, *options, *tests], self.root, environment, log)
         )
         process.start()
