@@ -144,7 +144,7 @@ WAYS: dict[str, Way] = {
     r"python -m jaxrl_tis\.report": Way(),
     r"python -m jaxrl_tis\.score .*\.gguf": help_for("no command writes a GGUF file"),
     r"python -m jaxrl_tis\.score": Way(),
-    r"python -m jaxrl_tis\.serve": Way(f"{TINY} --port=0", until="serving"),
+    r"python -m jaxrl_tis\.serve": Way(f"{TINY} --port=0", until="Uvicorn running"),
     r"python -m jaxrl_tis\.sweep .*--launch": Way(),
     r"python -m jaxrl_tis\.sweep": Way("--dry_run"),  # sweep_test.py runs a small one
     # Studies.
