@@ -98,7 +98,6 @@ GLM = HF | {
 }
 
 
-@pytest.mark.all
 def test_experts_are_exported_with_the_bias_of_their_router_in_float32(tmp_path):
     source = tmp_path / "model"
     configs_test.write_checkpoint(source, GLM)

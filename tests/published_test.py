@@ -95,7 +95,6 @@ def test_the_tiny_form_of_a_command(text, way, words):
     assert published.tiny(published.parse(text), way) == words
 
 
-@pytest.mark.all
 def test_the_slices_have_every_command_once():
     whole = list(published.chosen("benchmarks", "0/1"))
     parts = [list(published.chosen("benchmarks", f"{7 + k}/3")) for k in range(3)]
@@ -103,7 +102,7 @@ def test_the_slices_have_every_command_once():
     assert parts[0] == whole[1::3]
 
 
-@pytest.mark.all
+@pytest.mark.cases("python -c raise(SystemExit(3))-way1-ended with 3")
 @pytest.mark.parametrize("text, way, error", [
     ("python -c pass", ways.Way(), ""), ("python -c raise(SystemExit(3))", ways.Way(), "ended with 3"),
     ("python -c raise(SystemExit(3))", ways.Way(codes=(0, 3)), ""),

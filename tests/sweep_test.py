@@ -216,7 +216,6 @@ def starts(job):
     return len((pathlib.Path(job.workdir) / "starts").read_text())
 
 
-@pytest.mark.all
 def test_a_failed_run_does_not_stop_the_others_and_is_reported(tmp_path, capsys):
     found = [scripted(tmp_path, "a"), scripted(tmp_path, "b", body="sys.exit(1)"),
              scripted(tmp_path, "c")]
@@ -228,7 +227,6 @@ def test_a_failed_run_does_not_stop_the_others_and_is_reported(tmp_path, capsys)
     assert (tmp_path / "table.md").read_text().splitlines()[2].startswith("| a | 1 | 0.5 [")
 
 
-@pytest.mark.all
 def test_a_sweep_goes_on_where_it_was(tmp_path, capsys):
     done, open_ = scripted(tmp_path, "a"), scripted(tmp_path, "b")
     assert sweep.Runner(1).run([done]) == {done: 0}
@@ -237,7 +235,7 @@ def test_a_sweep_goes_on_where_it_was(tmp_path, capsys):
     assert "2 runs in" in capsys.readouterr().out
 
 
-@pytest.mark.all
+@pytest.mark.cases("steps0-False")
 @pytest.mark.parametrize("steps, is_finished", [((), False), ((0,), False), ((0, 2), True), ((4,), True)])
 def test_a_run_without_its_last_checkpoint_is_not_finished(tmp_path, steps, is_finished):
     job = scripted(tmp_path, "a")

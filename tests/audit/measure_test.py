@@ -50,7 +50,6 @@ def test_the_head_counts(report, lines):
     assert report["without_tokens"] == 0 and report["current_version"] == 10
 
 
-@pytest.mark.all
 def test_metrics_are_those_of_the_tokens(report, lines):
     behav, old, now = tokens(lines, "logp_behav", "logp_old", "logp")
     found, x, l = report["metrics"], old - behav, now - behav
@@ -145,7 +144,6 @@ def test_no_mean_ratio_is_judged_by_a_few_sequences(tmp_path):
     assert "mass" not in found["verdict"]
 
 
-@pytest.mark.all
 def test_a_gap_too_wide_for_a_filter_is_not_named_one(tmp_path):
     """Log-probs of other tokens: 3 nats lower for each token, where a filter would keep 5 % of the mass."""
     old = -np.random.default_rng(0).exponential(1.0, (64, 100)) - 0.1
@@ -189,11 +187,6 @@ def test_flags_without_their_column_are_refused(flags, message, tmp_path):
 OUTLIER = [-1.0] * 199 + [-14.0]  # and the learner -1: a ratio of 442,413
 
 
-@pytest.mark.all
-@pytest.mark.cases(
-    "behav1-old1-9 valid tokens",
-    "behav2-old2-the 200 valid tokens have an effective size of 1; a verdict needs 2",
-)
 @pytest.mark.parametrize("behav, old, reason", [
     ([-1.0], [-1.7], "1 valid tokens; a verdict needs 10"),
     ([-1.0] * 9, [-1.7] * 9, "9 valid tokens"),

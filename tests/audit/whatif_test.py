@@ -128,7 +128,7 @@ def tables(tmp_path_factory):
     return lines, found
 
 
-@pytest.mark.all
+@pytest.mark.cases("preset-decoupled_k3_rs_token_tis-alone", "weight-none-alone", "weight-token_tis-alone")
 @pytest.mark.parametrize("layout", ["alone", "shared"])
 @pytest.mark.parametrize("kind, name", RULES)
 def test_numbers_are_those_of_plain_loops(tables, layout, kind, name):

@@ -315,7 +315,6 @@ def test_worker_scores_a_batch_in_milliseconds():
         assert min(times) < 2.0  # 10 to 20 ms on an idle machine; 256 waits take longer
 
 
-@pytest.mark.all
 def test_faulty_items_score_on_error_and_the_rest_go_on(user_module):
     texts = ["a", "hang", "b", "crash", "crash", "c", "raise", "exit", "nan", "inf", "none", "d"]
     start = time.monotonic()

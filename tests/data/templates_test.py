@@ -36,7 +36,7 @@ def test_blocks_leave_no_white_space_and_special_tokens_come_by_name():
     assert render(messages[:1], False) == "  user:a|\n"
 
 
-@pytest.mark.all
+@pytest.mark.cases("llama3", "qwen2.5", "qwen3")
 @pytest.mark.parametrize("family", chat_templates.TEMPLATES)
 def test_a_family_renders_as_by_transformers(family):
     expected = json.loads(GOLDEN.read_text())["rendered"][family]

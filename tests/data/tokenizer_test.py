@@ -261,7 +261,7 @@ def test_the_digest_tells_tokenizers_and_templates_apart(tmp_path):
     assert CharTokenizer("12").digest() != CharTokenizer("21").digest()
 
 
-@pytest.mark.all
+@pytest.mark.cases("hello")
 @pytest.mark.parametrize("said", ["hello", " hello  ", "2+3?", "e", ""])
 def test_the_last_message_of_an_assistant_is_left_open(tmp_path, said):
     """As transformers' continue_final_message has it: the text ends with the message."""

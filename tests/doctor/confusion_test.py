@@ -306,7 +306,6 @@ def diagnoses(tmp_path_factory):
     return out
 
 
-@pytest.mark.all
 def test_every_record_gets_its_verdict_and_no_other(diagnoses):
     assert len(RECORDS) >= 60
     wrong = [

@@ -80,7 +80,7 @@ def written(dtype, unrolled):
     return q, k, v, out, state
 
 
-@pytest.mark.all
+@pytest.mark.cases("float32-True", "int8-False")
 @FEW
 @pytest.mark.parametrize("dtype, unrolled", FORMS)
 def test_chunks_of_a_prompt_attend_to_all_before_them(dtype, unrolled):
@@ -105,7 +105,7 @@ def test_a_chunk_that_ends_with_its_page_leaves_the_page_behind_it_alone():
     assert is_written(TABLE[0, 1]) == [False, False]
 
 
-@pytest.mark.all
+@pytest.mark.cases("float32-True")
 @FEW
 @pytest.mark.parametrize("dtype, unrolled", FORMS)
 def test_decode_goes_on_in_the_pages_and_writes_one_place(dtype, unrolled):

@@ -63,7 +63,6 @@ def sampled(v, shape=None):
     return jax.jit(draw)(logits(v), rows, keys(64, ids, ids), ids.astype(np.int32))
 
 
-@pytest.mark.all
 def test_what_is_recorded_is_of_the_distribution_drawn_from():
     rows = SamplingRows.of([KINDS[i % len(KINDS)] for i in range(64)])
     found, p = sampled(304), np.asarray(jax.jit(sampling.distribution)(logits(304), rows))

@@ -54,7 +54,6 @@ def seen(params, prompts, drawn, v=24, layout=SINGLE):
     return Penalties.of(params).seen(tokens, *lengths.T, v, layout)
 
 
-@pytest.mark.all
 def test_penalties_by_hand():
     params = SamplingParams(
         repetition_penalty=2.0, presence_penalty=0.5, frequency_penalty=0.25,
@@ -66,7 +65,6 @@ def test_penalties_by_hand():
     np.testing.assert_array_equal(found, [[2.25, -3.0, 0.0, -4.0, 5.0]])
 
 
-@pytest.mark.all
 def test_no_stop_id_can_be_drawn_before_min_tokens():
     # Without 4 and 1 the likeliest is 2; e^0, e^-1 and e^-2 are left, of them two for top_k.
     logits = np.array([[1.0, 4.0, 3.0, 2.0, 5.0]], np.float32)

@@ -37,7 +37,7 @@ def test_parameters_out_of_range_are_refused(name, value):
         SamplingParams(**{name: value})
 
 
-@pytest.mark.all
+@pytest.mark.cases("logit_bias-value12")
 @pytest.mark.parametrize("name, value", [
     ("temperature", 2.0**-126), ("temperature", 2.0**126), ("top_p", 2.0**-126), ("top_p", 1),
     ("min_p", 1 - 1e-12), ("repetition_penalty", 2.0**-126), ("repetition_penalty", 2.0**126),

@@ -202,7 +202,6 @@ def test_a_head_of_all_that_could_be_drawn_has_no_tail():
     np.testing.assert_allclose(found[0, 0], [1.0, 0.0], rtol=1e-6)
 
 
-@pytest.mark.all
 def test_loss_and_metrics_by_hand():
     """One token of two, p = 3/4, 1/4 and q = 1/2, 1/2 with A = 2; the second position is padding."""
     bad = jnp.nan

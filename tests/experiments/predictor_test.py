@@ -82,7 +82,6 @@ def test_a_regression_in_the_other_direction():
     assert (np.diff(score) < 0).all()
 
 
-@pytest.mark.all
 def test_the_table_and_the_picture(monkeypatch):
     areas = {outcome: predictor.judged(RUNS, outcome) for outcome in predictor.OUTCOMES}
     text = predictor.table((RUNS, areas))

@@ -17,7 +17,6 @@ ROWS = {
 }
 
 
-@pytest.mark.all
 def test_measures_by_hand():
     """Token TIS caps ratios above 2. Turn TIS caps products above 2: 4 x 0.25 = 1, 1.5 x 1.6 = 2.4, 3."""
     found = turns.measured(ROWS)

@@ -88,7 +88,6 @@ def test_several_inputs_are_reduced_like_each_of_them():
         np.testing.assert_array_equal(got, alone)
 
 
-@pytest.mark.all
 def test_a_tie_shares_the_gradient_and_an_empty_segment_has_none():
     x, seg = jnp.array([[2.0, 2.0, 1.0, 5.0]]), jnp.array([[1, 1, 1, 0]])
     largest = lambda x: jnp.sum(segment.segment_reduce(x, seg, 3, "max"))

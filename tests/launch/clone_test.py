@@ -146,7 +146,6 @@ def test_changed_and_new_files_are_named(clone):
 # Secrets
 
 
-@pytest.mark.all
 def test_a_shell_reads_the_secrets_as_they_were_and_nobody_else_does(clone, tmp_path):
     script, shell, _ = clone
     path = tmp_path / "environment"

@@ -90,7 +90,6 @@ def test_the_validator_would_see_a_mistake():
             kubernetes_validate.latest_version(), strict=True)
 
 
-@pytest.mark.all
 def test_the_shipped_manifests_are_what_the_script_writes(tmp_path):
     shipped = sorted((ROOT / "launch" / "gke").glob("*.yaml"))
     assert [path.stem for path in shipped] == ["raycluster", "two-slices", "v5e-8", "v5p-128"]
@@ -136,7 +135,6 @@ LINES = "".join(f"{name}={value}\n" for name, value in SECRETS.items())
 MADE = "kind: Secret"
 
 
-@pytest.mark.all
 def test_a_secret_goes_to_the_cluster_and_into_no_manifest(cloud):
     cloud.answer(create=[(0, MADE)])
     done = call("run", "--image=i", DAPO, "--workdir=gs://b/x", **SECRETS)

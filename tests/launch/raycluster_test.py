@@ -208,7 +208,7 @@ def test_the_script_of_a_dry_run_does_what_the_run_does(cloud, tmp_path):
     assert both == sorted(zip(map(str, calls), map(hidden, inputs), strict=True))
 
 
-@pytest.mark.all
+@pytest.mark.cases("delete-words2")
 @pytest.mark.parametrize("command, words", [
     ("status", [["get", "jobset", NAME], ["get", "pods"], ["get", "raycluster", NAME],
                 ["get", "pods", f"--selector=ray.io/cluster={NAME}"]]),

@@ -86,7 +86,6 @@ def test_an_interrupted_command_is_started_until_it_ends(supervised, tmp_path):
     assert (state["attempt"], state["code"]) == (3, 0)
 
 
-@pytest.mark.all
 def test_what_is_to_follow_runs_once_at_the_end(supervised, tmp_path):
     path = tmp_path / "after all"
     after = shlex.join([sys.executable, "-c", f"open({str(path)!r}, 'a').write('x')"])

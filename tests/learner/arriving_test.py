@@ -17,7 +17,6 @@ from tests.learner.trainer_test import fake_samples
 pytestmark = pytest.mark.compiles
 
 
-@pytest.mark.all
 @pytest.mark.cases("dense")
 @pytest.mark.parametrize("settings", [
     dict(),

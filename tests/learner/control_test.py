@@ -44,7 +44,6 @@ def test_ess_scales_the_learning_rate():
     assert settings["lr_scale"] == pytest.approx(math.sqrt(ess()), rel=1e-5)
 
 
-@pytest.mark.all
 def test_a_surge_multiplies_what_the_sample_size_left():
     c = chosen("length_surge(surge_cooldown=5, surge_floor=0.1) & ess_scale(vcpo_ess_target=1e-9)")
     states = control.init(c)
@@ -62,7 +61,6 @@ def test_a_surge_multiplies_what_the_sample_size_left():
     assert settings["lr_scale"] == pytest.approx(0.25 * math.sqrt(ess()), rel=1e-5)
 
 
-@pytest.mark.all
 def test_empty_rows_do_not_shorten_the_mean_length():
     c = chosen("length_surge(surge_cooldown=5, surge_floor=0.1)")
     padded = {name: jnp.pad(x, ((0, 2), (0, 0))) for name, x in rows().items()}
@@ -70,7 +68,6 @@ def test_empty_rows_do_not_shorten_the_mean_length():
     assert states["length_surge"].lengths[0] == 1.5
 
 
-@pytest.mark.all
 def test_answers_that_are_not_trained_on_count_in_the_mean_length():
     """Answers of 2, 1 and 6 tokens; the last is truncated."""
     c = chosen("length_surge(surge_cooldown=5, surge_floor=0.1)")

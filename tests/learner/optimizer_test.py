@@ -80,7 +80,6 @@ def test_at_a_rate_of_0_the_parameters_stay_bit_by_bit_under_decay_too(changes, 
     assert moments and all(jnp.isfinite(x).all() and jnp.any(x != 0) for x in moments)
 
 
-@pytest.mark.all
 def test_decay_reaches_matrices_only():
     tx = make_optimizer(fields(weight_decay=0.5), 10)
     updates, _ = tx.update(jax.tree.map(jnp.zeros_like, PARAMS), tx.init(PARAMS), PARAMS)
@@ -97,7 +96,6 @@ def _leaf(tree, name):
     return float(tree.ravel()[0])
 
 
-@pytest.mark.all
 def test_the_global_norm_is_clipped_before_adam():
     # The gradient (3, 4) has norm 5; clipped to 1 it is (0.6, 0.8). With eps = 1 the first step of
     # Adam is -lr g / (|g| + 1): 0.1 * 0.6 / 1.6 = 0.0375 and 0.1 * 0.8 / 1.8 = 0.0444444.
@@ -176,7 +174,6 @@ def test_an_aligned_step_that_is_skipped_leaves_parameters_and_moments():
     assert update_metrics(plain_state, "actor") == {"actor/lr": np.float32(0.1)}
 
 
-@pytest.mark.all
 def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_many_finite_gradients():
     plain = make_optimizer(fields(), 1000)
     tx, params = scale_loss(plain), {"a": jnp.ones((1, 2))}
@@ -211,7 +208,6 @@ def test_the_previous_gradient_lies_like_the_parameters():
     assert placed.alignment.previous == {"a": rows} and placed.cosine == everywhere
 
 
-@pytest.mark.all
 def test_sigmas_have_an_adam_of_their_own():
     """Its first step is its learning rate, against the gradient; the others never see theirs."""
     tx = perturb(optax.sgd(0.5), 2, perturb_std=0.02, perturb_lr=0.01)

@@ -71,7 +71,7 @@ def test_pages_in_blocks_equal_numpy(size, block):
     np.testing.assert_allclose(jax.jit(attend)(q), reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.all
+@pytest.mark.cases("32-9")
 @pytest.mark.parametrize("b, pages", [(31, 9), (32, 9), (37, 9), (32, 4)])
 def test_rows_by_length_equal_numpy(b, pages):
     """Of any lengths in any order, all together and in groups, the last of which may lack rows."""

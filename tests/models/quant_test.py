@@ -179,7 +179,6 @@ def test_float8_products_are_exact_for_numbers_of_the_format(batch):
         np.testing.assert_allclose(out, expected, rtol=1e-6, atol=1e-2 * w_scale.max())
 
 
-@pytest.mark.all
 def test_float8_activations_are_quantised_by_w8a8_alone():
     x = jnp.array([[448.0, 17.0]])  # 17 is no number of e4m3: 16
     w = lambda scheme: QuantArray(jnp.ones((2, 1), jnp.float8_e4m3fn), jnp.ones((1, 1)), scheme)
@@ -216,7 +215,7 @@ def test_bfloat16_products_are_summed_in_float32(scheme):
     assert "preferred_element_type=float32" in jaxpr
 
 
-@pytest.mark.all
+@pytest.mark.cases("w8a8-int8-int32")
 @pytest.mark.parametrize("scheme, operands, result", [
     ("w8a8", "int8", "int32"), ("fp8_w8a8", "float8_e4m3fn", "float32"),
 ])
@@ -242,7 +241,7 @@ def test_float_weights_are_a_plain_product_in_the_dtype_of_x():
     np.testing.assert_allclose(dot(jnp.asarray(x), jnp.asarray(w)), x @ w, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.all
+@pytest.mark.cases("()")
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3)], ids=str)
 def test_gradients_of_bfloat16_products_are_sums_of_bfloat16_products(batch):
     """Small integers, so that every sum is exact, rounded once; no operand is wider."""

@@ -77,7 +77,6 @@ def test_matrices_are_transposed_and_layers_stacked(tmp_path):
     assert len(stored) == 3 + 2 * 12
 
 
-@pytest.mark.all
 def test_experts_have_tensors_of_their_own(tmp_path):
     folder, params = saved(tmp_path / "m", GLM)
     stored = safetensors.numpy.load_file(folder / "model.safetensors")

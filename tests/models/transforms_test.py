@@ -36,7 +36,7 @@ def logits(params):
     return transformer.logits(params, CONFIG, TOKENS)
 
 
-@pytest.mark.all
+@pytest.mark.cases("1.5")
 @pytest.mark.parametrize("scale", [1.5, 2.0, 4.0])
 def test_a_fold_computes_the_same(scale):
     folded = transforms.fold(params(), scale)

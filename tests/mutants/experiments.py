@@ -1,6 +1,6 @@
 """Mutants of the figures: records of runs, statistics, verdicts; and of the sweep that trains them."""
 
-from tests.mutants import IN_ALL, of
+from tests.mutants import of
 
 MUTANTS = [
     *of(
@@ -56,7 +56,7 @@ MUTANTS = [
          "np.where(np.isfinite(x), x - centre, 0.0)", "(np.where(np.isfinite(x), x, 0.0) - centre)"),
         ("a signal loses its sign", "np.arcsinh(value / SMALLEST)", "np.arcsinh(abs(value) / SMALLEST)"),
         ("a fall is one from the best of all", "KEPT * best[:-1]", "KEPT * values.max()"),
-        ("none has begun to collapse", "<= EARLY * BLOCK", "< 0", "test_the_table_and_the_picture", IN_ALL),
+        ("none has begun to collapse", "<= EARLY * BLOCK", "< 0", "test_the_table_and_the_picture"),
         ("runs of two figures count twice", "(r.seed, r.series", "(r.arm, r.seed, r.series"),
     ),
     *of(
@@ -80,7 +80,7 @@ MUTANTS = [
     *of(
         "experiments/turns.py",
         ("places begin at 0", "1 + attribution.response_positions(mask)",
-         "attribution.response_positions(mask)", "test_measures_by_hand", IN_ALL),
+         "attribution.response_positions(mask)", "test_measures_by_hand"),
         ("the tokens of each entropy are those after the prompt",
          "(later[is_common] * mean)", "(others[is_common] * mean)"),
     ),

@@ -1,7 +1,7 @@
 """Mutants of what is beyond one process and one machine: processes, buckets, the hub, launchers,
 sweeps, and what a run shows of itself."""
 
-from tests.mutants import of
+from tests.mutants import IN_ALL, of
 
 MUTANTS = [
     *of(
@@ -166,25 +166,32 @@ MUTANTS = [
     *of(
         "launch/tpu_vm.py",
         ("a run under way is started again", "if status.is_running:\n        _check",
-         "if False:\n        _check"),
+         "if False:\n        _check",
+         "launch/tpu_vm_test.py::test_a_host_that_was_started_anew_gets_the_run_again", IN_ALL),
         ("spot machines of a reservation", "if given.spot and given.reserved:", "if False:"),
-        ("a later request that fails is the end", "if not machines.creations:", "if True:"),
+        ("a later request that fails is the end", "if not machines.creations:", "if True:",
+         "launch/tpu_vm_test.py::test_a_request_that_fails_after_others_is_made_again", IN_ALL),
         ("a host that was started anew stays without the run", "not status.is_running and status.code is None",
          "False"),
         tests="launch/tpu_vm_test.py",
     ),
     *of(
         "launch/tpu_vm.py",
-        ("rollout workers stay with a lost head", "worker.machines.has_run &= not found.is_new", "pass"),
-        ("a run starts without a worker machine", "found.is_new and not any(", "False and not any("),
-        ("each start makes a new token", "kept[0] if kept else secrets", "secrets"),
+        ("rollout workers stay with a lost head", "worker.machines.has_run &= not found.is_new", "pass",
+         "launch/workers_test.py::test_workers_join_the_new_head_of_a_preempted_learner", IN_ALL),
+        ("a run starts without a worker machine", "found.is_new and not any(", "False and not any(",
+         "launch/workers_test.py::test_the_run_starts_when_the_first_worker_machine_is_there", IN_ALL),
+        ("each start makes a new token", "kept[0] if kept else secrets", "secrets",
+         "launch/workers_test.py::test_a_run_under_way_keeps_its_token_and_its_workers", IN_ALL),
         ("a run that gives up says nothing of the bill",
-         '("give up", "expire"):\n            _say_billed(shell, gcloud)', '("give up", "expire"):\n            pass'),
+         '("give up", "expire"):\n            _say_billed(shell, gcloud)', '("give up", "expire"):\n            pass',
+         "launch/workers_test.py::test_a_run_that_gives_up_says_how_to_end_the_bill", IN_ALL),
         tests="launch/workers_test.py",
     ),
     *of(
         "launch/plan.py",
-        ("one failed deletion keeps the other machines", "failed = error", "raise"),
+        ("one failed deletion keeps the other machines", "failed = error", "raise",
+         "launch/workers_test.py::test_what_cannot_be_deleted_does_not_keep_the_others", IN_ALL),
         ("the last value of a field is sent",
          'refused := cli.repeated(word.partition("=")[0] for word in overrides)', 'refused := ""',
          "launch/jobset_test.py::test_refusals_are_one_line"),
@@ -200,7 +207,8 @@ MUTANTS = [
     ),
     *of(
         "launch/gcloud.py",
-        ("internal hosts are reached from outside", '*["--internal-ip"] * given.internal_ips', ""),
+        ("internal hosts are reached from outside", '*["--internal-ip"] * given.internal_ips', "",
+         "launch/tpu_vm_test.py::test_hosts_without_external_addresses_are_reached_by_their_internal_ones", IN_ALL),
         tests="launch/tpu_vm_test.py",
     ),
     *of(

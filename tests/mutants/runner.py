@@ -185,7 +185,7 @@ class _Collected:
 
 def misplaced(mutants: list[Mutant]) -> list[str]:
     """What is wrong with the killers: one is no test, or not of the choice that it is said to be of."""
-    named = [mutant for mutant in mutants if mutant.killer]
+    named = [mutant for mutant in mutants if mutant.first_try]
     files = sorted({mutant.first_try.partition("::")[0] for mutant in named})
     found = _Collected()
     if files:

@@ -53,7 +53,6 @@ def assert_same(actual, expected):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
 
 
-@pytest.mark.all
 def test_a_lost_process_is_no_fault_of_the_folder(tmp_path, monkeypatch):
     """Nobody shall be told to make room because another process is gone."""
     gone = jax.errors.JaxRuntimeError("UNAVAILABLE: Gloo AllGather failed")

@@ -127,7 +127,6 @@ def test_a_folder_of_a_repository(served):
     assert os.listdir(os.path.dirname(folder)) == ["part"]
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("inside", ["", "part/"])
 def test_named_files_come_alone(served, inside):
     server, client = served
@@ -137,7 +136,6 @@ def test_named_files_come_alone(served, inside):
     assert without == "/a/b" and os.listdir(folder) == ["config.json"]
 
 
-@pytest.mark.all
 def test_the_files_of_a_split(served):
     server, client = served
     server.put("datasets/o/d", "2", {
@@ -218,7 +216,6 @@ def test_what_the_hub_does_not_have_or_not_give(served):
 # Commits
 
 
-@pytest.mark.all
 def test_pins_take_the_newest_commit_and_keep_an_older_one(served):
     server, client = served
     server.put("models/o/m", "1", MODEL)
@@ -254,7 +251,7 @@ def test_a_branch_keeps_its_commit_too(served):
     assert again == first and other == {"hf://o/m": "hf://o/m@" + "3" * 40}
 
 
-@pytest.mark.all
+@pytest.mark.cases("429")
 @pytest.mark.parametrize("status", [429, pytest.param(503, marks=pytest.mark.all)])
 def test_a_busy_hub_is_asked_again_later(served, status):
     server, client = served

@@ -110,7 +110,7 @@ with interrupt.Interrupt(grace=0.1) as asked:
 """
 
 
-@pytest.mark.all
+@pytest.mark.cases("saves-0")
 @pytest.mark.parametrize("case, code", [("hangs", 42), ("stops", 0), ("saves", 0)])
 def test_a_process_that_reaches_no_place_to_stop_ends_all_the_same(case, code):
     """But for one that is saving."""

@@ -26,7 +26,6 @@ with Watchdog(pathlib.Path(sys.argv[1]), timeout=0.4) as dog:
 """
 
 
-@pytest.mark.all
 def test_a_hanging_process_ends_with_42_and_its_stacks_on_disk(tmp_path):
     ended = subprocess.run([sys.executable, "-c", HANG, tmp_path], cwd=ROOT, timeout=60, text=True,
                            capture_output=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
