@@ -28,6 +28,7 @@ from jaxrl_tis.runtime import cli
 ARMS = ("sync", "one_step", "areal(staleness=2)", "in_flight(staleness=2)")
 BOTH, RAY = "sync, both", "areal(staleness=2), ray"
 ONE_THREAD = "--xla_cpu_multi_thread_eigen=false --xla_force_host_platform_device_count=2"
+ONE_EACH = {"XLA_FLAGS": ONE_THREAD, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
 WARM, MOST = 5, 384
 SMOLLM2 = "configs/shapes/SmolLM2-135M-Instruct.Q4_1.gguf.json"
 
@@ -205,8 +206,8 @@ def train(schedule: str, steps: int, driver: str, most: int = MOST) -> dict[str,
 
 def in_process(arm: str, steps: int, most: int = MOST) -> dict[str, float]:
     """Trains one arm in a process of its own with a limited number of threads."""
-    flags, threads = ("", "2") if arm == BOTH else (ONE_THREAD, "1")
-    environment = os.environ | {"XLA_FLAGS": flags, "NPROC": threads, "JAX_PLATFORMS": "cpu"}
+    of_both = {"XLA_FLAGS": "", "NPROC": "2"} if arm == BOTH else {}
+    environment = os.environ | ONE_EACH | of_both
     driver = "ray" if arm == RAY else "threads"
     return arguments.result(
         ["benchmarks.asynchrony", f"--schedule={arm.partition(', ')[0]}", f"--steps={steps}",
@@ -356,12 +357,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--most", type=int, default=MOST, help="tokens of the longest response")
     given = arguments.parse(parser, rounds=1, steps=1, most=24)
+    if given.measure or "XLA_FLAGS" not in os.environ:  # `in_process` gives it
+        os.environ |= ONE_EACH
     if given.schedule:
         print(json.dumps(train(given.schedule, given.steps, given.driver, given.most)))
     elif given.measure == "control":
         control(given.rounds)
     elif given.measure:
-        os.environ |= {"XLA_FLAGS": ONE_THREAD, "NPROC": "1", "JAX_PLATFORMS": "cpu"}
         if given.measure == "pause":
             pause(given.rounds, given.most)
         else:
