@@ -15,6 +15,7 @@ needs the extra `ray`. Rates count the tokens of all batches after the first, wh
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -261,8 +262,8 @@ def machine(rounds: int) -> None:
     print(f"two threads do {statistics.median(gains):.2f} times what one does")
 
 
-def sync(rounds: int) -> None:
-    """Prints the time of a weight sync of SmolLM2-135M to another device."""
+def sync(rounds: int, layers: int) -> None:
+    """Prints the time of a weight sync of SmolLM2-135M, or its first layers, to another device."""
     import jax
 
     from jaxrl_tis.engine.config import EngineConfig
@@ -272,6 +273,7 @@ def sync(rounds: int) -> None:
     from jaxrl_tis.sharding import SERVE_RULES, TRAIN_RULES, layout
 
     model = ModelConfig.from_hf(json.loads(pathlib.Path(SMOLLM2).read_text()))
+    model = dataclasses.replace(model, num_layers=min(layers, model.num_layers))
     home, away = jax.devices()[:1], jax.devices()[1:]
     training = layout((1, 1, 1), TRAIN_RULES, home, model.vocab_size)
     params = placement.put(transformer.init(model, jax.random.key(0)), training, model)
@@ -356,7 +358,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--most", type=int, default=MOST, help="tokens of the longest response")
-    given = arguments.parse(parser, rounds=1, steps=1, most=24)
+    parser.add_argument("--layers", type=int, default=100, help="most layers of the model of a sync")
+    given = arguments.parse(parser, rounds=1, steps=1, most=24, layers=1)
     if given.measure or "XLA_FLAGS" not in os.environ:  # `in_process` gives it
         os.environ |= ONE_EACH
     if given.schedule:
@@ -366,8 +369,10 @@ def main() -> None:
     elif given.measure:
         if given.measure == "pause":
             pause(given.rounds, given.most)
+        elif given.measure == "sync":
+            sync(given.rounds, given.layers)
         else:
-            {"machine": machine, "sync": sync}[given.measure](given.rounds)
+            machine(given.rounds)
     else:
         arms = ("sync", BOTH, RAY) if given.smoke else (BOTH, *ARMS, RAY)
         compare(given.rounds, given.steps, given.most, arms)
