@@ -226,6 +226,7 @@ def entered(learner, monkeypatch):
 def take(source, session, *report):
     with source.driver._changed:
         source.driver._reports.take(session, *report)
+        source.driver.decide()
 
 
 def with_two_versions(source, params, joined):
