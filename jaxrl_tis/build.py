@@ -130,8 +130,10 @@ class Sampling:
 
     def prompter(self) -> Prompter:
         """Makes the prompts of records. Close it after use."""
-        opening = Openings(self.environments.lend, self.config.seed) if self.config.task.environment else None
-        return Prompter(self.tokenizer, self.config.task, opening)
+        config, opening = self.config, None
+        if config.task.environment:
+            opening = Openings(self.environments.lend, config.seed)
+        return Prompter(self.tokenizer, config.task, opening)
 
     @functools.cached_property
     def sessions(self) -> Sessions:
@@ -244,7 +246,9 @@ class Setup(Sampling):
         driver = self.config.rollout.driver
         # A sampler's thread gives no sign of life for the learner, and does not end its step.
         waiting = (lambda: None) if driver == "threads" else parts.heartbeat
-        starts = [functools.partial(self.scheduler, engine, heartbeat=waiting) for engine in self.engines]
+        starts = [
+            functools.partial(self.scheduler, engine, heartbeat=waiting) for engine in self.engines
+        ]
         if self.schedule.is_sync and parts.replay is None:
             return SyncSource(parts, starts[0], self.sleeps)
         if driver == "threads":

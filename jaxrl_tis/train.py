@@ -109,7 +109,8 @@ class Run:
 
     def __init__(
         self, setup: Setup, mirror: storage.Mirror, checkpoints: Checkpoints, rewards: RewardWorker,
-        watchdog: Watchdog, interrupt: Interrupt, pins: Mapping[str, str] = {}, changed: Changes | None = None,
+        watchdog: Watchdog, interrupt: Interrupt, pins: Mapping[str, str] = {},
+        changed: Changes | None = None,
     ):
         config = setup.config
         self.setup, self.rewards, self._checkpoints = setup, rewards, checkpoints

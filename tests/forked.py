@@ -19,14 +19,19 @@ ROOT = pathlib.Path(__file__).parents[1]
 SECONDS = 300  # far more than any of these takes
 
 
-def _main(command: list[str], environment: dict[str, str], log: str) -> None:
-    """What `python COMMAND` does in this environment."""
+def settle(folder: pathlib.Path, environment: dict[str, str], log: str | pathlib.Path) -> None:
+    """Gives a fork its folder, its environment, and a file for what it prints."""
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     os.dup2(out, 1)
     os.dup2(out, 2)
-    os.chdir(ROOT)
+    os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
+
+
+def _main(command: list[str], environment: dict[str, str], log: str) -> None:
+    """What `python COMMAND` does in this environment."""
+    settle(ROOT, environment, log)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if command[0] == "-m":

@@ -108,7 +108,6 @@ class Confined:
             child.end()
 
     def _start(self) -> Child:
-        self._child = None
         # On a large host the threads of BLAS alone would reserve more memory than the limit.
         threads = {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
         self._child = child = Child(

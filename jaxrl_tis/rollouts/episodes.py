@@ -174,7 +174,7 @@ class EpisodeScheduler(TurnScheduler):
     # For callers
 
     @property
-    def pending(self) -> int:  # type: ignore[override]
+    def pending(self) -> int:
         """The number of requests that have not been returned yet."""
         return self._scheduler.pending + len(self._thinking) + len(self._ended)
 

@@ -60,7 +60,7 @@ class SessionScheduler(TurnScheduler):
     # For callers
 
     @property
-    def pending(self) -> int:  # type: ignore[override]
+    def pending(self) -> int:
         """The number of requests that have not been returned yet."""
         single = self._scheduler.pending - len(self._rows) - len(self._dropped)
         return single + len(self._live) + len(self._ended)

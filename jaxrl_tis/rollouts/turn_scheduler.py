@@ -1,5 +1,6 @@
 """The scheduler of sequences that someone answers between two turns: an environment, or an agent."""
 
+import abc
 from collections.abc import Callable
 from typing import Any
 
@@ -8,12 +9,11 @@ from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.stats import Stats
 
 
-class TurnScheduler:
+class TurnScheduler(abc.ABC):
     """Has the interface of `engine.scheduler.Scheduler`: call `step()` until `pending` is 0.
 
     Requests without an example are one turn, as without this class. A subclass plays the others. It
-    defines `pending`, `step`, `abort`, `drawn`, `records`, `sync_digest`, and the two methods at the
-    end of this class.
+    also defines `step`, `abort`, `drawn`, `records` and `sync_digest`.
 
     Args:
       scheduler: samples the turns.
@@ -24,8 +24,6 @@ class TurnScheduler:
         while the others think.
       heartbeat: called while a step waits.
     """
-
-    pending: int  # requests that have not been returned yet
 
     def __init__(
         self, scheduler: Scheduler, *, max_length: int, on_fork: str, waits: bool,
@@ -38,6 +36,11 @@ class TurnScheduler:
     @property
     def stats(self) -> Stats:
         return self._scheduler.stats
+
+    @property
+    @abc.abstractmethod
+    def pending(self) -> int:
+        """The number of requests that have not been returned yet."""
 
     def add(self, request: Request) -> None:
         """Queues a request, see `Scheduler.add`."""
@@ -74,10 +77,10 @@ class TurnScheduler:
         """Ends the scheduler's thread."""
         self._scheduler.close()
 
+    @abc.abstractmethod
     def _add(self, request: Request) -> None:
         """Queues a request with an example."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _aborted(self, paused: list[Trajectory]) -> list[Trajectory]:
         """Returns the records of all requests, from what the scheduler has paused."""
-        raise NotImplementedError

@@ -47,6 +47,7 @@ class Interrupted(Exception):
 
 EXAMPLES = "\nExamples:\n"  # begins the end of a command's docstring
 
+TWICE = "given more than once; give one value"
 REFUSALS = (ValueError, OSError, ImportError, Unwritable)
 FAILURES = (FloatingPointError, RuntimeError)
 
@@ -148,7 +149,7 @@ def repeated(names: Iterable[str]) -> str:
     """Returns what is said of names that are given twice or more often; "" if none is."""
     counts = collections.Counter(names)
     more = [name for name, count in counts.items() if count > 1]
-    return f"{', '.join(more)} given more than once; give one value" if more else ""
+    return f"{', '.join(more)} {TWICE}" if more else ""
 
 
 class _StoreOnce(argparse._StoreAction):
@@ -158,7 +159,7 @@ class _StoreOnce(argparse._StoreAction):
 
     def __call__(self, parser, namespace, values, option_string=None):
         if option_string and self._stored_in is namespace:
-            parser.error(repeated([option_string] * 2))
+            parser.error(f"{option_string} {TWICE}")
         self._stored_in = namespace
         super().__call__(parser, namespace, values, option_string)
 

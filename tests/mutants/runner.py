@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from tests import forked
 from tests.mutants import Mutant, plugin
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -65,12 +66,7 @@ def server(cache: pathlib.Path) -> Any:
 def _tested(words: list[str], root: pathlib.Path, environment: dict[str, str], log: pathlib.Path):
     """Runs pytest in the folder `root`; the target of a forked process."""
     os.setsid()
-    out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-    os.dup2(out, 1)
-    os.dup2(out, 2)
-    os.chdir(root)
-    os.environ.clear()
-    os.environ.update(environment)
+    forked.settle(root, environment, log)
     sys.path[:] = [str(root), *(x for x in sys.path if pathlib.Path(x).resolve() != ROOT)]
     sys.pycache_prefix, sys.dont_write_bytecode = environment["PYTHONPYCACHEPREFIX"], False
     for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "jaxrl_tis")]:
