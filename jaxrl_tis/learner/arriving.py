@@ -13,11 +13,14 @@ from jaxrl_tis.diagnostics import attribution
 from jaxrl_tis.estimators import methods
 from jaxrl_tis.fields import field
 from jaxrl_tis.learner.batch_layout import Rows, num_sequences, update_fields
+from jaxrl_tis.learner.correction import OF_UPDATE
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.state import base
 from jaxrl_tis.learner.probe import Probe
 from jaxrl_tis.learner.trainer import WITHOUT_ROUTES, Trainer
 from jaxrl_tis.rollouts.groups import Sample
+
+MADE = ("adv", "returns", *OF_UPDATE)  # of each part, before and by its pass
 
 
 def accumulation_blocker(setup: LearnerSetup) -> str | None:
@@ -90,7 +93,7 @@ def update_arriving(
             sums, outputs = _added(trainer, state, sums, rows, step)
         rows |= outputs
         samples += ready
-        scored.append(rows | {"logp_prox": rows["logp_old"]})
+        scored.append(rows)
     order = np.argsort([s.group for s in samples], kind="stable")
     rows = _joined(scored, order)
     num_tokens, count, values = rows["mask"].sum(), num_sequences(rows), {}
@@ -102,7 +105,8 @@ def update_arriving(
                 state["policy"], sums, np.float32(num_tokens), np.float32(count)
             )
             state = state | {"policy": policy}
-        prepared, measured = trainer.prepare(rows)
+        made = {name: rows.pop(name) for name in MADE if name in rows}
+        rows, prepared, measured = trainer.after_update(rows, made)
         measured |= trainer.diagnostics.metrics(state, rows, probe)
         rows, values = trainer.with_prepared(rows, prepared), jax.device_get(values)
     if values:
@@ -134,13 +138,15 @@ def _joined(parts: Sequence[Rows], order: np.ndarray) -> Rows:
 def _added(
     trainer: Trainer, state: dict[str, Any], sums: Any, rows: Rows, step: int
 ) -> tuple[Any, Rows]:
-    """Returns `sums` with the gradient of these rows, None before the first, and what the pass gives of
-    each token [N,T]."""
+    """Returns `sums` with the gradient of these rows, None before the first, and the fields `MADE`
+    of each token [N,T]."""
     setup, outputs, (add, _) = trainer.setup, [], trainer.arriving_step
-    updated = trainer.update_fields(rows, trainer.unscored(rows))
+    unscored = jax.device_get(trainer.unscored(rows))
+    updated = trainer.update_fields(rows, unscored)
     [(minibatch, _, flat)] = trainer.minibatches(updated, (setup.config.seed, step, 0))
     for m in range(len(minibatch["mask"])):
         micro = setup.layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
         sums, found = add(state["policy"].params, sums, micro, base(state))
         outputs.append(jax.tree.map(setup.layout.fetch, found))
-    return sums, {name: flat(np.concatenate([x[name] for x in outputs])) for name in outputs[0]}
+    of_pass = {name: flat(np.concatenate([x[name] for x in outputs])) for name in outputs[0]}
+    return sums, unscored | of_pass

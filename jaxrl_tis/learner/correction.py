@@ -19,6 +19,8 @@ from jaxrl_tis.fields import FIELDS, SCORED, shape
 
 ROUTINGS, RECORDED_ROUTES = ("none", "r2", "r3", "keep"), ("r3", "keep")
 ROUTING_MISSING = ("stop", "mask")
+# What an update that computes its own logp_old returns of each token.
+OF_UPDATE = {"logp_old": "float32", "entropy": "float32", "weights": "float32", "accepted": "bool"}
 Batch = dict[str, Any]  # arrays; "seg" is a Segments
 Metrics = dict[str, jax.Array]
 
@@ -98,7 +100,7 @@ class Correction(loss.LossSpec):
         for name, _ in once:
             if methods.traits("mask", name).ranks:
                 return f"the mask {name} ranks the tokens of the batch"
-        if self.mode == "decoupled" and self.is_batch_normalized:
+        if self.is_batch_normalized:
             return "weights are divided by their mean over the batch"
         if once and self.mode == "decoupled" and not self.rejected_in_denominator:
             return "the divisor of the loss is the number of tokens that the masks keep"
@@ -211,23 +213,31 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
 def _prepared(c: Correction, batch: Batch) -> tuple[Batch, loss.MethodOutputs, jax.Array]:
     """Returns (fields that the updates take in addition to the rollout batch's or instead of them;
     outputs of the weight and the masks; rewards [N] or [N,T])."""
-    seen, rewards = with_key(c, batch | {"logp": batch["logp_prox"]}), _rewards(c, batch)
-    adv = _advantage(c, rewards, seen)
-    outputs = _method_outputs(c, seen | {"adv": adv})
-    fields = {"adv": adv}
-    if c.mode == "decoupled":
-        fields["weights"] = jnp.where(outputs.is_accepted, outputs.weight, 0.0)
-        if not c.rejected_in_denominator:
-            fields["mask"] = outputs.is_accepted
+    seen, rewards = batch | {"logp": batch["logp_prox"]}, _rewards(c, batch)
+    adv = _advantage(c, rewards, with_key(c, seen))
+    outputs = method_outputs(c, seen | {"adv": adv})
+    fields = {"adv": adv} | weight_fields(c, outputs)
+    if c.mode == "decoupled" and not c.rejected_in_denominator:
+        fields["mask"] = outputs.is_accepted
     return _with_returns(c, rewards, batch, fields), outputs, rewards
 
 
-def _method_outputs(c: Correction, batch: Batch) -> loss.MethodOutputs:
+def method_outputs(c: Correction, batch: Batch) -> loss.MethodOutputs:
     """Returns the outputs of the weight and of the masks on the sampler's gap. In bypass mode these
     are all masks, and the updates count their tokens."""
     masks = c.masks if c.mode == "bypass" else loss.split(c.masks, c.mode)[0]
-    outputs = loss.apply_methods(batch, c.weight, masks, is_batch_normalized=c.is_batch_normalized)
+    outputs = loss.apply_methods(
+        with_key(c, batch), c.weight, masks, is_batch_normalized=c.is_batch_normalized
+    )
     return outputs._replace(counts={}) if c.mode == "bypass" else outputs
+
+
+def weight_fields(c: Correction, outputs: loss.MethodOutputs) -> Batch:
+    """Returns the weights that an update multiplies, 0 for rejected tokens; {} in bypass mode, in
+    which each update computes its own."""
+    if c.mode == "bypass":
+        return {}
+    return {"weights": jnp.where(outputs.is_accepted, outputs.weight, 0.0)}
 
 
 def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
@@ -273,6 +283,22 @@ def make_unscored(c: Correction) -> Callable[[Batch], Batch]:
         return _with_returns(c, rewards, batch, {"adv": _advantage(c, rewards, batch)})
 
     return jax.jit(unscored)
+
+
+def make_measure(c: Correction) -> Callable[[Batch, Batch], tuple[Batch, Metrics]]:
+    """Returns the jitted function that gives, after an update that was not scored before it, what
+    `make_prepare` gives before one. Its second argument has the fields of `make_unscored` and the
+    weights and accepted tokens of the update."""
+
+    def measure(batch: Batch, fields: Batch) -> tuple[Batch, Metrics]:
+        weight, is_accepted = fields["weights"], fields["accepted"]
+        log_ratio = ratios.safe_log_ratio(batch["logp_old"], batch["logp_behav"], batch["mask"])
+        outputs = loss.MethodOutputs(log_ratio, weight, jnp.ones(()), is_accepted, {})
+        fields = {name: fields[name] for name in ("adv", "returns") if name in fields}
+        fields |= weight_fields(c, outputs)
+        return fields, _measures(c, batch, fields, outputs, _rewards(c, batch))
+
+    return jax.jit(measure)
 
 
 def fused_fields(logp: jax.Array, entropy: jax.Array) -> Batch:

@@ -22,7 +22,7 @@ from jaxrl_tis.diagnostics.correction_metrics import drift_metrics
 from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, turn_clipped
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.learner.correction import (
-    Correction, fused_fields, loss_spec, with_key,
+    Correction, fused_fields, loss_spec, method_outputs, weight_fields, with_key,
 )
 from jaxrl_tis.learner.optimizer import loss_scale, perturbed, update_metrics, without_perturbation
 from jaxrl_tis.learner.scoring import (
@@ -219,7 +219,7 @@ def make_train_step(
 
     A batch that was not scored before, see `Correction.recompute_reason`, gets its logp_old here:
     the update's own log-prob, detached, from which weights and masks are computed. The update then
-    returns (state, metrics, {"logp_old", "entropy"} [accumulation, rows, T]).
+    returns (state, metrics, {name: [accumulation, rows, T]}) with the names of `correction.OF_UPDATE`.
     """
     micro_loss = _policy_loss(learner, c, is_scored)
     measures = []
@@ -244,7 +244,7 @@ def make_arriving_step(
     """Makes the policy update of an unscored batch that arrives in parts. Returns two functions:
 
     add: (parameters, sums or None, micro-batch [1, rows, ...], base of an adapter or None) -> (sums,
-      {"logp_old", "entropy"} [1, rows, T]); the sums are undivided gradients and metrics, and donated.
+      the fields of `correction.OF_UPDATE` [1, rows, T]); the sums are undivided gradients and metrics, and donated.
     finish: (state, sums, tokens, sequences) -> (state, metrics), with the counts of the whole
       batch; the state is donated.
 
@@ -287,7 +287,7 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
 
     def micro_batch_loss(scores, inputs):
         batch, num_tokens, num_seqs = inputs
-        returned = {}
+        returned, method_counts = {}, {}
         if not is_scored:
             own: tuple = scores["logp"], scores["entropy"]
             if c.environment_ce_coeff:
@@ -296,12 +296,16 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
             returned = {name: batch[name] for name in ("logp_old", "entropy")}
         if "logits" in scores:
             batch = batch | {"logits": scores["logits"]}
+        if not is_scored:
+            outputs = method_outputs(c, batch | {"logp": batch["logp_prox"]})
+            returned |= {"weights": outputs.weight, "accepted": outputs.is_accepted}
+            batch, method_counts = batch | weight_fields(c, outputs), outputs.counts
         spec = loss_spec(c, batch)
         value, metrics = loss.compute_loss(
             scores["logp"], with_key(c, batch), spec, entropy=scores["entropy"],
             logp_top=scores.get("logp_top"), num_tokens=num_tokens, num_seqs=num_seqs,
         )
-        metrics |= drift_metrics(spec, scores["logp"], batch)
+        metrics |= method_counts | drift_metrics(spec, scores["logp"], batch)
         if "routed" in scores:
             share = jnp.sum(batch["mask"]) / num_tokens
             added, measured = router_loss(c, scores["routed"], share)

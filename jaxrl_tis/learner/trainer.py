@@ -45,8 +45,8 @@ class Trainer:
         none before the update.
       score_metrics: metrics of the last batch's score.
       diagnostics: measures the steps that have diagnostics.
-      prepare, unscored, arriving_step: programs, see `correction.make_prepare` and `make_unscored`,
-        `step.make_arriving_step`.
+      prepare, unscored, measure, arriving_step: programs, see `correction.make_prepare`,
+        `make_unscored` and `make_measure`, `step.make_arriving_step`.
     """
 
     def __init__(self, setup: LearnerSetup):
@@ -64,6 +64,7 @@ class Trainer:
             learner, setup.correction, setup.optimizer, is_scored=bool(setup.recompute_reason)
         )
         self.unscored = correction.make_unscored(setup.correction)
+        self.measure = correction.make_measure(setup.correction)
         self.arriving_step = make_arriving_step(learner, setup.correction, setup.optimizer)
         self._collisions = make_collisions(learner)
         self.diagnostics = Diagnostics(setup, self._collisions)
@@ -278,7 +279,7 @@ class Trainer:
         prepared, measured = self.prepare(rows) if is_scored else (self.unscored(rows), {})
         probe = self.diagnostics.probe(state, rows, step)
         updated, collected, num_seqs = self.update_fields(rows, prepared), [], []
-        fused = dict.fromkeys(("logp_old", "entropy"), np.zeros_like(rows["logp_behav"]))
+        fused = {n: np.zeros(rows["mask"].shape, t) for n, t in correction.OF_UPDATE.items()}
         for epoch in range(config.train.epochs):
             for minibatch, packing, flat in self.minibatches(updated, (config.seed, step, epoch)):
                 if not targets(minibatch).any():
@@ -300,8 +301,7 @@ class Trainer:
                     fused = jax.tree.map(flat, outputs[0])
                 collected.append(values | packing)
         if not is_scored:
-            rows |= fused | {"logp_prox": fused["logp_old"]}
-            prepared, measured = self.prepare(rows)
+            rows, prepared, measured = self.after_update(rows, {**prepared, **fused})
         measured |= self.diagnostics.metrics(state, rows, probe)
         measured |= self.score_metrics | {f"control/{name}": x for name, x in settings.items()}
         rows = self.with_prepared(rows, prepared)
@@ -320,6 +320,14 @@ class Trainer:
             num_rows = int(rows["segment_ids"].any(axis=1).sum())
             state = state | {"controllers": self._end(controllers, measured, num_rows)}
         return state, rows, measured
+
+    def after_update(self, rows: Rows, made: Mapping[str, Any]):
+        """Returns (rows, results of `prepare`, metrics) of a batch that an update has scored; `made`
+        has the results of `unscored` and the fields of `correction.OF_UPDATE`."""
+        logp = made["logp_old"]
+        rows = rows | {"logp_old": logp, "logp_prox": logp, "entropy": made["entropy"]}
+        return rows, *self.measure(rows, made)
+
 
 def _of_step(name: str, values: list) -> np.floating:
     """Combines a metric's values over the updates of a step: the sum of a count, the last learning
