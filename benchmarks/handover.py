@@ -133,16 +133,16 @@ def smollm2(name: str, workers: int, rounds: int, layers: int | None = None) -> 
                 time.sleep(0.02)
         del published[0]  # the workers were starting
         _, values = next_batch(source, version + 1)
-        held, size, stage = store_bytes(), values["sync/bytes"], source.driver.stage
+        held, size, send = store_bytes(), values["sync/bytes"], source.driver.send
 
-        def stage_and_wait(*args):
+        def send_and_wait(*args):
             nonlocal peak
-            staged = stage(*args)
+            weights = send(*args)
             time.sleep(1)  # until Ray has reported both versions
             peak = store_bytes()
-            return staged
+            return weights
 
-        source.driver.stage = stage_and_wait
+        source.driver.send = send_and_wait
         source.publish(params, version + 1)
         source.close(is_over=True)
         calls = read_calls(folder)

@@ -46,13 +46,13 @@ class Shared:
 class Driver(Protocol):
     """The interface of a driver, which carries weights and commands to samplers.
 
-    `publish`, `decide`, `check`, `stats`, `metrics` and `in_flight` are called under the lock."""
+    `sync`, `decide`, `check`, `stats`, `metrics` and `in_flight` are called under the lock."""
 
-    def stage(self, served: Any, version: int) -> Any:
+    def send(self, served: Any, version: int) -> Any:
         """Moves serving parameters to where samplers fetch them. Samplers continue meanwhile."""
 
-    def publish(self, staged: Any, version: int) -> None:
-        """Allows samplers to sync to the parameters that `stage` returned."""
+    def sync(self, weights: Any, version: int) -> None:
+        """Lets samplers sync to the parameters that `send` returned."""
 
     def decide(self) -> None:
         """Sends the controller's decisions to the samplers."""
@@ -92,7 +92,7 @@ class ConcurrentSource:
 
     def publish(self, params: Any, version: int) -> bool:
         is_synced = self.is_sync_due(version)
-        self.staged(self.stage(params, version) if is_synced else None, version)
+        self.sync(self.send(params, version) if is_synced else None, version)
         return is_synced
 
     def is_sync_due(self, version: int) -> bool:
@@ -101,12 +101,12 @@ class ConcurrentSource:
             self._shared.check()
             return self.books.controller.is_sync_due(version)
 
-    def staged(self, staged: Any, version: int) -> None:
-        """Publishes a version; `staged`: what `Driver.stage` returned, None if no sync is due."""
+    def sync(self, weights: Any, version: int) -> None:
+        """Publishes a version; `weights`: what `send` returned, None if no sync is due."""
         self._reward()
         with self._shared.changed:
-            if staged is not None:
-                self.driver.publish(staged, version)
+            if weights is not None:
+                self.driver.sync(weights, version)
             self.books.published(version)
             self.driver.decide()
 
@@ -145,14 +145,14 @@ class ConcurrentSource:
     def close(self, is_over: bool) -> None:
         self.driver.close(is_over)
 
-    def stage(self, params: Any, version: int) -> Any:
+    def send(self, params: Any, version: int) -> Any:
         """Makes serving parameters and moves them to the samplers, which continue meanwhile."""
         start = time.monotonic()
         served = jax.block_until_ready(self._serving_params(params, version))
-        staged = self.driver.stage(served, version)
+        weights = self.driver.send(served, version)
         size = sum(leaf.nbytes for leaf in jax.tree.leaves(sent(served)))
         self._synced = time.monotonic() - start, size
-        return staged
+        return weights
 
     def _next_groups(self) -> list[Entry]:
         """Waits for groups of the next batch."""

@@ -72,9 +72,9 @@ class ProcessesSource:
         return name
 
     def publish(self, params: Any, version: int) -> bool:
-        is_synced, staged = processes.first(lambda: self._is_sync_due(version)), None
+        is_synced, weights = processes.first(lambda: self._is_sync_due(version)), None
         if is_synced and self._source is not None:
-            staged = self._source.stage(params, version)
+            weights = self._source.send(params, version)
         elif is_synced:
             served = jax.block_until_ready(self._serving_params(params, version))
             moved, base = moving(served)
@@ -84,7 +84,7 @@ class ProcessesSource:
                 fingerprint.digest(base)
                 self._put(base)
             self._put(moved)
-        processes.first(lambda: self._source.staged(staged, version))
+        processes.first(lambda: self._source.sync(weights, version))
         return is_synced
 
     def _is_sync_due(self, version: int) -> bool:

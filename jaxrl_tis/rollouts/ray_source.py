@@ -207,7 +207,7 @@ class RayDriver:
         cpus, gpus = wanted.pop("CPU", 0), wanted.pop("GPU", 0)
         options: dict[str, Any] = dict(
             num_cpus=cpus, num_gpus=gpus, resources=wanted, max_restarts=MAX_RESTARTS,
-            concurrency_groups={"tell": 1, "report": 1, "load": 1},
+            concurrency_groups={"receive": 1, "report": 1, "sync": 1},
         )
         actor: Any = ray.remote(**options)(RolloutWorker)
         self._actors = {
@@ -235,7 +235,7 @@ class RayDriver:
 
     # The learner's thread
 
-    def stage(self, served: Any, version: int) -> Weights:
+    def send(self, served: Any, version: int) -> Weights:
         moved, base = moving(served)
         sent = fingerprint.hex(fingerprint.digest(moved))
         self._await_room()
@@ -272,10 +272,10 @@ class RayDriver:
             processes.report(f"{why}; the same command continues the run with another Ray")
             raise Interrupted(why)
 
-    def publish(self, staged: Weights, version: int) -> None:
-        self._newest = staged
+    def sync(self, weights: Weights, version: int) -> None:
+        self._newest = weights
         for session in self._sessions.values():
-            self._offer(session)
+            self._sync_worker(session)
 
     def check(self) -> None:
         """Reports from time to time that no worker is there.
@@ -342,7 +342,7 @@ class RayDriver:
                     follows = isinstance(decision, (SyncWeights, Interrupt))
                     wanted = self._newest.version if follows else None
                     command = self._command(session, decision)
-                    call = session.actor.tell.remote(session.id, command, wanted)
+                    call = session.actor.receive.remote(session.id, command, wanted)
                     session.calls[call] = None
         except Exception as error:  # a command is lost: the run cannot continue
             self._shared.error = error
@@ -363,10 +363,10 @@ class RayDriver:
                     session.progress[self._books.keys[request.id]] = request.partial
         return command
 
-    def _offer(self, session: Session) -> None:
+    def _sync_worker(self, session: Session) -> None:
         new = self._newest
         what = session.id, new.version, new.fingerprint, new.refs, new.base
-        session.calls[session.actor.load.remote(*what)] = new.version
+        session.calls[session.actor.sync.remote(*what)] = new.version
 
     # Threads of workers
 
@@ -417,7 +417,7 @@ class RayDriver:
             self._has_joined = True
             self._books.controller.joined(name, self._engine.slots)
             if self._newest is not None:
-                self._offer(session)
+                self._sync_worker(session)
             self.decide()
         processes.report(f"rollout worker {name} joined on node {joined.node[:8]}")
         return session

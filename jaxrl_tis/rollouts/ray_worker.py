@@ -159,8 +159,8 @@ class RolloutWorker:
         threading.Thread(target=self._guarded, daemon=True).start()
         return Joined(self._session, ray.get_runtime_context().get_node_id(), setup.identity)
 
-    @ray.method(concurrency_group="load")
-    def load(
+    @ray.method(concurrency_group="sync")
+    def sync(
         self, session: str, version: int, sent: str, refs: Sequence[ray.ObjectRef],
         base: tuple[Sequence[ray.ObjectRef], str] | None = None,
     ) -> None:
@@ -179,7 +179,7 @@ class RolloutWorker:
         with self._changed:
             if session == self._session:
                 self._arrived = SetParams(params, version)
-                self._pass_on()
+                self._move_held()
 
     def _params(
         self, refs: Sequence[ray.ObjectRef], sent: str,
@@ -192,22 +192,22 @@ class RolloutWorker:
             return _received(self._like, refs, sent)
         return self._adapter.join(self._base, _received(self._factors_like, refs, sent))
 
-    @ray.method(concurrency_group="tell")
-    def tell(self, session: str, command: Sync | Command, wanted: int | None = None) -> None:
+    @ray.method(concurrency_group="receive")
+    def receive(self, session: str, command: Sync | Command, wanted: int | None = None) -> None:
         """Takes a command, which waits for the weights of version `wanted`, as all later commands
         do. Newer weights serve as well: a learner may publish faster than weights arrive."""
         with self._changed:
             if session == self._session:
                 self._held.append(command)
                 self._wanted = self._wanted if wanted is None else wanted
-                self._pass_on()
+                self._move_held()
 
     @ray.method(concurrency_group="report")
     def report(self, session: str) -> tuple[list[Event], Stats]:
         """Waits for events, at most POLL_SECONDS, and returns them with the sampler's counts.
 
         Raises:
-          RuntimeError: the session is over, or the thread or a `load` hangs.
+          RuntimeError: the session is over, or the thread or a `sync` hangs.
           Exception: the error that ended the worker's thread.
         """
         with self._changed:
@@ -221,7 +221,7 @@ class RolloutWorker:
             events, self._events = self._events, []
             return events, self._stats
 
-    def _pass_on(self) -> None:
+    def _move_held(self) -> None:
         """Gives the sampler its commands once their weights have arrived."""
         if (-1 if self._arrived is None else self._arrived.version) >= self._wanted:
             arrived: Any = self._arrived

@@ -86,18 +86,18 @@ class ThreadDriver:
         self._workers = {f"sampler {i}": SamplerThread(Sampler(s)) for i, s in enumerate(starts)}
         for name in self._workers:
             self._books.controller.joined(name, slots)
-        self._published: dict[str, SetParams] = {}
+        self._newest: dict[str, SetParams] = {}
         self._threads: list[threading.Thread] = []
         self._is_resting, self._is_closed = True, False
 
     # The learner's thread
 
-    def stage(self, served: Sequence[Any], version: int) -> Sequence[Any]:
+    def send(self, served: Sequence[Any], version: int) -> Sequence[Any]:
         return served  # `serving_params` laid it out on the samplers' devices
 
-    def publish(self, staged: Sequence[Any], version: int) -> None:
-        for name, serving in zip(self._workers, staged, strict=True):
-            self._published[name] = SetParams(serving, version)
+    def sync(self, weights: Sequence[Any], version: int) -> None:
+        for name, serving in zip(self._workers, weights, strict=True):
+            self._newest[name] = SetParams(serving, version)
         self._is_resting = False
         if not self._threads:
             self._threads = [
@@ -164,7 +164,7 @@ class ThreadDriver:
             for decision in decisions:
                 name = decision.worker
                 if isinstance(decision, SyncWeights):
-                    self._workers[name].inbox.append(self._published[name])
+                    self._workers[name].inbox.append(self._newest[name])
                 else:
                     self._workers[name].inbox.append(self._books.command(decision))
         self._changed.notify_all()

@@ -43,7 +43,7 @@ class VirtualSource:
         self._samplers = {f"sampler {i}": Sampler(start) for i in range(rollout.workers)}
         for name in self._samplers:
             self.books.controller.joined(name, slots)
-        self._synced: SetParams | None = None  # the newest that samplers may sync to
+        self._newest: SetParams | None = None  # the newest that samplers may sync to
 
     # What the run calls
 
@@ -53,7 +53,7 @@ class VirtualSource:
         is_synced = self.books.controller.sync_version == version
         if is_synced:
             serving = apart(self._serving_params(params, version), params)
-            self._synced = SetParams(jax.block_until_ready(serving), version)
+            self._newest = SetParams(jax.block_until_ready(serving), version)
         self._settle()
         return is_synced
 
@@ -138,10 +138,10 @@ class VirtualSource:
         """Syncs a sampler to the newest weights."""
         sampler = self._samplers[name]
         self.books.report(sampler.records())
-        assert self._synced is not None
+        assert self._newest is not None
         with self._timer("rollout"):
-            sampler.execute(self._synced)
-        self.books.synced(name, self._synced.version)
+            sampler.execute(self._newest)
+        self.books.synced(name, self._newest.version)
 
     def _execute(self, decision: Begin | Interrupt | Discard) -> None:
         command = self.books.command(decision)

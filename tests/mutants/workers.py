@@ -133,10 +133,10 @@ MUTANTS = [
         ("weights that no sampler will use are published", "if staged is not None:", "if True:",
          "test_samplers_are_told_before_the_books_decide"),
         ("the books decide before the weights are there",
-         "                self.driver.publish(staged, version)\n"
+         "                self.driver.sync(weights, version)\n"
          "            self.books.published(version)\n",
          "                self.books.published(version)\n"
-         "                self.driver.publish(staged, version)\n",
+         "                self.driver.sync(weights, version)\n",
          "test_samplers_are_told_before_the_books_decide"),
         ("rewards are computed under the lock",
          "        samples = self.books.score(claim)\n        with self._shared.changed:\n",

@@ -33,7 +33,7 @@ def made():
     def noting(name, result=None):
         return mock.Mock(side_effect=lambda *_: found.append((name, is_free())) or result)
 
-    for name in ("publish", "decide", "pause"):
+    for name in ("sync", "decide", "pause"):
         setattr(calls.driver, name, noting(f"driver.{name}"))
     for name in ("published", "score", "add_rewards", "get_state"):
         setattr(calls.books, name, noting(f"books.{name}"))
@@ -48,10 +48,10 @@ def made():
 
 def test_samplers_are_told_before_the_books_decide():
     source, _, found = made()
-    source.staged("weights", 3)
-    assert found == [("driver.publish", False), ("books.published", False), ("driver.decide", False)]
+    source.sync("weights", 3)
+    assert found == [("driver.sync", False), ("books.published", False), ("driver.decide", False)]
     found.clear()
-    source.staged(None, 4)  # no sync is due
+    source.sync(None, 4)  # no sync is due
     assert found == [("books.published", False), ("driver.decide", False)]
 
 
@@ -74,7 +74,7 @@ def test_a_sync_counts_for_one_batch():
     source, calls, _ = made()
     calls.books.metrics.return_value = calls.driver.metrics.return_value = {}
     calls.driver.stats.return_value = Stats()
-    source.stage({"w": np.zeros(3, np.float32)}, 1)
+    source.send({"w": np.zeros(3, np.float32)}, 1)
     assert source.metrics()["sync/bytes"] == 12
     values = source.metrics()
     assert values == {"sync/bytes": 0, "sync/seconds": 0.0}

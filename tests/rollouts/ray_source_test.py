@@ -162,12 +162,12 @@ def test_the_object_store_holds_two_versions_at_most(learner, monkeypatch):
         time.sleep(0.05)
     start = time.monotonic()
     for version in range(5):
-        staged = driver.stage(served, version)
+        sent = driver.send(served, version)
         assert len(held(objects)) <= 2 and [*objects][-1] in held(objects)
         with source._shared.changed:
-            driver.publish(staged, version)
+            driver.sync(sent, version)
     assert time.monotonic() - start > 3 * 0.4  # the third waits for the first, and so on
-    del staged
+    del sent
     wait_for(lambda: not driver._sessions["0"].calls and held(objects) == {[*objects][-1]})
 
 
@@ -203,7 +203,7 @@ class Actor:
 
     def __init__(self, pending):
         self.calls = []
-        for name in ("tell", "load"):
+        for name in ("receive", "sync"):
             remote = lambda *args, name=name: self.calls.append((name, *args)) or pending()
             setattr(self, name, mock.Mock(remote=remote))
 
@@ -234,27 +234,27 @@ def with_two_versions(source, params, joined):
     driver, served = source.driver, made()[0].serving_params(params, 0)
     session = driver._join("0", joined)
     for version in range(2):
-        driver.publish(driver.stage(served, version), version)
+        driver.sync(driver.send(served, version), version)
     return driver, served, session
 
 
 def test_a_third_version_waits_until_no_worker_reads_the_first(entered):
     driver, served, session = with_two_versions(*entered)
-    staged = []
-    thread = threading.Thread(target=lambda: staged.append(driver.stage(served, 2)))
+    sent = []
+    thread = threading.Thread(target=lambda: sent.append(driver.send(served, 2)))
     thread.start()
     thread.join(0.3)
-    assert not staged and set(session.calls.values()) == {0, 1}
+    assert not sent and set(session.calls.values()) == {0, 1}
     with driver._changed:
         session.calls = {call: version for call, version in session.calls.items() if version == 1}
     thread.join(5)
-    assert staged[0].version == 2
+    assert sent[0].version == 2
 
 
 def test_a_worker_that_leaves_reads_no_weights_any_more(entered):
     driver, served, session = with_two_versions(*entered)
     driver._leave(session, "lost")
-    assert driver.stage(served, 2).version == 2
+    assert driver.send(served, 2).version == 2
 
 
 @pytest.mark.parametrize("report", [
@@ -283,7 +283,7 @@ def test_weights_that_a_worker_was_not_to_use_are_refused(entered):
     with pytest.raises(Invalid):
         take(source, session, [Event("synced", 0)], Stats())  # once
     names = [name for name, *_ in driver._actors["0"].calls]
-    assert names[:2] == ["load", "tell"] and len(session.given) == 8  # then requests
+    assert names[:2] == ["sync", "receive"] and len(session.given) == 8  # then requests
 
 
 def test_weights_of_another_version_than_a_worker_has_are_refused(entered):
@@ -372,7 +372,7 @@ def test_a_lost_ray_ends_the_run_in_a_way_that_continues(entered, monkeypatch, c
     for name in driver._services:
         address = f"127.0.0.1:{hosts.free_port()}"
         monkeypatch.setattr(driver, "_services", driver._services | {name: address})
-        for look in (lambda: driver.stage(served, 0), lambda: next_batch(source, 1)):
+        for look in (lambda: driver.send(served, 0), lambda: next_batch(source, 1)):
             driver._looked_at = 0.0
             with pytest.raises(Interrupted, match=f"{name} at {address} does not answer"):
                 look()

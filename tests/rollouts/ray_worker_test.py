@@ -137,7 +137,7 @@ def worker(monkeypatch):
 def load(worker, session, version):
     tree = {"w": jnp.full(2, version, jnp.float32)}
     sent = fingerprint.hex(fingerprint.digest(tree))
-    worker.load(session, version, sent, [pieces(tree)])
+    worker.sync(session, version, sent, [pieces(tree)])
 
 
 def reported(worker, session, count, kinds=("done", "synced")):
@@ -154,9 +154,9 @@ def reported(worker, session, count, kinds=("done", "synced")):
 
 def test_commands_wait_for_their_weights_in_order(worker):
     worker, session, made = worker
-    worker.tell(session, Sync(), 3)
-    worker.tell(session, NewRequests(requests("1", "2")))
-    worker.tell(session, Preempt())
+    worker.receive(session, Sync(), 3)
+    worker.receive(session, NewRequests(requests("1", "2")))
+    worker.receive(session, Preempt())
     assert worker.report(session)[0] == [] and not made
     load(worker, session, 3)
     assert reported(worker, session, 3) == [("synced", 3), ("done", "1"), ("done", "2")]
@@ -167,30 +167,30 @@ def test_commands_wait_for_no_newer_weights(worker):
     """Weights may be there before the command that uses them, and newer ones serve as well."""
     worker, session, made = worker
     load(worker, session, 0)
-    worker.tell(session, Sync(), 0)
+    worker.receive(session, Sync(), 0)
     assert reported(worker, session, 1) == [("synced", 0)]
-    worker.tell(session, NewRequests(requests("1")))
-    worker.tell(session, Preempt(), 1)
-    worker.tell(session, Sync(), 1)
+    worker.receive(session, NewRequests(requests("1")))
+    worker.receive(session, Preempt(), 1)
+    worker.receive(session, Sync(), 1)
     assert reported(worker, session, 0) == []  # "1" goes on until the weights are there
     load(worker, session, 2)
     assert reported(worker, session, 2) == [("done", "1"), ("synced", 2)]
-    worker.tell(session, NewRequests(requests("2", "3")))
-    worker.tell(session, Cancel(("2",)))
-    worker.tell(session, Preempt(), 2)
+    worker.receive(session, NewRequests(requests("2", "3")))
+    worker.receive(session, Cancel(("2",)))
+    worker.receive(session, Preempt(), 2)
     assert reported(worker, session, 1) == [("done", "3")]
     assert [version for _, version in made[0].weights] == [0, 2]
 
 
 def test_other_sessions_are_not_served(worker):
     worker, session, made = worker
-    worker.tell("another", Sync(), 0)
+    worker.receive("another", Sync(), 0)
     load(worker, "another", 0)
     assert worker.report(session)[0] == [] and not made
     load(worker, session, 1)
     assert worker.report(session)[0] == [] and not made  # the command has not waited for these
     load(worker, "another", 2)
-    worker.tell(session, Sync(), 2)
+    worker.receive(session, Sync(), 2)
     assert worker.report(session)[0] == [] and not made  # those weights are not there
     with pytest.raises(RuntimeError, match="started again"):
         worker.report("another")
@@ -199,10 +199,10 @@ def test_other_sessions_are_not_served(worker):
 def test_damaged_weights_are_not_used(worker):
     worker, session, made = worker
     with pytest.raises(RuntimeError, match="fingerprint"):
-        worker.load(session, 0, "0" * 16, [pieces({"w": jnp.ones(2)})])
+        worker.sync(session, 0, "0" * 16, [pieces({"w": jnp.ones(2)})])
     with pytest.raises(ValueError, match="weight"):
-        worker.load(session, 0, "0" * 16, [{}])
-    worker.tell(session, Sync(), 0)
+        worker.sync(session, 0, "0" * 16, [{}])
+    worker.receive(session, Sync(), 0)
     assert worker.report(session)[0] == [] and not made
 
 
@@ -216,13 +216,13 @@ def test_a_damaged_base_is_not_kept_and_a_whole_one_is(worker):
     bases, factors = [sent("w", i) for i in range(2)], [sent("factors", i) for i in range(2)]
     of = lambda i: (digest(factors[i]), refs(factors[i]))
     with pytest.raises(RuntimeError, match="fingerprint"):
-        worker.load(session, 0, *of(0), (refs(bases[0]), "0" * 16))
+        worker.sync(session, 0, *of(0), (refs(bases[0]), "0" * 16))
     with pytest.raises(RuntimeError, match="fingerprint"):
-        worker.load(session, 0, "0" * 16, refs(factors[0]), (refs(bases[0]), digest(bases[0])))
+        worker.sync(session, 0, "0" * 16, refs(factors[0]), (refs(bases[0]), digest(bases[0])))
     for version in range(2):
         base = refs(bases[version]), digest(bases[version])
-        worker.load(session, version, *of(version), base)  # the second base is not read
-        worker.tell(session, Sync(), version)
+        worker.sync(session, version, *of(version), base)  # the second base is not read
+        worker.receive(session, Sync(), version)
         assert reported(worker, session, 1) == [("synced", version)]
     found = [params for params, _ in made[0].weights]
     assert [float(p["w"][0]) for p in found] == [0, 0]
@@ -233,8 +233,8 @@ def test_reports_of_unfinished_sequences_do_not_pile_up(worker, monkeypatch):
     monkeypatch.setattr(ray_worker, "PARTIAL_SECONDS", 0.0)
     worker, session, made = worker
     load(worker, session, 0)
-    worker.tell(session, Sync(), 0)
-    worker.tell(session, NewRequests(requests("1", "2")))
+    worker.receive(session, Sync(), 0)
+    worker.receive(session, NewRequests(requests("1", "2")))
     assert reported(worker, session, 2, ["partial"]) == [("partial", "1"), ("partial", "2")]
     assert reported(worker, session, 0, ["partial"]) == []  # they have not grown
     made[0].extra = 3
@@ -253,7 +253,7 @@ def longer(record, count):
 
 def test_what_ends_the_thread_is_reported(worker):
     worker, session, made = worker
-    worker.tell(session, NewRequests(requests("1")))  # before any weights
+    worker.receive(session, NewRequests(requests("1")))  # before any weights
     with pytest.raises(AttributeError):
         for _ in range(100):
             worker.report(session)
@@ -265,12 +265,12 @@ def test_an_engine_that_hangs_is_reported(worker):
     for _ in range(5):
         assert worker.report(session)[0] == []  # it has nothing to do
     load(worker, session, 0)
-    worker.tell(session, Sync(), 0)
+    worker.receive(session, Sync(), 0)
     reported(worker, session, 1)
     for _ in range(5):
         assert worker.report(session)[0] == []
     made[0].step = lambda: time.sleep(1)
-    worker.tell(session, NewRequests(requests("1")))
+    worker.receive(session, NewRequests(requests("1")))
     with pytest.raises(RuntimeError, match="no progress for watchdog.timeout = 0.2 s"):
         for _ in range(5):
             worker.report(session)

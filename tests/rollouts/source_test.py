@@ -30,7 +30,7 @@ def methods(cls):
 def test_a_class_has_the_methods_of_its_protocol_and_no_others(cls, protocol):
     found, wanted = methods(cls), methods(protocol)
     # What the source of several processes calls one by one.
-    steps = {ConcurrentSource: {"is_sync_due", "stage", "staged", "poll"}, RayDriver: {"look"}}
+    steps = {ConcurrentSource: {"is_sync_due", "send", "sync", "poll"}, RayDriver: {"look"}}
     assert found.keys() == wanted.keys() | steps.get(cls, set())
     for name, method in wanted.items():
         assert list(inspect.signature(found[name]).parameters) == list(

@@ -124,7 +124,7 @@ def test_the_turns_of_an_update_are_taken_once():
 
 def test_records_are_reported_before_a_sync():
     source, calls = bare(s=mock.Mock())
-    source._synced = SetParams("weights", 4)
+    source._newest = SetParams("weights", 4)
     source._sync("s")
     assert [name for name, *_ in calls.mock_calls] == [
         "s.records", "books.report", "s.execute", "books.synced"]
@@ -298,7 +298,7 @@ def test_the_policy_may_be_given_away_after_it_was_published():
     own = jax.tree.map(lambda x: x + 0, params)
     c._serving_params = lambda params, version: params
     c.publish(own, 0)
-    for ours, theirs in zip(jax.tree.leaves(c._synced.params), jax.tree.leaves(own), strict=True):
+    for ours, theirs in zip(jax.tree.leaves(c._newest.params), jax.tree.leaves(own), strict=True):
         assert ours is not theirs
         assert ours.unsafe_buffer_pointer() != theirs.unsafe_buffer_pointer()
 
