@@ -130,7 +130,7 @@ MUTANTS = [
     ),
     *of(
         "rollouts/concurrent.py",
-        ("weights that no sampler will use are published", "if staged is not None:", "if True:",
+        ("weights that no sampler will use are published", "if weights is not None:", "if True:",
          "test_samplers_are_told_before_the_books_decide"),
         ("the books decide before the weights are there",
          "                self.driver.sync(weights, version)\n"
