@@ -49,7 +49,7 @@ MUTANTS = [
          "test_fused_fields_have_no_gradient"),
         ("what an update rejected counts as accepted",
          'fields["weights"], fields["accepted"]', 'fields["weights"], batch["mask"]',
-         "learner/fused_update_test.py::test_an_update_that_scores_its_batch_is_that_of_a_scored_one"),
+         "learner/fused_update_test.py::test_an_update_that_scores_its_batch_is_that_of_a_scored_one", IN_ALL),
         ("an update scores what a controller looks at before it",
          'if "ess_scale" in dict(self.controllers):', 'if "none" in dict(self.controllers):',
          "learner/setup_test.py::test_why_a_batch_is_scored_before"),
