@@ -447,14 +447,10 @@ def test_a_system_that_cannot_cut_the_network_off_says_so():
     (dict(warmup__steps=-1), "warmup.steps"),
     (dict(model__num_experts=-1), "model.num_experts is -1; it must not be below 0"),
     (EXPERTS | dict(model__shared_expert_dim=-4), "model.shared_expert_dim is -4"),
-    (
-        dict(model__num_experts=4, model__expert_dim=16, model__shared_expert_dim=16),
-        "model.shared_expert_dim is 16 and model.router is 'softmax'",
-    ),
-    (
-        EXPERTS | dict(model__expert_dim=16, model__shared_expert_dim=24),
-        "model.shared_expert_dim is 24 and model.expert_dim is 16",
-    ),
+    (dict(model__num_experts=4, model__expert_dim=16, model__shared_expert_dim=16),
+     "model.shared_expert_dim is 16 and model.router is 'softmax'"),
+    (EXPERTS | dict(model__expert_dim=16, model__shared_expert_dim=24),
+     "model.shared_expert_dim is 24 and model.expert_dim is 16"),
     (EXPERTS | dict(correction__load_balance_coeff=-0.1), "correction.load_balance_coeff is -0.1"),
     (EXPERTS | dict(correction__router_z_coeff=-0.1), "correction.router_z_coeff is -0.1"),
     (dict(model__num_experts=4, model__experts_per_token=5),
