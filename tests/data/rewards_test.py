@@ -245,6 +245,7 @@ def test_workers_score_at_once_and_in_order(user_module, in_threads):
             assert fastest < 4.0  # 0.5 s on an idle machine
 
 
+@pytest.mark.faults
 def test_one_that_hangs_costs_its_own_time_alone(user_module):
     texts = [str(i) for i in range(12)]
     texts[7] = "hang"
@@ -321,6 +322,7 @@ def test_worker_scores_a_batch_in_milliseconds():
         assert min(times) < 2.0  # 10 to 20 ms on an idle machine; 256 waits take longer
 
 
+@pytest.mark.faults
 def test_faulty_items_score_on_error_and_the_rest_go_on(user_module):
     texts = ["a", "hang", "b", "crash", "crash", "c", "raise", "exit", "nan", "inf", "none", "d"]
     start = time.monotonic()
