@@ -1,7 +1,8 @@
 """Functions of arrays as users call them: one program a call, where a plain call compiles many.
 
 A call traces the arrays among its arguments and takes all else as it is: a width, a flag, a name.
-It returns numpy arrays, which tests index and compare without another program.
+It returns numpy arrays, which tests index and compare without another program. A call without
+arrays is a plain one.
 """
 
 import functools
@@ -20,6 +21,8 @@ def function(plain):
         leaves, tree = jax.tree.flatten((args, kwargs))
         fixed = tuple(None if isinstance(x, ARRAYS) else (type(x), x) for x in leaves)
         arrays = [x for x in leaves if isinstance(x, ARRAYS)]
+        if not arrays:
+            return plain(*args, **kwargs)
         return jax.tree.map(_on_host, _program(plain, tree, fixed)(arrays))
 
     return call
@@ -41,13 +44,13 @@ def _on_host(x):
 
 
 @functools.lru_cache(maxsize=1000)
-def grad(plain, **settings):
-    return function(jax.grad(plain, **settings))
+def grad(plain, *argnums, **settings):
+    return function(jax.grad(plain, *argnums, **settings))
 
 
 @functools.lru_cache(maxsize=1000)
-def value_and_grad(plain, **settings):
-    return function(jax.value_and_grad(plain, **settings))
+def value_and_grad(plain, *argnums, **settings):
+    return function(jax.value_and_grad(plain, *argnums, **settings))
 
 
 class Module:

@@ -10,6 +10,9 @@ import pytest
 
 from jaxrl_tis.estimators import methods, prefix_weights
 from jaxrl_tis.estimators import weights
+from tests import jitted
+
+prefix_weights, weights = map(jitted.Module, (prefix_weights, weights))
 
 NAN = float("nan")
 prefix_minpro = jax.jit(prefix_weights.prefix_minpro)
@@ -88,25 +91,25 @@ def test_every_entry_is_tested_here():
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_weights_equal_a_loop_over_tokens(name, is_packed):
     *inputs, actual = example(is_packed)
-    assert actual[name].dtype == jnp.float64
+    assert actual[name].dtype == np.float64
     np.testing.assert_allclose(actual[name], oracle(name, *inputs), rtol=1e-11, atol=0)
 
 
 def test_three_tokens_by_hand():
     # Ratios e^0.3 = 1.3499, e^-0.1 = 0.9048, e^0.2 = 1.2214. MinPRO: 1.3499; 1.3499 * 0.9048;
     # 0.9048 * 1.2214. Products of the prefixes: e^0.3, e^0.2, e^0.4.
-    log_ratio, mask = jnp.array([[0.3, -0.1, 0.2]]), jnp.ones((1, 3))
+    log_ratio, mask = np.array([[0.3, -0.1, 0.2]]), np.ones((1, 3))
     w = prefix_minpro(log_ratio, mask)
     np.testing.assert_allclose(w, [[1.3499, 1.2214, 1.1052]], atol=5e-5)
     w = prefix_minpro(log_ratio, mask, cap=1.15)
     np.testing.assert_allclose(w, [[1.15, 1.15, 1.1052]], atol=5e-5)
-    w = prefix_ctpo(log_ratio, mask, ctpo_low=jnp.inf, ctpo_high=jnp.inf)
+    w = prefix_ctpo(log_ratio, mask, ctpo_low=np.inf, ctpo_high=np.inf)
     np.testing.assert_allclose(w, [[1.3499, 1.2214, 1.4918]], atol=5e-5)
 
 
 def test_prefixes_step_over_tokens_that_are_not_valid():
     # The valid tokens are those of the three tokens above.
-    log_ratio = jnp.array([[NAN, 0.3, -jnp.inf, -0.1, 100.0, 0.2, NAN]])
+    log_ratio = np.array([[NAN, 0.3, -np.inf, -0.1, 100.0, 0.2, NAN]])
     mask = jnp.isfinite(log_ratio) & (log_ratio < 99)
     w = prefix_minpro(log_ratio, mask)
     np.testing.assert_allclose(w, [[0, 1.3499, 0, 1.2214, 0, 1.1052, 0]], atol=5e-5)
@@ -118,41 +121,41 @@ def test_prefixes_step_over_tokens_that_are_not_valid():
 
 def test_the_smallest_ratio_of_the_prefix_never_rises():
     log_ratio, mask, *_ = example(False)
-    log_ratio = jnp.array(log_ratio[mask][None, :40], jnp.float32)
+    log_ratio = np.array(log_ratio[mask][None, :40], np.float32)
     log_ratio = jnp.clip(log_ratio, -3.0, 3.0)
     own = jnp.exp(log_ratio)
-    lowest = prefix_minpro(log_ratio, jnp.ones((1, 40))) / own
+    lowest = prefix_minpro(log_ratio, np.ones((1, 40))) / own
     assert np.all(np.diff(lowest[0, 1:]) <= 1e-5)
     np.testing.assert_allclose(lowest[0, :2], [1.0, own[0, 0]], rtol=1e-5)
 
 
 def test_band_of_the_prefix_product():
     # exp(-0.025 sqrt(t)) and exp(0.05 sqrt(t)) at t = 1, 4, 16, 100.
-    mask, at = jnp.ones((1, 100)), np.array([0, 3, 15, 99])
-    high = prefix_ctpo(jnp.ones((1, 100)), mask)
+    mask, at = np.ones((1, 100)), np.array([0, 3, 15, 99])
+    high = prefix_ctpo(np.ones((1, 100)), mask)
     np.testing.assert_allclose(high[0, at], [1.0513, 1.105, 1.221, 1.649], atol=6e-4)
-    low = prefix_ctpo(-jnp.ones((1, 100)), mask)
+    low = prefix_ctpo(-np.ones((1, 100)), mask)
     np.testing.assert_allclose(low[0, at], [0.9753, 0.951, 0.905, 0.779], atol=6e-4)
-    constant = prefix_ctpo(jnp.ones((1, 100)), mask, ctpo_power=0.0)
+    constant = prefix_ctpo(np.ones((1, 100)), mask, ctpo_power=0.0)
     np.testing.assert_allclose(constant, np.full((1, 100), math.exp(0.05)), rtol=1e-6)
 
 
 def test_turns_are_numbered_where_turn_or_sequence_changes():
     # The first token and the two of value 9 are not valid: what stands there opens no turn.
-    mask = jnp.array([[0, 1, 1, 0, 1, 1, 0, 1]])
-    turn = jnp.array([[5, 0, 0, 9, 0, 1, 9, 1]])
+    mask = np.array([[0, 1, 1, 0, 1, 1, 0, 1]])
+    turn = np.array([[5, 0, 0, 9, 0, 1, 9, 1]])
     np.testing.assert_array_equal(prefix_weights.turn_ids(turn, mask), [[0, 1, 1, 0, 1, 2, 0, 2]])
     # A new sequence opens a turn though it goes on with number 1.
-    seg = jnp.array([[1, 1, 1, 1, 1, 1, 2, 2]])
+    seg = np.array([[1, 1, 1, 1, 1, 1, 2, 2]])
     ids = prefix_weights.turn_ids(turn, mask, seg)
     np.testing.assert_array_equal(ids, [[0, 1, 1, 0, 1, 2, 0, 3]])
-    assert ids.dtype == jnp.int32
+    assert ids.dtype == np.int32
 
 
 def test_turns_by_hand():
     # Turn 0 has the product 2 * 1.5 = 3 and the mean sqrt(3), turn 1 the ratios 0.5 and 0.5.
-    log_ratio = jnp.log(jnp.array([[2.0, 1.5, NAN, 0.5, 0.5]]))
-    mask, turn = jnp.array([[1, 1, 0, 1, 1]]), jnp.array([[0, 0, 0, 1, 1]])
+    log_ratio = np.log(np.array([[2.0, 1.5, NAN, 0.5, 0.5]]))
+    mask, turn = np.array([[1, 1, 0, 1, 1]]), np.array([[0, 0, 0, 1, 1]])
     w = prefix_weights.turn_tis(log_ratio, mask, turn=turn)
     np.testing.assert_allclose(w, [[2, 2, 0, 0.25, 0.25]], rtol=1e-6)
     w = prefix_weights.turn_geo(log_ratio, mask, turn=turn)
@@ -162,8 +165,8 @@ def test_turns_by_hand():
 
 def test_one_turn_is_the_sequence_and_one_token_per_turn_the_token():
     log_ratio, mask, seg, _, _ = example(True)
-    log_ratio = jnp.array(np.where(mask, log_ratio, NAN), jnp.float32)
-    one, many = jnp.zeros(mask.shape, int), jnp.tile(jnp.arange(11)[None], (24, 1))
+    log_ratio = np.array(np.where(mask, log_ratio, NAN), np.float32)
+    one, many = np.zeros(mask.shape, int), np.tile(np.arange(11)[None], (24, 1))
     pairs = {"turn_tis": "seq_tis", "turn_geo": "geo_tis"}
     for name, whole in pairs.items():
         w = weights.WEIGHTS[name](log_ratio, mask, seg, turn=one)

@@ -1,15 +1,17 @@
 """Clipped surrogates of sequences, entropy groups and prefixes: loops, limits, numbers."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import reduce, sequence_clipped
+from tests import jitted
 from tests.estimators.sequence_losses import (
     POINTS, WIDTH, bands, check_a_loop, check_an_empty_batch, check_one_token, check_the_bound,
     evaluate, gspo_loop, make_batch, row,
 )
+
+reduce, sequence_clipped = map(jitted.Module, (reduce, sequence_clipped))
 
 pytestmark = pytest.mark.compiles  # hundreds of small programs
 
@@ -125,9 +127,9 @@ def test_one_token_is_ppo(name):
 @pytest.mark.parametrize("s, is_clipped", [(0.9979, 1), (0.9981, 0), (1.0024, 0), (1.0026, 1)])
 def test_luspo_has_its_own_band(s, is_clipped):
     """Answers of one token; the advantage pushes out of the band."""
-    adv = jnp.array([[1.0 if s > 1 else -1.0]])
-    log_s = jnp.log(jnp.array([[s]]))
-    _, metrics = sequence_clipped.luspo(log_s, jnp.zeros((1, 1)), adv, jnp.ones((1, 1)))
+    adv = np.array([[1.0 if s > 1 else -1.0]])
+    log_s = np.log(np.array([[s]]))
+    _, metrics = sequence_clipped.luspo(log_s, np.zeros((1, 1)), adv, np.ones((1, 1)))
     assert metrics["actor/pg_clipfrac"] == is_clipped
 
 
@@ -136,13 +138,13 @@ def test_luspo_by_hand():
 
     Tokens of the first have the loss 3 * -2 s = -6.0012, and the mean of answers is
     (-6.0012 - 4.9995) / 2. Every token has the gradient -A s / 2, however long its answer is."""
-    mask = jnp.array([[1, 1, 1], [1, 0, 0]])
-    logp = jnp.array([[0.0005, -0.0003, 0.0004], [-0.0001, 9.0, 9.0]])
-    adv = jnp.array([[2.0], [5.0]]) * mask
+    mask = np.array([[1, 1, 1], [1, 0, 0]])
+    logp = np.array([[0.0005, -0.0003, 0.0004], [-0.0001, 9.0, 9.0]])
+    adv = np.array([[2.0], [5.0]]) * mask
 
-    @jax.value_and_grad
+    @jitted.value_and_grad
     def mean(logp):
-        loss_bt, _ = sequence_clipped.luspo(logp, jnp.zeros_like(logp), adv, mask)
+        loss_bt, _ = sequence_clipped.luspo(logp, 0.0 * logp, adv, mask)
         return reduce.aggregate(loss_bt, mask, "seq-mean-token-mean")
 
     value, gradient = mean(logp)
@@ -154,14 +156,14 @@ def test_luspo_by_hand():
 
 def test_seq_ppo_clips_the_product():
     # R = exp(0.3 - 0.1 + 0.2) = 1.4918 is outside 1.2 and inside 1.6, each r but the first is not.
-    mask = jnp.array([[1, 1, 1, 0]])
-    logp = jnp.array([[0.3, -0.1, 0.2, jnp.nan]])
+    mask = np.array([[1, 1, 1, 0]])
+    logp = np.array([[0.3, -0.1, 0.2, np.nan]])
 
     @jax.jit
-    @jax.value_and_grad
+    @jitted.value_and_grad
     def loss(logp, seg, clip_high):
         loss_bt, _ = sequence_clipped.seq_ppo(
-            logp, jnp.zeros((1, 4)), 2.0 * mask, mask, seg, clip_high=clip_high
+            logp, np.zeros((1, 4)), 2.0 * mask, mask, seg, clip_high=clip_high
         )
         return reduce.aggregate(loss_bt, mask, "seq-mean-token-mean", seg=seg)
 
@@ -172,15 +174,15 @@ def test_seq_ppo_clips_the_product():
     np.testing.assert_allclose(value, -2 * 1.2, rtol=1e-5)
     np.testing.assert_array_equal(gradient, np.zeros((1, 4)))
     # As two sequences: R = e^0.2 = 1.2214, clipped, and e^0.2 alone, clipped; each is one of two.
-    value, gradient = loss(logp, jnp.array([[1, 1, 2, 0]]), 0.25)
+    value, gradient = loss(logp, np.array([[1, 1, 2, 0]]), 0.25)
     np.testing.assert_allclose(value, -2 * 1.22140, rtol=1e-5)
     np.testing.assert_allclose(gradient, [[-1.22140] * 3 + [0.0]], rtol=1e-5)
 
 
 def test_gspo_gradient_of_a_response():
     # s = exp((0.3 - 0.1 + 0.2) / 3) = 1.1426; seq-mean-token-mean: -s A / n on every token.
-    batch = {"logp": jnp.array([[0.3, -0.1, 0.2]]), "logp_old": jnp.zeros((1, 3))}
-    mask = jnp.ones((1, 3))
+    batch = {"logp": np.array([[0.3, -0.1, 0.2]]), "logp_old": np.zeros((1, 3))}
+    mask = np.ones((1, 3))
 
     def loss(logp, order, clip_high):
         loss_bt, _ = sequence_clipped.gspo(
@@ -189,19 +191,19 @@ def test_gspo_gradient_of_a_response():
         return reduce.aggregate(loss_bt, mask, "seq-mean-token-mean")
 
     for order in ([0, 1, 2], [2, 0, 1]):  # the order of the tokens does not matter
-        value, gradient = jax.value_and_grad(loss)(batch["logp"], jnp.array(order), 0.2)
+        value, gradient = jitted.value_and_grad(loss)(batch["logp"], np.array(order), 0.2)
         np.testing.assert_allclose(value, -2 * 1.14263, rtol=1e-5)
         np.testing.assert_allclose(gradient, [[-2 * 1.14263 / 3] * 3], rtol=1e-5)
     # 1.1426 > 1.1: all tokens are clipped together, though exp(-0.1) is inside.
-    _, gradient = jax.value_and_grad(loss)(batch["logp"], jnp.arange(3), 0.1)
+    _, gradient = jitted.value_and_grad(loss)(batch["logp"], np.arange(3), 0.1)
     np.testing.assert_array_equal(gradient, np.zeros((1, 3)))
 
 
 def test_gspo_token_is_gspo_for_one_advantage_per_response():
     batch = make_batch()
-    batch |= {"adv": jnp.repeat(batch["adv"][:, :1], WIDTH, 1)}
-    lengths = jnp.array([[6.0], [3.0], [1.0], [5.0], [1.0]])
-    batch |= {"share": jnp.ones_like(batch["share"]) / lengths}
+    batch |= {"adv": np.repeat(batch["adv"][:, :1], WIDTH, 1)}
+    lengths = np.array([[6.0], [3.0], [1.0], [5.0], [1.0]])
+    batch |= {"share": np.ones_like(batch["share"]) / lengths}
     one, other = (evaluate(name, batch, clip_high=0.1) for name in ("gspo", "gspo_token"))
     np.testing.assert_allclose(one[0], other[0], rtol=1e-5)
     np.testing.assert_allclose(one[2], other[2], rtol=1e-5)
@@ -220,8 +222,8 @@ def test_ratios_are_bounded_by_exp_10(name):
 
 def test_verl_examples():
     # verl 0.9.1 with clip 0.2 (of log-ratios in GMPO): loss and gradient.
-    old, mask = jnp.array([[-1.0] * 3, [-2.0] * 3]), jnp.array([[1, 1, 1], [1, 1, 0]])
-    logp, adv = jnp.array([[-0.5, -1, -3], [-2, -1, -25]]), jnp.array([[1.0] * 3, [-1.0] * 3])
+    old, mask = np.array([[-1.0] * 3, [-2.0] * 3]), np.array([[1, 1, 1], [1, 1, 0]])
+    logp, adv = np.array([[-0.5, -1, -3], [-2, -1, -25]]), np.array([[1.0] * 3, [-1.0] * 3])
     cases = {
         "gspo": (0.5211, [[-0.10109] * 3, [0.41218, 0.41218, 0]]),
         "gmpo": (0.54995, [[0, -0.09147, -0.09147], [0.41218, 0.41218, 0]]),
@@ -234,7 +236,7 @@ def test_verl_examples():
             )
             return reduce.aggregate(loss_bt, mask, "seq-mean-token-mean")
 
-        value, gradient = jax.value_and_grad(loss)(logp)
+        value, gradient = jitted.value_and_grad(loss)(logp)
         np.testing.assert_allclose(value, expected[0], atol=1e-5)
         np.testing.assert_allclose(gradient, expected[1], atol=1e-5)
 
@@ -286,9 +288,9 @@ def test_tbpo_drops_bad_responses_on_both_sides():
 def test_high_entropy_of_packed_sequences():
     # Sequence 1 has 5 valid tokens: round(0.4 * 5) = 2, of the three 0.7 the two that come first.
     # Sequence 2 has 2: round(0.8) = 1. Padding and tool tokens are never taken.
-    entropy = jnp.array([[0.7, 0.1, 9.0, 0.7, 0.0, 0.7, 0.2, 0.3, 9.0]])
-    mask = jnp.array([[1, 1, 0, 1, 1, 1, 1, 1, 0]])
-    seg = jnp.array([[1, 1, 1, 1, 1, 1, 2, 2, 0]])
+    entropy = np.array([[0.7, 0.1, 9.0, 0.7, 0.0, 0.7, 0.2, 0.3, 9.0]])
+    mask = np.array([[1, 1, 0, 1, 1, 1, 1, 1, 0]])
+    seg = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 0]])
     is_high = sequence_clipped.high_entropy(entropy, mask, seg, 0.4)
     np.testing.assert_array_equal(is_high, np.array([[1, 0, 0, 1, 0, 0, 0, 1, 0]]) == 1)
     alone = sequence_clipped.high_entropy(entropy[:, :6], mask[:, :6], None, 0.4)
@@ -312,7 +314,7 @@ def test_espo_band_and_group_weights():
 
 
 def test_espo_limits():
-    entropy, vocab_size = jnp.full((1, 4), np.log(64.0)), 64  # full entropy: the width is alpha
+    entropy, vocab_size = np.full((1, 4), np.log(64.0)), 64  # full entropy: the width is alpha
     log_ratio, adv = [0.3, -0.1, 0.2, -0.6], [1.0, -1.0, 2.0, -3.0]
     fields = {"entropy": entropy, "vocab_size": vocab_size, "espo_alpha": 0.04}
     expected = row("gspo_token", log_ratio, adv, clip_low=0.04, clip_high=0.04)
@@ -348,12 +350,12 @@ def test_ctpo_prefix_and_band():
     # The upper ends at t = 1, 4, 16, 100 are exp(0.05 sqrt t), the lower ones exp(-0.025 sqrt t).
     high, metrics, _ = row("ctpo", [5.0] + [0.0] * 99, 1.0)
     np.testing.assert_allclose(
-        -high[0, jnp.array([0, 3, 15, 99])], [1.0513, 1.1052, 1.2214, 1.6487], atol=6e-5
+        -high[0, np.array([0, 3, 15, 99])], [1.0513, 1.1052, 1.2214, 1.6487], atol=6e-5
     )
     assert metrics["actor/pg_clipfrac"] == 1.0 and metrics["actor/pg_clipfrac_lower"] == 0.0
     low, _, _ = row("ctpo", [-5.0] + [0.0] * 99, -1.0)
     np.testing.assert_allclose(
-        low[0, jnp.array([0, 3, 15, 99])], [0.9753, 0.9512, 0.9048, 0.7788], atol=6e-5
+        low[0, np.array([0, 3, 15, 99])], [0.9753, 0.9512, 0.9048, 0.7788], atol=6e-5
     )
     dual, metrics, gradient = row("ctpo", [5.0] + [0.0] * 99, -1.0)
     np.testing.assert_allclose(dual, -high, rtol=1e-6)

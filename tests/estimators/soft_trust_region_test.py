@@ -8,6 +8,10 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import controllers, methods, ppo, reduce, soft_trust_region
+from tests import jitted
+
+controllers, ppo, reduce = map(jitted.Module, (controllers, ppo, reduce))
+soft_trust_region = jitted.Module(soft_trust_region)
 
 # A pair of rewards 1 and -1 is tilted by lambda = 0.5 to p = 1 / (1 + e^-4) = 0.98201, whose KL
 # from uniform is log 2 + p log p + (1 - p) log(1 - p) = 0.69315 - 0.01782 - 0.07227 = 0.60305.
@@ -51,7 +55,7 @@ def run(name, logp, batch, aggregation="token-sum", **parameters):
         loss = reduce.aggregate(loss_bt, batch["mask"], aggregation, seg=seg)
         return loss, (loss_bt, metrics)
 
-    gradient, (loss_bt, metrics) = jax.grad(total, has_aux=True)(logp)
+    gradient, (loss_bt, metrics) = jitted.grad(total, has_aux=True)(logp)
     return loss_bt, metrics, gradient
 
 
@@ -104,13 +108,13 @@ VERL = {
 @pytest.mark.parametrize("name", VERL)
 def test_verl_example(name):
     mode, expected, expected_gradient = VERL[name]
-    mask = jnp.array([[1, 1, 1], [1, 1, 0]])
+    mask = np.array([[1, 1, 1], [1, 1, 0]])
     batch = {
-        "logp_old": jnp.array([[-1.0] * 3, [-2.0] * 3]),
-        "adv": jnp.array([[1.0] * 3, [-1.0] * 3]),
+        "logp_old": np.array([[-1.0] * 3, [-2.0] * 3]),
+        "adv": np.array([[1.0] * 3, [-1.0] * 3]),
         "mask": mask,
     }
-    logp = jnp.array([[-0.5, -1, -3], [-2, -1, -25]])
+    logp = np.array([[-0.5, -1, -3], [-2, -1, -25]])
     loss_bt, metrics, gradient = run(name, logp, batch, aggregation=mode)
     np.testing.assert_allclose(reduce.aggregate(loss_bt, mask, mode), expected, atol=1e-5)
     np.testing.assert_allclose(gradient.ravel(), [*expected_gradient, 0.0], atol=1e-5)
@@ -161,7 +165,7 @@ def test_r2vpo_of_the_survey_clips_each_group_by_its_variance():
     packed = {name: place(x[:, 0], np.nan if x.dtype == np.float32 else 9)
               for name, x in batch.items() if name != "mask"}
     packed |= {"mask": place(np.ones(6, bool), False)}
-    packed |= {"seg": jnp.array([[1, 0, 2, 3], [1, 2, 0, 3]])}
+    packed |= {"seg": np.array([[1, 0, 2, 3], [1, 2, 0, 3]])}
     dense = run("r2vpo", place(logp[:, 0], np.float32(np.nan)), packed, **parameters)
     for actual, column in ((dense[0], loss_bt), (dense[2], gradient)):
         np.testing.assert_allclose(actual, place(column[:, 0], 0.0), rtol=1e-5)
@@ -192,7 +196,7 @@ def test_r2vpo_takes_the_dual_and_gives_it_its_measurement():
     def total(multiplier):
         return jnp.sum(run("r2vpo", logp, batch, r2vpo_lambda=multiplier)[0])
 
-    assert jax.grad(total)(0.3) == 0.0
+    assert jitted.grad(total)(0.3) == 0.0
 
 
 def divergence(rewards, multiplier):

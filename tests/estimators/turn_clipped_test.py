@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import ppo, turn_clipped
+from tests import jitted
 from tests.estimators.sequence_losses import (
     LENGTHS, WIDTH, check_a_loop, check_an_empty_batch, check_one_token, check_the_bound, evaluate,
     gspo_loop, make_batch, row,
 )
+
+ppo, turn_clipped = map(jitted.Module, (ppo, turn_clipped))
 
 pytestmark = pytest.mark.compiles
 
@@ -55,14 +58,14 @@ def test_ratios_are_bounded_by_exp_10():
 
 
 def test_turns_of_one_token_are_ppo_and_one_turn_is_gspo():
-    batch = make_batch(0.7) | {"turn": jnp.tile(jnp.arange(WIDTH), (len(LENGTHS), 1))}
+    batch = make_batch(0.7) | {"turn": np.tile(np.arange(WIDTH), (len(LENGTHS), 1))}
     fields = (batch[k] for k in ("logp", "logp_old", "adv", "mask"))
     actual, metrics, _ = evaluate("turn_ppo", batch)
     expected, expected_metrics = ppo.ppo_clip(*fields)
     np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-7)
     for key, value in metrics.items():
         np.testing.assert_allclose(value, expected_metrics[key], rtol=1e-5)
-    batch["turn"] = jnp.full(batch["mask"].shape, 2)
+    batch["turn"] = np.full(batch["mask"].shape, 2)
     actual = evaluate("turn_ppo", batch)
     expected = evaluate("gspo", batch, clip_low=0.2, clip_high=0.2)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), actual, expected)
@@ -74,15 +77,15 @@ def test_clipping_bias_by_hand():
     fields = {"turn": [[0, 0, 1]]}
     _, _, gradient = row("turn_ppo", [0.4, 0.2, 0.1], 2.0, **fields)
     np.testing.assert_allclose(gradient, [[0.0, 0.0, -2 * np.exp(0.1)]], rtol=1e-5)
-    old, mask = jnp.full((1, 3), -2.0), jnp.ones((1, 3))
+    old, mask = np.full((1, 3), -2.0), np.ones((1, 3))
 
     def lost(logp):
         bias = turn_clipped.turn_clipping_bias(
-            logp, old, 2.0 * mask, mask, turn=jnp.array([[0, 0, 1]])
+            logp, old, 2.0 * mask, mask, turn=np.array([[0, 0, 1]])
         )
         return jnp.sum(bias)
 
-    value, gradient = jax.value_and_grad(lost)(old + jnp.array([[0.4, 0.2, 0.1]]))
+    value, gradient = jitted.value_and_grad(lost)(old + np.array([[0.4, 0.2, 0.1]]))
     np.testing.assert_allclose(gradient, [[-2 * np.exp(0.3)] * 2 + [0.0]], rtol=1e-5)
     np.testing.assert_allclose(value, -2 * np.exp(0.3) * (-1.6 - 1.8), rtol=1e-5)
 
@@ -94,7 +97,7 @@ def test_st_ppo_only_scales():
         actual = row("st_ppo", [0.4, 0.2, 0.1], [[1.0, -1.0, 2.0]], turn=turn, st_ppo_norm=norm)
         np.testing.assert_allclose(actual[0], expected[0] / divisor, rtol=1e-6)
         np.testing.assert_allclose(actual[2], expected[2] / divisor, rtol=1e-6)
-    _, gradient = jax.value_and_grad(
+    _, gradient = jitted.value_and_grad(
         lambda norm: row("st_ppo", [0.4], 1.0, turn=[[0]], st_ppo_norm=norm)[0].sum()
     )(2.0)
     assert gradient == 0.0
