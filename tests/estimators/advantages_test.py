@@ -13,7 +13,7 @@ from tests import jitted
 
 advantages, returns = map(jitted.Module, (advantages, returns))
 
-pytestmark = pytest.mark.compiles  # hundreds of small programs
+pytestmark = pytest.mark.compiles
 
 NAN = float("nan")
 PARAMETERS = dict.fromkeys(advantages.ADVANTAGES, {}) | {"oapl": {"oapl_beta_value": 0.5}}
@@ -22,11 +22,11 @@ ADVANTAGES = {
     name: jax.jit(functools.partial(function, **PARAMETERS[name]))
     for name, function in advantages.ADVANTAGES.items()
 }
-gae = jax.jit(advantages.gae, static_argnames=("gamma", "lam", "is_whitened"))
-gae_returns = jax.jit(advantages.gae_returns, static_argnames=("gamma", "lam"))
-gdpo = jax.jit(advantages.gdpo, static_argnames="gdpo_weights")
-grpo_passk = jax.jit(advantages.grpo_passk, static_argnames="passk_is_normalized")
-whiten = jax.jit(advantages.whiten)
+gae = advantages.gae
+gae_returns = advantages.gae_returns
+gdpo = advantages.gdpo
+grpo_passk = advantages.grpo_passk
+whiten = advantages.whiten
 # One advantage per sequence, from its own group or from the whole batch.
 OWN_GROUP = ["grpo", "dr_grpo", "maxrl", "grpo_passk", "rloo", "oapl", "opo", "opob"]
 OUTCOME = [*OWN_GROUP, "batch_mean", "gpg", "gdpo", "reinforce_plus_plus_baseline"]
@@ -78,7 +78,7 @@ def make_fields(rewards, mask, seed=3):
     return {name: np.where(mask, x, NAN) for name, x in per_token.items()} | per_row
 
 
-@jax.jit
+@jitted.function
 def results(rewards, mask, group, fields):
     """{name: advantages} of the entries whose fields are there, one program for all of them."""
     return {
@@ -152,7 +152,7 @@ def test_grpo_forgets_shift_and_scale():
     ("beta", "value"), [(0.05, 0.9653), (0.5, 0.7169), (5.0, 0.5250), (1e-4, 1.0), (1e4, 0.5)]
 )
 def test_oapl_value_is_between_the_mean_and_the_best(beta, value):
-    oapl = jax.jit(functools.partial(advantages.oapl, oapl_beta_value=beta))
+    oapl = functools.partial(advantages.oapl, oapl_beta_value=beta)
     adv = oapl(np.array([1.0, 0, 0, 1]), np.ones((4, 1)), np.zeros(4, int))
     np.testing.assert_allclose(adv[:, 0], np.array([1, 0, 0, 1]) - value, atol=1e-4)
 
@@ -406,7 +406,7 @@ def test_gae_puts_a_sequence_reward_on_the_last_valid_token():
 
 def test_reinforce_plus_plus_does_not_discount_a_hole():
     # Returns 0.25, 0.5, 1: mean 0.583333, unbiased variance (0.111111 + 0.006944 + 0.173611) / 2.
-    half = jax.jit(functools.partial(advantages.reinforce_plus_plus, gamma=0.5))
+    half = functools.partial(advantages.reinforce_plus_plus, gamma=0.5)
     adv = half(np.array([1.0]), np.array([[1, 0, 1, 1]]), None)
     np.testing.assert_allclose(adv, [[-0.872872, 0, -0.218218, 1.091089]], rtol=1e-5)
 

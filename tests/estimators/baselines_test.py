@@ -13,7 +13,7 @@ from tests import jitted
 baselines = jitted.Module(baselines)
 
 NAN = float("nan")
-batch_mean = jax.jit(baselines.batch_mean)
+batch_mean = baselines.batch_mean
 TOKEN_BASELINES = {
     name: jax.jit(function, static_argnames=("otb_zero_tail", "form"))
     for name, function in (("otb", baselines.otb), ("tir_otb", baselines.tir_otb))
@@ -22,7 +22,7 @@ TOKEN_BASELINES = {
 
 def test_remax_subtracts_the_greedy_reward():
     # Row 0: 1 + 2 - 0.5 at both tokens after the 1 is still to come, then 2 - 0.5.
-    adv = jax.jit(baselines.remax)(
+    adv = baselines.remax(
         np.array([[0.0, 1.0, 2.0], [0.0, 3.0, NAN]]),
         np.array([[1, 1, 1], [1, 1, 0]]),
         np.array([0, 0]),
@@ -60,7 +60,7 @@ def test_the_mean_of_the_batch_shortens_the_step_by_its_own_reward():
 def test_opo_by_hand_and_by_what_it_minimises():
     mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]])
     rewards, group = np.array([1.0, 0.0, 0.3, 0.8]), np.array([0, 0, 1, 1])
-    adv = jax.jit(baselines.opo)(rewards, mask, group)[:, 0]
+    adv = baselines.opo(rewards, mask, group)[:, 0]
     # Baselines 4 / 6 and (0.3 + 3 * 0.8) / 4 = 0.675.
     np.testing.assert_allclose(adv, [1 / 3, -2 / 3, -0.375, 0.125], rtol=1e-5)
     length = np.sum(mask, axis=1)
@@ -68,7 +68,7 @@ def test_opo_by_hand_and_by_what_it_minimises():
         np.testing.assert_allclose(np.sum((length * adv)[np.array(members)]), 0.0, atol=1e-6)
 
 
-jitted_opob = jax.jit(baselines.opob)
+jitted_opob = baselines.opob
 
 
 def opob(rewards, log_w, grad_norms, mask=None, group=None):

@@ -1,6 +1,5 @@
 """Weights with a cap per factor: by hand, their limits, packed rows and padding."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,7 +27,7 @@ def chain(engine, staleness, trust_region, logp_behav=-2.0):
     return dict(zip(NAMES, (*sums, np.full_like(logs[0], logp_behav)), strict=True))
 
 
-@jax.jit
+@jitted.function
 def both(fields, mask, seg=None, **caps):
     return [function(mask, mask, seg, **fields, **caps)
             for function in (factor_weights.capped_ratio, factor_weights.seq_capped_ratio)]

@@ -357,7 +357,7 @@ def sequence_logps(params):
     return jnp.stack([jnp.stack([first[a], second[a, b]]) for a, b in SEQUENCES])
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@jitted.function
 def expected_gradient(name, parameters, params, sampler_params):
     """Expectation over the sampler of the gradient of the loss at logp = logp_old.
 
@@ -390,7 +390,7 @@ def test_only_the_full_sequence_weight_gives_the_exact_policy_gradient():
         def minus_value(params):
             return -jnp.sum(jnp.exp(jnp.sum(sequence_logps(params), axis=1)) * REWARDS)
 
-        exact = jax.jit(jitted.grad(minus_value))(params)
+        exact = jitted.grad(minus_value)(params)
 
         def bias(weight, sampler):
             return np.abs(expected_gradient(*weight, params, sampler) - exact).max()

@@ -137,7 +137,7 @@ def oracle(name, inputs):
     return keep
 
 
-@jax.jit
+@jitted.function
 def all_masks(inputs):
     log_ratio, mask, seg = (inputs[field] for field in ("log_ratio", "mask", "seg"))
     kept = {}
@@ -337,7 +337,7 @@ def test_ratio_bands_and_the_veto_keep_their_bounds(dtype):
     bounds = (0.1, 1.3, 2.0)
     mask = np.ones((3, 1))
 
-    @jax.jit
+    @jitted.function
     def kept(log_ratio):
         """[below, at, above] of each bound"""
         found = {("veto", x): masks.veto(log_ratio[x], mask, veto_ratio=x) for x in bounds}

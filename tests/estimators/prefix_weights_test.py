@@ -15,8 +15,8 @@ from tests import jitted
 prefix_weights, weights = map(jitted.Module, (prefix_weights, weights))
 
 NAN = float("nan")
-prefix_minpro = jax.jit(prefix_weights.prefix_minpro)
-prefix_ctpo = jax.jit(prefix_weights.prefix_ctpo)
+prefix_minpro = prefix_weights.prefix_minpro
+prefix_ctpo = prefix_weights.prefix_ctpo
 PARAMETERS = {
     "prefix_minpro": {"cap": 3.0},
     "prefix_ctpo": {"ctpo_low": 0.4, "ctpo_high": 0.7, "ctpo_power": 0.6},
@@ -51,7 +51,7 @@ def oracle(name, log_ratio, mask, seg, turn):
     return w
 
 
-@jax.jit
+@jitted.function
 def all_weights(log_ratio, mask, seg, turn):
     fields = {"turn": turn}
     return {

@@ -1,6 +1,5 @@
 """Detached weights: published coefficients, verl's numbers, limits of each method, packing."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -41,7 +40,7 @@ COEFFICIENTS = {
 }
 
 
-@functools.partial(jax.jit, static_argnames="name")
+@jitted.function
 def run(name, logp, batch, **parameters):
     """(loss [B, T], metrics, gradient of its sum) with the entry's needs taken from the batch."""
     needs = {field: batch[field] for field in methods.needs("objective", name)}
@@ -145,7 +144,7 @@ def test_verl_example(name):
         loss_bt, _ = OBJECTIVES[name](logp, old, adv, mask, **parameters)
         return reduce.aggregate(loss_bt, mask, "token-mean")
 
-    value, gradient = jax.jit(jitted.value_and_grad(loss))(logp)
+    value, gradient = jitted.value_and_grad(loss)(logp)
     np.testing.assert_allclose(value, expected, atol=1e-5)
     np.testing.assert_allclose(gradient.ravel(), [*expected_gradient, 0.0], atol=1e-5)
 

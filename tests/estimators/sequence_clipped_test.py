@@ -1,6 +1,5 @@
 """Clipped surrogates of sequences, entropy groups and prefixes: loops, limits, numbers."""
 
-import jax
 import numpy as np
 import pytest
 
@@ -13,7 +12,7 @@ from tests.estimators.sequence_losses import (
 
 reduce, sequence_clipped = map(jitted.Module, (reduce, sequence_clipped))
 
-pytestmark = pytest.mark.compiles  # hundreds of small programs
+pytestmark = pytest.mark.compiles
 
 # The formulas, see `sequence_losses`.
 
@@ -159,7 +158,7 @@ def test_seq_ppo_clips_the_product():
     mask = np.array([[1, 1, 1, 0]])
     logp = np.array([[0.3, -0.1, 0.2, np.nan]])
 
-    @jax.jit
+    @jitted.function
     @jitted.value_and_grad
     def loss(logp, seg, clip_high):
         loss_bt, _ = sequence_clipped.seq_ppo(

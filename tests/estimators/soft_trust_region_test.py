@@ -1,6 +1,5 @@
 """Smooth objectives: published coefficients, verl's numbers, the multiplier of a prompt, limits."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +36,7 @@ LENGTHS = (5, 2, 1, 4, 3, 3)
 STATIC = ("form", "name", "aggregation", "quatro_delta", "quatro_floor", "oapl_beta", "dro_beta")
 
 
-@functools.partial(jax.jit, static_argnames=STATIC)
+@jitted.function
 def run(name, logp, batch, aggregation="token-sum", **parameters):
     """(loss [B, T], metrics, gradient of the aggregate), needs taken from the batch."""
     needs = {field: batch[field] for field in methods.needs("objective", name)}
@@ -207,7 +206,7 @@ def divergence(rewards, multiplier):
     return np.sum(p[is_positive] * np.log(len(p) * p[is_positive]))
 
 
-@functools.partial(jax.jit, static_argnames=("delta", "floor"))
+@jitted.function
 def multiplier(rewards, group, is_valid, delta, floor=1e-3):
     return soft_trust_region.quatro_multiplier(
         rewards, group, is_valid, quatro_delta=delta, quatro_floor=floor

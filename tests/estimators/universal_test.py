@@ -90,7 +90,7 @@ def test_only_logp_carries_a_gradient():
     logp, batch = samples.make()
     fields = {name: batch[name] for name in samples.token_fields(batch)}
 
-    @jax.jit
+    @jitted.function
     def gradients(logp, fields):
         """{entry: gradients with respect to the fields}; of a weight or a mask also to logp."""
         found = {}
@@ -126,7 +126,7 @@ def test_advantages_carry_no_gradient():
         "weights": uniform(8, 4), "grad_norms": uniform(8), "reward_components": normal(8, 2),
     }
 
-    @jax.jit
+    @jitted.function
     def gradients(floats):
         return {
             name: jitted.grad(lambda x, name=name: jnp.sum(samples.advantage(name, batch | x)))(floats)

@@ -70,7 +70,7 @@ def oracle(name, log_ratio, mask, seg):
     return w
 
 
-@jax.jit
+@jitted.function
 def all_weights(log_ratio, mask, seg):
     return {
         name: weights.WEIGHTS[name](log_ratio, mask, seg, **parameters)
@@ -226,7 +226,7 @@ def test_a_ratio_that_is_its_bound_is_kept(dtype):
     def log_ratios(bound):  # below, at and above it: one token each
         return np.log(bound) + np.array([[-step], [0.0], [step]])
 
-    @jax.jit
+    @jitted.function
     def kept(log_ratio):
         bands = [{"lower": 0.0, "upper": 9.0} | {end: x} for _, x, end in cases]
         return [
