@@ -357,7 +357,7 @@ def sequence_logps(params):
     return jnp.stack([jnp.stack([first[a], second[a, b]]) for a, b in SEQUENCES])
 
 
-@jitted.function
+@functools.partial(jax.jit, static_argnums=0)
 def expected_gradient(name, parameters, params, sampler_params):
     """Expectation over the sampler of the gradient of the loss at logp = logp_old.
 
