@@ -688,7 +688,7 @@ def test_the_split_into_micro_batches_of_equal_sequences_changes_the_z_loss_by_r
 
 def test_the_bias_moves_against_the_load():
     """Load (4, 1, 1), mean 2: down, up, up. An even layer does not move."""
-    params = {"layers": {"router_bias": np.array([[0.0, 1.0, -1.0], [2.0, 2.0, 2.0]])}, "x": 1}
+    params = {"layers": {"router_bias": np.float32([[0, 1, -1], [2, 2, 2]])}, "x": 1}
     moved = moved_bias(params, np.array([[4.0, 1, 1], [2, 2, 2]]), 0.25)
     np.testing.assert_array_equal(moved["layers"]["router_bias"], [[-0.25, 1.25, -0.75], [2, 2, 2]])
     assert moved["x"] == 1
