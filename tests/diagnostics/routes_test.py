@@ -73,7 +73,8 @@ def test_positions_of_packed_rows_begin_with_each_sequence():
 def test_positions_count_from_the_first_token_of_the_response():
     """Token 0 has no route, and token 2 flips."""
     shared, mask = np.array([[[1], [1], [0]]]), np.array([[False, True, True]])
-    metrics = flip_metrics(shared, mask, num_chosen=1, num_experts=4, response=np.ones((1, 3), bool))
+    response = np.ones((1, 3), bool)
+    metrics = flip_metrics(shared, mask, num_chosen=1, num_experts=4, response=response)
     found = {name.rpartition("_")[2]: float(x) for name, x in metrics.items() if "position" in name}
     assert found == {"0": 0.0, "1": 0.0, "2": 1.0}
 

@@ -76,7 +76,8 @@ def test_no_stop_id_can_be_drawn_before_min_tokens():
     logs = np.asarray(distribution(logits, params, two))[0]
     np.testing.assert_allclose(np.exp(logs[2:4]), [1 / (1 + np.exp(-1)), 1 / (1 + np.e)], rtol=1e-6)
     assert np.isneginf(np.delete(logs, [2, 3])).all()
-    assert int(two.barred[0]) == 1 and np.argmax(np.asarray(distribution(logits, params, three))) == 1
+    assert int(two.barred[0]) == 1
+    assert np.argmax(np.asarray(distribution(logits, params, three))) == 1
     drawn = two.draw(np.array([2]), np.array([True]), SINGLE)
     np.testing.assert_array_equal(applied(drawn, logits), applied(three, logits))
     kept = two.draw(np.array([2]), np.array([False]), SINGLE)

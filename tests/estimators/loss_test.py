@@ -116,8 +116,10 @@ def test_dis_is_reinforce_with_the_masked_weight_in_bypass_mode():
         {"objective": ("dis", {"clip_low": 0.3, "clip_high": 0.5})},
         {"objective": ("reinforce", {}), "weight": ("token_mis", {"lower": 0.7, "upper": 1.5})},
     ]
-    losses = [jitted.value_and_grad(lambda logp, way=way: policy_loss(logp, BATCH, **parts, **way)[0])
-              for way in ways]
+    losses = [
+        jitted.value_and_grad(lambda logp, way=way: policy_loss(logp, BATCH, **parts, **way)[0])
+        for way in ways
+    ]
     (value, gradient), (other, expected) = (loss(LOGP) for loss in losses)
     np.testing.assert_allclose(value, other, rtol=1e-6)
     np.testing.assert_allclose(gradient, expected, rtol=1e-6)

@@ -129,7 +129,7 @@ def test_advantages_carry_no_gradient():
     @jitted.function
     def gradients(floats):
         return {
-            name: jitted.grad(lambda x, name=name: jnp.sum(samples.advantage(name, batch | x)))(floats)
+            name: jax.grad(lambda x, name=name: jnp.sum(samples.advantage(name, batch | x)))(floats)
             for name in ADVANTAGES
         }
 

@@ -298,7 +298,8 @@ def test_vanishing_weights_are_not_normalised():
     w, factor = weights.batch_normalize(np.zeros((2, 3)), np.ones((2, 3)), "token")
     assert factor == 1.0
     np.testing.assert_array_equal(w, np.zeros((2, 3)))
-    tiny = np.full((2, 3), 9e-9, np.float32)  # a mean of at most 1e-8 is left alone, a larger one is not
+    # A mean of at most 1e-8 is left alone, a larger one is not.
+    tiny = np.full((2, 3), 9e-9, np.float32)
     np.testing.assert_array_equal(weights.batch_normalize(tiny, np.ones((2, 3)), "seq")[0], tiny)
     w, _ = weights.batch_normalize(2.0 * tiny, np.ones((2, 3)), "seq")
     np.testing.assert_allclose(w, np.ones((2, 3)), rtol=1e-5)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.by_jax("optax has a version for each jax")
 
 def jitted_transformation(make):
     """`make` of an optimizer whose `init` and `update` are one program each."""
-    return lambda *args, **kwargs: optax.GradientTransformation(*map(jax.jit, make(*args, **kwargs)))
+    return lambda *of, **fields: optax.GradientTransformation(*map(jax.jit, make(*of, **fields)))
 
 
 align, make_optimizer, perturb, scale_loss = map(
