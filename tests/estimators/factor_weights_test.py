@@ -1,12 +1,14 @@
 """Weights with a cap per factor: by hand, their limits, packed rows and padding."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import factor_weights
 from jaxrl_tis.estimators import weights
+from tests import jitted
+
+factor_weights, weights = map(jitted.Module, (factor_weights, weights))
 
 NAN = float("nan")
 NAMES = ("logp", "logp_prox", "logp_old", "logp_behav")
@@ -15,17 +17,17 @@ INF = {"cap_engine": np.inf}
 ENGINE = [[4.0, 0.5], [2.0, 2.0]]
 STALENESS = [[0.5, 0.5], [0.5, 2.0]]
 TRUST_REGION = [[3.0, 1.0], [1.0, 2.0]]
-MASK = jnp.array([[1, 1], [1, 0]])
+MASK = np.array([[1, 1], [1, 0]])
 
 
 def chain(engine, staleness, trust_region, logp_behav=-2.0):
     """The four log-probs whose factors are the given ratios, by name."""
-    logs = [jnp.log(jnp.array(x, jnp.float32)) for x in (trust_region, staleness, engine)]
+    logs = [np.log(np.array(x, np.float32)) for x in (trust_region, staleness, engine)]
     sums = [logp_behav + sum(logs[i:]) for i in range(3)]
-    return dict(zip(NAMES, (*sums, jnp.full_like(logs[0], logp_behav)), strict=True))
+    return dict(zip(NAMES, (*sums, np.full_like(logs[0], logp_behav)), strict=True))
 
 
-@jax.jit
+@jitted.function
 def both(fields, mask, seg=None, **caps):
     return [function(mask, mask, seg, **fields, **caps)
             for function in (factor_weights.capped_ratio, factor_weights.seq_capped_ratio)]
@@ -52,7 +54,7 @@ def test_a_cap_per_factor_by_hand(caps, tokens, sequences):
     np.testing.assert_allclose(of_sequences, expected, rtol=1e-5)
     # In one packed row behind each other.
     packed = {name: jnp.concatenate(list(x))[None] for name, x in fields.items()}
-    seg = jnp.array([[1, 1, 2, 0]])
+    seg = np.array([[1, 1, 2, 0]])
     packed_tokens, packed_sequences = both(packed, seg > 0, seg, **caps)
     np.testing.assert_allclose(packed_tokens, np.reshape(tokens, (1, 4)), rtol=1e-5)
     np.testing.assert_allclose(packed_sequences, expected.reshape(1, 4), rtol=1e-5)
@@ -73,7 +75,7 @@ def test_before_the_updates_they_are_truncated_importance_sampling():
 def test_huge_factors_are_bounded_and_cancel_only_without_caps():
     ones = np.ones((1, 1))
     fields = {"logp": 0.0, "logp_prox": -500.0, "logp_old": 0.0, "logp_behav": -500.0}
-    fields = {name: jnp.full((1, 1), x) for name, x in fields.items()}  # e^500, e^-500, e^500
+    fields = {name: np.full((1, 1), x) for name, x in fields.items()}  # e^500, e^-500, e^500
     for w in both(fields, ones, cap_engine=np.inf):
         np.testing.assert_allclose(w, np.exp(20.0), rtol=1e-5)
     for w in both(fields, ones, cap_trust_region=1.0):
