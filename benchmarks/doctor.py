@@ -1,6 +1,7 @@
 """Measures how often the doctor is right about simulated logs of nine frameworks.
 
-    python -m benchmarks.doctor [--logs=200] [--broken=50] [--only=trl,verl] [--write]
+    python -m benchmarks.doctor [--logs=200] [--broken=50] [--only=trl,verl]
+    python -m benchmarks.doctor --write
 
 Each log is simulated token by token. Contexts have a next-token distribution of the sampler and one
 of the learner. Sequences of 1 to 2,000 tokens are sampled from the first. Each framework's own
