@@ -241,7 +241,7 @@ def bias_and_variance(text):
     method = methods.parse("weight", text)
 
     def loss_fn(logp, batch):
-        w, _ = loss.importance_weights(batch["logp_old"] - batch["logp_behav"], batch, method)
+        w = loss.importance_weights(batch["logp_old"] - batch["logp_behav"], batch, method)
         return reduce.aggregate(-w * batch["adv"] * logp, batch["mask"], "seq-mean-token-sum")
 
     mean, variance = problem.moments(loss_fn)

@@ -13,7 +13,7 @@ from typing import Any
 from jaxrl_tis.doctor import asynchrony, depth, effects, frozen
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE, OUT_OF_BAND,
-    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_older, has_own_weight, in_bypass,
+    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, approximates_old_logp, has_older, in_bypass,
     is_direct, is_not, is_so, largest_age, updates,
 )
 from jaxrl_tis.estimators import methods
@@ -50,30 +50,27 @@ def _rejected_stay(case):
     return True if has_kl or case.setting("correction.rejected_in_denominator") else None
 
 
-def _mode(case):
-    """Returns decoupled mode, in which weights see the sampler's gap alone; None where a method for stale
-    samples weights the whole drift."""
-    return None if has_older(case) and asynchrony.corrects_staleness(case) else "decoupled"
-
-
-def _weighable(case):
-    """Returns PPO for an objective that corrects the gap itself, because a weight would correct it twice,
-    or that takes no weight; for stale samples, the objective that corrects both parts."""
+def _centre(case):
+    """Returns a centre beside which weights see the gap before the update alone; None where the whole
+    drift of stale samples is weighted."""
     if has_older(case):
-        return asynchrony.objective(case)
-    traits = methods.traits("objective", case.method("objective")[0])
-    is_unfit = has_own_weight(case) or not traits.takes_weight
-    return "ppo" if is_unfit else None
+        return None if asynchrony.corrects_staleness(case) else "prox"
+    return "old" if in_bypass(case) else None
+
+
+def _staleness_weight(case):
+    """Returns the weight of staleness where the config has older tokens and nothing corrects them."""
+    if not has_older(case) or asynchrony.corrects_staleness(case):
+        return None
+    return "folded" if approximates_old_logp(case) else "token_vanilla"
 
 
 def _beside(case, weight):
-    """Returns a weight, or for stale samples its replacement: none with an objective that weights."""
+    """Returns a weight; None for stale samples whose objective weights them."""
     if not has_older(case):
         return weight
     is_weighed = is_direct(case) and case.method("weight")[0] == "none"  # by the objective itself
-    if is_weighed or case.method("objective")[0] in asynchrony.OBJECTIVES:
-        return None
-    return weight if asynchrony.corrects_staleness(case) else "none"
+    return None if is_weighed or case.method("objective")[0] in asynchrony.OBJECTIVES else weight
 
 
 def _weight(case):
@@ -130,7 +127,8 @@ GEO = {
     "rollout.old_logp_source": _old_logp, "correction.rejected_in_denominator": _rejected_stay,
 }
 WEIGHABLE = {
-    "correction.mode": _mode, "correction.objective": _weighable, "correction.centering": "none",
+    "correction.centre": _centre, "correction.objective": asynchrony.fit_objective,
+    "correction.staleness_weight": _staleness_weight, "correction.centering": "none",
 }
 WEIGHED = WEIGHABLE | {"correction.weight": _weight}
 TOKENS_WEIGHED = WEIGHABLE | {"correction.weight": _token_weight}

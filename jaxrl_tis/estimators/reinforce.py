@@ -77,7 +77,7 @@ def reinforce(
 def cispo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 10.0, clip_high: Numeric = 0.2, cispo_mask_low: Numeric = jnp.inf,
-    cispo_mask_high: Numeric = jnp.inf,
+    cispo_mask_high: Numeric = jnp.inf, level: str = "token",
 ) -> ppo.Loss:
     """CISPO (MiniMax-M1, arXiv:2506.13585), l = -sg(clip(r, 1 - clip_low, 1 + clip_high) M) A log
     pi.
@@ -97,12 +97,15 @@ def cispo(
       clip_high: width above 1; 0.2 as in verl's script. 4.0 is the cap of 5 in TRL and ScaleRL.
       cispo_mask_low: width of the mask's band below 1; infinity is no mask, as in CISPO itself.
       cispo_mask_high: width of the mask's band above 1; likewise.
+      level: of the ratio, "token", or "seq" or "geo" for its product or geometric mean over the
+        sequence, which no paper has.
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens whose weight is not r.
     """
-    del seg
+    if level not in weights.RAW:
+        raise ValueError(f"level is {level!r} in 'cispo'; choose one of {', '.join(weights.RAW)}")
     log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
-    ratio_bt = weights.raw_token(log_ratio_bt, mask)
+    ratio_bt = weights.RAW[level](log_ratio_bt, mask, seg)
     w_bt = ratios.clamp(ratio_bt, 1.0 - clip_low, 1.0 + clip_high)
     is_masked_bt = (adv_bt > 0) & (ratio_bt > 1.0 + cispo_mask_high)
     is_masked_bt |= (adv_bt < 0) & (ratio_bt < 1.0 - cispo_mask_low)

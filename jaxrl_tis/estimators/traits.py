@@ -24,7 +24,6 @@ class Traits:
       level: of its ratio, a key of `weights.RAW`; it counts once for each token or sequence.
       is_bounded_ratio: it is the raw ratio of `level`, changed by its bounds alone.
       unbounded: bounds with names of its own, with the values at which they do nothing.
-      is_of_factors: it has a cap for each factor of the ratio, and contains the age of a token.
 
     Of a mask or an objective:
       ranks: it compares the tokens of a whole batch.
@@ -58,7 +57,6 @@ class Traits:
     level: str = "token"
     is_bounded_ratio: bool = True
     unbounded: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    is_of_factors: bool = False
     at_update: bool = False
     ranks: bool = False
     has_ratio: bool = True

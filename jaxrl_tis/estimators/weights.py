@@ -15,9 +15,9 @@ With rho_t = pi_old(y_t) / mu(y_t), the first part of a name is the level of the
   prefix  the tokens up to t, see `prefix_weights`
 
 and the second is the bound: vanilla has none, tis truncates from above, clip bounds on both sides,
-mis and icepop set the ratio to 0 outside a closed band. `capped_ratio` has a cap for each factor of
-the token's ratio, see `factor_weights`. A rejected token has weight 0 and stays in the denominator of
-the loss; rejection that changes the mask is in `masks`.
+mis and icepop set the ratio to 0 outside a closed band. A rejected token has weight 0 and stays in the
+denominator of the loss; rejection that changes the mask is in `masks`. The same entries weigh the
+factor staleness, from logp_prox - logp_old, and the policy's drift, see `loss`.
 
 Args of every entry:
   log_ratio: [B, T] nats, logp_old - logp_behav; values at padding are ignored.
@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
-from jaxrl_tis.estimators import entries, factor_weights, prefix_weights, ratios
+from jaxrl_tis.estimators import entries, prefix_weights, ratios
 from jaxrl_tis.estimators.traits import Traits
 
 
@@ -309,11 +309,7 @@ WEIGHTS = {
     "seq_icepop": seq_icepop,
     "seq_mask_tis": seq_mask_tis,
     **prefix_weights.WEIGHTS,
-    **factor_weights.WEIGHTS,
 }
 
 # The usual bounds of a weight, at the values where they do nothing. Others are in its traits.
-UNBOUNDED = {
-    **dict.fromkeys(("cap", "cap_engine", "cap_staleness", "cap_trust_region"), jnp.inf),
-    "lower": 0.0, "upper": jnp.inf,
-}
+UNBOUNDED = {"cap": jnp.inf, "lower": 0.0, "upper": jnp.inf}
