@@ -216,7 +216,7 @@ def test_the_published_settings():
     for config in (grpo, ppo, dapo):
         assert config.engine.quantization == "w8a8"
         chosen = correction.parse(config.correction)
-        assert chosen.weight[0] == "token_tis" and chosen.mode == "decoupled"
+        assert chosen.weight[0] == "token_tis" and chosen.centre == "old"
     assert grpo.correction.advantage == "grpo" and grpo.rollout.group_size > 1
     assert ppo.correction.advantage == "gae" and ppo.rollout.group_size == 1
     c, rollout = dapo.correction, dapo.rollout

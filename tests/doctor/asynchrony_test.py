@@ -75,7 +75,7 @@ CASES = {
     "weights of the whole drift": ({}, WHOLE, {"training.async"}),
     "an objective's own weight": ({}, DIRECT, {"training.async"}),
     "that of another ratio": (
-        {}, DIRECT | {"correction.mode": "decoupled"}, {"training.async", "async.naive"}
+        {}, DIRECT | {"correction.centre": "old"}, {"training.async", "async.naive"}
     ),
     "caps of every factor": (
         {}, {"correction.preset": "normal", "correction.weight": "capped_ratio",
@@ -176,7 +176,7 @@ def test_advice_for_the_gap_keeps_what_corrects_staleness(symptom, changes, tmp_
     validate(config)
     after = cases.Case({}, config.to_dict(), cases.THRESHOLDS, 120)
     assert asynchrony.corrects_staleness(after)
-    is_direct = after.method("objective")[0] == "dis" and after.setting("correction.mode") == "bypass"
+    is_direct = after.method("objective")[0] == "dis" and after.setting("correction.centre") == "behav"
     assert not is_direct or after.method("weight")[0] == "none"  # or the gap would count twice
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_tis.estimators import methods, presets, weights
 from jaxrl_tis.estimators.counts import is_count, of_masks, of_weight
-from jaxrl_tis.estimators.loss import policy_loss, split, weight_counts
+from jaxrl_tis.estimators.loss import LossSpec, policy_loss, weight_counts
 from tests.estimators import samples
 
 LOG2 = float(np.log(2.0))
@@ -94,7 +94,7 @@ def counted(batch, **parts):
 
 def test_bypass_counts_at_the_update():
     masks = methods.parse_all("mask", "token_ratio(upper=3.0, lower=0.3) & veto")
-    parts = dict(mode="bypass", weight=("token_tis", {"cap": 3.0}), masks=masks)
+    parts = dict(centre="behav", weight=("token_tis", {"cap": 3.0}), masks=masks)
     found = counted(BATCH, **parts)
     assert found["correction/mask/token_ratio/dropped"] == 2  # of ratio 4 and 1/4
     assert found["correction/mask/token_ratio/num_tokens"] == 6
@@ -111,18 +111,18 @@ def test_beside_weights_of_the_batch_only_masks_of_the_update_are_counted():
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+@pytest.mark.parametrize("centre", ["old", "behav"])
 @pytest.mark.parametrize("name", methods.TABLES["mask"])
-def test_every_mask_is_counted_where_it_is_judged(name, mode):
+def test_every_mask_is_counted_where_it_is_judged(name, centre):
     logp, batch = samples.make()
     mask = samples.method("mask", name)
     _, metrics = policy_loss(
-        logp, batch, objective=PPO, masks=(mask,), mode=mode, rejected_in_denominator=True
+        logp, batch, objective=PPO, masks=(mask,), centre=centre, rejected_in_denominator=True
     )
     count = batch["mask"].sum()
     assert metrics[f"correction/mask/{name}/num_tokens"] == count
     dropped = metrics[f"correction/mask/{name}/dropped"]
-    if split((mask,), mode)[1]:
+    if LossSpec(objective=PPO, masks=(mask,), centre=centre).masks_at_update:
         share = metrics["actor/rejected_fraction"]
         assert dropped == pytest.approx(float(share * count), abs=1e-3)
     assert 0 <= dropped <= count

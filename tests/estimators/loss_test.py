@@ -86,7 +86,7 @@ def test_the_cross_entropy_of_the_environment_by_hand():
 def test_the_kl_to_the_sampler_is_of_rejected_tokens_too():
     """prime-rl's IPO with its quadratic term, tau = 0.1."""
     # logp - logp_behav: 0.5, -0.2, 0.1, 0.2, 0.7; differences of the probabilities by hand.
-    parts = {"mode": "bypass", "objective": "reinforce", "weight": "token_vanilla",
+    parts = {"centre": "behav", "objective": "reinforce", "weight": "token_vanilla",
              "aggregation": "token-sum", "rejected_in_denominator": True}
     gap = np.array([0.5, -0.2, 0.1, 0.2, 0.7])
     behav = np.asarray(BATCH["logp_behav"])[np.asarray(BATCH["mask"]) > 0]
@@ -106,7 +106,7 @@ def test_the_kl_to_the_sampler_is_of_rejected_tokens_too():
 
 def test_dis_is_reinforce_with_the_masked_weight_in_bypass_mode():
     # Ratios to the sampler: e^0.5, e^-0.2, e^0.1, e^0.2 and e^0.7; the first and last are above 1.5.
-    parts = {"aggregation": "token-mean", "mode": "bypass", "rejected_in_denominator": True}
+    parts = {"aggregation": "token-mean", "centre": "behav", "rejected_in_denominator": True}
     ways = [
         {"objective": ("dis", {"clip_low": 0.3, "clip_high": 0.5})},
         {"objective": ("reinforce", {}), "weight": ("token_mis", {"lower": 0.7, "upper": 1.5})},
@@ -138,7 +138,7 @@ def test_flash_reinforce_by_hand():
         "objective": methods.parse("objective", bundle["objective"]),
         "weight": methods.parse("weight", bundle["weight"]),
         "masks": methods.parse_all("mask", bundle["masks"]),
-        "mode": bundle["mode"], "aggregation": "seq-mean-token-mean",
+        "centre": bundle["centre"], "aggregation": "seq-mean-token-mean",
         "rejected_in_denominator": True,
     }
     gradient = jax.grad(lambda logp: policy_loss(logp, batch, **parts)[0])(jnp.log(learner))
@@ -192,7 +192,7 @@ def test_bypass_weighs_the_policy_of_the_update():
     # 0.8187 * 1.1 + 1.1052 * 0.4 - 1.2 * 0.5 * 0.8 = 0.8627.
     parts = {
         "weight": ("token_tis", {"cap": 1.2}), "masks": (("token_ratio", {"upper": 1.55}),),
-        "objective": ("reinforce", {}), "mode": "bypass",
+        "objective": ("reinforce", {}), "centre": "behav",
     }
     value, metrics = policy_loss(LOGP, BATCH, aggregation="token-sum", **parts)
     np.testing.assert_allclose(value, 0.8627, atol=1e-4)

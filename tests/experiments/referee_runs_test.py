@@ -42,7 +42,7 @@ def test_the_control_is_none_with_the_loss_of_the_stale_arms():
     for gap in ("int8", "noise"):
         control, none = fig_referee.control_of(gap, "long")["REINFORCE"], fig_referee.arms_of(gap, "long")["none"]
         assert dict(control.items() - none.items()) == {
-            "correction.mode": "bypass", "correction.objective": "reinforce",
+            "correction.centre": "behav", "correction.objective": "reinforce",
         }
         assert none.items() <= control.items()
     assert fig_referee.control_of("stale", "long") == {} == fig_referee.control_of("int8", "short")

@@ -71,10 +71,10 @@ def test_decoupled_keeps_three_log_probs_apart():
 
 
 def test_bypass_puts_the_sampler_in_the_ratio_and_weighs_nothing():
-    out, metrics = prepared(mode="bypass", weight="none")
+    out, metrics = prepared(centre="behav", weight="none")
     data, mask = rollout(), rollout()["mask"]
     assert "weights" not in out  # the loss weighs the drift at every update
-    c = correction.parse(fields(mode="bypass", weight="none", objective="ppo"))
+    c = correction.parse(fields(centre="behav", weight="none", objective="ppo"))
     _, found = update_loss(c, data["logp_old"], None, data | out, 1.0, 1.0)
     assert found["actor/ppo_kl"] == pytest.approx(-log_ratio()[mask].mean(), rel=1e-4)
     # The gap is measured all the same, between the learner and the sampler.
@@ -126,7 +126,7 @@ def test_a_cap_per_factor_is_applied_once_or_at_every_update():
     share = (np.exp(z) > 1.2)[data["mask"]].mean()
     assert metrics["mismatch/engine/fraction_capped"] == pytest.approx(share)
     assert metrics["mismatch/trust_region/fraction_capped"] == 0.0
-    changes = dict(mode="bypass", objective="reinforce", weight=f"capped_ratio({caps})")
+    changes = dict(centre="behav", objective="reinforce", weight=f"capped_ratio({caps})")
     c = correction.parse(fields(**changes))
     rows = data | prepared(**changes)[0] | {"draw": np.zeros(B, np.uint32)}
     logp = np.where(np.arange(T) % 2, 0.2, -0.3) + data["logp_old"]  # moves of the update
@@ -152,10 +152,10 @@ def test_the_cap_of_the_age_counts_where_the_policy_has_moved():
     assert metrics["mismatch/staleness/fraction_capped"] == pytest.approx(is_odd.mean())
 
 
-@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
-def test_the_optimal_baseline_is_that_of_the_policy_and_of_all_answers(mode):
+@pytest.mark.parametrize("centre", ["old", "behav"])
+def test_the_optimal_baseline_is_that_of_the_policy_and_of_all_answers(centre):
     """Two answers of one token: score norms 1 - 2 pi + sum pi^2 of 0.5 and 0.32, rewards 1 and 0. Weights of
-    decoupled mode pi_old / mu: 1 and 2. Of bypass mode pi / mu: 2 and 1. The second is not trained on."""
+    the centre old pi_old / mu: 1 and 2. Of behav pi / mu: 2 and 1. The second is not trained on."""
     one = lambda *x: np.array(x, np.float32)[:, None]
     data = {
         "mask": one(1, 0) > 0, "sampled": one(1, 1) > 0, "rewards": one(1, 0)[:, 0],
@@ -163,17 +163,17 @@ def test_the_optimal_baseline_is_that_of_the_policy_and_of_all_answers(mode):
         "current_version": np.zeros((2, 1), np.int32), "sum_pi_squared": one(0.5, 0.52),
         "logp_prox": np.log(one(0.5, 0.6)), "logp_old": np.log(one(0.25, 1.0)),
     }
-    data["logp_behav"] = np.log(one(0.25, 0.5)) if mode == "decoupled" else np.log(one(0.25, 0.6))
+    data["logp_behav"] = np.log(one(0.25, 0.5)) if centre == "old" else np.log(one(0.25, 0.6))
     out, _ = prepared(
-        data, advantage="otb", mode=mode, weight="token_tis(cap=9.0)", objective="reinforce",
+        data, advantage="otb", centre=centre, weight="token_tis(cap=9.0)", objective="reinforce",
     )
-    norms = (0.5, 4 * 0.32) if mode == "decoupled" else (4 * 0.5, 0.32)
+    norms = (0.5, 4 * 0.32) if centre == "old" else (4 * 0.5, 0.32)
     assert out["adv"][0, 0] == pytest.approx(1 - norms[0] / sum(norms), rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
-def test_tokens_that_an_update_rejects_stay_in_every_denominator(mode):
-    c = correction.parse(fields(mode=mode, masks="trm(trm_delta=1.0)", weight="none"))
+@pytest.mark.parametrize("centre", ["old", "behav"])
+def test_tokens_that_an_update_rejects_stay_in_every_denominator(centre):
+    c = correction.parse(fields(centre=centre, masks="trm(trm_delta=1.0)", weight="none"))
     assert correction.loss_spec(c, {}).rejected_in_denominator
 
 
@@ -253,7 +253,7 @@ def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
     ("prompt-mean", 0.9 / 3 / 2),
 ])
 @pytest.mark.parametrize("is_packed, rejected_in_denominator", [(False, False), (True, True)])
-def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
+def test_around_the_sampler_rejected_tokens_stay_in_every_denominator(
     aggregation, expected, is_packed, rejected_in_denominator
 ):
     """-A log pi is 0.3, 0.6 and 0.9 | 0.5 at log pi = -1; the third token and the other sequence,
@@ -269,7 +269,7 @@ def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
         data, logp = {name: packed(x) for name, x in data.items()}, packed(logp)
         data["seg"] = ratios.Segments(jnp.array([[1, 1, 1, 2]]), 2)
     c = correction.parse(fields(
-        mode="bypass", weight="none", objective="reinforce", masks="token_ratio(upper=1.5)",
+        centre="behav", weight="none", objective="reinforce", masks="token_ratio(upper=1.5)",
         aggregation=aggregation, scale=3.0, rejected_in_denominator=rejected_in_denominator,
     ))
     value, metrics = update_loss(c, jnp.asarray(logp), jnp.zeros(logp.shape), data, 4, 2)
@@ -307,7 +307,7 @@ def test_counts_of_methods_that_are_applied_once():
     }
     normalized = prepared(masks=masks, batch_normalize=True)[1]
     assert all(normalized[name] == x for name, x in found.items())
-    none = prepared(masks=masks, mode="bypass")[1]  # its updates count all of it
+    none = prepared(masks=masks, centre="behav")[1]  # its updates count all of it
     assert not any(map(counts.is_count, none))
 
 

@@ -297,7 +297,7 @@ MUTANTS = [
         ("a bypass has a ratio of its own",
          'return _bundle("bypass", weight, masks, objective)',
          'return _bundle("decoupled", weight, masks, objective)', "test_verl"),
-        ("PPO on the sampler's log-probs is decoupled", '_ppo("none", mode="bypass")',
+        ("PPO on the sampler's log-probs is decoupled", '_ppo("none", centre="behav")',
          '_ppo("none")', "test_the_blog"),
     ),
     *of(
