@@ -176,18 +176,19 @@ def _of_rooms(config, parsed: dict[str, Any]):
         yield from rollout_problems(config, *scheduling)
 
 
-def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
-    """Returns a line for each setting of a valid config, with its methods, that is likely not what
-    its user means."""
+def doubts(
+    config: ml_collections.ConfigDict, c: Correction, schedule: Schedule, way: replay.Way | None
+) -> list[str]:
+    """Returns a line for each setting of a valid config, with its parsed `Choices`, that is likely not
+    what its user means."""
     sentences = []
     if not config.reward.network and not child.namespaces():
         sentences.append(
             "this system lets no process have a namespace of its own: Python's sockets are closed to "
             "rewards without reward.network, those of programs that they start are not"
         )
-    rollout, train = config.rollout, config.train
-    way = replay.parse(rollout.replay)
-    is_stale = replay.max_age(schedules.parse(rollout.schedule), way, rollout.max_age) > 0
+    train = config.train
+    is_stale = replay.max_age(schedule, way, config.rollout.max_age) > 0
     is_same = config.model.numerics == "invariant" and config.engine.quantization == "none"
     has_gap = not is_same or bool(config.engine.injected)
     num_updates = train.minibatches * train.epochs

@@ -54,14 +54,6 @@ def test_a_weight_that_changes_nothing_is_seen():
     assert weight_counts(LOG_RATIO, BATCH, ("none", {})) == {}
 
 
-def test_a_weight_with_caps_for_each_factor():
-    batch = BATCH | {"logp": OLD + LOG2}  # the update has moved every token by a ratio of 2
-    # The products are 8, 2, 1 and 2, 1/2, 4; of the first the engine's part becomes 2.
-    assert of("capped_ratio(cap_engine=2.0)", batch=batch) == (6, 5, 5, 1, 0)
-    assert of("capped_ratio(cap_trust_region=1.0)", batch=batch) == (6, 5, 4, 6, 0)
-    assert of("seq_capped_ratio(cap_engine=1.5)", batch=batch) == (6, 6, 6, 3, 0)
-
-
 def test_rounding_is_no_truncation():
     raw = jnp.array([[1.1, 2.0, 3.0]])
     found = of_weight(raw * (1 + 1e-7), raw, jnp.ones((1, 3)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import baselines, methods, presets
-from jaxrl_tis.estimators.loss import apply_methods, importance_weights, policy_loss
+from jaxrl_tis.estimators.loss import LossSpec, apply_methods, importance_weights, policy_loss
 
 LOGP = jnp.array([[-0.9, -1.1, -0.4], [-0.8, -1.9, -0.7]])
 BATCH = {
@@ -243,7 +243,8 @@ def test_a_mask_of_the_gap_is_applied_with_the_weights():
 def test_the_outputs_of_the_methods_by_hand():
     """logp_old - logp_behav is 0.4, -0.1, 0 | 0, 0.6: ratios 1.492, 0.905, 1 | 1, 1.822."""
     masks = (("token_ratio", {"upper": 1.3}), ("token_ratio", {"lower": 0.95, "upper": 9.0}))
-    outputs = apply_methods(BATCH, TIS, masks, is_batch_normalized=True)
+    spec = LossSpec(objective=PPO, weight=TIS, masks=masks, is_batch_normalized=True)
+    outputs = apply_methods(BATCH, spec, masks)
     w = np.array([[1.4918, 0.9048, 1.0], [1.0, 1.5, 0.0]])  # the cap is 1.5
     np.testing.assert_allclose(outputs.factor, w.sum() / 5, rtol=1e-4)
     np.testing.assert_allclose(outputs.weight, w / (w.sum() / 5), rtol=1e-4)
@@ -256,7 +257,9 @@ def test_the_outputs_of_the_methods_by_hand():
         "weight/num_tokens": 5, "weight/changed_raw": 3, "weight/changed": 3, "weight/truncated": 1,
         "weight/dropped": 0,
     }
-    drift = apply_methods(BATCH | {"logp": LOGP}, NONE, masks, learner="logp")
+    np.testing.assert_allclose(outputs.engine, w, rtol=1e-4)
+    spec = LossSpec(objective=PPO, masks=masks, centre="behav")
+    drift = apply_methods(BATCH | {"logp": LOGP}, spec, masks, "policy")
     # logp - logp_behav is 0.5, -0.2, 0.1 | 0.2, 0.7
     np.testing.assert_array_equal(drift.is_accepted, [[0, 0, 1], [1, 0, 0]])
     np.testing.assert_allclose(drift.log_ratio[0], [0.5, -0.2, 0.1], atol=1e-6)
@@ -292,7 +295,7 @@ def test_the_clip_looks_at_staleness_and_not_at_the_sampler():
 
 def test_precomputed_weights_are_used_as_they_are():
     parts = {"objective": PPO, "aggregation": "seq-mean-token-mean"}
-    w, _ = importance_weights(BATCH["logp_old"] - BATCH["logp_behav"], BATCH, TIS)
+    w = importance_weights(BATCH["logp_old"] - BATCH["logp_behav"], BATCH, TIS)
     fields = {name: x for name, x in BATCH.items() if name != "logp_behav"} | {"weights": w}
     expected, _ = policy_loss(LOGP, BATCH, weight=TIS, **parts)
     actual, _ = policy_loss(LOGP, fields, weight=TIS, **parts)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_tis.estimators import methods
+from jaxrl_tis.estimators import methods, presets
 from jaxrl_tis.estimators.presets import PRESETS
 
 # name: (rollout_is, threshold, rollout_rs, rs threshold (lower, upper), bypass, loss_type)
@@ -103,3 +103,17 @@ def test_unclipped_ratios_inside_a_trust_region():
 def test_every_preset_parses():
     for name in PRESETS:
         parsed(name)
+
+
+def test_mis_ppo_masks_the_ratio_to_the_sampler():
+    for name, mask in (("mis_ppo", "token_ratio"), ("seq_mis_ppo", "seq_sum_ratio")):
+        centre, weight, masks, objective = parsed(name)
+        assert (centre, weight[0], objective[1]) == ("behav", "none", {"clip_low": 1.0, "clip_high": float("inf")})
+        assert masks == ((mask, {"lower": 0.0, "upper": 2.0}),)
+
+
+def test_routes_are_replayed_by_the_updates_of_a_batch():
+    """arXiv:2512.01374: none in one update, r2 in two, r3 beyond."""
+    assert [presets.routing(n) for n in (1, 2, 3, 4, 8)] == ["none", "r2", "r3", "r3", "r3"]
+    by_minibatches = {name for name, b in PRESETS.items() if b["routing"] != "none"}
+    assert by_minibatches == {"moe", "async_moe"}

@@ -75,7 +75,7 @@ def token_fields(batch):
 def weights(logp, batch, name):
     batch = batch | {"logp": logp}
     log_ratio_bt = ratios.as_float(batch["logp_old"]) - batch["logp_behav"]
-    return importance_weights(log_ratio_bt, batch, method("weight", name))[0]
+    return importance_weights(log_ratio_bt, batch, method("weight", name))
 
 
 def kept(logp, batch, name):

@@ -53,7 +53,7 @@ def update_loss(c, logp, entropy, batch, num_tokens, num_seqs):
         logp, correction.with_key(c, batch), spec, entropy=entropy, num_tokens=num_tokens,
         num_seqs=num_seqs,
     )
-    return value, metrics | correction_metrics.drift_metrics(spec, logp, batch)
+    return value, metrics | correction_metrics.drift_metrics(logp, batch)
 
 
 def log_ratio():
@@ -117,39 +117,20 @@ def test_other_weights(weight, band):
     np.testing.assert_allclose(out["weights"], expected * mask, rtol=1e-4, atol=1e-7)
 
 
-def test_a_cap_per_factor_is_applied_once_or_at_every_update():
-    caps = "cap_engine=1.2, cap_trust_region=1.1"
-    data, z = rollout(), log_ratio()
-    out, metrics = prepared(weight=f"capped_ratio({caps})")  # nothing has moved: the engine's alone
-    engine = np.minimum(np.exp(z), 1.2)
-    np.testing.assert_allclose(out["weights"], engine * data["mask"], rtol=1e-5)
-    share = (np.exp(z) > 1.2)[data["mask"]].mean()
-    assert metrics["mismatch/engine/fraction_capped"] == pytest.approx(share)
-    assert metrics["mismatch/trust_region/fraction_capped"] == 0.0
-    changes = dict(centre="behav", objective="reinforce", weight=f"capped_ratio({caps})")
-    c = correction.parse(fields(**changes))
-    rows = data | prepared(**changes)[0] | {"draw": np.zeros(B, np.uint32)}
-    logp = np.where(np.arange(T) % 2, 0.2, -0.3) + data["logp_old"]  # moves of the update
-
-    def value(logp):
-        return update_loss(c, logp, None, rows, 1.0, 1.0)
-
-    gradient, metrics = jax.grad(value, has_aux=True)(logp.astype(np.float32))
-    drift = np.minimum(np.exp(np.where(np.arange(T) % 2, 0.2, -0.3)), 1.1)
-    expected = -engine * drift * rows["adv"] * data["mask"]
-    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
-    assert metrics["mismatch/engine/fraction_capped"] == pytest.approx(share)
-    is_odd = np.broadcast_to(np.arange(T) % 2, z.shape)[data["mask"]]
-    assert metrics["mismatch/trust_region/fraction_capped"] == pytest.approx(is_odd.mean())
-    assert "mismatch/product/fraction_capped" not in prepared()[1]
-
-
-def test_the_cap_of_the_age_counts_where_the_policy_has_moved():
-    data = rollout()
-    data = data | {"logp_prox": data["logp_old"] + np.where(np.arange(T) % 2, 0.2, -0.3).astype(np.float32)}
-    _, metrics = prepared(data, weight="capped_ratio(cap_staleness=1.1)", objective="reinforce")
-    is_odd = np.broadcast_to(np.arange(T) % 2, data["mask"].shape)[data["mask"]]
-    assert metrics["mismatch/staleness/fraction_capped"] == pytest.approx(is_odd.mean())
+def test_each_factor_has_its_weight_and_its_counts():
+    data, age = rollout(), np.where(np.arange(T) % 2, 0.2, -0.3)
+    data |= {"logp_prox": data["logp_old"] + age.astype(np.float32)}
+    chosen = dict(preset="factored", weight="token_tis(cap=1.2)", staleness_weight="token_tis(cap=1.1)")
+    out, metrics = prepared(data, centre="prox", objective="ppo", masks="", **chosen)
+    engine, mask = np.exp(log_ratio()), data["mask"]
+    expected = np.minimum(engine, 1.2) * np.minimum(np.exp(age), 1.1)
+    np.testing.assert_allclose(out["weights"], expected * mask, rtol=1e-5)
+    is_odd = np.broadcast_to(np.arange(T) % 2, mask.shape)[mask]
+    assert metrics["correction/weight/truncated"] == (engine > 1.2)[mask].sum()
+    assert metrics["correction/staleness_weight/truncated"] == is_odd.sum()
+    mean = (np.minimum(engine, 1.2) * mask).sum() / mask.sum()  # of the engine's weight alone
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_is_mean"], mean, rtol=1e-5)
+    assert not any("staleness_weight" in name for name in prepared()[1])
 
 
 @pytest.mark.parametrize("centre", ["old", "behav"])
@@ -327,6 +308,7 @@ def test_every_configured_method_is_counted_in_one_place(preset, masks):
     seen = [name for name in (*once, *live) if counts.is_count(name) and name.endswith("/num_tokens")]
     expected = [f"mask/{label}" for label in counts.labels([name for name, _ in c.masks])]
     expected += ["weight"] if c.weight[0] != "none" else []
+    expected += ["staleness_weight"] if c.staleness_weight not in (loss.NO_WEIGHT, loss.FOLDED) else []
     assert sorted(seen) == sorted(f"correction/{name}/num_tokens" for name in expected)
 
 
