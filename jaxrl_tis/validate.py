@@ -37,7 +37,7 @@ from jaxrl_tis.rollouts.sessions import ON_FORK
 DTYPES = ("float32", "bfloat16")  # of what is kept
 COMPUTE_DTYPES = (*DTYPES, "float16")
 REWARD = "exact"  # the default of reward.name
-RATIOED_KL = ("is_k3", "clipped_is_k2", "exact_reverse", "exact_forward")  # off-policy as well
+RATIOED_KL = ("is_k3", "clipped_is_k2", "clipped_is_k3", "exact_reverse", "exact_forward")  # off-policy as well
 # Fields with a fixed set of values.
 ALLOWED = {
     "correction.preset": presets.PRESETS,

@@ -203,7 +203,8 @@ CAUSES = (
     ),
     Finding(
         "A.routing", "the routers of sampler and learner choose different experts",
-        "Replay the sampler's routes in the learner (arXiv:2510.11370). As a cheap first step, "
+        "Replay the sampler's routes in the learner (arXiv:2510.11370); the presets moe and async_moe replay "
+        "by train.minibatches, and older records mean IcePop by moe. As a cheap first step, "
         "mask tokens whose ratio leaves a band (IcePop, arXiv:2510.18855). In docs/referee.md a k3 of "
         "0.03 nats cost nothing with answers of 4 tokens, and 0.04 of reward with 24, where token "
         "weights helped a little; GSPO's ratio to the sampler did harm.",

@@ -33,6 +33,7 @@ class Traits:
         log_ratio = logp - logp_behav. Others judge the sampler's gap, once for a rollout batch.
 
     Of an objective:
+      of_mixture: it is of samples that a teacher and the policy draw together.
       has_ratio: it has a ratio of the policy that is trained. One without counts the gap by `weight`.
       reads_old: it looks at logp_old.
       weighs_itself: a factor of its own stands for the sampler's gap, beside its ratio.
@@ -59,6 +60,7 @@ class Traits:
     unbounded: Mapping[str, float] = dataclasses.field(default_factory=dict)
     at_update: bool = False
     ranks: bool = False
+    of_mixture: bool = False
     has_ratio: bool = True
     reads_old: bool = True
     weighs_itself: bool = False

@@ -116,7 +116,8 @@ def token_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Ar
 
 @Traits(level="seq")
 def seq_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
-    """Vanilla importance sampling of sequences, w = prod_t rho_t; source as `token_vanilla`.
+    """Vanilla importance sampling of sequences, w = prod_t rho_t. Liu et al. 2025, "When Speed Kills
+    Stability".
 
     Unit: sequence. Trust region: none but |log w| <= 20. Use: short responses, as the unbiased
     reference; variance grows exponentially with the length.
@@ -175,14 +176,15 @@ token_tis = _weight(
 )
 seq_tis = _weight(
     "seq_tis", {"cap": 2.0},
-    "Sequence truncated importance sampling, w = min(prod_t rho_t, cap); source as `token_tis`.",
+    "Sequence truncated importance sampling, w = min(prod_t rho_t, cap). Liu et al. 2025, "
+    '"When Speed Kills Stability"; truncation as `token_tis`.',
     "short responses, where the bias vanishes as the cap grows (docs/oracle.md); over hundreds of "
     "tokens products sit at the cap or near 0, and the ESS collapses",
     "cap: upper bound of a weight; 2.0 is verl's default.",
 )
 geo_tis = _weight(
     "geo_tis", {"cap": 2.0},
-    "Truncated geometric mean, w = min(exp(mean_t log rho_t), cap); source as `token_tis`.",
+    "Truncated geometric mean, w = min(exp(mean_t log rho_t), cap), as ms-swift offers it; no paper.",
     "a weight of any length; over hundreds of tokens it is near 1 and corrects next to nothing "
     "(docs/oracle.md)",
     "cap: upper bound of a weight; 2.0 is ms-swift's default (its \"sequence_truncate\").",

@@ -210,6 +210,11 @@ def _is_whole(config) -> bool:
 def _weight(c: Correction):
     """Finds an objective that must not be weighted, and weights and masks of levels that contradict."""
     weight, objective = c.weight[0], c.objective[0]
+    if methods.traits("objective", objective).of_mixture:
+        yield (
+            f"objective {objective!r} is of samples that a teacher and the policy draw together, and no "
+            "teacher takes part in a run; choose another objective"
+        )
     if c.is_bypassed and methods.traits("objective", objective).weighs_itself:
         yield (
             f"objective {objective!r} separates the gap of the sampler from its ratio, and "
