@@ -84,25 +84,23 @@ def _choice(kind, text, node, table, inputs, of_all) -> Choice:
     own = parameters(kind, call.id, table, inputs)
     known, written = own | dict.fromkeys(of_all, ""), {}
     for keyword in keywords:
-        if keyword.arg not in known:
+        key = str(keyword.arg)
+        if key not in known:
             raise ValueError(
-                f"{kind} {call.id!r} has no parameter {keyword.arg!r}; "
-                f"{_nearest(str(keyword.arg), known)}"
+                f"{kind} {call.id!r} has no parameter {keyword.arg!r}; {_nearest(key, known)}"
             )
+        is_text = isinstance(known[key], str)
         try:
-            written[keyword.arg] = _value(keyword.value, isinstance(known[keyword.arg], str))
+            value = _value(keyword.value, is_text)
         except ValueError:
             raise _malformed(kind, text) from None
-        if isinstance(written[keyword.arg], str) != isinstance(known[keyword.arg], str):
-            kinds = "a text" if isinstance(known[keyword.arg], str) else "a number"
-            raise ValueError(
-                f"{kind} {call.id!r} takes {kinds} as {keyword.arg}, not {written[keyword.arg]!r}"
-            )
-        if written[keyword.arg] not in of_all.get(keyword.arg, (written[keyword.arg],)):
-            raise ValueError(
-                f"{kind} {call.id!r} has {keyword.arg}={written[keyword.arg]}; choose one of "
-                f"{', '.join(of_all[keyword.arg])}"
-            )
+        if isinstance(value, str) != is_text:
+            kinds = "a text" if is_text else "a number"
+            raise ValueError(f"{kind} {call.id!r} takes {kinds} as {key}, not {value!r}")
+        if key in of_all and value not in of_all[key]:
+            chosen = ", ".join(of_all[key])
+            raise ValueError(f"{kind} {call.id!r} has {key}={value}; choose one of {chosen}")
+        written[key] = value
     values = own | written
     missing = [name for name, value in values.items() if value is inspect.Parameter.empty]
     if missing:
