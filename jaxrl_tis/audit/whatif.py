@@ -95,7 +95,7 @@ def rules(fields: frozenset[str]) -> list[Rule]:
             parts = (_part(kind, text, _seen(kind, text), fields),)
             chosen.append(Rule(kind, name, text, parts, "logp_old", _reason(parts, (), fields)))
     for name, preset in presets.PRESETS.items():
-        parts = tuple(_part(*part, fields) for part in _parts(preset))
+        parts = tuple(_part(kind, text, seen, fields) for kind, text, seen in _parts(preset))
         head = () if preset["centering"] == "none" else ("top",)
         reason = _reason(parts, head, fields)
         chosen.append(Rule("preset", name, name, parts, "logp_now", reason))
