@@ -321,7 +321,7 @@ class Trainer:
             state = state | {"controllers": self._end(controllers, measured, num_rows)}
         return state, rows, measured
 
-    def after_update(self, rows: Rows, made: Mapping[str, Any]):
+    def after_update(self, rows: Rows, made: dict[str, Any]):
         """Returns (rows, results of `prepare`, metrics) of a batch that an update has scored; `made`
         has the results of `unscored` and the fields of `correction.OF_UPDATE`."""
         logp = made["logp_old"]
