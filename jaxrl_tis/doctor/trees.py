@@ -103,6 +103,8 @@ def _clipped_kl(case):
 
 def _no_weight(case):
     """Returns no weight; None where the weight is all that tells stale samples from fresh ones."""
+    if case.setting("correction.staleness_weight") == "folded":
+        return None
     return None if is_direct(case) and (has_older(case) or updates(case) > 1) else "none"
 
 

@@ -77,10 +77,8 @@ CASES = {
     "that of another ratio": (
         {}, DIRECT | {"correction.centre": "old"}, {"training.async", "async.naive"}
     ),
-    "caps of every factor": (
-        {}, {"correction.preset": "normal", "correction.weight": "capped_ratio",
-             "correction.objective": "reinforce"}, {"training.async"}
-    ),
+    "a weight of every factor": ({}, {"correction.preset": "factored"}, {"training.async"}),
+    "one weight of two": ({}, {"correction.preset": "async"}, {"training.async"}),
     "late": ({LAG: 9.0}, {"rollout.schedule": "areal(staleness=12)"}, {"training.late"}),
     "async.stand_in": ({}, STAND_IN, {"training.async", "async.stand_in"}),
     "a stand-in that nothing looks at": (
