@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from benchmarks import accelerator_checks as checks
-from benchmarks import float64_decoder, kernels
+from benchmarks import accelerator_checks as checks, float64_decoder, kernels
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 

@@ -8,8 +8,7 @@ import sys
 import pytest
 from absl import flags
 
-from jaxrl_tis import __main__ as door
-from jaxrl_tis import cli_flags, train
+from jaxrl_tis import __main__ as door, cli_flags, train
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.rewards import RewardWorker
 from jaxrl_tis.rollouts.prompts import Prompter

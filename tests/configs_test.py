@@ -413,29 +413,19 @@ def test_prompts_go_through_the_chat_template(large):
 
 
 def test_tensor_parallelism_of_the_small_model_is_one_or_two(tmp_path):
+    """Found before the checkpoint is read and the warm-up is run, not at the first rollout."""
     config = get_config("gsm8k_qwen25_0p5b:grpo").unlock()
     config.model.path = str(tmp_path / "model")
     write_checkpoint(tmp_path / "model", QWEN_0P5B)
     config.mesh.serve = (2, 1, 4)
     with pytest.raises(ValueError, match=r"4 does not divide 14 .* 2 .*legal degrees are \[1, 2\]"):
-        setup = train.build(config)
-        jax.eval_shape(setup.engine.load, abstract_state(setup.training)["policy"].params)
+        train.build(config)
 
 
 def test_gradients_of_single_sequences_are_of_one_device():
     changes = dict(correction__advantage="opob", mesh__train=(2, 1, 1), train__minibatches=1)
     with pytest.raises(ValueError, match="'opob' needs the gradient of each sequence.*on 2 devices"):
         train.build(tiny.config(**changes))
-
-
-def test_a_doomed_serving_mesh_is_found_by_build(tmp_path):
-    """Before the checkpoint is read and the warm-up is run, not at the first rollout."""
-    config = get_config("gsm8k_qwen25_0p5b:grpo").unlock()
-    config.model.path = str(tmp_path / "model")
-    write_checkpoint(tmp_path / "model", QWEN_0P5B)
-    config.mesh.serve = (2, 1, 4)
-    with pytest.raises(ValueError, match=r"legal degrees are \[1, 2\]"):
-        train.build(config)
 
 
 @pytest.mark.parametrize("changes, message", [

@@ -35,47 +35,34 @@ MAY_IMPORT = {
     "engine": ("data", "fields", "kernels", "models", "runtime", "sharding", "choices"),
     "endpoint": ("data", "engine", "runtime"),
     "harness": ("data",),
-    "rollouts": (
-        "data", "endpoint", "engine", "environments", "fields", "harness", "record", "runtime",
-        "sharding", "choices",
-    ),
+    "rollouts": ("data", "endpoint", "engine", "environments", "fields", "harness", "record",
+        "runtime", "sharding", "choices"),
     # The learner knows records of the engine, and none of its programs.
-    "learner": (
-        "data", "diagnostics", "engine", "environments", "estimators", "fields", "kernels", "models",
-        "record", "rollouts", "runtime", "sharding",
-    ),
+    "learner": ("data", "diagnostics", "engine", "environments", "estimators", "fields", "kernels",
+        "models", "record", "rollouts", "runtime", "sharding"),
     # A config, checked and made into programs and state.
     "validate": ("data", "engine", "estimators", "learner", "models", "record", "rollouts"),
-    "build": (
-        "data", "endpoint", "engine", "environments", "estimators", "harness", "learner", "models",
-        "record", "rollouts", "runtime", "sharding", "validate",
-    ),
+    "build": ("data", "endpoint", "engine", "environments", "estimators", "harness", "learner",
+        "models", "record", "rollouts", "runtime", "sharding", "validate"),
     "resume": ("data", "learner", "record"),
     # Tools.
     "report": ("record", "runtime"),
-    "evaluate": (
-        "build", "cli_flags", "data", "engine", "learner", "record", "rollouts", "runtime",
-    ),
+    "evaluate": ("build", "cli_flags", "data", "engine", "learner", "record", "rollouts",
+        "runtime"),
     "export": ("build", "data", "learner", "models", "record", "runtime"),
-    "aot": (
-        "build", "cli_flags", "data", "engine", "fields", "learner", "models", "runtime", "sharding",
-        "validate",
-    ),
+    "aot": ("build", "cli_flags", "data", "engine", "fields", "learner", "models", "runtime",
+        "sharding", "validate"),
     "libtpu_flags": ("aot", "runtime"),
     "doctor": ("estimators", "learner", "record", "rollouts", "runtime"),
-    "gate": (
-        "build", "cli_flags", "data", "diagnostics", "engine", "estimators", "learner", "models",
-        "rollouts", "runtime", "sharding",
-    ),
+    "gate": ("build", "cli_flags", "data", "diagnostics", "engine", "estimators", "learner",
+        "models", "rollouts", "runtime", "sharding"),
     "score": ("cli_flags", "models"),
     "serve": ("build", "cli_flags", "endpoint", "engine", "learner", "runtime"),
     "sweep": ("cli_flags", "record", "report", "runtime", "validate"),
     "audit": ("diagnostics", "doctor", "estimators", "kernels", "report", "runtime"),
     # The run knows everything.
-    "train": (
-        "build", "data", "evaluate", "gate", "learner", "record", "report", "resume", "rollouts",
-        "runtime", "validate",
-    ),
+    "train": ("build", "data", "evaluate", "gate", "learner", "record", "report", "resume",
+        "rollouts", "runtime", "validate"),
     "main": ("cli_flags", "runtime", "train"),
     "__main__": ("runtime",),  # starts the others by their names
 }

@@ -174,6 +174,7 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__objective="qurl_acr"), ["'qurl_acr'", "'token_tis'", "twice", "'none'"]),
     (dict(correction__objective="a3po", correction__weight="none"),
      ["'a3po'", "distinguishes weight versions"]),
+    (dict(correction__objective="fusion_cap", correction__weight="none"), ["'fusion_cap'", "teacher"]),
     # Each factor of the ratio once.
     (dict(correction__staleness_weight="token_vanilla", rollout__schedule="areal"),
      ["the ratio of objective", "staleness weight 'token_vanilla'", "factor staleness", "centre to 'prox'"]),
@@ -482,14 +483,10 @@ def test_a_system_that_cannot_cut_the_network_off_says_so():
     (dict(warmup__steps=-1), "warmup.steps"),
     (dict(model__num_experts=-1), "model.num_experts is -1; it must not be below 0"),
     (EXPERTS | dict(model__shared_expert_dim=-4), "model.shared_expert_dim is -4"),
-    (
-        dict(model__num_experts=4, model__expert_dim=16, model__shared_expert_dim=16),
-        "model.shared_expert_dim is 16 and model.router is 'softmax'",
-    ),
-    (
-        EXPERTS | dict(model__expert_dim=16, model__shared_expert_dim=24),
-        "model.shared_expert_dim is 24 and model.expert_dim is 16",
-    ),
+    (dict(model__num_experts=4, model__expert_dim=16, model__shared_expert_dim=16),
+     "model.shared_expert_dim is 16 and model.router is 'softmax'"),
+    (EXPERTS | dict(model__expert_dim=16, model__shared_expert_dim=24),
+     "model.shared_expert_dim is 24 and model.expert_dim is 16"),
     (EXPERTS | dict(correction__load_balance_coeff=-0.1), "correction.load_balance_coeff is -0.1"),
     (EXPERTS | dict(correction__router_z_coeff=-0.1), "correction.router_z_coeff is -0.1"),
     (dict(model__num_experts=4, model__experts_per_token=5),

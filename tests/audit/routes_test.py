@@ -5,6 +5,7 @@ import base64
 import gzip
 import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -208,23 +209,54 @@ def planted(batch, tmp_path, change, **options):
     return faults(batch.lines(rows if changed is None else changed), tmp_path, **options)
 
 
-def test_a_dropped_record(batch, tmp_path):
-    def drop(rows):
-        return [None, [], np.full_like(rows[2], -1), *rows[3:]]
+def put(place, value):
+    """Sets the rows at a place; `value` may be a function of them."""
+    def change(rows):
+        rows[place] = value(rows).copy() if callable(value) else value
 
-    told = planted(batch, tmp_path, drop)
-    assert set(told) == {"none"} and told["none"].startswith("3 of 6 sequences have no route of the sampler")
-
-
-def test_missing_last_rows(batch, tmp_path):
-    told = planted(batch, tmp_path, lambda rows: [rows[0][:-1], rows[1][:-20], *rows[2:]])
-    assert set(told) == {"short"} and "2 of 6 sequences lack rows of the sampler at the end, 1 to 20" in (
-        told["short"])
+    return change
 
 
-def test_stale_rows_after_the_last_token(batch, tmp_path):
-    told = planted(batch, tmp_path, lambda rows: [np.concatenate([x, x[:7]]) for x in rows])
-    assert set(told) == {"surplus"} and "6 of 6 sequences have 6 to 6 rows" in told["surplus"]
+DISTINCT = np.arange(10 * NUM_LAYERS * NUM_CHOSEN).reshape(10, NUM_LAYERS, NUM_CHOSEN) % NUM_EXPERTS
+ZEROS = "of 774 rows of the sampler are all zeros"
+PLANTED = {  # a change of the sampler's rows, the fault, the beginning of its words or a part of them
+    "dropped": (lambda rows: [None, [], np.full_like(rows[2], -1), *rows[3:]], "none",
+                "^3 of 6 sequences have no route of the sampler"),
+    "last rows missing": (lambda rows: [rows[0][:-1], rows[1][:-20], *rows[2:]], "short",
+                          "2 of 6 sequences lack rows of the sampler at the end, 1 to 20"),
+    "stale rows after the last token": (lambda rows: [np.concatenate([x, x[:7]]) for x in rows], "surplus",
+                                        "6 of 6 sequences have 6 to 6 rows"),
+    "marked as missing": (put((2, slice(30, 34)), -1), "missing",
+                          r"^4 of 774 rows of the sampler are missing \(-1\)\. "),
+    "bug 5": (put((slice(None), TURN - 1), 0), "zero_rows", f"^6 {ZEROS}, all of them the last token of a turn"),
+    "bug 4": (put((slice(None), slice(0, PROMPT)), 0), "zero_rows", f"^120 {ZEROS}, all of them in prompts"),
+    "bug 8": (put((slice(2, 4), PROMPT - 1), 0), "zero_rows",
+              f"^2 {ZEROS}, all of them the last token of a prompt"),
+    "zeros anywhere": (put((1, slice(30, 40)), 0), "zero_rows", rf"^10 {ZEROS}\. Placeholders"),
+    "bug 3, rows of padding among the rows": (put((3, slice(50, 60)), DISTINCT), "padding_rows",
+                                              "^10 of 774 rows"),
+    "an expert twice": (put((4, 9, 2), 3), "duplicates", "^1 of 774 rows"),
+    "layers that one side alone counts": (
+        lambda rows: [with_dense_layer(x) for x in rows], "layers",
+        "5 layers of the sampler, of which 0 with one route in every row and 4 layers of the learner"),
+    "a router that is not captured": (  # both count four layers; the others are compared
+        put((slice(None), slice(None), 2), [3, 5, 9]), "layers",
+        "4 layers of the sampler, of which 2 with one route"),
+    "another model": (lambda rows: rows[:, :, :3], "layers", "3 routers of 3 experts and the learner 4 routers"),
+    "bug 12, a row is there twice, in two sequences": (
+        put((slice(1, 3), slice(45, None)), lambda rows: rows[1:3, 44:-1]), "shifted_from",
+        r"in 2 of 6 sequences the sampler's rows stand 1 row too late from some row on\. "),
+    "bug 10, a prefix of the cache that was another's": (
+        put((2, slice(0, 80)), lambda rows: rows[3, :80]), "foreign", "in 1 of 6 sequences agree no better"),
+    "unrelated": (lambda rows: rows[::-1], "unrelated", "and unrelated rows 2"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_fault_is_named(batch, tmp_path, name):
+    change, fault, words = PLANTED[name]
+    told = planted(batch, tmp_path, change)
+    assert set(told) == {fault} and re.search(words, told[fault])
 
 
 def test_rows_of_text_after_the_last_token_are_no_surplus(batch, tmp_path):
@@ -245,43 +277,12 @@ def test_padding_by_zeros(batch, tmp_path):
     assert planted(batch, tmp_path, lambda rows: pad(rows, spread)) == {}
 
 
-def test_rows_that_the_engine_marked_as_missing(batch, tmp_path):
-    def mark(rows):
-        rows[2, 30:34] = -1
-
-    told = planted(batch, tmp_path, mark)
-    assert set(told) == {"missing"} and told["missing"].startswith("4 of 774 rows of the sampler are missing (-1). ")
-
-
-@pytest.mark.parametrize("place, where", [
-    ((slice(None), TURN - 1), "6 of 774 rows of the sampler are all zeros, all of them the last token of a turn"),
-    ((slice(None), slice(0, PROMPT)), "120 of 774 rows of the sampler are all zeros, all of them in prompts"),
-    ((slice(2, 4), PROMPT - 1), "2 of 774 rows of the sampler are all zeros, all of them the last token of a prompt"),
-    ((1, slice(30, 40)), "10 of 774 rows of the sampler are all zeros. Placeholders"),
-], ids=["bug 5", "bug 4", "bug 8", "anywhere"])
-def test_zero_rows_and_where_they_are(batch, tmp_path, place, where):
-    def zero(rows):
-        rows[place] = 0
-
-    told = planted(batch, tmp_path, zero)
-    assert set(told) == {"zero_rows"} and told["zero_rows"].startswith(where)
-
-
 def test_zeros_of_routers_with_one_expert_are_found_unless_chance_may_make_them():
     rng = np.random.default_rng(0)
     for layers, num_found in ((1, 0), (6, 5)):  # of 16 experts: 1 / 16 and 1 / 16^6 of the rows
         ids = rng.integers(0, 16, (500, layers, 1))
         ids[:5] = 0
         assert route_faults.is_zero(ids, np.ones(500, bool)).sum() == num_found
-
-
-def test_padding_that_is_in_the_way(batch, tmp_path):
-    """Bug 3: rows of padding among the rows of a sequence."""
-    def shift(rows):
-        rows[3, 50:60] = np.arange(10 * NUM_LAYERS * NUM_CHOSEN).reshape(10, NUM_LAYERS, NUM_CHOSEN) % NUM_EXPERTS
-
-    told = planted(batch, tmp_path, shift)
-    assert set(told) == {"padding_rows"} and told["padding_rows"].startswith("10 of 774 rows")
 
 
 def test_ids_that_no_expert_has(batch, tmp_path):
@@ -295,55 +296,12 @@ def test_ids_that_no_expert_has(batch, tmp_path):
     assert set(told) == {"range"} and "2 ids of the sampler are outside the experts, from -1 to 16" in told["range"]
 
 
-def test_an_expert_twice(batch, tmp_path):
-    def twice(rows):
-        rows[4, 9, 2] = 3
-
-    told = planted(batch, tmp_path, twice)
-    assert set(told) == {"duplicates"} and told["duplicates"].startswith("1 of 774 rows")
-
-
-def test_layers_that_one_side_alone_counts(batch, tmp_path):
-    told = planted(batch, tmp_path, with_dense_layers)
-    assert set(told) == {"layers"}
-    assert "5 layers of the sampler, of which 0 with one route in every row and 4 layers of the learner" in (
-        told["layers"])
-
-
-def with_dense_layers(rows):
-    return [with_dense_layer(x) for x in rows]
-
-
-def test_a_router_that_is_not_captured(batch, tmp_path):
-    """Both count four layers; the others are compared."""
-    def freeze(rows):
-        rows[:, :, 2] = [3, 5, 9]
-
-    told = planted(batch, tmp_path, freeze)
-    assert set(told) == {"layers"} and "4 layers of the sampler, of which 2 with one route" in told["layers"]
-
-
-def test_records_of_other_models(batch, tmp_path):
-    told = planted(batch, tmp_path, lambda rows: rows[:, :, :3])
-    assert set(told) == {"layers"} and "3 routers of 3 experts and the learner 4 routers" in told["layers"]
-
-
 @pytest.mark.parametrize("shift, words", [(1, "1 row too late: shifted by -1"), (-2, "2 rows too early: shifted by 2")])
 def test_rows_that_are_shifted(batch, tmp_path, shift, words):
     told = planted(batch, tmp_path, lambda rows: np.roll(rows, shift, axis=1))
     assert set(told) == {"shifted"} and words in told["shifted"]
     comparison = found(tmp_path / "d.jsonl")[3]
     assert comparison.shift == shift and comparison.shifts[shift] > 0.9 > 0.4 > comparison.shifts[0]
-
-
-def test_rows_that_are_shifted_from_some_row_on(batch, tmp_path):
-    """Bug 12: a row is there twice, in two sequences."""
-    def again(rows):
-        rows[1:3, 45:] = rows[1:3, 44:-1].copy()
-
-    told = planted(batch, tmp_path, again)
-    assert set(told) == {"shifted_from"}
-    assert "in 2 of 6 sequences the sampler's rows stand 1 row too late from some row on. " in told["shifted_from"]
 
 
 def test_rows_that_are_shifted_after_a_turn(tmp_path):
@@ -359,20 +317,6 @@ def test_rows_that_are_shifted_after_a_turn(tmp_path):
     told = planted(batch, tmp_path, late)
     assert set(told) == {"shifted_turns"}
     assert told["shifted_turns"].startswith("after the first turn the sampler's rows stand 1 row too early")
-
-
-def test_rows_of_other_tokens(batch, tmp_path):
-    """Bug 10: a prefix of the cache that was another's."""
-    def reuse(rows):
-        rows[2, :80] = rows[3, :80]
-
-    told = planted(batch, tmp_path, reuse)
-    assert set(told) == {"foreign"} and "in 1 of 6 sequences agree no better" in told["foreign"]
-
-
-def test_rows_that_have_nothing_to_do_with_each_other(batch, tmp_path):
-    told = planted(batch, tmp_path, lambda rows: rows[::-1])
-    assert set(told) == {"unrelated"} and "and unrelated rows 2" in told["unrelated"]
 
 
 @pytest.mark.parametrize("is_sampler", [True, False])

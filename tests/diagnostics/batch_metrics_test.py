@@ -154,25 +154,6 @@ def test_variance_proxies(is_weighted):
         assert_metrics(variance_proxy_metrics(*poisoned, mask, w=w, gradient_norm=0.1), dense)
 
 
-def test_the_score_of_a_token_by_hand():
-    # pi = (.5, .5): 1 - 2 * .5 + .5 = .5 for each of two tokens; A = 2, so 4 * 1; with weights of 3
-    # the power grows by 9 and W too. One sequence has no noise.
-    logp, adv, sum_pi_squared = jnp.log(jnp.full((1, 2), 0.5)), jnp.full((1, 2), 2.0), 0.5
-    fields = (logp, adv, jnp.full((1, 2), sum_pi_squared), jnp.ones((1, 2)))
-    metrics = variance_proxy_metrics(*fields, gradient_norm=0.5)
-    expected = {
-        "variance_proxy/proxy1_signal_strength": 0.25,
-        "variance_proxy/proxy2_total_power": 4.0,
-        "variance_proxy/proxy3_pure_noise": 0.0,
-        "variance_proxy/expected_a_squared": 4.0,
-        "variance_proxy/expected_w": 1.0,
-    }
-    assert_metrics(metrics, expected)
-    weighted = variance_proxy_metrics(*fields, w=jnp.full((1, 2), 3.0), gradient_norm=0.5)
-    expected |= {"variance_proxy/proxy2_total_power": 36.0, "variance_proxy/expected_w": 9.0}
-    assert_metrics(weighted, expected)
-
-
 def test_the_noise_is_that_of_a_gradient_of_part_of_the_sequences():
     # Power of four sequences of a token with 1 - 2 * .5 + .5 = .5: (1 + 4 + 9 + 16) / 4 * .5 = 3.75.
     adv = jnp.array([[1.0], [-2.0], [3.0], [-4.0]])

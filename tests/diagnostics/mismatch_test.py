@@ -1,4 +1,4 @@
-"""Metrics: verl's numbers, empty batches, and estimates by hand."""
+"""Metrics: verl's definitions, empty batches, and estimates by hand."""
 
 import jax
 import jax.numpy as jnp
@@ -50,12 +50,6 @@ def assert_metrics(metrics, expected, prefix):
         )
 
 
-def test_offpolicy_metrics_of_verl():
-    metrics = offpolicy_metrics(OLD, BEHAV, MASK)
-    assert set(metrics) == {f"rollout_corr/{name}" for name in OFFPOLICY}
-    assert_metrics(metrics, OFFPOLICY, "rollout_corr/")
-
-
 def test_offpolicy_metrics_of_packed_rows_and_of_empty_rows():
     assert_metrics(
         offpolicy_metrics(PACKED_OLD, PACKED_BEHAV, SEG > 0, SEG), OFFPOLICY, "rollout_corr/"
@@ -64,49 +58,6 @@ def test_offpolicy_metrics_of_packed_rows_and_of_empty_rows():
     rows = [jnp.concatenate([x, empty]) for x in (OLD, BEHAV)]
     mask = jnp.concatenate([MASK, jnp.zeros((3, 4), int)])
     assert_metrics(offpolicy_metrics(*rows, mask), OFFPOLICY, "rollout_corr/")
-
-
-TOKEN = {
-    "mean": 1.135389,
-    "max": 2.0,
-    "min": 0.548812,
-    "std": 0.411441,
-    "eff_sample_size": 0.883925,
-    "ratio_fraction_high": 0.142857,
-    "ratio_fraction_low": 0.0,
-    "seq_mean": 1.111028,
-    "seq_std": 0.241169,
-    "seq_max_deviation": 0.28156,
-}
-SEQ = {
-    "mean": 1.444866,
-    "max": 3.004166,
-    "min": 0.704688,
-    "std": 0.641013,
-    "eff_sample_size": 0.835545,
-    "ratio_fraction_high": 0.5,
-    "seq_fraction_high": 0.5,
-}
-ICEPOP = {"oob_ratio": 0.285714, "eff_sample_size": 0.704867, "std": 0.499072}
-
-
-@pytest.mark.cases("False")
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_weight_metrics_of_verl(is_packed):
-    old, behav, mask, seg = (
-        (PACKED_OLD, PACKED_BEHAV, SEG > 0, SEG) if is_packed else (OLD, BEHAV, MASK, None)
-    )
-    log_ratio, prefix = old - behav, "rollout_corr/rollout_is_"
-    w = weights.token_tis(log_ratio, mask, seg, cap=2.0)
-    metrics = weight_metrics(w, log_ratio, mask, level="token", upper=2.0, seg=seg)
-    assert_metrics(metrics, TOKEN, prefix)
-    assert prefix + "oob_ratio" not in metrics
-    w = weights.seq_tis(log_ratio, mask, seg, cap=2.0)
-    metrics = weight_metrics(w, log_ratio, mask, level="seq", upper=2.0, seg=seg)
-    assert_metrics(metrics, SEQ, prefix)
-    w = weights.token_icepop(log_ratio, mask, seg, lower=0.6, upper=2.0)
-    metrics = weight_metrics(w, log_ratio, mask, level="token", upper=2.0, lower=0.6, seg=seg)
-    assert_metrics(metrics, ICEPOP, prefix)
 
 
 def test_truncation_counts_ratios_below_the_inverse_of_its_cap_as_low():
@@ -118,14 +69,6 @@ def test_truncation_counts_ratios_below_the_inverse_of_its_cap_as_low():
     values = [float(found[f"rollout_corr/rollout_is_{name}"]) for name in fractions]
     assert values == [0.25, 0.25, 0.0]
     assert "rollout_corr/rollout_is_oob_ratio" not in found
-
-
-def test_empty_rows_do_not_count_in_the_weight_metrics():
-    log_ratio = jnp.concatenate([OLD - BEHAV, jnp.full((5, 4), NAN)])
-    mask = jnp.concatenate([MASK, jnp.zeros((5, 4), int)])
-    w = weights.seq_tis(log_ratio, mask, cap=2.0)
-    metrics = weight_metrics(w, log_ratio, mask, level="seq", upper=2.0)
-    assert_metrics(metrics, SEQ, "rollout_corr/rollout_is_")
 
 
 def test_no_metric_divides_by_zero():
@@ -297,38 +240,6 @@ def packed_ids(mask):
     """Sequence ids of `pack`; 0 after the last valid token of a sequence."""
     is_inside = np.flip(np.cumsum(np.flip(mask, axis=1), axis=1), axis=1) > 0
     return pack(np.where(is_inside, 1 + np.arange(mask.shape[0])[:, None] % 2, 0))
-
-
-def test_rejection_metrics_of_verl():
-    log_ratio, mask = np.full((6, 7), NAN, np.float32), np.zeros((6, 7), bool)
-    log_ratio[:2, :4], mask[:2, :4] = OLD - BEHAV, MASK  # the other rows are empty
-    metrics = jitted_rejection(log_ratio, mask)
-    prefix = "rollout_corr/rollout_rs_"
-    mean = {
-        "token_k1": -0.107143,
-        "token_k2": 0.10375,
-        "token_k3": 0.130858,
-        "seq_sum_k1": -0.478571,
-        "seq_sum_k2": 0.38625,
-        "seq_sum_k3": 0.498935,
-        "seq_mean_k2": 0.10375,
-        "seq_mean_k3": 0.130858,
-        "seq_max_k2": 0.362857,
-        "seq_max_k3": 0.474223,
-    }
-    assert_metrics(metrics, {f"{option}_mean": value for option, value in mean.items()}, prefix)
-    std = {"token_k1": 0.359543, "token_k2": 0.041686, "token_k3": 0.041559}
-    assert_metrics(metrics, {f"{option}_std": value for option, value in std.items()}, prefix)
-    # verl rejects one token of seven and two of seven, or the first row (four tokens), or both.
-    tokens = {"token_k1": 1, "token_k2": 2, "token_k3": 2, "seq_mean_k1": 7}
-    rows = {"token_k1": 1, "token_k2": 2, "token_k3": 2, "seq_mean_k1": 2}
-    for option in REJECTION:
-        expected = {
-            f"{option}_masked_fraction": tokens.get(option, 4) / 7,
-            f"{option}_seq_masked_fraction": rows.get(option, 1) / 2,
-        }
-        assert_metrics(metrics, expected, prefix)
-    assert_metrics(metrics, {"masked_fraction": 1.0, "seq_masked_fraction": 1.0}, prefix)
 
 
 def std(x, ddof=0):

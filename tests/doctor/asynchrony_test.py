@@ -55,15 +55,11 @@ def following(noise=0.0):
 CASES = {
     "nothing": ({}, {}, {"training.async"}),
     "async.engine": (GAP | {STALENESS_GAP: 0.002}, {}, {"training.async", "async.engine"}),
-    "async.engine, by probes": (
-        GAP | probes(engine_d_mean=0.03, staleness_d_mean=0.01), {},
-        {"training.async", "async.engine"},
-    ),
+    "async.engine, by probes": (GAP | probes(engine_d_mean=0.03, staleness_d_mean=0.01), {},
+        {"training.async", "async.engine"}),
     "async.staleness": (GAP | {STALENESS_GAP: 0.05}, {}, {"training.async", "async.staleness"}),
-    "async.staleness, by probes": (
-        {CHI2: 0.5} | probes(engine_d_mean=0.01, staleness_d_mean=0.03), {},
-        {"training.async", "async.staleness"},
-    ),
+    "async.staleness, by probes": ({CHI2: 0.5} | probes(engine_d_mean=0.01, staleness_d_mean=0.03),
+        {}, {"training.async", "async.staleness"}),
     # Without a split by the update: 0.05 in all, of which a fresh batch has 0.01.
     "async.staleness, with a stand-in": (
         GAP | probes(total_d_mean=0.05, engine_d_mean=0.01, staleness_d_mean=None),
@@ -81,9 +77,8 @@ CASES = {
     "one weight of two": ({}, {"correction.preset": "async"}, {"training.async"}),
     "late": ({LAG: 9.0}, {"rollout.schedule": "areal(staleness=12)"}, {"training.late"}),
     "async.stand_in": ({}, STAND_IN, {"training.async", "async.stand_in"}),
-    "a stand-in that nothing looks at": (
-        {}, {"rollout.old_logp_source": "none"}, {"training.async"}
-    ),
+    "a stand-in that nothing looks at": ({}, {"rollout.old_logp_source": "none"},
+        {"training.async"}),
     "versions": (following(), {}, {"training.async", "versions"}),
     "versions, with noise": (following(0.005), {}, {"training.async", "versions"}),
     "noise alone": (following(0.1), {}, {"training.async"}),
@@ -93,9 +88,8 @@ CASES = {
     ),
     "async.keys": (following(), IN_PLACE, {"training.async", "async.keys"}),
     "versions of a stand-in": (following(), STAND_IN, {"training.async", "async.stand_in"}),
-    "async.samplers": (
-        {IDLE: 0.31, AHEAD: 4.4}, {}, {"training.async", "async.idle", "async.samplers"}
-    ),
+    "async.samplers": ({IDLE: 0.31, AHEAD: 4.4}, {},
+        {"training.async", "async.idle", "async.samplers"}),
     "async.bound": ({IDLE: 0.31, AHEAD: 4.6}, {}, {"training.async", "async.idle", "async.bound"}),
     "a learner that waits a little": ({IDLE: 0.3, AHEAD: 5.0}, {}, {"training.async"}),
     # A batch of 16 groups waits, and of 128 slots 50 draw.
@@ -108,22 +102,14 @@ CASES = {
     "async.redundant": ({DISCARDED: 5.0}, REDUNDANT, {"training.async", "async.redundant"}),
     "few are discarded": ({DISCARDED: 4.0}, REDUNDANT, {"training.async"}),
     "async.replaced": ({REPLACED: 5.0}, {}, {"training.async", "async.replaced"}),
-    "async.shorter": (
-        {LENGTH: late(100.0, 89.0)}, REDUNDANT, {"training.async", "async.shorter"}
-    ),
-    "async.shorter, by replacing": (
-        {LENGTH: late(100.0, 89.0), REPLACED: 5.0}, {},
-        {"training.async", "async.replaced", "async.shorter"},
-    ),
+    "async.shorter": ({LENGTH: late(100.0, 89.0)}, REDUNDANT, {"training.async", "async.shorter"}),
+    "async.shorter, by replacing": ({LENGTH: late(100.0, 89.0), REPLACED: 5.0}, {},
+        {"training.async", "async.replaced", "async.shorter"}),
     "shorter by itself": ({LENGTH: late(100.0, 89.0)}, {}, {"training.async"}),
-    "budget.engine": (
-        probes(total_d_mean=0.06, engine_d_mean=0.06), {},
-        {"training.async", "budget", "budget.engine"},
-    ),
-    "budget.staleness": (
-        probes(total_k3=0.003, staleness_k3=0.003), {},
-        {"training.async", "budget", "budget.staleness"},
-    ),
+    "budget.engine": (probes(total_d_mean=0.06, engine_d_mean=0.06), {},
+        {"training.async", "budget", "budget.engine"}),
+    "budget.staleness": (probes(total_k3=0.003, staleness_k3=0.003), {},
+        {"training.async", "budget", "budget.staleness"}),
     "within budget": (probes(total_d_mean=0.05, total_k3=0.002), {}, {"training.async"}),
 }
 

@@ -345,11 +345,6 @@ def test_thresholds_are_set_by_name(tmp_path, capsys):
         main([str(tmp_path), "--threshold", "pearson=0.9"])
 
 
-def test_the_command_ends_with_the_error(tmp_path):
-    with pytest.raises(FileNotFoundError, match="metrics.jsonl not found"):
-        main([str(tmp_path)])
-
-
 def test_rewards_that_failed_are_shown(tmp_path):
     write_run(tmp_path, {KL: 0.06})
     assert diagnose(tmp_path)["reward_errors"] == []

@@ -30,7 +30,6 @@ BYPASS = {"correction.preset": "bypass_ppo_clip"}
 BAND = {"correction.weight": "token_icepop"}
 PRODUCT = {"correction.weight": "seq_tis"}
 ONCE = {"engine.corrected", "training.once", "model.dense", "trajectory.single"}
-AHEAD = ONCE - {"training.once"}
 
 STALE = {LAG: 2.0, ENGINE_SHARE: 0.4}
 MOVED_BEFORE = {"mismatch/trust_region/share": 0.05, "mismatch/staleness/share": 0.9}
@@ -42,6 +41,11 @@ W8A8_BOTH = {"engine.quantization": "w8a8", "model.quantization": "w8a8"}
 
 
 RISING = {CLIPPED: late(0.25, 0.3)}
+
+
+def but(less, *more):
+    """The findings of a plain set-up without one, or several, and with others in their place."""
+    return ONCE - ({less} if isinstance(less, str) else {*less}) | {*more}
 
 
 def split(flipped, rest, dropped=(0.0, 0.0)):
@@ -86,9 +90,8 @@ CAUSE_CASES = {
     "healthy-band": ({OUT_OF_BAND: 0.005, K3: 0.03}, BAND, {"healthy"}),
     "healthy-flat": ({OUT_OF_BAND: 0.005, K3: float("inf")}, BAND, {"healthy"}),
     "healthy-tiny": ({OUT_OF_BAND: 0.005, K3: late(0.001, 0.002)}, BAND, {"healthy"}),
-    "healthy-rejecting": (
-        {OUT_OF_BAND: late(0.005, 0.008), K3: late(0.02, 0.03)}, BAND, {"healthy"}
-    ),
+    "healthy-rejecting": ({OUT_OF_BAND: late(0.005, 0.008), K3: late(0.02, 0.03)}, BAND,
+        {"healthy"}),
     "healthy-wide": ({}, WIDE, {"healthy"}),
     "healthy-narrow": (RISING, clip(0.08), {"healthy"}),
     "healthy-gspo": (RISING, {"correction.objective": "gspo"}, {"healthy"}),
@@ -106,9 +109,8 @@ CAUSE_CASES = {
     "A.record-kl": ({KL: -0.03}, {}, {"A", "A.record", "A.kernels"}),
     "A.spike": ({DP_MAX: lambda s: 0.6 if s == 110 else 0.1}, {}, {"A", "A.kernels", "A.spike"}),
     "A.filter": ({KL: 0.06}, FILTER, {"A", "A.filter"}),
-    "A.filter-kept": (
-        {KL: 0.06}, {"rollout.top_p": 0.9, "rollout.sampling_mask_size": 64}, {"A", "A.kernels"}
-    ),
+    "A.filter-kept": ({KL: 0.06}, {"rollout.top_p": 0.9, "rollout.sampling_mask_size": 64},
+        {"A", "A.kernels"}),
     "A.routing": ({KL: 0.12, FLIPS: 0.1}, {}, {"A", "A.routing"}),
     "A.routing-ppl": ({PPL: 1.12, FLIPS: 0.1}, {}, {"A", "A.routing"}),
     # The gap is 0.1 * 0.5 + 0.9 * 0.1 = 0.14, and 0.1 * (0.5 - 0.1) of it comes with the flips.
@@ -117,23 +119,16 @@ CAUSE_CASES = {
     "A.routing-little": ({KL: 0.12, FLIPS: 0.1} | split(0.2, 0.1), {}, {"A", "A.kernels"}),
     "A.routing-alike": ({KL: 0.12, FLIPS: 0.5} | split(0.1, 0.1), {}, {"A", "A.kernels"}),
     "A.routing-replayed": ({KL: 0.12, FLIPS: 0.0} | split(0.0, 0.1), {}, {"A", "A.kernels"}),
-    "A.quantized": (
-        {PEARSON: 0.9}, {"engine.quantization": "w8a8"} | BFLOAT16 | MESH, {"A", "A.quantized"}
-    ),
-    "A.quantized-learner": (
-        {PEARSON: 0.9}, {"model.quantization": "w8a8"}, {"A", "A.quantized"}
-    ),
-    "A.quantized-exclusions": (
-        {PEARSON: 0.9}, W8A8_BOTH | {"model.unquantized": ("down",)}, {"A", "A.quantized"}
-    ),
-    "A.quantized-alike": (
-        {PEARSON: 0.9}, W8A8_BOTH | {f"{of}.unquantized": ("o",) for of in ("engine", "model")},
-        {"A", "A.kernels"},
-    ),
+    "A.quantized": ({PEARSON: 0.9}, {"engine.quantization": "w8a8"} | BFLOAT16 | MESH,
+        {"A", "A.quantized"}),
+    "A.quantized-learner": ({PEARSON: 0.9}, {"model.quantization": "w8a8"}, {"A", "A.quantized"}),
+    "A.quantized-exclusions": ({PEARSON: 0.9}, W8A8_BOTH | {"model.unquantized": ("down",)},
+        {"A", "A.quantized"}),
+    "A.quantized-alike": ({PEARSON: 0.9},
+        W8A8_BOTH | {f"{of}.unquantized": ("o",) for of in ("engine", "model")},
+        {"A", "A.kernels"}),
     "A.noise": ({PEARSON: 0.9}, {"engine.noise_start": 0.01}, {"A", "A.noise"}),
-    "A.injected": (
-        {PEARSON: 0.9}, {"engine.injected": "logits(scale=0.5)"}, {"A", "A.injected"},
-    ),
+    "A.injected": ({PEARSON: 0.9}, {"engine.injected": "logits(scale=0.5)"}, {"A", "A.injected"}),
     "A.dtype": ({KL: 0.06}, BFLOAT16 | MESH, {"A", "A.dtype"}),
     "A.dtype-cache": ({KL: 0.06}, {"engine.cache_dtype": "bfloat16"}, {"A", "A.dtype"}),
     "A.parallel": ({KL: 0.06}, MESH, {"A", "A.parallel"}),
@@ -145,10 +140,8 @@ CAUSE_CASES = {
     "B.lag-pearson": ({PEARSON: 0.9} | STALE, {}, {"B.lag", "B.correct"}),
     "B.lag-chi2": ({CHI2: 0.5} | STALE, {}, {"B.lag", "B.correct", "C"}),
     # By the weights that drew, the engine's gap is small; KL to these holds the age.
-    "B.lag-ring": (
-        STALE | MOVED_BEFORE | {STALENESS_GAP: 0.2, PPO_KL: 0.5}, {"train.epochs": 2},
-        {"B.lag", "B.correct"},
-    ),
+    "B.lag-ring": (STALE | MOVED_BEFORE | {STALENESS_GAP: 0.2, PPO_KL: 0.5}, {"train.epochs": 2},
+        {"B.lag", "B.correct"}),
     "B.lag-little": (STALE | MOVED_BEFORE | {STALENESS_GAP: 0.15}, {}, {"healthy"}),
     "B.reuse": ({PPO_KL: 0.03}, {"train.epochs": 2}, {"B.reuse"}),
     "B.reuse-stale": (
@@ -162,19 +155,15 @@ CAUSE_CASES = {
     "D.tokens-toxic": ({CHI2: 3.0}, {}, {"escalate.weights", "D"}),
     "D.tokens-beyond": ({CHI2: 5.0}, {}, {"escalate.system", "D"}),
     "D.product": ({ESS: 0.45, CHI2_SEQ: 20.0}, PRODUCT, {"D", "D.product"}),
-    "D.product-mask": (
-        {ESS: 0.45}, {"correction.masks": "seq_sum_k1(upper=2.0)"}, {"D", "D.product"}
-    ),
-    "D.routing": (
-        {CHI2: 1.5, FLIPS: 0.5} | split(0.1, 0.1, (0.02, 0.01)), {}, {"D", "D.tokens", "D.routing"}
-    ),
-    "D.routing-alone": (
-        {CHI2: 1.5, FLIPS: 0.5} | split(0.1, 0.1, (0.02, 0.0)), {}, {"D", "D.tokens", "D.routing"}
-    ),
+    "D.product-mask": ({ESS: 0.45}, {"correction.masks": "seq_sum_k1(upper=2.0)"},
+        {"D", "D.product"}),
+    "D.routing": ({CHI2: 1.5, FLIPS: 0.5} | split(0.1, 0.1, (0.02, 0.01)), {},
+        {"D", "D.tokens", "D.routing"}),
+    "D.routing-alone": ({CHI2: 1.5, FLIPS: 0.5} | split(0.1, 0.1, (0.02, 0.0)), {},
+        {"D", "D.tokens", "D.routing"}),
     "D.routing-alike": ({CHI2: 1.5, FLIPS: 0.5} | split(0.5, 0.1, (0.019, 0.01)), {}, {"D", "D.tokens"}),
-    "D.routing-length": (
-        {CHI2_SEQ: 1e6, FLIPS: 0.5} | split(0.5, 0.1, (0.02, 0.01)), {}, {"D", "D.length"}
-    ),
+    "D.routing-length": ({CHI2_SEQ: 1e6, FLIPS: 0.5} | split(0.5, 0.1, (0.02, 0.01)), {},
+        {"D", "D.length"}),
     "D.length": ({CHI2_SEQ: 20.0, NOISE: late(1.0, 1.3)}, PRODUCT, {"D", "D.length"}),
     "D.length-tokens": ({CHI2_SEQ: 1e6}, {}, {"D", "D.length"}),
     "D.length-unweighted": ({CHI2_SEQ: 1e6}, {"correction.weight": "none"}, {"D", "D.length"}),
@@ -183,46 +172,35 @@ CAUSE_CASES = {
     "D.noise": ({NOISE: late(1.0, 1.3)}, {}, {"D.noise"}),
     "D.noise-new": ({NOISE: late(0.0, 1.0)}, {}, {"D.noise"}),
     "escalate.weights": ({CHI2: 3.0}, PRODUCT, {"escalate.weights", "D"}),
-    "escalate.weights-band": (
-        {OUT_OF_BAND: 0.15, CHI2: 0.5, NOISE: late(1.0, 1.3)}, BAND, {"escalate.weights"}
-    ),
+    "escalate.weights-band": ({OUT_OF_BAND: 0.15, CHI2: 0.5, NOISE: late(1.0, 1.3)}, BAND,
+        {"escalate.weights"}),
     "escalate.weights-mask": ({REJECTED: 0.15}, {}, {"escalate.weights"}),
     "escalate.system": ({CHI2: 5.0}, PRODUCT, {"escalate.system", "D"}),
-    "escalate.system-band": (
-        {OUT_OF_BAND: 0.3, CHI2: 0.5, NOISE: late(1.0, 1.3)}, BAND, {"escalate.system"}
-    ),
+    "escalate.system-band": ({OUT_OF_BAND: 0.3, CHI2: 0.5, NOISE: late(1.0, 1.3)}, BAND,
+        {"escalate.system"}),
     "escalate.system-mask": ({REJECTED: 0.3}, {}, {"escalate.system"}),
     "escalate.ess": ({ESS: 0.25, OUT_OF_BAND: 0.15}, BAND, {"escalate.ess", "D"}),
-    "escalate.ess-mask": (
-        {ESS: 0.25, REJECTED: 0.05}, PRODUCT | {"correction.masks": "veto"}, {"escalate.ess", "D"}
-    ),
+    "escalate.ess-mask": ({ESS: 0.25, REJECTED: 0.05}, PRODUCT | {"correction.masks": "veto"},
+        {"escalate.ess", "D"}),
     "rejected.many": ({OUT_OF_BAND: 0.08}, BAND, {"rejected.many"}),
     "rejected.many-mask": ({REJECTED: 0.015}, {}, {"rejected.many"}),
-    "rejected.blind": (
-        {OUT_OF_BAND: 0.005, K3: late(0.02, 0.03)}, BAND, {"rejected.blind"}
-    ),
+    "rejected.blind": ({OUT_OF_BAND: 0.005, K3: late(0.02, 0.03)}, BAND, {"rejected.blind"}),
     "clipped.many": ({CLIPPED: 0.3}, clip(0.15), {"clipped.many"}),
     "clipped.many-fewer": ({CLIPPED: late(0.4, 0.3)}, {}, {"clipped.many"}),
     "clipped.many-slightly": ({CLIPPED: late(0.3, 0.312)}, {}, {"clipped.many"}),  # by 4 %
     # Means 0.28 and 0.3 of standard error 0.1 / sqrt(19) each: 0.02 / 0.0324 = 0.6.
-    "clipped.many-noise": (
-        {CLIPPED: lambda s: (0.28 if s <= 100 else 0.3) + 0.1 * (-1) ** s}, {}, {"clipped.many"}
-    ),
+    "clipped.many-noise": ({CLIPPED: lambda s: (0.28 if s <= 100 else 0.3) + 0.1 * (-1) ** s}, {},
+        {"clipped.many"}),
     "E.pressure": (RISING, clip(0.15), {"E", "E.pressure"}),
     "E.pressure-higher": (RISING, clip(0.28), {"E", "E.pressure"}),
     "E.bypass": (RISING, BYPASS, {"E", "E.bypass"}),
     "E.product": (RISING, PRODUCT_PPO, {"E", "E.product", "E.pressure"}),
-    "E.product-widened": (
-        RISING, PRODUCT_PPO | {"correction.objective": "seq_ppo(clip_high=0.4)"}, {"E", "E.product", "E.pressure"}
-    ),
-    "E.bypass-product": (
-        RISING, BYPASS | PRODUCT_PPO, {"E", "E.bypass", "E.product"}
-    ),
+    "E.product-widened": (RISING, PRODUCT_PPO | {"correction.objective": "seq_ppo(clip_high=0.4)"},
+        {"E", "E.product", "E.pressure"}),
+    "E.bypass-product": (RISING, BYPASS | PRODUCT_PPO, {"E", "E.bypass", "E.product"}),
     "E.widened": (RISING, WIDE, {"E", "E.pressure", "E.widened"}),
-    "E.widened-low": (
-        RISING, {"correction.objective": "dual_clip(clip_low=0.35)"},
-        {"E", "E.pressure", "E.widened"},
-    ),
+    "E.widened-low": (RISING, {"correction.objective": "dual_clip(clip_low=0.35)"},
+        {"E", "E.pressure", "E.widened"}),
     "F": ({LENGTH: lambda s: 100.0 if s <= 100 else 121.0}, {}, {"F"}),
     "F-watch": ({LENGTH: late(100.0, 125.0), KL: 0.03}, {}, {"F"}),
 }
@@ -232,89 +210,55 @@ CENTRED = {"correction.preset": "centered_tis_2"}
 DIRECT = {"correction.preset": "ppo_is", "correction.objective": "dis"}
 SETUP_CASES = {
     "engine.corrected": ({KL: 0.03}, {}, ONCE),
-    "engine.corrected-objective": (
-        {}, {"correction.weight": "none", "correction.objective": "qurl_acr"}, ONCE
-    ),
+    "engine.corrected-objective": ({},
+        {"correction.weight": "none", "correction.objective": "qurl_acr"}, ONCE),
     "engine.corrected-masks": ({}, {"correction.preset": "decoupled_geo_rs"}, ONCE),
-    "engine.same": ({DP_MAX: 0.0}, {}, ONCE - {"engine.corrected"} | {"engine.same"}),
-    "engine.same-unweighted": (
-        {DP_MAX: 0.0}, {"correction.weight": "none"}, ONCE - {"engine.corrected"} | {"engine.same"}
-    ),
-    "engine.same-bypass": (
-        {DP_MAX: 0.0, KL: 0.03}, BYPASS, ONCE - {"engine.corrected"} | {"engine.same"}
-    ),
-    "engine.uncorrected": (
-        {KL: 0.03}, {"correction.weight": "none"},
-        ONCE - {"engine.corrected"} | {"engine.uncorrected"}
-    ),
-    "engine.tolerated": (
-        {}, {"correction.weight": "none"}, ONCE - {"engine.corrected"} | {"engine.tolerated"}
-    ),
-    "engine.folded": ({KL: 0.03}, BYPASS, ONCE - {"engine.corrected"} | {"engine.folded"}),
-    "engine.bypass": ({}, BYPASS, ONCE - {"engine.corrected"} | {"engine.bypass"}),
-    "engine.bypass-masks": (
-        {}, {"correction.preset": "bypass_ppo_clip_geo_rs"},
-        ONCE - {"engine.corrected"} | {"engine.bypass"},
-    ),
-    "engine.direct": (
-        {KL: 0.03}, {"correction.preset": "flash_reinforce"},
-        ONCE - {"engine.corrected"} | {"engine.direct"},
-    ),
-    "engine.direct-objective": (
-        {KL: 0.03}, DIRECT, ONCE - {"engine.corrected"} | {"engine.direct"}
-    ),
+    "engine.same": ({DP_MAX: 0.0}, {}, but("engine.corrected", "engine.same")),
+    "engine.same-unweighted": ({DP_MAX: 0.0}, {"correction.weight": "none"},
+        but("engine.corrected", "engine.same")),
+    "engine.same-bypass": ({DP_MAX: 0.0, KL: 0.03}, BYPASS, but("engine.corrected", "engine.same")),
+    "engine.uncorrected": ({KL: 0.03}, {"correction.weight": "none"},
+        but("engine.corrected", "engine.uncorrected")),
+    "engine.tolerated": ({}, {"correction.weight": "none"},
+        but("engine.corrected", "engine.tolerated")),
+    "engine.folded": ({KL: 0.03}, BYPASS, but("engine.corrected", "engine.folded")),
+    "engine.bypass": ({}, BYPASS, but("engine.corrected", "engine.bypass")),
+    "engine.bypass-masks": ({}, {"correction.preset": "bypass_ppo_clip_geo_rs"},
+        but("engine.corrected", "engine.bypass")),
+    "engine.direct": ({KL: 0.03}, {"correction.preset": "flash_reinforce"},
+        but("engine.corrected", "engine.direct")),
+    "engine.direct-objective": ({KL: 0.03}, DIRECT, but("engine.corrected", "engine.direct")),
     "engine.folded-unweighted": (  # nothing weighs the gap
         {KL: 0.03}, DIRECT | {"correction.objective": "reinforce"},
-        ONCE - {"engine.corrected"} | {"engine.folded"},
+        but("engine.corrected", "engine.folded"),
     ),
-    "engine.centred": (
-        {KL: 0.03, CHI2: 1.5, "centering/sampler_mass": 0.95}, CENTRED,
-        ONCE - {"engine.corrected"} | {"engine.centred"},
-    ),
-    "engine.head": (
-        {"centering/sampler_mass": 0.8}, CENTRED,
-        ONCE - {"engine.corrected"} | {"engine.centred", "engine.head"},
-    ),
+    "engine.centred": ({KL: 0.03, CHI2: 1.5, "centering/sampler_mass": 0.95}, CENTRED,
+        but("engine.corrected", "engine.centred")),
+    "engine.head": ({"centering/sampler_mass": 0.8}, CENTRED,
+        but("engine.corrected", "engine.centred", "engine.head")),
     "training.once": ({LAG: 0.0}, {}, ONCE),
-    "training.reused": (
-        {}, {"train.minibatches": 4}, ONCE - {"training.once"} | {"training.reused"}
-    ),
-    "training.async": (
-        {LAG: 6.0, ENGINE_SHARE: 0.9}, {}, AHEAD | {"training.async", "async.naive"}
-    ),
-    "training.async-reused": (
-        STALE, {"train.epochs": 2}, AHEAD | {"training.async", "async.naive"}
-    ),
-    "training.late": (
-        {LAG: 9.0, ENGINE_SHARE: 0.9}, {}, AHEAD | {"training.late", "async.naive"}
-    ),
-    "kl.reused": (
-        {}, {"train.epochs": 2} | KL_LOSS,
-        ONCE - {"training.once"} | {"training.reused", "kl.reused"},
-    ),
+    "training.reused": ({}, {"train.minibatches": 4}, but("training.once", "training.reused")),
+    "training.async": ({LAG: 6.0, ENGINE_SHARE: 0.9}, {},
+        but("training.once", "training.async", "async.naive")),
+    "training.async-reused": (STALE, {"train.epochs": 2},
+        but("training.once", "training.async", "async.naive")),
+    "training.late": ({LAG: 9.0, ENGINE_SHARE: 0.9}, {},
+        but("training.once", "training.late", "async.naive")),
+    "kl.reused": ({}, {"train.epochs": 2} | KL_LOSS,
+        but("training.once", "training.reused", "kl.reused")),
     "kl-once": ({}, KL_LOSS, ONCE),
-    "kl-ratio": (
-        {}, {"train.epochs": 2, "correction.kl": "is_k3"} | KL_LOSS,
-        ONCE - {"training.once"} | {"training.reused"},
-    ),
-    "kl-reward": (
-        {}, {"train.epochs": 2, "correction.kl_placement": "reward"} | KL_LOSS,
-        ONCE - {"training.once"} | {"training.reused"},
-    ),
+    "kl-ratio": ({}, {"train.epochs": 2, "correction.kl": "is_k3"} | KL_LOSS,
+        but("training.once", "training.reused")),
+    "kl-reward": ({}, {"train.epochs": 2, "correction.kl_placement": "reward"} | KL_LOSS,
+        but("training.once", "training.reused")),
     "model.dense": ({}, {}, ONCE),
-    "model.moe_once": (ROUTED, {}, ONCE - {"model.dense"} | {"model.moe_once"}),
-    "model.moe_few": (
-        ROUTED, {"train.epochs": 3},
-        ONCE - {"model.dense", "training.once"} | {"model.moe_few", "training.reused"},
-    ),
-    "model.moe_many": (
-        ROUTED, {"train.epochs": 2, "train.minibatches": 2},
-        ONCE - {"model.dense", "training.once"} | {"model.moe_many", "training.reused"},
-    ),
+    "model.moe_once": (ROUTED, {}, but("model.dense", "model.moe_once")),
+    "model.moe_few": (ROUTED, {"train.epochs": 3},
+        but(("model.dense", "training.once"), "model.moe_few", "training.reused")),
+    "model.moe_many": (ROUTED, {"train.epochs": 2, "train.minibatches": 2},
+        but(("model.dense", "training.once"), "model.moe_many", "training.reused")),
     "trajectory.single": ({TURNS: 1.0}, {}, ONCE),
-    "trajectory.agentic": (
-        {TURNS: 3.5}, {}, ONCE - {"trajectory.single"} | {"trajectory.agentic"}
-    ),
+    "trajectory.agentic": ({TURNS: 3.5}, {}, but("trajectory.single", "trajectory.agentic")),
 }
 
 
@@ -556,9 +500,7 @@ def test_the_metrics_it_reads_are_those_that_are_measured():
         return (
             mismatch.offpolicy_metrics(x, x, mask)
             | mismatch.probability_metrics(x, x, mask)
-            | mismatch.importance_weight_metrics(
-                x, x, mask, level="token", upper=2.0, lower=0.5
-            )
+            | mismatch.importance_weight_metrics(x, x, mask, level="token", upper=2.0, lower=0.5)
             | mismatch.kept_sample_size(x, mask, mask)
             | mismatch.rejected_fractions(mask, mask)
             | batch_metrics.variance_proxy_metrics(x, x, x, mask)

@@ -11,8 +11,7 @@ from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.engine.worker import EngineThread
-from jaxrl_tis.endpoint import app as serve_app
-from jaxrl_tis.endpoint import prompts
+from jaxrl_tis.endpoint import app as serve_app, prompts
 from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.endpoint.tool_calls import FORMS, Call, described, form_of
 from tests import arithmetic

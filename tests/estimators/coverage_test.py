@@ -87,7 +87,7 @@ PUBLISHED = {
     "R2VPO's dual": [("controller", "r2vpo_dual")],
     "adaptive KL": [("controller", "adaptive_kl")],
     "KL": [("kl", name) for name in (
-        "k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "is_k3", "clipped_is_k2",
+        "k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+", "is_k3", "clipped_is_k2", "clipped_is_k3",
         "exact_reverse", "exact_forward")],
 }
 # An arXiv id, or the code, note or book for what has none, or the entry whose source it shares.

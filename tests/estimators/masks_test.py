@@ -357,30 +357,6 @@ def test_ratio_bands_and_the_veto_keep_their_bounds(dtype):
         np.testing.assert_array_equal(is_accepted[:, 0], expected, err_msg=f"{name} {x} {is_lower}")
 
 
-def test_sums_of_k1_clamp_each_token_and_sums_of_ratios_the_whole():
-    # k1: -20 + 20 = 0. The product of the ratios is e^(30 - 25) = 148.
-    log_ratio, mask = jnp.array([[30.0, -25.0]]), jnp.ones((1, 2))
-    assert np.all(masks.seq_sum_k1(log_ratio, mask, lower=0.5, upper=2.0))
-    assert not np.any(masks.seq_sum_ratio(log_ratio, mask, lower=0.5, upper=2.0))
-    assert np.all(masks.seq_sum_ratio(log_ratio, mask, upper=149.0))
-
-
-@pytest.mark.parametrize(
-    ("mask_name", "weight_name"),
-    [
-        ("token_ratio", "token_mis"),
-        ("seq_sum_ratio", "seq_mis"),
-        ("seq_mean_ratio", "geo_mis"),
-    ],
-)
-def test_ratio_bands_keep_what_masked_weights_do_not_zero(mask_name, weight_name):
-    inputs = make_inputs(True)
-    arguments = (inputs["log_ratio"], inputs["mask"], inputs["seg"])
-    kept = masks.MASKS[mask_name](*arguments, lower=0.7, upper=1.3)
-    w = weights.WEIGHTS[weight_name](*arguments, lower=0.7, upper=1.3)
-    np.testing.assert_array_equal(kept, w > 0)
-
-
 def test_on_policy_nothing_is_rejected():
     inputs = make_inputs(False)
     inputs = inputs | {"log_ratio": jnp.zeros((40, 7)), "logp": inputs["logp_behav"]}
@@ -430,19 +406,6 @@ def test_the_sampler_may_exclude_tokens_and_the_learner_may_not():
         kept = masks.trm(mask, mask, logits_behav=one, logits=half, trm_delta=delta)
         assert kept == is_accepted
     assert not masks.trm(mask, mask, logits_behav=half, logits=one, trm_delta=1e6)
-
-
-def test_k3_has_the_exact_divergence_as_its_mean():
-    rng = np.random.default_rng(0)
-    behav, learner = rng.normal(size=6), rng.normal(size=6)
-    behav, learner = (
-        behav - np.log(np.exp(behav).sum()),
-        learner - np.log(np.exp(learner).sum()),
-    )
-    k3 = masks.statistic(
-        "seq_max_k3", jnp.array((learner - behav)[:, None]), jnp.ones((6, 1))
-    )
-    np.testing.assert_allclose(np.exp(behav) @ k3[:, 0], kl(behav, learner), rtol=1e-5)
 
 
 def test_off_policy_sequence_mask_by_hand():

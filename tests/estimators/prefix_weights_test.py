@@ -92,40 +92,6 @@ def test_weights_equal_a_loop_over_tokens(name, is_packed):
     np.testing.assert_allclose(actual[name], oracle(name, *inputs), rtol=1e-11, atol=0)
 
 
-def test_three_tokens_by_hand():
-    # Ratios e^0.3 = 1.3499, e^-0.1 = 0.9048, e^0.2 = 1.2214. MinPRO: 1.3499; 1.3499 * 0.9048;
-    # 0.9048 * 1.2214. Products of the prefixes: e^0.3, e^0.2, e^0.4.
-    log_ratio, mask = jnp.array([[0.3, -0.1, 0.2]]), jnp.ones((1, 3))
-    w = prefix_minpro(log_ratio, mask)
-    np.testing.assert_allclose(w, [[1.3499, 1.2214, 1.1052]], atol=5e-5)
-    w = prefix_minpro(log_ratio, mask, cap=1.15)
-    np.testing.assert_allclose(w, [[1.15, 1.15, 1.1052]], atol=5e-5)
-    w = prefix_ctpo(log_ratio, mask, ctpo_low=jnp.inf, ctpo_high=jnp.inf)
-    np.testing.assert_allclose(w, [[1.3499, 1.2214, 1.4918]], atol=5e-5)
-
-
-def test_prefixes_step_over_tokens_that_are_not_valid():
-    # The valid tokens are those of the three tokens above.
-    log_ratio = jnp.array([[NAN, 0.3, -jnp.inf, -0.1, 100.0, 0.2, NAN]])
-    mask = jnp.isfinite(log_ratio) & (log_ratio < 99)
-    w = prefix_minpro(log_ratio, mask)
-    np.testing.assert_allclose(w, [[0, 1.3499, 0, 1.2214, 0, 1.1052, 0]], atol=5e-5)
-    w = prefix_ctpo(log_ratio, mask, ctpo_low=0.1, ctpo_high=0.2)
-    # Bands 0.2 sqrt(t): 0.2, 0.2828, 0.3464 against 0.3, 0.2, 0.4.
-    expected = [0, math.exp(0.2), 0, math.exp(0.2), 0, math.exp(0.2 * math.sqrt(3)), 0]
-    np.testing.assert_allclose(w, [expected], rtol=1e-6)
-
-
-def test_the_smallest_ratio_of_the_prefix_never_rises():
-    log_ratio, mask, *_ = example(False)
-    log_ratio = jnp.array(log_ratio[mask][None, :40], jnp.float32)
-    log_ratio = jnp.clip(log_ratio, -3.0, 3.0)
-    own = jnp.exp(log_ratio)
-    lowest = prefix_minpro(log_ratio, jnp.ones((1, 40))) / own
-    assert np.all(np.diff(lowest[0, 1:]) <= 1e-5)
-    np.testing.assert_allclose(lowest[0, :2], [1.0, own[0, 0]], rtol=1e-5)
-
-
 def test_band_of_the_prefix_product():
     # exp(-0.025 sqrt(t)) and exp(0.05 sqrt(t)) at t = 1, 4, 16, 100.
     mask, at = jnp.ones((1, 100)), np.array([0, 3, 15, 99])
@@ -158,15 +124,3 @@ def test_turns_by_hand():
     w = prefix_weights.turn_geo(log_ratio, mask, turn=turn)
     root = math.sqrt(3)
     np.testing.assert_allclose(w, [[root, root, 0, 0.5, 0.5]], rtol=1e-6)
-
-
-def test_one_turn_is_the_sequence_and_one_token_per_turn_the_token():
-    log_ratio, mask, seg, _, _ = example(True)
-    log_ratio = jnp.array(np.where(mask, log_ratio, NAN), jnp.float32)
-    one, many = jnp.zeros(mask.shape, int), jnp.tile(jnp.arange(11)[None], (24, 1))
-    pairs = {"turn_tis": "seq_tis", "turn_geo": "geo_tis"}
-    for name, whole in pairs.items():
-        w = weights.WEIGHTS[name](log_ratio, mask, seg, turn=one)
-        np.testing.assert_allclose(w, weights.WEIGHTS[whole](log_ratio, mask, seg), rtol=1e-6)
-        w = weights.WEIGHTS[name](log_ratio, mask, seg, turn=many)
-        np.testing.assert_allclose(w, weights.token_tis(log_ratio, mask), rtol=1e-6)

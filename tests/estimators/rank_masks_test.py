@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import masks, rank_masks
+from jaxrl_tis.estimators import rank_masks
 
 NAN = float("nan")
 m2po = jax.jit(rank_masks.m2po)
@@ -58,25 +58,6 @@ def test_sortable_keeps_the_order_of_floats():
     key = rank_masks.sortable(x)
     assert np.all(np.diff(np.asarray(key).astype(np.int64)) > 0)
     np.testing.assert_array_equal(rank_masks.from_sortable(key, x.dtype), x)
-
-
-def test_m2po_by_hand():
-    # Mean square (0.09 + 0.01 + 0.04) / 3 = 0.0467; without 0.3 it is 0.025.
-    log_ratio = jnp.array([[0.3, -0.1, NAN], [NAN, 0.2, NAN]])
-    mask = jnp.isfinite(log_ratio)
-    np.testing.assert_array_equal(m2po(log_ratio, mask), [[0, 1, 0], [0, 1, 0]])
-    cases = {
-        0.0467: mask,
-        0.0466: [[0, 1, 0], [0, 1, 0]],
-        0.0249: [[0, 1, 0], [0, 0, 0]],
-    }
-    for threshold, kept in cases.items():
-        np.testing.assert_array_equal(
-            m2po(log_ratio, mask, m2po_threshold=threshold), kept
-        )
-    for threshold in (0.01, 1e-9, 0.0):  # the smallest is kept whatever the threshold
-        kept = m2po(log_ratio, mask, m2po_threshold=threshold)
-        np.testing.assert_array_equal(kept, [[0, 1, 0], [0, 0, 0]])
 
 
 def test_m2po_keeps_as_many_equal_tokens_as_fit():
@@ -171,23 +152,6 @@ def test_bounds_of_m2po_ignore_padding_and_carry_no_gradient():
 
     for gradient in jax.grad(width, (0, 1))(*zeroed):
         np.testing.assert_array_equal(gradient, np.zeros(mask.shape))
-
-
-def test_covariance_by_hand():
-    # Means over the five valid tokens: A 0.2, log pi -1.5.
-    logp = jnp.array([[-0.5, -1.0, -3.0], [-2.0, -1.0, NAN]])
-    adv, mask = (
-        jnp.array([[1.0] * 3, [-1.0] * 2 + [NAN]]),
-        jnp.array([[1, 1, 1], [1, 1, 0]]),
-    )
-    cov = rank_masks.covariance(logp, adv, mask)
-    np.testing.assert_allclose(cov, [[0.8, 0.4, -1.2], [0.6, -0.6, 0.0]], atol=1e-6)
-    # verl penalises the first token of this batch, and draws none: no covariance is above 1.
-    np.testing.assert_array_equal(kl_cov(logp, adv, mask), [[1, 0, 0], [0, 0, 0]])
-    kept = clip_cov(
-        logp, mask, logp=logp, logp_old=logp, adv=adv, key=jax.random.key(0)
-    )
-    np.testing.assert_array_equal(kept, mask)
 
 
 @pytest.mark.parametrize("ratio", [1e-6, 0.1, 0.5, 1.0])
@@ -311,8 +275,3 @@ def test_clip_cov_draws_uniformly():
     np.testing.assert_allclose(share, [0.5, 0.5, 0, 0, 0.5, 0.5, 0, 0], atol=0.05)
     pairs = {tuple(np.flatnonzero(row)) for row in drawn}
     assert len(pairs) == 6  # every pair of the four occurs
-
-
-def test_the_entries_of_masks_are_these_functions():
-    for name in ("m2po", "clip_cov", "top_entropy"):
-        assert masks.MASKS[name] is getattr(rank_masks, name)

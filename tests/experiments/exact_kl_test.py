@@ -6,9 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import advantages
-from jaxrl_tis.estimators import kl
-from jaxrl_tis.estimators import reduce
+from jaxrl_tis.estimators import advantages, kl, reduce
 from experiments import exact
 
 EXACT = {"rtol": 1e-9, "atol": 1e-12}

@@ -7,12 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import advantages, methods
-from jaxrl_tis.estimators import masks
-from jaxrl_tis.estimators import reduce
-from jaxrl_tis.estimators import weights
-from experiments import group_bias
-from experiments import exact
+from jaxrl_tis.estimators import advantages, masks, methods, reduce, weights
+from experiments import exact, group_bias
 from experiments.group_bias import Step
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("float64 and enumeration under jit")]

@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments import group_bias
-from experiments import exact
+from experiments import exact, group_bias
 from experiments.group_bias import ADVANTAGES, STEPS, Step
 
 pytestmark = [pytest.mark.compiles, pytest.mark.all]

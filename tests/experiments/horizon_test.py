@@ -11,10 +11,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import methods, weights
-from experiments import frontier
-from experiments import horizon
-from experiments import exact
-from experiments import oracle
+from experiments import exact, frontier, horizon, oracle
 
 RNG = np.random.default_rng(0)
 POLICY, BEHAVIOUR = RNG.normal(size=(3, 3)), RNG.normal(size=(3, 3))

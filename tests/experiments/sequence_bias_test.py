@@ -6,9 +6,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from experiments import group_bias
-from experiments import oracle
-from experiments import sequence_bias
+from experiments import group_bias, oracle, sequence_bias
 
 
 @pytest.mark.all

@@ -9,8 +9,7 @@ import tempfile
 
 import jax
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from jaxrl_tis import models
 from jaxrl_tis.models import gguf, safetensors, transformer

@@ -58,14 +58,6 @@ def transposed(w):
 product, expected = jax.jit(grouped_matmul), jax.jit(reference)
 
 
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-def test_values_of_ragged_sizes(sizes):
-    x, w = normal(0, M, I), normal(1, E, I, O)
-    found = product(x, w, sizes_of(*sizes))
-    np.testing.assert_allclose(found, expected(x, w, sizes_of(*sizes)), rtol=1e-5, atol=1e-5)
-    assert not np.any(found[sum(sizes):])
-
-
 @hypothesis.settings(max_examples=20, deadline=None, derandomize=True, database=None)
 @hypothesis.given(st.lists(st.integers(0, 40), min_size=E, max_size=E))
 def test_values_of_any_sizes(sizes):

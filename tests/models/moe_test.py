@@ -70,22 +70,6 @@ def routed(name, replay=None, asked=ROUTES, is_token=None):
 # The choice
 
 
-@pytest.mark.all
-def test_two_experts_by_hand():
-    """Scores 0.1, 0.3, 0.2, 0.4: experts 3 and 1. A bias of 0.25 on expert 0 puts it before 1, and
-    its gate is still 0.1."""
-    kind = MoeConfig(4, 2, 1, normalizes_top_k=False)
-    score = jnp.array([[0.1, 0.3, 0.2, 0.4]])
-    ids = moe.choose(score, None, kind)
-    np.testing.assert_array_equal(ids, [[3, 1]])
-    np.testing.assert_allclose(moe.gates(score, ids, kind), [[0.4, 0.3]], rtol=1e-6)
-    biased = moe.choose(score, jnp.array([0.25, 0, 0, 0]), kind)
-    np.testing.assert_array_equal(biased, [[3, 0]])
-    np.testing.assert_allclose(moe.gates(score, biased, kind), [[0.4, 0.1]], rtol=1e-6)
-    normalised = dataclasses.replace(kind, normalizes_top_k=True, scale=2.0)
-    np.testing.assert_allclose(moe.gates(score, biased, normalised), [[1.6, 0.4]], rtol=1e-6)
-
-
 def test_two_groups_by_hand():
     """Groups (0.9, 0.0, 0.0) and (0.5, 0.5, 0.3): the second has the larger sum of two, and expert
     0 with the largest score is out."""

@@ -135,15 +135,6 @@ def test_positions_and_segments_are_those_given():
     assert np.abs(actual - logits(params, config, TOKENS)).max() > 0.1
 
 
-def test_rope_sees_distances_only():
-    params = params_of("llama")
-    base = logits(params, CONFIG, TOKENS, default_positions(TOKENS))
-    moved = logits(params, CONFIG, TOKENS, default_positions(TOKENS) + 17)
-    np.testing.assert_allclose(moved, base, atol=2e-5)
-    stretched = logits(params, CONFIG, TOKENS, default_positions(TOKENS) * 2)
-    assert np.abs(stretched - base).max() > 0.05
-
-
 def test_a_packed_row_equals_separate_rows():
     params, lengths = params_of("llama"), (4, 3)
     packed = np.concatenate([TOKENS[0, :4], TOKENS[1, :3], [0, 0]])[None]

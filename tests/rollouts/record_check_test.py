@@ -362,54 +362,38 @@ FOREIGN = {
     "no seed": (without("seed"), "seed is NoneType, not int"),
     "no kept": (without("kept"), "kept is NoneType, not ndarray"),
     "an id that is a number": (with_attribute("id", 7), "id is int, not str"),
-    "a reason that cannot be a key": (
-        with_attribute("stop_reason", []), "stop_reason is list, not str"
-    ),
+    "a reason that cannot be a key": (with_attribute("stop_reason", []),
+        "stop_reason is list, not str"),
     "a seed that is a float": (with_attribute("seed", 11.0), "seed is float, not int"),
     "a seed that is a bool": (with_attribute("seed", True), "seed is bool, not int"),
-    "a temperature in words": (
-        with_attribute("temperature", "0.5"), "temperature is str, not float"
-    ),
-    "an array for a number": (
-        with_attribute("temperature", floats(0.5, 0.5)), "temperature is ndarray, not float"
-    ),
-    "wider numbers": (
-        changed(logp_behav=np.zeros(3)), "logp_behav is float64 of 1 dimensions, not float32 of 1"
-    ),
-    "numbers in the other order of bytes": (
-        changed(version=np.zeros(3, ">i4")), "version is >i4 of 1 dimensions, not int32 of 1"
-    ),
-    "objects": (
-        changed(segment=np.array([None] * 3)), "segment is object of 1 dimensions, not int32 of 1"
-    ),
-    "a mask of numbers": (
-        changed(mask=np.ones(3, np.int32)), "mask is int32 of 1 dimensions, not bool of 1"
-    ),
-    "a mask of other bytes": (
-        changed(mask=np.array([1, 2, 1], np.uint8).view(bool)),
-        "mask is bool and holds bytes other than 0 and 1",
-    ),
-    "one number": (
-        with_attribute("tokens", np.array(3, np.int32)),
-        "tokens is int32 of 0 dimensions, not int32 of 1",
-    ),
-    "a column": (
-        changed(turn=np.zeros((3, 1), np.int32)), "turn is int32 of 2 dimensions, not int32 of 1"
-    ),
+    "a temperature in words": (with_attribute("temperature", "0.5"),
+        "temperature is str, not float"),
+    "an array for a number": (with_attribute("temperature", floats(0.5, 0.5)),
+        "temperature is ndarray, not float"),
+    "wider numbers": (changed(logp_behav=np.zeros(3)),
+        "logp_behav is float64 of 1 dimensions, not float32 of 1"),
+    "numbers in the other order of bytes": (changed(version=np.zeros(3, ">i4")),
+        "version is >i4 of 1 dimensions, not int32 of 1"),
+    "objects": (changed(segment=np.array([None] * 3)),
+        "segment is object of 1 dimensions, not int32 of 1"),
+    "a mask of numbers": (changed(mask=np.ones(3, np.int32)),
+        "mask is int32 of 1 dimensions, not bool of 1"),
+    "a mask of other bytes": (changed(mask=np.array([1, 2, 1], np.uint8).view(bool)),
+        "mask is bool and holds bytes other than 0 and 1"),
+    "one number": (with_attribute("tokens", np.array(3, np.int32)),
+        "tokens is int32 of 0 dimensions, not int32 of 1"),
+    "a column": (changed(turn=np.zeros((3, 1), np.int32)),
+        "turn is int32 of 2 dimensions, not int32 of 1"),
     "a row": (changed(kept=ints(1, 2, 3)), "kept is int32 of 1 dimensions, not int32 of 2"),
     "too few": (changed(logp_raw=floats(-1, -2)), "logp_raw has 2 entries and needs 3"),
     "none": (changed(entropy=floats()), "entropy has 0 entries and needs 3"),
     "too many": (changed(kv_version=ints(3, 3, 3, 3)), "kv_version has 4 entries and needs 3"),
-    "evictions of the prompt alone": (
-        changed(evict_step=ints(9, 9)), "evict_step has 2 entries and needs 5"
-    ),
-    "log-probs of another prompt": (
-        changed(prompt_logps=floats(-1)), "prompt_logps has 1 entries and needs 2"
-    ),
-    "a fork of other lengths": (
-        changed(forks=(RECORD, changed(entropy=floats()))),
-        "a fork: entropy has 0 entries and needs 3",
-    ),
+    "evictions of the prompt alone": (changed(evict_step=ints(9, 9)),
+        "evict_step has 2 entries and needs 5"),
+    "log-probs of another prompt": (changed(prompt_logps=floats(-1)),
+        "prompt_logps has 1 entries and needs 2"),
+    "a fork of other lengths": (changed(forks=(RECORD, changed(entropy=floats()))),
+        "a fork: entropy has 0 entries and needs 3"),
 }
 
 
