@@ -1,5 +1,8 @@
 """Whole runs whose samplers run ahead: a restart has the bits of the run that went on."""
 
+import json
+import shutil
+
 import jax
 import numpy as np
 import pytest
@@ -57,13 +60,19 @@ def params(folder, setup):
     name if name == "episodes" else pytest.param(name, marks=pytest.mark.all)
     for name in RUNS
 ])
-def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name):
+def test_a_restart_has_the_bits_of_the_run_that_went_on(tmp_path, name, capsys):
     settings = RUNS[name] | dict(
-        rollout__update_turns=2, rollout__max_new_tokens=5, eval__every=3
+        rollout__update_turns=2, rollout__max_new_tokens=5, eval__every=3, checkpoint__keep=5
     )
     tiny.run(tmp_path / "whole", steps=5, **settings)
-    tiny.run(tmp_path / "cut", steps=2, **settings)
+    shutil.copytree(tmp_path / "whole", tmp_path / "cut")
+    for step in ("4", "5"):
+        shutil.rmtree(tmp_path / "cut/checkpoints" / step)
+    record = tmp_path / "cut/metrics.jsonl"
+    lines = record.read_text().splitlines(keepends=True)
+    record.write_text("".join(x for x in lines if json.loads(x)["step"] <= 2))
     tiny.run(tmp_path / "cut", steps=5, **settings)
+    assert f"continuing {tmp_path / 'cut'} after step 2" in capsys.readouterr().out
     steps = lambda folder: [r for r in tiny.lines(folder) if r["phase"] == "train"]
     whole, cut = steps(tmp_path / "whole"), steps(tmp_path / "cut")
     assert whole == cut and len(whole) == 5

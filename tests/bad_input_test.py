@@ -1,5 +1,6 @@
 """Bad input gets an error that says what is wrong, and what was reached before is kept."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -23,7 +24,7 @@ from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.record import checkpoint, metrics
 from jaxrl_tis.rollouts.synchronous import SyncSource
 from tests import tiny
-from tests.resume_test import Cut, assert_same_run, cut_at
+from tests.resume_test import assert_same_run
 
 pytestmark = pytest.mark.compiles
 BY_JAX = pytest.mark.by_jax("a run: flax, optax, orbax and XLA together")
@@ -202,16 +203,6 @@ def test_one_long_training_prompt_stops_before_any_step(tmp_path):
     assert not (tmp_path / "run" / "config.json").exists()
 
 
-def test_bad_records_are_left_out_and_counted(tmp_path, capsys):
-    text = "\n".join([*(GOOD % i for i in range(8)), "nonsense", '{"prompt": "1+1+1=", "answer": "3"}'])
-    lines = [json.loads(x) for x in run_of(tmp_path, text, task__on_bad_record="skip")]
-    assert [r["data/bad_records"] for r in lines if r["phase"] == "train"] == [2]
-    assert {r["eval/bad_records"] for r in lines if r["phase"] == "eval"} == {2}
-    told = capsys.readouterr().out
-    for data in ("training data", "held-out data"):
-        assert f"{data}: 2 of 10 records are left out:\n- {tmp_path}/data.jsonl:9: the line is not" in told
-
-
 def run_of(tmp_path, text, **changes):
     """The lines of metrics.jsonl after a step on this data."""
     tiny.run(tmp_path / "run", steps=1, **(jsonl(tmp_path, text) | changes))
@@ -316,7 +307,8 @@ def test_hanging_and_raising_rewards_get_their_score_and_never_stop_the_run(tmp_
 
     with mock.patch.object(SyncSource, "parts", record):
         tiny.run(tmp_path, steps=1, reward__name="tests.tiny_rewards:hangs_or_raises",
-                 reward__timeout=0.3, reward__on_error="-2.0", eval__prompts=1)
+                 reward__timeout=0.3, reward__on_error="-2.0", eval__prompts=1,
+                 children=contextlib.nullcontext)
     [line] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
     hung = [s for s in collected if s.text.startswith("1")]
     raised = [s for s in collected if s.text.startswith(("2", "3", "4"))]
@@ -339,24 +331,6 @@ def inject(field, step):
         return update(self, state, rows, now, version)
 
     return mock.patch.object(Trainer, "update", broken)
-
-
-@pytest.mark.parametrize("field", ["logp_behav", "logp_old"])
-def test_a_nan_loss_names_step_and_term_and_keeps_the_last_checkpoint(tmp_path, field):
-    with inject(field, 4), pytest.raises(FloatingPointError) as error:
-        tiny.run(tmp_path)
-    message = str(error.value)
-    assert "step 4" in message and "actor/pg_loss is nan" in message
-    assert ("actor/grad_norm is nan" in message) == (field == "logp_behav")
-    assert "checkpoint of step 2 is intact" in message
-    with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
-        state, meta = checkpoints.restore(abstract_state(tiny.setup().training))
-    assert meta["step"] == 2
-    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
-    assert not any(r["step"] >= 4 for r in tiny.lines(tmp_path) if r["phase"] != "warmup")
-    if field == "rewards":
-        tiny.run(tmp_path)
-        assert_same_run(tmp_path)
 
 
 @pytest.mark.all
@@ -507,7 +481,19 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, copied):
         train.run(tiny.config(), str(copied))
 
 
-def test_more_steps_than_before_continue_a_finished_run(copied):
-    with cut_at(tiny.STEPS + 1, Cut):
-        tiny.run(copied, steps=tiny.STEPS + 1)
-    assert tiny.lines(copied) == tiny.lines(tiny.finished())
+@pytest.mark.parametrize("field", ["logp_behav", "logp_old"])
+def test_a_nan_loss_names_step_and_term_and_keeps_the_last_checkpoint(copied, field):
+    """In a finished run that has three steps more than before; it is saved after every second one."""
+    with inject(field, 8), pytest.raises(FloatingPointError) as error:
+        tiny.run(copied, steps=8)
+    message = str(error.value)
+    assert "step 8" in message and "actor/pg_loss is nan" in message
+    assert ("actor/grad_norm is nan" in message) == (field == "logp_behav")
+    assert "checkpoint of step 6 is intact" in message
+    with checkpoint.Checkpoints(copied, keep=2) as checkpoints:
+        state, meta = checkpoints.restore(abstract_state(tiny.setup().training))
+    assert meta["step"] == 6
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(state))
+    lines, before = tiny.lines(copied), tiny.lines(tiny.finished())
+    assert lines[: len(before)] == before
+    assert [r["step"] for r in lines[len(before) :] if r["phase"] == "train"] == [6, 7]

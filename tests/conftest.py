@@ -11,7 +11,7 @@ import gc
 import os
 import pathlib
 
-from tests import compilation
+from tests import compilation, threaded
 
 pytest_plugins = ("tests.budget", "tests.runs")
 
@@ -64,4 +64,11 @@ def _programs(request):
 @pytest.fixture
 def optimized():
     with compilation.optimized():
+        yield
+
+
+@pytest.fixture
+def in_threads():
+    """Rewards, templates and environments need no process of their own."""
+    with threaded.children():
         yield

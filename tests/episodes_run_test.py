@@ -10,7 +10,7 @@ from tests.data import chat_templates
 from tests.environments.continuity_test import ENDS, MARKS, ROLES, backend, mark, tokenizer
 from tests.tiny_environment import SAID
 
-pytestmark = pytest.mark.compiles
+pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("in_threads")]
 
 # GLM's form without its thinking, which makes an earlier answer another text.
 FORM = """\

@@ -271,6 +271,7 @@ def test_the_command_measures_a_run_and_a_model(path, tmp_path):
     assert 0 <= low <= measured["greedy"]["mean"] <= high <= 1
 
 
+@pytest.mark.compiles
 def test_the_command_leaves_answers_out_whose_reward_failed(monkeypatch):
     """Of eight prompts the first has a failed greedy answer and a failed draw. Of the other greedy
     answers, of rewards 0 to 6, those from 5 on are right, and so is the first prompt's other draw."""

@@ -1,9 +1,12 @@
 """An interrupted run ends with the bits of the uninterrupted one, wherever it was cut."""
 
 import contextlib
+import dataclasses
 import datetime
+import io
 import json
 import os
+import pathlib
 import signal
 from unittest import mock
 
@@ -96,34 +99,52 @@ def cut_at(step, how):
         yield
 
 
+@dataclasses.dataclass
+class OftenCut:
+    """A workdir, what its runs printed, and the newest checkpoint after each."""
+
+    folder: pathlib.Path
+    told: list[str] = dataclasses.field(default_factory=list)
+    saved: list[int | None] = dataclasses.field(default_factory=list)
+
+    def run(self):
+        try:
+            with contextlib.redirect_stdout(io.StringIO()) as out:
+                tiny.run(self.folder)
+        finally:
+            self.told.append(out.getvalue())
+            with checkpoint.Checkpoints(self.folder, keep=2) as checkpoints:
+                self.saved.append(checkpoints.latest())
+
+
 @pytest.fixture(scope="module")
 def often_cut(tmp_path_factory):
     """One workdir stopped before step 1, by Ctrl-C in step 1, in step 4, and by SIGTERM in 4."""
-    workdir = tmp_path_factory.mktemp("cut") / "run"
+    often = OftenCut(tmp_path_factory.mktemp("cut") / "run")
     with cut_at(1, Cut):
-        tiny.run(workdir)
+        often.run()
     with cut_at(1, signal.SIGINT):
-        tiny.run(workdir)
-    assert [r["step"] for r in tiny.lines(workdir) if r["phase"] == "train"] == [1]
+        often.run()
+    assert [r["step"] for r in tiny.lines(often.folder) if r["phase"] == "train"] == [1]
     with cut_at(4, "after update"):
-        tiny.run(workdir)
+        often.run()
     # Step 3 is on record, but the newest checkpoint is that of step 2.
-    assert tiny.lines(workdir)[-1]["step"] == 3
+    assert tiny.lines(often.folder)[-1]["step"] == 3
     with cut_at(4, signal.SIGTERM):
-        tiny.run(workdir)
-    tiny.run(workdir)
-    return workdir
+        often.run()
+    often.run()
+    return often
 
 
 def test_a_run_cut_at_four_places_is_the_uninterrupted_run(often_cut):
-    assert_same_run(often_cut)
+    assert_same_run(often_cut.folder)
 
 
 def test_failed_rewards_are_counted_the_same_after_a_resume(often_cut):
     counts = lambda w: [{n: r[n] for n in COUNTS} for r in tiny.lines(w) if r["phase"] == "train"]
     expected = counts(tiny.finished())
     assert any(r["reward/non_finite"] for r in expected)
-    assert counts(often_cut) == expected
+    assert counts(often_cut.folder) == expected
 
 
 def test_the_learner_moved_at_every_step():
@@ -228,15 +249,10 @@ def test_controllers_act_on_every_step():
     np.testing.assert_allclose(lengths, column("response_length/mean"), rtol=1e-6)
 
 
-def test_ctrl_c_finishes_the_step_saves_and_says_so(tmp_path, capsys):
-    with cut_at(1, signal.SIGINT):
-        tiny.run(tmp_path)
-    assert "SIGINT: stopping after this step" in capsys.readouterr().out
-    with checkpoint.Checkpoints(tmp_path, keep=2) as checkpoints:
-        assert checkpoints.latest() == 1
-    with cut_at(2, signal.SIGINT):
-        tiny.run(tmp_path)
-    assert f"continuing {tmp_path} after step 1" in capsys.readouterr().out
+def test_ctrl_c_finishes_the_step_saves_and_says_so(often_cut):
+    assert "SIGINT: stopping after this step" in often_cut.told[1]
+    assert often_cut.saved[1] == 1
+    assert f"continuing {often_cut.folder} after step 1" in often_cut.told[2]
 
 
 @pytest.mark.all

@@ -11,7 +11,7 @@ from configs import default
 from jaxrl_tis import build, train
 from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.report import page
-from tests import runs
+from tests import runs, threaded
 
 STEPS = 5
 EPISODES = dict(  # of up to three turns; the environment gives the rewards
@@ -101,10 +101,12 @@ def _shared_trainer(setup):
 
 
 @contextlib.contextmanager
-def one_device():
+def one_device(children=threaded.children):
     """Programs of the tiny config on one device, traced once for all configs that have them alike
-    (they hold no state), and no report, whose plots take seconds."""
+    (they hold no state), and no report, whose plots take seconds. Rewards and environments are called
+    in threads, or in processes with `contextlib.nullcontext` for `children`."""
     with (
+        children(),
         mock.patch.object(build, "Engine", _shared_engine),
         mock.patch.object(train, "build", _shared_build),
         mock.patch.object(train, "Trainer", _shared_trainer),
@@ -113,9 +115,9 @@ def one_device():
         yield
 
 
-def run(workdir, change=(), **overrides) -> dict:
-    """`train.run` of the tiny config."""
-    with one_device():
+def run(workdir, change=(), children=threaded.children, **overrides) -> dict:
+    """`train.run` of the tiny config; see `one_device`."""
+    with one_device(children):
         return train.run(config(**overrides), str(workdir), change=change)
 
 

@@ -1,6 +1,8 @@
 """The loop: what each step records, at which weights, and what stops it."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import math
 import pathlib
@@ -37,7 +39,8 @@ def learner_logp(config, params, rows):
 
 @dataclasses.dataclass
 class Recorded:
-    """A run with its report, and (parameters that sampled, rows, samples) of each of its steps."""
+    """A run with its report, whose rewards are of a process of their own, and (parameters that
+    sampled, rows, samples) of each of its steps."""
 
     workdir: pathlib.Path
     steps: list
@@ -56,7 +59,7 @@ def recorded(tmp_path_factory):
     write = page.write
     with (
         mock.patch.object(Trainer, "score", score),
-        tiny.one_device(),
+        tiny.one_device(contextlib.nullcontext),
         mock.patch.object(page, "write", write),
     ):
         return Recorded(workdir, steps, train.run(tiny.config(), str(workdir)))
@@ -219,14 +222,46 @@ def test_an_infinite_divergence_does_not_stop_a_run():
     train.check_finite(7, {"rollout_corr/k3_kl": math.inf, "actor/pg_loss": 0.1}, 4)
 
 
-def test_components_of_the_rewards_are_recorded(tmp_path):
-    tiny.run(
-        tmp_path, steps=1, warmup__steps=1, correction__advantage="gdpo",
-        reward__name="tests.tiny_rewards:parts", rollout__overlong_buffer=2,
+@dataclasses.dataclass
+class Compact:
+    """A run with a compact record, parts of rewards, a profile, and data of which a part is bad."""
+
+    workdir: pathlib.Path
+    data: pathlib.Path
+    told: str
+
+    def lines(self, phase):
+        return [r for r in tiny.lines(self.workdir) if r["phase"] == phase]
+
+
+@pytest.fixture(scope="module")
+def compact(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("compact")
+    data, workdir = folder / "data.jsonl", folder / "run"
+    good = [json.dumps({"prompt": "1+1=", "answer": "2", "id": str(i)}) for i in range(8)]
+    data.write_text("\n".join([*good, "nonsense", '{"prompt": "1+1+1=", "answer": "3"}']))
+    of_data = {"path": str(data)}
+    config = tiny.config(
+        steps=2, warmup__steps=0, correction__advantage="gdpo", metrics__record="compact",
+        reward__name="tests.tiny_rewards:parts", rollout__overlong_buffer=2, task__name="jsonl",
+        task__params=of_data, eval__params=of_data, task__on_bad_record="skip",
     )
-    [record] = [r for r in tiny.lines(tmp_path) if r["phase"] == "train"]
-    parts = [record[f"reward/component/{name}"] for name in ("closeness", "length", "overlong")]
-    assert sum(parts) == pytest.approx(record["reward/mean"], abs=1e-5) and parts[2] < 0
+    with tiny.one_device(), contextlib.redirect_stdout(io.StringIO()) as out:
+        train.run(config, str(workdir), profile_steps={2})
+    return Compact(workdir, data, out.getvalue())
+
+
+def test_components_of_rewards_and_bad_records_are_recorded(compact):
+    records = compact.lines("train")
+    assert len(records) == 2
+    for record in records:
+        parts = [record[f"reward/component/{name}"] for name in ("closeness", "length", "overlong")]
+        assert sum(parts) == pytest.approx(record["reward/mean"], abs=1e-5) and parts[2] < 0
+    assert [r["data/bad_records"] for r in compact.lines("train")] == [2, 2]
+    assert {r["eval/bad_records"] for r in compact.lines("eval")} == {2}
+    for data in ("training data", "held-out data"):
+        said = f"{data}: 2 of 10 records are left out:\n- {compact.data}:9: the line is not"
+        assert said in compact.told
 
 
 def test_logits_of_a_large_batch_are_refused_before_anything_is_made():
@@ -235,20 +270,17 @@ def test_logits_of_a_large_batch_are_refused_before_anything_is_made():
         train.build(config)
 
 
-def test_profiled_steps_leave_a_trace_with_named_phases(tmp_path):
-    with tiny.one_device():
-        train.run(tiny.config(steps=2), str(tmp_path / "run"), profile_steps={2})
-    assert [p.name for p in (tmp_path / "run" / "profile").iterdir()] == ["step2"]
-    [trace] = (tmp_path / "run" / "profile").rglob("*.xplane.pb")
+def test_profiled_steps_leave_a_trace_with_named_phases(compact):
+    assert [p.name for p in (compact.workdir / "profile").iterdir()] == ["step2"]
+    [trace] = (compact.workdir / "profile").rglob("*.xplane.pb")
     content = trace.read_bytes()
     for phase in (b"sync", b"rollout", b"score", b"update", b"step"):
         assert phase in content
 
 
-def test_a_compact_record_and_an_unknown_sink(tmp_path):
-    tiny.run(tmp_path / "run", steps=1, metrics__record="compact")
-    [line] = [x for x in tiny.lines(tmp_path / "run") if x["phase"] == "train"]
-    assert "reward/mean" in line and "mismatch/tv_seq" not in line
-    assert len(json.dumps(line)) < 1500
+def test_a_compact_record_and_an_unknown_sink(compact, tmp_path):
+    for line in compact.lines("train"):
+        assert "reward/mean" in line and "mismatch/tv_seq" not in line
+        assert len(json.dumps(line)) < 1500
     with pytest.raises(ValueError, match="metrics.sinks names 'wandbb'; choose among trackio, wandb"):
         tiny.run(tmp_path / "other", metrics__sinks=("wandbb",))

@@ -155,6 +155,15 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def result_line(call: Callable[[], Any]) -> str:
+    """Returns the result of a call as JSON: its value, or its error."""
+    try:
+        return json.dumps({"value": call(), "error": ""})
+    except BaseException as fault:
+        error = printable(f"{type(fault).__name__}: {fault}")[:1000]
+        return json.dumps({"value": None, "error": error})
+
+
 def serve() -> None:
     """Main loop of the process: reads the function to make, then batches of calls from stdin, and writes
     one line per result."""
@@ -176,14 +185,10 @@ def serve() -> None:
         resource.setrlimit(limit, (value, value))
 
     def send(call: Callable[[], Any]) -> None:
-        try:
-            line = json.dumps({"value": call(), "error": ""})
-        except BaseException as fault:
-            error = printable(f"{type(fault).__name__}: {fault}")[:1000]
-            line = json.dumps({"value": None, "error": error})
+        result = result_line(call)
         if os.getpid() != process:  # a fork of the function that returned here
             os._exit(1)
-        results.write(line.encode() + b"\n")
+        results.write(result.encode() + b"\n")
 
     loaded = []
 

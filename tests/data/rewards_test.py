@@ -12,6 +12,7 @@ from configs import default
 from jaxrl_tis.data import child, confined, rewards
 from jaxrl_tis.data.rewards import RewardWorker, Scored, soft_overlong_penalty
 from jaxrl_tis.record import failures
+from tests import threaded
 
 USER_REWARDS = '''
 import asyncio, os, random, subprocess, sys, time
@@ -87,6 +88,7 @@ RECORD = {"prompt": "2+3=", "answer": "5", "id": "x"}
 def user_module(tmp_path, monkeypatch):
     (tmp_path / "user_rewards.py").write_text(USER_REWARDS)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "user_rewards", raising=False)  # of a test whose threads had it
     return "user_rewards"
 
 
@@ -157,7 +159,7 @@ def test_worker_scores_in_order(user_module):
         assert sum(worker.counts.values()) == 0
 
 
-def test_a_score_is_the_reward_and_what_stands_beside_it_is_recorded(user_module):
+def test_a_score_is_the_reward_and_what_stands_beside_it_is_recorded(user_module, in_threads):
     with RewardWorker(f"{user_module}:scored", timeout=10) as worker:
         texts = ["plain", "void", "endless"]
         plain, void, endless = worker.results(texts, [RECORD] * 3)
@@ -173,7 +175,7 @@ def test_a_score_is_the_reward_and_what_stands_beside_it_is_recorded(user_module
 
 
 @pytest.mark.all
-def test_components_without_a_score_are_summed_by_their_weights(user_module):
+def test_components_without_a_score_are_summed_by_their_weights(user_module, in_threads):
     weights = {"format": 0.1, "formt": 1.0}
     with RewardWorker(f"{user_module}:parts", timeout=10, weights=weights) as worker:
         assert worker.score(["ab"], [RECORD]) == [2.05]
@@ -197,7 +199,7 @@ def test_components_without_a_score_are_summed_by_their_weights(user_module):
         assert worker.last_error == "the reward returned None for every part"
 
 
-def test_a_failure_is_dropped_or_gets_the_score_that_is_asked_for(user_module):
+def test_a_failure_is_dropped_or_gets_the_score_that_is_asked_for(user_module, in_threads):
     with RewardWorker(f"{user_module}:faulty", timeout=10) as worker:
         assert [math.isnan(x) for x in worker.score(["a", "raise"], [RECORD] * 2)] == [False, True]
         assert worker.counts == {"timeouts": 0, "errors": 1, "non_finite": 0, "dropped": 1}
@@ -227,7 +229,7 @@ def test_failures_are_told_once_a_kind_and_kept(user_module, tmp_path, capfd):
     assert 'raise KeyError("no such key")' in raised.traceback
 
 
-def test_workers_score_at_once_and_in_order(user_module):
+def test_workers_score_at_once_and_in_order(user_module, in_threads):
     """200 answers of 20 ms each take 4 s, one after the other."""
     texts, records = [str(i) for i in range(200)], [RECORD] * 200
     for name in ("slow", "slow_async", "slow_trl"):
@@ -243,16 +245,21 @@ def test_workers_score_at_once_and_in_order(user_module):
             assert fastest < 4.0  # 0.5 s on an idle machine
 
 
+@pytest.mark.faults
 def test_one_that_hangs_costs_its_own_time_alone(user_module):
-    texts = [str(i) for i in range(40)]
+    texts = [str(i) for i in range(12)]
     texts[7] = "hang"
-    for name in ("slow", "slow_async", "slow_trl"):
-        with RewardWorker(
-            f"{user_module}:{name}", timeout=2.0, workers=4, on_error="-1"
-        ) as worker:
-            found = worker.score(texts, [RECORD] * 40)
+
+    def score(name, **settings):
+        with RewardWorker(f"{user_module}:{name}", on_error="-1", **settings) as worker:
+            found = worker.score(texts, [RECORD] * 12)
             assert found == [-1.0 if text == "hang" else float(text) for text in texts]
             assert worker.counts["timeouts"] == 1
+
+    score("slow", workers=2, timeout=2.0)
+    with threaded.children():  # a batch waits for the limits of all its texts
+        score("slow_async", workers=4, timeout=1.0)
+        score("slow_trl", workers=4, timeout=1.0)
 
 
 @pytest.mark.all
@@ -278,7 +285,7 @@ def test_a_batch_that_hangs_ends_with_its_worker(user_module):
 
 
 @pytest.mark.all
-def test_tokens_reach_a_function_that_asks_for_them(user_module):
+def test_tokens_reach_a_function_that_asks_for_them(user_module, in_threads):
     with RewardWorker(f"{user_module}:tokens", timeout=10) as worker:
         assert worker.results(["a", "b"], [RECORD] * 2, [[1, 2], [3]])[0].score == 2.0
         assert worker.score(["abc"], [RECORD]) == [3.0]  # the text of no model
@@ -315,6 +322,7 @@ def test_worker_scores_a_batch_in_milliseconds():
         assert min(times) < 2.0  # 10 to 20 ms on an idle machine; 256 waits take longer
 
 
+@pytest.mark.faults
 def test_faulty_items_score_on_error_and_the_rest_go_on(user_module):
     texts = ["a", "hang", "b", "crash", "crash", "c", "raise", "exit", "nan", "inf", "none", "d"]
     start = time.monotonic()
@@ -441,7 +449,7 @@ def test_a_module_that_loads_for_too_long(tmp_path, monkeypatch):
 
 
 @pytest.mark.all
-def test_on_error_is_returned_as_given(user_module):
+def test_on_error_is_returned_as_given(user_module, in_threads):
     with RewardWorker(f"{user_module}:faulty", timeout=10, on_error=math.pi) as worker:
         assert worker.score(["raise"], [RECORD]) == [math.pi]
         assert worker.last_error == "KeyError: 'no such key'"

@@ -7,6 +7,8 @@ from jaxrl_tis.data.tokenizer import BREAK, CharTokenizer, escaped, fitted
 from jaxrl_tis.data.tokenizer_files import from_folder, from_gguf, load_tokenizer
 from tests.data.tokenizer_files_test import TEMPLATE, TOKENS, USER, write_folder, write_gguf
 
+pytestmark = pytest.mark.usefixtures("in_threads")
+
 
 def test_char_tokenizer_ids_follow_the_alphabet():
     tokenizer = CharTokenizer("01+=")

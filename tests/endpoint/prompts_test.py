@@ -7,6 +7,8 @@ from jaxrl_tis.data.tokenizer import CharTokenizer
 from jaxrl_tis.endpoint import prompts
 from tests.data.tokenizer_test import loaded
 
+pytestmark = pytest.mark.usefixtures("in_threads")
+
 TOKENIZER = CharTokenizer("abcd\n")
 
 

@@ -14,10 +14,12 @@ from jaxrl_tis.engine.worker import EngineThread
 from jaxrl_tis.endpoint import app as serve_app, prompts
 from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.endpoint.tool_calls import FORMS, Call, described, form_of
-from tests import arithmetic
+from tests import arithmetic, threaded
 from tests.asgi import listening
 from tests.data.chat_templates import TEMPLATES
 from tests.serve.clients_test import SPECIAL, post, write_tokenizer
+
+pytestmark = pytest.mark.usefixtures("in_threads")
 
 # Each call on lines of its own between two marks, as Hermes and Qwen write it.
 HERMES = TEMPLATES["qwen2.5"].replace("\\n<call>", "\\n<tool_call>\\n").replace(
@@ -59,7 +61,8 @@ def families(tmp_path_factory):
     tokenizers = {
         name: tokenizer_of(text, tmp_path_factory.mktemp(name)) for name, text in TEMPLATE.items()
     }
-    return {name: (tokenizer, form_of(tokenizer)) for name, tokenizer in tokenizers.items()}
+    with threaded.children():
+        return {name: (tokenizer, form_of(tokenizer)) for name, tokenizer in tokenizers.items()}
 
 
 @pytest.mark.all

@@ -43,6 +43,8 @@ from jaxrl_tis.environments.continuity import (
 from tests.data import chat_templates
 from tests.mutants.__main__ import MUTANTS as PLANTED
 
+pytestmark = pytest.mark.usefixtures("in_threads")
+
 TESTS = pathlib.Path(__file__).parents[1]
 MARKS = [
     "<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>",

@@ -276,17 +276,18 @@ def test_what_cannot_be_made_is_an_outcome_of_its_own(play):
         assert failed.fault == "errors" and failed.error.endswith(": seed 7")
 
 
-def test_an_episode_goes_on_elsewhere(play):
+def test_an_episode_goes_on_elsewhere(in_threads):
     """As after a restart: by all its answers, with digests or without."""
-    digests = tuple(pool.digest(Step(t)) for t in ("p 1", "p 1: one"))
-    for id, known in (("r", digests), ("s", ()), ("t", ("", digests[1]))):
-        reply = asked(play, id, ("one", "two"), known)
-        assert (text(reply), reply.answers) == ("p 1: one two", 2)
-        assert reply.observations == ("p 1", "p 1: one", "p 1: one two")
-    # The same call again, as of a reply that was lost, and another past of the same id.
-    assert text(asked(play, "r", ("one", "two"), digests)) == "p 1: one two"
-    assert text(asked(play, "r", ("1", "2", "3"))) == "p 1: 1 2 3"
-    assert text(asked(play, "r", ("1", "2", "3", "4"), seed=2)) == "p 2: 1 2 3 4"
+    with made() as play:
+        digests = tuple(pool.digest(Step(t)) for t in ("p 1", "p 1: one"))
+        for id, known in (("r", digests), ("s", ()), ("t", ("", digests[1]))):
+            reply = asked(play, id, ("one", "two"), known)
+            assert (text(reply), reply.answers) == ("p 1: one two", 2)
+            assert reply.observations == ("p 1", "p 1: one", "p 1: one two")
+        # The same call again, as of a reply that was lost, and another past of the same id.
+        assert text(asked(play, "r", ("one", "two"), digests)) == "p 1: one two"
+        assert text(asked(play, "r", ("1", "2", "3"))) == "p 1: 1 2 3"
+        assert text(asked(play, "r", ("1", "2", "3", "4"), seed=2)) == "p 2: 1 2 3 4"
 
 
 def test_a_repeated_episode_has_the_same_cuts_and_the_same_last_answer():

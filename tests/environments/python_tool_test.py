@@ -35,7 +35,7 @@ def test_a_program_and_a_final_answer():
     assert step == Step("408\n", metrics={"programs": 1, "stopped_programs": 0})
     two = block("x = 20\nprint(x)") + block("print(x + 1)")
     assert play.step(two).observation == "20\n21\n"
-    assert play.step(block("x = 1")).observation == "(no output)"
+    assert play.step(block("#\ud800")).observation == "(no output)"
     step = play.step(r"So it is \boxed{ 408 }.")
     assert step == Step("", 1.0, True, {"programs": 3, "stopped_programs": 0})
 
@@ -160,7 +160,6 @@ def test_output_is_cut(program):
 def test_other_ends():
     assert run("import os\nos.abort()", 2, 256 << 20, 1) == ("", "[ended by signal 6]\n")
     assert run("#" * 40_000, 2, 256 << 20, 1) == ("", "[not run: more than 32768 bytes]\n")
-    assert run("#\ud800", 2, 256 << 20, 1) == ("", "")
 
 
 @pytest.mark.parametrize("params", [{"seconds": 0}, {"seconds": 1.5}, {"memory": 10}])

@@ -1,6 +1,7 @@
 import importlib
 import pathlib
 import shutil
+import subprocess
 import sys
 
 import pytest
@@ -39,15 +40,29 @@ def committed(tmp_path_factory):
 
 
 @pytest.fixture
-def call(scripts, cloud, committed, monkeypatch):
+def call(scripts, cloud, request, monkeypatch):
     """Runs a launcher, `call("tpu_vm", "run", ...)`, in this process; returns its exit code."""
+    def git(*words):
+        return ["git", "-C", str(request.getfixturevalue("committed")), *words]
+
+    monkeypatch.setattr(scripts("clone"), "_git", git)
+
     def run(name, *arguments):
         plan, script = scripts("plan"), scripts(name)
-        monkeypatch.setattr(plan, "ROOT", committed)
         monkeypatch.setattr(sys, "argv", [name, *arguments])
         with pytest.raises(SystemExit) as exited:
             plan.main(script.main)
         return exited.value.code
+    return run
+
+
+@pytest.fixture
+def launch(call, capfd):
+    """As `call`; returns the finished process, as if there had been one."""
+    def run(name, *arguments):
+        capfd.readouterr()
+        code = call(name, *arguments)
+        return subprocess.CompletedProcess([name, *arguments], code, *capfd.readouterr())
     return run
 
 

@@ -135,11 +135,15 @@ LINES = "".join(f"{name}={value}\n" for name, value in SECRETS.items())
 MADE = "kind: Secret"
 
 
-def test_a_secret_goes_to_the_cluster_and_into_no_manifest(cloud):
+def test_a_secret_goes_to_the_cluster_and_into_no_manifest(cloud, launch, monkeypatch):
     cloud.answer(create=[(0, MADE)])
     done = call("run", "--image=i", DAPO, "--workdir=gs://b/x", **SECRETS)
-    dry = call("run", "--dry-run", "--image=i", DAPO, "--workdir=gs://b/x", **SECRETS)
-    through_xpk = call("run", "--xpk", "--cluster=c", "--image=i", DAPO, "--workdir=gs://b/x", **SECRETS)
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    dry = launch("jobset", "run", "--dry-run", "--image=i", DAPO, "--workdir=gs://b/x")
+    through_xpk = launch(
+        "jobset", "run", "--xpk", "--cluster=c", "--image=i", DAPO, "--workdir=gs://b/x"
+    )
     create, apply, manifest, _ = cloud.calls()
     assert create == ["kubectl", "create", "secret", "generic", "dapo-qwen25-32b",
                       "--from-env-file=/dev/stdin", "--dry-run=client", "--output=yaml"]
@@ -281,8 +285,8 @@ def test_the_large_manifests_find_model_and_data_outside_the_image():
         assert not any(path.startswith(f"{given['--workdir']}/") for path in data)
 
 
-def test_a_flag_that_is_given_twice_is_refused(cloud):
-    done = call("run", DAPO, "--image=i", "--workdir=gs://b/x", "--image=j")
+def test_a_flag_that_is_given_twice_is_refused(cloud, launch):
+    done = launch("jobset", "run", DAPO, "--image=i", "--workdir=gs://b/x", "--image=j")
     assert done.returncode == 2 and cloud.calls() == []
     assert done.stderr.endswith("error: --image given more than once; give one value\n")
 
@@ -298,8 +302,8 @@ def test_a_flag_that_is_given_twice_is_refused(cloud):
     (["run", DAPO, "--image=i", "--workdir=gs://b/x", "--config.steps=1", "--config.steps=2"],
      "--config.steps given more than once; give one value"),
 ])
-def test_refusals_are_one_line(cloud, arguments, said):
-    done = call(*arguments)
+def test_refusals_are_one_line(launch, arguments, said):
+    done = launch("jobset", *arguments)
     assert done.returncode == 2 and said in done.stderr and len(done.stderr.splitlines()) == 1
 
 

@@ -556,8 +556,9 @@ def test_refusals_are_one_line(call, capfd, arguments, said):
 
 
 @pytest.fixture
-def unfit(scripts, monkeypatch):
+def unfit(call, scripts, monkeypatch):
     """Makes the clone one whose commit cannot run."""
+    monkeypatch.setattr(scripts("clone"), "_git", lambda *words: ["git", *words])
     monkeypatch.setattr(scripts("clone"), "problem", lambda shell, plan: "it is not committed")
     monkeypatch.setattr(scripts("clone"), "changes", lambda shell: "configs/a.py")
 

@@ -51,20 +51,44 @@ def test_a_missing_package_is_named(monkeypatch):
         sinks.check(("wandb",))
 
 
+MODES = {"online": 2, "on": 2, "offline": 0}  # exit code of each
+# Each mode in a fork: the packages are imported once.
 KEYLESS = """
+import os, sys
+import trackio, wandb
 from jaxrl_tis.record import sinks
 from jaxrl_tis.runtime import cli
-cli.run(lambda: sinks.check(("trackio", "wandb")))
+for mode in sys.argv[2:]:
+    fork = os.fork()
+    if fork == 0:
+        os.environ["WANDB_MODE"] = mode
+        sys.stderr = open(os.path.join(sys.argv[1], mode), "w")
+        cli.run(lambda: sinks.check(("trackio", "wandb")))
+        sys.exit(0)
+    print(mode, os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]))
 """
 
 
-@pytest.mark.parametrize("mode, code", [("online", 2), ("on", 2), ("offline", 0)])
-def test_wandb_without_a_key_is_named_before_anything_is_written(tmp_path, mode, code):
-    home = {"HOME": str(tmp_path), "WANDB_MODE": mode, "WANDB_API_KEY": "", "NETRC": ""}
-    done = run(KEYLESS, tmp_path, **home)
-    assert done.returncode == code, done.stderr
-    assert ("set WANDB_API_KEY, log in by `wandb login`" in done.stderr) == (code == 2)
-    assert "Traceback" not in done.stderr
+@pytest.fixture(scope="module")
+def keyless(tmp_path_factory):
+    """{mode: (exit code, errors)} of a check without a key."""
+    folder = tmp_path_factory.mktemp("keyless")
+    home = {"HOME": str(folder), "WANDB_API_KEY": "", "NETRC": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", KEYLESS, str(folder), *MODES], capture_output=True, text=True,
+        env=os.environ | home, timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    codes = dict(line.split() for line in done.stdout.splitlines())
+    return {mode: (int(code), (folder / mode).read_text()) for mode, code in codes.items()}
+
+
+@pytest.mark.parametrize("mode, code", MODES.items())
+def test_wandb_without_a_key_is_named_before_anything_is_written(keyless, mode, code):
+    ended, errors = keyless[mode]
+    assert ended == code, errors
+    assert ("set WANDB_API_KEY, log in by `wandb login`" in errors) == (code == 2)
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("fails", ["open", "log", "close"])

@@ -29,6 +29,8 @@ from tests.rollouts import ray_builds, virtual_test
 from tests.rollouts.virtual_test import LORA, adapted, assert_same, drawn, in_order, made
 from tests.rollouts.synchronous_test import FakeRewards, Timer
 
+pytestmark = pytest.mark.faults
+
 
 @pytest.fixture(scope="module", autouse=True)
 def local_ray():

@@ -19,13 +19,14 @@ from tests import configs_test, hub_server
 ASK = """
 import json, sys
 from jaxrl_tis.runtime import cli, hub
-answers = []
-for name, args in json.loads(sys.argv[1]):
-    try:
-        answers.append(getattr(hub, name)(*args))
-    except cli.REFUSALS as error:
-        answers.append([type(error).__name__, str(error)])
-print(json.dumps(answers, default=str))
+for line in sys.stdin:
+    answers = []
+    for name, args in json.loads(line):
+        try:
+            answers.append(getattr(hub, name)(*args))
+        except cli.REFUSALS as error:
+            answers.append([type(error).__name__, str(error)])
+    print(json.dumps(answers, default=str), flush=True)
 """
 
 
@@ -33,22 +34,55 @@ class Client:
     def __init__(self, home, endpoint):
         self.home, self.endpoint = home, endpoint
 
-    def run(self, *command, **environment):
+    def start(self, *command, **environment):
         given = {"HF_ENDPOINT": self.endpoint, "HF_HOME": f"{self.home}", **environment}
         clean = {n: v for n, v in os.environ.items() if not n.startswith("HF_")}
-        return subprocess.run([sys.executable, *command], capture_output=True, text=True,
-                              env=clean | given, cwd=configs_test.ROOT)
+        return subprocess.Popen(
+            [sys.executable, *command], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True, env=clean | given, cwd=configs_test.ROOT,
+        )
+
+    def run(self, *command, said="", **environment):
+        with self.start(*command, **environment) as process:
+            told = process.communicate(said)
+        return subprocess.CompletedProcess(command, process.returncode, *told)
 
     def ask(self, *calls, **environment):
-        done = self.run("-c", ASK, json.dumps(calls), **environment)
+        done = self.run("-c", ASK, said=json.dumps(calls), **environment)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)
+
+
+class Asked(Client):
+    """A client that asks from one process, as long as its environment is the same."""
+
+    def __init__(self, home, endpoint):
+        super().__init__(home, endpoint)
+        self._process = self.start("-c", ASK)
+
+    def ask(self, *calls):
+        self._process.stdin.write(json.dumps(calls) + "\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        return json.loads(line) if line else pytest.fail(self._process.stderr.read())
+
+    def close(self):
+        self._process.communicate()
 
 
 @pytest.fixture
 def served(tmp_path):
     with hub_server.serving() as (server, endpoint):
         yield server, Client(tmp_path / "home", endpoint)
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory):
+    """A hub for several tests, each of which has repositories of its own."""
+    with hub_server.serving() as (server, endpoint):
+        client = Asked(tmp_path_factory.mktemp("hub") / "home", endpoint)
+        yield server, client
+        client.close()
 
 
 MODEL = {"config.json": b"{}", "model.safetensors": b"weights", "tokenizer.json": b"{}",
@@ -128,30 +162,30 @@ def test_a_folder_of_a_repository(served):
 
 
 @pytest.mark.parametrize("inside", ["", "part/"])
-def test_named_files_come_alone(served, inside):
-    server, client = served
-    server.put("models/o/m", "1", {f"{inside}{name}": data for name, data in MODEL.items()})
-    names, path = ["config.json", "absent.json"], f"hf://o/m/{inside}"
+def test_named_files_come_alone(asked, inside):
+    server, client = asked
+    server.put(f"models/o/named{len(inside)}", "1", {f"{inside}{name}": data for name, data in MODEL.items()})
+    names, path = ["config.json", "absent.json"], f"hf://o/named{len(inside)}/{inside}"
     folder, without = client.ask(("local_files", [path, names]), ("local_files", ["/a/b", names]))
     assert without == "/a/b" and os.listdir(folder) == ["config.json"]
 
 
-def test_the_files_of_a_split(served):
-    server, client = served
-    server.put("datasets/o/d", "2", {
+def test_the_files_of_a_split(asked):
+    server, client = asked
+    server.put("datasets/o/split", "2", {
         "main/train-00000-of-00002.parquet": b"a", "main/train-00001-of-00002.parquet": b"b",
         "main/test-00000-of-00001.parquet": b"c", "main/trainer.jsonl": b"d", "val.jsonl": b"e",
         "socratic/train.jsonl": b"f",
     })
-    pinned = "hf://datasets/o/d@" + "2" * 40
+    pinned = "hf://datasets/o/split@" + "2" * 40
     _, train, val, none = client.ask(
-        ("data_files", ["hf://datasets/o/d/main/trainer"]),  # then in the same folder of the cache
-        ("data_files", ["hf://datasets/o/d/main/train"]),
-        ("data_files", [f"{pinned}/val"]), ("data_files", ["hf://datasets/o/d/dev"]),
+        ("data_files", ["hf://datasets/o/split/main/trainer"]),  # then in the same folder of the cache
+        ("data_files", ["hf://datasets/o/split/main/train"]),
+        ("data_files", [f"{pinned}/val"]), ("data_files", ["hf://datasets/o/split/dev"]),
     )
     assert [name for name, _ in train] == [
-        "hf://datasets/o/d/main/train-00000-of-00002.parquet",
-        "hf://datasets/o/d/main/train-00001-of-00002.parquet",
+        "hf://datasets/o/split/main/train-00000-of-00002.parquet",
+        "hf://datasets/o/split/main/train-00001-of-00002.parquet",
     ]
     assert [pathlib.Path(path).read_text() for _, path in train] == ["a", "b"]
     assert [name for name, _ in val] == [f"{pinned}/val.jsonl"]
@@ -216,27 +250,27 @@ def test_what_the_hub_does_not_have_or_not_give(served):
 # Commits
 
 
-def test_pins_take_the_newest_commit_and_keep_an_older_one(served):
-    server, client = served
-    server.put("models/o/m", "1", MODEL)
-    server.put("datasets/o/d", "2", {"train.jsonl": b""})
-    values = {"model": {"path": "hf://o/m"}, "task": ["hf://datasets/o/d/train", "local", 3]}
+def test_pins_take_the_newest_commit_and_keep_an_older_one(asked):
+    server, client = asked
+    server.put("models/o/pinned", "1", MODEL)
+    server.put("datasets/o/pinned", "2", {"train.jsonl": b""})
+    values = {"model": {"path": "hf://o/pinned"}, "task": ["hf://datasets/o/pinned/train", "local", 3]}
     [first] = client.ask(("pins", [values]))
     assert first == {
-        "hf://o/m": "hf://o/m@" + "1" * 40,
-        "hf://datasets/o/d/train": "hf://datasets/o/d@" + "2" * 40 + "/train",
+        "hf://o/pinned": "hf://o/pinned@" + "1" * 40,
+        "hf://datasets/o/pinned/train": "hf://datasets/o/pinned@" + "2" * 40 + "/train",
     }
-    server.put("models/o/m", "3", MODEL)
+    server.put("models/o/pinned", "3", MODEL)
     count = len(server.asked)
     again, newest, same = client.ask(
         ("pins", [values, first]), ("pins", [values]),
-        ("pins", [{"a": "hf://o/m@" + "1" * 40}]),
+        ("pins", [{"a": "hf://o/pinned@" + "1" * 40}]),
     )
     assert again == first
-    assert newest["hf://o/m"] == "hf://o/m@" + "3" * 40
-    assert list(same.values()) == ["hf://o/m@" + "1" * 40]
-    asked_for_data = [a for a in server.asked[count:] if "datasets" in a and "revision" in a]
-    assert len(asked_for_data) == 1  # by the second call alone
+    assert newest["hf://o/pinned"] == "hf://o/pinned@" + "3" * 40
+    assert list(same.values()) == ["hf://o/pinned@" + "1" * 40]
+    of_data = [a for a in server.asked[count:] if "datasets" in a and "revision" in a]
+    assert len(of_data) == 1  # by the second call alone
 
 
 @pytest.mark.all
