@@ -18,10 +18,10 @@ SETTINGS = dict(
     steps=3, warmup__steps=2, eval__every=3, checkpoint__every=1, checkpoint__keep=2
 )
 CODE = f"""
-import jax, sys
+import contextlib, jax, sys
 from tests import tiny
 jax.config.update("jax_numpy_rank_promotion", "raise")
-tiny.run(sys.argv[1], **{SETTINGS})
+tiny.run(sys.argv[1], children=contextlib.nullcontext, **{SETTINGS})
 """
 # Kills the run where it calls a function for the second time.
 KILLED = """
