@@ -27,7 +27,7 @@ def of(weight, log_ratio=LOG_RATIO, batch=BATCH):
     return tuple(int(found[f"correction/weight/{name}"]) for name in order)
 
 
-@pytest.mark.cases("token_mis(upper=2.0)-expected4")
+@pytest.mark.cases("token_mis(upper=2.0)-expected4", "token_tis(cap=1.0)-expected2")
 @pytest.mark.parametrize("weight, expected", [
     ("token_vanilla", (6, 4, 4, 0, 0)),
     ("token_tis(cap=3.0)", (6, 4, 4, 1, 0)),  # 4 is above
