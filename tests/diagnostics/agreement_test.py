@@ -1,12 +1,13 @@
 """Agreement of kept sets of tokens, by hand."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis.diagnostics import agreement
+from tests import jitted
 
-kept_metrics = jax.jit(agreement.kept_metrics)
+agreement = jitted.Module(agreement)
+
+kept_metrics = agreement.kept_metrics
 
 
 def assert_metrics(metrics, expected, prefix):
@@ -17,10 +18,10 @@ def assert_metrics(metrics, expected, prefix):
 
 # Kept ids of five tokens and padding: equal in another order; one of three in common; both without
 # a filter; only the sampler filters; the learner drops the sampled token.
-KEPT_OLD = jnp.array([[[3, 5, -1], [1, 2, -1], [-1] * 3, [-1] * 3, [0, 1, 2], [7, 8, 9]]])
-KEPT_BEHAV = jnp.array([[[5, 3], [2, 4], [-1, -1], [6, 0], [4, 2], [1, 2]]])
-TOKENS = jnp.array([[3, 2, 9, 6, 4, 0]])
-MASK = jnp.array([[1, 1, 1, 1, 1, 0]])
+KEPT_OLD = np.array([[[3, 5, -1], [1, 2, -1], [-1] * 3, [-1] * 3, [0, 1, 2], [7, 8, 9]]])
+KEPT_BEHAV = np.array([[[5, 3], [2, 4], [-1, -1], [6, 0], [4, 2], [1, 2]]])
+TOKENS = np.array([[3, 2, 9, 6, 4, 0]])
+MASK = np.array([[1, 1, 1, 1, 1, 0]])
 EXPECTED = {
     "jaccard": (1 + 1 / 3 + 1 + 0 + 1 / 4) / 5,
     "identical": 2 / 5,
@@ -50,7 +51,7 @@ def test_padding_and_the_type_of_the_mask_do_not_count():
 
 
 def test_without_a_valid_token_every_metric_is_zero():
-    none = jnp.zeros_like(MASK)
+    none = np.zeros_like(MASK)
     metrics = kept_metrics(KEPT_OLD, KEPT_BEHAV, TOKENS, none)
     for name, value in metrics.items():
         assert value == 0.0, name

@@ -1,37 +1,36 @@
 """Factors of the ratio, and mismatch by position, distance from tools and turn: by hand."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_tis.diagnostics import attribution, divergences
+from tests import jitted
+
+attribution, divergences = map(jitted.Module, (attribution, divergences))
 
 pytestmark = pytest.mark.compiles
 
 NAN = float("nan")
 
-factor_statistics = jax.jit(attribution.factor_statistics)
-
 
 def chain(engine, staleness, trust_region, logp_behav=-2.0):
     """The four log-probs whose factors are the given ratios, in the order of the arguments."""
-    logs = [jnp.log(jnp.array(x, jnp.float32)) for x in (engine, staleness, trust_region)]
+    logs = [np.log(np.array(x, np.float32)) for x in (engine, staleness, trust_region)]
     logp_old = logp_behav + logs[0]
     logp_prox = logp_old + logs[1]
-    return logp_prox + logs[2], logp_prox, logp_old, jnp.full_like(logp_old, logp_behav)
+    return logp_prox + logs[2], logp_prox, logp_old, np.full_like(logp_old, logp_behav)
 
 
 # Row 0: products 6, .25; row 1: products 1 and (at padding) 8.
 ENGINE = [[4.0, 0.5], [2.0, 2.0]]
 STALENESS = [[0.5, 0.5], [0.5, 2.0]]
 TRUST_REGION = [[3.0, 1.0], [1.0, 2.0]]
-MASK = jnp.array([[1, 1], [1, 0]])
+MASK = np.array([[1, 1], [1, 0]])
 
 
 def test_the_factors_add_up():
     log_probs = chain(ENGINE, STALENESS, TRUST_REGION)
-    factors = jax.jit(attribution.split_ratio)(*log_probs, MASK)
+    factors = attribution.split_ratio(*log_probs, MASK)
     assert tuple(factors) == attribution.FACTORS
     expected = np.where(MASK, np.log([ENGINE, STALENESS, TRUST_REGION]), 0.0)
     for value, log_ratio in zip(factors.values(), expected, strict=True):
@@ -43,7 +42,7 @@ def test_the_factors_add_up():
 
 def test_metrics_of_the_factors():
     log_probs = chain(ENGINE, STALENESS, TRUST_REGION)
-    metrics = factor_statistics(*log_probs, MASK)
+    metrics = attribution.factor_statistics(*log_probs, MASK)
     expected = {
         "engine/log_ratio_mean": np.log(4 * 0.5 * 2) / 3,
         "staleness/log_ratio_mean": np.log(0.125) / 3,
@@ -71,8 +70,8 @@ def test_metrics_of_the_factors():
 @pytest.mark.all
 def test_the_engine_factor_has_the_metrics_of_the_engine_ratio():
     log_probs = chain(ENGINE, STALENESS, TRUST_REGION)
-    metrics = factor_statistics(*log_probs, MASK)
-    same = jax.jit(divergences.divergence_metrics)(log_probs[2] - log_probs[3], MASK)
+    metrics = attribution.factor_statistics(*log_probs, MASK)
+    same = divergences.divergence_metrics(log_probs[2] - log_probs[3], MASK)
     # The tails of the whole ratio alone: of 4, 1/2 and 2 one is above 2, and none below 1/2.
     tails = [float(same.pop(f"mismatch/{name}")) for name in ("tail_above", "tail_below")]
     np.testing.assert_allclose(tails, [1 / 3, 0.0], rtol=1e-6)
@@ -83,21 +82,21 @@ def test_the_engine_factor_has_the_metrics_of_the_engine_ratio():
 
 def test_buckets_are_powers_of_two():
     np.testing.assert_array_equal(
-        attribution.power_of_two_bucket(jnp.array([0, 1, 2, 3, 4, 7, 8, 2**20])),
+        attribution.power_of_two_bucket(np.array([0, 1, 2, 3, 4, 7, 8, 2**20])),
         [0, 1, 2, 2, 3, 3, 4, 21],
     )
 
 
 # Two responses in the packed row, after prompts of one token, with tool tokens T inside:
 #   prompt a0 a1 T T a4 a5 pad | prompt b0 b1 pad
-SEG = jnp.array([[1, 1, 1, 1, 1, 1, 1, 0, 2, 2, 2, 0]])
-IS_SAMPLED = jnp.array([[0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0]])
+SEG = np.array([[1, 1, 1, 1, 1, 1, 1, 0, 2, 2, 2, 0]])
+IS_SAMPLED = np.array([[0, 1, 1, 0, 0, 1, 1, 0, 0, 1, 1, 0]])
 
 
 def test_positions_and_distances():
     is_sampled = np.array(IS_SAMPLED, bool)
-    response_positions = jax.jit(attribution.response_positions)
-    tool_distances = jax.jit(attribution.tool_distances)
+    response_positions = attribution.response_positions
+    tool_distances = attribution.tool_distances
     positions = response_positions(IS_SAMPLED, SEG)
     np.testing.assert_array_equal(positions[is_sampled], [0, 1, 4, 5, 0, 1])
     distances = tool_distances(IS_SAMPLED, SEG)
@@ -108,8 +107,8 @@ def test_positions_and_distances():
     np.testing.assert_array_equal(tool_distances(row)[row > 0], [0, 0, 1, 2])
 
 
-P = jnp.array([[NAN, 0.5, 0.4, NAN, NAN, 0.9, 0.2, NAN, NAN, 0.8, 0.6, NAN]])
-Q = jnp.array([[NAN, 0.4, 0.4, NAN, NAN, 0.6, 0.4, NAN, NAN, 0.5, 0.3, NAN]])
+P = np.array([[NAN, 0.5, 0.4, NAN, NAN, 0.9, 0.2, NAN, NAN, 0.8, 0.6, NAN]])
+Q = np.array([[NAN, 0.4, 0.4, NAN, NAN, 0.6, 0.4, NAN, NAN, 0.5, 0.3, NAN]])
 
 
 def check(metrics, prefix, p, q, share):
@@ -129,8 +128,8 @@ def check(metrics, prefix, p, q, share):
 
 
 def test_position_metrics():
-    position_metrics = jax.jit(attribution.position_metrics, static_argnames="num_buckets")
-    metrics = position_metrics(jnp.log(P), jnp.log(Q), IS_SAMPLED, SEG, num_buckets=5)
+    position_metrics = attribution.position_metrics
+    metrics = position_metrics(np.log(P), np.log(Q), IS_SAMPLED, SEG, num_buckets=5)
     assert len(metrics) == 5 * 5
     check(metrics, "position_0", [0.5, 0.8], [0.4, 0.5], 2 / 6)
     check(metrics, "position_1", [0.4, 0.6], [0.4, 0.3], 2 / 6)
@@ -138,13 +137,13 @@ def test_position_metrics():
     for empty in ("position_2", "position_8"):
         assert all(float(metrics[name]) == 0.0 for name in metrics if f"/{empty}/" in name)
     # Positions beyond the last bucket join it: 1, 4 and 5 in the second of two.
-    metrics = position_metrics(jnp.log(P), jnp.log(Q), IS_SAMPLED, SEG, num_buckets=2)
+    metrics = position_metrics(np.log(P), np.log(Q), IS_SAMPLED, SEG, num_buckets=2)
     check(metrics, "position_1", [0.4, 0.6, 0.9, 0.2], [0.4, 0.3, 0.6, 0.4], 4 / 6)
 
 
 def test_after_tool_metrics():
-    after_tool_metrics = jax.jit(attribution.after_tool_metrics, static_argnames="num_buckets")
-    metrics = after_tool_metrics(jnp.log(P), jnp.log(Q), IS_SAMPLED, SEG, num_buckets=4)
+    after_tool_metrics = attribution.after_tool_metrics
+    metrics = after_tool_metrics(np.log(P), np.log(Q), IS_SAMPLED, SEG, num_buckets=4)
     assert len(metrics) == 4 * 5
     check(metrics, "after_tool_none", [0.5, 0.4, 0.8, 0.6], [0.4, 0.4, 0.5, 0.3], 4 / 6)
     check(metrics, "after_tool_1", [0.9], [0.6], 1 / 6)
@@ -153,9 +152,9 @@ def test_after_tool_metrics():
 
 
 def test_turn_metrics():
-    turn = jnp.array([[7, 0, 0, -1, -1, 1, 1, 7, 7, 0, 3, -1]])
-    turn_metrics = jax.jit(attribution.turn_metrics, static_argnames="num_turns")
-    metrics = turn_metrics(jnp.log(P), jnp.log(Q), turn, IS_SAMPLED, num_turns=3)
+    turn = np.array([[7, 0, 0, -1, -1, 1, 1, 7, 7, 0, 3, -1]])
+    turn_metrics = attribution.turn_metrics
+    metrics = turn_metrics(np.log(P), np.log(Q), turn, IS_SAMPLED, num_turns=3)
     assert len(metrics) == 3 * 5
     check(metrics, "turn_0", [0.5, 0.4, 0.8], [0.4, 0.4, 0.5], 3 / 6)
     check(metrics, "turn_1", [0.9, 0.2], [0.6, 0.4], 2 / 6)
@@ -171,7 +170,7 @@ def all_metrics(log_probs, mask, turn, seg=None):
     return metrics
 
 
-jitted_metrics = jax.jit(all_metrics)
+jitted_metrics = jitted.function(all_metrics)
 
 
 def make_rows():
@@ -224,5 +223,6 @@ def test_nothing_carries_a_gradient():
     def total(log_probs):
         return sum(all_metrics(tuple(log_probs), mask, turn).values())
 
-    gradient = jax.jit(jax.grad(total))(log_probs)
+    gradient = jitted.grad(total)(log_probs)
     np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
+

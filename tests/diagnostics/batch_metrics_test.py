@@ -1,21 +1,20 @@
 """Metrics of a batch: verl's definitions by hand and by loops, packed rows, empty selections."""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_tis.diagnostics import batch_metrics
+from tests import jitted
+
+batch_metrics = jitted.Module(batch_metrics)
 
 NAN = float("nan")
 
-reward_metrics = jax.jit(batch_metrics.reward_metrics)
-advantage_metrics = jax.jit(batch_metrics.advantage_metrics)
-staleness_metrics = jax.jit(batch_metrics.staleness_metrics)
-variance_proxy_metrics = jax.jit(batch_metrics.variance_proxy_metrics)
-length_metrics = jax.jit(
-    batch_metrics.length_metrics, static_argnames=("max_prompt_length", "max_response_length")
-)
+reward_metrics = batch_metrics.reward_metrics
+advantage_metrics = batch_metrics.advantage_metrics
+staleness_metrics = batch_metrics.staleness_metrics
+variance_proxy_metrics = batch_metrics.variance_proxy_metrics
+length_metrics = batch_metrics.length_metrics
 
 
 def assert_metrics(metrics, expected):
@@ -29,19 +28,19 @@ def summary(name, x):
 
 
 def test_reward_metrics_leave_out_aborted_samples_and_unknown_scores():
-    scores = jnp.array([1.0, 0.0, -0.5, 7.0, NAN])
-    rewards = jnp.array([0.9, -0.1, -0.6, 7.0, NAN])
-    metrics = reward_metrics(scores, rewards, jnp.array([3, 1, 9, 0, 2]))
+    scores = np.array([1.0, 0.0, -0.5, 7.0, NAN])
+    rewards = np.array([0.9, -0.1, -0.6, 7.0, NAN])
+    metrics = reward_metrics(scores, rewards, np.array([3, 1, 9, 0, 2]))
     expected = summary("critic/score", [1.0, 0.0, -0.5])
     expected |= summary("critic/rewards", [0.9, -0.1, -0.6])
     assert_metrics(metrics, expected)
 
 
 def test_advantage_metrics():
-    adv = jnp.array([[1.0, -1.0, NAN], [0.5, NAN, NAN]])
-    returns = jnp.array([[2.0, 0.0, NAN], [1.0, NAN, NAN]])
-    values = jnp.array([[1.5, 0.5, NAN], [0.0, NAN, NAN]])
-    mask = jnp.array([[1, 1, 0], [1, 0, 0]])
+    adv = np.array([[1.0, -1.0, NAN], [0.5, NAN, NAN]])
+    returns = np.array([[2.0, 0.0, NAN], [1.0, NAN, NAN]])
+    values = np.array([[1.5, 0.5, NAN], [0.0, NAN, NAN]])
+    mask = np.array([[1, 1, 0], [1, 0, 0]])
     expected = summary("critic/advantages", [1.0, -1.0, 0.5])
     expected |= summary("critic/returns", [2.0, 0.0, 1.0])
     assert_metrics(advantage_metrics(adv, returns, mask), expected)
@@ -50,18 +49,18 @@ def test_advantage_metrics():
     expected |= summary("critic/values", [1.5, 0.5, 0.0])
     expected["critic/vf_explained_var"] = 1 - 7 / 12 / (1 + 1e-5)
     assert_metrics(advantage_metrics(adv, returns, mask, values), expected)
-    alone = advantage_metrics(adv, returns, jnp.array([[1, 0, 0], [0, 0, 0]]), values)
+    alone = advantage_metrics(adv, returns, np.array([[1, 0, 0], [0, 0, 0]]), values)
     assert alone["critic/vf_explained_var"] == 0.0
 
 
 def test_length_metrics():
     metrics = length_metrics(
-        jnp.array([4, 2, 8, 8]),
-        jnp.array([16, 0, 3, 5]),
+        np.array([4, 2, 8, 8]),
+        np.array([16, 0, 3, 5]),
         max_prompt_length=8,
         max_response_length=16,
-        num_turns=jnp.array([1, 2, 3, 2]),
-        tool_calls=jnp.array([0, 1, 2, 1]),
+        num_turns=np.array([1, 2, 3, 2]),
+        tool_calls=np.array([0, 1, 2, 1]),
     )
     expected = summary("response_length", [16, 0, 3, 5]) | summary("prompt_length", [4, 2, 8, 8])
     expected |= summary("response_length_non_aborted", [16, 3, 5])
@@ -74,21 +73,21 @@ def test_length_metrics():
     }
     assert_metrics(metrics, expected)
     turns = length_metrics(
-        jnp.array([4, 2]), jnp.array([30, 20]), max_prompt_length=8, max_response_length=16,
-        longest_turn=jnp.array([16, 10]),
+        np.array([4, 2]), np.array([30, 20]), max_prompt_length=8, max_response_length=16,
+        longest_turn=np.array([16, 10]),
     )
     assert turns["response_length/clip_ratio"] == 0.5 and turns["response_length/max"] == 30
 
 
 def test_staleness_metrics():
     # Versions 5 5 7, 6, and none; the learner is at 9. Tokens between are a tool's.
-    version = jnp.array([[5, 99, 5, 7], [6, -9, 99, 99], [0, 0, 0, 0]])
-    mask = jnp.array([[1, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
+    version = np.array([[5, 99, 5, 7], [6, -9, 99, 99], [0, 0, 0, 0]])
+    mask = np.array([[1, 0, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]])
     expected = summary("training/off_policy/trajectory_spans", [3, 1])
     expected |= summary("training/off_policy/trajectory_staleness", [2, 3])
     expected |= summary("training/off_policy/trajectory_staleness_worst", [4, 3])
     assert_metrics(staleness_metrics(version, 9, mask), expected)
-    seg = jnp.array([[1, 1, 1, 1, 2, 0, 0, 0, 0, 0, 0, 0]])
+    seg = np.array([[1, 1, 1, 1, 2, 0, 0, 0, 0, 0, 0, 0]])
     packed = staleness_metrics(version.reshape(1, 12), 9, mask.reshape(1, 12), seg)
     assert_metrics(packed, expected)
 
@@ -156,8 +155,8 @@ def test_variance_proxies(is_weighted):
 
 def test_the_noise_is_that_of_a_gradient_of_part_of_the_sequences():
     # Power of four sequences of a token with 1 - 2 * .5 + .5 = .5: (1 + 4 + 9 + 16) / 4 * .5 = 3.75.
-    adv = jnp.array([[1.0], [-2.0], [3.0], [-4.0]])
-    fields = (jnp.full((4, 1), np.log(0.5)), adv, jnp.full((4, 1), 0.5), jnp.ones((4, 1)))
+    adv = np.array([[1.0], [-2.0], [3.0], [-4.0]])
+    fields = (np.full((4, 1), np.log(0.5)), adv, np.full((4, 1), 0.5), np.ones((4, 1)))
     # (3.75 - 1.5^2) / (n - 1), n - 1 = 3, 2, 1; one sequence tells nothing of its noise.
     for count, noise in ((None, 0.5), (3, 0.75), (2, 1.5), (1, 0.0)):
         metrics = variance_proxy_metrics(*fields, gradient_norm=1.5, num_sequences=count)
@@ -187,5 +186,5 @@ def test_nothing_carries_a_gradient():
         metrics |= batch_metrics.advantage_metrics(fields[1], fields[0], mask, fields[2])
         return sum(metrics.values())
 
-    for name, gradient in jax.jit(jax.grad(total))(batch).items():
+    for name, gradient in jitted.grad(total)(batch).items():
         np.testing.assert_array_equal(gradient, np.zeros_like(gradient), err_msg=name)

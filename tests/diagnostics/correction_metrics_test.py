@@ -8,8 +8,11 @@ import pytest
 
 from jaxrl_tis.diagnostics import correction_metrics
 from jaxrl_tis.estimators import loss
+from tests import jitted
 from tests.learner.correction_test import log_ratio, prepared, rollout, whole_batch
 from tests.learner.step_test import CAP, B, T
+
+correction_metrics, loss = map(jitted.Module, (correction_metrics, loss))
 
 pytestmark = pytest.mark.compiles
 

@@ -1,23 +1,25 @@
-"""Metrics: verl's definitions, empty batches, and estimates by hand."""
+"""Metrics: verl's numbers, empty batches, and estimates by hand."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_tis.diagnostics import mismatch
 from jaxrl_tis.estimators import masks, ratios, weights
+from tests import jitted
 
-pytestmark = pytest.mark.compiles  # hundreds of small programs
+masks, mismatch, ratios, weights = map(jitted.Module, (masks, mismatch, ratios, weights))
+
+pytestmark = pytest.mark.compiles
 
 NAN = float("nan")
-OLD = jnp.array([[-1, -0.5, -2, -0.1], [-0.7, -1.2, -0.3, -9]])
-BEHAV = jnp.array([[-1.2, -0.4, -3, -0.1], [-0.9, -0.6, -0.35, -1]])
-MASK = jnp.array([[1, 1, 1, 1], [1, 1, 1, 0]])
+OLD = np.array([[-1, -0.5, -2, -0.1], [-0.7, -1.2, -0.3, -9]])
+BEHAV = np.array([[-1.2, -0.4, -3, -0.1], [-0.9, -0.6, -0.35, -1]])
+MASK = np.array([[1, 1, 1, 1], [1, 1, 1, 0]])
 # The same two sequences in one packed row, with another's padding between and around.
-PACKED_OLD = jnp.array([[NAN, -1, -0.5, -2, -0.1, NAN, -0.7, -1.2, -0.3, NAN]])
-PACKED_BEHAV = jnp.array([[NAN, -1.2, -0.4, -3, -0.1, NAN, -0.9, -0.6, -0.35, NAN]])
-SEG = jnp.array([[0, 1, 1, 1, 1, 0, 2, 2, 2, 0]])
+PACKED_OLD = np.array([[NAN, -1, -0.5, -2, -0.1, NAN, -0.7, -1.2, -0.3, NAN]])
+PACKED_BEHAV = np.array([[NAN, -1.2, -0.4, -3, -0.1, NAN, -0.9, -0.6, -0.35, NAN]])
+SEG = np.array([[0, 1, 1, 1, 1, 0, 2, 2, 2, 0]])
 
 OFFPOLICY = {
     "training_ppl": 2.270806,
@@ -36,11 +38,11 @@ OFFPOLICY = {
 }
 
 
-weight_metrics = jax.jit(mismatch.importance_weight_metrics, static_argnames="level")
-offpolicy_metrics = jax.jit(mismatch.offpolicy_metrics)
-probability_metrics = jax.jit(mismatch.probability_metrics)
-snis_reward = jax.jit(mismatch.snis_reward)
-relative_weights = jax.jit(mismatch.relative_weights)
+weight_metrics = mismatch.importance_weight_metrics
+offpolicy_metrics = mismatch.offpolicy_metrics
+probability_metrics = mismatch.probability_metrics
+snis_reward = mismatch.snis_reward
+relative_weights = mismatch.relative_weights
 
 
 def assert_metrics(metrics, expected, prefix):
@@ -54,17 +56,17 @@ def test_offpolicy_metrics_of_packed_rows_and_of_empty_rows():
     assert_metrics(
         offpolicy_metrics(PACKED_OLD, PACKED_BEHAV, SEG > 0, SEG), OFFPOLICY, "rollout_corr/"
     )
-    empty = jnp.full((3, 4), NAN)
-    rows = [jnp.concatenate([x, empty]) for x in (OLD, BEHAV)]
-    mask = jnp.concatenate([MASK, jnp.zeros((3, 4), int)])
+    empty = np.full((3, 4), NAN)
+    rows = [np.concatenate([x, empty]) for x in (OLD, BEHAV)]
+    mask = np.concatenate([MASK, np.zeros((3, 4), int)])
     assert_metrics(offpolicy_metrics(*rows, mask), OFFPOLICY, "rollout_corr/")
 
 
 def test_truncation_counts_ratios_below_the_inverse_of_its_cap_as_low():
     # Of the ratios 0.4, 0.6, 1 and 3 one is below 1 / 2 and one above 2; their mean is 1.25.
-    log_ratio = jnp.log(jnp.array([[0.4, 0.6, 1.0, 3.0]]))
-    w = jnp.array([[0.4, 0.6, 1.0, 2.0]])
-    found = weight_metrics(w, log_ratio, jnp.ones((1, 4)), level="token", upper=2.0)
+    log_ratio = np.log(np.array([[0.4, 0.6, 1.0, 3.0]]))
+    w = np.array([[0.4, 0.6, 1.0, 2.0]])
+    found = weight_metrics(w, log_ratio, np.ones((1, 4)), level="token", upper=2.0)
     fractions = ("ratio_fraction_low", "ratio_fraction_high", "seq_fraction_low")
     values = [float(found[f"rollout_corr/rollout_is_{name}"]) for name in fractions]
     assert values == [0.25, 0.25, 0.0]
@@ -72,10 +74,10 @@ def test_truncation_counts_ratios_below_the_inverse_of_its_cap_as_low():
 
 
 def test_no_metric_divides_by_zero():
-    empty, none = jnp.full((2, 3), NAN), jnp.zeros((2, 3))
+    empty, none = np.full((2, 3), NAN), np.zeros((2, 3))
     everything = offpolicy_metrics(empty, empty, none)
     everything |= probability_metrics(empty, empty, none)
-    estimate = snis_reward(jnp.array([1.0, NAN]), empty, none)
+    estimate = snis_reward(np.array([1.0, NAN]), empty, none)
     everything |= {"estimate": estimate[0], "ess": estimate[1]}
     for level in ("token", "seq"):
         everything |= {
@@ -87,7 +89,7 @@ def test_no_metric_divides_by_zero():
     for name, value in everything.items():
         assert value == 0.0, name
     # Every token outside the band: all weights are 0 on valid tokens.
-    log_ratio, mask = jnp.full((2, 3), 9.0), jnp.ones((2, 3))
+    log_ratio, mask = np.full((2, 3), 9.0), np.ones((2, 3))
     w = weights.token_icepop(log_ratio, mask)
     metrics = weight_metrics(w, log_ratio, mask, level="token", upper=5.0, lower=0.5)
     assert metrics["rollout_corr/rollout_is_eff_sample_size"] == 0.0
@@ -95,11 +97,11 @@ def test_no_metric_divides_by_zero():
 
 
 def test_the_sample_size_of_the_kept_tokens_counts_the_rejected_ones_as_zero():
-    mask = jnp.array([[1, 1, 1, 0], [1, 1, 1, 1]])  # 7 valid tokens
+    mask = np.array([[1, 1, 1, 0], [1, 1, 1, 1]])  # 7 valid tokens
 
     def kept_size(w, is_accepted):
-        w_bt, is_accepted_bt = jnp.array(w), jnp.array(is_accepted, bool)
-        [(name, value)] = jax.jit(mismatch.kept_sample_size)(w_bt, is_accepted_bt, mask).items()
+        w_bt, is_accepted_bt = np.array(w), np.array(is_accepted, bool)
+        [(name, value)] = mismatch.kept_sample_size(w_bt, is_accepted_bt, mask).items()
         assert name == "rollout_corr/kept_eff_sample_size"
         return value
 
@@ -120,7 +122,7 @@ def test_probability_metrics():
     rng = np.random.default_rng(0)
     p, q = rng.uniform(0.05, 0.95, (2, 3, 5))
     mask = rng.random((3, 5)) < 0.7
-    logs = [jnp.where(mask, jnp.log(x), NAN) for x in (p, q)]
+    logs = [np.where(mask, np.log(x), NAN) for x in (p, q)]
     metrics = probability_metrics(*logs, mask)
     gap = np.abs(p - q)[mask]
     expected = {
@@ -135,7 +137,7 @@ def test_probability_metrics():
     same = probability_metrics(logs[0], logs[0], mask)
     np.testing.assert_allclose(same["training/rollout_actor_probs_pearson_corr"], 1.0, rtol=1e-5)
     constant = probability_metrics(
-        jnp.zeros((1, 3)), jnp.zeros((1, 3)), jnp.ones((1, 3))
+        np.zeros((1, 3)), np.zeros((1, 3)), np.ones((1, 3))
     )
     assert constant["training/rollout_actor_probs_pearson_corr"] == 0.0
 
@@ -143,15 +145,15 @@ def test_probability_metrics():
 def test_self_normalised_reward():
     # Products of ratios 2 * 1, 0.5, and 4 (its second token is padding), rewards 1, 0 and 3:
     # (2 * 1 + 0.5 * 0 + 4 * 3) / 6.5.
-    log_ratio = jnp.log(jnp.array([[2.0, 1.0], [0.5, 1.0], [4.0, 9.0], [1.0, 1.0]]))
-    mask = jnp.array([[1, 1], [1, 1], [1, 0], [0, 0]])
-    rewards = jnp.array([1.0, 0.0, 3.0, NAN])
+    log_ratio = np.log(np.array([[2.0, 1.0], [0.5, 1.0], [4.0, 9.0], [1.0, 1.0]]))
+    mask = np.array([[1, 1], [1, 1], [1, 0], [0, 0]])
+    rewards = np.array([1.0, 0.0, 3.0, NAN])
     estimate, ess = snis_reward(rewards, log_ratio, mask)
     np.testing.assert_allclose(estimate, 14 / 6.5, rtol=1e-6)
     np.testing.assert_allclose(ess, 6.5**2 / (3 * (4 + 0.25 + 16)), rtol=1e-6)
     # A common factor of the ratios cancels, even one far beyond float32.
     shifted, _ = snis_reward(
-        rewards[:2], jnp.array([[400.0], [400.0]]), jnp.ones((2, 1))
+        rewards[:2], np.array([[400.0], [400.0]]), np.ones((2, 1))
     )
     np.testing.assert_allclose(shifted, 0.5, rtol=1e-6)
 
@@ -197,7 +199,7 @@ def rejection_metrics(log_ratio, mask, seg=None, options=tuple(REJECTION)):
     return metrics | mismatch.rejected_fractions(is_accepted, mask, seg)
 
 
-jitted_rejection = jax.jit(rejection_metrics)
+jitted_rejection = jitted.function(rejection_metrics)
 
 
 def all_metrics(logp_old, logp_behav, mask, seg=None):
@@ -218,7 +220,7 @@ def all_metrics(logp_old, logp_behav, mask, seg=None):
     return metrics | rejection_metrics(log_ratio, mask, seg, options)
 
 
-jitted_metrics = jax.jit(all_metrics)
+jitted_metrics = jitted.function(all_metrics)
 
 
 def make_batch(spread):
@@ -306,8 +308,8 @@ def test_rejection_metrics_follow_their_definition(spread):
 
 def test_rejected_fractions_of_any_criterion():
     # Rows lose 1 of 3 tokens, none of 1, and 0 of 0; what stands at padding does not count.
-    is_accepted = jnp.array([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
-    mask = jnp.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
+    is_accepted = np.array([[1, 0, 1], [1, 0, 0], [0, 0, 0]])
+    mask = np.array([[1, 1, 1], [1, 0, 0], [0, 0, 0]])
     metrics = mismatch.rejected_fractions(is_accepted, mask, option="veto")
     expected = {"veto_masked_fraction": 0.25, "veto_seq_masked_fraction": 0.5}
     assert set(metrics) == {f"rollout_corr/rollout_rs_{name}" for name in expected}
@@ -316,8 +318,8 @@ def test_rejected_fractions_of_any_criterion():
 
 def test_a_bound_hit_exactly_keeps_the_token():
     # k1 = log 2 and k2 = log(2)^2 / 2 sit on the bound: neither high nor rejected.
-    log_ratio, mask = -jnp.log(jnp.array([[2.0, 2.0]])), jnp.ones((1, 2))
-    k2 = float(0.5 * jnp.log(jnp.float32(2.0)) ** 2)
+    log_ratio, mask = -np.log(np.array([[2.0, 2.0]])), np.ones((1, 2))
+    k2 = float(0.5 * np.log(np.float32(2.0)) ** 2)
     for option, upper in (("token_k1", 2.0), ("seq_mean_k1", 2.0), ("seq_max_k2", k2)):
         metrics = mismatch.rejection_metrics(log_ratio, mask, option=option, upper=upper)
         for name in ("fraction_high", "masked_fraction", "seq_masked_fraction"):
@@ -355,14 +357,14 @@ def test_metrics_of_huge_log_ratios_are_finite():
             for name, value in jitted_metrics(old, behav, mask).items():
                 assert np.isfinite(value), (name, gap)
     # Each of 10000 terms of k3 is exp(80): their sum would not be a float32.
-    many = jnp.full((2, 5000), -1.0)
-    metrics = offpolicy_metrics(many, many - 200.0, jnp.ones((2, 5000)))
+    many = np.full((2, 5000), -1.0)
+    metrics = offpolicy_metrics(many, many - 200.0, np.ones((2, 5000)))
     np.testing.assert_allclose(metrics["rollout_corr/k3_kl"], np.exp(80.0), rtol=1e-4)
 
 
 def test_metrics_carry_no_gradient():
     (old, behav), mask = make_batch(0.3)
-    gradient = jax.jit(jax.grad(lambda x: sum(all_metrics(x, behav, mask).values())))
+    gradient = jitted.grad(lambda x: sum(all_metrics(x, behav, mask).values()))
     np.testing.assert_array_equal(gradient(old), np.zeros_like(old))
 
 
@@ -383,9 +385,9 @@ def test_unknown_names_are_refused():
 
 def test_relative_weights():
     # exp(log_w - 500): 1, exp(-1), and 0 for a sample that the learner cannot draw.
-    log_w, mask = jnp.array([500.0, 499.0, -jnp.inf, NAN]), jnp.array([1, 1, 1, 0])
+    log_w, mask = np.array([500.0, 499.0, -np.inf, NAN]), np.array([1, 1, 1, 0])
     np.testing.assert_allclose(
         relative_weights(log_w, mask), [1.0, np.exp(-1.0), 0.0, 0.0], rtol=1e-6
     )
-    nothing = relative_weights(jnp.full(3, -jnp.inf), jnp.ones(3))
+    nothing = relative_weights(np.full(3, -np.inf), np.ones(3))
     np.testing.assert_array_equal(nothing, np.zeros(3))

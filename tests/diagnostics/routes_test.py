@@ -6,12 +6,15 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.diagnostics import routes
+from tests import jitted
 from tests import compilation
 
-overlap = jax.jit(routes.overlap)
-flip_metrics = jax.jit(routes.flip_metrics, static_argnames=("num_chosen", "num_experts"))
-flip_grid = jax.jit(routes.flip_grid, static_argnames="num_chosen")
-gap_metrics = jax.jit(routes.gap_metrics, static_argnames="num_chosen")
+routes = jitted.Module(routes)
+
+overlap = routes.overlap
+flip_metrics = routes.flip_metrics
+flip_grid = routes.flip_grid
+gap_metrics = routes.gap_metrics
 
 
 def assert_metrics(metrics, expected, prefix):
@@ -22,16 +25,16 @@ def assert_metrics(metrics, expected, prefix):
 
 # Tokens x layers, two of eight experts each; the order does not count. Token 0 differs in one expert
 # of layer 1, token 1 nowhere, token 2 in both experts of layer 0; token 3 is padding.
-OLD = jnp.array([[[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [2, 3]], [[0, 1], [2, 3]]]])
-BEHAV = jnp.array([[[[1, 0], [2, 4]], [[4, 5], [7, 6]], [[2, 3], [2, 3]], [[6, 7], [6, 7]]]])
-MASK = jnp.array([[1, 1, 1, 0]])
-SHARED = jnp.array([[[2, 1], [2, 2], [0, 2], [0, 0]]], jnp.uint8)
+OLD = np.array([[[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 1], [2, 3]], [[0, 1], [2, 3]]]])
+BEHAV = np.array([[[[1, 0], [2, 4]], [[4, 5], [7, 6]], [[2, 3], [2, 3]], [[6, 7], [6, 7]]]])
+MASK = np.array([[1, 1, 1, 0]])
+SHARED = np.array([[[2, 1], [2, 2], [0, 2], [0, 0]]], jnp.uint8)
 
 
 def test_overlap():
     assert overlap(OLD, BEHAV).dtype == jnp.uint8
     np.testing.assert_array_equal(overlap(OLD, BEHAV), SHARED)
-    np.testing.assert_array_equal(overlap(OLD, OLD[..., ::-1]), jnp.full((1, 4, 2), 2))
+    np.testing.assert_array_equal(overlap(OLD, OLD[..., ::-1]), np.full((1, 4, 2), 2))
 
 
 def test_flips():
@@ -48,7 +51,7 @@ def test_flips():
         "position_2": 1 / 2,  # token 2; token 3 does not count
     }
     assert_metrics(metrics, expected, "mismatch/route_flip_")
-    same = flip_metrics(jnp.full((1, 4, 2), 2), MASK, num_chosen=2, num_experts=8)
+    same = flip_metrics(np.full((1, 4, 2), 2), MASK, num_chosen=2, num_experts=8)
     assert_metrics(same, dict.fromkeys(expected, 0.0), "mismatch/route_flip_")
 
 
@@ -61,7 +64,7 @@ def test_the_grid():
 
 def test_positions_of_packed_rows_begin_with_each_sequence():
     """Two sequences in a row: token 0 of the second flips, at position 0."""
-    shared, seg = jnp.array([[[1], [1], [1], [0], [1]]]), jnp.array([[1, 1, 1, 2, 2]])
+    shared, seg = np.array([[[1], [1], [1], [0], [1]]]), np.array([[1, 1, 1, 2, 2]])
     metrics = flip_metrics(shared, seg > 0, seg, num_chosen=1, num_experts=4)
     found = {name.rpartition("_")[2]: float(x) for name, x in metrics.items() if "position" in name}
     assert found == {"0": 0.5, "1": 0.0, "2": 0.0, "4": 0.0}
@@ -69,8 +72,9 @@ def test_positions_of_packed_rows_begin_with_each_sequence():
 
 def test_positions_count_from_the_first_token_of_the_response():
     """Token 0 has no route, and token 2 flips."""
-    shared, mask = jnp.array([[[1], [1], [0]]]), jnp.array([[False, True, True]])
-    metrics = flip_metrics(shared, mask, num_chosen=1, num_experts=4, response=jnp.ones((1, 3), bool))
+    shared, mask = np.array([[[1], [1], [0]]]), np.array([[False, True, True]])
+    response = np.ones((1, 3), bool)
+    metrics = flip_metrics(shared, mask, num_chosen=1, num_experts=4, response=response)
     found = {name.rpartition("_")[2]: float(x) for name, x in metrics.items() if "position" in name}
     assert found == {"0": 0.0, "1": 0.0, "2": 1.0}
 
@@ -103,8 +107,8 @@ def test_flips_of_random_routes():
 
 def test_the_gap_by_flips():
     """Tokens 0 and 2 flip. Ratios 8, 1.25, 0.25: IcePop keeps 0.5 to 5."""
-    behav = jnp.array([[-3.0, -2.0, -1.0, jnp.nan]])
-    old = behav + jnp.log(jnp.array([[8.0, 1.25, 0.25, 1.0]]))
+    behav = np.array([[-3.0, -2.0, -1.0, np.nan]])
+    old = behav + np.log(np.array([[8.0, 1.25, 0.25, 1.0]]))
     metrics = gap_metrics(SHARED, old, behav, MASK, num_chosen=2)
     k3 = lambda rho: rho - 1 - np.log(rho)
     expected = {
@@ -124,10 +128,10 @@ def test_the_gap_by_flips():
 
 def test_load():
     # Layer 0: experts 0 and 1 take tokens 0 and 2, experts 4 and 5 token 1. Padding does not count.
-    load = jax.jit(routes.expert_load, static_argnames="num_experts")(OLD, MASK, num_experts=8)
+    load = routes.expert_load(OLD, MASK, num_experts=8)
     np.testing.assert_array_equal(load, [[2, 2, 0, 0, 1, 1, 0, 0], [0, 0, 2, 2, 0, 0, 1, 1]])
-    even = jnp.full((1, 8), 3.0)
-    metrics = routes.load_metrics(jnp.concatenate([load[:1], even]), jnp.log(jnp.array([4.0, 2.0])))
+    even = np.full((1, 8), 3.0)
+    metrics = routes.load_metrics(np.concatenate([load[:1], even]), np.log(np.array([4.0, 2.0])))
     half = -(2 / 3 * np.log(1 / 3) + 1 / 3 * np.log(1 / 6)) / np.log(8)
     expected = {
         "dead_experts": 4,
@@ -142,15 +146,15 @@ def test_load():
 
 def test_the_entropy_of_a_router():
     """Scores of a token need not add up to 1: 3 and 1 are the distribution 3/4, 1/4."""
-    probs = jnp.array([[[[3.0, 1.0, 0.0]], [[1.0, 1.0, 0.0]], [[jnp.nan] * 3]]])
-    entropy = jax.jit(routes.router_entropy)(probs, jnp.array([[1, 1, 0]]))
+    probs = np.array([[[[3.0, 1.0, 0.0]], [[1.0, 1.0, 0.0]], [[np.nan] * 3]]])
+    entropy = routes.router_entropy(probs, np.array([[1, 1, 0]]))
     of_first = -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))
     np.testing.assert_allclose(entropy, [(of_first + np.log(2)) / 2], rtol=1e-6)
 
 
 @pytest.mark.parametrize("mask", [np.zeros((1, 4)), np.zeros((1, 4), bool)])
 def test_without_a_valid_token_every_metric_is_zero(mask):
-    logp = jnp.full((1, 4), jnp.nan)
+    logp = np.full((1, 4), np.nan)
     metrics = flip_metrics(SHARED, mask, num_chosen=2, num_experts=8)
     metrics |= flip_grid(SHARED, mask, num_chosen=2)
     metrics |= gap_metrics(SHARED, logp, logp, mask, num_chosen=2)
@@ -163,7 +167,7 @@ def test_without_a_valid_token_every_metric_is_zero(mask):
 @pytest.mark.parametrize("num_chosen", [2, 3, 7])
 def test_equal_sets_do_not_flip_at_all(num_chosen):
     """An optimised program multiplies by a rounded 1 / 3: -3e-8, which prints as -0.0000."""
-    same, mask = jnp.full((1, 64, 3), num_chosen, jnp.uint8), jnp.ones((1, 64), bool)
+    same, mask = np.full((1, 64, 3), num_chosen, jnp.uint8), np.ones((1, 64), bool)
     measure = lambda same: routes.flip_metrics(same, mask, num_chosen=num_chosen, num_experts=16)
     with compilation.optimized():
         found = jax.jit(measure)(same)

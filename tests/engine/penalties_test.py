@@ -24,6 +24,7 @@ from tests.drawn import is_drawn_from, keys, penalised, reference
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
 distribution = jax.jit(sampling.distribution, static_argnames="rows")
+applied = jax.jit(lambda penalties, logits: penalties.apply(logits, WHOLE))
 SINGLE = sharding.single_device()
 COUNT = 100_000
 LOGITS = np.random.default_rng(7).normal(0, 1.5, 24).astype(np.float32)
@@ -60,7 +61,7 @@ def test_penalties_by_hand():
         logit_bias=((0, 1.0), (2, -3.0)),
     )
     logits = np.array([[4.0, -1.0, 3.0, -2.0, 5.0]], np.float32)
-    found = seen([params], [(0, 3)], [(1, 1, 0)], v=5).apply(logits, WHOLE)
+    found = applied(seen([params], [(0, 3)], [(1, 1, 0)], v=5), logits)
     # 0: 4 / 2 - 0.5 - 0.25 + 1; 1: -1 * 2 - 0.5 - 2 * 0.25; 2: 3 - 3; 3 is of the prompt: -2 * 2.
     np.testing.assert_array_equal(found, [[2.25, -3.0, 0.0, -4.0, 5.0]])
 
@@ -72,16 +73,17 @@ def test_no_stop_id_can_be_drawn_before_min_tokens():
         top_k=2, stop_ids=(4, 1), min_tokens=3, max_tokens=9, logit_bias=((1, 50.0),)
     )
     two, three = seen([params], [(0,)], [(1, 1)], v=5), seen([params], [(0,)], [(1, 1, 1)], v=5)
-    logs = distribution(logits, params, two)[0]
+    logs = np.asarray(distribution(logits, params, two))[0]
     np.testing.assert_allclose(np.exp(logs[2:4]), [1 / (1 + np.exp(-1)), 1 / (1 + np.e)], rtol=1e-6)
     assert np.isneginf(np.delete(logs, [2, 3])).all()
-    assert int(two.barred[0]) == 1 and np.argmax(distribution(logits, params, three)) == 1
+    assert int(two.barred[0]) == 1
+    assert np.argmax(np.asarray(distribution(logits, params, three))) == 1
     drawn = two.draw(np.array([2]), np.array([True]), SINGLE)
-    np.testing.assert_array_equal(drawn.apply(logits, WHOLE), three.apply(logits, WHOLE))
+    np.testing.assert_array_equal(applied(drawn, logits), applied(three, logits))
     kept = two.draw(np.array([2]), np.array([False]), SINGLE)
-    np.testing.assert_array_equal(kept.apply(logits, WHOLE), two.apply(logits, WHOLE))
+    np.testing.assert_array_equal(applied(kept, logits), applied(two, logits))
     row = SamplingRows.of([params]), keys(1), np.zeros(1, np.int32)
-    found = jax.jit(sampling.sample)(logits, *row, penalties=two)
+    found = jax.device_get(jax.jit(sampling.sample)(logits, *row, penalties=two))
     token = int(found.tokens[0])
     np.testing.assert_allclose(found.logp_behav[0], logs[token], rtol=1e-6)
     raw = np.log(np.exp(logits[0]) / np.exp(logits[0]).sum())

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import aspo
+from tests import jitted
 
 
 @functools.partial(jax.jit, static_argnames=("dual_clip", "form"))
@@ -73,8 +74,8 @@ def test_the_quantile_is_that_of_numpy():
     seg = np.array([[1, 1, 1, 2, 2, 2, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3, 3, 3, 3, 3]])
     mask = (seg > 0) & (rng.random(seg.shape) < 0.8)
     entropy = np.where(mask, rng.exponential(size=seg.shape), np.nan).astype(np.float32)
-    packed = jax.jit(aspo.entropy_quantile)(entropy, mask, seg, 0.8)
-    dense = jax.jit(aspo.entropy_quantile)(entropy, mask, None, 0.8)
+    quantile = jitted.function(aspo.entropy_quantile)
+    packed, dense = (quantile(entropy, mask, ids, 0.8) for ids in (seg, None))
     for row in range(2):
         for number in range(1, 4):
             of_sequence = mask[row] & (seg[row] == number)

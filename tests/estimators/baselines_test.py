@@ -8,9 +8,12 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import baselines
+from tests import jitted
+
+baselines = jitted.Module(baselines)
 
 NAN = float("nan")
-batch_mean = jax.jit(baselines.batch_mean)
+batch_mean = baselines.batch_mean
 TOKEN_BASELINES = {
     name: jax.jit(function, static_argnames=("otb_zero_tail", "form"))
     for name, function in (("otb", baselines.otb), ("tir_otb", baselines.tir_otb))
@@ -19,26 +22,26 @@ TOKEN_BASELINES = {
 
 def test_remax_subtracts_the_greedy_reward():
     # Row 0: 1 + 2 - 0.5 at both tokens after the 1 is still to come, then 2 - 0.5.
-    adv = jax.jit(baselines.remax)(
-        jnp.array([[0.0, 1.0, 2.0], [0.0, 3.0, NAN]]),
-        jnp.array([[1, 1, 1], [1, 1, 0]]),
-        jnp.array([0, 0]),
-        greedy_rewards=jnp.array([0.5, 3.0]),
+    adv = baselines.remax(
+        np.array([[0.0, 1.0, 2.0], [0.0, 3.0, NAN]]),
+        np.array([[1, 1, 1], [1, 1, 0]]),
+        np.array([0, 0]),
+        greedy_rewards=np.array([0.5, 3.0]),
     )
     np.testing.assert_array_equal(adv, [[2.5, 2.5, 1.5], [0, 0, 0]])
 
 
 def test_the_mean_of_the_batch_knows_no_groups():
     # (3 + 0 + 1 + 2) / 4 = 1.5, each sequence once, whatever its length; the last has no token.
-    mask = jnp.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
-    rewards = jnp.array([3.0, 0.0, 1.0, 2.0])
+    mask = np.array([[1, 1, 1], [1, 0, 0], [1, 1, 0], [0, 0, 0]])
+    rewards = np.array([3.0, 0.0, 1.0, 2.0])
     for group in ([0, 1, 2, 3], [0, 0, 5, 5]):
-        adv = batch_mean(rewards, mask, jnp.array(group))
+        adv = batch_mean(rewards, mask, np.array(group))
         np.testing.assert_array_equal(adv, [[1.5] * 3, [-1.5, 0, 0], [-0.5, -0.5, 0], [0] * 3])
-    per_token = jnp.array([[1.0, 0.0, 2.0], [0.0, NAN, NAN], [-1.0, 2.0, NAN], [NAN] * 3])
-    adv = batch_mean(per_token, mask, jnp.arange(4))  # 3, 0, 1 and 0: the mean is 1
+    per_token = np.array([[1.0, 0.0, 2.0], [0.0, NAN, NAN], [-1.0, 2.0, NAN], [NAN] * 3])
+    adv = batch_mean(per_token, mask, np.arange(4))  # 3, 0, 1 and 0: the mean is 1
     np.testing.assert_array_equal(adv[:, 0], [2.0, -1.0, 0.0, 0.0])
-    constant = batch_mean(jnp.full(4, 0.1), mask, jnp.arange(4))
+    constant = batch_mean(np.full(4, 0.1), mask, np.arange(4))
     np.testing.assert_array_equal(constant, np.zeros((4, 3)))  # and not a rounding
 
 
@@ -48,16 +51,16 @@ def test_the_mean_of_the_batch_shortens_the_step_by_its_own_reward():
     p, size, total = 0.3, 3, 0.0
     for drawn in itertools.product((0, 1), repeat=size):
         rewards = np.array(drawn, np.float32)
-        adv = batch_mean(rewards, jnp.ones((size, 1)), jnp.arange(size))[:, 0]
+        adv = batch_mean(rewards, np.ones((size, 1)), np.arange(size))[:, 0]
         chance = np.prod(np.where(rewards == 1, p, 1 - p))
         total += chance * np.mean(np.asarray(adv) * (rewards - p))
     np.testing.assert_allclose(total, (size - 1) / size * p * (1 - p), rtol=1e-6)
 
 
 def test_opo_by_hand_and_by_what_it_minimises():
-    mask = jnp.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]])
-    rewards, group = jnp.array([1.0, 0.0, 0.3, 0.8]), jnp.array([0, 0, 1, 1])
-    adv = jax.jit(baselines.opo)(rewards, mask, group)[:, 0]
+    mask = np.array([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0], [1, 1, 1, 0]])
+    rewards, group = np.array([1.0, 0.0, 0.3, 0.8]), np.array([0, 0, 1, 1])
+    adv = baselines.opo(rewards, mask, group)[:, 0]
     # Baselines 4 / 6 and (0.3 + 3 * 0.8) / 4 = 0.675.
     np.testing.assert_allclose(adv, [1 / 3, -2 / 3, -0.375, 0.125], rtol=1e-5)
     length = np.sum(mask, axis=1)
@@ -65,21 +68,21 @@ def test_opo_by_hand_and_by_what_it_minimises():
         np.testing.assert_allclose(np.sum((length * adv)[np.array(members)]), 0.0, atol=1e-6)
 
 
-jitted_opob = jax.jit(baselines.opob)
+jitted_opob = baselines.opob
 
 
 def opob(rewards, log_w, grad_norms, mask=None, group=None):
     """The advantage at the first token; each sequence has two tokens that share its log-weight."""
     size = len(rewards)
-    logp_prox = jnp.stack([0.25 * jnp.asarray(log_w), 0.75 * jnp.asarray(log_w)], axis=1)
-    mask = jnp.ones((size, 2)) if mask is None else mask
+    logp_prox = jnp.stack([0.25 * np.asarray(log_w), 0.75 * np.asarray(log_w)], axis=1)
+    mask = np.ones((size, 2)) if mask is None else mask
     adv = jitted_opob(
-        jnp.asarray(rewards, jnp.float32),
+        np.asarray(rewards, np.float32),
         mask,
-        jnp.zeros(size, int) if group is None else group,
-        grad_norms=jnp.asarray(grad_norms, jnp.float32),
+        np.zeros(size, int) if group is None else group,
+        grad_norms=np.asarray(grad_norms, np.float32),
         logp_prox=logp_prox - 1.0,
-        logp_behav=jnp.full((size, 2), -1.0),
+        logp_behav=np.full((size, 2), -1.0),
     )
     return np.asarray(adv[:, 0])
 
@@ -113,15 +116,15 @@ def test_opob_minimises_the_weighted_square():
 
 
 def test_opob_without_tokens_in_a_row_or_in_a_group():
-    mask = jnp.array([[1, 1], [1, 1], [0, 0], [0, 0]])
-    adv = opob(R, LOG_W, [1.0, 1.0, NAN, NAN], mask, jnp.array([0, 0, 0, 1]))
+    mask = np.array([[1, 1], [1, 1], [0, 0], [0, 0]])
+    adv = opob(R, LOG_W, [1.0, 1.0, NAN, NAN], mask, np.array([0, 0, 0, 1]))
     # Baseline 0.25 / (0.25 + 1) of the two rows that have tokens.
     np.testing.assert_allclose(adv, [0.8, -0.2, 0, 0], rtol=1e-5)
 
 
 def token_fields(score_norm):
     """logp_prox and sum_pi_squared whose 1 - 2 pi + sum pi^2 is score_norm: pi is 0.5."""
-    score_norm = jnp.asarray(score_norm)
+    score_norm = np.asarray(score_norm)
     return {
         "logp_prox": jnp.where(jnp.isnan(score_norm), NAN, jnp.log(0.5)),
         "sum_pi_squared": score_norm,
@@ -129,16 +132,16 @@ def token_fields(score_norm):
 
 
 PUBLISHED = {
-    "rewards": jnp.array([1.0, 0.0]),
-    "mask": jnp.array([[1, 1, 1], [1, 1, 0]]),
-    "group": jnp.zeros(2, int),
+    "rewards": np.array([1.0, 0.0]),
+    "mask": np.array([[1, 1, 1], [1, 1, 0]]),
+    "group": np.zeros(2, int),
     **token_fields([[0.5, 0.4, 0.4], [0.02, 0.5, NAN]]),
 }
 
 
 @pytest.mark.parametrize("name", TOKEN_BASELINES)
 def test_weights_outside_of_the_sum(name):
-    w = jnp.array([[2.0, 1.0, 1.0], [1.0, 3.0, NAN]])
+    w = np.array([[2.0, 1.0, 1.0], [1.0, 3.0, NAN]])
     # The sums of the scores are 0.5, 0.9, 1.3 and 0.02, 0.52. Times w_t^2: 2, 0.9 and 0.02, 4.68,
     # so B is 2 / 2.02 and 0.9 / 5.58. Times the mean of w^2 so far, (4, 5/2) and (1, 5): 2, 2.25
     # and 0.02, 2.6, so B is 2 / 2.02 and 2.25 / 4.85. The third position has one response.
@@ -152,7 +155,7 @@ def test_weights_outside_of_the_sum(name):
 
 
 def test_weights_of_sequences_enter_alike_in_every_form():
-    w = jnp.array([[2.0, 2.0, 2.0], [1.0, 1.0, NAN]])
+    w = np.array([[2.0, 2.0, 2.0], [1.0, 1.0, NAN]])
     forms = ("paper", "survey", "survey_mean")
     adv = [TOKEN_BASELINES["otb"](**PUBLISHED, weights=w, form=form) for form in forms]
     np.testing.assert_allclose(adv[1:], [adv[0]] * 2, rtol=1e-6)
@@ -162,13 +165,13 @@ def test_weights_of_sequences_enter_alike_in_every_form():
 
 def test_tokens_that_were_certain_do_not_divide_by_zero():
     # pi = 1: the score is 0, so W is 0 and the baseline 0 / 1e-8.
-    certain = {"logp_prox": jnp.zeros((2, 2)), "sum_pi_squared": jnp.ones((2, 2))}
-    arguments = (jnp.ones((2, 2)), jnp.zeros(2, int))
-    adv = TOKEN_BASELINES["otb"](jnp.array([1.0, 0.0]), *arguments, **certain)
+    certain = {"logp_prox": np.zeros((2, 2)), "sum_pi_squared": np.ones((2, 2))}
+    arguments = (np.ones((2, 2)), np.zeros(2, int))
+    adv = TOKEN_BASELINES["otb"](np.array([1.0, 0.0]), *arguments, **certain)
     np.testing.assert_array_equal(adv, [[1, 1], [0, 0]])
     # Rounding can leave a sum of squares just below 2 pi - 1; the term is cut at 0.
-    certain["sum_pi_squared"] = jnp.full((2, 2), 1.0 - 1e-6)
-    adv = TOKEN_BASELINES["otb"](jnp.array([1.0, 0.0]), *arguments, **certain)
+    certain["sum_pi_squared"] = np.full((2, 2), 1.0 - 1e-6)
+    adv = TOKEN_BASELINES["otb"](np.array([1.0, 0.0]), *arguments, **certain)
     np.testing.assert_array_equal(adv, [[1, 1], [0, 0]])
 
 

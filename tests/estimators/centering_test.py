@@ -11,6 +11,10 @@ from jaxrl_tis.estimators import centering, methods
 from jaxrl_tis.estimators.loss import policy_loss
 from experiments import exact
 from experiments.horizon import log_softmax
+from tests import jitted
+
+centering = jitted.Module(centering)
+policy_loss = jitted.function(policy_loss)
 
 pytestmark = pytest.mark.compiles
 
@@ -138,7 +142,7 @@ def test_a_constant_advantage_of_a_prefix_moves_nothing(rule):
 
     def shift(batch):
         first = batch["tokens"][:, :1]
-        return jnp.concatenate([jnp.full(first.shape, 3.0), 2.0 + first**2], axis=1)
+        return jnp.concatenate([np.full(first.shape, 3.0), 2.0 + first**2], axis=1)
 
     np.testing.assert_allclose(problem.expectation(loss(rule, VOCAB, shift)), step, **EXACT)
 
@@ -163,21 +167,21 @@ def test_in_decoupled_mode_the_ratio_of_the_objective_is_one(objective):
 @pytest.mark.all
 def test_a_support_that_is_not_recorded_is_not_centred():
     p, q, _ = head([0.5, 0.3], [0.4, 0.2])
-    ones = jnp.ones((1, 1))
+    ones = np.ones((1, 1))
     batch = {
-        "mask": ones > 0, "adv": ones, "tokens": jnp.array([[9]]), "logp": jnp.log(0.1 * ones),
-        "logp_behav": jnp.log(0.1 * ones), "top_ids": jnp.array([[[2, 5]]]), "top_logps": q,
+        "mask": ones > 0, "adv": ones, "tokens": np.array([[9]]), "logp": jnp.log(0.1 * ones),
+        "logp_behav": jnp.log(0.1 * ones), "top_ids": np.array([[[2, 5]]]), "top_logps": q,
     }
     f = centering.rule(("none", {}), (), ("reinforce", {}), "behav")
     for kept, is_same in (([2, 5, 9], False), ([-1, -1, -1], True)):
-        value, _ = centering.centered(p, batch | {"kept": jnp.array([[kept]])}, ones, f)
+        value, _ = centering.centered(p, batch | {"kept": np.array([[kept]])}, ones, f)
         assert (value[0, 0] == 0) == is_same
 
 
 def head(p, q):
     """Log-probs [1,1,K], and which entries are tokens."""
-    cast = lambda x: jnp.log(jnp.array(x, jnp.float32))[None, None]
-    return cast(p), cast(q), jnp.array(q)[None, None] > 0
+    cast = lambda x: jnp.log(np.array(x, np.float32))[None, None]
+    return cast(p), cast(q), np.array(q)[None, None] > 0
 
 
 # p = 0.5, 0.2 and q = 0.4, 0.4 of the head; 0.3 and 0.2 outside, so that rho = 2/3.
@@ -204,21 +208,21 @@ def test_a_head_of_all_that_could_be_drawn_has_no_tail():
 
 def test_loss_and_metrics_by_hand():
     """One token of two, p = 3/4, 1/4 and q = 1/2, 1/2 with A = 2; the second position is padding."""
-    bad = jnp.nan
-    p = jnp.log(jnp.array([[[0.75, 0.25], [bad, bad]]]))
+    bad = np.nan
+    p = np.log(np.array([[[0.75, 0.25], [bad, bad]]]))
     batch = {
-        "mask": jnp.array([[True, False]]), "adv": jnp.array([[2.0, bad]]),
-        "tokens": jnp.array([[7, 7]]), "logp": jnp.log(jnp.array([[0.75, bad]])),
-        "logp_behav": jnp.log(jnp.array([[0.5, bad]])),
-        "top_ids": jnp.array([[[7, 3], [7, 3]]]),
-        "top_logps": jnp.log(jnp.array([[[0.5, 0.5], [bad, bad]]])),
+        "mask": np.array([[True, False]]), "adv": np.array([[2.0, bad]]),
+        "tokens": np.array([[7, 7]]), "logp": np.log(np.array([[0.75, bad]])),
+        "logp_behav": np.log(np.array([[0.5, bad]])),
+        "top_ids": np.array([[[7, 3], [7, 3]]]),
+        "top_logps": np.log(np.array([[[0.5, 0.5], [bad, bad]]])),
     }
-    entropy = jnp.array([[0.5, bad]])
+    entropy = np.array([[0.5, bad]])
     f = centering.rule(("none", {}), (), ("reinforce", {}), "behav")
     total = lambda p: (lambda found: (found[0].sum(), found))(
         centering.centered(p, batch, entropy, f)
     )
-    gradient, (loss_bt, metrics) = jax.grad(total, has_aux=True)(p)
+    gradient, (loss_bt, metrics) = jitted.grad(total, has_aux=True)(p)
     np.testing.assert_allclose(loss_bt, [[np.log(0.75) + np.log(0.25), 0.0]], rtol=1e-6)
     np.testing.assert_allclose(gradient, [[[1.0, 1.0], [0.0, 0.0]]], rtol=1e-6)
     # One logit up, the other down: the step is A (1, 0) - A p = (1/2, -1/2) and what is subtracted
@@ -236,10 +240,10 @@ def test_loss_and_metrics_by_hand():
 def test_a_drawn_token_outside_the_head_belongs_to_the_rest():
     # The head is one token of p = 0.6, q = 0.5; another one was drawn: base (0, 1) - (0.6, 0.4).
     p, q, _ = head([0.6], [0.5])
-    ones = jnp.ones((1, 1))
+    ones = np.ones((1, 1))
     batch = {
-        "mask": ones > 0, "adv": ones, "tokens": jnp.array([[9]]), "logp": jnp.log(0.1 * ones),
-        "logp_behav": jnp.log(0.1 * ones), "top_ids": jnp.array([[[2]]]), "top_logps": q,
+        "mask": ones > 0, "adv": ones, "tokens": np.array([[9]]), "logp": jnp.log(0.1 * ones),
+        "logp_behav": jnp.log(0.1 * ones), "top_ids": np.array([[[2]]]), "top_logps": q,
     }
     f = centering.rule(("none", {}), (), ("reinforce", {}), "behav")
     _, metrics = centering.centered(p, batch, ones, f)

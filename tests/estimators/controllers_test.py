@@ -1,4 +1,4 @@
-"""Controllers by hand, each both inside jit and outside; some over many steps in a scan."""
+"""Controllers by hand, each both inside jit and outside, and over many steps in a scan."""
 
 import functools
 
@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import controllers
+from tests import jitted
+
+controllers = jitted.Module(controllers)
 
 NAN = float("nan")
 
@@ -28,7 +31,7 @@ def transform(request):
 
 def sequence_log_ratio(w):
     """[B, 2] log-ratios whose sums are the logs of the weights."""
-    log_w = jnp.log(jnp.asarray(w, jnp.float32))
+    log_w = np.log(np.asarray(w, np.float32))
     return jnp.stack([0.25 * log_w, 0.75 * log_w], axis=1)
 
 
@@ -47,29 +50,29 @@ def sequence_log_ratio(w):
 def test_ess_scale(transform, w, parameters, factor, ess):
     scale = transform(functools.partial(controllers.ess_scale, **parameters))
     log_ratio = sequence_log_ratio(w)
-    np.testing.assert_allclose(scale(log_ratio, jnp.ones((4, 2))), (factor, ess), rtol=1e-5)
+    np.testing.assert_allclose(scale(log_ratio, np.ones((4, 2))), (factor, ess), rtol=1e-5)
     # A common factor changes nothing, however large.
-    np.testing.assert_allclose(scale(log_ratio + 400.0, jnp.ones((4, 2))), (factor, ess), rtol=1e-3)
+    np.testing.assert_allclose(scale(log_ratio + 400.0, np.ones((4, 2))), (factor, ess), rtol=1e-3)
 
 
 def test_ess_scale_of_packed_rows_and_of_padding(transform):
     scale = transform(controllers.ess_scale)
     log_ratio = sequence_log_ratio([0.5, 1, 2, 4]).reshape(2, 4)
-    seg = jnp.array([[1, 1, 2, 2, 0]] * 2)
+    seg = np.array([[1, 1, 2, 2, 0]] * 2)
     packed = scale(jnp.pad(log_ratio, ((0, 0), (0, 1)), constant_values=NAN), seg > 0, seg)
     np.testing.assert_allclose(packed, (0.813489, 0.661765), rtol=1e-5)
-    empty = jnp.full((2, 3), NAN)
+    empty = np.full((2, 3), NAN)
     dense = jnp.concatenate(
         [jnp.pad(sequence_log_ratio([0.5, 1, 2, 4]), ((0, 0), (0, 1)), constant_values=NAN), empty]
     )
-    mask = jnp.arange(3)[None, :] < jnp.array([2, 2, 2, 2, 0, 0])[:, None]
+    mask = np.arange(3)[None, :] < np.array([2, 2, 2, 2, 0, 0])[:, None]
     np.testing.assert_allclose(scale(dense, mask), (0.813489, 0.661765), rtol=1e-5)
-    np.testing.assert_array_equal(scale(empty, jnp.zeros((2, 3))), (0.0, 0.0))
+    np.testing.assert_array_equal(scale(empty, np.zeros((2, 3))), (0.0, 0.0))
 
 
 def test_ess_scale_has_no_gradient_and_checks_its_parameters():
-    log_ratio, mask = sequence_log_ratio([0.5, 1, 2, 4]), jnp.ones((4, 2))
-    gradient = jax.grad(lambda x: controllers.ess_scale(x, mask)[0])(log_ratio)
+    log_ratio, mask = sequence_log_ratio([0.5, 1, 2, 4]), np.ones((4, 2))
+    gradient = jitted.grad(lambda x: controllers.ess_scale(x, mask)[0])(log_ratio)
     np.testing.assert_array_equal(gradient, np.zeros((4, 2)))
     with pytest.raises(ValueError, match="'cube'; choose sqrt or linear"):
         controllers.ess_scale(log_ratio, mask, vcpo_rule="cube")
@@ -127,7 +130,7 @@ def test_length_surge_needs_a_reference():
 
 def as_tree(x):
     """The vector of four entries as a pytree of two arrays."""
-    x = jnp.asarray(x, jnp.float32)
+    x = np.asarray(x, np.float32)
     return {"a": x[:1], "b": {"c": x[1:].reshape(1, 3)}}
 
 
@@ -200,7 +203,7 @@ def test_gradient_alignment_keeps_types_and_checks_its_thresholds():
     state, _, _ = control(state, gradient)
     _, new, metrics = control(state, gradient)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves((state, new)))
-    assert metrics["gac/cosine"].dtype == jnp.float32
+    assert metrics["gac/cosine"].dtype == np.float32
     with pytest.raises(ValueError, match="gac_low is 0.9 and gac_high 0.5"):
         controllers.gradient_alignment(state, gradient, gac_low=0.9, gac_high=0.5)
 
@@ -210,15 +213,15 @@ def test_gradient_alignment_keeps_types_and_checks_its_thresholds():
 
 def test_ratio_variance(transform):
     # r = exp(0.3), exp(-0.1), exp(0.2): (0.349859^2 + 0.095163^2 + 0.221403^2) / 3.
-    logp = jnp.array([[-1.0, -2.0, -0.5, NAN]])
-    logp_old = logp - jnp.array([[0.3, -0.1, 0.2, 5.0]])
+    logp = np.array([[-1.0, -2.0, -0.5, NAN]])
+    logp_old = logp - np.array([[0.3, -0.1, 0.2, 5.0]])
     variance = transform(controllers.ratio_variance)
     np.testing.assert_allclose(
-        variance(logp, logp_old, jnp.array([[1, 1, 1, 0]])), 0.060159, rtol=1e-4
+        variance(logp, logp_old, np.array([[1, 1, 1, 0]])), 0.060159, rtol=1e-4
     )
-    assert variance(logp, logp_old, jnp.zeros((1, 4))) == 0.0
-    assert np.isfinite(variance(logp + 300.0, logp_old, jnp.array([[1, 1, 1, 0]])))
-    gradient = jax.grad(lambda x: controllers.ratio_variance(x, logp_old, logp < 0.0))(logp)
+    assert variance(logp, logp_old, np.zeros((1, 4))) == 0.0
+    assert np.isfinite(variance(logp + 300.0, logp_old, np.array([[1, 1, 1, 0]])))
+    gradient = jitted.grad(lambda x: controllers.ratio_variance(x, logp_old, logp < 0.0))(logp)
     np.testing.assert_array_equal(gradient, np.zeros((1, 4)))
 
 
@@ -267,10 +270,10 @@ def test_adaptive_kl(transform, kl, expected):
 
 def test_adaptive_kl_in_a_scan_keeps_the_type_of_its_state():
     def step(state, kl):
-        return controllers.adaptive_kl(state, kl, jnp.int32(10000)), state.kl_coeff
+        return controllers.adaptive_kl(state, kl, np.int32(10000)), state.kl_coeff
 
     with jax.enable_x64(True):
-        kl = jnp.array([0.05, 0.2, 0.2, 0.1])
+        kl = np.array([0.05, 0.2, 0.2, 0.1])
         end, before = jax.lax.scan(step, controllers.kl_coefficient_init(1.0), kl)
     np.testing.assert_allclose(before, [1.0, 0.8, 0.96, 1.152], rtol=1e-6)
     np.testing.assert_allclose(end.kl_coeff, 1.152, rtol=1e-6)

@@ -1,22 +1,26 @@
 """Counts of what weights and masks did, by hand, and that no configured method goes without."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import methods, presets, weights
 from jaxrl_tis.estimators.counts import is_count, of_masks, of_weight
 from jaxrl_tis.estimators.loss import LossSpec, policy_loss, weight_counts
+from tests import jitted
 from tests.estimators import samples
+
+weights = jitted.Module(weights)
+is_count, of_masks, of_weight = map(jitted.function, (is_count, of_masks, of_weight))
+policy_loss, weight_counts = map(jitted.function, (policy_loss, weight_counts))
 
 LOG2 = float(np.log(2.0))
 # Six valid tokens; the ratios of learner and sampler are 4, 1, 1/2 and 1, 1/4, 2.
-LOG_RATIO = jnp.array([[2 * LOG2, 0.0, -LOG2, 9.0], [0.0, -2 * LOG2, LOG2, jnp.nan]])
-MASK = jnp.array([[1, 1, 1, 0], [1, 1, 1, 0]])
-OLD = jnp.full((2, 4), -2.0)
+LOG_RATIO = np.array([[2 * LOG2, 0.0, -LOG2, 9.0], [0.0, -2 * LOG2, LOG2, np.nan]])
+MASK = np.array([[1, 1, 1, 0], [1, 1, 1, 0]])
+OLD = np.full((2, 4), -2.0)
 BATCH = {
     "logp_old": OLD, "logp_prox": OLD, "logp_behav": OLD - LOG_RATIO, "mask": MASK,
-    "adv": jnp.ones((2, 4)),
+    "adv": np.ones((2, 4)),
 }
 PPO = methods.parse("objective", "ppo")
 
@@ -48,17 +52,17 @@ def test_counts_of_a_weight(weight, expected):
 
 
 def test_a_weight_that_changes_nothing_is_seen():
-    assert of("token_tis", jnp.zeros((2, 4))) == (6, 0, 0, 0, 0)
-    assert of("token_tis", jnp.full((2, 4), 1e-6)) == (6, 0, 0, 0, 0)  # two programs' rounding
-    assert of("token_tis", jnp.full((2, 4), 1e-4)) == (6, 6, 6, 0, 0)
+    assert of("token_tis", np.zeros((2, 4))) == (6, 0, 0, 0, 0)
+    assert of("token_tis", np.full((2, 4), 1e-6)) == (6, 0, 0, 0, 0)  # two programs' rounding
+    assert of("token_tis", np.full((2, 4), 1e-4)) == (6, 6, 6, 0, 0)
     assert weight_counts(LOG_RATIO, BATCH, ("none", {})) == {}
 
 
 def test_rounding_is_no_truncation():
-    raw = jnp.array([[1.1, 2.0, 3.0]])
-    found = of_weight(raw * (1 + 1e-7), raw, jnp.ones((1, 3)))
+    raw = np.array([[1.1, 2.0, 3.0]])
+    found = of_weight(raw * (1 + 1e-7), raw, np.ones((1, 3)))
     assert found["correction/weight/truncated"] == 0
-    assert of_weight(raw * (1 - 1e-4), raw, jnp.ones((1, 3)))["correction/weight/truncated"] == 3
+    assert of_weight(raw * (1 - 1e-4), raw, np.ones((1, 3)))["correction/weight/truncated"] == 3
 
 
 def test_every_bound_of_a_weight_can_be_lifted():
@@ -69,7 +73,7 @@ def test_every_bound_of_a_weight_can_be_lifted():
 
 
 def test_counts_of_masks():
-    keep = jnp.array([[True, False, True, False], [True, True, False, False]])
+    keep = np.array([[True, False, True, False], [True, True, False, False]])
     found = of_masks(["veto", "token_k1", "token_k1"], [MASK == 1, keep, ~keep], MASK)
     assert {name: int(x) for name, x in found.items()} == {
         "correction/mask/veto/num_tokens": 6, "correction/mask/veto/dropped": 0,
@@ -96,10 +100,10 @@ def test_bypass_counts_at_the_update():
 
 def test_beside_weights_of_the_batch_only_masks_of_the_update_are_counted():
     masks = methods.parse_all("mask", "veto & trm_k3(trm_delta=0.5)")
-    found = counted(BATCH | {"weights": jnp.ones((2, 4))}, masks=masks, weight=("token_tis", {}))
+    found = counted(BATCH | {"weights": np.ones((2, 4))}, masks=masks, weight=("token_tis", {}))
     # k3 of the ratio 4 is 4 - 1 - log 4 = 1.6; of 1/4 it is 1/4 - 1 + log 4 = 0.64: both are lost.
     assert found == {"correction/mask/trm_k3/num_tokens": 6, "correction/mask/trm_k3/dropped": 6}
-    assert counted(BATCH | {"weights": jnp.ones((2, 4))}, weight=("token_tis", {})) == {}
+    assert counted(BATCH | {"weights": np.ones((2, 4))}, weight=("token_tis", {})) == {}
 
 
 @pytest.mark.all

@@ -5,6 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl_tis.estimators import fusion
+from tests import jitted
+
+fusion = jitted.Module(fusion)
 
 
 def test_fused_policy_is_the_geometric_mixture():
@@ -20,7 +23,7 @@ def test_fused_policy_is_the_geometric_mixture():
 
 
 def test_a_larger_teacher_vocabulary_is_cut():
-    student, teacher = jnp.array([0.0, 0.0]), jnp.array([0.0, np.log(4.0), 50.0])
+    student, teacher = np.array([0.0, 0.0]), np.array([0.0, np.log(4.0), 50.0])
     # alpha = 0.5 halves the teacher's log 4: odds 1 to 2.
     np.testing.assert_allclose(
         jnp.exp(fusion.fused_log_probs(student, teacher, 0.5)), [1 / 3, 2 / 3], rtol=1e-6
@@ -29,8 +32,8 @@ def test_a_larger_teacher_vocabulary_is_cut():
 
 def test_losses_use_the_mixture_and_not_the_old_policy():
     # r = e^(-2.5 + 3.5) = e = 2.718 < 3; shaped e / (e + 0.1), slope 0.1 e / (e + 0.1)^2.
-    logp, adv, mask = jnp.array([[-2.5]]), jnp.array([[2.0]]), jnp.array([[1]])
-    logp_old, logp_behav = jnp.array([[jnp.nan]]), jnp.array([[-3.5]])
+    logp, adv, mask = np.array([[-2.5]]), np.array([[2.0]]), np.array([[1]])
+    logp_old, logp_behav = np.array([[np.nan]]), np.array([[-3.5]])
 
     def value_and_slope(loss, **parameters):
         def total(logp):
@@ -39,7 +42,7 @@ def test_losses_use_the_mixture_and_not_the_old_policy():
             )
             return jnp.sum(loss_bt), metrics
 
-        (value, metrics), slope = jax.value_and_grad(total, has_aux=True)(logp)
+        (value, metrics), slope = jitted.value_and_grad(total, has_aux=True)(logp)
         np.testing.assert_allclose(metrics["actor/ppo_kl"], -1.0, rtol=1e-6)
         return value, slope[0, 0], metrics["actor/pg_clipfrac"]
 

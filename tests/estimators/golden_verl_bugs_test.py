@@ -4,7 +4,6 @@ The first assertion of a test is verl's own answer, which verl_bugs.py recorded.
 """
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -14,18 +13,26 @@ from jaxrl_tis.estimators import (
     advantages, masks, objectives, ppo, ratios, reduce, reinforce, sequence_clipped,
     soft_trust_region, weights,
 )
+from tests import jitted
 from tests.estimators import golden_verl
+
+advantages, masks, mismatch, objectives, ppo = map(
+    jitted.Module, (advantages, masks, mismatch, objectives, ppo)
+)
+ratios, reduce, reinforce, sequence_clipped, soft_trust_region, weights = map(
+    jitted.Module, (ratios, reduce, reinforce, sequence_clipped, soft_trust_region, weights)
+)
 
 BUGS = golden_verl.GOLDEN["bugs"]
 CLOSE = {"rtol": 1e-5, "atol": 1e-7}
 
 
 def row(*values):
-    return jnp.array([values], jnp.float32)
+    return np.array([values], np.float32)
 
 
 def ones(x):
-    return jnp.ones(x.shape, bool)
+    return np.ones(x.shape, bool)
 
 
 def weight_metrics(log_ratio, level="token", **band):
@@ -53,7 +60,7 @@ def test_sample_size_is_at_most_1():
 def test_k1_keeps_verls_inverse_band_and_ratio_has_the_plain_one():
     """rho = 3, so the inverse ratio is 1/3."""
     assert BUGS["inverse_band"] == {"0.25_1.5": [[1]], "0.5_4.0": [[0]]}
-    log_ratio = jnp.log(row(3.0))
+    log_ratio = np.log(row(3.0))
     for lower, upper, is_inverse_inside in ((0.25, 1.5, True), (0.5, 4.0, False)):
         arguments = (log_ratio, ones(log_ratio))
         assert masks.token_k1(*arguments, lower=lower, upper=upper) == is_inverse_inside
@@ -106,13 +113,13 @@ def test_a_reward_per_sequence_survives_the_rejection_of_its_last_token():
     verl = BUGS["lost_reward"]
     assert verl["gae_returns"][0] == [0, 0, 0] and verl["remax"][0] == [0, 0, 0]
     assert verl["otb_returns"][0] == [0, 0, 0]
-    rewards = jnp.array([1.0, 0.5])
-    mask = jnp.array([[1, 1, 0], [1, 1, 1]], bool)
-    group = jnp.array([0, 0])
-    values = jnp.zeros((2, 3))
+    rewards = np.array([1.0, 0.5])
+    mask = np.array([[1, 1, 0], [1, 1, 1]], bool)
+    group = np.array([0, 0])
+    values = np.zeros((2, 3))
     returns = advantages.gae_returns(rewards, mask, values=values)
     np.testing.assert_allclose(returns, [[1, 1, 0], [0.5, 0.5, 0.5]], **CLOSE)
-    remax = advantages.ADVANTAGES["remax"](rewards, mask, group, greedy_rewards=jnp.zeros(2))
+    remax = advantages.ADVANTAGES["remax"](rewards, mask, group, greedy_rewards=np.zeros(2))
     np.testing.assert_allclose(remax, [[1, 1, 0], [0.5, 0.5, 0.5]], **CLOSE)
     for entry in ("dr_grpo", "rloo", "opo", "gpg"):  # verl's outcome estimators keep it as well
         adv = advantages.ADVANTAGES[entry](rewards, mask, group)
@@ -145,10 +152,10 @@ def test_nan_at_padding_reaches_nothing(mode):
         loss_bt, _ = ppo.dual_clip_ppo(logp, row(-1.0, -1.0), row(1.0, 1.0), mask)
         return reduce.aggregate(loss_bt, mask, mode)
 
-    value, gradient = jax.value_and_grad(loss)(row(-1.0, jnp.nan))
+    value, gradient = jitted.value_and_grad(loss)(row(-1.0, np.nan))
     np.testing.assert_allclose(value, BUGS["nan_padding"]["token-mean"], **CLOSE)
     np.testing.assert_allclose(gradient, [[-1.0, 0.0]], **CLOSE)
-    w = weights.token_tis(row(0.5, jnp.nan), mask)
+    w = weights.token_tis(row(0.5, np.nan), mask)
     np.testing.assert_allclose(w, [[np.exp(0.5), 0.0]], **CLOSE)
 
 
@@ -159,12 +166,12 @@ def test_a_batch_without_tokens_has_loss_0():
 
     def loss(logp, mode, counts):
         loss_bt, _ = ppo.dual_clip_ppo(logp, x, row(1.0, 1.0), mask)
-        group = jnp.zeros(mask.shape, int)
+        group = np.zeros(mask.shape, int)
         return reduce.aggregate(loss_bt, mask, mode, group=group, **counts)
 
     for mode in reduce.MODES:
         for counts in ({}, {"num_tokens": 4.0, "num_seqs": 2.0}):
-            value, gradient = jax.value_and_grad(loss)(x, mode, counts)
+            value, gradient = jitted.value_and_grad(loss)(x, mode, counts)
             assert value == 0.0
             np.testing.assert_array_equal(gradient, np.zeros((1, 2)))
 
@@ -173,7 +180,7 @@ def test_rloo_of_a_group_of_one_is_0():
     """verl's loop form keeps R; its vectorised form, like ours, has nothing to compare with."""
     np.testing.assert_allclose(BUGS["rloo_singleton"]["loop"], [[0.7]])
     assert BUGS["rloo_singleton"]["vectorized"] == [[0]]
-    adv = advantages.ADVANTAGES["rloo"](jnp.array([0.7]), row(1.0), jnp.array([0]))
+    adv = advantages.ADVANTAGES["rloo"](np.array([0.7]), row(1.0), np.array([0]))
     assert adv == 0.0
 
 
@@ -198,8 +205,8 @@ def test_fractions_of_rejected_sequences_share_a_denominator():
     verl = BUGS["seq_masked_fraction"]
     assert verl["rollout_rs_token_k1_seq_masked_fraction"] == 1
     assert verl["rollout_rs_seq_masked_fraction"] == 0.5
-    log_ratio = jnp.array([[3.0, 0.0], [0.0, 0.0]])
-    mask = jnp.array([[1, 1], [0, 0]], bool)
+    log_ratio = np.array([[3.0, 0.0], [0.0, 0.0]])
+    mask = np.array([[1, 1], [0, 0]], bool)
     kept = masks.token_k1(log_ratio, mask, upper=2.0)
     metrics = mismatch.rejected_fractions(kept, mask)
     assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == 1.0
@@ -222,7 +229,7 @@ def test_log_ratios_stop_at_20_in_every_exponential(verl_name):
         loss_bt, _ = entry(logp, logp_old, adv, mask, **parameters)
         return reduce.aggregate(loss_bt, mask, "token-mean")
 
-    value, gradient = jax.value_and_grad(loss)(logp)
+    value, gradient = jitted.value_and_grad(loss)(logp)
     np.testing.assert_allclose(value, np.exp(20.0), rtol=1e-5)
     np.testing.assert_array_equal(gradient, np.zeros((1, 2)))
 
@@ -244,7 +251,7 @@ def test_a_value_at_the_edge_of_its_clip_has_its_full_gradient():
         )
         return reduce.aggregate(loss_bt, row(1.0, 1.0), "token-mean")
 
-    np.testing.assert_allclose(jax.grad(loss)(row(0.5, 0.25)), [[-0.75, -0.875]], **CLOSE)
+    np.testing.assert_allclose(jitted.grad(loss)(row(0.5, 0.25)), [[-0.75, -0.875]], **CLOSE)
 
 
 def test_equal_returns_have_exactly_no_optimal_baseline_advantage():
@@ -252,11 +259,11 @@ def test_equal_returns_have_exactly_no_optimal_baseline_advantage():
     assert np.all(verl > 0.0) and np.all(verl < 1e-6)  # the 1e-8 in the denominator
     shape = (2, 2)
     adv = advantages.ADVANTAGES["otb"](
-        jnp.array([1.0, 1.0]),
-        jnp.ones(shape),
-        jnp.array([0, 0]),
-        logp_prox=jnp.full(shape, -1.0),
-        sum_pi_squared=jnp.full(shape, 0.2),
+        np.array([1.0, 1.0]),
+        np.ones(shape),
+        np.array([0, 0]),
+        logp_prox=np.full(shape, -1.0),
+        sum_pi_squared=np.full(shape, 0.2),
     )
     np.testing.assert_array_equal(adv, np.zeros(shape))
 
@@ -269,11 +276,11 @@ def test_rows_without_tokens_are_not_in_the_group_of_otb():
     assert verl["tir_otb"] == [[1, 1], [0, 0]]
     for entry in ("otb", "tir_otb"):
         adv = advantages.ADVANTAGES[entry](
-            jnp.array([1.0, 0.0]),
-            jnp.array([[1, 1], [0, 0]], bool),
-            jnp.array([0, 0]),
-            logp_prox=jnp.full((2, 2), -1.0),
-            sum_pi_squared=jnp.full((2, 2), 0.2),
+            np.array([1.0, 0.0]),
+            np.array([[1, 1], [0, 0]], bool),
+            np.array([0, 0]),
+            logp_prox=np.full((2, 2), -1.0),
+            sum_pi_squared=np.full((2, 2), 0.2),
             otb_zero_tail=False,
         )
         np.testing.assert_allclose(adv, verl["tir_otb"], **CLOSE, err_msg=entry)
@@ -282,14 +289,14 @@ def test_rows_without_tokens_are_not_in_the_group_of_otb():
 def test_opo_of_a_group_without_tokens_is_0():
     assert np.all(np.isnan(BUGS["opo_empty_group"]))
     adv = advantages.ADVANTAGES["opo"](
-        jnp.array([0.5, 1.0]), jnp.zeros((2, 1)), jnp.array([0, 0])
+        np.array([0.5, 1.0]), np.zeros((2, 1)), np.array([0, 0])
     )
     np.testing.assert_array_equal(adv, np.zeros((2, 1)))
 
 
 def test_pass_at_k_of_a_group_of_one_is_0():
     assert BUGS["passk_single"] == "ValueError"
-    adv = advantages.ADVANTAGES["grpo_passk"](jnp.array([0.7]), row(1.0), jnp.array([0]))
+    adv = advantages.ADVANTAGES["grpo_passk"](np.array([0.7]), row(1.0), np.array([0]))
     assert adv == 0.0
 
 
@@ -298,7 +305,7 @@ def test_one_token_has_no_spread():
     verl = BUGS["one_token"]
     assert verl["gae"] == "ValueError"
     x, mask = row(-1.0, -1.0), row(1.0, 0.0)
-    adv = advantages.ADVANTAGES["gae"](row(1.0, 0.0), mask, jnp.array([0]), values=0.0 * x)
+    adv = advantages.ADVANTAGES["gae"](row(1.0, 0.0), mask, np.array([0]), values=0.0 * x)
     np.testing.assert_array_equal(adv, np.zeros((1, 2)))
     metrics = mismatch.probability_metrics(x, x - 0.5, mask)
     for key in ("rollout_probs_diff_std", "rollout_actor_probs_pearson_corr"):

@@ -4,16 +4,18 @@ import functools
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import methods, prefix_weights
 from jaxrl_tis.estimators import weights
+from tests import jitted
+
+prefix_weights, weights = map(jitted.Module, (prefix_weights, weights))
 
 NAN = float("nan")
-prefix_minpro = jax.jit(prefix_weights.prefix_minpro)
-prefix_ctpo = jax.jit(prefix_weights.prefix_ctpo)
+prefix_minpro = prefix_weights.prefix_minpro
+prefix_ctpo = prefix_weights.prefix_ctpo
 PARAMETERS = {
     "prefix_minpro": {"cap": 3.0},
     "prefix_ctpo": {"ctpo_low": 0.4, "ctpo_high": 0.7, "ctpo_power": 0.6},
@@ -48,7 +50,7 @@ def oracle(name, log_ratio, mask, seg, turn):
     return w
 
 
-@jax.jit
+@jitted.function
 def all_weights(log_ratio, mask, seg, turn):
     fields = {"turn": turn}
     return {
@@ -88,37 +90,37 @@ def test_every_entry_is_tested_here():
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_weights_equal_a_loop_over_tokens(name, is_packed):
     *inputs, actual = example(is_packed)
-    assert actual[name].dtype == jnp.float64
+    assert actual[name].dtype == np.float64
     np.testing.assert_allclose(actual[name], oracle(name, *inputs), rtol=1e-11, atol=0)
 
 
 def test_band_of_the_prefix_product():
     # exp(-0.025 sqrt(t)) and exp(0.05 sqrt(t)) at t = 1, 4, 16, 100.
-    mask, at = jnp.ones((1, 100)), np.array([0, 3, 15, 99])
-    high = prefix_ctpo(jnp.ones((1, 100)), mask)
+    mask, at = np.ones((1, 100)), np.array([0, 3, 15, 99])
+    high = prefix_ctpo(np.ones((1, 100)), mask)
     np.testing.assert_allclose(high[0, at], [1.0513, 1.105, 1.221, 1.649], atol=6e-4)
-    low = prefix_ctpo(-jnp.ones((1, 100)), mask)
+    low = prefix_ctpo(-np.ones((1, 100)), mask)
     np.testing.assert_allclose(low[0, at], [0.9753, 0.951, 0.905, 0.779], atol=6e-4)
-    constant = prefix_ctpo(jnp.ones((1, 100)), mask, ctpo_power=0.0)
+    constant = prefix_ctpo(np.ones((1, 100)), mask, ctpo_power=0.0)
     np.testing.assert_allclose(constant, np.full((1, 100), math.exp(0.05)), rtol=1e-6)
 
 
 def test_turns_are_numbered_where_turn_or_sequence_changes():
     # The first token and the two of value 9 are not valid: what stands there opens no turn.
-    mask = jnp.array([[0, 1, 1, 0, 1, 1, 0, 1]])
-    turn = jnp.array([[5, 0, 0, 9, 0, 1, 9, 1]])
+    mask = np.array([[0, 1, 1, 0, 1, 1, 0, 1]])
+    turn = np.array([[5, 0, 0, 9, 0, 1, 9, 1]])
     np.testing.assert_array_equal(prefix_weights.turn_ids(turn, mask), [[0, 1, 1, 0, 1, 2, 0, 2]])
     # A new sequence opens a turn though it goes on with number 1.
-    seg = jnp.array([[1, 1, 1, 1, 1, 1, 2, 2]])
+    seg = np.array([[1, 1, 1, 1, 1, 1, 2, 2]])
     ids = prefix_weights.turn_ids(turn, mask, seg)
     np.testing.assert_array_equal(ids, [[0, 1, 1, 0, 1, 2, 0, 3]])
-    assert ids.dtype == jnp.int32
+    assert ids.dtype == np.int32
 
 
 def test_turns_by_hand():
     # Turn 0 has the product 2 * 1.5 = 3 and the mean sqrt(3), turn 1 the ratios 0.5 and 0.5.
-    log_ratio = jnp.log(jnp.array([[2.0, 1.5, NAN, 0.5, 0.5]]))
-    mask, turn = jnp.array([[1, 1, 0, 1, 1]]), jnp.array([[0, 0, 0, 1, 1]])
+    log_ratio = np.log(np.array([[2.0, 1.5, NAN, 0.5, 0.5]]))
+    mask, turn = np.array([[1, 1, 0, 1, 1]]), np.array([[0, 0, 0, 1, 1]])
     w = prefix_weights.turn_tis(log_ratio, mask, turn=turn)
     np.testing.assert_allclose(w, [[2, 2, 0, 0.25, 0.25]], rtol=1e-6)
     w = prefix_weights.turn_geo(log_ratio, mask, turn=turn)

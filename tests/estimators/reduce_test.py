@@ -1,16 +1,18 @@
 """The six aggregation modes by hand, their denominators, packed rows and padding."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import reduce
+from tests import jitted
+
+reduce = jitted.Module(reduce)
 
 NAN = float("nan")
-LOSS = jnp.array([[1.0, 2.0, 6.0, NAN], [10.0, NAN, NAN, NAN], [NAN, NAN, NAN, NAN]])
-MASK = jnp.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
-GROUP = jnp.array([[5] * 4, [3] * 4, [3] * 4])
+LOSS = np.array([[1.0, 2.0, 6.0, NAN], [10.0, NAN, NAN, NAN], [NAN, NAN, NAN, NAN]])
+MASK = np.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+GROUP = np.array([[5] * 4, [3] * 4, [3] * 4])
 # Sums 9 and 10, lengths 3 and 1, two sequences with tokens, of two prompts, width 4.
 EXPECTED = {
     "token-mean": 19 / 4,
@@ -28,7 +30,7 @@ def test_every_mode_has_an_expected_value():
 
 @pytest.mark.all
 @pytest.mark.parametrize("mode", reduce.MODES)
-@pytest.mark.parametrize("dtype", [bool, jnp.int32, jnp.float32])
+@pytest.mark.parametrize("dtype", [bool, np.int32, np.float32])
 def test_values_with_nan_at_padding(mode, dtype):
     np.testing.assert_allclose(
         reduce.aggregate(LOSS, MASK.astype(dtype), mode, group=GROUP), EXPECTED[mode], rtol=1e-6
@@ -37,7 +39,7 @@ def test_values_with_nan_at_padding(mode, dtype):
 
 @pytest.mark.parametrize("mode", reduce.MODES)
 def test_gradient_stays_inside_the_mask(mode):
-    gradient = jax.grad(lambda x: reduce.aggregate(x, MASK, mode, group=GROUP))(LOSS)
+    gradient = jitted.grad(lambda x: reduce.aggregate(x, MASK, mode, group=GROUP))(LOSS)
     share = {
         "token-mean": (1 / 4, 1 / 4),
         "token-sum": (1, 1),
@@ -93,21 +95,21 @@ def test_packed_rows_equal_unpacked_rows(mode):
         dense[i, :length], dense_mask[i, :length] = values, True
         packed[row, start : start + length], seg[row, start : start + length] = values, 1 + i % 2
     expected = reduce.aggregate(dense, dense_mask, mode, scale=4, group=group)
-    actual = jax.jit(reduce.aggregate, static_argnums=2)(
+    actual = reduce.aggregate(
         packed, seg > 0, mode, seg=seg, scale=4, group=packed_group
     )
     np.testing.assert_allclose(actual, expected, rtol=1e-5)
 
 
-PROMPTS = {"loss": jnp.array([[1.0, 2.0], [6.0, NAN], [10.0, 4.0], [8.0, NAN], [7.0, 3.0]]),
-           "mask": jnp.array([[1, 1], [1, 0], [1, 1], [0, 0], [1, 0]]),
-           "group": jnp.repeat(jnp.array([[30], [7], [30], [1], [7]]), 2, axis=1)}
+PROMPTS = {"loss": np.array([[1.0, 2.0], [6.0, NAN], [10.0, 4.0], [8.0, NAN], [7.0, 3.0]]),
+           "mask": np.array([[1, 1], [1, 0], [1, 1], [0, 0], [1, 0]]),
+           "group": np.repeat(np.array([[30], [7], [30], [1], [7]]), 2, axis=1)}
 
 
 def test_a_mean_over_prompts_of_the_mean_over_their_tokens():
     """Prompt 30 has 1 + 2 + 10 + 4 over 4 tokens, prompt 7 has 6 + 7 over 2, prompt 1 no token."""
     loss, mask, group = PROMPTS.values()
-    value, gradient = jax.value_and_grad(
+    value, gradient = jitted.value_and_grad(
         lambda x: reduce.aggregate(x, mask, "prompt-mean", group=group)
     )(loss)
     assert value == (17 / 4 + 13 / 2) / 2
@@ -122,7 +124,7 @@ def test_a_mean_over_prompts_is_that_of_token_means():
     alone = [reduce.aggregate(loss, mask * (group == p), "token-mean") for p in (30, 7)]
     value = reduce.aggregate(loss, mask, "prompt-mean", group=group)
     np.testing.assert_allclose(value, np.mean(alone), rtol=1e-6)
-    one = reduce.aggregate(loss, mask, "prompt-mean", group=jnp.zeros_like(group))
+    one = reduce.aggregate(loss, mask, "prompt-mean", group=np.zeros_like(group))
     np.testing.assert_allclose(one, reduce.aggregate(loss, mask, "token-mean"), rtol=1e-6)
 
 
@@ -140,13 +142,13 @@ def test_packed_rows_do_not_know_the_width():
 
 @pytest.mark.parametrize("mode", reduce.MODES)
 def test_an_empty_mask_gives_zero(mode):
-    none = jnp.zeros_like(MASK)
-    value, gradient = jax.value_and_grad(
+    none = np.zeros_like(MASK)
+    value, gradient = jitted.value_and_grad(
         lambda x: reduce.aggregate(x, none, mode, group=GROUP)
     )(LOSS)
     assert value == 0.0
     np.testing.assert_array_equal(gradient, np.zeros(LOSS.shape))
-    counts = {"num_tokens": 0, "num_seqs": 0, "divisor": jnp.zeros(LOSS.shape)}
+    counts = {"num_tokens": 0, "num_seqs": 0, "divisor": np.zeros(LOSS.shape)}
     assert reduce.aggregate(LOSS, none, mode, **counts) == 0.0
 
 
@@ -165,6 +167,6 @@ def test_what_the_sum_over_parts_of_a_batch_is_divided_by(mode, expected):
 
 def test_a_zero_weight_stays_in_the_denominator():
     # A rejected token (loss 0) counts under its mask; taken out of the mask it does not.
-    loss = jnp.array([[4.0, 0.0]])
-    assert reduce.aggregate(loss, jnp.array([[1, 1]]), "token-mean") == 2.0
-    assert reduce.aggregate(loss, jnp.array([[1, 0]]), "token-mean") == 4.0
+    loss = np.array([[4.0, 0.0]])
+    assert reduce.aggregate(loss, np.array([[1, 1]]), "token-mean") == 2.0
+    assert reduce.aggregate(loss, np.array([[1, 0]]), "token-mean") == 4.0

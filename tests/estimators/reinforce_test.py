@@ -1,13 +1,15 @@
-"""Detached weights: published coefficients, limits of each method, packing."""
+"""Detached weights: published coefficients, verl's numbers, limits of each method, packing."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import aspo, fusion, methods, reinforce
+from jaxrl_tis.estimators import aspo, fusion, methods, reduce, reinforce
+from tests import jitted
+
+aspo, fusion, reduce, reinforce = map(jitted.Module, (aspo, fusion, reduce, reinforce))
 
 POINTS = [(0.0, 1), (0.0, -1), (0.3, 1), (0.3, -1), (-0.3, 1), (-0.3, -1)]
 POINTS += [(1.5, 1), (1.5, -1), (-1.5, 1), (-1.5, -1)]
@@ -38,7 +40,7 @@ COEFFICIENTS = {
 }
 
 
-@functools.partial(jax.jit, static_argnames="name")
+@jitted.function
 def run(name, logp, batch, **parameters):
     """(loss [B, T], metrics, gradient of its sum) with the entry's needs taken from the batch."""
     needs = {field: batch[field] for field in methods.needs("objective", name)}
@@ -55,7 +57,7 @@ def run(name, logp, batch, **parameters):
         )
         return jnp.sum(loss_bt), (loss_bt, metrics)
 
-    gradient, (loss_bt, metrics) = jax.grad(total, has_aux=True)(logp)
+    gradient, (loss_bt, metrics) = jitted.grad(total, has_aux=True)(logp)
     return loss_bt, metrics, gradient
 
 
@@ -195,18 +197,18 @@ def test_dis_over_all_tokens_is_the_gradient_of_what_is_inside():
     pi_v over the tokens inside the band, exactly, and with an infinite band the policy gradient."""
     mu, pi = np.array([0.4, 0.3, 0.2, 0.1]), np.array([0.1, 0.3, 0.25, 0.35])
     adv = np.array([1.0, -0.5, 2.0, -1.0])  # ratios 0.25, 1, 1.25 and 3.5
-    logits = jnp.log(jnp.array(pi, jnp.float32))
+    logits = np.log(np.array(pi, np.float32))
     for widths, inside in (({}, [0, 1, 1, 1]), ({"clip_high": 2.0}, [0, 1, 1, 0]),
                            ({"clip_low": 1.0, "clip_high": np.inf}, [1, 1, 1, 1])):
 
         def mean_loss(logits, widths=widths):
             logp = jax.nn.log_softmax(logits)[:, None]
-            fields = (jnp.log(mu)[:, None], jnp.array(adv)[:, None], jnp.ones((4, 1)))
+            fields = (jnp.log(mu)[:, None], np.array(adv)[:, None], np.ones((4, 1)))
             return jnp.sum(mu * reinforce.dis(logp, *fields, **widths)[0][:, 0])
 
         coefficients = pi * adv * np.array(inside)  # of grad log pi_v = e_v - pi
         wanted = coefficients - coefficients.sum() * pi
-        np.testing.assert_allclose(-jax.grad(mean_loss)(logits), wanted, atol=1e-6)
+        np.testing.assert_allclose(-jitted.grad(mean_loss)(logits), wanted, atol=1e-6)
 
 
 # Ratios of (-0.2, 0.1, -0.5): sum -0.6, mean -0.2.

@@ -1,16 +1,18 @@
 """Clipped surrogates of sequences, entropy groups and prefixes: loops, limits, numbers."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import sequence_clipped
+from jaxrl_tis.estimators import reduce, sequence_clipped
+from tests import jitted
 from tests.estimators.sequence_losses import (
     POINTS, bands, check_a_loop, check_an_empty_batch, check_one_token, check_the_bound,
     gspo_loop, row,
 )
 
-pytestmark = pytest.mark.compiles  # hundreds of small programs
+reduce, sequence_clipped = map(jitted.Module, (reduce, sequence_clipped))
+
+pytestmark = pytest.mark.compiles
 
 # The formulas, see `sequence_losses`.
 
@@ -124,9 +126,9 @@ def test_one_token_is_ppo(name):
 @pytest.mark.parametrize("s, is_clipped", [(0.9979, 1), (0.9981, 0), (1.0024, 0), (1.0026, 1)])
 def test_luspo_has_its_own_band(s, is_clipped):
     """Answers of one token; the advantage pushes out of the band."""
-    adv = jnp.array([[1.0 if s > 1 else -1.0]])
-    log_s = jnp.log(jnp.array([[s]]))
-    _, metrics = sequence_clipped.luspo(log_s, jnp.zeros((1, 1)), adv, jnp.ones((1, 1)))
+    adv = np.array([[1.0 if s > 1 else -1.0]])
+    log_s = np.log(np.array([[s]]))
+    _, metrics = sequence_clipped.luspo(log_s, np.zeros((1, 1)), adv, np.ones((1, 1)))
     assert metrics["actor/pg_clipfrac"] == is_clipped
 
 
@@ -182,9 +184,9 @@ def test_tbpo_drops_bad_responses_on_both_sides():
 def test_high_entropy_of_packed_sequences():
     # Sequence 1 has 5 valid tokens: round(0.4 * 5) = 2, of the three 0.7 the two that come first.
     # Sequence 2 has 2: round(0.8) = 1. Padding and tool tokens are never taken.
-    entropy = jnp.array([[0.7, 0.1, 9.0, 0.7, 0.0, 0.7, 0.2, 0.3, 9.0]])
-    mask = jnp.array([[1, 1, 0, 1, 1, 1, 1, 1, 0]])
-    seg = jnp.array([[1, 1, 1, 1, 1, 1, 2, 2, 0]])
+    entropy = np.array([[0.7, 0.1, 9.0, 0.7, 0.0, 0.7, 0.2, 0.3, 9.0]])
+    mask = np.array([[1, 1, 0, 1, 1, 1, 1, 1, 0]])
+    seg = np.array([[1, 1, 1, 1, 1, 1, 2, 2, 0]])
     is_high = sequence_clipped.high_entropy(entropy, mask, seg, 0.4)
     np.testing.assert_array_equal(is_high, np.array([[1, 0, 0, 1, 0, 0, 0, 1, 0]]) == 1)
     alone = sequence_clipped.high_entropy(entropy[:, :6], mask[:, :6], None, 0.4)
@@ -208,7 +210,7 @@ def test_espo_band_and_group_weights():
 
 
 def test_espo_limits():
-    entropy, vocab_size = jnp.full((1, 4), np.log(64.0)), 64  # full entropy: the width is alpha
+    entropy, vocab_size = np.full((1, 4), np.log(64.0)), 64  # full entropy: the width is alpha
     log_ratio, adv = [0.3, -0.1, 0.2, -0.6], [1.0, -1.0, 2.0, -3.0]
     fields = {"entropy": entropy, "vocab_size": vocab_size, "espo_alpha": 0.04}
     expected = row("gspo_token", log_ratio, adv, clip_low=0.04, clip_high=0.04)
@@ -244,12 +246,12 @@ def test_ctpo_prefix_and_band():
     # The upper ends at t = 1, 4, 16, 100 are exp(0.05 sqrt t), the lower ones exp(-0.025 sqrt t).
     high, metrics, _ = row("ctpo", [5.0] + [0.0] * 99, 1.0)
     np.testing.assert_allclose(
-        -high[0, jnp.array([0, 3, 15, 99])], [1.0513, 1.1052, 1.2214, 1.6487], atol=6e-5
+        -high[0, np.array([0, 3, 15, 99])], [1.0513, 1.1052, 1.2214, 1.6487], atol=6e-5
     )
     assert metrics["actor/pg_clipfrac"] == 1.0 and metrics["actor/pg_clipfrac_lower"] == 0.0
     low, _, _ = row("ctpo", [-5.0] + [0.0] * 99, -1.0)
     np.testing.assert_allclose(
-        low[0, jnp.array([0, 3, 15, 99])], [0.9753, 0.9512, 0.9048, 0.7788], atol=6e-5
+        low[0, np.array([0, 3, 15, 99])], [0.9753, 0.9512, 0.9048, 0.7788], atol=6e-5
     )
     dual, metrics, gradient = row("ctpo", [5.0] + [0.0] * 99, -1.0)
     np.testing.assert_allclose(dual, -high, rtol=1e-6)

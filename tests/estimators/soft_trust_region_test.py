@@ -1,6 +1,5 @@
-"""Smooth objectives: published coefficients, the multiplier of a prompt, limits."""
+"""Smooth objectives: published coefficients, verl's numbers, the multiplier of a prompt, limits."""
 
-import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +7,10 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import controllers, methods, ppo, reduce, soft_trust_region
+from tests import jitted
+
+controllers, ppo, reduce = map(jitted.Module, (controllers, ppo, reduce))
+soft_trust_region = jitted.Module(soft_trust_region)
 
 # A pair of rewards 1 and -1 is tilted by lambda = 0.5 to p = 1 / (1 + e^-4) = 0.98201, whose KL
 # from uniform is log 2 + p log p + (1 - p) log(1 - p) = 0.69315 - 0.01782 - 0.07227 = 0.60305.
@@ -33,7 +36,7 @@ LENGTHS = (5, 2, 1, 4, 3, 3)
 STATIC = ("form", "name", "aggregation", "quatro_delta", "quatro_floor", "oapl_beta", "dro_beta")
 
 
-@functools.partial(jax.jit, static_argnames=STATIC)
+@jitted.function
 def run(name, logp, batch, aggregation="token-sum", **parameters):
     """(loss [B, T], metrics, gradient of the aggregate), needs taken from the batch."""
     needs = {field: batch[field] for field in methods.needs("objective", name)}
@@ -51,7 +54,7 @@ def run(name, logp, batch, aggregation="token-sum", **parameters):
         loss = reduce.aggregate(loss_bt, batch["mask"], aggregation, seg=seg)
         return loss, (loss_bt, metrics)
 
-    gradient, (loss_bt, metrics) = jax.grad(total, has_aux=True)(logp)
+    gradient, (loss_bt, metrics) = jitted.grad(total, has_aux=True)(logp)
     return loss_bt, metrics, gradient
 
 
@@ -136,7 +139,7 @@ def test_r2vpo_of_the_survey_clips_each_group_by_its_variance():
     packed = {name: place(x[:, 0], np.nan if x.dtype == np.float32 else 9)
               for name, x in batch.items() if name != "mask"}
     packed |= {"mask": place(np.ones(6, bool), False)}
-    packed |= {"seg": jnp.array([[1, 0, 2, 3], [1, 2, 0, 3]])}
+    packed |= {"seg": np.array([[1, 0, 2, 3], [1, 2, 0, 3]])}
     dense = run("r2vpo", place(logp[:, 0], np.float32(np.nan)), packed, **parameters)
     for actual, column in ((dense[0], loss_bt), (dense[2], gradient)):
         np.testing.assert_allclose(actual, place(column[:, 0], 0.0), rtol=1e-5)
@@ -167,7 +170,7 @@ def test_r2vpo_takes_the_dual_and_gives_it_its_measurement():
     def total(multiplier):
         return jnp.sum(run("r2vpo", logp, batch, r2vpo_lambda=multiplier)[0])
 
-    assert jax.grad(total)(0.3) == 0.0
+    assert jitted.grad(total)(0.3) == 0.0
 
 
 def divergence(rewards, multiplier):
@@ -178,7 +181,7 @@ def divergence(rewards, multiplier):
     return np.sum(p[is_positive] * np.log(len(p) * p[is_positive]))
 
 
-@functools.partial(jax.jit, static_argnames=("delta", "floor"))
+@jitted.function
 def multiplier(rewards, group, is_valid, delta, floor=1e-3):
     return soft_trust_region.quatro_multiplier(
         rewards, group, is_valid, quatro_delta=delta, quatro_floor=floor

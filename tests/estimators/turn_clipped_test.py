@@ -7,10 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.estimators import turn_clipped
+from jaxrl_tis.estimators import ppo, turn_clipped
+from tests import jitted
 from tests.estimators.sequence_losses import (
     check_a_loop, check_an_empty_batch, check_one_token, check_the_bound, gspo_loop, row,
 )
+
+ppo, turn_clipped = map(jitted.Module, (ppo, turn_clipped))
 
 pytestmark = pytest.mark.compiles
 
@@ -59,15 +62,15 @@ def test_clipping_bias_by_hand():
     fields = {"turn": [[0, 0, 1]]}
     _, _, gradient = row("turn_ppo", [0.4, 0.2, 0.1], 2.0, **fields)
     np.testing.assert_allclose(gradient, [[0.0, 0.0, -2 * np.exp(0.1)]], rtol=1e-5)
-    old, mask = jnp.full((1, 3), -2.0), jnp.ones((1, 3))
+    old, mask = np.full((1, 3), -2.0), np.ones((1, 3))
 
     def lost(logp):
         bias = turn_clipped.turn_clipping_bias(
-            logp, old, 2.0 * mask, mask, turn=jnp.array([[0, 0, 1]])
+            logp, old, 2.0 * mask, mask, turn=np.array([[0, 0, 1]])
         )
         return jnp.sum(bias)
 
-    value, gradient = jax.value_and_grad(lost)(old + jnp.array([[0.4, 0.2, 0.1]]))
+    value, gradient = jitted.value_and_grad(lost)(old + np.array([[0.4, 0.2, 0.1]]))
     np.testing.assert_allclose(gradient, [[-2 * np.exp(0.3)] * 2 + [0.0]], rtol=1e-5)
     np.testing.assert_allclose(value, -2 * np.exp(0.3) * (-1.6 - 1.8), rtol=1e-5)
 
@@ -79,7 +82,7 @@ def test_st_ppo_only_scales():
         actual = row("st_ppo", [0.4, 0.2, 0.1], [[1.0, -1.0, 2.0]], turn=turn, st_ppo_norm=norm)
         np.testing.assert_allclose(actual[0], expected[0] / divisor, rtol=1e-6)
         np.testing.assert_allclose(actual[2], expected[2] / divisor, rtol=1e-6)
-    _, gradient = jax.value_and_grad(
+    _, gradient = jitted.value_and_grad(
         lambda norm: row("st_ppo", [0.4], 1.0, turn=[[0]], st_ppo_norm=norm)[0].sum()
     )(2.0)
     assert gradient == 0.0

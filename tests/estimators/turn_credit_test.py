@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import advantages, methods, turn_credit
+from tests import jitted
+
+advantages, turn_credit = map(jitted.Module, (advantages, turn_credit))
 
 # Two answers between the texts of a tool (0 in MASK) for each turn; rows 0 to 2 are one group, and
 # row 3 is alone in its own. The reward of a turn stands on its last token.
@@ -96,7 +99,7 @@ def test_there_is_no_gradient_and_no_turn_without_tokens():
     total = lambda rewards: jnp.sum(turn_credit.by_turn(
         advantages.dr_grpo, rewards, MASK, GROUP, turn=TURN, is_rest=False
     ))
-    assert not jax.grad(total)(REWARDS).any()
+    assert not jitted.grad(total)(REWARDS).any()
     none = turn_credit.by_turn(
         advantages.dr_grpo, REWARDS, MASK & False, GROUP, turn=TURN, is_rest=True
     )

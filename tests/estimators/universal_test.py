@@ -12,8 +12,11 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import ratios
+from tests import jitted
 from tests.estimators import samples
 from tests.estimators.samples import ADVANTAGES, ENTRIES
+
+ratios = jitted.Module(ratios)
 
 pytestmark = [
     pytest.mark.compiles,
@@ -69,7 +72,7 @@ def test_on_policy_gradient_is_minus_the_advantage():
 def test_a_stated_number_of_sequences_changes_nothing():
     """Packed rows of two sequences: ids alone, and the ids with a bound of three."""
     logp, batch = samples.make()
-    seg = jnp.where(batch["mask"], jnp.array([[1, 1, 2, 2, 2]]), 0)
+    seg = jnp.where(batch["mask"], np.array([[1, 1, 2, 2, 2]]), 0)
     run = lambda seg: jax.device_get(
         samples.results(logp, batch | samples.counts(batch) | {"seg": seg})
     )
@@ -87,7 +90,7 @@ def test_only_logp_carries_a_gradient():
     logp, batch = samples.make()
     fields = {name: batch[name] for name in samples.token_fields(batch)}
 
-    @jax.jit
+    @jitted.function
     def gradients(logp, fields):
         """{entry: gradients with respect to the fields}; of a weight or a mask also to logp."""
         found = {}
@@ -96,9 +99,9 @@ def test_only_logp_carries_a_gradient():
             def total(logp, fields, kind=kind, name=name):
                 return jnp.sum(samples.FUNCTIONS[kind](logp, batch | fields, name))
 
-            found[kind, name] = jax.grad(total, argnums=1)(logp, fields)
+            found[kind, name] = jitted.grad(total, argnums=1)(logp, fields)
             if kind in ("weight", "mask"):
-                found[kind, name]["logp"] = jax.grad(total)(logp, fields)
+                found[kind, name]["logp"] = jitted.grad(total)(logp, fields)
         return found
 
     for (kind, name), of_fields in gradients(logp, fields).items():
@@ -123,7 +126,7 @@ def test_advantages_carry_no_gradient():
         "weights": uniform(8, 4), "grad_norms": uniform(8), "reward_components": normal(8, 2),
     }
 
-    @jax.jit
+    @jitted.function
     def gradients(floats):
         return {
             name: jax.grad(lambda x, name=name: jnp.sum(samples.advantage(name, batch | x)))(floats)

@@ -1,4 +1,4 @@
-"""Importance weights: boundary cases, and a loop over tokens in plain Python."""
+"""Importance weights: verl's numbers, boundary cases, and a loop over tokens in plain Python."""
 
 import functools
 import inspect
@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import methods, weights
+from tests import jitted
+
+weights = jitted.Module(weights)
 
 NAN = float("nan")
-
 PARAMETERS = {
     "none": {},
     "token_vanilla": {},
@@ -62,7 +64,7 @@ def oracle(name, log_ratio, mask, seg):
     return w
 
 
-@jax.jit
+@jitted.function
 def all_weights(log_ratio, mask, seg):
     return {
         name: weights.WEIGHTS[name](log_ratio, mask, seg, **parameters)
@@ -93,7 +95,7 @@ def test_every_entry_has_parameters_in_these_tests():
 @pytest.mark.parametrize("is_packed", [False, True])
 def test_weights_equal_a_loop_over_tokens(name, is_packed):
     log_ratio, mask, seg, actual = example(is_packed)
-    assert actual[name].dtype == jnp.float64
+    assert actual[name].dtype == np.float64
     expected = oracle(name, log_ratio, mask, seg)
     np.testing.assert_allclose(actual[name], expected, rtol=1e-12, atol=0)
     if "lower" in PARAMETERS[name]:  # the example reaches the bounds and stays within them
@@ -102,8 +104,8 @@ def test_weights_equal_a_loop_over_tokens(name, is_packed):
 
 
 def test_five_ratios_by_hand():
-    log_ratio = jnp.log(jnp.array([[0.3, 0.6, 1.0, 2.5, 6.0]]))
-    mask = jnp.ones((1, 5))
+    log_ratio = np.log(np.array([[0.3, 0.6, 1.0, 2.5, 6.0]]))
+    mask = np.ones((1, 5))
     expected = {
         "token_vanilla": [0.3, 0.6, 1, 2.5, 6],
         "token_tis": [0.3, 0.6, 1, 2, 2],
@@ -119,8 +121,8 @@ def test_five_ratios_by_hand():
 
 def test_defaults_of_the_sequence_weights():
     # Rows of two tokens with products 4, 2.5, 0.25 and 9, so means 2, 1.58, 0.5 and 3.
-    log_ratio = jnp.log(jnp.array([[2.0, 2.0], [5.0, 0.5], [0.5, 0.5], [3.0, 3.0]]))
-    mask = jnp.ones((4, 2))
+    log_ratio = np.log(np.array([[2.0, 2.0], [5.0, 0.5], [0.5, 0.5], [3.0, 3.0]]))
+    mask = np.ones((4, 2))
     root = math.sqrt(2.5)
     expected = {
         "seq_vanilla": [4, 2.5, 0.25, 9],
@@ -138,8 +140,8 @@ def test_defaults_of_the_sequence_weights():
 
 def test_seq_mask_tis_keeps_raw_token_ratios():
     # Means of the logs 0.0005, 0.0015, -0.0015; the default band is -0.0010005 to 0.001998.
-    log_ratio = jnp.array([[1.001, -1.0], [3.003, -3.0], [0.997, -1.0]])
-    w = weights.seq_mask_tis(log_ratio, jnp.ones((3, 2)))
+    log_ratio = np.array([[1.001, -1.0], [3.003, -3.0], [0.997, -1.0]])
+    w = weights.seq_mask_tis(log_ratio, np.ones((3, 2)))
     expected = [[math.exp(1.001), math.exp(-1)], [math.exp(3.003), math.exp(-3)], [0, 0]]
     np.testing.assert_allclose(w, expected, rtol=1e-6)
 
@@ -147,11 +149,11 @@ def test_seq_mask_tis_keeps_raw_token_ratios():
 @pytest.mark.parametrize("level", weights.RAW)
 def test_limits_of_the_bounds(level):
     log_ratio, mask, seg, _ = example(True)
-    log_ratio = jnp.array(np.where(mask, log_ratio, NAN), jnp.float32)
+    log_ratio = np.array(np.where(mask, log_ratio, NAN), np.float32)
     raw = weights.RAW[level](log_ratio, mask, seg)
-    loose = [weights.WEIGHTS[f"{level}_tis"](log_ratio, mask, seg, cap=jnp.inf)]
+    loose = [weights.WEIGHTS[f"{level}_tis"](log_ratio, mask, seg, cap=np.inf)]
     loose += [
-        weights.WEIGHTS[f"{level}_{kind}"](log_ratio, mask, seg, lower=0.0, upper=jnp.inf)
+        weights.WEIGHTS[f"{level}_{kind}"](log_ratio, mask, seg, lower=0.0, upper=np.inf)
         for kind in ("clip", "mis", "icepop") if f"{level}_{kind}" in weights.WEIGHTS
     ]
     for w in loose:
@@ -165,7 +167,7 @@ def test_limits_of_the_bounds(level):
 
 
 def test_both_ends_of_a_band_are_kept():
-    log_ratio, mask = jnp.zeros((1, 2)), jnp.ones((1, 2))  # ratios of exactly 1
+    log_ratio, mask = np.zeros((1, 2)), np.ones((1, 2))  # ratios of exactly 1
     for name in ("token_mis", "seq_mis", "geo_mis", "token_icepop", "seq_icepop"):
         for lower, upper in ((1.0, 3.0), (0.2, 1.0), (1.0, 1.0)):
             w = weights.WEIGHTS[name](log_ratio, mask, lower=lower, upper=upper)
@@ -185,67 +187,68 @@ def test_a_ratio_that_is_its_bound_is_kept(dtype):
     def log_ratios(bound):  # below, at and above it: one token each
         return np.log(bound) + np.array([[-step], [0.0], [step]])
 
-    @jax.jit
+    @jitted.function
     def kept(log_ratio):
         bands = [{"lower": 0.0, "upper": 9.0} | {end: x} for _, x, end in cases]
         return [
-            weights.WEIGHTS[n](log_ratio[x], jnp.ones((3, 1)), **band)[:, 0] > 0
+            weights.WEIGHTS[n](log_ratio[x], np.ones((3, 1)), **band)[:, 0] > 0
             for (n, x, _), band in zip(cases, bands, strict=True)
         ]
 
     with jax.enable_x64(dtype == np.float64):
-        found = kept({x: jnp.array(log_ratios(x), dtype) for _, x, _ in cases})
+        found = kept({x: np.array(log_ratios(x), dtype) for _, x, _ in cases})
     for case, is_accepted in zip(cases, found, strict=True):
         expected = [False, True, True] if case[2] == "lower" else [True, True, False]
         np.testing.assert_array_equal(is_accepted, expected, err_msg=str(case))
 
 
 def test_the_bound_is_on_the_token_or_on_the_sum():
-    log_ratio, mask = jnp.array([[30.0, -25.0]]), jnp.ones((1, 2))
+    log_ratio, mask = np.array([[30.0, -25.0]]), np.ones((1, 2))
     w = weights.token_vanilla(log_ratio, mask)
     np.testing.assert_allclose(w, [[np.exp(20.0), np.exp(-20.0)]], rtol=1e-5)
     # The sequence bound acts after summing: exp(30 - 25), not exp(20 - 20); mean 2.5.
     np.testing.assert_allclose(weights.seq_vanilla(log_ratio, mask), [[np.exp(5.0)] * 2], rtol=1e-5)
-    w = weights.geo_tis(log_ratio, mask, cap=jnp.inf)
+    w = weights.geo_tis(log_ratio, mask, cap=np.inf)
     np.testing.assert_allclose(w, [[np.exp(2.5)] * 2], rtol=1e-5)
-    w = weights.seq_vanilla(jnp.full((1, 2), 15.0), mask)
+    w = weights.seq_vanilla(np.full((1, 2), 15.0), mask)
     np.testing.assert_allclose(w, [[np.exp(20.0)] * 2], rtol=1e-5)
 
 
 def test_sequence_normalisation_counts_each_sequence_once():
     # Sequence weights 4 (one token) and 1 (three tokens), one empty row: (4 + 1) / 2, not 7 / 4.
-    w = jnp.array([[4.0, NAN, NAN], [1.0, 1.0, 1.0], [NAN, NAN, NAN]])
-    mask = jnp.array([[1, 0, 0], [1, 1, 1], [0, 0, 0]])
+    w = np.array([[4.0, NAN, NAN], [1.0, 1.0, 1.0], [NAN, NAN, NAN]])
+    mask = np.array([[1, 0, 0], [1, 1, 1], [0, 0, 0]])
     for level in ("seq", "geo"):
         normalized, factor = weights.batch_normalize(w, mask, level)
         assert factor == 2.5
         np.testing.assert_allclose(normalized, [[1.6, 0, 0], [0.4] * 3, [0] * 3], rtol=1e-6)
     _, factor = weights.batch_normalize(w, mask, "token")
     assert factor == 1.75
-    packed, seg = jnp.array([[4.0, 1.0, 1.0, 1.0, NAN]]), jnp.array([[1, 2, 2, 2, 0]])
+    packed, seg = np.array([[4.0, 1.0, 1.0, 1.0, NAN]]), np.array([[1, 2, 2, 2, 0]])
     _, factor = weights.batch_normalize(packed, seg > 0, "seq", seg)
     assert factor == 2.5
 
 
 def test_normalised_weights_average_one_and_carry_no_gradient():
-    mask = jnp.array([[1, 1, 1, 0], [1, 0, 0, 0]])
+    mask = np.array([[1, 1, 1, 0], [1, 0, 0, 0]])
 
     def normalized(w):
         return weights.batch_normalize(w, mask, "token")[0]
 
-    w = jnp.array([[0.2, 1.9, 0.7, NAN], [1.1, NAN, NAN, NAN]])
+    w = np.array([[0.2, 1.9, 0.7, NAN], [1.1, NAN, NAN, NAN]])
     np.testing.assert_allclose(jnp.sum(normalized(w)) / 4, 1.0, rtol=1e-6)
-    gradient = jax.grad(lambda w: jnp.sum(normalized(w)))(w)
+    gradient = jitted.grad(lambda w: jnp.sum(normalized(w)))(w)
     np.testing.assert_array_equal(gradient, np.zeros((2, 4)))
 
 
 def test_vanishing_weights_are_not_normalised():
-    w, factor = weights.batch_normalize(jnp.zeros((2, 3)), jnp.ones((2, 3)), "token")
+    w, factor = weights.batch_normalize(np.zeros((2, 3)), np.ones((2, 3)), "token")
     assert factor == 1.0
     np.testing.assert_array_equal(w, np.zeros((2, 3)))
-    tiny = jnp.full((2, 3), 9e-9)  # a mean of at most 1e-8 is left alone, a larger one is not
-    np.testing.assert_array_equal(weights.batch_normalize(tiny, jnp.ones((2, 3)), "seq")[0], tiny)
-    w, _ = weights.batch_normalize(2.0 * tiny, jnp.ones((2, 3)), "seq")
+    # A mean of at most 1e-8 is left alone, a larger one is not.
+    tiny = np.full((2, 3), 9e-9, np.float32)
+    np.testing.assert_array_equal(weights.batch_normalize(tiny, np.ones((2, 3)), "seq")[0], tiny)
+    w, _ = weights.batch_normalize(2.0 * tiny, np.ones((2, 3)), "seq")
     np.testing.assert_allclose(w, np.ones((2, 3)), rtol=1e-5)
 
 

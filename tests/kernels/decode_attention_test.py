@@ -14,7 +14,7 @@ from jax.experimental.pallas.ops.tpu import paged_attention, ragged_paged_attent
 from jaxrl_tis.engine import cache
 from jaxrl_tis.kernels import decode_attention
 from jaxrl_tis.models import attention
-from tests import races
+from tests import jitted, races
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
 
@@ -34,6 +34,20 @@ TOLERANCE = {
 }
 
 
+@jitted.function
+def made(dtype, layers, unseen, q, key, value):
+    """The fields of a case."""
+    pool = cache.StackedKV(jnp.zeros(0, dtype), None)
+    old = pool.beside(layers[:, 0], layers[:, 1])
+    kv, scale = jax.tree.map(lambda x: x.reshape(LAYERS, PAGES, *x.shape[1:]), (old.kv, old.scale))
+    if scale is None:
+        kv = jnp.where(unseen[:, :, None, :, None], jnp.nan, kv)
+    else:
+        scale = jnp.where(unseen[:, :, None, None], jnp.nan, scale)
+    q = q.astype("float32" if dtype == "float32" else "bfloat16")
+    return q, pool.beside(key, value), cache.StackedKV(kv, scale)
+
+
 @dataclasses.dataclass
 class Case:
     """Of a decode step: queries, the new token and the pool, NaN where no slot may look."""
@@ -46,24 +60,13 @@ class Case:
     def of(cls, dtype, width, slots=SLOTS):
         rng = np.random.default_rng(0)
         normal = lambda *shape: rng.normal(0, 1, shape).astype(np.float32)
-        pool = cache.StackedKV(jnp.zeros(0, dtype), None)
         layers = normal(LAYERS * PAGES, 2, HEADS, SIZE, width)
-        old = pool.beside(layers[:, 0], layers[:, 1])
         unseen = np.ones((LAYERS, PAGES, SIZE), bool)
         for index, table in zip(INDEX[:slots], TABLE[:slots], strict=True):
             for i, page in enumerate(table[: index // SIZE + 1]):
                 unseen[LAYER, page] &= np.arange(i * SIZE, (i + 1) * SIZE) >= index
-        kv = old.kv.reshape(LAYERS, PAGES, *old.kv.shape[1:])
-        scale = None
-        if old.scale is None:
-            kv = jnp.where(unseen[:, :, None, :, None], jnp.nan, kv)
-        else:
-            scale = old.scale.reshape(LAYERS, PAGES, *old.scale.shape[1:])
-            scale = jnp.where(unseen[:, :, None, None], jnp.nan, scale)
-        q = normal(slots, HEADS, GROUP, width)
-        new = pool.beside(normal(slots, HEADS, width), normal(slots, HEADS, width))
-        return cls(jnp.asarray(q, "float32" if dtype == "float32" else "bfloat16"), new,
-                   cache.StackedKV(kv, scale))
+        new = [normal(slots, HEADS, GROUP, width), *normal(2, slots, HEADS, width)]
+        return cls(*made(dtype, layers, unseen, *new))
 
     def run(self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1, first=None):
         """(attention, the pool after it) in blocks of so many pages; no race is found."""
@@ -153,25 +156,31 @@ def test_a_slot_that_reads_what_another_writes_is_a_race():
         case.run(table=table)
 
 
-def appended(case):
-    """(the queries, the layer with a new key and value) as other platforms take them."""
+def elsewhere(case, *window):
+    """(attention, the pool after it) of other platforms; the case then has their key and value."""
     rng, slots = np.random.default_rng(1), len(case.q)
-    k, v = jnp.asarray(rng.normal(0, 1, (2, slots, HEADS, 64)), case.q.dtype)
-    case.new = case.pool.beside(k, v)
-    layer = cache.LayerOf(case.pool, jnp.int32(LAYER)).append(PAGE, INDEX % SIZE, k, v)
-    return case.q.reshape(slots, 1, -1, 64), layer
+
+    @jitted.function
+    def run(q, pool, k, v):
+        layer = cache.LayerOf(pool, jnp.int32(LAYER)).append(PAGE, INDEX % SIZE, k, v)
+        rows = q.reshape(slots, 1, -1, 64)
+        out = attention.paged_attention(rows, layer.read, TABLE, INDEX[:, None], *window)
+        return pool.beside(k, v), out.reshape(q.shape), layer.pool
+
+    k, v = rng.normal(0, 1, (2, slots, HEADS, 64)).astype(case.q.dtype)
+    case.new, out, pool = run(case.q, case.pool, k, v)
+    return np.asarray(out, np.float64), pool
 
 
 @pytest.mark.cases("int8")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
 def test_equals_the_attention_of_other_platforms(dtype):
     case = Case.of(dtype, 64)
-    q, layer = appended(case)
-    out = attention.paged_attention(q, layer.read, TABLE, INDEX[:, None]).reshape(case.q.shape)
+    want, want_pool = elsewhere(case)
     found, pool = case.run()
-    np.testing.assert_allclose(found, np.asarray(out, np.float64), **TOLERANCE[dtype])
+    np.testing.assert_allclose(found, want, **TOLERANCE[dtype])
     own = lambda x: np.asarray(x[:, 1:], np.float32)  # page 0 takes the idle slot's token
-    jax.tree.map(lambda x, y: np.testing.assert_array_equal(own(x), own(y)), pool, layer.pool)
+    jax.tree.map(lambda x, y: np.testing.assert_array_equal(own(x), own(y)), pool, want_pool)
 
 
 @pytest.mark.cases("bfloat16-1-150")
@@ -181,13 +190,10 @@ def test_equals_the_attention_of_other_platforms(dtype):
 def test_a_window_hides_the_positions_before_it(dtype, pages, window):
     """As other platforms hide them, in blocks that begin before it; the pool is that without it."""
     case = Case.of(dtype, 64)
-    q, layer = appended(case)
-    of_layer = attention.Window(window, True)
-    want = attention.paged_attention(q, layer.read, TABLE, INDEX[:, None], of_layer)
+    want, _ = elsewhere(case, attention.Window(window, True))
     first = np.maximum(INDEX - window + 1, 0)
     found, pool = case.run(pages=pages, first=first)
-    np.testing.assert_allclose(
-        found, np.asarray(want.reshape(case.q.shape), np.float64), **TOLERANCE[dtype])
+    np.testing.assert_allclose(found, want, **TOLERANCE[dtype])
     whole, whole_pool = case.run(pages=pages)
     assert (np.abs(whole - found).max(axis=(1, 2, 3)) > 0.05).tolist() == (first > 0).tolist()
     wide = lambda x: np.asarray(x, np.float32)

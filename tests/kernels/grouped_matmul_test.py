@@ -8,7 +8,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from jaxrl_tis.aot import hlo
 from jaxrl_tis.kernels import grouped_matmul
-from tests import races, tpu
+from tests import jitted, races, tpu
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
 
@@ -59,8 +59,7 @@ TILED = pytest.mark.parametrize("tiles", [(7,), (512, 16), (32, 16, 4)])
 @TILED
 def test_products_by_tiles(sizes, tiles):
     x, w = normal(0, M, I), normal(1, E, I, O)
-    run = jax.jit(lambda *a: grouped_matmul.by_tiles(jnp.dot, *a, tiles))
-    found = run(x, w, jnp.asarray(sizes, jnp.int32))
+    found = jitted.function(grouped_matmul.by_tiles)(jnp.dot, x, w, np.int32(sizes), tiles)
     np.testing.assert_allclose(found, by_rows(x, w, sizes), rtol=1e-4, atol=1e-4)
 
 
@@ -68,8 +67,7 @@ def test_products_by_tiles(sizes, tiles):
 @TILED
 def test_outer_products_by_tiles(sizes, tiles):
     x, y = normal(0, M, I), normal(1, M, O)
-    run = jax.jit(lambda *a: grouped_matmul.outer_by_tiles(*a, tiles))
-    found = run(x, y, jnp.asarray(sizes, jnp.int32))
+    found = jitted.function(grouped_matmul.outer_by_tiles)(x, y, np.int32(sizes), tiles)
     np.testing.assert_allclose(found, outer_by_rows(x, y, sizes), rtol=1e-4, atol=1e-4)
 
 
@@ -80,7 +78,7 @@ def interpreted(run, *arrays, **params):
     """Memory that nothing wrote and memory past an array's end read as NaN."""
     params = pltpu.InterpretParams(uninitialized_memory="nan", **params)
     with pltpu.force_tpu_interpret_mode(params):
-        return jax.block_until_ready(run(*arrays))
+        return jax.block_until_ready(jax.jit(lambda *arrays: run(*arrays))(*arrays))
 
 
 @pytest.fixture
@@ -93,26 +91,26 @@ def blocks(monkeypatch):
 @SIZED
 @pytest.mark.usefixtures("blocks")
 def test_products_of_the_kernel(sizes):
-    x, w, sizes_e = normal(0, M, I), normal(1, E, I, 200), jnp.asarray(sizes, jnp.int32)
+    x, w, sizes_e = normal(0, M, I), normal(1, E, I, 200), np.int32(sizes)
     want = by_rows(x, w, sizes)
-    for in_axis, stored in enumerate((jnp.asarray(w), jnp.swapaxes(w, 1, 2))):
+    for in_axis, stored in enumerate((w, np.swapaxes(w, 1, 2))):
         run = lambda *a, axis=in_axis: grouped_matmul.product_kernel(*a, axis, jnp.float32)
-        found = interpreted(run, jnp.asarray(x), stored, sizes_e)
+        found = interpreted(run, x, stored, sizes_e)
         np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
 
 @SIZED
 @pytest.mark.usefixtures("blocks")
 def test_outer_products_of_the_kernel(sizes):
-    x, y, sizes_e = normal(0, M, 200), normal(1, M, 140), jnp.asarray(sizes, jnp.int32)
+    x, y, sizes_e = normal(0, M, 200), normal(1, M, 140), np.int32(sizes)
     run = lambda *a: grouped_matmul.outer_kernel(*a, jnp.float32)
-    found = interpreted(run, jnp.asarray(x), jnp.asarray(y), sizes_e)
+    found = interpreted(run, x, y, sizes_e)
     np.testing.assert_allclose(found, outer_by_rows(x, y, sizes), rtol=1e-4, atol=1e-4)
 
 
 def test_no_matrix_of_an_empty_group_is_read():
-    sizes = jnp.asarray([0, 50, 0, 20, 0], jnp.int32)
-    visits = grouped_matmul._visits(sizes, M, 32, visits_empty=False)
+    sizes = np.int32([0, 50, 0, 20, 0])
+    visits = jitted.function(grouped_matmul._visits)(sizes, M, 32, visits_empty=False)
     assert set(np.asarray(visits.group).tolist()) == {1, 3}
     assert set(np.asarray(visits.tile).tolist()) == set(range(4))
 

@@ -35,9 +35,9 @@ def test_bfloat16_hidden_states_with_a_float32_head():
 
 @pytest.mark.parametrize("highest, logit", [(True, 1 + 2.0**-9), (False, 1.0)])
 def test_a_head_of_the_highest_precision_is_not_rounded_to_bfloat16(highest, logit):
-    head = Head(jnp.array([[0.0], [1 + 2.0**-9]]), vocab_axis=0, highest=highest)
-    x, targets = jnp.ones((1, 1, 1), jnp.bfloat16), jnp.ones((1, 1), jnp.int32)
-    found = token_logprob(head, x, targets, jnp.ones((1, 1)), 8).logp
+    head = Head(np.float32([[0.0], [1 + 2.0**-9]]), vocab_axis=0, highest=highest)
+    x, targets = np.ones((1, 1, 1), jnp.bfloat16), np.ones((1, 1), np.int32)
+    found = jax.jit(lambda x: token_logprob(head, x, targets, np.ones((1, 1)), 8).logp)(x)
     np.testing.assert_allclose(found, [[-np.log1p(np.exp(-logit))]], rtol=1e-6)
 
 
@@ -57,14 +57,14 @@ def test_the_gradient_of_a_bfloat16_head_is_summed_in_float32():
 
 def test_by_hand():
     # Logits (0, log 3) are 1/4, 3/4; at temperature 1/2 they are 1/10, 9/10.
-    head = Head(jnp.array([[0.0, np.log(3.0)]]), vocab_axis=1)
-    x, targets = jnp.ones((1, 2, 1)), jnp.array([[0, 1]])
-    found = token_logprob(
-        head, x, targets, jnp.array([[1.0, 0.5]]), 8, with_entropy=True, with_collision=True
-    )
+    head = Head(np.float32([[0.0, np.log(3.0)]]), vocab_axis=1)
+    targets, temperature = np.array([[0, 1]]), np.float32([[1.0, 0.5]])
+    found = jax.jit(lambda x: token_logprob(
+        head, x, targets, temperature, 8, with_entropy=True, with_collision=True
+    ))(np.ones((1, 2, 1), np.float32))
     np.testing.assert_allclose(found.logp, np.log([[0.25, 0.9]]), rtol=1e-6)
     hand = -(0.25 * np.log(0.25) + 0.75 * np.log(0.75)), -(0.1 * np.log(0.1) + 0.9 * np.log(0.9))
-    np.testing.assert_allclose(found.entropy[0], hand, rtol=1e-5)
+    np.testing.assert_allclose(found.entropy, [hand], rtol=1e-5)
     np.testing.assert_allclose(found.collision, [[0.0625 + 0.5625, 0.01 + 0.81]], rtol=1e-5)
 
 

@@ -9,12 +9,23 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxrl_tis import sharding
+from jaxrl_tis.learner import optimizer
 from jaxrl_tis.learner.optimizer import (
-    PERTURBATION, align, loss_scale, make_optimizer, optimizer_shardings, perturb, scale_loss,
-    schedule, update_metrics,
+    PERTURBATION, loss_scale, optimizer_shardings, schedule, update_metrics,
 )
 
 pytestmark = pytest.mark.by_jax("optax has a version for each jax")
+
+
+def jitted_transformation(make):
+    """`make` of an optimizer whose `init` and `update` are one program each."""
+    return lambda *of, **fields: optax.GradientTransformation(*map(jax.jit, make(*of, **fields)))
+
+
+align, make_optimizer, perturb, scale_loss = map(
+    jitted_transformation,
+    (optimizer.align, optimizer.make_optimizer, optimizer.perturb, optimizer.scale_loss),
+)
 
 
 def fields(**changes):
@@ -43,10 +54,10 @@ def test_schedule(name, warmup, expected):
 def test_the_rate_of_the_last_update_is_told():
     """Of 6 updates at 0.1, two of which are the ramp; one that is skipped in between has none."""
     tx = scale_loss(make_optimizer(fields(schedule="linear", warmup=2), 6))
-    params = {"a": jnp.zeros((1, 2))}
-    state, told, step = tx.init(params), [], jax.jit(tx.update)
-    for gradient in (1.0, 1.0, 1.0, jnp.inf, 1.0, 1.0, 1.0):
-        _, state = step({"a": jnp.full((1, 2), gradient)}, state, params)
+    params = {"a": np.zeros((1, 2))}
+    state, told = tx.init(params), []
+    for gradient in (1.0, 1.0, 1.0, np.inf, 1.0, 1.0, 1.0):
+        _, state = tx.update({"a": np.full((1, 2), gradient)}, state, params)
         told.append(float(update_metrics(state, "critic")["critic/lr"]))
     np.testing.assert_allclose(told, [0, 0.05, 0.1, 0.1, 0.075, 0.05, 0.025], rtol=1e-6)
     assert update_metrics(optax.adam(0.1).init(params), "critic") == {}
@@ -58,9 +69,9 @@ def test_a_ramp_longer_than_the_run_is_legal():
 
 
 PARAMS = {
-    "embed": jnp.full((2, 2), 2.0), "final_norm": jnp.full((2,), 2.0),
-    "layers": {"q": jnp.full((1, 2, 2), 2.0), "q_bias": jnp.full((1, 2), 2.0),
-               "attn_norm": jnp.full((1, 2), 2.0), "q_norm": jnp.full((1, 2), 2.0)},
+    "embed": np.full((2, 2), 2.0), "final_norm": np.full((2,), 2.0),
+    "layers": {"q": np.full((1, 2, 2), 2.0), "q_bias": np.full((1, 2), 2.0),
+               "attn_norm": np.full((1, 2), 2.0), "q_norm": np.full((1, 2), 2.0)},
 }
 
 
@@ -82,7 +93,7 @@ def test_at_a_rate_of_0_the_parameters_stay_bit_by_bit_under_decay_too(changes, 
 
 def test_decay_reaches_matrices_only():
     tx = make_optimizer(fields(weight_decay=0.5), 10)
-    updates, _ = tx.update(jax.tree.map(jnp.zeros_like, PARAMS), tx.init(PARAMS), PARAMS)
+    updates, _ = tx.update(jax.tree.map(np.zeros_like, PARAMS), tx.init(PARAMS), PARAMS)
     # Without a gradient AdamW moves by -lr * weight_decay * w = -0.1 * 0.5 * 2.
     for name in ("embed", "layers/q"):
         assert _leaf(updates, name) == pytest.approx(-0.1)
@@ -100,8 +111,8 @@ def test_the_global_norm_is_clipped_before_adam():
     # The gradient (3, 4) has norm 5; clipped to 1 it is (0.6, 0.8). With eps = 1 the first step of
     # Adam is -lr g / (|g| + 1): 0.1 * 0.6 / 1.6 = 0.0375 and 0.1 * 0.8 / 1.8 = 0.0444444.
     tx = make_optimizer(fields(clip_norm=1.0, eps=1.0), 10)
-    params = {"a": jnp.zeros((1, 1)), "b": jnp.zeros((1, 1))}
-    grads = {"a": jnp.full((1, 1), 3.0), "b": jnp.full((1, 1), 4.0)}
+    params = {"a": np.zeros((1, 1)), "b": np.zeros((1, 1))}
+    grads = {"a": np.full((1, 1), 3.0), "b": np.full((1, 1), 4.0)}
     updates, _ = tx.update(grads, tx.init(params), params)
     assert _leaf(updates, "a") == pytest.approx(-0.0375, abs=1e-6)
     assert _leaf(updates, "b") == pytest.approx(-0.0444444, abs=1e-6)
@@ -111,9 +122,9 @@ def test_a_second_step_by_hand():
     # b1 = 0.5, b2 = 0.75, g = 1 then 3. m = 0.5 * 0.5 + 0.5 * 3 = 1.75, over 1 - 0.25: 2.3333333
     # v = 0.75 * 0.25 + 0.25 * 9 = 2.4375, over 1 - 0.5625: 5.5714286; the step is lr m / sqrt(v).
     tx = make_optimizer(fields(b1=0.5, b2=0.75), 10)
-    params = {"a": jnp.zeros((1, 1))}
-    _, state = tx.update({"a": jnp.ones((1, 1))}, tx.init(params), params)
-    updates, _ = tx.update({"a": jnp.full((1, 1), 3.0)}, state, params)
+    params = {"a": np.zeros((1, 1))}
+    _, state = tx.update({"a": np.ones((1, 1))}, tx.init(params), params)
+    updates, _ = tx.update({"a": np.full((1, 1), 3.0)}, state, params)
     assert _leaf(updates, "a") == pytest.approx(-0.1 * 2.3333333 / 5.5714286**0.5, rel=1e-5)
 
 
@@ -152,8 +163,8 @@ def test_moments_are_float32_for_bfloat16_parameters():
 def test_an_aligned_step_that_is_skipped_leaves_parameters_and_moments():
     plain = make_optimizer(fields(clip_norm=10.0), 10)
     tx = align(plain, gac_low=0.1, gac_high=0.9)
-    params = {"a": jnp.zeros((1, 2))}
-    first, second, third = ({"a": jnp.array([g])} for g in ([1.0, 0.0], [2.0, 0.1], [0.0, 1.0]))
+    params = {"a": np.zeros((1, 2))}
+    first, second, third = ({"a": np.array([g])} for g in ([1.0, 0.0], [2.0, 0.1], [0.0, 1.0]))
     # Nothing precedes the first gradient; the second has the cosine 2 / sqrt(4.01) = 0.9988 with
     # it and is skipped; the third has 0.1 / sqrt(4.01) = 0.0499 with the second and passes.
     expected, plain_state = plain.update(first, plain.init(params), params)
@@ -176,10 +187,10 @@ def test_an_aligned_step_that_is_skipped_leaves_parameters_and_moments():
 
 def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_many_finite_gradients():
     plain = make_optimizer(fields(), 1000)
-    tx, params = scale_loss(plain), {"a": jnp.ones((1, 2))}
+    tx, params = scale_loss(plain), {"a": np.ones((1, 2))}
     state = tx.init(params)
     assert loss_scale(state) == 65536 and loss_scale(plain.init(params)) is None
-    fine, bad = {"a": jnp.array([[1.0, -2.0]])}, {"a": jnp.array([[1.0, jnp.inf]])}
+    fine, bad = {"a": np.array([[1.0, -2.0]])}, {"a": np.array([[1.0, np.inf]])}
     expected, plain_state = plain.update(fine, plain.init(params), params)
     updates, state = tx.update(fine, state, params)
     np.testing.assert_array_equal(updates["a"], expected["a"])
@@ -192,9 +203,8 @@ def test_a_loss_scale_halves_at_an_overflow_and_doubles_after_many_finite_gradie
         found = update_metrics(state, "actor")
         scale = max(2.0 ** (16 - count), 1)
         assert found == lr | {"actor/loss_scale": scale, "actor/is_skipped": 1}
-    step = jax.jit(tx.update)
     for count in range(1, 801):
-        _, state = step(fine, state, params)
+        _, state = tx.update(fine, state, params)
         assert loss_scale(state) == {400: 2, 800: 4}.get(count, 1 if count < 400 else 2)
 
 
@@ -211,8 +221,8 @@ def test_the_previous_gradient_lies_like_the_parameters():
 def test_sigmas_have_an_adam_of_their_own():
     """Its first step is its learning rate, against the gradient; the others never see theirs."""
     tx = perturb(optax.sgd(0.5), 2, perturb_std=0.02, perturb_lr=0.01)
-    params = {"w": jnp.ones(3)}
-    grads = {"w": jnp.full(3, 2.0), PERTURBATION: jnp.array([4.0, -0.1])}
+    params = {"w": np.ones(3)}
+    grads = {"w": np.full(3, 2.0), PERTURBATION: np.array([4.0, -0.1])}
     updates, state = tx.update(grads, tx.init(params), params)
     np.testing.assert_allclose(updates["w"], -1.0)
     assert updates.keys() == {"w"}

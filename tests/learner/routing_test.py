@@ -40,7 +40,7 @@ from jaxrl_tis.models import moe, transformer
 from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.rollouts.groups import Sample, sampling_params
 from jaxrl_tis.rollouts.source import generate
-from tests import tiny
+from tests import jitted, tiny
 from tests.learner.trainer_test import fake_samples
 
 pytestmark = pytest.mark.compiles
@@ -586,8 +586,11 @@ class Coefficients:
     router_bias_rate: float = 0.0
 
 
+router_loss = jitted.function(router_loss)
+
+
 def statistics_of(load, probs, z):
-    as_rows = lambda x: jnp.asarray(x, jnp.float32)[None]
+    as_rows = lambda x: np.asarray([x], np.float32)
     return moe.Routed(load=as_rows(load), probs=as_rows(probs), z=as_rows(z))
 
 
@@ -595,23 +598,23 @@ def test_losses_of_the_router_by_hand():
     """Two layers of two experts, 4 tokens with one choice each. Layer 0: f = (3/4, 1/4), p = (5/8,
     3/8), 2 sum f p = 9/8. Layer 1 is even: 1. Their mean is 17/16. z: (6 / 4 + 2 / 4) / 2 = 1."""
     routed = statistics_of([[3, 1], [2, 2]], [[2.5, 1.5], [2, 2]], [6, 2])
-    value, metrics = router_loss(Coefficients(0.5, 0.25), routed, jnp.float32(1))
+    value, metrics = router_loss(Coefficients(0.5, 0.25), routed, np.float32(1))
     assert metrics.keys() == {"moe/load_balance_loss", "moe/router_z_loss"}
     assert float(metrics["moe/load_balance_loss"]) == pytest.approx(17 / 16)
     assert float(metrics["moe/router_z_loss"]) == pytest.approx(1)
     assert float(value) == pytest.approx(0.5 * 17 / 16 + 0.25)
-    half, _ = router_loss(Coefficients(0.5, 0.25), routed, jnp.float32(0.5))
+    half, _ = router_loss(Coefficients(0.5, 0.25), routed, np.float32(0.5))
     assert float(half) == pytest.approx(float(value) / 2)
-    two_rows = jax.tree.map(lambda x: jnp.concatenate([x / 2, x / 2]), routed)
-    assert float(router_loss(Coefficients(0.5, 0.25), two_rows, jnp.float32(1))[0]) == pytest.approx(
+    two_rows = jax.tree.map(lambda x: np.concatenate([x / 2, x / 2]), routed)
+    assert float(router_loss(Coefficients(0.5, 0.25), two_rows, np.float32(1))[0]) == pytest.approx(
         float(value))
-    _, counted = router_loss(Coefficients(0, 0, 0.1), routed, jnp.float32(1))
+    _, counted = router_loss(Coefficients(0, 0, 0.1), routed, np.float32(1))
     np.testing.assert_array_equal(counted["expert_counts"], [[3, 1], [2, 2]])
 
 
 def test_an_even_load_is_one_whatever_the_number_of_choices():
     routed = statistics_of([[6, 6, 6, 6]], [[3.0, 3, 3, 3]], [0])  # 12 tokens, 2 choices each
-    assert float(router_loss(Coefficients(1, 0), routed, jnp.float32(1))[0]) == pytest.approx(1)
+    assert float(router_loss(Coefficients(1, 0), routed, np.float32(1))[0]) == pytest.approx(1)
 
 
 @pytest.mark.all
@@ -624,7 +627,7 @@ def test_the_gradient_of_the_losses_by_differences():
     def loss(x):
         _, _, routed = moe.route(x, None, kind, None, moe.Asked(statistics=True), is_token)
         rows_first = jax.tree.map(lambda x: x[:, None], routed)  # [B,L,...] with one layer
-        return router_loss(c, rows_first, jnp.float32(1))[0]
+        return router_loss(c, rows_first, np.float32(1))[0]
 
     load = np.zeros(E)
     for row in logits.reshape(-1, E):
@@ -685,12 +688,12 @@ def test_the_split_into_micro_batches_of_equal_sequences_changes_the_z_loss_by_r
 
 def test_the_bias_moves_against_the_load():
     """Load (4, 1, 1), mean 2: down, up, up. An even layer does not move."""
-    params = {"layers": {"router_bias": jnp.array([[0.0, 1.0, -1.0], [2.0, 2.0, 2.0]])}, "x": 1}
-    moved = moved_bias(params, jnp.array([[4.0, 1, 1], [2, 2, 2]]), 0.25)
+    params = {"layers": {"router_bias": np.float32([[0, 1, -1], [2, 2, 2]])}, "x": 1}
+    moved = moved_bias(params, np.array([[4.0, 1, 1], [2, 2, 2]]), 0.25)
     np.testing.assert_array_equal(moved["layers"]["router_bias"], [[-0.25, 1.25, -0.75], [2, 2, 2]])
     assert moved["x"] == 1
-    plain = {"layers": {"router": jnp.ones(3)}}
-    assert moved_bias(plain, jnp.ones((1, 3)), 0.25) is plain
+    plain = {"layers": {"router": np.ones(3)}}
+    assert moved_bias(plain, np.ones((1, 3)), 0.25) is plain
 
 
 @pytest.mark.all
@@ -740,19 +743,19 @@ def _overflowed(params):
 
 
 def _at_rest(params):
-    return optax.sgd(1.0), {"x": jnp.ones((1, 1, 1)), "lr_scale": jnp.zeros((1, 1))}, "float32"
+    return optax.sgd(1.0), {"x": np.ones((1, 1, 1)), "lr_scale": jnp.zeros((1, 1))}, "float32"
 
 
 @pytest.mark.parametrize("case", [_overflowed, _at_rest])
 def test_a_skipped_update_moves_no_bias(case):
-    params = {"layers": {"w": jnp.ones(3), "router_bias": jnp.zeros((1, 2))}}
+    params = {"layers": {"w": np.ones(3), "router_bias": jnp.zeros((1, 2))}}
     tx, fields, dtype = case(params)
     forward = lambda p, b: jnp.sum(p["layers"]["w"]) * b["x"]
-    of_loss = lambda s, i: (jnp.sum(s), ({step.EXPERT_COUNTS: jnp.array([[3.0, 1.0]])}, {}))
+    of_loss = lambda s, i: (jnp.sum(s), ({step.EXPERT_COUNTS: np.array([[3.0, 1.0]])}, {}))
     learner = Learner(None, transformer.Program(dtype=dtype), 2, 2)
     update = step._make_step(
         learner, step.MicroLoss(forward, of_loss), tx, "actor", router_bias_rate=0.001)
     state = step.TrainState(params, tx.init(params))
-    state, _ = update(state, {"mask": jnp.ones((1, 1, 1), bool)} | fields)
+    state, _ = update(state, {"mask": np.ones((1, 1, 1), bool)} | fields)
     np.testing.assert_array_equal(state.params["layers"]["w"], 1.0)
     np.testing.assert_array_equal(state.params["layers"]["router_bias"], 0.0)

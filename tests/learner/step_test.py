@@ -32,6 +32,7 @@ from jaxrl_tis.learner.step import (
 )
 from jaxrl_tis.models import lora, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from tests import jitted
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -98,7 +99,7 @@ def with_nan_padding(data):
     return data | {n: np.where(data["mask"], data[n], np.nan) for n in names}
 
 
-@jax.jit
+@jitted.function
 def reference_logprob(p, data):
     """log softmax(logits / temperature) at each token, [B,T]; 0 at the first position."""
     logits = transformer.logits(p, CONFIG, data["tokens"], None, data["segment_ids"])
@@ -107,7 +108,7 @@ def reference_logprob(p, data):
     return jnp.pad(taken, ((0, 0), (1, 0)))
 
 
-@jax.jit
+@jitted.function
 def reference_entropy(p, data):
     """Entropy of the distribution that each token is drawn from, [B,T]."""
     logits = transformer.logits(p, CONFIG, data["tokens"], None, data["segment_ids"])
@@ -151,8 +152,7 @@ def cut(data, count):
 
 
 def start(p, tx):
-    p = jax.tree.map(jnp.array, p)
-    return TrainState(p, tx.init(p))
+    return jax.jit(lambda p: TrainState(p, tx.init(p)))(p)
 
 
 SGD = optax.sgd(1.0)
@@ -328,16 +328,17 @@ def test_kl_and_entropy_terms():
 def test_an_exact_kl_is_that_of_the_whole_logits():
     data, mask = batch(), batch()["mask"]
 
-    @jax.jit
+    @jitted.function
     def behind(p):
         logits = transformer.logits(p, CONFIG, data["tokens"], None, data["segment_ids"])
         logp = jax.nn.log_softmax(logits / data["temperature"][:, :1, None])
         return jnp.pad(logp[:, :-1], ((0, 0), (1, 0), (0, 0)))
 
-    logp_ref = np.asarray(behind(params(1)))
-    logits = make_logits(LEARNER)(params(), cut(data, 4)).reshape(B, T, V)
-    np.testing.assert_allclose(jax.nn.log_softmax(logits)[mask], behind(params())[mask], atol=2e-5)
-    assert not np.any(np.asarray(logits)[~mask])
+    logp_ref = behind(params(1))
+    logits = np.reshape(make_logits(LEARNER)(params(), cut(data, 4)), (B, T, V))
+    found = jitted.function(jax.nn.log_softmax)(logits)
+    np.testing.assert_allclose(found[mask], behind(params())[mask], atol=2e-5)
+    assert not np.any(logits[~mask])
 
     def kl(p):
         logp = behind(p)
@@ -345,9 +346,9 @@ def test_an_exact_kl_is_that_of_the_whole_logits():
         return jnp.sum(jnp.where(mask, kl_bt, 0)) / mask.sum()
 
     coefficient = coefficients(mask, "token-mean")
-    value, gradient = jax.jit(jax.value_and_grad(kl))(params())
-    policy = reference_gradient(params(), data, coefficient, 0.0, 0.0)
-    expected = jax.tree.map(lambda p, g, h: p - np.asarray(g + 0.3 * h), params(), policy, gradient)
+    value, gradient = jitted.value_and_grad(kl)(params())
+    policy = jax.device_get(reference_gradient(params(), data, coefficient, 0.0, 0.0))
+    expected = jax.tree.map(lambda p, g, h: p - (g + 0.3 * h), params(), policy, gradient)
     chosen = correction.parse(fields(kl="exact_reverse", kl_coeff=0.3))
     given = with_nan_padding(data) | {"logits_ref": logp_ref}
     ours, metrics = updated(chosen, given, 2)
@@ -399,7 +400,7 @@ def test_the_noise_is_on_the_input_of_each_layer():
     """Of one layer this is the embedding, whose rows are moved here by hand."""
     std, data = 0.3, one_of_each()
     noisy = params() | {"perturbation": np.full(1, np.log(std), np.float32)}
-    found = response_scores(noisy, LEARNER, data, with_entropy=False)["logp"]
+    found = jitted.function(response_scores)(noisy, LEARNER, data, with_entropy=False)["logp"]
     for b in range(B):
         row = {name: x[b : b + 1] for name, x in data.items()}
         embed = np.array(params()["embed"])

@@ -1,6 +1,5 @@
 """Products by expert, beside a reference that computes every row with every expert."""
 
-import functools
 import re
 
 import hypothesis
@@ -16,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import invariant, quant
 from jaxrl_tis.models.grouped import grouped_matmul, grouped_matmul_invariant
+from tests import jitted
 
 pytestmark = pytest.mark.compiles
 
@@ -29,11 +29,11 @@ OPTIMIZED = pytest.mark.usefixtures("optimized")
 
 
 def normal(seed, *shape, dtype="float32"):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype))
 
 
 def sizes_of(*sizes):
-    return jnp.asarray(sizes, jnp.int32)
+    return np.asarray(sizes, np.int32)
 
 
 def at(w, e):
@@ -51,11 +51,13 @@ def reference(x, w, sizes):
 
 def transposed(w):
     if isinstance(w, quant.QuantArray):
-        return quant.Transposed(quant.QuantArray(jnp.swapaxes(w.q, 1, 2), w.scale, w.scheme))
-    return quant.Transposed(jnp.swapaxes(w, 1, 2))
+        return quant.Transposed(quant.QuantArray(np.swapaxes(w.q, 1, 2), w.scale, w.scheme))
+    return quant.Transposed(np.swapaxes(w, 1, 2))
 
 
-product, expected = jax.jit(grouped_matmul), jax.jit(reference)
+product, expected, quantize_weight = map(
+    jitted.function, (grouped_matmul, reference, quant.quantize_weight)
+)
 
 
 @hypothesis.settings(max_examples=20, deadline=None, derandomize=True, database=None)
@@ -80,7 +82,7 @@ def test_every_kind_of_weight(scheme, dtype):
     sizes = sizes_of(3, 0, 20, 9)
     kinds = [w.astype(dtype)]
     if scheme != "none":
-        kinds = [quant.quantize_weight(w, scheme), quant.Master(w, scheme)]
+        kinds = [quantize_weight(w, scheme), quant.Master(w, scheme)]
     want = expected(x, kinds[0], sizes)
     for kind in (*kinds, transposed(kinds[0])):
         found = product(x, kind, sizes)
@@ -97,7 +99,7 @@ def test_every_kind_of_weight(scheme, dtype):
 @pytest.mark.parametrize("scheme", INTEGER)
 @OPTIMIZED
 def test_integers_have_the_bits_of_a_product_by_expert(scheme):
-    x, w = normal(0, M, I, dtype="bfloat16"), quant.quantize_weight(normal(1, E, I, O), scheme)
+    x, w = normal(0, M, I, dtype="bfloat16"), quantize_weight(normal(1, E, I, O), scheme)
     found = jax.jit(lambda *a: grouped_matmul(*a))(x, w, sizes_of(3, 0, 20, 9))
     dot = jax.jit(quant.dot)
     np.testing.assert_array_equal(found[:3], dot(x[:3], at(w, 0)))
@@ -106,7 +108,7 @@ def test_integers_have_the_bits_of_a_product_by_expert(scheme):
 
 @pytest.mark.parametrize("scheme", ["w8a16", "fp8_w8a8"])
 def test_a_cpu_makes_no_float_copy_of_all_weights(scheme):
-    x, w = normal(0, M, I, dtype="bfloat16"), quant.quantize_weight(normal(1, E, I, O), scheme)
+    x, w = normal(0, M, I, dtype="bfloat16"), quantize_weight(normal(1, E, I, O), scheme)
     text = jax.jit(grouped_matmul).lower(x, w, sizes_of(3, 0, 20, 9)).compile().as_text()
     shapes = set(re.findall(rf"(\w+)\[{E},{I},{O}\]", text))
     assert shapes and not shapes & {"f32", "bf16", "f16"}
@@ -115,6 +117,7 @@ def test_a_cpu_makes_no_float_copy_of_all_weights(scheme):
 # Gradients
 
 
+@jitted.function
 def pulled(f, x, w, sizes, y_bar):
     return jax.vjp(lambda x, w: f(x, w, sizes), x, w)[1](y_bar)
 
@@ -124,8 +127,7 @@ def pulled(f, x, w, sizes, y_bar):
 def test_gradients(sizes, is_transposed):
     x, w, y_bar = normal(0, M, I), normal(1, E, I, O), normal(2, M, O)
     w = transposed(w) if is_transposed else w
-    found = jax.jit(functools.partial(pulled, grouped_matmul))(x, w, sizes_of(*sizes), y_bar)
-    want = jax.jit(functools.partial(pulled, reference))(x, w, sizes_of(*sizes), y_bar)
+    found, want = (pulled(f, x, w, sizes_of(*sizes), y_bar) for f in (grouped_matmul, reference))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), found, want)
     assert not np.any(found[0][sum(sizes):])
 
@@ -135,7 +137,7 @@ def test_gradients(sizes, is_transposed):
 def test_gradients_in_16_bits(dtype):
     x, w = normal(0, M, I, dtype=dtype), normal(1, E, I, O, dtype=dtype)
     y_bar, sizes = normal(2, M, O, dtype=dtype), sizes_of(3, 0, 20, 9)
-    found = jax.jit(functools.partial(pulled, grouped_matmul))(x, w, sizes, y_bar)
+    found = pulled(grouped_matmul, x, w, sizes, y_bar)
     wide = [a.astype("float32") for a in (x, w)]
     want = pulled(reference, *wide, sizes, y_bar.astype("float32"))
     for ours, theirs in zip(found, want, strict=True):
@@ -146,9 +148,8 @@ def test_gradients_in_16_bits(dtype):
 @pytest.mark.parametrize("scheme", ["w8a8", "fp8_w8a16"])
 def test_a_master_has_the_gradients_of_its_float_weight(scheme):
     x, w, y_bar = normal(0, M, I), normal(1, E, I, O), normal(2, M, O)
-    run = jax.jit(functools.partial(pulled, grouped_matmul))
-    found = run(x, quant.Master(w, scheme), sizes_of(3, 0, 20, 9), y_bar)
-    want = run(x, w, sizes_of(3, 0, 20, 9), y_bar)
+    found, want = (pulled(grouped_matmul, x, kind, sizes_of(3, 0, 20, 9), y_bar)
+                   for kind in (quant.Master(w, scheme), w))
     np.testing.assert_array_equal(found[0], want[0])
     np.testing.assert_array_equal(found[1].w, want[1])
 
@@ -156,10 +157,10 @@ def test_a_master_has_the_gradients_of_its_float_weight(scheme):
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_a_frozen_weight_passes_the_gradient_of_its_dequantized_product(is_transposed):
     x, y_bar = normal(0, M, I), normal(2, M, O)
-    w = quant.quantize_weight(normal(1, E, I, O), "w8a8")
+    w = quantize_weight(normal(1, E, I, O), "w8a8")
     sizes = sizes_of(3, 0, 20, 9)
     kind = transposed(w) if is_transposed else w
-    found = jax.vjp(lambda x: grouped_matmul(x, kind, sizes), x)[1](y_bar)[0]
+    found = jitted.grad(lambda x: jnp.sum(grouped_matmul(x, kind, sizes) * y_bar))(x)
     want = pulled(reference, x, w.q * w.scale, sizes, y_bar)[0]
     np.testing.assert_allclose(found, want, rtol=1e-4, atol=1e-4)
 
@@ -169,8 +170,9 @@ def test_rows_after_the_last_expert_may_be_nan():
     x, w, y_bar = normal(0, M, I), normal(1, E, I, O), normal(2, M, O)
     sizes = sizes_of(3, 0, 11, 5)
     value = lambda x: (product(x, w, sizes), pulled(grouped_matmul, x, w, sizes, y_bar))
+    poisoned = np.where(np.arange(M)[:, None] < 19, x, np.nan)
     for ours, theirs in zip(
-        jax.tree.leaves(value(x.at[19:].set(jnp.nan))), jax.tree.leaves(value(x)), strict=True
+        jax.tree.leaves(value(poisoned)), jax.tree.leaves(value(x)), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -189,10 +191,10 @@ def interpreted(monkeypatch):
 @pytest.mark.parametrize("scheme", quant.SCHEMES)
 def test_a_tpu_computes_the_same_product(scheme, interpreted):
     x, w, sizes = normal(0, M, I, dtype="bfloat16"), normal(1, E, I, O), sizes_of(3, 0, 20, 9)
-    w = w.astype("bfloat16") if scheme == "none" else quant.quantize_weight(w, scheme)
+    w = w.astype("bfloat16") if scheme == "none" else quantize_weight(w, scheme)
     want = expected(x, w, sizes).astype("float32")
     for kind in (w, transposed(w)):
-        found = jax.block_until_ready(grouped_matmul(x, kind, sizes))
+        found = jitted.function(lambda *a: grouped_matmul(*a))(x, kind, sizes)
         assert found.dtype == x.dtype
         np.testing.assert_allclose(found.astype("float32"), want, rtol=1e-2, atol=1e-5)
 
@@ -205,7 +207,7 @@ def test_a_tpu_computes_the_same_gradients(scheme, dtype, interpreted):
     x, w, y_bar = normal(0, M, I, dtype=dtype), normal(1, E, I, O), normal(2, M, O, dtype=dtype)
     sizes = sizes_of(3, 0, 20, 9)
     kind = w.astype(dtype) if scheme == "none" else quant.Master(w, scheme)
-    found = jax.block_until_ready(pulled(grouped_matmul, x, kind, sizes, y_bar))
+    found = pulled(lambda *a: grouped_matmul(*a), x, kind, sizes, y_bar)
     wide = [a.astype("float32") for a in (x, w, y_bar)]
     want = pulled(reference, *wide[:2], sizes, wide[2])
     limit = 1e-5 if dtype == "float32" else 1e-2
@@ -222,7 +224,7 @@ def loss(x, w, sizes, c):
 
 def shards():
     """Arrays of two shards with different sizes."""
-    sizes = jnp.stack([sizes_of(3, 0, 20, 9), sizes_of(0, 40, 0, 0)])
+    sizes = np.stack([sizes_of(3, 0, 20, 9), sizes_of(0, 40, 0, 0)])
     return normal(0, 2, M, I), normal(1, 2, E, I, O), sizes, normal(2, 2, M, O)
 
 
@@ -235,12 +237,12 @@ def test_vmap_is_a_loop_over_shards(is_shared):
     x, w, sizes, c = shards()
     w = w[0] if is_shared else w
     axes = (0, None if is_shared else 0, 0, 0)
-    grad = jax.grad(loss, (0, 1))
+    grad = jitted.grad(loss, (0, 1))
     each = [grad(x[i], w if is_shared else w[i], sizes[i], c[i]) for i in range(2)]
-    want = jax.tree.map(lambda *parts: jnp.stack(parts), *each)
+    want = jax.tree.map(lambda *parts: np.stack(parts), *each)
     close(jax.jit(jax.vmap(grad, axes))(x, w, sizes, c), want)
-    total = lambda x, w: jnp.sum(jax.vmap(loss, axes)(x, w, sizes, c))
-    want = (want[0], jnp.sum(want[1], axis=0) if is_shared else want[1])
+    total = lambda x, w: jnp.sum(jax.vmap(loss, axes)(x, w, jnp.asarray(sizes), c))
+    want = (want[0], np.sum(want[1], axis=0) if is_shared else want[1])
     close(jax.jit(jax.grad(total, (0, 1)))(x, w), want)
 
 
@@ -293,10 +295,7 @@ def test_a_scan_over_layers_with_checkpoints(is_saved):
 
 def of_row(x, w):
     """The product of rows with one expert by the contract of kernels/tiles.py."""
-    return jax.jit(
-        lambda x, w: invariant.dot(x[None], w, None, False)[0],
-        compiler_options=tiles.COMPILER_OPTIONS,
-    )(x, w)
+    return invariant.dot(x[None], w, None, False)[0]
 
 
 def in_a_run(f):
@@ -310,16 +309,17 @@ def in_a_run(f):
 def test_only_a_row_and_its_expert_change_its_bits(scheme, dtype):
     rows, width = 150, 192
     x, w = normal(0, rows, width, dtype=dtype), normal(1, E, width, 48, dtype=dtype)
-    w = w if scheme == "none" else quant.quantize_weight(w, scheme)
+    w = w if scheme == "none" else quantize_weight(w, scheme)
     run = in_a_run(lambda *a: grouped_matmul_invariant(*a))
-    want = [np.asarray(of_row(x[:tiles.ROWS], at(w, e)).astype("float32")) for e in range(E)]
+    alone = in_a_run(lambda *a: of_row(*a))
+    want = [np.asarray(alone(x[:tiles.ROWS], at(w, e)), "float32") for e in range(E)]
     rng = np.random.default_rng(3)
     for sizes in [(150, 0, 0, 0), (37, 0, 101, 12), (1, 2, 3, 4)]:
         for count in (rows, 33, 10):
             ends = np.minimum(np.cumsum(sizes), count)
             kept = np.diff(ends, prepend=0)
             order = rng.permutation(rows)[:count]
-            found = np.asarray(run(x[order], w, sizes_of(*kept)).astype("float32"))
+            found = np.asarray(run(x[order], w, sizes_of(*kept)), "float32")
             group = np.searchsorted(ends, np.arange(count), side="right")
             for place, (row, e) in enumerate(zip(order, group, strict=True)):
                 if row < tiles.ROWS and e < E:
@@ -341,7 +341,7 @@ def test_the_plain_product_does_depend_on_other_rows():
 @OPTIMIZED
 def test_invariant_values_have_the_same_bits_under_vmap_and_in_an_update():
     x, w = normal(0, 2, 70, 192), normal(1, E, 192, 48)
-    sizes = jnp.stack([sizes_of(30, 0, 20, 9), sizes_of(0, 70, 0, 0)])
+    sizes = np.stack([sizes_of(30, 0, 20, 9), sizes_of(0, 70, 0, 0)])
     each = in_a_run(lambda *a: grouped_matmul_invariant(*a))
     shards = jax.vmap(lambda x, w, sizes: grouped_matmul_invariant(x, w, sizes), (0, None, 0))
     square = lambda w: (jnp.sum(jnp.square(y := shards(x, w, sizes))), y)
@@ -353,8 +353,7 @@ def test_invariant_values_have_the_same_bits_under_vmap_and_in_an_update():
 
 def test_an_invariant_product_has_the_plain_gradient():
     x, w, y_bar, sizes = normal(0, M, I), normal(1, E, I, O), normal(2, M, O), sizes_of(3, 0, 20, 9)
-    run = jax.jit(pulled, static_argnums=0)
-    close(run(grouped_matmul_invariant, x, w, sizes, y_bar), run(reference, x, w, sizes, y_bar))
+    close(*(pulled(f, x, w, sizes, y_bar) for f in (grouped_matmul_invariant, reference)))
 
 
 # Bad input
@@ -369,7 +368,7 @@ def test_an_invariant_product_has_the_plain_gradient():
 ])
 def test_shapes_that_do_not_match(f, x, w, sizes, message):
     with pytest.raises(ValueError, match=message):
-        f(jnp.zeros(x), jnp.zeros(w), sizes_of(*[1] * sizes))
+        f(np.zeros(x), np.zeros(w), sizes_of(*[1] * sizes))
 
 
 def test_transposed_weights_have_no_invariant_product():

@@ -14,6 +14,7 @@ from jaxrl_tis.kernels.logprob import token_logprob
 from jaxrl_tis.kernels.logprob_chunked import Kept
 from jaxrl_tis.models import attention, invariant, moe, transformer
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
+from tests import jitted
 
 pytestmark = [
     pytest.mark.compiles,
@@ -35,7 +36,7 @@ def jit(f):
 
 
 def normal(*shape, dtype="float32"):
-    return jnp.asarray(RNG.normal(size=shape), dtype)
+    return RNG.normal(size=shape).astype(jnp.dtype(dtype))
 
 
 def layout(tensor):
@@ -181,9 +182,9 @@ def test_float8_is_refused():
 def test_attention_by_pages_is_plain_attention():
     """Two segments of 21 and 19 tokens in pages of 16; four query and two key/value heads."""
     q, k, v = normal(1, 40, 4, 8), normal(1, 40, 2, 8), normal(1, 40, 2, 8)
-    segments = jnp.repeat(jnp.array([1, 2]), jnp.array([21, 19]))[None]
-    found = invariant.row_attention(q, 3 * k, v, segments)
-    plain = attention.row_attention(q, 3 * k, v, segments)
+    segments = np.repeat([1, 2], [21, 19])[None]
+    found, plain = (jitted.function(part.row_attention)(q, 3 * k, v, segments)
+                    for part in (invariant, attention))
     np.testing.assert_allclose(found, plain, atol=1e-5)
 
 
@@ -220,11 +221,11 @@ def test_router_logits_do_not_depend_on_other_tokens():
 def test_functions_of_a_row_do_not_depend_on_other_rows():
     """With the gradient of the plain function, and none for integers."""
     kind = MoeConfig(8, 2, 16)
-    logits, ids = normal(2, 19, 8), jnp.asarray(RNG.integers(0, 8, (2, 19, 2)), jnp.int32)
+    logits, ids = normal(2, 19, 8), np.int32(RNG.integers(0, 8, (2, 19, 2)))
     plain = lambda logits, ids: moe.gates(moe.scores(logits, kind), ids, kind)
     found = equal_bits_of_parts(lambda layout, *x: invariant.by_row(plain, layout, *x), logits, ids)
-    np.testing.assert_allclose(found, plain(logits, ids), rtol=1e-6)
-    total = lambda f: jax.grad(lambda logits: jnp.sum(jnp.cos(f(logits, ids))))(logits)
+    np.testing.assert_allclose(found, jitted.function(plain)(logits, ids), rtol=1e-6)
+    total = lambda f: jitted.grad(lambda logits: jnp.sum(jnp.cos(f(logits, ids))))(logits)
     np.testing.assert_allclose(
         total(lambda *x: invariant.by_row(plain, None, *x)), total(plain), atol=1e-6
     )

@@ -11,6 +11,7 @@ import pytest
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import moe, transformer
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
+from tests import jitted
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -258,9 +259,10 @@ def test_statistics_by_hand():
     2 ln 2 - 3/4 ln 3 and logsumexp ln 4; (0, 0) has (1/2, 1/2), ln 2 and ln 2. The last token of
     row 1 does not count."""
     kind, ln = MoeConfig(2, 1, 1), np.log
-    logits = jnp.array([[[ln(3), 0], [0, 0], [0, ln(3)]], [[0, ln(3)], [0, ln(3)], [ln(3), 0]]])
-    is_token = jnp.array([[True, True, True], [True, True, False]])
-    _, _, found = moe.route(logits, None, kind, None, moe.Asked(statistics=True), is_token)
+    logits = np.array([[[ln(3), 0], [0, 0], [0, ln(3)]], [[0, ln(3)], [0, ln(3)], [ln(3), 0]]])
+    is_token = np.array([[True, True, True], [True, True, False]])
+    asked = moe.Asked(statistics=True)
+    _, _, found = jitted.function(moe.route)(logits, None, kind, None, asked, is_token)
     assert found.ids is None
     peaked = 2 * ln(2) - 0.75 * ln(3)
     np.testing.assert_array_equal(found.load, [[2, 1], [0, 2]])
