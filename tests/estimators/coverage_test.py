@@ -40,7 +40,6 @@ PUBLISHED = {
     "KL-cov": [("objective", "kl_cov")],
     "PPO": [("objective", "ppo")],
     "dual-clip and two-sided clip": [("objective", "dual_clip")],
-    "decoupled PPO": [("objective", "decoupled")],
     "A-3PO": [("objective", "a3po")],
     "PPO on sequences": [("objective", "seq_ppo")],
     "GSPO": [("objective", "gspo"), ("objective", "gspo_token")],
@@ -123,4 +122,5 @@ def test_a_test_names_every_method():
 
 
 def test_presets():
-    assert len(presets.PRESETS) == 19 + 5 + 2 + 1 + 2 + 6
+    assert len(presets.PRESETS) == 19 + 5 + 4 + 2 + 2 + 1 + 2 + 7
+    assert {"decoupled", "capped_ratio", "seq_capped_ratio", "mis_ppo", "seq_mis_ppo"} <= set(presets.PRESETS)

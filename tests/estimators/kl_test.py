@@ -248,7 +248,7 @@ def test_clipped_is_k3_has_the_gradient_of_the_forward_kl_inside_the_band():
     def expected(logits, low, high):  # over all samples of the old policy
         logp = jax.nn.log_softmax(logits)[None]
         value = kl.clipped_is_k3(logp, ref[None], logp_old=old[None], clip_low=low, clip_high=high)
-        return jnp.sum(jnp.exp(old) * value)
+        return jnp.sum(jnp.exp(old) * value[0])
 
     logits = np.array([0.3, -0.2, 0.1])
     p = np.exp(logits) / np.exp(logits).sum()

@@ -43,7 +43,7 @@ COEFFICIENTS = {
 @jitted.function
 def run(name, logp, batch, **parameters):
     """(loss [B, T], metrics, gradient of its sum) with the entry's needs taken from the batch."""
-    needs = {field: batch[field] for field in methods.needs("objective", name)}
+    needs = {field: batch.get(field) for field in methods.needs("objective", name)}
     arguments = methods.traits("objective", name).example
 
     def total(logp):
