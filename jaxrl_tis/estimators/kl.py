@@ -163,7 +163,7 @@ def clipped_is_k2(
     logp: Array, logp_ref: Array, *,
     logp_old: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
 ) -> Array:
-    """KL loss for several updates per batch (arXiv:2510.01555, 2503.01491), max(r z, clip(r) z), z
+    """KL loss for several updates per batch (arXiv:2510.01555, arXiv:2503.01491), max(r z, clip(r) z), z
     detached.
 
     z is the gradient coefficient of k2 as a loss, i.e. k1 as a reward; r = pi / pi_old and its band
