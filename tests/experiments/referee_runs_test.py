@@ -31,10 +31,11 @@ def small(monkeypatch):
 
 
 def test_weights_of_stale_arms_see_the_age():
-    """In decoupled mode logp_old has the age of the token, and the ratio to the sampler is 1."""
+    """The ratio to logp_old alone has no age."""
     for name, arm in fig_referee.arms_of("stale", "short").items():
-        is_whole = arm["correction.mode"] == "bypass"
-        assert is_whole or arm["correction.objective"].startswith("decoupled("), name
+        is_folded = arm.get("correction.staleness_weight") == "folded"
+        assert arm["correction.centre"] == ("prox" if is_folded else "behav"), name
+        assert is_folded == (name == "decoupled PPO")
         assert arm.get("rollout.old_logp_source") == (None if name == fig_referee.EXACT else "none")
 
 
