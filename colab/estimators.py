@@ -79,14 +79,11 @@ def panels(count, columns, width, height, **shared):
 # (`vanilla`), truncated (`tis`), bounded on both sides (`clip`), zero outside a band (`mis`, `icepop`).
 # The log-ratio of a sequence of 8 tokens grows 8 times as fast, so the `seq` panel has a narrower range.
 # `geo_mis` and `seq_mask_tis` keep a very narrow band, meant for means over hundreds of tokens. It is a
-# spike here. `capped_ratio` (of tokens) has a cap for each factor of the ratio. Here the whole ratio is
-# the engine's.
+# spike here.
 
 # %% weights
 def weight(name, log_ratio):
-    of_engine = dict.fromkeys(("logp", "logp_prox", "logp_old"), LOGP_OLD)
-    of_engine["logp_behav"] = LOGP_OLD - log_ratio * ones
-    return call("weight", name, log_ratio * ones, MASK, **of_engine)[0, -1]
+    return call("weight", name, log_ratio * ones, MASK)[0, -1]
 
 
 drift = np.linspace(-2.0, 2.0, 4001)
@@ -241,7 +238,7 @@ def bias_and_variance(text):
     method = methods.parse("weight", text)
 
     def loss_fn(logp, batch):
-        w, _ = loss.importance_weights(batch["logp_old"] - batch["logp_behav"], batch, method)
+        w = loss.importance_weights(batch["logp_old"] - batch["logp_behav"], batch, method)
         return reduce.aggregate(-w * batch["adv"] * logp, batch["mask"], "seq-mean-token-sum")
 
     mean, variance = problem.moments(loss_fn)

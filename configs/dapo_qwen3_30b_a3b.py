@@ -32,7 +32,7 @@ def get_config():
     c.mesh.train = (1, -1, 1, 1, 8)
     c.mesh.serve = (-1, 1, 4, 1, 8)
 
-    c.correction.preset = "moe"
+    c.correction.preset = "icepop"
     c.correction.objective = "ppo(clip_high=0.28)"
     c.correction.routing = "r3"
     c.train.microbatch_rows = 32

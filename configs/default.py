@@ -222,12 +222,17 @@ def get_config() -> ConfigDict:
     # The correction of the gap, and the loss. docs/methods.md lists every method. A method is
     # written "name" or "name(parameter=value, ...)".
     c.correction = ConfigDict()
-    c.correction.preset = "tis_2"  # sets the next five fields where they are not given
-    # decoupled: the learner computes logp_old, and weights correct the gap to the sampler. bypass:
-    # the sampler's log-probs are logp_old.
-    c.correction.mode = placeholder(str)
-    c.correction.weight = placeholder(str)  # importance weight, as "token_tis(cap=2.0)"; or "none"
-    # Rejection masks, joined by &, as "seq_mean_k3(upper=0.01) & veto". "": none.
+    c.correction.preset = "tis_2"  # sets the next six fields where they are not given
+    # Centre of the objective's ratio. old: the learner at the weights that sampled. prox: at the start
+    # of the update. behav: the sampler itself (bypass), no weight beside it.
+    c.correction.centre = placeholder(str)
+    # Importance weight of the factor engine, pi_old / mu, as "token_tis(cap=2.0)"; or "none".
+    c.correction.weight = placeholder(str)
+    # Importance weight of the factor staleness, pi_prox / pi_old; "none"; or "folded": the weight above
+    # is of both, pi_prox / mu.
+    c.correction.staleness_weight = placeholder(str)
+    # Rejection masks, joined by &, as "seq_mean_k3(upper=0.01) & veto". "": none. A mask judges what the
+    # weight sees, or with of=engine, staleness, folded or policy that ratio.
     c.correction.masks = placeholder(str)
     c.correction.objective = placeholder(str)  # surrogate loss, as "ppo(clip_high=0.28)"
     # Centre scores over the n likeliest tokens, "top(32)", or over the recorded sampling mask,
@@ -248,8 +253,9 @@ def get_config() -> ConfigDict:
     # no loss.
     c.correction.environment_ce_coeff = 0.0
     # Routes that the learner replays in models with experts (docs/moe.md). none: its own. r2: those
-    # of its pass before the update. r3: the sampler's. keep: r3, and no token without a route.
-    c.correction.routing = "none"
+    # of its pass before the update. r3: the sampler's. keep: r3, and no token without a route. The
+    # presets moe and async_moe set it by train.minibatches.
+    c.correction.routing = placeholder(str)
     c.correction.routing_missing = "stop"  # samples without routes in r3: stop, or mask them
     c.correction.load_balance_coeff = 0.0  # coefficient of the load-balancing loss of the router
     c.correction.router_z_coeff = 0.0  # coefficient of the z-loss of the router's logits

@@ -19,7 +19,7 @@ from jaxrl_tis.sweep import Arm
 INT8 = {"engine.quantization": "w8a8"}
 EXPERTS = ("num_experts", "experts_per_token", "expert_dim", "shared_expert_dim", "router")
 MODEL = {f"model.{name}": fig_routing.get_config().model[name] for name in EXPERTS}
-REINFORCE = {"correction.mode": "bypass", "correction.objective": "reinforce"}
+REINFORCE = {"correction.centre": "behav", "correction.objective": "reinforce"}
 # Gap -> (fields of all arms, fields that make the gap)
 GAPS: dict[str, tuple[Arm, Arm]] = {
     "int8": ({}, INT8),
@@ -67,13 +67,13 @@ CORRECTIONS = {
     "seq-mask-tis": _weight("seq_mask_tis(lower=0.8, upper=1.2)"),
     "centering": _preset("centered"),
     "centering + TIS": _preset("centered_tis_2"),
-    "GSPO bypass": {"correction.mode": "bypass", "correction.objective": "gspo"},
-    # On tokens of one version this is the loss of `decoupled`, which is then refused.
+    "GSPO bypass": {"correction.centre": "behav", "correction.objective": "gspo"},
+    # On tokens of one version; on others they are weighed as in `DECOUPLED`.
     "decoupled PPO": _weight("token_mis(upper=5.0)"),
 }
 DECOUPLED = {
-    "correction.mode": "decoupled", "correction.weight": "none",
-    "correction.objective": "decoupled(upper=5.0, clip_high=0.28)",
+    "correction.centre": "prox", "correction.staleness_weight": "folded",
+    "correction.objective": "ppo(clip_high=0.28)",
 }
 EXACT = "exact engine"  # the arm without a gap
 # `none` with the loss of KPop, IPO and centering, in the parts where it decides; no arm, in no comparison

@@ -17,14 +17,14 @@ UNCORRECTED = {"correction.weight": "none"}
 TIS_2 = {"correction.weight": "token_tis(cap=2.0)"}
 CORRECTIONS = {
     "none": UNCORRECTED,
-    "PPO-IS": {"correction.mode": "bypass"},
+    "PPO-IS": {"correction.centre": "behav"},
     "vanilla-IS": {"correction.weight": "token_vanilla"},
     "TIS-2": TIS_2,
     "TIS-8": {"correction.weight": "token_tis(cap=8.0)"},
     "MIS": {"correction.weight": "token_mis(upper=2.0)"},
     "IcePop": {"correction.weight": "token_icepop(lower=0.5, upper=5.0)"},
     "centering": {
-        "correction.mode": "bypass", "correction.objective": "reinforce",
+        "correction.centre": "behav", "correction.objective": "reinforce",
         "correction.centering": "top(32)",
     },
 }

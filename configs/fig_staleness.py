@@ -17,7 +17,7 @@ OBJECTIVES = {
 
 def get_config():
     c = fig_base.get_config()
-    c.correction.mode = "bypass"
+    c.correction.centre = "behav"
     return c
 
 

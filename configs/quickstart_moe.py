@@ -6,7 +6,7 @@ or `python -m jaxrl_tis.main --config=configs/quickstart_moe.py --workdir=runs/q
 cores, no download. 2 M parameters: 4 layers of 8 experts and a shared one; a token uses 2 experts, and
 as many parameters as the decoder of configs/quickstart.py has. The sampler records its routes. By
 default (`:r3`) the learner replays them. `--compare` adds three variants: `:none` (no replay), `:icepop`
-(no replay, IcePop's weight, preset "moe") and `:r2` (replay of the learner's own routes).
+(no replay, IcePop's weight) and `:r2` (replay of the learner's own routes).
 """
 
 from configs import quickstart
@@ -26,7 +26,7 @@ def get_config(variant: str = "r3"):
     c.model.router = "sigmoid"
     c.engine.record_routes = True
     if variant == "icepop":
-        c.correction.preset = "moe"
+        c.correction.preset = "icepop"
     else:
         c.correction.routing = variant
     return c

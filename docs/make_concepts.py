@@ -16,31 +16,35 @@ LOG_PROBS = (
     ("logp_prox", "π_prox", "learner's program", "weights at the start\nof the update"),
     ("logp", "π", "learner's program", "weights during\nthe update"),
 )
-GAPS = ("engine gap", "staleness", "update")
+GAPS = ("engine", "staleness", "trust region")
 WEIGHT, RATIO = "#0072B2", "#D55E00"
-# Mode -> bars: first and last log-prob, colour, text.
-MODES = {
-    "decoupled\n(default)": (
+# Centre -> bars: first and last log-prob, colour, text.
+CENTRES = {
+    "old\n(default)": (
         (0, 1, WEIGHT, "weight, masks"), (1, 3, RATIO, "clipped ratio  logp − logp_old"),
     ),
-    "decoupled,\npreset async": (
+    "prox": (
+        (0, 1, WEIGHT, "weight, masks"), (1, 2, WEIGHT, "staleness_weight"),
+        (2, 3, RATIO, "clipped ratio"),
+    ),
+    "prox, folded\n(preset async)": (
         (0, 2, WEIGHT, "weight  logp_prox − logp_behav"), (2, 3, RATIO, "clipped ratio"),
     ),
-    "bypass": ((0, 3, RATIO, "ratio, weight, masks  logp − logp_behav"),),
+    "behav\n(bypass)": ((0, 3, RATIO, "ratio, or weight; masks  logp − logp_behav"),),
 }
 
 
 def draw() -> Figure:
-    """Returns the picture: an axis with the four log-probs, and a row of bars for each mode."""
-    figure = Figure(figsize=(10, 3.9), dpi=90)
+    """Returns the picture: an axis with the four log-probs, and a row of bars for each centre."""
+    figure = Figure(figsize=(10, 4.6), dpi=90)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set_xlim(-0.75, 3.5)
-    axes.set_ylim(-3.5, 1.75)
+    axes.set_ylim(-4.4, 1.75)
     axes.set_axis_off()
     _log_probs(axes)
-    for row, (mode, bars) in enumerate(MODES.items()):
+    for row, (centre, bars) in enumerate(CENTRES.items()):
         y = -1.3 - 0.9 * row
-        axes.text(-0.7, y, mode, va="center", fontsize=10, weight="bold")
+        axes.text(-0.7, y, centre, va="center", fontsize=10, weight="bold")
         for first, last, colour, text in bars:
             axes.barh(y, last - first - 0.02, left=first + 0.01, height=0.5, color=colour)
             middle = (first + last) / 2
@@ -57,7 +61,7 @@ def _log_probs(axes: Axes) -> None:
         axes.text(x, 1.4, name, ha="center", fontsize=12, family="monospace", weight="bold")
         axes.text(x, 1.1, symbol, ha="center", fontsize=10, color="0.4")
         axes.text(x, 0.25, f"{program}\n{weights}", ha="center", va="bottom", fontsize=9)
-        axes.plot((x, x), (-3.4, 0), color="0.85", linewidth=1, zorder=0)
+        axes.plot((x, x), (-4.3, 0), color="0.85", linewidth=1, zorder=0)
     for x, gap in enumerate(GAPS):
         axes.text(x + 0.5, -0.2, gap, ha="center", va="top", fontsize=10, style="italic")
 

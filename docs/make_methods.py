@@ -46,8 +46,8 @@ use. Written by `python docs/make_methods.py` from the docstrings. To change a r
 
 ## How to choose methods
 
-The fields of `config.correction` name the methods ([configs.md](configs.md#correction)). A preset sets mode, weight,
-masks, objective and centering. A field that the config gives has precedence over the preset:
+The fields of `config.correction` name the methods ([configs.md](configs.md#correction)). A preset sets centre, weights,
+masks, objective, centering and routing. A field that the config gives has precedence over the preset:
 
 ```
 --config.correction.preset=tis_2
@@ -67,9 +67,9 @@ masks, objective and centering. A field that the config gives has precedence ove
 | `mu` | the sampler |
 | `ref` | the reference model |
 | `A`, `w` | advantage, importance weight |
-| `rho` | `pi_old / mu`, in bypass mode `pi / mu`; weights and masks use it |
+| `rho` | `pi_old / mu`, or the ratio that a [field](concepts.md#one-ratio-four-factors) says; weights and masks use it |
 | `k1`, `k2`, `k3` | `-log rho`, `(log rho)^2 / 2`, `rho - 1 - log rho` |
-| `r` | `pi / pi_old`, the ratio of objectives |
+| `r` | `pi / pi_old`, the ratio of objectives; `correction.centre` chooses another denominator |
 | `z` | `log(pi / ref)`, for KL estimators |
 
 - **unit**: the level of one weight, decision, ratio or baseline.
@@ -79,7 +79,7 @@ masks, objective and centering. A field that the config gives has precedence ove
 - **use**: what a method is good for; what speaks against it.
 
 The docstring of an objective has its gradient path. An objective that needs `logp_behav` has its own weight. Use it
-with weight `none`, as the preset `async` does. Some surveys describe another form of a method than the authors' code:
+with weight `none`. Some surveys describe another form of a method than the authors' code:
 `form=survey` selects it, as in `kl_cov(form=survey)`.
 
 ## Aggregation of the loss
@@ -113,8 +113,8 @@ A fork of a session counts in the prompt of the session. An update with `prompt-
 ## Rejected and unscored responses
 
 Rejected tokens leave the denominators of the loss, unless `correction.rejected_in_denominator` is set. Masks that act
-inside the update always keep rejected tokens in the denominators. These are all masks in bypass mode, and in decoupled
-mode {at_update}.
+inside the update always keep rejected tokens in the denominators. These are masks with `of=policy`, all masks around
+the sampler (`correction.centre=behav`), and {at_update}.
 
 A response without a reward is out of the loss, its denominators and all statistics of its group and batch. A
 group with one remaining response has advantage 0. A batch without any reward leaves the weights unchanged.
@@ -158,15 +158,15 @@ With weight `token_vanilla` the mean is 0 already. Centering works with these me
 
 - weights {centred_weights}
 - masks {centred_masks}
-- in bypass mode objectives {centred_objectives}
-- in decoupled mode with one update per batch also objectives {centred_at_one}
+- around the sampler (`correction.centre=behav`) objectives {centred_objectives}
+- around `old` or `prox`, with one update per batch, also objectives {centred_at_one}
 
 The paper reports results at or above those of weights. A replication with a Qwen model found no effect.
 
 ## Sources without an arXiv id
 
 - Yao et al. 2025, "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training"
-- Liu et al. 2025, "When Speed Kills Stability"
+- Liu et al. 2025, "When Speed Kills Stability" (weights of sequences and their truncation, too)
 - Zhang et al. 2026, "Learning from Mixed Rollouts"
 - Schulman 2020, "Approximating KL Divergence"
 - Ionides 2008, "Truncated Importance Sampling"
@@ -187,10 +187,15 @@ ABOUT_PRESETS = """\
 | `flash_reinforce` | Hu et al. 2026 |
 | `ipo` | prime-rl's default loss |
 | `kpop` | [2606.15079](https://arxiv.org/abs/2606.15079) |
+| `decoupled` | [2110.00641](https://arxiv.org/abs/2110.00641) |
+| `factored`, `capped_ratio`, `seq_capped_ratio` | a bound for [each factor](concepts.md#one-ratio-four-factors); no paper |
+| `mis_ppo`, `seq_mis_ppo` | Liu et al. 2025 |
+| `icepop` | [2510.18855](https://arxiv.org/abs/2510.18855) |
 | the others | named after systems |
 
-`async` and `async_moe` have no weight of their own, because the objective `decoupled` has one. `moe` and `async_moe`
-reject the extreme ratios of tokens with other experts."""
+`moe` and `async_moe` replay routes by `train.minibatches`: none in one update, r2 in two, r3 beyond
+([2512.01374](https://arxiv.org/abs/2512.01374)). A geometric band is 0.99 to 1.01 in most advice and 0.999 to 1.001 in
+verl's presets; caps of a weight are 2 to 10, those of a sequence up to 100."""
 
 
 def labelled(doc: str, name: str, labels: list[str]) -> list[str]:
@@ -273,9 +278,12 @@ def controller_section() -> str:
 
 
 def preset_row(name: str) -> list[str]:
-    mode, weight, rejecting, objective, centred = presets.PRESETS[name].values()
-    cells = [f"`{cell}`" if cell else "" for cell in (name, mode, weight, rejecting, objective)]
-    cells[-1] += f", centred by `{centred}`" * (centred != "none")
+    bundle = presets.PRESETS[name]
+    shown = ("centre", "weight", "staleness_weight", "masks", "objective")
+    parts = [bundle[part] for part in shown]
+    cells = [f"`{cell}`" if cell not in ("", "none") else "" for cell in (name, *parts)]
+    cells[-1] += f", centred by `{bundle['centering']}`" * (bundle["centering"] != "none")
+    cells[-1] += f", routes {bundle['routing']}" * (bundle["routing"] != "none")
     return cells
 
 
@@ -294,7 +302,7 @@ def page() -> str:
         of_turns=listed(of_turns),
     )
     text += "".join(map(method_section, KINDS)) + controller_section()
-    header = ["name", "mode", "weight", "masks", "objective"]
+    header = ["name", "centre", "weight", "staleness_weight", "masks", "objective"]
     text += section("Presets", header, map(preset_row, presets.PRESETS), ABOUT_PRESETS)
     return text.replace("docs/oracle.md", "[oracle](oracle.md)")
 

@@ -70,7 +70,7 @@ and in the [audit](audit.md).""",
 For models with a mixture of experts, from the learner's own routes, without replay. Mean and worst are over the MoE
 layers. The worst layer has the largest load, or the smallest entropy.""",
     "Importance weights and rejection": """\
-`correction/*` count tokens. In decoupled mode they count once for the rollout batch. In bypass mode, and for
+`correction/*` count tokens, once for the rollout batch. Around the sampler (`correction.centre=behav`), and for
 masks inside the update, they are sums over the updates: with two epochs every token counts twice. A weight
 `none` and objectives with a weight of their own have no counts.""",
     "Samplers that run ahead": """\

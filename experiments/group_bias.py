@@ -37,7 +37,7 @@ class Step:
     weight: str = "none"
     masks: str = ""
     objective: str = "reinforce"
-    mode: str = "decoupled"
+    centre: str = "old"
     aggregation: str = "seq-mean-token-sum"
     is_batch_normalized: bool = False
     is_ess_scaled: bool = False
@@ -61,15 +61,15 @@ STEPS = {
     "sequence, ESS-scaled": Step(weight="seq_vanilla", is_ess_scaled=True),
     "vcpo": Step(advantage="opob", weight="seq_tis(cap=8.0)", is_ess_scaled=True),
     "m2po, drops": Step(weight="token_vanilla", masks="m2po"),
-    "m2po, clips": Step(objective="m2po", mode="bypass"),
+    "m2po, clips": Step(objective="m2po", centre="behav"),
     "clip_cov, mask": Step(weight="token_vanilla", masks=f"clip_cov({BAND})"),
-    "clip_cov, objective": Step(objective=f"clip_cov({BAND})", mode="bypass"),
-    "kl_cov": Step(objective="kl_cov", mode="bypass"),
+    "clip_cov, objective": Step(objective=f"clip_cov({BAND})", centre="behav"),
+    "kl_cov": Step(objective="kl_cov", centre="behav"),
     "top_entropy": Step(weight="token_vanilla", masks="top_entropy"),
-    "espo": Step(objective="espo(vocab_size=3)", mode="bypass"),
+    "espo": Step(objective="espo(vocab_size=3)", centre="behav"),
     # Under GSPO's aggregation, by which long responses count less in one of the two. Both have GSPO's band.
     **{
-        name: Step(objective=spelled, mode="bypass", aggregation="seq-mean-token-mean")
+        name: Step(objective=spelled, centre="behav", aggregation="seq-mean-token-mean")
         for name, spelled in {"gspo": "gspo", "luspo": LUSPO}.items()
     },
     **{
@@ -106,7 +106,7 @@ def problem(step: Step, group_size: int, drift: float = 0.0, seed: int = 0) -> e
     rng = np.random.default_rng(seed)
     logits = exact.random_logits(3, 3, rng)
     behaviour = exact.with_engine_noise(logits, drift, rng)
-    old = behaviour if step.mode == "bypass" else logits
+    old = behaviour if step.centre == "behav" else logits
     group = (0,) * group_size
     return exact.Problem(
         logits, behaviour, graded, 3, group=group, old=old, stop=2, draw=draw(step)
@@ -120,7 +120,7 @@ def with_advantage(step: Step, logp: chex.Array, batch: exact.Batch) -> exact.Ba
     weight = methods.parse("weight", step.weight)
     fields = batch | {
         "reward_components": batch["rewards"][:, None],
-        "weights": importance_weights(log_ratio, batch, weight)[0],
+        "weights": importance_weights(log_ratio, batch, weight),
     }
     adv = methods.function("advantage", name)(
         batch["rewards"],
@@ -153,7 +153,7 @@ def loss(step: Step) -> exact.LossFn:
             fields,
             entropy=batch["entropy"],
             logp_top=logp_top,
-            mode=step.mode,
+            centre=step.centre,
             aggregation=step.aggregation,
             is_batch_normalized=step.is_batch_normalized,
             rejected_in_denominator=True,

@@ -1,6 +1,6 @@
 """Exact bias and variance of weights and objectives of a single response.
 
-Every response is enumerated, up to 3^7 or 5^5 responses. Objectives run in bypass mode: their own
+Every response is enumerated, up to 3^7 or 5^5 responses. Objectives have the sampler as their centre: their own
 ratio contains the whole gap between policy and sampler.
 """
 
@@ -9,7 +9,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from jaxrl_tis.estimators import centering, methods, presets
-from jaxrl_tis.estimators.loss import MODES
 from experiments import exact, group_bias
 from experiments.group_bias import Row, Step
 
@@ -47,12 +46,12 @@ STEPS = {
         for name in centering.known("weight")
     },
     **{
-        f"objective {spelled.split('(')[0]}": Step("dr_grpo", objective=spelled, mode="bypass")
+        f"objective {spelled.split('(')[0]}": Step("dr_grpo", objective=spelled, centre="behav")
         for spelled in OBJECTIVES
     },
     # Responses have one length here, so the mean over tokens leaves the step of `gspo` with this band.
     "objective luspo": Step(
-        "dr_grpo", objective=group_bias.LUSPO, mode="bypass", aggregation="seq-mean-token-mean"
+        "dr_grpo", objective=group_bias.LUSPO, centre="behav", aggregation="seq-mean-token-mean"
     ),
     **{
         f"mask {spelled.split('(')[0]}": Step("dr_grpo", weight="seq_vanilla", masks=spelled)
@@ -60,7 +59,7 @@ STEPS = {
     },
     **{
         f"preset {name}": Step("dr_grpo", **{
-            part: presets.PRESETS[name][part] for part in ("mode", "weight", "masks", "objective")
+            part: presets.PRESETS[name][part] for part in ("centre", "weight", "masks", "objective")
         })
         for name in UNCLIPPED
     },
@@ -73,7 +72,7 @@ def repeats(response: np.ndarray) -> float:
 
 
 def problem(
-    mode: str, vocab: int, horizon: int, drift: float = 0.5, seed: int = 0
+    centre: str, vocab: int, horizon: int, drift: float = 0.5, seed: int = 0
 ) -> exact.Problem:
     """Returns the problem: responses of `horizon` tokens, and the reward `repeats` minus its mean under
     the behaviour. The behaviour's logits have normal noise of standard deviation `drift`."""
@@ -82,7 +81,7 @@ def problem(
     behaviour = exact.with_engine_noise(logits, drift, rng)
     raw = exact.Problem(logits, behaviour, repeats, horizon)
     mean = raw.probabilities(behaviour) @ raw.responses["rewards"]
-    old = behaviour if mode == "bypass" else logits
+    old = behaviour if centre == "behav" else logits
     return exact.Problem(logits, behaviour, lambda y: repeats(y) - mean, horizon, old=old)
 
 
@@ -90,9 +89,9 @@ def rows(
     steps: Mapping[str, Step], vocab: int, horizon: int, drift: float = 0.5, seed: int = 0
 ) -> list[Row]:
     """Returns a row for every step, on one response."""
-    cases = {mode: problem(mode, vocab, horizon, drift, seed) for mode in MODES}
-    truth = cases["decoupled"].true_gradient()
+    cases = {x: problem(x, vocab, horizon, drift, seed) for x in ("old", "behav")}
+    truth = cases["old"].true_gradient()
     return [
-        group_bias.against(truth, name, cases[step.mode], group_bias.loss(step))
+        group_bias.against(truth, name, cases[step.centre], group_bias.loss(step))
         for name, step in steps.items()
     ]

@@ -15,7 +15,9 @@ from typing import Any
 Choice = tuple[str, dict[str, Any]]
 Table = Mapping[str, Callable]
 Inputs = Mapping[str, tuple[str, ...]]  # name -> keywords of its function that are no parameters
+Options = Mapping[str, tuple[str, ...]]
 NO_INPUTS: Inputs = types.MappingProxyType({})
+NO_OPTIONS: Options = types.MappingProxyType({})
 
 
 def function(kind: str, name: str, table: Table) -> Callable:
@@ -34,25 +36,30 @@ def parameters(kind: str, name: str, table: Table, inputs: Inputs = NO_INPUTS) -
     }
 
 
-def parse(kind: str, text: str, table: Table, inputs: Inputs = NO_INPUTS) -> Choice:
+def parse(
+    kind: str, text: str, table: Table, inputs: Inputs = NO_INPUTS, of_all: Options = NO_OPTIONS
+) -> Choice:
     """"name" or "name(key=value, ...)" -> (name, every parameter with its value).
 
     A value is a Python literal or inf; a text needs no quotes, as in "r2vpo(form=survey, ...)".
+    `of_all` are texts that every entry may be given beside its own parameters, with their choices.
 
     Raises ValueError for an unknown name or parameter, a missing one, or text that is no such call.
     """
-    return _choice(kind, text, _expression(kind, text, table), table, inputs)
+    return _choice(kind, text, _expression(kind, text, table), table, inputs, of_all)
 
 
-def parse_all(kind: str, text: str, table: Table, inputs: Inputs = NO_INPUTS) -> tuple[Choice, ...]:
+def parse_all(
+    kind: str, text: str, table: Table, inputs: Inputs = NO_INPUTS, of_all: Options = NO_OPTIONS
+) -> tuple[Choice, ...]:
     """The choices of "a & b(key=value)", in order; none for an empty text."""
     if not text.strip():
         return ()
     node, reversed_choices = _expression(kind, text, table), []
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitAnd):
-        reversed_choices.append(_choice(kind, text, node.right, table, inputs))
+        reversed_choices.append(_choice(kind, text, node.right, table, inputs, of_all))
         node = node.left
-    return (_choice(kind, text, node, table, inputs), *reversed(reversed_choices))
+    return (_choice(kind, text, node, table, inputs, of_all), *reversed(reversed_choices))
 
 
 def _expression(kind, text, table):
@@ -68,30 +75,33 @@ def _malformed(kind, text):
     return ValueError(f"{kind} {text!r} is neither a name nor name(key=value, ...)")
 
 
-def _choice(kind, text, node, table, inputs) -> Choice:
+def _choice(kind, text, node, table, inputs, of_all) -> Choice:
     keywords, call = [], node
     if isinstance(node, ast.Call) and not node.args:
         keywords, call = node.keywords, node.func
     if not isinstance(call, ast.Name):
         raise _malformed(kind, text)
-    known = parameters(kind, call.id, table, inputs)
-    written = {}
+    own = parameters(kind, call.id, table, inputs)
+    known, written = own | dict.fromkeys(of_all, ""), {}
     for keyword in keywords:
-        if keyword.arg not in known:
+        key = str(keyword.arg)
+        if key not in known:
             raise ValueError(
-                f"{kind} {call.id!r} has no parameter {keyword.arg!r}; "
-                f"{_nearest(str(keyword.arg), known)}"
+                f"{kind} {call.id!r} has no parameter {keyword.arg!r}; {_nearest(key, known)}"
             )
+        is_text = isinstance(known[key], str)
         try:
-            written[keyword.arg] = _value(keyword.value, isinstance(known[keyword.arg], str))
+            value = _value(keyword.value, is_text)
         except ValueError:
             raise _malformed(kind, text) from None
-        if isinstance(written[keyword.arg], str) != isinstance(known[keyword.arg], str):
-            kinds = "a text" if isinstance(known[keyword.arg], str) else "a number"
-            raise ValueError(
-                f"{kind} {call.id!r} takes {kinds} as {keyword.arg}, not {written[keyword.arg]!r}"
-            )
-    values = known | written
+        if isinstance(value, str) != is_text:
+            kinds = "a text" if is_text else "a number"
+            raise ValueError(f"{kind} {call.id!r} takes {kinds} as {key}, not {value!r}")
+        if key in of_all and value not in of_all[key]:
+            chosen = ", ".join(of_all[key])
+            raise ValueError(f"{kind} {call.id!r} has {key}={value}; choose one of {chosen}")
+        written[key] = value
+    values = own | written
     missing = [name for name, value in values.items() if value is inspect.Parameter.empty]
     if missing:
         raise ValueError(

@@ -114,7 +114,7 @@ FIELDS = {
     # Tokens between two answers, which the policy did not sample, in rows that are trained on.
     "environment": Field("token", "bool", "rows", "method", is_optional=True),
     # Rewards.
-    "rewards": Field("sequence", "float32", "reward", "batch"),
+    "rewards": Field("sequence", "float32", "reward", "method"),
     # Of each turn, on its last sampled token; NaN where the environment gave none.
     "turn_rewards": Field("token", "float32", "reward", "batch", is_optional=True),
     "greedy_rewards": Field("sequence", "float32", "reward", "method", is_optional=True),

@@ -415,7 +415,8 @@ def opened(
         interrupt = stack.enter_context(Interrupt(config.checkpoint.grace))
         pins, config = _pinned(config, workdir)
         setup = build(config)
-        for doubt in validate.doubts(config, setup.training.correction):
+        chosen = setup.training.correction, setup.schedule, setup.replay
+        for doubt in validate.doubts(config, *chosen):
             processes.report(f"warning: {doubt}", sys.stderr)
         processes.first(lambda: sinks.check(config.metrics.sinks))
         if config.task.environment and (rewrites := setup.suffixes.rewrites):

@@ -19,7 +19,7 @@ from jaxrl_tis.engine.check import EIGHT_BIT, engine_problems
 from jaxrl_tis.engine.injection import Injection
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import loss, presets, reduce, turn_credit
-from jaxrl_tis.learner import correction, snapshots
+from jaxrl_tis.learner import correction, factors, snapshots
 from jaxrl_tis.learner.check import (
     adapter_problems, method_problems, staleness_problems, start_problems, trace_problems,
 )
@@ -37,15 +37,15 @@ from jaxrl_tis.rollouts.sessions import ON_FORK
 DTYPES = ("float32", "bfloat16")  # of what is kept
 COMPUTE_DTYPES = (*DTYPES, "float16")
 REWARD = "exact"  # the default of reward.name
-RATIOED_KL = ("is_k3", "clipped_is_k2", "exact_reverse", "exact_forward")  # off-policy as well
+RATIOED_KL = ("is_k3", "clipped_is_k2", "clipped_is_k3", "exact_reverse", "exact_forward")  # off-policy as well
 # Fields with a fixed set of values.
 ALLOWED = {
     "correction.preset": presets.PRESETS,
-    "correction.mode": (None, *loss.MODES),
+    "correction.centre": (None, *loss.CENTRES),
     "correction.aggregation": reduce.MODES,
     "correction.kl_placement": ("loss", "reward"),
     "correction.turn_credit": turn_credit.CREDITS,
-    "correction.routing": correction.ROUTINGS,
+    "correction.routing": (None, *correction.ROUTINGS),
     "correction.routing_missing": correction.ROUTING_MISSING,
     "engine.quantization": quant.SCHEMES,
     "model.quantization": quant.SCHEMES,
@@ -98,7 +98,7 @@ NOT_NEGATIVE = (
     "metrics.samples_every", "critic.value_clip",
 )
 # Fields that may be None: the preset gives them.
-OPTIONAL = tuple(f"correction.{x}" for x in ("mode", "weight", "masks", "objective", "centering"))
+OPTIONAL = tuple(f"correction.{x}" for x in presets.FIELDS)
 DECAYS = ("optimizer.b1", "optimizer.b2", "critic.b1", "critic.b2")
 
 
@@ -138,7 +138,7 @@ def validate(config: ml_collections.ConfigDict) -> Choices:
 
 def _parsed(config) -> tuple[dict[str, Any], list[str]]:
     """Returns (the fields of Choices that can be parsed, why the others cannot). `_names` reports
-    an unknown preset or mode of the correction."""
+    an unknown preset or centre of the correction."""
     c, rollout = config.correction, config.rollout
     parsed, refused = {}, []
 
@@ -148,10 +148,11 @@ def _parsed(config) -> tuple[dict[str, Any], list[str]]:
         except ValueError as error:
             refused.append(f"{prefix}{error}")
 
-    if c.preset in presets.PRESETS and c.mode in (None, *loss.MODES):
+    if c.preset in presets.PRESETS and c.centre in (None, *loss.CENTRES):
         optimizer = config.optimizer
         rate = 0.0 if optimizer.freeze_router_bias else optimizer.router_bias_rate
-        parse("correction", lambda c: correction.parse(c, rate), c, "correction: ")
+        parse("correction", lambda c: correction.parse(c, rate, config.train.minibatches), c,
+              "correction: ")
     parse("schedule", schedules.parse, rollout.schedule, "rollout.")
     parse("replay", replay.parse, rollout.replay, "rollout.")
     parse("lora", lora.parse, config.model.lora, "model.")
@@ -175,15 +176,23 @@ def _of_rooms(config, parsed: dict[str, Any]):
         yield from rollout_problems(config, *scheduling)
 
 
-def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
-    """Returns a line for each setting of a valid config, with its methods, that is likely not what
-    its user means."""
+def doubts(
+    config: ml_collections.ConfigDict, c: Correction, schedule: Schedule, way: replay.Way | None
+) -> list[str]:
+    """Returns a line for each setting of a valid config, with its parsed `Choices`, that is likely not
+    what its user means."""
     sentences = []
     if not config.reward.network and not child.namespaces():
         sentences.append(
             "this system lets no process have a namespace of its own: Python's sockets are closed to "
             "rewards without reward.network, those of programs that they start are not"
         )
+    train = config.train
+    is_stale = replay.max_age(schedule, way, config.rollout.max_age) > 0
+    is_same = config.model.numerics == "invariant" and config.engine.quantization == "none"
+    has_gap = not is_same or bool(config.engine.injected)
+    num_updates = train.minibatches * train.epochs
+    sentences += factors.doubts(c, is_stale, has_gap, num_updates)
     if c.kl is None:
         return sentences
     if config.model.adapter:
@@ -196,10 +205,12 @@ def doubts(config: ml_collections.ConfigDict, c: Correction) -> list[str]:
             f"correction.kl is {c.kl[0]!r} in the reward, where only k1 has the gradient of the KL: "
             "set correction.kl to k1"
         )
-    if c.kl_placement == "loss" and config.train.epochs > 1 and c.kl[0] not in RATIOED_KL:
+    is_off_policy = num_updates > 1 or is_stale
+    if c.kl_placement == "loss" and is_off_policy and c.kl[0] not in (*RATIOED_KL, "k2"):
+        what = f"{num_updates} updates of a batch" if num_updates > 1 else "tokens of older weights"
         sentences.append(
-            f"correction.kl is {c.kl[0]!r} in the loss of {config.train.epochs} epochs: after the "
-            "first the samples are another policy's, which clipped_is_k2 and is_k3 account for"
+            f"correction.kl is {c.kl[0]!r} in the loss of {what}: these samples are another policy's, "
+            "for which there are clipped_is_k2 and is_k3, or k2"
         )
     return sentences
 

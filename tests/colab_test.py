@@ -70,7 +70,7 @@ def check_weights(figure):
     expected = {  # all 8 tokens at a log-ratio of 1; turns of 4
         "none": 1.0, "token_vanilla": E, "token_tis": 2.0, "token_mis": 0.0, "token_icepop": E,
         "seq_vanilla": E**8, "geo_tis": 2.0, "turn_geo": 2.0, "prefix_minpro": E * E,
-        "prefix_ctpo": math.exp(0.05 * math.sqrt(8)), "capped_ratio": 2.0, "seq_capped_ratio": 2.0,
+        "prefix_ctpo": math.exp(0.05 * math.sqrt(8)),
     }
     for name, value in expected.items():
         np.testing.assert_allclose(at(lines[name], 1.0), value, rtol=1e-3, err_msg=name)

@@ -4,7 +4,8 @@ import pathlib
 import re
 import runpy
 
-from jaxrl_tis.estimators import factor_weights, loss, presets
+from jaxrl_tis.diagnostics import attribution
+from jaxrl_tis.estimators import loss, presets
 from jaxrl_tis.fields import FIELDS
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -21,12 +22,12 @@ def test_the_four_log_probs():
 
 
 def test_a_gap_lies_between_two_log_probs():
-    assert len(PICTURE["GAPS"]) == len(factor_weights.FACTORS) == len(PICTURE["LOG_PROBS"]) - 1
-    assert f"mismatch/{{{','.join(factor_weights.FACTORS)}}}/" in PAGE
+    assert len(PICTURE["GAPS"]) == len(attribution.FACTORS) == len(PICTURE["LOG_PROBS"]) - 1
+    assert f"mismatch/{{{','.join(attribution.FACTORS)}}}/" in PAGE
 
 
 def test_modes_and_presets_are_those_of_the_code():
-    assert all(f"**{mode.capitalize()}" in PAGE for mode in loss.MODES)
+    assert all(f"**{centre.capitalize()}" in PAGE for centre in loss.CENTRES)
     rows = PAGE.split("| `correction.preset` |")[1].split("\n\n")[0]
     assert set(re.findall(r"`(\w+)`", rows)) <= set(presets.PRESETS)
 

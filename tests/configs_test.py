@@ -186,7 +186,7 @@ def test_the_quickstart_with_experts():
     chosen = [(c["correction"].pop("routing"), c["correction"].pop("preset"), c.pop("name"))
               for c in (none, icepop, r2, r3)]
     assert [(routing, preset) for routing, preset, _ in chosen] == [
-        ("none", "tis_2"), ("none", "moe"), ("r2", "tis_2"), ("r3", "tis_2")]
+        ("none", "tis_2"), (None, "icepop"), ("r2", "tis_2"), ("r3", "tis_2")]
     assert none == icepop == r2 == r3 and r3["engine"]["record_routes"]
     setup = train.build(get_config("quickstart_moe"))
     params = jax.eval_shape(lambda: initial_params(setup.training))
@@ -216,7 +216,7 @@ def test_the_published_settings():
     for config in (grpo, ppo, dapo):
         assert config.engine.quantization == "w8a8"
         chosen = correction.parse(config.correction)
-        assert chosen.weight[0] == "token_tis" and chosen.mode == "decoupled"
+        assert chosen.weight[0] == "token_tis" and chosen.centre == "old"
     assert grpo.correction.advantage == "grpo" and grpo.rollout.group_size > 1
     assert ppo.correction.advantage == "gae" and ppo.rollout.group_size == 1
     c, rollout = dapo.correction, dapo.rollout

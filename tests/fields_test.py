@@ -79,7 +79,7 @@ def test_a_field_without_a_line_is_told_where_it_belongs():
      ("rewards", "entropy", "version", "current_version", "group", "turn", "logits")),
     ({"objective": "espo(vocab_size=19)"}, ("entropy",), ("group",)),
     ({"masks": "staleness(staleness_max=2)"}, (), ("version", "current_version")),
-    ({"masks": "staleness(staleness_max=2)", "mode": "bypass", "weight": "none"},
+    ({"masks": "staleness(staleness_max=2)", "centre": "behav", "weight": "none"},
      ("version", "current_version"), ("group",)),
     ({"advantage": "otb"}, (), ("sum_pi_squared",)),
     ({"turn_credit": "rest"}, ("adv",), ("turn_rewards", "turn")),

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.compiles
 ONE = dict(train__minibatches=1, train__epochs=1, metrics__diagnostics_every=1)
 METHODS = {
     "masks": dict(correction__masks="seq_mean_k3(upper=0.5) & veto"),
-    "ranks": dict(correction__mode="bypass", correction__objective="clip_cov",
+    "ranks": dict(correction__centre="behav", correction__objective="clip_cov",
                   correction__weight="none"),
     "weights": dict(correction__batch_normalize=True, correction__weight="seq_tis(cap=2.0)",
                     correction__controllers="ess_scale"),

@@ -17,7 +17,7 @@ CONFIG = "--config=configs/quickstart.py"
 COMMANDS = {
     "typo": [CONFIG, "--config.optimizer.lrr=1", "--workdir=unused"],
     "contradiction": [CONFIG, "--workdir=unused", "--config.rollout.group_size=1",
-                      "--config.correction.mode=bypass"],
+                      "--config.correction.centre=behav"],
 }
 
 

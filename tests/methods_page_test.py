@@ -40,12 +40,9 @@ def test_every_kind_controller_and_preset_has_its_place():
 
 def test_a_row_by_hand():
     table = {cells[0].split("`")[1]: cells for cells in rows("Objectives")}
-    assert table["decoupled"][0] == (
-        "[`decoupled`](../jaxrl_tis/estimators/ppo.py) [2110.00641](https://arxiv.org/abs/2110.00641), "
-        "[2505.24298](https://arxiv.org/abs/2505.24298)"
-    )
-    assert table["decoupled"][3] == (
-        "`clip_low=0.2`, `clip_high=0.2`, `upper=inf`; needs `logp_prox`, `logp_behav`"
+    assert table["espo"][0] == (
+        "[`espo`](../jaxrl_tis/estimators/sequence_clipped.py) [2512.00499](https://arxiv.org/abs/2512.00499), "
+        "[2512.07710](https://arxiv.org/abs/2512.07710)"
     )
     assert table["oapl"][3] == "`oapl_beta`; needs `logp_behav`" and table["gpg"][3] == ""
     assert table["ppo"][0].startswith("[`ppo`](../jaxrl_tis/estimators/ppo.py) (`ppo_clip`) [1707.06347]")
@@ -53,7 +50,7 @@ def test_a_row_by_hand():
     assert masks["seq_sum_ratio"][0].endswith(") verl")  # the source of seq_sum_k1
     assert masks["trm"][3] == "`trm_delta`; needs `logits_behav`†, `logits`†"  # for small configs
     presets_ = {cells[0].strip("`"): cells for cells in rows("Presets")}
-    assert presets_["centered"][1:] == ["`bypass`", "`none`", "", "`reinforce`, centred by `top(32)`"]
+    assert presets_["centered"][1:] == ["`behav`", "", "", "", "`reinforce`, centred by `top(32)`"]
 
 
 @pytest.mark.parametrize("label", ["Unit", "Trust region", "Gradient", "Use"])

@@ -40,7 +40,7 @@ RUNS = {
         "train__microbatch_rows": 16, "train__minibatches": 1,
     },
     "by factor": {
-        "correction__mode": "bypass", "correction__objective": "reinforce",
+        "correction__centre": "behav", "correction__objective": "reinforce",
         "correction__weight": "capped_ratio",
     },
     "centred": {"correction__preset": "centered_tis_2"},

@@ -40,7 +40,7 @@ def test_the_tiny_config_is_sound():
 
 
 @pytest.mark.parametrize("name", [
-    "correction.preset", "correction.mode", "correction.aggregation", "correction.kl_placement",
+    "correction.preset", "correction.centre", "correction.aggregation", "correction.kl_placement",
     "engine.quantization", "engine.dtype", "engine.cache_dtype", "model.dtype",
     "model.quantization",
     "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
@@ -160,10 +160,10 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(rollout__overlong_buffer=4), ["overlong_buffer = 4", "max_new_tokens = 3"]),
     (dict(rollout__group_size=1, train__minibatches=1),
      ["group_size is 1", "'grpo'", "at least 2"]),
-    (dict(correction__mode="bypass"), ["bypass", "'token_tis'", "'none'"]),
+    (dict(correction__centre="behav"), ["the ratio of objective", "'token_tis'", "factor engine", "twice", "'none'"]),
     (dict(correction__weight="token_tis(cap=0.5)"), ["cap is 0.5 in 'token_tis'"]),
     (dict(correction__weight="seq_tis(cap=0.99)"), ["cap is 0.99 in 'seq_tis'"]),
-    (dict(correction__weight="capped_ratio(cap_staleness=0.9)"), ["cap_staleness is 0.9"]),
+    (dict(correction__staleness_weight="token_tis(cap=0.9)", correction__centre="prox"), ["cap is 0.9"]),
     (dict(correction__objective="r2vpo(form=survey, r2vpo_lambda=1.0)"),
      ["objective 'r2vpo'", "all samples of a prompt"]),
     (dict(correction__objective="kl_cov(form=code)"), ["Unknown form 'code'; choose paper or"]),
@@ -172,12 +172,27 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__masks="seq_mean_k1(upper=0.9)"), ["0.9]", "'seq_mean_k1'"]),
     (dict(correction__objective="dual_clip(dual_clip=1.0)"), ["dual_clip is 1.0"]),
     (dict(correction__objective="qurl_acr"), ["'qurl_acr'", "'token_tis'", "twice", "'none'"]),
-    (dict(correction__preset="async"), ["'decoupled'", "distinguishes weight versions", "'sync'"]),
-    (dict(correction__preset="async_moe"), ["'decoupled'", "distinguishes weight versions"]),
     (dict(correction__objective="a3po", correction__weight="none"),
      ["'a3po'", "distinguishes weight versions"]),
-    (dict(correction__objective="decoupled", correction__weight="none"),
-     ["'decoupled'", "distinguishes weight versions"]),
+    (dict(correction__objective="fusion_cap", correction__weight="none"), ["'fusion_cap'", "teacher"]),
+    # Each factor of the ratio once.
+    (dict(correction__staleness_weight="token_vanilla", rollout__schedule="areal"),
+     ["the ratio of objective", "staleness weight 'token_vanilla'", "factor staleness", "centre to 'prox'"]),
+    (dict(correction__staleness_weight="folded", rollout__schedule="areal"), ["'token_tis'", "factor staleness"]),
+    (dict(correction__staleness_weight="folded", correction__weight="none", correction__centre="prox"),
+     ["'folded'", "a part of correction.weight"]),
+    (dict(correction__staleness_weight="token_tis", correction__centre="behav", correction__weight="none"),
+     ["'behav'", "factor staleness", "'token_tis'", "twice"]),
+    (dict(correction__centre="prox", rollout__schedule="areal"),
+     ["'areal'", "factor staleness", "correction.staleness_weight", "'folded'"]),
+    *((dict(correction__objective=objective, rollout__schedule=schedule), [schedule, "factor staleness"])
+      for objective in ("reinforce", "gpg") for schedule in ("areal", "one_step", "in_flight")),
+    (dict(correction__centre="prox", correction__staleness_weight="token_vanilla", rollout__schedule="areal",
+          rollout__old_logp_source="ewma"),
+     ["staleness weight 'token_vanilla'", "'ewma'", "not known apart from engine", "'folded'"]),
+    (dict(correction__weight="seq_tis(cap=2.0)", correction__masks="token_k2(upper=1.0)"),
+     ["'seq_tis'", "whole responses", "'token_k2'"]),
+    (dict(correction__masks="token_dp(upper=0.5, of=staleness)"), ["'token_dp'", "remove of=staleness"]),
     (dict(correction__masks="veto & staleness(staleness_max=2)"),
      ["'staleness'", "distinguishes weight versions"]),
     (dict(rollout__old_logp_source="replica"), ["rollout.old_logp_source = 'replica'", "'sync'", "'ring'"]),
@@ -198,18 +213,16 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(rollout__replay="newest", rollout__schedule="areal", rollout__old_logp_source="replica"),
      ["'replica'", "rollout.replay = 'newest'", "rollout.old_logp_source to ring"]),
     (dict(rollout__replay="newest", rollout__snapshots=4), ["snapshots = 4", "up to 4 versions old"]),
-    (dict(rollout__replay="newest", correction__objective="reinforce"), ["'reinforce' has no ratio", "'newest'"]),
-    (dict(rollout__replay="newest", correction__mode="bypass", correction__objective="gpg",
-          correction__weight="none"), ["'gpg' has no ratio"]),
+    (dict(rollout__replay="newest", correction__objective="reinforce"), ["'newest'", "factor staleness", "correction.staleness_weight"]),
+    (dict(rollout__replay="newest", correction__centre="behav", correction__objective="gpg",
+          correction__weight="none"), ["factor staleness", "set correction.weight"]),
     (dict(correction__objective="topr"), ["'topr'", "'token_tis'", "correction.weight to 'none'"]),
     (dict(correction__objective="topr_geo"), ["'topr_geo'", "'token_tis'", "correction.weight to 'none'"]),
     (dict(correction__objective="seq_ppo"), ["'seq_ppo'", "'token-mean'", "'seq-mean-token-mean'"]),
-    (dict(correction__objective="qurl_acr", correction__mode="bypass", correction__weight="none"),
-     ["'qurl_acr'", "bypass mode makes them one"]),
-    (dict(rollout__schedule="areal", correction__weight="capped_ratio"),
-     ["'capped_ratio'", "'areal'", "objective 'ppo'", "'reinforce'"]),
+    (dict(correction__objective="qurl_acr", correction__centre="behav", correction__weight="none"),
+     ["'qurl_acr'", "'behav' makes them one"]),
     (dict(rollout__schedule="areal", correction__centering="top(8)", train__minibatches=1, train__epochs=1),
-     ["correction.centering", "'areal'", "'bypass'"]),
+     ["correction.centering", "'areal'", "'folded'", "'behav'"]),
     (dict(rollout__schedule="areal", rollout__old_logp_source="ewma", correction__advantage="otb"),
      ["'otb'", "'ewma'", "average", "ring"]),
     (dict(rollout__schedule="areal", rollout__old_logp_source="ewma", correction__controllers="ess_scale"),
@@ -230,7 +243,7 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__controllers="ess_scale(vcpo_ess_target=0.0)"), ["vcpo_ess_target is 0.0"]),
     (dict(correction__controllers="length_surge(surge_floor=0.1)"),
      ["no published value for surge_cooldown"]),
-    (dict(correction__mode="bypass", correction__objective="reinforce",
+    (dict(correction__centre="behav", correction__objective="reinforce",
           correction__batch_normalize=True), ["batch_normalize", "whole batch", "microbatch_rows"]),
     (dict(correction__advantage="gdpo", correction__turn_credit="rest"),
      ["'gdpo' has inputs of whole sequences", "turn_credit = 'rest'", "'episode'"]),
@@ -278,12 +291,12 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__sampler_kl_coeff=-0.1), ["correction.sampler_kl_coeff is -0.1"]),
     (dict(correction__sampler_kl_coeff=0.1, correction__masks="token_ratio(lower=0.5, upper=2.0)"),
      ["correction.sampler_kl_coeff = 0.1", "'token_ratio'", "correction.rejected_in_denominator to True"]),
-    (dict(correction__objective="gmpo", correction__masks="token_k1(upper=1.3)", correction__mode="bypass",
+    (dict(correction__objective="gmpo", correction__masks="token_k1(upper=1.3)", correction__centre="behav",
           correction__weight="none"),
      ["'gmpo'", "'token_k1'", "remove the mask"]),
     (dict(correction__objective="gmpo", correction__masks="token_k1(upper=1.3)",
           correction__rejected_in_denominator=True), ["'gmpo'", "'token_k1'", "rejected_in_denominator to False"]),
-    (dict(correction__objective="luspo", correction__mode="bypass", correction__weight="none"),
+    (dict(correction__objective="luspo", correction__centre="behav", correction__weight="none"),
      ["objective 'luspo'", "correction.aggregation = 'token-mean'", "'seq-mean-token-mean'"]),
     (dict(correction__environment_ce_coeff=-0.1), ["correction.environment_ce_coeff is -0.1"]),
     (dict(correction__environment_ce_coeff=0.1),
@@ -295,7 +308,7 @@ def test_a_run_may_measure_and_not_train(name):
      ["no sampling mask is recorded", "rollout.sampling_mask_size", "'top(32)'"]),
     (dict(correction__preset="centered", correction__weight="seq_tis"),
      ["correction.centering", "the weight 'seq_tis'", "token_tis"]),
-    (dict(correction__centering="top(8)"), ["several updates", "'bypass'", "'reinforce'"]),
+    (dict(correction__centering="top(8)"), ["several updates", "'behav'", "'reinforce'"]),
     (dict(correction__preset="centered", correction__batch_normalize=True,
           train__minibatches=1, train__microbatch_rows=16), ["correction.batch_normalize", "False"]),
     (dict(correction__centering="top(8)", train__minibatches=1, train__epochs=1,
@@ -308,7 +321,7 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(correction__router_z_coeff=0.1), ["correction.router_z_coeff = 0.1", DENSE]),
     (dict(optimizer__freeze_router_bias=False), ["optimizer.freeze_router_bias = False", DENSE]),
     (EXPERTS | dict(correction__routing="r2", correction__preset="bypass_ppo_clip"),
-     ["'r2'", "bypass mode has no such pass", "'r3'"]),
+     ["'r2'", "'behav' does not use", "'r3'"]),
     (EXPERTS | dict(correction__routing="r3"),
      ["'r3' replays the routes of the sampler, which records none", "engine.record_routes to True"]),
     (EXPERTS | dict(correction__routing="keep"), ["'keep'", "engine.record_routes to True"]),
@@ -341,7 +354,7 @@ def test_a_run_may_measure_and_not_train(name):
      ["kl_placement = 'reward' has one of each token"]),
     (tiny.HARNESS | dict(correction__preset="bypass_pg_is", correction__batch_normalize=True,
                          train__minibatches=1, train__microbatch_rows=16),
-     ["in bypass mode needs all rows in a micro-batch"]),
+     ["around the sampler needs all rows in a micro-batch"]),
     (tiny.HARNESS | dict(rollout__fork_rows=3), ["rollout.fork_rows = 3", "make it a multiple of"]),
     (tiny.HARNESS | dict(rollout__fork_rows=-1), ["rollout.fork_rows is -1"]),
     (tiny.EPISODES | dict(task__environment="sums"), ["task.environment is 'sums'", "'module:Class'"]),
@@ -375,8 +388,8 @@ def test_several_processes_play_no_episodes_themselves(monkeypatch):
     dict(rollout__group_size=1, correction__advantage="gae", train__minibatches=1),
     dict(rollout__group_size=1, correction__advantage="batch_mean", train__minibatches=1,
          correction__preset="flash_reinforce", correction__aggregation="seq-mean-token-mean"),
-    dict(correction__mode="bypass", correction__weight="none"),
-    dict(correction__mode="bypass", correction__weight="none", correction__advantage="gae",
+    dict(correction__centre="behav", correction__weight="none"),
+    dict(correction__centre="behav", correction__weight="none", correction__advantage="gae",
          correction__objective="dis(clip_low=0.8, clip_high=3.0)", train__minibatches=1,
          rollout__group_size=1),
     dict(rollout__top_k=5, rollout__allow_filter_bias=True),
@@ -385,8 +398,8 @@ def test_several_processes_play_no_episodes_themselves(monkeypatch):
          correction__centering="kept"),
     dict(correction__centering="top(8)", train__minibatches=1, train__epochs=1),
     dict(rollout__top_k=5, rollout__top_p=0.9, rollout__sampling_mask_size=4),
-    dict(correction__mode="bypass", correction__objective="reinforce"),  # no ratio but the weight
-    dict(correction__mode="bypass", correction__objective="reinforce", train__minibatches=1,
+    dict(correction__centre="behav", correction__objective="reinforce"),  # no ratio but the weight
+    dict(correction__centre="behav", correction__objective="reinforce", train__minibatches=1,
          correction__batch_normalize=True, train__microbatch_rows=16),  # the whole batch at once
     dict(correction__advantage="gdpo", correction__kl_coeff=0.1),  # the penalty is in the loss
     dict(correction__masks="seq_sum_k2(upper=0.5) & token_k3(upper=0.01)"),  # bounds on a distance
@@ -402,25 +415,47 @@ def test_several_processes_play_no_episodes_themselves(monkeypatch):
                    correction__routing_missing="mask", correction__preset="bypass_ppo_clip"),
     EXPERTS | dict(correction__routing="keep", engine__record_routes=True),
     EXPERTS | dict(optimizer__freeze_router_bias=False, correction__load_balance_coeff=0.01),
-    EXPERTS | dict(correction__preset="moe"),
-    EXPERTS | dict(correction__preset="async_moe", rollout__schedule="areal"),
+    EXPERTS | dict(correction__preset="moe", train__minibatches=2),
+    EXPERTS | dict(correction__preset="async_moe", rollout__schedule="areal", train__minibatches=1),
+    *(dict(correction__preset=preset, rollout__schedule=schedule) for schedule in ("sync", "areal")
+      for preset in ("async", "decoupled", "factored", "capped_ratio", "seq_capped_ratio", "mis_ppo")),
+    dict(correction__preset="async", rollout__schedule="areal", rollout__old_logp_source="none"),
+    dict(correction__objective="reinforce", correction__staleness_weight="token_vanilla",
+         rollout__schedule="areal"),
+    dict(correction__preset="factored", correction__masks="seq_sum_ratio(upper=2.0, of=staleness)",
+         rollout__schedule="areal"),
     dict(model__path="some/folder", correction__routing="r3", engine__record_routes=True),
 ])
 def test_what_is_no_contradiction(changes):
     validate(tiny.config(**changes))
 
 
+ONE = dict(train__minibatches=1, train__epochs=1)
+
+
 @pytest.mark.parametrize("changes, words", [
     (dict(correction__kl="k3", correction__kl_placement="reward"), ["'k3'", "in the reward", "k1"]),
-    (dict(correction__kl="k3", train__epochs=3), ["'k3'", "3 epochs", "clipped_is_k2"]),
-    (dict(correction__kl="k3", train__epochs=1), []),
+    (ONE | dict(correction__kl="k3", train__epochs=3), ["'k3'", "3 updates", "clipped_is_k2"]),
+    (ONE | dict(correction__kl="k3", train__minibatches=2), ["'k3'", "2 updates", "or k2"]),
+    (ONE | dict(correction__kl="k3", rollout__schedule="areal"), ["'k3'", "tokens of older weights"]),
+    (ONE | dict(correction__kl="k3"), []),
+    (dict(correction__kl="k2", train__epochs=3), []),
+    (dict(correction__weight="none", correction__kl_coeff=0.0), ["factor engine", "token_tis"]),
+    (dict(correction__weight="none", correction__kl_coeff=0.0, model__numerics="invariant",
+          engine__quantization="none"), []),
+    (ONE | dict(correction__centre="behav", correction__weight="none", correction__objective="reinforce",
+                correction__kl_coeff=0.0, rollout__schedule="areal"), ["factor engine and staleness"]),
+    (dict(correction__objective="reinforce", correction__kl_coeff=0.0), ["'reinforce' has no ratio", "updates"]),
+    (dict(correction__centre="prox", correction__staleness_weight="token_tis", correction__kl_coeff=0.0),
+     ["staleness_weight is 'token_tis'", "it is 1"]),
     (dict(correction__kl="is_k3", train__epochs=3), []),
     (dict(correction__kl="k1", correction__kl_placement="reward"), []),
     (dict(correction__kl="k3", correction__kl_placement="reward", correction__kl_coeff=0.0), []),
 ])
 def test_what_is_likely_not_meant_is_said_in_a_line(changes, words):
     config = tiny.config(**{"correction__kl_coeff": 0.1} | changes)
-    found = doubts(config, validate(config).correction)
+    chosen = validate(config)
+    found = doubts(config, chosen.correction, chosen.schedule, chosen.replay)
     assert len(found) == bool(words) and not any("\n" in line for line in found)
     for word in words:
         assert word in found[0]
@@ -428,13 +463,14 @@ def test_what_is_likely_not_meant_is_said_in_a_line(changes, words):
 
 def test_a_system_that_cannot_cut_the_network_off_says_so():
     config, other = tiny.config(), tiny.config(reward__network=True)
-    chosen = validate(config).correction
+    choices = validate(config)
+    chosen = choices.correction, choices.schedule, choices.replay
     with mock.patch.object(child, "namespaces", lambda: ("unshare",)):
-        assert doubts(config, chosen) == []
+        assert doubts(config, *chosen) == []
     with mock.patch.object(child, "namespaces", lambda: ()):
-        [line] = doubts(config, chosen)
+        [line] = doubts(config, *chosen)
         assert "Python's sockets are closed to rewards without reward.network" in line
-        assert doubts(other, chosen) == []
+        assert doubts(other, *chosen) == []
 
 
 @pytest.mark.parametrize("changes, word", [
@@ -485,7 +521,7 @@ def test_a_bound_of_the_gate_may_be_infinite_but_is_a_number(name):
 
 def test_all_problems_at_once():
     found = problems(
-        steps=0, train__minibatches=3, correction__aggregation="mean", correction__mode="bypas",
+        steps=0, train__minibatches=3, correction__aggregation="mean", correction__centre="bypas",
         model__dtype="float64", rollout__top_p=0.5,
     )
     assert len(found) == 6, found
@@ -507,6 +543,6 @@ def test_a_config_is_parsed_once(module):
     parse, seen = module.parse, []
     with mock.patch.object(module, "parse", lambda *a: seen.append(a) or parse(*a)):
         setup = build.build(tiny.config())
-        doubts(setup.config, setup.training.correction)
+        doubts(setup.config, setup.training.correction, setup.schedule, setup.replay)
         Trainer(setup.training)
     assert len(seen) == 1

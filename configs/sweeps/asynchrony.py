@@ -35,12 +35,15 @@ def get_config(variant: str = "plain"):
     return c
 
 
-NAIVE = {"correction.mode": "bypass", "correction.objective": "ppo(clip_high=0.28)"}
-DECOUPLED = {"correction.mode": "decoupled", "correction.objective": "decoupled(clip_high=0.28)"}
+NAIVE = {"correction.centre": "behav", "correction.objective": "ppo(clip_high=0.28)"}
+DECOUPLED = {
+    "correction.centre": "prox", "correction.objective": "ppo(clip_high=0.28)",
+    "correction.weight": "token_vanilla", "correction.staleness_weight": "folded",
+}
 OTHERS = [
-    {"correction.mode": "decoupled", "correction.objective": "ppo(clip_high=0.28)",
+    {"correction.centre": "old", "correction.objective": "ppo(clip_high=0.28)",
      "correction.weight": "token_tis(cap=2.0)"},
-    DECOUPLED | {"correction.objective": "decoupled(clip_high=0.28, upper=2.0)"},
+    DECOUPLED | {"correction.weight": "token_mis(upper=2.0)"},
     NAIVE | {"correction.objective": "a3po"},
     NAIVE | {"correction.masks": "m2po"},
     NAIVE | {"correction.controllers": "gradient_alignment(gac_low=0.1, gac_high=0.3)"},

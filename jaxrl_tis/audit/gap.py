@@ -45,10 +45,8 @@ def _causes(batch):
         return {}
     now, mask = batch["logp"], batch["mask"]
     chain = now, now, batch["logp_old"], batch["logp_behav"], mask
-    _, factor_metrics = attribution.capped_ratio(*chain, batch["seg"])
-    factor_metrics |= attribution.factor_metrics(*chain)
-    is_ours = lambda name: "trust_region" not in name and not name.endswith("fraction_capped")
-    return {name: x for name, x in factor_metrics.items() if is_ours(name)}
+    found = attribution.factor_statistics(*chain, batch["seg"])
+    return {name: x for name, x in found.items() if "trust_region" not in name}
 
 
 def _head(batch):
@@ -56,7 +54,7 @@ def _head(batch):
     pairs = batch["top"]
     is_token = batch["mask"][..., None] & jnp.all(jnp.isfinite(pairs), axis=-1)
     f = centering.rule(methods.parse("weight", "none"), (), methods.parse("objective", "reinforce"),
-                       "bypass")
+                       "behav")
     _, learner, sampler = centering.coefficients(pairs[..., 1], pairs[..., 0], is_token, f)
     masses = {"learner_mass": learner, "sampler_mass": sampler}
     return {f"centering/{k}": ratios.masked_mean(x, batch["mask"]) for k, x in masses.items()}

@@ -7,12 +7,13 @@ from jaxrl_tis.doctor.case import CHI2, DP_MAX, ENGINE_SHARE, ESS, KL, PEARSON, 
 from jaxrl_tis.doctor.corrections import CALM, MASS
 from jaxrl_tis.doctor.diagnose import adapted, diagnosis_of
 from jaxrl_tis.doctor.frameworks import RATIO
+from jaxrl_tis.estimators import presets
 
 # Each batch is used once, and nothing is weighed or rejected. All else about the run is unknown.
 CONFIG = {
     "correction": {
         "preset": "disabled",
-        **dict.fromkeys(("mode", "weight", "masks", "objective", "centering")),
+        **dict.fromkeys(presets.FIELDS),
     },
     "train": {"epochs": 1, "minibatches": 1},
 }

@@ -58,12 +58,12 @@ WANTED = {
 class Part(NamedTuple):
     """One factor of a token's final weight, of kind "weight", "mask" or "objective".
 
-    `text`: as a config spells it. `is_now`: it uses the ratio of the current learner to the sampler, in
-    place of the learner at the weights that sampled; for an objective, it is in bypass mode."""
+    `text`: as a config spells it. `seen`: the ratio that it uses, one of `loss.RATIOS`; the centre of
+    an objective."""
 
     kind: str
     text: str
-    is_now: bool
+    seen: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,21 +92,39 @@ def rules(fields: frozenset[str]) -> list[Rule]:
     for kind in ("weight", "mask"):
         for name in methods.TABLES[kind]:
             text = _with_bounds(kind, name)
-            parts = (_part(kind, text, False, fields),)
+            parts = (_part(kind, text, _seen(kind, text), fields),)
             chosen.append(Rule(kind, name, text, parts, "logp_old", _reason(parts, (), fields)))
     for name, preset in presets.PRESETS.items():
-        texts = [("weight", preset["weight"]), ("objective", preset["objective"])]
-        texts += [("mask", text.strip()) for text in preset["masks"].split("&") if text]
-        parts = tuple(_part(kind, text, preset["mode"] == "bypass", fields) for kind, text in texts)
+        parts = tuple(_part(kind, text, seen, fields) for kind, text, seen in _parts(preset))
         head = () if preset["centering"] == "none" else ("top",)
         reason = _reason(parts, head, fields)
         chosen.append(Rule("preset", name, name, parts, "logp_now", reason))
     return chosen
 
 
-def _part(kind, text, is_bypass, fields):
-    is_now = is_bypass or methods.traits(kind, methods.parse(kind, text)[0]).at_update
-    return Part(kind, text, is_now and (kind == "objective" or "logp" in fields))
+def _parts(preset):
+    """Yields (kind, text, ratio) of the methods of a preset."""
+    centre, staleness = preset["centre"], preset["staleness_weight"]
+    spec = _spec(centre=centre, staleness_weight=loss.staleness_weight(staleness))
+    yield "weight", preset["weight"], "policy" if spec.is_bypassed else spec.gap
+    if spec.staleness_weight not in (loss.NO_WEIGHT, loss.FOLDED):
+        yield "weight", staleness, "staleness"
+    yield "objective", preset["objective"], centre
+    for text in filter(None, map(str.strip, preset["masks"].split("&"))):
+        yield "mask", text, spec.seen(methods.parse("mask", text))
+
+
+def _spec(**fields):
+    return loss.LossSpec(objective=("reinforce", {}), **fields)
+
+
+def _seen(kind, text):
+    return _spec().seen(methods.parse(kind, text)) if kind == "mask" else "engine"
+
+
+def _part(kind, text, seen, fields):
+    is_known = kind == "objective" or "logp" in fields or seen != "policy"
+    return Part(kind, text, seen if is_known else "engine")
 
 
 def _with_bounds(kind, name):
@@ -120,6 +138,7 @@ def _with_bounds(kind, name):
 def _reason(parts, more, fields):
     chosen = [(kind, methods.parse(kind, text)[0]) for kind, text, _ in parts]
     wanted = [field for kind, name in chosen for field in methods.needs(kind, name)]
+    wanted += ["logp_prox" for part in parts if part.seen in ("staleness", "folded")]
     reasons = [WANTED[field] for field in (*wanted, *more) if field not in fields]
     return "; ".join(dict.fromkeys(reasons)) or None
 
@@ -131,21 +150,26 @@ def evaluate_parts(parts: Sequence[Part], batch: Batch) -> list[tuple[jax.Array,
     """Returns (factor of each token [R,T], share of the tokens whose factor a bound changed, but not to
     0) for each part. Works under jit. Arguments as `table`."""
     mask, seg, none = batch["mask"], batch["seg"], jnp.zeros(())
-    log_ratios = [ratios.safe_log_ratio(batch[learner], batch["logp_behav"], mask)
-                  for learner in ("logp_old", "logp_now")]
-    raw = functools.cache(lambda level, is_now: weights.RAW[level](log_ratios[is_now], mask, seg))
+    chain = batch | dict.fromkeys(("logp", "logp_prox"), batch["logp_now"])
+    log_ratios = {
+        seen: ratios.safe_log_ratio(chain[learner], chain[sampler], mask)
+        for seen, (learner, sampler) in loss.RATIOS.items()
+    }
+    raw = functools.cache(lambda level, seen: weights.RAW[level](log_ratios[seen], mask, seg))
     evaluated = []
-    for kind, text, is_now in parts:
-        method, log_ratio = methods.parse(kind, text), log_ratios[is_now]
+    for kind, text, seen in parts:
+        method = methods.parse(kind, text)
         if kind == "objective":
-            evaluated.append((_factor(method, "bypass" if is_now else "decoupled", batch), none))
-        elif kind == "mask":
-            evaluated.append((loss.accepted(log_ratio, batch, (method,))[0], none))
+            evaluated.append((_factor(method, seen, chain), none))
+            continue
+        log_ratio = log_ratios[seen]
+        if kind == "mask":
+            evaluated.append((loss.accepted([log_ratio], batch, (method,))[0], none))
         else:
-            w, _ = loss.importance_weights(log_ratio, batch, method)
+            w = loss.importance_weights(log_ratio, batch, method)
             traits = methods.traits("weight", method[0])
             if text != "none" and traits.is_bounded_ratio:
-                counted = counts.of_weight(w, raw(traits.level, is_now), mask)
+                counted = counts.of_weight(w, raw(traits.level, seen), mask)
             else:
                 counted = loss.weight_counts(log_ratio, batch, method)
             evaluated.append((w, _truncated(counted)))
@@ -162,14 +186,14 @@ def _truncated(counted):
     return ratios.safe_divide(truncated, num_tokens)
 
 
-def _factor(objective, mode, batch):
+def _factor(objective, centre, batch):
     """Returns the factor that an objective gives the score of each token [R,T] at the next update, by
     its advantage: minus the gradient of its loss. 0 where it clips."""
     sign = jnp.where(batch["sign"] < 0, -1.0, 1.0)
 
     def total(logp):
         loss_value, _ = loss.policy_loss(
-            logp, batch | {"adv": sign}, objective=objective, mode=mode, aggregation="token-sum"
+            logp, batch | {"adv": sign}, objective=objective, centre=centre, aggregation="token-sum"
         )
         return loss_value
 

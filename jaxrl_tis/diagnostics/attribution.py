@@ -4,7 +4,11 @@ Every function is pure, works under jit and carries no gradient. Metrics are sca
 mismatch/<metric>. An empty mask, bucket or row gives 0 and never NaN; log-ratios are clamped to
 +-20 before exp, a sequence's after summing.
 
-The full ratio of the trained policy to the sampler has three factors, see `factor_weights`.
+The full ratio of the trained policy to the sampler has three factors:
+
+  engine        logp_old - logp_behav    same weights, other program, precision or filter
+  staleness     logp_prox - logp_old     weights moved between sampling and this training step
+  trust_region  logp - logp_prox         weights moved within this step, what PPO clips
 """
 
 import functools
@@ -15,10 +19,31 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_tis.diagnostics import divergences, mismatch
-from jaxrl_tis.estimators import factor_weights, ratios
+from jaxrl_tis.estimators import ratios
 
-FACTORS = factor_weights.FACTORS
-split_ratio = factor_weights.split_ratio
+FACTORS = ("engine", "staleness", "trust_region")
+
+
+def split_ratio(
+    logp: chex.Array, logp_prox: chex.Array, logp_old: chex.Array, logp_behav: chex.Array,
+    mask: chex.Array,
+) -> dict[str, chex.Array]:
+    """The log of each factor of pi / mu, [B, T] each, 0 at padding; their sum is logp - logp_behav.
+
+    Args:
+      logp: [B, T] the policy that is trained, nats.
+      logp_prox: [B, T] the learner at the start of the update; pass logp_old where nothing was stale.
+      logp_old: [B, T] the learner at the weights that sampled.
+      logp_behav: [B, T] the sampler.
+      mask: [B, T] valid tokens.
+
+    Returns {"engine", "staleness", "trust_region"} in nats, without gradient.
+    """
+    chain = (logp_behav, logp_old, logp_prox, logp)
+    return {
+        factor: jax.lax.stop_gradient(ratios.safe_log_ratio(chain[i + 1], chain[i], mask))
+        for i, factor in enumerate(FACTORS)
+    }
 
 
 @ratios.jit
@@ -51,64 +76,33 @@ def shares(metrics: dict[str, chex.Numeric]) -> dict[str, chex.Array]:
     }
 
 
-def capped_ratio(
+def factor_statistics(
     logp: chex.Array, logp_prox: chex.Array, logp_old: chex.Array, logp_behav: chex.Array,
-    mask: chex.Array, seg: chex.Array | None = None, *, level: str = "token",
-    cap: chex.Numeric = jnp.inf, cap_engine: chex.Numeric = jnp.inf,
-    cap_staleness: chex.Numeric = jnp.inf, cap_trust_region: chex.Numeric = jnp.inf,
-) -> tuple[chex.Array, dict[str, chex.Array]]:
-    """Returns the weight min(prod_f min(rho_f, cap_f), cap) of three factors, and metrics of each.
-
-    The weight is `factor_weights.capped_ratio` or, at level "seq", `seq_capped_ratio`. Without any
-    cap the product is the full ratio pi / mu, clamped to exp(+-20).
+    mask: chex.Array, seg: chex.Array | None = None,
+) -> dict[str, chex.Array]:
+    """Measures the distribution of each factor of the ratio and of their product.
 
     Args:
       logp, logp_prox, logp_old, logp_behav: [B, T] nats, see `split_ratio`.
       mask: [B, T] valid tokens.
       seg: [B, T] sequence ids of packed rows, or None.
-      level: "token", or "seq" to take each factor as its product over the sequence.
-      cap: bound of the product.
-      cap_engine, cap_staleness, cap_trust_region: bounds of the factors.
 
-    Returns (w [B, T], 0 at padding, without gradient; metrics). For each factor and for the
-    uncapped product, mismatch/<factor>/<metric>: log_ratio_mean, log_ratio_abs_mean,
-    log_ratio_abs_max, ratio_mean_token, ratio_mean_seq, tv_token, tv_seq, tv_seq_bound, chi2_token,
-    chi2_seq, ess_token, ess_seq; fraction_capped, the share of tokens (sequences at level "seq")
-    above the cap (of the product: after the factors' caps); and share, the factor's part
-    mean(l_f l) / mean(l^2) of the squared token log-ratio l, which add up to 1. Samples come from
-    mu, so the divergences are true ones for engine and product, and describe the factor otherwise.
+    Returns the metrics of `factor_metrics` with the `shares`, and mismatch/<factor>/<metric>:
+    log_ratio_mean, log_ratio_abs_max, ratio_mean_token, ratio_mean_seq, tv_token, tv_seq,
+    tv_seq_bound, chi2_token, chi2_seq, ess_token, ess_seq. Samples come from mu, so the divergences are
+    true ones for engine and product, and describe the factor otherwise.
     """
-    if level not in ("token", "seq"):
-        raise ValueError(f"Unknown level {level!r} of the capped ratio; choose token or seq.")
-    log_caps = factor_weights.log_caps(cap_engine, cap_staleness, cap_trust_region)
     log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask)
-    sum_bs = {factor: ratios.sequence_sum(log_bt[factor], mask, seg) for factor in FACTORS}
-    log_bt["product"] = sum(log_bt[factor] for factor in FACTORS)
-    sum_bs["product"] = sum(sum_bs[factor] for factor in FACTORS)
+    log_bt["product"] = sum(log_bt.values())
     is_sequence_bs = ratios.sequence_count(logp, mask, seg) > 0
-    unit, is_valid = (log_bt, mask) if level == "token" else (sum_bs, is_sequence_bs)
-
-    is_capped = {factor: unit[factor] > log_caps[factor] for factor in FACTORS}
-    log_w = factor_weights.log_product(unit, log_caps)
-    is_capped["product"] = log_w > ratios.log_bound(cap)
     metrics = {}
-    for factor in (*FACTORS, "product"):
-        statistics = divergences.ratio_statistics(
-            log_bt[factor], sum_bs[factor], mask, is_sequence_bs
-        )
-        statistics["log_ratio_mean"] = ratios.masked_mean(log_bt[factor], mask)
-        statistics["fraction_capped"] = ratios.masked_mean(is_capped[factor], is_valid)
+    for factor, x_bt in log_bt.items():
+        sum_bs = ratios.sequence_sum(x_bt, mask, seg)
+        statistics = divergences.ratio_statistics(x_bt, sum_bs, mask, is_sequence_bs)
+        statistics["log_ratio_mean"] = ratios.masked_mean(x_bt, mask)
         metrics |= mismatch.detached(statistics, f"mismatch/{factor}/")
-    metrics |= shares(factor_metrics(logp, logp_prox, logp_old, logp_behav, mask))
-    w = jnp.minimum(jnp.exp(log_w), cap)
-    w_bt = w if level == "token" else ratios.to_tokens(w, seg, mask.shape[1])
-    return ratios.zero_padding(w_bt, mask), metrics
-
-
-def capped_fractions(*log_probs: chex.Array, **parameters) -> dict[str, chex.Array]:
-    """Returns mismatch/<factor>/fraction_capped of `capped_ratio` with the same arguments."""
-    _, metrics = capped_ratio(*log_probs, **parameters)
-    return {name: x for name, x in metrics.items() if name.endswith("/fraction_capped")}
+    metrics |= factor_metrics(logp, logp_prox, logp_old, logp_behav, mask)
+    return metrics | shares(metrics)
 
 
 @functools.partial(ratios.jit, static_argnames="num_buckets")

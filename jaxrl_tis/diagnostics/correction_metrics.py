@@ -34,12 +34,11 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
     lower, upper = _band(weight)
     rewarded = returns.known(batch["rewards"], batch["sampled"])
     snis, ess = mismatch.snis_reward(rewarded[0], log_ratio, rewarded[1])
-    prox = batch["logp_prox"]
-    return _capped_fractions(weight, prox, prox, learner, behav, mask) | (
+    return (
         mismatch.offpolicy_metrics(learner, behav, mask)
         | mismatch.probability_metrics(learner, behav, mask)
         | mismatch.importance_weight_metrics(
-            outputs.weight * outputs.factor, log_ratio, mask,
+            outputs.engine, log_ratio, mask,
             level=methods.traits("weight", name).level, upper=upper, lower=lower,
         )
         | _changed_by_bounds(log_ratio, batch, weight)
@@ -50,41 +49,37 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
 
 
 def rejection_metrics(
-    masks: tuple[Method, ...], outputs: loss.MethodOutputs, mask: jax.Array
+    spec: loss.LossSpec, outputs: loss.MethodOutputs, mask: jax.Array
 ) -> Metrics:
     """Measures the rejected share, and the statistic of each criterion that has one; {} without masks.
 
     Args:
-      masks: names in `masks.MASKS` and their parameters.
-      outputs: of `loss.apply_methods` for these masks.
+      spec: has the masks.
+      outputs: of `loss.apply_methods`.
       mask: [N,T] valid tokens, before any rejection.
     """
-    if not masks:
+    if not spec.masks:
         return {}
     metrics = mismatch.rejected_fractions(outputs.is_accepted, mask)
-    for name, parameters in masks:
-        if name in mismatch.REJECTION_OPTIONS:
-            metrics |= mismatch.rejection_metrics(
-                outputs.log_ratio, mask, option=name, **parameters
-            )
+    for name, parameters in spec.masks:
+        log_ratio = outputs.judged.get(spec.seen((name, parameters)))
+        if name in mismatch.REJECTION_OPTIONS and log_ratio is not None:
+            bounds = {key: x for key, x in parameters.items() if key != "of"}
+            metrics |= mismatch.rejection_metrics(log_ratio, mask, option=name, **bounds)
     return metrics
 
 
-def drift_metrics(spec: loss.LossSpec, logp: jax.Array, batch: Batch) -> Metrics:
+def drift_metrics(logp: jax.Array, batch: Batch) -> Metrics:
     """Measures how far the policy of an update is from the sampler, by factor of the ratio.
 
-    In decoupled mode the drift is over the accepted tokens, because rejected ones have no logp.
+    Tokens that were rejected before the update have no logp, and are left out.
 
     Args:
-      spec: the loss of the update.
       logp: [B,T] log-probs of the policy that is trained, nats.
-      batch: `logp_prox`, `logp_old`, `logp_behav`, `mask` [B,T]; optional `seg`.
+      batch: `logp_prox`, `logp_old`, `logp_behav`, `mask` [B,T].
     """
     chain = logp, batch["logp_prox"], batch["logp_old"], batch["logp_behav"], batch["mask"]
-    drift = attribution.factor_metrics(*chain)
-    if spec.mode == "bypass":
-        drift |= _capped_fractions(spec.weight, *chain, batch.get("seg"))
-    return drift
+    return attribution.factor_metrics(*chain)
 
 
 def profile_metrics(weight: Method, batch: Batch, has_turns: bool) -> Metrics:
@@ -142,12 +137,3 @@ def _changed_by_bounds(log_ratio: jax.Array, batch: Batch, weight: Method) -> Me
         shares["oob_ratio"] = ~is_kept_bt & (raw_bt > 0)
     means = {name: ratios.masked_mean(x, batch["mask"]) for name, x in shares.items()}
     return mismatch.detached(means, "rollout_corr/rollout_is_")
-
-
-def _capped_fractions(weight: Method, *chain: jax.Array | None) -> Metrics:
-    """Measures how often each cap of a weight with a cap per factor acts; {} for any other
-    weight."""
-    name, caps = weight
-    if not methods.traits("weight", name).is_of_factors:
-        return {}
-    return attribution.capped_fractions(*chain, level=methods.traits("weight", name).level, **caps)

@@ -78,7 +78,7 @@ def divergence_metrics(
 
     Args:
       log_ratio: [B, T] nats, logp_old - logp_behav; for other factors of the full ratio
-        `attribution.capped_ratio` gives the same metrics but the tails, under names of their own.
+        `attribution.factor_statistics` gives the same metrics but the tails, under names of their own.
       mask: [B, T] valid tokens.
       seg: [B, T] sequence ids of packed rows, or None.
 

@@ -9,12 +9,12 @@ import itertools
 import math
 
 from jaxrl_tis.doctor.case import (
-    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, approximates_old_logp, has_older, in_bypass, is_ahead,
-    is_direct, is_not, is_so,
+    CHI2, KL, LAG, LENGTH, Case, Clause, Finding, approximates_old_logp, has_older, has_own_weight,
+    in_bypass, is_ahead, is_direct, is_not, is_so,
 )
 from jaxrl_tis.estimators import methods
 
-OBJECTIVES = ("decoupled", "a3po")  # for stale samples: they clip around the policy of the update
+OBJECTIVES = ("a3po",)  # for stale samples: they clip around the policy of the update by themselves
 ENGINE_GAP = "mismatch/engine/log_ratio_abs_mean"
 STALENESS_GAP = "mismatch/staleness/log_ratio_abs_mean"
 MEAN_LAG = "training/off_policy/trajectory_staleness/mean"
@@ -91,24 +91,30 @@ def lag_correlation(case: Case, gap: str, lag: str) -> float:
 
 
 def corrects_staleness(case: Case) -> bool:
-    """Returns whether staleness is corrected: by a weight, by the objective's own weight, or by a clip
-    around the policy of the update."""
-    weight = case.method("weight")[0]
+    """Returns whether staleness is corrected: by a weight of its own or with the engine's, or by the
+    objective itself."""
+    is_weighted = case.method("weight")[0] != "none"
     is_whole = in_bypass(case) or approximates_old_logp(case)
     return (
-        case.method("objective")[0] in OBJECTIVES or weight != "none" and is_whole
-        or is_direct(case) or "logp_prox" in methods.needs("weight", weight)
+        case.method("objective")[0] in OBJECTIVES or is_weighted and is_whole or is_direct(case)
+        or case.setting("correction.staleness_weight") != "none"
     )
 
 
-def objective(case: Case) -> str | None:
-    """Returns the objective to advise for stale samples; None where their staleness is corrected."""
-    return None if corrects_staleness(case) else "decoupled(upper=5.0)"
+def fit_objective(case: Case) -> str | None:
+    """Returns PPO for an objective that corrects the gap itself, because a weight would correct it twice,
+    or that takes no weight; None for any other, and for one that is meant for stale samples."""
+    name = case.method("objective")[0]
+    if has_older(case) and name in OBJECTIVES:
+        return None
+    is_unfit = has_own_weight(case) or not methods.traits("objective", name).takes_weight
+    return "ppo" if is_unfit else None
 
 
 def _looks_at_old(case):
-    has_weight = case.method("weight")[0] != "none" or case.setting("correction.masks") != ""
-    return case.setting("correction.mode") == "decoupled" and has_weight
+    is_apart = case.setting("correction.staleness_weight") != "folded"
+    has_weight = is_apart and case.method("weight")[0] != "none"
+    return not in_bypass(case) and (has_weight or case.setting("correction.masks") != "")
 
 
 def _if_older(value):
@@ -210,25 +216,27 @@ SETUP = (
     ),
     Finding(
         "async.staleness", "staleness makes most of the gap",
-        "Lower the staleness bound. Or use the objective decoupled, which clips around the policy "
-        "of the update (arXiv:2505.24298), with exact old log-probs (rollout.old_logp_source ring). The "
-        "engine's number format is not the cause.",
+        "Lower the staleness bound. Or clip around the policy of the update (correction.centre prox, "
+        "arXiv:2505.24298) with a staleness_weight, and exact old log-probs (rollout.old_logp_source "
+        "ring). The engine's number format is not the cause.",
         all_of=(
             STALE, Clause("run/staleness_share", ">=", 0.5), Clause("run/staleness_gap", ">", 0),
         ), any_of=GAP,
     ),
     Finding(
         "async.naive", "the samples are stale, and nothing corrects their staleness",
-        "Clip around the policy of the update: objective decoupled (arXiv:2505.24298) or a3po "
-        "(arXiv:2512.06547) with weight none, preset async. Or weight by the ratio to the "
-        "sampler, which needs no old log-probs: objective dis in bypass mode (arXiv:2607.07508). "
+        "Clip around the policy of the update, and weight what is older: preset async, decoupled PPO "
+        "(arXiv:2505.24298); or the objective a3po (arXiv:2512.06547) with weight none. Or weight by "
+        "the ratio to the sampler, which needs no old log-probs: objective dis around the sampler "
+        "(arXiv:2607.07508). "
         "In AReaL's ablation a clip around the policy that sampled degrades at a staleness of 1 "
         "and collapses at 4.",
         all_of=(is_not("config/corrects_staleness"), Clause(LAG, ">", "lag_naive", absent=False)),
         changes={
             field: _if_older(value) for field, value in (
-                ("correction.mode", "decoupled"), ("correction.objective", objective),
-                ("correction.weight", "none"), ("correction.centering", "none"),
+                ("correction.centre", "prox"), ("correction.objective", fit_objective),
+                ("correction.weight", "token_mis(upper=5.0)"),
+                ("correction.staleness_weight", "folded"), ("correction.centering", "none"),
             )
         },
         mistake="weight the engine's part alone: this weight is 1 for a token that is only old",
@@ -237,8 +245,7 @@ SETUP = (
         "async.stand_in", "weights and masks use a policy that did not sample the tokens",
         "Do not read mismatch/{engine,staleness} and rollout_corr/* as the engine's gap: with "
         "rollout.old_logp_source ewma or none they contain both parts. Probes (gate/engine) sample a "
-        "fresh batch and are exact. Ring and replica are exact, too; with them the objective "
-        "decoupled corrects staleness.",
+        "fresh batch and are exact. Ring and replica are exact, too.",
         all_of=(STALE, is_so("config/approximates_old_logp"), is_so("config/looks_at_old")),
     ),
     Finding(

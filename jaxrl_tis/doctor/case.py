@@ -379,7 +379,8 @@ def has_own_weight(case: Case) -> bool:
 
 
 def in_bypass(case: Case) -> bool:
-    return case.setting("correction.mode") == "bypass"
+    """Returns whether the sampler is the centre of the objective's ratio."""
+    return case.setting("correction.centre") == "behav"
 
 
 def updates(case: Case) -> int:

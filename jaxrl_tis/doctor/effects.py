@@ -101,8 +101,8 @@ FACTS = {
 
 def _normalized(case):
     """Returns that weights are to be divided by their mean, where `validate` lets them."""
-    is_decoupled = case.setting("correction.mode") == "decoupled"
-    return True if is_decoupled and case.setting("correction.centering") == "none" else None
+    is_before = case.setting("correction.centre") != "behav"
+    return True if is_before and case.setting("correction.centering") == "none" else None
 
 
 CAUSES = (

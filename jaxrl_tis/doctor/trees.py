@@ -13,7 +13,7 @@ from typing import Any
 from jaxrl_tis.doctor import asynchrony, depth, effects, frozen
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE, OUT_OF_BAND,
-    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, has_older, has_own_weight, in_bypass,
+    PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, approximates_old_logp, has_older, in_bypass,
     is_direct, is_not, is_so, largest_age, updates,
 )
 from jaxrl_tis.estimators import methods
@@ -50,30 +50,27 @@ def _rejected_stay(case):
     return True if has_kl or case.setting("correction.rejected_in_denominator") else None
 
 
-def _mode(case):
-    """Returns decoupled mode, in which weights see the sampler's gap alone; None where a method for stale
-    samples weights the whole drift."""
-    return None if has_older(case) and asynchrony.corrects_staleness(case) else "decoupled"
-
-
-def _weighable(case):
-    """Returns PPO for an objective that corrects the gap itself, because a weight would correct it twice,
-    or that takes no weight; for stale samples, the objective that corrects both parts."""
+def _centre(case):
+    """Returns a centre beside which weights see the gap before the update alone; None where the whole
+    drift of stale samples is weighted."""
     if has_older(case):
-        return asynchrony.objective(case)
-    traits = methods.traits("objective", case.method("objective")[0])
-    is_unfit = has_own_weight(case) or not traits.takes_weight
-    return "ppo" if is_unfit else None
+        return None if asynchrony.corrects_staleness(case) else "prox"
+    return "old" if in_bypass(case) else None
+
+
+def _staleness_weight(case):
+    """Returns the weight of staleness where the config has older tokens and nothing corrects them."""
+    if not has_older(case) or asynchrony.corrects_staleness(case):
+        return None
+    return "folded" if approximates_old_logp(case) else "token_vanilla"
 
 
 def _beside(case, weight):
-    """Returns a weight, or for stale samples its replacement: none with an objective that weights."""
+    """Returns a weight; None for stale samples whose objective weights them."""
     if not has_older(case):
         return weight
     is_weighed = is_direct(case) and case.method("weight")[0] == "none"  # by the objective itself
-    if is_weighed or case.method("objective")[0] in asynchrony.OBJECTIVES:
-        return None
-    return weight if asynchrony.corrects_staleness(case) else "none"
+    return None if is_weighed or case.method("objective")[0] in asynchrony.OBJECTIVES else weight
 
 
 def _weight(case):
@@ -106,6 +103,8 @@ def _clipped_kl(case):
 
 def _no_weight(case):
     """Returns no weight; None where the weight is all that tells stale samples from fresh ones."""
+    if case.setting("correction.staleness_weight") == "folded":
+        return None
     return None if is_direct(case) and (has_older(case) or updates(case) > 1) else "none"
 
 
@@ -130,7 +129,8 @@ GEO = {
     "rollout.old_logp_source": _old_logp, "correction.rejected_in_denominator": _rejected_stay,
 }
 WEIGHABLE = {
-    "correction.mode": _mode, "correction.objective": _weighable, "correction.centering": "none",
+    "correction.centre": _centre, "correction.objective": asynchrony.fit_objective,
+    "correction.staleness_weight": _staleness_weight, "correction.centering": "none",
 }
 WEIGHED = WEIGHABLE | {"correction.weight": _weight}
 TOKENS_WEIGHED = WEIGHABLE | {"correction.weight": _token_weight}
@@ -205,7 +205,8 @@ CAUSES = (
     ),
     Finding(
         "A.routing", "the routers of sampler and learner choose different experts",
-        "Replay the sampler's routes in the learner (arXiv:2510.11370). As a cheap first step, "
+        "Replay the sampler's routes in the learner (arXiv:2510.11370); the presets moe and async_moe replay "
+        "by train.minibatches, and older records mean IcePop by moe. As a cheap first step, "
         "mask tokens whose ratio leaves a band (IcePop, arXiv:2510.18855). In docs/referee.md a k3 of "
         "0.03 nats cost nothing with answers of 4 tokens, and 0.04 of reward with 24, where token "
         "weights helped a little; GSPO's ratio to the sampler did harm.",

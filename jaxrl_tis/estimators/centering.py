@@ -61,7 +61,7 @@ def head_size(text: str, mask_size: int) -> int:
 
 
 def why_not(
-    weight: Method, masks: tuple[Method, ...], objective: Method, mode: str, is_one_update: bool
+    weight: Method, masks: tuple[Method, ...], objective: Method, centre: str, is_one_update: bool
 ) -> str | None:
     """Returns why the methods define no weight per token and what to choose; None if they do.
 
@@ -77,33 +77,34 @@ def why_not(
             choices = ", ".join(known("mask"))
             return f"the mask {name!r} does not decide for each token separately; choose {choices}"
     name, parameters = objective
-    if mode == "decoupled" and not is_one_update:
+    if centre != "behav" and not is_one_update:
         return (
-            "decoupled mode weights the policy before the first of several updates; set "
-            "correction.mode to 'bypass' and correction.objective to 'reinforce'"
+            f"with correction.centre = {centre!r} it is of the policy before the first of several "
+            "updates; set correction.centre to 'behav' and correction.objective to 'reinforce'"
         )
     ends = ("cispo_mask_low", "cispo_mask_high")
     if name == "cispo" and any(parameters[end] < jnp.inf for end in ends):
         return "the masks of objective 'cispo' depend on the advantage; leave them infinite"
     where = methods.traits("objective", name).centering
-    if where == "ratio" or (where == "one" and mode == "decoupled"):
+    if where == "ratio" or (where == "one" and centre != "behav"):
         return None
     choices = ", ".join(known("objective"))
     return f"the objective {name!r} is not a weight times a log-prob; choose {choices}"
 
 
-def rule(weight: Method, masks: tuple[Method, ...], objective: Method, mode: str) -> Rule:
+def rule(weight: Method, masks: tuple[Method, ...], objective: Method, centre: str) -> Rule:
     """Returns the weight f of any token, for methods with `why_not` None. The objective's ratio, and
-    so its weight, is 1 in decoupled mode, and the token's own ratio in bypass mode."""
+    so its weight, is the token's own ratio if the sampler is its centre, else 1."""
 
     def f(log_ratio: Array, logp_behav: Array) -> Array:
         everywhere = jnp.ones(log_ratio.shape, bool)
         w = methods.function("weight", weight[0])(log_ratio, everywhere, **weight[1])
         for name, parameters in masks:
             extra = {"logp_behav": logp_behav} if methods.needs("mask", name) else {}
-            is_kept = methods.function("mask", name)(log_ratio, everywhere, **extra, **parameters)
+            own = {key: x for key, x in parameters.items() if key != "of"}
+            is_kept = methods.function("mask", name)(log_ratio, everywhere, **extra, **own)
             w = jnp.where(is_kept, w, 0.0)
-        if mode == "decoupled":
+        if centre != "behav":
             return w
         name, parameters = objective
 

@@ -70,13 +70,13 @@ class LengthSurge(NamedTuple):
     scale: Array  # factor of the learning rate, 1 at the start
 
 
-def length_surge_init(surge_window: int = 100) -> LengthSurge:
-    """The state before the first step. The length is compared with that of surge_window steps ago,
-    100 in the survey of the rule."""
-    if surge_window < 1:
-        raise ValueError(f"surge_window is {surge_window}; compare with at least 1 step ago.")
+def length_surge_init(window: int = 100) -> LengthSurge:
+    """The state before the first step. The length is compared with that of `window` steps ago, 100 in
+    the survey of the rule."""
+    if window < 1:
+        raise ValueError(f"window is {window} in 'length_surge'; compare with at least 1 step ago.")
     return LengthSurge(
-        lengths=jnp.zeros(surge_window, jnp.float32),
+        lengths=jnp.zeros(window, jnp.float32),
         step=jnp.zeros((), jnp.int32),
         cooldown=jnp.zeros((), jnp.int32),
         scale=jnp.ones((), jnp.float32),
@@ -86,6 +86,7 @@ def length_surge_init(surge_window: int = 100) -> LengthSurge:
 def length_surge(
     state: LengthSurge, mean_length: Numeric, *,
     surge_cooldown: int, surge_floor: float, surge_ratio: float = 1.2, surge_factor: float = 0.5,
+    window: int = 100,
 ) -> LengthSurge:
     """Cuts the learning rate when responses grow (arXiv:2602.01826): if L_t > 1.2 L_{t - 100}, lr
     halves.
@@ -97,7 +98,7 @@ def length_surge(
     Before a full window of steps there is nothing to compare with, and no cut. A length of 0, from
     a step without responses, is no reference.
 
-    Reads: mean response length, now and surge_window (100) steps ago. Sets: the learning rate from
+    Reads: mean response length, now and `window` steps ago. Sets: the learning rate from
     here on. Use: as a brake, since a surge precedes a collapse by tens of steps in the survey;
     tasks that need longer answers brake too, and nothing raises the rate again.
 
@@ -108,11 +109,13 @@ def length_surge(
       surge_floor: smallest scale.
       surge_ratio: growth over the window above which it is a surge, strictly.
       surge_factor: what a cut multiplies the scale by.
+      window: steps back to the length that is compared; the state has as many.
 
     Returns the new state.
     """
     mean_length = jnp.asarray(mean_length, state.lengths.dtype)
-    window = state.lengths.shape[0]
+    if state.lengths.shape[0] != window:
+        raise ValueError(f"window is {window}, and the state has {state.lengths.shape[0]} lengths.")
     slot = state.step % window
     reference = state.lengths[slot]
     has_grown = (reference > 0) & (mean_length > surge_ratio * reference)

@@ -28,15 +28,16 @@ def is_bounded(w: Array, raw: Array) -> Array:
     return jnp.abs(w - raw) > ROUNDING * raw
 
 
-def of_weight(w: Array, raw: Array, mask: Array) -> dict[str, Array]:
+def of_weight(w: Array, raw: Array, mask: Array, of: str = "weight") -> dict[str, Array]:
     """Counts of a weight.
 
     Args:
       w: [B,T] the weights as they are used, before any division by their mean.
       raw: [B,T] what they were before any cap, band or floor.
       mask: [B,T] valid tokens.
+      of: "weight" or "staleness_weight".
 
-    Returns correction/weight/<count>: `num_tokens` valid tokens, of which `changed_raw` have a raw
+    Returns correction/<of>/<count>: `num_tokens` valid tokens, of which `changed_raw` have a raw
     weight other than 1, `changed` a weight other than 1; `dropped` have weight 0, and `truncated`
     another weight than the raw one, but not 0. Other is what differs by more than ROUNDING.
     """
@@ -47,7 +48,7 @@ def of_weight(w: Array, raw: Array, mask: Array) -> dict[str, Array]:
         "changed": is_other(w, 1.0), "truncated": is_other(w, raw) & ~is_dropped_bt,
         "dropped": is_dropped_bt,
     }
-    return {f"{PREFIX}weight/{name}": _count(is_so, mask) for name, is_so in indicators.items()}
+    return {f"{PREFIX}{of}/{name}": _count(is_so, mask) for name, is_so in indicators.items()}
 
 
 def labels(names: list[str]) -> list[str]:

@@ -38,7 +38,7 @@ def fused_log_probs(logits: Array, logits_teacher: Array, alpha: Numeric) -> Arr
     return jax.nn.log_softmax(alpha * logits_teacher + (1.0 - alpha) * logits)
 
 
-@Traits(needs=("logp_behav",))
+@Traits(needs=("logp_behav",), of_mixture=True)
 def fusion_cap(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, cap: Numeric = 3.0,
@@ -66,7 +66,7 @@ def fusion_cap(
     return loss_bt, ppo.clip_metrics(log_ratio_bt, ratio_bt > cap, mask)
 
 
-@Traits(needs=("logp_behav",))
+@Traits(needs=("logp_behav",), of_mixture=True)
 def fusion_shaped(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     logp_behav: Array, fusion_gamma: Numeric = 0.1,

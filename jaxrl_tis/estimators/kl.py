@@ -21,6 +21,7 @@ Write z = logp - logp_ref, r = pi / pi_old. In expectation, with the prefixes he
   on samples of pi_old
   is_k3           r k3               r z                   KL(pi || ref)   grad KL(pi || ref)
   clipped_is_k2   max(r z, clip(r) z)  r z, 0 if clipped   as is_k3 while r is inside the band
+  clipped_is_k3   the same of z' = 1 - exp(-z)             0; grad KL(ref || pi) inside the band
   whatever the samples
   exact_reverse   KL(pi || ref)      through the logits    KL(pi || ref)   grad KL(pi || ref)
   exact_forward   KL(ref || pi)      through the logits    KL(ref || pi)   grad KL(ref || pi)
@@ -162,7 +163,8 @@ def clipped_is_k2(
     logp: Array, logp_ref: Array, *,
     logp_old: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
 ) -> Array:
-    """KL loss for several updates per batch (arXiv:2510.01555), max(r z, clip(r) z), z detached.
+    """KL loss for several updates per batch (arXiv:2510.01555, arXiv:2503.01491), max(r z, clip(r) z), z
+    detached.
 
     z is the gradient coefficient of k2 as a loss, i.e. k1 as a reward; r = pi / pi_old and its band
     are those of the policy term, so this is PPO-clip's loss with the advantage -z. Inside the band
@@ -185,10 +187,39 @@ def clipped_is_k2(
 
     Returns kl_bt [B, T] in nats.
     """
-    ratio = ratios.bounded_exp(_difference(logp, logp_old))
     difference = jax.lax.stop_gradient(_difference(logp, logp_ref))
+    return _clipped(difference, logp, logp_old, clip_low, clip_high)
+
+
+def _clipped(coefficient, logp, logp_old, clip_low, clip_high):
+    """max(r c, clip(r) c), the gradient through r alone."""
+    ratio = ratios.bounded_exp(_difference(logp, logp_old))
     clipped = ratios.clamp(ratio, 1.0 - clip_low, 1.0 + clip_high)
-    return jnp.maximum(ratio * difference, clipped * difference)
+    return jnp.maximum(ratio * coefficient, clipped * coefficient)
+
+
+@Traits(needs=("logp_old",))
+def clipped_is_k3(
+    logp: Array, logp_ref: Array, *,
+    logp_old: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
+) -> Array:
+    """`clipped_is_k2` with the gradient coefficient of k3 as a loss, c = 1 - exp(-z)
+    (arXiv:2510.01555).
+
+    The coefficient of k1 is 1 and knows no reference, so that form does not exist here.
+
+    Unit: token. Gradient: r c per log pi, that of KL(ref || pi) on samples of pi_old; 0 where r has
+    moved beyond the band towards a lower KL. Use: the forward KL over several updates; its value says
+    nothing of the size of the KL.
+
+    Args:
+      logp, logp_ref, logp_old, clip_low, clip_high: as `clipped_is_k2`.
+
+    Returns kl_bt [B, T].
+    """
+    difference = jax.lax.stop_gradient(_difference(logp, logp_ref))
+    difference = ratios.clamp(difference, -ratios.LOG_BOUND, ratios.LOG_BOUND)
+    return _clipped(-jnp.expm1(-difference), logp, logp_old, clip_low, clip_high)
 
 
 def _full_kl(logits_p, logits_q):
@@ -277,6 +308,7 @@ KL = {
     "abs+": absolute_plus,
     "is_k3": is_k3,
     "clipped_is_k2": clipped_is_k2,
+    "clipped_is_k3": clipped_is_k3,
     "exact_reverse": exact_reverse,
     "exact_forward": exact_forward,
 }

@@ -1,20 +1,28 @@
 """The policy loss: ratio -> mask -> weight -> objective -> reduction, centred scores, KL, entropy.
 
-`apply_methods` is the one place where the weight is computed. A method is a (name, parameters)
-pair, see `methods.parse`. The behaviour policy can be used in two ways.
+The ratio of the policy that is trained to the sampler has three factors, and each has a place:
 
-Decoupled: logp_old is the learner recomputed at the weights that sampled. The objective's ratio
-logp - logp_old is the staleness. Weight and masks see the sampler's gap logp_old - logp_behav, once
-for the rollout batch. Masks with the trait `at_update` bound the policy that is trained. They see
-logp - logp_behav at every update.
+    logp_old - logp_behav    engine        `weight`
+    logp_prox - logp_old     staleness     `staleness_weight`
+    logp - logp_prox         trust region  the ratio of the objective, around its `centre`
 
-Bypass: for the objective, the KL term and the masks logp_behav takes the place of logp_old and
-logp_prox, so the objective's ratio counts the whole drift, once. Weight and masks see the drift so
-far, logp - logp_behav, at every update. A weight with a cap for each factor still sees all four
-log-probs.
+Weights are detached and computed once for a rollout batch, by `apply_methods` alone. The centre says
+how much of the ratio the objective takes:
+
+  old    logp - logp_old, the learner recomputed at the weights that sampled: staleness, too.
+  prox   logp - logp_prox, the learner at the start of the update: the trust region alone.
+  behav  logp - logp_behav, the sampler (bypass): all of it, once. logp_behav takes the place of
+         logp_old and logp_prox for the objective, the KL term and the masks; a weight, for an
+         objective without a ratio, is of logp - logp_behav at every update.
+
+A folded weight is one weight of engine and staleness, of logp_prox - logp_behav. A mask judges what
+the weight sees, or the factor that its parameter `of` names, see `RATIOS`. Masks with the trait
+`at_update`, and those of "policy", bound the policy that is trained: they see logp - logp_behav at
+every update. A method is a (name, parameters) pair, see `methods.parse`.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -25,25 +33,35 @@ from jaxrl_tis.estimators import centering, counts, methods, ratios, reduce, wei
 from jaxrl_tis.estimators.masks import all_of
 from jaxrl_tis.estimators.methods import Method
 
-MODES = ("decoupled", "bypass")
+CENTRES = {"old": "logp_old", "prox": "logp_prox", "behav": "logp_behav"}
+# What a weight or a mask sees: the log-ratio of two fields.
+RATIOS = {
+    "engine": ("logp_old", "logp_behav"), "staleness": ("logp_prox", "logp_old"),
+    "folded": ("logp_prox", "logp_behav"), "policy": ("logp", "logp_behav"),
+}
 NO_WEIGHT: Method = ("none", {})
+FOLDED: Method = ("folded", {})  # the weight is of engine and staleness
 
 
 class MethodOutputs(NamedTuple):
     """The results of the weight and the masks for a batch; arrays are [B,T] and have no gradient.
 
     Attributes:
-      log_ratio: log of learner over sampler that the methods saw, nats.
-      weight: importance weights, 0 at padding; rejected tokens have theirs, too.
+      log_ratio: what the weight saw, nats.
+      engine: the weights of `weight`, 0 at padding; rejected tokens have theirs, too.
+      weight: these times those of `staleness_weight`, as the loss uses them.
       factor: scalar that the weights were divided by, 1 without batch normalisation.
       is_accepted: bool, the valid tokens that every mask keeps.
+      judged: {one of `RATIOS`: what masks saw, nats}.
       counts: integers that add up over micro-batches, see `counts`.
     """
 
     log_ratio: chex.Array
+    engine: chex.Array
     weight: chex.Array
     factor: chex.Array
     is_accepted: chex.Array
+    judged: dict[str, chex.Array]
     counts: dict[str, chex.Array]
 
 
@@ -54,10 +72,12 @@ class LossSpec:
     Attributes:
       objective: name in `objectives.OBJECTIVES`, with its parameters.
       weight: name in `weights.WEIGHTS`; multiplies the objective, detached.
+      staleness_weight: another one, of the factor staleness; or `FOLDED`.
       masks: names in `masks.MASKS`; a token counts if all of them keep it.
-      mode: "decoupled" or "bypass", see the top of the file.
+      centre: one of `CENTRES`, see the top of the file.
       aggregation: one of `reduce.MODES`, used for all terms but the cross-entropy.
-      is_batch_normalized: divide the weights by their mean over the batch at hand.
+      is_batch_normalized: divide the weights by their mean over the tokens of the batch at hand, or
+        over its sequences if no weight is of tokens.
       rejected_in_denominator: rejected tokens have weight 0 but stay in the denominators. Otherwise
         they leave the mask, and the kept ones weigh more where num_tokens and num_seqs are not
         given, as they do within their sequence in "seq-mean-token-mean". With the batch field
@@ -75,8 +95,9 @@ class LossSpec:
 
     objective: Method
     weight: Method = NO_WEIGHT
+    staleness_weight: Method = NO_WEIGHT
     masks: tuple[Method, ...] = ()
-    mode: str = "decoupled"
+    centre: str = "old"
     aggregation: str = "token-mean"
     is_batch_normalized: bool = False
     rejected_in_denominator: bool = False
@@ -86,6 +107,39 @@ class LossSpec:
     entropy_coeff: float = 0.0
     environment_ce_coeff: float = 0.0
     scale: chex.Numeric | None = None
+
+    @property
+    def gap(self) -> str:
+        """Which of `RATIOS` weight and masks see of a rollout batch."""
+        return "folded" if self.staleness_weight == FOLDED else "engine"
+
+    @property
+    def is_bypassed(self) -> bool:
+        """Whether the sampler is the centre."""
+        return self.centre == "behav"
+
+    def seen(self, mask: Method) -> str:
+        """Which of `RATIOS` a mask sees."""
+        name, parameters = mask
+        if "of" in parameters:
+            return parameters["of"]
+        is_live = self.is_bypassed or methods.traits("mask", name).at_update
+        return "policy" if is_live else self.gap
+
+    @property
+    def masks_before(self) -> tuple[Method, ...]:
+        """The masks that are applied once for a rollout batch."""
+        return tuple(m for m in self.masks if self.seen(m) != "policy")
+
+    @property
+    def masks_at_update(self) -> tuple[Method, ...]:
+        """The masks that are applied at every update."""
+        return tuple(m for m in self.masks if self.seen(m) == "policy")
+
+
+def staleness_weight(text: str) -> Method:
+    """Reads the weight of the factor staleness: a weight of the table, or "folded"."""
+    return FOLDED if text == "folded" else methods.parse("weight", text)
 
 
 def _field(batch, name, user):
@@ -100,28 +154,22 @@ def needed(kind: str, name: str, batch: dict[str, chex.Array]) -> dict[str, chex
 
 
 def importance_weights(
-    log_ratio: chex.Array, batch: dict[str, chex.Array], weight: Method,
-    is_batch_normalized: bool = False,
-) -> tuple[chex.Array, chex.Array]:
-    """(w [B,T] without gradient and 0 at padding, the factor it was divided by).
+    log_ratio: chex.Array, batch: dict[str, chex.Array], weight: Method
+) -> chex.Array:
+    """The weights [B,T] of a method, without gradient and 0 at padding.
 
     Args:
       log_ratio: [B,T] log of learner over sampler, nats.
       batch: `mask`, optional `seg`, and the fields that the weight needs.
       weight: name in `weights.WEIGHTS` and its parameters.
-      is_batch_normalized: divide by the mean over tokens, or over sequences for sequence weights.
     """
     name, parameters = weight
-    mask, seg = batch["mask"], batch.get("seg")
-    function = methods.function("weight", name)
-    w_bt = function(log_ratio, mask, seg, **needed("weight", name, batch), **parameters)
-    if not is_batch_normalized:
-        return w_bt, jnp.ones(())
-    return weights.batch_normalize(w_bt, mask, methods.traits("weight", name).level, seg)
+    function, extra = methods.function("weight", name), needed("weight", name, batch)
+    return function(log_ratio, batch["mask"], batch.get("seg"), **extra, **parameters)
 
 
 def weight_counts(
-    log_ratio: chex.Array, batch: dict[str, chex.Array], weight: Method
+    log_ratio: chex.Array, batch: dict[str, chex.Array], weight: Method, of: str = "weight"
 ) -> dict[str, chex.Array]:
     """`counts.of_weight`, compared with the weight without bounds; {} for "none".
 
@@ -129,7 +177,7 @@ def weight_counts(
     """
     if weight[0] == "none":
         return {}
-    return counts.of_weight(*with_and_without_bounds(log_ratio, batch, weight), batch["mask"])
+    return counts.of_weight(*with_and_without_bounds(log_ratio, batch, weight), batch["mask"], of)
 
 
 def with_and_without_bounds(
@@ -139,83 +187,96 @@ def with_and_without_bounds(
     name, parameters = weight
     neutral = {**weights.UNBOUNDED, **methods.traits("weight", name).unbounded}
     free = name, {key: neutral.get(key, value) for key, value in parameters.items()}
-    w_bt, raw_bt = (importance_weights(log_ratio, batch, x)[0] for x in (weight, free))
+    w_bt, raw_bt = (importance_weights(log_ratio, batch, x) for x in (weight, free))
     return w_bt, raw_bt
 
 
 def accepted(
-    log_ratio: chex.Array, batch: dict[str, chex.Array], masks: tuple[Method, ...]
+    log_ratios: Sequence[chex.Array], batch: dict[str, chex.Array], masks: tuple[Method, ...]
 ) -> tuple[chex.Array, dict[str, chex.Array]]:
     """([B,T] bool: the valid tokens that every mask keeps, `counts.of_masks`).
 
     Args:
-      log_ratio: [B,T] log of learner over sampler, nats.
+      log_ratios: [B,T] each, what each mask sees, nats.
       batch: `mask`, optional `seg`, and the fields that the masks need.
       masks: names in `masks.MASKS` and their parameters.
     """
     seg = batch.get("seg")
     fields = {name: x for name, x in batch.items() if name not in ("mask", "seg")}
-    is_accepted_bt, kept = all_of(masks, log_ratio, batch["mask"], seg, **fields)
+    is_accepted_bt, kept = ratios.as_bool(batch["mask"]), []
+    for (name, parameters), seen_bt in zip(masks, log_ratios, strict=True):
+        own = name, {key: x for key, x in parameters.items() if key != "of"}
+        kept_bt, _ = all_of((own,), seen_bt, batch["mask"], seg, **fields)
+        kept.append(kept_bt)
+        is_accepted_bt &= kept_bt
     return is_accepted_bt, counts.of_masks([name for name, _ in masks], kept, batch["mask"])
 
 
-def split(
-    masks: tuple[Method, ...], mode: str
-) -> tuple[tuple[Method, ...], tuple[Method, ...]]:
-    """(masks that are applied once for a rollout batch, masks that are applied at every update)."""
-    is_live = lambda m: mode == "bypass" or methods.traits("mask", m[0]).at_update
-    return tuple(m for m in masks if not is_live(m)), tuple(m for m in masks if is_live(m))
-
-
-def bypassed(batch: dict[str, chex.Array], mode: str) -> dict[str, chex.Array]:
-    """Returns the batch of bypass mode: logp_behav replaces logp_old and logp_prox."""
-    if mode != "bypass" or "logp_behav" not in batch:
+def bypassed(batch: dict[str, chex.Array], centre: str) -> dict[str, chex.Array]:
+    """Returns the batch with logp_behav in the place of logp_old and logp_prox, if it is the centre."""
+    if centre != "behav" or "logp_behav" not in batch:
         return batch
     return batch | dict.fromkeys(("logp_old", "logp_prox"), batch["logp_behav"])
 
 
 def apply_methods(
-    batch: dict[str, chex.Array], weight: Method, masks: tuple[Method, ...], *,
-    learner: str = "logp_old", is_batch_normalized: bool = False,
+    batch: dict[str, chex.Array], spec: LossSpec, masks: tuple[Method, ...], gap: str | None = None
 ) -> MethodOutputs:
     """Computes the weight of each token and the tokens that the masks accept.
 
     Args:
-      batch: `mask`, `logp_behav`, the field `learner`, optional `seg`, and the fields of the methods.
-      weight: name in `weights.WEIGHTS` and its parameters.
-      masks: names in `masks.MASKS` and their parameters.
-      learner: field of the learner's log-probs [B,T] in the ratio: "logp_old" for the sampler's
-        gap, "logp" for the drift of the policy that is trained.
-      is_batch_normalized: see `importance_weights`.
+      batch: `mask`, the log-probs of `RATIOS` that are seen, optional `seg`, and the fields of the
+        methods.
+      spec: its weights are computed.
+      masks: of the spec, those to apply.
+      gap: which of `RATIOS` the weight, and masks of the policy, see; None for that of the spec.
     """
-    log_ratio = _log_ratio(batch, learner, weight[0])
-    w_bt, factor = importance_weights(log_ratio, batch, weight, is_batch_normalized)
-    is_accepted_bt, method_counts = accepted(log_ratio, batch, masks)
-    method_counts |= weight_counts(log_ratio, batch, weight)
-    return MethodOutputs(log_ratio, w_bt, factor, is_accepted_bt, method_counts)
+    gap, user = gap or spec.gap, spec.weight[0]
+    log_ratio = _log_ratio(batch, gap, user)
+    engine_bt = importance_weights(log_ratio, batch, spec.weight)
+    w_bt, level = engine_bt, methods.traits("weight", user).level
+    method_counts = weight_counts(log_ratio, batch, spec.weight)
+    if spec.staleness_weight not in (NO_WEIGHT, FOLDED):
+        stale_bt = _log_ratio(batch, "staleness", spec.staleness_weight[0])
+        w_bt = w_bt * importance_weights(stale_bt, batch, spec.staleness_weight)
+        method_counts |= weight_counts(stale_bt, batch, spec.staleness_weight, "staleness_weight")
+        levels = [methods.traits("weight", name).level
+                  for name, _ in (spec.weight, spec.staleness_weight) if name != "none"]
+        level = "token" if "token" in levels else levels[0]
+    factor = jnp.ones(())
+    if spec.is_batch_normalized:
+        w_bt, factor = weights.batch_normalize(w_bt, batch["mask"], level, batch.get("seg"))
+
+    judged = {
+        of: log_ratio if of in (gap, "policy") else _log_ratio(batch, of, m[0])
+        for m in masks for of in (spec.seen(m),)
+    }
+    is_accepted_bt, of_masks = accepted([judged[spec.seen(m)] for m in masks], batch, masks)
+    return MethodOutputs(
+        log_ratio, engine_bt, w_bt, factor, is_accepted_bt, judged, of_masks | method_counts
+    )
 
 
-def _log_ratio(batch, learner, user):
-    behav = _field(batch, "logp_behav", user)
-    return ratios.safe_log_ratio(_field(batch, learner, user), behav, batch["mask"])
+def _log_ratio(batch, ratio, user):
+    learner, sampler = (_field(batch, name, user) for name in RATIOS[ratio])
+    return ratios.safe_log_ratio(learner, sampler, batch["mask"])
 
 
 def _apply_at_update(batch, spec):
     """Returns (weights, accepted tokens, metrics) at an update. If the batch has `weights`, only the
     masks of the update are applied."""
-    mask, (once, live) = ratios.as_bool(batch["mask"]), split(spec.masks, spec.mode)
+    mask, once, live = ratios.as_bool(batch["mask"]), spec.masks_before, spec.masks_at_update
     w_bt, is_accepted_bt, metrics = mask, mask, {}
     if live:
-        drift_bt = _log_ratio(batch, "logp", live[0][0])
-        is_accepted_bt, metrics = accepted(drift_bt, bypassed(batch, spec.mode), live)
+        drift_bt = _log_ratio(batch, "policy", live[0][0])
+        seen = bypassed(batch, spec.centre)
+        is_accepted_bt, metrics = accepted([drift_bt] * len(live), seen, live)
         metrics["actor/rejected_fraction"] = ratios.masked_mean(~is_accepted_bt, batch["mask"])
     if "weights" in batch:
         return batch["weights"], is_accepted_bt, metrics
-    if once or spec.weight[0] != "none":
-        outputs = apply_methods(
-            batch, spec.weight, once, learner="logp" if spec.mode == "bypass" else "logp_old",
-            is_batch_normalized=spec.is_batch_normalized,
-        )
+    is_weighed = any(w not in (NO_WEIGHT, FOLDED) for w in (spec.weight, spec.staleness_weight))
+    if once or is_weighed:
+        outputs = apply_methods(batch, spec, once, "policy" if spec.is_bypassed else None)
         w_bt, is_accepted_bt = outputs.weight, is_accepted_bt & outputs.is_accepted
         metrics |= outputs.counts
     return w_bt, is_accepted_bt, metrics
@@ -259,6 +320,8 @@ def policy_loss(
     for kind in ("objective", "weight", "kl"):
         if isinstance(spec.get(kind), str):
             spec[kind] = methods.parse(kind, spec[kind])
+    if isinstance(spec.get("staleness_weight"), str):
+        spec["staleness_weight"] = staleness_weight(spec["staleness_weight"])
     if isinstance(spec.get("masks"), str):
         spec["masks"] = methods.parse_all("mask", spec["masks"])
     return compute_loss(
@@ -275,8 +338,8 @@ def compute_loss(
     """Computes `policy_loss` for a `LossSpec`; the other arguments are those of `policy_loss`."""
     name, parameters = spec.objective
     batch = batch | {"logp": jax.lax.stop_gradient(logp)}
-    seen = bypassed(batch, spec.mode)
-    logp_old, adv, mask = (_field(seen, f, name) for f in ("logp_old", "adv", "mask"))
+    seen = bypassed(batch, spec.centre)
+    centre, adv, mask = (_field(seen, f, name) for f in (CENTRES[spec.centre], "adv", "mask"))
     seg = batch.get("seg")
     w_bt, is_accepted_bt, method_counts = _apply_at_update(batch, spec)
     trained_bt = mask
@@ -294,13 +357,13 @@ def compute_loss(
 
     extra = needed("objective", name, batch)
     function = methods.function("objective", name)
-    loss_bt, metrics = function(logp, logp_old, adv, mask, seg, **extra, **parameters)
+    loss_bt, metrics = function(logp, centre, adv, mask, seg, **extra, **parameters)
     if "weights" not in extra:  # otherwise the objective has used them
         loss_bt = batch["weights"] * loss_bt
     loss = aggregate(loss_bt, mask)
     metrics = metrics | method_counts | {"actor/pg_loss": loss}
     if logp_top is not None:
-        f = centering.rule(spec.weight, spec.masks, spec.objective, spec.mode)
+        f = centering.rule(spec.weight, spec.masks, spec.objective, spec.centre)
         centered_bt, measured = centering.centered(logp_top, batch, entropy, f)
         loss = loss + aggregate(centered_bt, mask)
         metrics |= measured

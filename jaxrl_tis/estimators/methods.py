@@ -19,6 +19,9 @@ TABLES = {
     "controller": controllers.CONTROLLERS,
 }
 
+# The ratio that a mask judges, see `loss.RATIOS`.
+OF_ALL = {"mask": {"of": ("engine", "staleness", "folded", "policy")}}
+
 
 def function(kind: str, name: str) -> Callable:
     """The entry of a table; ValueError names the nearest where there is none."""
@@ -55,9 +58,9 @@ def example(kind: str, name: str) -> dict[str, Any]:
 
 def parse(kind: str, text: str) -> Method:
     """Reads a method of this kind, see `choices.parse`."""
-    return choices.parse(kind, text, TABLES[kind], _inputs(kind))
+    return choices.parse(kind, text, TABLES[kind], _inputs(kind), OF_ALL.get(kind, {}))
 
 
 def parse_all(kind: str, text: str) -> tuple[Method, ...]:
     """Reads methods that "&" joins, see `choices.parse_all`."""
-    return choices.parse_all(kind, text, TABLES[kind], _inputs(kind))
+    return choices.parse_all(kind, text, TABLES[kind], _inputs(kind), OF_ALL.get(kind, {}))

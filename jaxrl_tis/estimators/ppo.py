@@ -109,7 +109,7 @@ def dual_clip_ppo(
     return loss_bt, metrics | {"actor/pg_clipfrac_lower": ratios.masked_mean(is_bounded_bt, mask)}
 
 
-def _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, upper):
+def _around(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, upper):
     """sg(pi_prox / mu) times PPO-clip around pi_prox; weights above `upper` are 0."""
     chex.assert_equal_shape([logp, logp_prox, logp_behav])
     log_ratio_bt, adv_bt = token_inputs(logp, logp_prox, adv, mask)
@@ -117,36 +117,6 @@ def _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, uppe
     log_w_bt = ratios.detached_log_ratio(ratios.safe_log_ratio(logp_prox, logp_behav, mask), mask)
     w_bt = jnp.where(log_w_bt <= ratios.log_bound(upper), jnp.exp(log_w_bt), 0.0)
     return w_bt * loss_bt, metrics
-
-
-@Traits(needs=("logp_prox", "logp_behav"), of_versions=True, reads_old=False, weighs_itself=True)
-def decoupled(
-    logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
-    logp_prox: Array, logp_behav: Array, clip_low: Numeric = 0.2, clip_high: Numeric = 0.2,
-    upper: Numeric = jnp.inf,
-) -> Loss:
-    """Decoupled PPO (arXiv:2110.00641; AReaL, arXiv:2505.24298), l = sg(pi_prox / mu) l_ppo(u).
-
-    u = pi / pi_prox; pi_prox is the learner at the start of the training step. The entry holds the
-    whole weight against the sampler: use it with weight "none". logp_old is not used. A token
-    dropped by `upper` has loss 0 and stays in the denominator. Aggregation: token-mean.
-
-    Unit: token. Trust region: that of `ppo` for u = pi / pi_prox; a weight pi_prox / mu above
-    `upper` counts as 0. Gradient: through u, 0 where `ppo` clips; the weight is detached. Use:
-    asynchronous training, to clip around a recent policy; AReaL reports that it needs a bound on
-    the lag too.
-
-    Args:
-      logp_prox: [B, T] log-probs of the centre of the trust region, nats.
-      logp_behav: [B, T] log-probs of the sampler, which may span weight versions, nats.
-      clip_low: width of the band below 1; 0.2 as in AReaL.
-      clip_high: width of the band above 1; 0.2 as in AReaL.
-      upper: largest pi_prox / mu kept, inclusive; no limit is AReaL's default now, 5.0 was.
-
-    Returns loss_bt; actor/pg_clipfrac and actor/ppo_kl are those of u.
-    """
-    del logp_old, seg
-    return _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, upper)
 
 
 def _interpolated(logp, logp_behav, mask, lag_bt, is_linear):
@@ -168,13 +138,14 @@ def a3po(
     logp_behav: Array, version: Array, current_version: Numeric, clip_low: Numeric = 0.2,
     clip_high: Numeric = 0.2, upper: Numeric = jnp.inf, a3po_linear: bool = False,
 ) -> Loss:
-    """A-3PO (arXiv:2512.06547): `decoupled` with log pi_prox = log mu + alpha (log pi - log mu).
+    """A-3PO (arXiv:2512.06547): l = sg(pi_prox / mu) l_ppo(pi / pi_prox), decoupled PPO, with log
+    pi_prox = log mu + alpha (log pi - log mu) in the place of a pass over the batch.
 
     alpha = (d - 1) / d for a token that is d = current_version - version versions old, and 0 for d
     <= 1, so fresh tokens get PPO around mu. In value u = (pi / mu)^(1/d), with the weight (pi /
     mu)^((d - 1)/d). Use it with weight "none"; logp_old is not used. Aggregation: token-mean.
 
-    Unit: token. Trust region: that of `decoupled`, pi_prox between mu and pi by the token's age.
+    Unit: token. Trust region: that of `ppo` around pi_prox, between mu and pi by the token's age.
     Gradient: through u, 0 where `ppo` clips; pi_prox and the weight are detached. Use: asynchronous
     training, to clip around a recent policy; AReaL also needs a bound on the lag.
 
@@ -182,7 +153,8 @@ def a3po(
       logp_behav: [B, T] log-probs of the sampler, nats.
       version: [B, T] int, the weights that sampled each token.
       current_version: scalar int, the weights that are trained.
-      clip_low, clip_high, upper: as `decoupled`.
+      clip_low, clip_high: as `ppo`.
+      upper: largest pi_prox / mu kept, inclusive; tokens above it have loss 0.
       a3po_linear: mix probabilities, pi_prox = (1 - alpha) mu + alpha pi + 1e-10, the other form of
         the authors' code; by default logarithms are mixed.
 
@@ -191,7 +163,7 @@ def a3po(
     del logp_old, seg
     chex.assert_equal_shape([logp, logp_behav, version])
     logp_prox = _interpolated(logp, logp_behav, mask, current_version - version, a3po_linear)
-    return _decoupled(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, upper)
+    return _around(logp, logp_prox, logp_behav, adv, mask, clip_low, clip_high, upper)
 
 
 @Traits(needs=("logp_behav",), weighs_itself=True)
@@ -341,7 +313,6 @@ def kl_cov(
 OBJECTIVES = {
     "ppo": ppo_clip,
     "dual_clip": dual_clip_ppo,
-    "decoupled": decoupled,
     "a3po": a3po,
     "qurl_acr": qurl_acr,
     "m2po": m2po,

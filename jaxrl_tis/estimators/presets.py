@@ -1,4 +1,4 @@
-"""Named corrections: combinations of mode, weight, masks and objective.
+"""Named corrections: combinations of centre, weights, masks and objective.
 
 Each preset is the fields of `config.correction` that it sets; a field that the config spells out
 wins over the preset's. The first block are verl's 19 presets (verl 0.9.1,
@@ -13,28 +13,36 @@ GEO_BAND = "seq_mean_k1(lower=0.999, upper=1.001)"
 SEQ_BAND = "seq_sum_k1(lower=0.5, upper=2.0)"
 K3_BOUND = "seq_mean_k3(upper=0.01)"
 ICEPOP = "token_icepop(lower=0.5, upper=5.0)"
+UNCLIPPED = "ppo(clip_low=1.0, clip_high=inf)"
 
 
-def _bundle(mode: str, weight: str, masks: str, objective: str) -> dict[str, str]:
+def _bundle(
+    centre: str, weight: str, masks: str, objective: str, staleness_weight: str = "none"
+) -> dict[str, str]:
     return {
-        "mode": mode, "weight": weight, "masks": masks, "objective": objective, "centering": "none",
+        "centre": centre, "weight": weight, "staleness_weight": staleness_weight, "masks": masks,
+        "objective": objective, "centering": "none", "routing": "none",
     }
 
 
 def _decoupled(weight: str, masks: str = "") -> dict[str, str]:
-    return _bundle("decoupled", weight, masks, "dual_clip")
+    return _bundle("old", weight, masks, "dual_clip")
 
 
 def _bypass(objective: str, weight: str = "none", masks: str = "") -> dict[str, str]:
-    return _bundle("bypass", weight, masks, objective)
+    return _bundle("behav", weight, masks, objective)
 
 
-def _ppo(weight: str, mode: str = "decoupled") -> dict[str, str]:
-    return _bundle(mode, weight, "", "ppo")
+def _ppo(weight: str, centre: str = "old") -> dict[str, str]:
+    return _bundle(centre, weight, "", "ppo")
+
+
+def _at_prox(weight: str, staleness_weight: str, objective: str = "ppo") -> dict[str, str]:
+    return _bundle("prox", weight, "", objective, staleness_weight)
 
 
 def _asynchronous() -> dict[str, str]:
-    return _bundle("decoupled", "none", "", "decoupled(upper=5.0)")
+    return _at_prox("token_mis(upper=5.0)", "folded")
 
 
 def _centered(weight: str) -> dict[str, str]:
@@ -42,6 +50,19 @@ def _centered(weight: str) -> dict[str, str]:
 
 
 NORMAL, TIS_2 = _ppo("none"), _ppo("token_tis(cap=2.0)")
+FACTORED = _at_prox("token_tis(cap=2.0)", "token_vanilla")
+
+BY_MINIBATCHES = "by minibatches"  # of routing, see `routing`
+
+
+def routing(minibatches: int) -> str:
+    """The routes to replay in models with experts, by the updates of a rollout batch: none in one, r2
+    in two, r3 beyond (arXiv:2512.01374)."""
+    return {1: "none", 2: "r2"}.get(minibatches, "r3")
+
+
+# The fields of config.correction that a preset sets.
+FIELDS = ("centre", "weight", "staleness_weight", "masks", "objective", "centering", "routing")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "decoupled_token_is": _decoupled("token_tis"),
@@ -65,10 +86,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     "disabled": _decoupled("none"),
     # The blog post's comparison.
     "normal": NORMAL,
-    "ppo_is": _ppo("none", mode="bypass"),
+    "ppo_is": _ppo("none", centre="behav"),
     "vanilla_is": _ppo("token_vanilla"),
     "tis_2": TIS_2,
     "tis_8": _ppo("token_tis(cap=8.0)"),
+    # Every factor of the ratio with a bound of its own. In `decoupled` (arXiv:2110.00641), engine and
+    # staleness are one weight; in `capped_ratio` all three are weights.
+    "factored": FACTORED,
+    "decoupled": _at_prox("token_vanilla", "folded"),
+    "capped_ratio": _at_prox("token_tis(cap=2.0)", "token_vanilla", "cispo(clip_high=inf)"),
+    "seq_capped_ratio": _at_prox(
+        "seq_tis(cap=2.0)", "seq_vanilla", "cispo(clip_high=inf, level=seq)"
+    ),
+    # MIS-PPO (Liu et al. 2025): PPO around the sampler, its ratio masked to [0, C] and unclipped.
+    "mis_ppo": _bypass(UNCLIPPED, masks="token_ratio(lower=0.0, upper=2.0)"),
+    "seq_mis_ppo": _bypass(UNCLIPPED, masks="seq_sum_ratio(lower=0.0, upper=2.0)"),
     # Centred scores (arXiv:2609.20807), alone and with a weight.
     "centered": _centered("none"),
     "centered_tis_2": _centered("token_tis(cap=2.0)"),
@@ -82,6 +114,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "colocated": TIS_2,
     "disaggregated": TIS_2,
     "async": _asynchronous(),
-    "moe": _ppo(ICEPOP),
-    "async_moe": _asynchronous() | {"masks": "veto & seq_mean_k3(upper=0.01)"},
+    "icepop": _ppo(ICEPOP),
+    "moe": TIS_2 | {"routing": BY_MINIBATCHES},
+    "async_moe": FACTORED | {"routing": BY_MINIBATCHES},
 }

@@ -77,7 +77,7 @@ def reinforce(
 def cispo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     clip_low: Numeric = 10.0, clip_high: Numeric = 0.2, cispo_mask_low: Numeric = jnp.inf,
-    cispo_mask_high: Numeric = jnp.inf,
+    cispo_mask_high: Numeric = jnp.inf, level: str = "token",
 ) -> ppo.Loss:
     """CISPO (MiniMax-M1, arXiv:2506.13585), l = -sg(clip(r, 1 - clip_low, 1 + clip_high) M) A log
     pi.
@@ -97,12 +97,15 @@ def cispo(
       clip_high: width above 1; 0.2 as in verl's script. 4.0 is the cap of 5 in TRL and ScaleRL.
       cispo_mask_low: width of the mask's band below 1; infinity is no mask, as in CISPO itself.
       cispo_mask_high: width of the mask's band above 1; likewise.
+      level: of the ratio, "token", or "seq" or "geo" for its product or geometric mean over the
+        sequence, which no paper has.
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens whose weight is not r.
     """
-    del seg
+    if level not in weights.RAW:
+        raise ValueError(f"level is {level!r} in 'cispo'; choose one of {', '.join(weights.RAW)}")
     log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
-    ratio_bt = weights.raw_token(log_ratio_bt, mask)
+    ratio_bt = weights.RAW[level](log_ratio_bt, mask, seg)
     w_bt = ratios.clamp(ratio_bt, 1.0 - clip_low, 1.0 + clip_high)
     is_masked_bt = (adv_bt > 0) & (ratio_bt > 1.0 + cispo_mask_high)
     is_masked_bt |= (adv_bt < 0) & (ratio_bt < 1.0 - cispo_mask_low)
@@ -116,34 +119,50 @@ BANDS = {  # of DISPO's experiments
 }
 
 
-@Traits(example=BANDS)
+@Traits(needs=("rewards",), example=BANDS)
 def dispo(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
     dispo_low_pos: Numeric, dispo_high_pos: Numeric, dispo_low_neg: Numeric,
-    dispo_high_neg: Numeric,
+    dispo_high_neg: Numeric, rewards: Array | None = None, form: str = "paper",
+    dispo_correct: Numeric = 0.0,
 ) -> ppo.Loss:
     """DISPO (arXiv:2602.00983): `cispo` with a band of its own for correct and incorrect responses.
 
     A correct response is one with A > 0, which a binary reward makes the same. The form is taken
     from secondary notes and the four widths were not read, so they are required. Aggregation:
-    token-mean.
+    token-mean. A survey tells four regimes apart, by the sign of A and by the label of the response,
+    each with one bound: form="survey".
 
     Unit: token. Trust region: w = r within a band for A > 0 and another for A <= 0; it bounds the
     weight, not the step. Gradient: through log pi, never 0; w is detached. Use: other caps for good
     and bad responses; four bounds to tune.
 
     Args:
-      dispo_low_pos, dispo_high_pos: widths of the band below and above 1 where A > 0.
-      dispo_low_neg, dispo_high_neg: widths where A <= 0.
+      dispo_low_pos, dispo_high_pos: widths of the band below and above 1 where A > 0; of correct
+        responses in the survey's form, where only the bound acts that A pushes towards.
+      dispo_low_neg, dispo_high_neg: widths where A <= 0; of incorrect responses.
+      rewards: [B, T] reward of each token's response, for the survey's form.
+      form: "paper" or "survey".
+      dispo_correct: reward above which a response is correct in the survey's form.
 
     Returns loss_bt; actor/pg_clipfrac is the fraction of tokens whose weight is not r.
     """
     del seg
+    ratios.check_choice("form", form, ("paper", "survey"))
     log_ratio_bt, adv_bt = ppo.token_inputs(logp, logp_old, adv, mask)
-    ratio_bt = weights.raw_token(log_ratio_bt, mask)
-    good_bt = ratios.clamp(ratio_bt, 1.0 - dispo_low_pos, 1.0 + dispo_high_pos)
-    bad_bt = ratios.clamp(ratio_bt, 1.0 - dispo_low_neg, 1.0 + dispo_high_neg)
-    w_bt = jnp.where(adv_bt > 0, good_bt, bad_bt)
+    ratio_bt, is_pushed_up_bt = weights.raw_token(log_ratio_bt, mask), adv_bt > 0
+    if form == "paper":
+        good_bt = ratios.clamp(ratio_bt, 1.0 - dispo_low_pos, 1.0 + dispo_high_pos)
+        bad_bt = ratios.clamp(ratio_bt, 1.0 - dispo_low_neg, 1.0 + dispo_high_neg)
+        w_bt = jnp.where(is_pushed_up_bt, good_bt, bad_bt)
+    else:
+        if rewards is None:
+            raise ValueError("dispo(form='survey') tells responses apart by their rewards: pass them.")
+        is_correct_bt = ratios.zero_padding(rewards, mask) > dispo_correct
+        high = jnp.where(is_correct_bt, 1.0 + dispo_high_pos, 1.0 + dispo_high_neg)
+        low = jnp.where(is_correct_bt, 1.0 - dispo_low_pos, 1.0 - dispo_low_neg)
+        w_bt = jnp.where(is_pushed_up_bt, jnp.minimum(ratio_bt, high), jnp.maximum(ratio_bt, low))
+        w_bt = ratios.zero_padding(w_bt, mask)
     metrics = ppo.clip_metrics(_clamped(log_ratio_bt), w_bt != ratio_bt, mask)
     return _reinforce(w_bt, logp, adv_bt, mask), metrics
 

@@ -247,8 +247,8 @@ def espo(
     entropy: Array, vocab_size: int, espo_alpha: Numeric = 0.02, espo_top: Numeric = 0.2,
     espo_uses_old: bool = False,
 ) -> ppo.Loss:
-    """ESPO (arXiv:2512.00499): GSPO-token on two groups per response, the tokens of highest entropy
-    and the rest.
+    """ESPO (arXiv:2512.00499, arXiv:2512.07710): GSPO-token on two groups per response, the tokens of
+    highest entropy and the rest.
 
     Each group has the ratio s = exp(mean of l over it). The paper averages over tokens in a group,
     then groups, then responses: with aggregation seq-mean-token-mean a token is weighted by n / (K

@@ -24,7 +24,6 @@ class Traits:
       level: of its ratio, a key of `weights.RAW`; it counts once for each token or sequence.
       is_bounded_ratio: it is the raw ratio of `level`, changed by its bounds alone.
       unbounded: bounds with names of its own, with the values at which they do nothing.
-      is_of_factors: it has a cap for each factor of the ratio, and contains the age of a token.
 
     Of a mask or an objective:
       ranks: it compares the tokens of a whole batch.
@@ -34,6 +33,7 @@ class Traits:
         log_ratio = logp - logp_behav. Others judge the sampler's gap, once for a rollout batch.
 
     Of an objective:
+      of_mixture: it is of samples that a teacher and the policy draw together.
       has_ratio: it has a ratio of the policy that is trained. One without counts the gap by `weight`.
       reads_old: it looks at logp_old.
       weighs_itself: a factor of its own stands for the sampler's gap, beside its ratio.
@@ -58,9 +58,9 @@ class Traits:
     level: str = "token"
     is_bounded_ratio: bool = True
     unbounded: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    is_of_factors: bool = False
     at_update: bool = False
     ranks: bool = False
+    of_mixture: bool = False
     has_ratio: bool = True
     reads_old: bool = True
     weighs_itself: bool = False

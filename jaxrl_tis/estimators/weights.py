@@ -15,9 +15,9 @@ With rho_t = pi_old(y_t) / mu(y_t), the first part of a name is the level of the
   prefix  the tokens up to t, see `prefix_weights`
 
 and the second is the bound: vanilla has none, tis truncates from above, clip bounds on both sides,
-mis and icepop set the ratio to 0 outside a closed band. `capped_ratio` has a cap for each factor of
-the token's ratio, see `factor_weights`. A rejected token has weight 0 and stays in the denominator of
-the loss; rejection that changes the mask is in `masks`.
+mis and icepop set the ratio to 0 outside a closed band. A rejected token has weight 0 and stays in the
+denominator of the loss; rejection that changes the mask is in `masks`. The same entries weigh the
+factor staleness, from logp_prox - logp_old, and the policy's drift, see `loss`.
 
 Args of every entry:
   log_ratio: [B, T] nats, logp_old - logp_behav; values at padding are ignored.
@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
-from jaxrl_tis.estimators import entries, factor_weights, prefix_weights, ratios
+from jaxrl_tis.estimators import entries, prefix_weights, ratios
 from jaxrl_tis.estimators.traits import Traits
 
 
@@ -116,7 +116,8 @@ def token_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Ar
 
 @Traits(level="seq")
 def seq_vanilla(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
-    """Vanilla importance sampling of sequences, w = prod_t rho_t; source as `token_vanilla`.
+    """Vanilla importance sampling of sequences, w = prod_t rho_t. Liu et al. 2025, "When Speed Kills
+    Stability".
 
     Unit: sequence. Trust region: none but |log w| <= 20. Use: short responses, as the unbiased
     reference; variance grows exponentially with the length.
@@ -175,14 +176,15 @@ token_tis = _weight(
 )
 seq_tis = _weight(
     "seq_tis", {"cap": 2.0},
-    "Sequence truncated importance sampling, w = min(prod_t rho_t, cap); source as `token_tis`.",
+    "Sequence truncated importance sampling, w = min(prod_t rho_t, cap). Liu et al. 2025, "
+    '"When Speed Kills Stability"; truncation as `token_tis`.',
     "short responses, where the bias vanishes as the cap grows (docs/oracle.md); over hundreds of "
     "tokens products sit at the cap or near 0, and the ESS collapses",
     "cap: upper bound of a weight; 2.0 is verl's default.",
 )
 geo_tis = _weight(
     "geo_tis", {"cap": 2.0},
-    "Truncated geometric mean, w = min(exp(mean_t log rho_t), cap); source as `token_tis`.",
+    "Truncated geometric mean, w = min(exp(mean_t log rho_t), cap), as ms-swift offers it; no paper.",
     "a weight of any length; over hundreds of tokens it is near 1 and corrects next to nothing "
     "(docs/oracle.md)",
     "cap: upper bound of a weight; 2.0 is ms-swift's default (its \"sequence_truncate\").",
@@ -309,11 +311,7 @@ WEIGHTS = {
     "seq_icepop": seq_icepop,
     "seq_mask_tis": seq_mask_tis,
     **prefix_weights.WEIGHTS,
-    **factor_weights.WEIGHTS,
 }
 
 # The usual bounds of a weight, at the values where they do nothing. Others are in its traits.
-UNBOUNDED = {
-    **dict.fromkeys(("cap", "cap_engine", "cap_staleness", "cap_trust_region"), jnp.inf),
-    "lower": 0.0, "upper": jnp.inf,
-}
+UNBOUNDED = {"cap": jnp.inf, "lower": 0.0, "upper": jnp.inf}

@@ -8,7 +8,7 @@ import ml_collections
 from jaxrl_tis.engine.check import is_filtered
 from jaxrl_tis.estimators import centering, loss, methods
 from jaxrl_tis.fields import FIELDS
-from jaxrl_tis.learner import control, correction
+from jaxrl_tis.learner import control, correction, factors
 from jaxrl_tis.learner.batch_layout import MAX_SEGMENTS
 from jaxrl_tis.learner.correction import Correction
 from jaxrl_tis.learner.setup import fork_rows, max_length
@@ -28,7 +28,7 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
     yield from _turn_credit(c)
     yield from _forks(c, config)
     yield from _fields(c, config)
-    for name, parameters in (c.weight, c.objective, *c.masks):
+    for name, parameters in (c.weight, c.staleness_weight, c.objective, *c.masks):
         yield from _bounds(name, parameters)
     yield from _controllers(c)
     if c.is_centered:
@@ -107,9 +107,9 @@ def _batch(c: Correction, config):
             f"correction.aggregation = {c.aggregation!r} does not divide by; set it to "
             "'seq-mean-token-mean'"
         )
-    if c.mode == "bypass" and c.is_batch_normalized and not is_whole:
+    if c.is_bypassed and c.is_batch_normalized and not is_whole:
         yield (
-            "bypass mode computes the weights of each micro-batch separately, and "
+            "with correction.centre = 'behav' each micro-batch computes its own weights, and "
             "correction.batch_normalize divides by the mean of the whole batch; set "
             "train.microbatch_rows to rollout.prompts * rollout.group_size"
         )
@@ -129,8 +129,8 @@ def _forks(c: Correction, config):
         f"correction.kl_placement = {c.kl_placement!r} has one of each token":
             c.kl is not None and c.kl_placement != "loss",
         f"objective {c.objective[0]!r} compares the samples of a prompt": _is_grouped(c),
-        "correction.batch_normalize in bypass mode needs all rows in a micro-batch":
-            c.mode == "bypass" and c.is_batch_normalized,
+        "correction.batch_normalize around the sampler needs all rows in a micro-batch":
+            c.is_bypassed and c.is_batch_normalized,
     }
     for reason, is_so in unfit.items():
         if is_so:
@@ -168,11 +168,11 @@ def _routing(c: Correction, config):
             )
     if is_dense:
         return
-    if c.routing == "r2" and c.mode == "bypass":
+    if c.routing == "r2" and c.is_bypassed:
         yield (
             "correction.routing = 'r2' replays the routes of the learner's pass before the update, "
-            "and bypass mode has no such pass; set correction.routing to 'r3', or correction.mode "
-            "to decoupled"
+            "which correction.centre = 'behav' does not use; set correction.routing to 'r3', or "
+            "correction.centre to 'old'"
         )
     if c.replays_routes and not config.engine.record_routes:
         yield (
@@ -197,10 +197,6 @@ def _routing(c: Correction, config):
         )
 
 
-def _has_ratio(c: Correction) -> bool:
-    return methods.traits("objective", c.objective[0]).has_ratio
-
-
 def _is_whole(config) -> bool:
     """Whether a micro-batch holds the whole rollout batch."""
     rollout, train = config.rollout, config.train
@@ -211,49 +207,54 @@ def _is_whole(config) -> bool:
     return is_one_update and train.microbatch_rows * per_row >= rollout.prompts * rollout.group_size
 
 
-def _replayed(c: Correction, rollout, way: replay.Way | None):
-    """Finds an objective that treats replayed samples as samples of the current policy."""
-    weight, objective = c.weight[0], c.objective[0]
-    is_replayed = way is not None and way.uses > 1
-    if is_replayed and not _has_ratio(c) and (weight == "none" or c.mode == "decoupled"):
-        yield (
-            f"objective {objective!r} has no ratio and no weight, and would treat the replayed "
-            f"samples of rollout.replay = {rollout.replay!r} as on-policy; use an objective with a "
-            "ratio, or bypass mode with a weight"
-        )
-
-
 def _weight(c: Correction):
-    """Finds an objective that already contains the weight, or must not be weighted."""
+    """Finds an objective that must not be weighted, and weights and masks of levels that contradict."""
     weight, objective = c.weight[0], c.objective[0]
-    if c.mode == "bypass" and methods.traits("objective", objective).weighs_itself:
+    if methods.traits("objective", objective).of_mixture:
         yield (
-            f"objective {objective!r} separates the gap of the sampler from its ratio, and bypass mode "
-            "makes them one; set correction.mode to 'decoupled', or correction.objective to 'ppo'"
+            f"objective {objective!r} is of samples that a teacher and the policy draw together, and no "
+            "teacher takes part in a run; choose another objective"
         )
-    if weight == "none":
+    if c.is_bypassed and methods.traits("objective", objective).weighs_itself:
+        yield (
+            f"objective {objective!r} separates the gap of the sampler from its ratio, and "
+            "correction.centre = 'behav' makes them one; set correction.centre to 'old', or "
+            "correction.objective to 'ppo'"
+        )
         return
-    if not methods.traits("objective", objective).takes_weight:
+    if c.is_bypassed and c.staleness_weight != loss.NO_WEIGHT:
+        yield (
+            "with correction.centre = 'behav' a ratio to the sampler holds the factor staleness, and "
+            f"correction.staleness_weight = {c.staleness_weight[0]!r} would count it twice; set it to "
+            "'none'"
+        )
+        return
+    if weight != "none" and not methods.traits("objective", objective).takes_weight:
         yield (
             f"objective {objective!r} leaves good samples unweighted, but the weight {weight!r} "
             "would weight them; set correction.weight to 'none'"
         )
-    if c.mode == "bypass" and _has_ratio(c):
-        yield (
-            f"in bypass mode the ratio of {objective!r} includes the engine gap, and the weight "
-            f"{weight!r} would count the gap twice; set correction.weight to 'none'"
-        )
-    if "logp_behav" in methods.needs("objective", objective):
-        yield (
-            f"objective {objective!r} uses logp_behav itself, and the weight {weight!r} would "
-            "count the engine gap twice; set correction.weight to 'none'"
-        )
+    yield from factors.problems(c)
+    of_sequences = [name for name, _ in (c.weight, c.staleness_weight)
+                    if methods.traits("weight", name).level in ("seq", "geo")]
+    for mask, parameters in c.masks:
+        if of_sequences and mask.startswith("token_"):
+            yield (
+                f"the weight {of_sequences[0]!r} is of whole responses, and the mask {mask!r} rejects "
+                "single tokens of them, whose ratios stay in the weight; choose a mask of sequences, as "
+                "'seq_mean_k3(upper=0.01)', or a weight of tokens"
+            )
+        if "of" in parameters and methods.needs("mask", mask):
+            yield (
+                f"the mask {mask!r} has log-probs of its own and judges no other ratio; remove "
+                f"of={parameters['of']}"
+            )
 
 
 def _rejected(c: Correction):
     """Finds rejected tokens in an objective that multiplies the weights of a response."""
     objective = c.objective[0]
-    _, at_update = loss.split(c.masks, c.mode)
+    at_update = c.masks_at_update
     if "weights" not in methods.needs("objective", objective):
         return
     if at_update or (c.masks and c.rejected_in_denominator):
@@ -283,8 +284,8 @@ def _kl(c: Correction):
 
 def _sampler_kl(c: Correction):
     """Finds masks that keep rejected tokens from the KL to the sampler."""
-    before, _ = loss.split(c.masks, c.mode)
-    if c.sampler_kl_coeff and before and c.mode == "decoupled" and not c.rejected_in_denominator:
+    before = c.masks_before
+    if c.sampler_kl_coeff and before and not c.rejected_in_denominator:
         yield (
             f"correction.sampler_kl_coeff = {c.sampler_kl_coeff:g} is for rejected tokens, too, and "
             f"the mask {before[0][0]!r} takes them out of the batch; set "
@@ -357,13 +358,13 @@ def staleness_problems(
     """Yields a sentence for each method, and each choice of rollout.old_logp_source, that does not
     go with the versions of the weights that the tokens of a batch can be of; `way` is that of
     replay."""
-    yield from _replayed(c, config.rollout, way)
     staleness = replay.max_age(schedule, way, config.rollout.max_age)
     if staleness:
         yield from _old_logp(config.rollout, schedule, staleness)
         yield from _without_old(c, config.rollout)
         yield from _averaged(c, config.rollout)
         yield from _of_several_versions(c, config.rollout)
+        yield from factors.staleness_problems(c, config.rollout, way is not None and way.uses > 1)
     else:
         yield from _of_one_version(c, config.rollout)
 
@@ -385,21 +386,13 @@ def _of_one_version(c: Correction, rollout):
 
 
 def _of_several_versions(c: Correction, rollout):
-    """Finds weights that count the age of the tokens twice, or do not count it."""
-    if c.mode != "decoupled":
-        return
-    setting = f"tokens of older weights (rollout.schedule = {rollout.schedule!r})"
-    if methods.traits("weight", c.weight[0]).is_of_factors and _has_ratio(c):
+    """Finds scores that are centred with another ratio than that of the weights."""
+    if c.is_centered and not c.is_bypassed and c.gap != "folded":
         yield (
-            f"the weight {c.weight[0]!r} contains the age of {setting}, and so does the ratio of "
-            f"objective {c.objective[0]!r}; set correction.mode to 'bypass' and correction.objective "
-            "to 'reinforce'"
-        )
-    if c.is_centered:
-        yield (
-            "correction.centering subtracts with the ratio of the current policy to the sampler, which "
-            f"the weights of {setting} are not in decoupled mode; set correction.mode to 'bypass' and "
-            "correction.objective to 'reinforce'"
+            "correction.centering subtracts with the ratio of the current policy to the sampler, which the "
+            f"weights of tokens of older weights (rollout.schedule = {rollout.schedule!r}) are not; set "
+            "correction.staleness_weight to 'folded' and correction.centre to 'prox', or "
+            "correction.centre to 'behav' and correction.objective to 'reinforce'"
         )
 
 
@@ -449,19 +442,19 @@ def _old_logp(rollout, schedule: Schedule, staleness: float):
 
 def _without_old(c: Correction, rollout):
     """Finds methods that need what rollout.old_logp_source = "none" does not score."""
-    if rollout.old_logp_source != "none" or c.mode != "decoupled":
+    if rollout.old_logp_source != "none" or c.is_bypassed:
         return
-    chosen = [("weight", c.weight[0])] if c.weight[0] != "none" else []
-    chosen += [("mask", name) for name, _ in c.masks]
+    chosen = [("weight", c.weight[0])] if c.weight != loss.NO_WEIGHT and c.gap == "engine" else []
+    chosen += [("mask", m[0]) for m in c.masks if c.seen(m) in ("engine", "staleness")]
     if c.kl is not None and "logp_old" in methods.needs("kl", c.kl[0]):
         chosen.append(("kl", c.kl[0]))
-    if methods.traits("objective", c.objective[0]).reads_old:
+    if c.centre == "old" and methods.traits("objective", c.objective[0]).reads_old:
         chosen.append(("objective", c.objective[0]))
     for kind, name in chosen:
         yield (
             f"the {kind} {name!r} needs the learner's log-probs under the weights that sampled "
-            "each token, and rollout.old_logp_source is 'none'; set it to ring, correction.mode to "
-            "bypass, or use objective 'a3po' or 'decoupled' with weight 'none' and no masks"
+            "each token, and rollout.old_logp_source is 'none'; set it to ring, or correction.centre to "
+            "'prox' and correction.staleness_weight to 'folded'"
         )
 
 
@@ -483,7 +476,7 @@ def _centering(c: Correction, config):
             "top_p and min_p keep; set rollout.sampling_mask_size"
         )
     is_one_update = config.train.epochs * config.train.minibatches == 1
-    chosen = c.weight, c.masks, c.objective, c.mode
+    chosen = c.weight, c.masks, c.objective, c.centre
     if refusal := centering.why_not(*chosen, is_one_update):
         yield f"correction.centering needs one weight for every token: {refusal}"
     if c.is_batch_normalized:
@@ -491,7 +484,7 @@ def _centering(c: Correction, config):
             "correction.centering uses the weights unchanged, and correction.batch_normalize "
             "divides them; set it to False"
         )
-    if c.masks and c.mode == "decoupled" and not c.rejected_in_denominator:
+    if c.masks_before and not c.rejected_in_denominator:
         yield (
             "correction.centering also subtracts at rejected tokens; set "
             "correction.rejected_in_denominator to True"
@@ -514,7 +507,7 @@ def _controllers(c):
 def _bounds(name, parameters):
     """Finds bounds that reject or truncate even where the two policies agree."""
     for key, cap in parameters.items():
-        if (key == "cap" or key.startswith("cap_")) and cap < 1:
+        if key == "cap" and cap < 1:
             yield f"{key} is {cap} in {name!r} and truncates equal policies; set it to 1 or more"
     low, high = (parameters.get(key) for key in ("lower", "upper"))
     if name == "token_dp":

@@ -21,9 +21,9 @@ def init(c: Correction) -> States:
     """Returns {controller: its state at step 0}, without stateless controllers."""
     states: States = {}
     _, parameters = c.objective
-    for name, _ in c.controllers:
+    for name, chosen in c.controllers:
         if name == "length_surge":
-            states[name] = controllers.length_surge_init()
+            states[name] = controllers.length_surge_init(chosen["window"])
         elif name == "adaptive_kl":
             states[name] = controllers.kl_coefficient_init(c.kl_coeff)
         elif name == "r2vpo_dual":

@@ -52,20 +52,20 @@ class Correction(loss.LossSpec):
         return bool(self.load_balance_coeff or self.router_z_coeff or self.router_bias_rate)
 
     @property
-    def masks_at_update(self) -> tuple[Method, ...]:
-        """The masks that are applied at every update instead of once per rollout batch."""
-        return loss.split(self.masks, self.mode)[1]
-
-    @property
     def needs(self) -> dict[str, str]:
         """{field that a chosen method takes beyond the usual arguments: name of the method}."""
-        chosen = [("weight", self.weight), ("advantage", self.advantage),
-                  ("objective", self.objective), *(("mask", m) for m in self.masks)]
+        chosen = [*self._weights, ("advantage", self.advantage), ("objective", self.objective),
+                  *(("mask", m) for m in self.masks)]
         if self.kl is not None:
             chosen.append(("kl", self.kl))
         of_turns = () if self.turn_credit == "episode" else ("turn", "turn_rewards")
         more = self._head | self._of_loss
         return _needs(chosen) | more | dict.fromkeys(of_turns, "turn_credit")
+
+    @property
+    def _weights(self) -> list[tuple[str, Method]]:
+        chosen = [("weight", self.weight), ("weight", self.staleness_weight)]
+        return [x for x in chosen if x[1] != loss.FOLDED]
 
     @property
     def is_centered(self) -> bool:
@@ -88,21 +88,20 @@ class Correction(loss.LossSpec):
         """Why the learner's log-probs of a whole rollout batch are needed before its only update;
         None if those that the update computes anyway serve: what is made of them before is of one
         token, or of one sequence."""
-        once, _ = loss.split(self.masks, self.mode)
         own = "logp", "logp_old", "logp_prox", "entropy", "logits", "weights", "key", "adv"
         made = lambda field: FIELDS[field].source in ("learner", "prepare", "update")
-        chosen = [("weight", self.weight, own), ("objective", self.objective, own),
+        chosen = [*((*x, own) for x in self._weights), ("objective", self.objective, own),
                   ("advantage", self.advantage, ()), *(("mask", m, own) for m in self.masks)]
         for kind, (name, _), allowed in chosen:
             for field in methods.needs(kind, name):
                 if made(field) and field not in allowed:
                     return f"the {kind} {name} needs {field} of the batch"
-        for name, _ in once:
+        for name, _ in self.masks_before:
             if methods.traits("mask", name).ranks:
                 return f"the mask {name} ranks the tokens of the batch"
         if self.is_batch_normalized:
             return "weights are divided by their mean over the batch"
-        if once and self.mode == "decoupled" and not self.rejected_in_denominator:
+        if self.masks_before and not self.rejected_in_denominator:
             return "the divisor of the loss is the number of tokens that the masks keep"
         if self.kl is not None and self.kl_placement != "loss":
             return "the KL to the reference is a part of the reward"
@@ -122,8 +121,8 @@ class Correction(loss.LossSpec):
         """
         masks = self.masks_at_update if is_scored else self.masks
         at_update = [("objective", self.objective), *(("mask", m) for m in masks)]
-        if self.mode == "bypass" or not is_scored:
-            at_update.append(("weight", self.weight))
+        if self.is_bypassed or not is_scored:
+            at_update += self._weights
         if self.kl is not None and self.kl_placement == "loss":
             at_update.append(("kl", self.kl))
         use = FIELDS[field].use
@@ -137,8 +136,7 @@ def _needs(chosen: list[tuple[str, Method]]) -> dict[str, str]:
 
 
 def resolve(fields: ml_collections.ConfigDict) -> dict[str, str]:
-    """Returns mode, weight, masks, objective and centering: the config's fields, and the preset's
-    where the config has none."""
+    """Returns the values of `presets.FIELDS`: the config's, and the preset's where it has none."""
     if fields.preset not in presets.PRESETS:
         raise ValueError(
             f"correction.preset is {fields.preset!r}; choose one of {', '.join(presets.PRESETS)}"
@@ -147,13 +145,23 @@ def resolve(fields: ml_collections.ConfigDict) -> dict[str, str]:
     return {part: text if fields[part] is None else fields[part] for part, text in bundle.items()}
 
 
-def parse(fields: ml_collections.ConfigDict, router_bias_rate: float = 0.0) -> Correction:
+def parse(
+    fields: ml_collections.ConfigDict, router_bias_rate: float = 0.0, minibatches: int = 1
+) -> Correction:
     """Parses the methods of `config.correction`. ValueError for an unknown name or parameter.
-    `router_bias_rate` is the step of the routers' biases, 0 for none."""
+
+    Args:
+      router_bias_rate: step of the routers' biases, 0 for none.
+      minibatches: of a rollout batch, which decide `presets.BY_MINIBATCHES`.
+    """
     parts = resolve(fields)
+    routing = parts["routing"]
+    if routing == presets.BY_MINIBATCHES:
+        routing = presets.routing(minibatches)
     return Correction(
-        mode=parts["mode"],
+        centre=parts["centre"],
         weight=methods.parse("weight", parts["weight"]),
+        staleness_weight=loss.staleness_weight(parts["staleness_weight"]),
         masks=methods.parse_all("mask", parts["masks"]),
         is_batch_normalized=fields.batch_normalize,
         rejected_in_denominator=fields.rejected_in_denominator,
@@ -170,7 +178,7 @@ def parse(fields: ml_collections.ConfigDict, router_bias_rate: float = 0.0) -> C
         entropy_coeff=fields.entropy_coeff,
         environment_ce_coeff=fields.environment_ce_coeff,
         controllers=methods.parse_all("controller", fields.controllers),
-        routing=fields.routing,
+        routing=routing,
         routing_missing=fields.routing_missing,
         load_balance_coeff=fields.load_balance_coeff,
         router_z_coeff=fields.router_z_coeff,
@@ -198,9 +206,8 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
 
     The batch holds mask, sampled, logp_behav, logp_old (recomputed at the weights that sampled),
     logp_prox (at the weights at the start of the update), rewards [N], group [N], version,
-    current_version, and the fields that the methods need. The metrics measure the sampler's gap in
-    both modes. The updates apply weights and masks in bypass mode, and the masks of
-    `Correction.masks_at_update` in decoupled mode.
+    current_version, and the fields that the methods need. The metrics measure the sampler's gap. The
+    updates apply the masks of `masks_at_update` and, if the sampler is the centre, the weight.
     """
 
     def prepare(batch: Batch) -> tuple[Batch, Metrics]:
@@ -217,25 +224,23 @@ def _prepared(c: Correction, batch: Batch) -> tuple[Batch, loss.MethodOutputs, j
     adv = _advantage(c, rewards, with_key(c, seen))
     outputs = method_outputs(c, seen | {"adv": adv})
     fields = {"adv": adv} | weight_fields(c, outputs)
-    if c.mode == "decoupled" and not c.rejected_in_denominator:
+    if not c.is_bypassed and not c.rejected_in_denominator:
         fields["mask"] = outputs.is_accepted
     return _with_returns(c, rewards, batch, fields), outputs, rewards
 
 
 def method_outputs(c: Correction, batch: Batch) -> loss.MethodOutputs:
-    """Returns the outputs of the weight and of the masks on the sampler's gap. In bypass mode these
-    are all masks, and the updates count their tokens."""
-    masks = c.masks if c.mode == "bypass" else loss.split(c.masks, c.mode)[0]
-    outputs = loss.apply_methods(
-        with_key(c, batch), c.weight, masks, is_batch_normalized=c.is_batch_normalized
-    )
-    return outputs._replace(counts={}) if c.mode == "bypass" else outputs
+    """Returns the outputs of the weights and of the masks before the update. If the sampler is the
+    centre these are all masks, on its gap, and the updates count their tokens."""
+    masks = c.masks if c.is_bypassed else c.masks_before
+    outputs = loss.apply_methods(with_key(c, batch), c, masks)
+    return outputs._replace(counts={}) if c.is_bypassed else outputs
 
 
 def weight_fields(c: Correction, outputs: loss.MethodOutputs) -> Batch:
-    """Returns the weights that an update multiplies, 0 for rejected tokens; {} in bypass mode, in
-    which each update computes its own."""
-    if c.mode == "bypass":
+    """Returns the weights that an update multiplies, 0 for rejected tokens; {} if the sampler is the
+    centre: each update computes its own."""
+    if c.is_bypassed:
         return {}
     return {"weights": jnp.where(outputs.is_accepted, outputs.weight, 0.0)}
 
@@ -245,9 +250,7 @@ def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
     if "weights" in methods.needs("advantage", name):
         # Of all answers, as those that are not trained on count in their groups.
         batch = batch | {"weights": loss.apply_methods(
-            batch | {"mask": batch["sampled"]}, c.weight, (),
-            learner="logp" if c.mode == "bypass" else "logp_old",
-            is_batch_normalized=c.is_batch_normalized,
+            batch | {"mask": batch["sampled"]}, c, (), "policy" if c.is_bypassed else None
         ).weight}
     needed = loss.needed("advantage", name, batch)
     function: Any = functools.partial(advantages.ADVANTAGES[name], **needed, **parameters)
@@ -293,12 +296,21 @@ def make_measure(c: Correction) -> Callable[[Batch, Batch], tuple[Batch, Metrics
     def measure(batch: Batch, fields: Batch) -> tuple[Batch, Metrics]:
         weight, is_accepted = fields["weights"], fields["accepted"]
         log_ratio = ratios.safe_log_ratio(batch["logp_old"], batch["logp_behav"], batch["mask"])
-        outputs = loss.MethodOutputs(log_ratio, weight, jnp.ones(()), is_accepted, {})
+        outputs = loss.MethodOutputs(
+            log_ratio, weight, weight, jnp.ones(()), is_accepted, _judged(c, log_ratio), {}
+        )
         fields = {name: fields[name] for name in ("adv", "returns") if name in fields}
         fields |= weight_fields(c, outputs)
         return fields, _measures(c, batch, fields, outputs, _rewards(c, batch))
 
     return jax.jit(measure)
+
+
+def _judged(c: Correction, log_ratio: jax.Array) -> dict[str, jax.Array]:
+    """Returns what the masks saw of a batch of the update's own weights, where nothing is stale."""
+    masks = c.masks if c.is_bypassed else c.masks_before
+    return {of: jnp.zeros_like(log_ratio) if of == "staleness" else log_ratio
+            for of in map(c.seen, masks)}
 
 
 def fused_fields(logp: jax.Array, entropy: jax.Array) -> Batch:
@@ -315,7 +327,7 @@ def _measures(
     mask, sampled = batch["mask"], batch["sampled"]
     seen = batch | {"logp": batch["logp_prox"]}
     metrics = correction_metrics.gap_metrics(c.weight, outputs, seen)
-    metrics |= correction_metrics.rejection_metrics(c.masks, outputs, mask) | outputs.counts
+    metrics |= correction_metrics.rejection_metrics(c, outputs, mask) | outputs.counts
     metrics |= mismatch.kept_sample_size(outputs.weight, outputs.is_accepted, mask)
     metrics |= batch_metrics.staleness_metrics(batch["version"], batch["current_version"], mask)
     if c.is_batch_normalized:

@@ -2,7 +2,7 @@
 
 A minibatch has leading axes [accumulation, rows]. Gradients of its micro-batches are summed with the
 denominators of the whole minibatch, so the split changes only the memory. Methods that rank the tokens
-of a call are exceptions: the masks `m2po` and `clip_cov`, and `top_entropy` in bypass mode. So is the
+of a call are exceptions: the masks `m2po` and `clip_cov`, and `top_entropy` around the sampler. So is the
 load-balancing loss, a product of two means of a micro-batch. Rows hold one sequence each or, with
 `Learner.max_segments`, several; empty micro-batches are then skipped.
 """
@@ -305,7 +305,7 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
             scores["logp"], with_key(c, batch), spec, entropy=scores["entropy"],
             logp_top=scores.get("logp_top"), num_tokens=num_tokens, num_seqs=num_seqs,
         )
-        metrics |= method_counts | drift_metrics(spec, scores["logp"], batch)
+        metrics |= method_counts | drift_metrics(scores["logp"], batch)
         if "routed" in scores:
             share = jnp.sum(batch["mask"]) / num_tokens
             added, measured = router_loss(c, scores["routed"], share)
@@ -365,9 +365,10 @@ def _clipping_bias_norm(learner: Learner, c: Correction):
 
     def clipping_bias(logp, inputs):
         batch, _, num_seqs = inputs
-        batch, seg = loss.bypassed(batch, c.mode), batch.get("seg")
+        batch, seg = loss.bypassed(batch, c.centre), batch.get("seg")
         loss_bt = turn_clipped.turn_clipping_bias(
-            logp, batch["logp_old"], batch["adv"], batch["mask"], seg, turn=batch["turn"], **bounds
+            logp, batch[loss.CENTRES[c.centre]], batch["adv"], batch["mask"], seg,
+            turn=batch["turn"], **bounds
         )
         mode = "seq-mean-token-mean"
         value = reduce.aggregate(loss_bt, batch["mask"], mode, num_seqs=num_seqs, seg=seg)

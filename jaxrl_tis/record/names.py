@@ -115,7 +115,7 @@ UPDATE = (
     compact("actor/entropy_loss", "nats/token", "Entropy term, with entropy_coeff.", VERL),
     compact("actor/ppo_kl", "nats/token",
             "Mean of π_c − π, how far the learner moved. The centre π_c is π_old, with the "
-            "objective decoupled π_prox, in bypass mode μ.", VERL),
+            "centre prox π_prox, of behav μ.", VERL),
     compact("actor/pg_clipfrac", "share", "Tokens clipped by the trust region.", VERL),
     compact("actor/pg_clipfrac_lower", "share", "Tokens at the bound of the dual clip.", VERL),
     Metric("actor/kl_loss", "nats/token", "KL term in the loss.", VERL),
@@ -199,8 +199,6 @@ MISMATCH = (
            "Mean of a factor times the sum; they add up to the mean square of the sum."),
     Metric("mismatch/{engine,staleness,trust_region}/share", "share",
            "Part of the mean squared log-ratio that a factor explains."),
-    Metric("mismatch/{engine,staleness,trust_region,product}/fraction_capped", "share",
-           "Tokens above the cap of the factor, with the weight capped_ratio."),
     Metric("mismatch/route_flip_expert", "share",
            "Chosen experts that the other side did not choose.", "2510.11370"),
     Metric("mismatch/route_flip_delta", "share",
@@ -249,11 +247,12 @@ EXPERTS = (
 )
 
 WEIGHTS = (
-    compact("correction/weight/num_tokens", "tokens", "Tokens for which the weight was computed."),
-    compact("correction/weight/{changed_raw,changed}", "tokens",
+    compact("correction/{weight,staleness_weight}/num_tokens", "tokens",
+            "Tokens for which the weight was computed."),
+    compact("correction/{weight,staleness_weight}/{changed_raw,changed}", "tokens",
             "Tokens with a weight other than 1 by more than 1e-5, before and after caps, bands and "
             "floors; before a division by the batch's mean."),
-    compact("correction/weight/{truncated,dropped}", "tokens",
+    compact("correction/{weight,staleness_weight}/{truncated,dropped}", "tokens",
             "Tokens with a weight that a bound changed, but not to 0; and with weight 0."),
     compact("correction/mask/<mask>/{num_tokens,dropped}", "tokens",
             "Tokens that the mask judged, and that it rejects; a second of one name is `<mask>_2`."),
@@ -270,7 +269,7 @@ WEIGHTS = (
            "The same of the weights in the gradient, 0 for rejected tokens."),
     Metric("rollout_corr/rollout_is_{ratio_fraction_high,ratio_fraction_low}", "share",
            "Weights above the cap before truncation, and below its inverse or the band; of turn_*, "
-           "prefix_*, seq_mask_tis and capped ratios those that a bound lowers or raises.", VERL),
+           "prefix_* and seq_mask_tis those that a bound lowers or raises.", VERL),
     Metric("rollout_corr/rollout_is_seq_{mean,std,max,min,max_deviation}", "weight",
            "A sequence's mean weight, over the sequences.", VERL),
     Metric("rollout_corr/rollout_is_seq_{fraction_high,fraction_low}", "share",

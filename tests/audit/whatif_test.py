@@ -184,7 +184,6 @@ def test_what_is_missing_is_the_reason():
     found = reasons(LEAST)
     assert found["weight", "token_tis"] is found["preset", "bypass_ppo_clip"] is None
     assert found["weight", "turn_tis"] == "needs turn"
-    assert found["weight", "capped_ratio"] == "needs logp (the current learner)"
     assert found["mask", "opsm"] == "needs logp (the current learner); needs reward and group"
     assert found["mask", "staleness"] == "needs version"
     assert found["preset", "async"] == "needs logp (the current learner)"
@@ -197,9 +196,13 @@ def test_what_is_missing_is_the_reason():
 def test_without_logp_what_judges_the_learner_now_judges_the_one_that_sampled():
     parts = lambda fields: {r.name: r.parts for r in whatif.rules(frozenset(fields))}
     known, unknown = parts(LEAST | {"logp"}), parts(LEAST)
-    assert known["m2po"][0].is_now and not unknown["m2po"][0].is_now
-    assert not known["veto"][0].is_now
-    of = lambda rule: {part.kind: part.is_now for part in rule}
-    assert of(known["bypass_pg_geo_rs_seq_tis"]) == {"weight": True, "mask": True, "objective": True}
-    assert of(unknown["bypass_pg_is"]) == {"weight": False, "objective": True}  # its mode is bypass
-    assert of(known["decoupled_geo_rs"]) == {"weight": False, "mask": False, "objective": False}
+    assert known["m2po"][0].seen == "policy" and unknown["m2po"][0].seen == "engine"
+    assert known["veto"][0].seen == "engine"
+    of = lambda rule: [part.seen for part in rule]
+    assert of(known["bypass_pg_geo_rs_seq_tis"]) == ["policy", "behav", "policy"]
+    assert of(unknown["bypass_pg_is"]) == ["engine", "behav"]
+    assert of(known["decoupled_geo_rs"]) == ["engine", "old", "engine"]
+    assert of(known["factored"]) == ["engine", "staleness", "prox"]
+    assert of(known["async"]) == ["folded", "prox"]
+    reasons = {r.name: r.reason for r in whatif.rules(frozenset(LEAST))}
+    assert reasons["factored"] == reasons["async"] == "needs logp (the current learner)"

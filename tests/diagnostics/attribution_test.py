@@ -1,7 +1,5 @@
 """Factors of the ratio, and mismatch by position, distance from tools and turn: by hand."""
 
-
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,14 +11,6 @@ attribution, divergences = map(jitted.Module, (attribution, divergences))
 pytestmark = pytest.mark.compiles
 
 NAN = float("nan")
-
-capped_ratio = attribution.capped_ratio
-
-
-@jitted.function
-def capped_weights(*arguments, **caps):
-    """Without the metrics, which are most of the program."""
-    return attribution.capped_ratio(*arguments, **caps)[0]
 
 
 def chain(engine, staleness, trust_region, logp_behav=-2.0):
@@ -50,42 +40,10 @@ def test_the_factors_add_up():
     )
 
 
-@pytest.mark.parametrize(
-    ("caps", "expected"),
-    [
-        ({}, [[6.0, 0.25], [1.0, 0.0]]),
-        ({"cap": 2.5}, [[2.5, 0.25], [1.0, 0.0]]),
-        # min(4, 2) * .5 * 3 and min(2, 1.5) * .5: a capped factor cannot cancel the next.
-        ({"cap_engine": 2.0}, [[3.0, 0.25], [1.0, 0.0]]),
-        ({"cap_engine": 1.5, "cap_trust_region": 2.0}, [[1.5, 0.25], [0.75, 0.0]]),
-        ({"cap_staleness": 0.25, "cap": 2.0}, [[2.0, 0.125], [0.5, 0.0]]),
-    ],
-)
-def test_caps_on_factors_and_on_the_product(caps, expected):
-    w = capped_weights(*chain(ENGINE, STALENESS, TRUST_REGION), MASK, **caps)
-    np.testing.assert_allclose(w, expected, rtol=1e-5)
-
-
-def test_caps_on_sequences():
-    # Products over row 0: engine 2, staleness .25, trust region 3; row 1 as its only token.
-    caps = {"cap_engine": 1.6, "cap_trust_region": 2.0, "level": "seq"}
-    w, metrics = capped_ratio(*chain(ENGINE, STALENESS, TRUST_REGION), MASK, **caps)
-    np.testing.assert_allclose(w, [[0.8, 0.8], [0.8, 0.0]], rtol=1e-5)
-    assert metrics["mismatch/engine/fraction_capped"] == 1.0
-    assert metrics["mismatch/trust_region/fraction_capped"] == 0.5
-    assert metrics["mismatch/product/fraction_capped"] == 0.0
-    with pytest.raises(ValueError, match="geo"):
-        capped_ratio(*chain(ENGINE, STALENESS, TRUST_REGION), MASK, level="geo")
-
-
 def test_metrics_of_the_factors():
     log_probs = chain(ENGINE, STALENESS, TRUST_REGION)
-    _, metrics = capped_ratio(*log_probs, MASK, cap_engine=1.5, cap=2.0)
-    # After the engine's cap the products are 2.25, .25 and .75: one of three above 2.
+    metrics = attribution.factor_statistics(*log_probs, MASK)
     expected = {
-        "engine/fraction_capped": 2 / 3,
-        "staleness/fraction_capped": 0.0,
-        "product/fraction_capped": 1 / 3,
         "engine/log_ratio_mean": np.log(4 * 0.5 * 2) / 3,
         "staleness/log_ratio_mean": np.log(0.125) / 3,
         "trust_region/log_ratio_abs_max": np.log(3),
@@ -112,7 +70,7 @@ def test_metrics_of_the_factors():
 @pytest.mark.all
 def test_the_engine_factor_has_the_metrics_of_the_engine_ratio():
     log_probs = chain(ENGINE, STALENESS, TRUST_REGION)
-    _, metrics = capped_ratio(*log_probs, MASK)
+    metrics = attribution.factor_statistics(*log_probs, MASK)
     same = divergences.divergence_metrics(log_probs[2] - log_probs[3], MASK)
     # The tails of the whole ratio alone: of 4, 1/2 and 2 one is above 2, and none below 1/2.
     tails = [float(same.pop(f"mismatch/{name}")) for name in ("tail_above", "tail_below")]
@@ -205,11 +163,11 @@ def test_turn_metrics():
 
 def all_metrics(log_probs, mask, turn, seg=None):
     logp_old, logp_behav = log_probs[2:]
-    w, metrics = attribution.capped_ratio(*log_probs, mask, seg, cap=3.0)
+    metrics = attribution.factor_statistics(*log_probs, mask, seg)
     metrics |= attribution.position_metrics(logp_old, logp_behav, mask, seg, num_buckets=3)
     metrics |= attribution.after_tool_metrics(logp_old, logp_behav, mask, seg, num_buckets=3)
     metrics |= attribution.turn_metrics(logp_old, logp_behav, turn, mask, num_turns=2)
-    return w, metrics
+    return metrics
 
 
 jitted_metrics = jitted.function(all_metrics)
@@ -234,27 +192,16 @@ def pack(x):
 
 def test_packed_rows_padding_and_the_type_of_the_mask():
     log_probs, mask, turn, seg = make_rows()
-    w, expected = jitted_metrics(tuple(log_probs), mask, turn)
+    expected = jitted_metrics(tuple(log_probs), mask, turn)
     packed = [pack(x) for x in (log_probs, mask.astype(np.float32), turn, seg)]
-    w_packed, metrics = jitted_metrics(tuple(packed[0]), *packed[1:])
-    np.testing.assert_allclose(w_packed, pack(np.array(w)), rtol=1e-5)
+    metrics = jitted_metrics(tuple(packed[0]), *packed[1:])
     for name, value in expected.items():
         np.testing.assert_allclose(metrics[name], value, rtol=1e-5, atol=1e-6, err_msg=name)
     for value in (100.0, -100.0, np.inf, -np.inf):
         poisoned = np.where(mask, log_probs, np.float32(value))
-        w_actual, actual = jitted_metrics(tuple(poisoned), mask, turn)
-        np.testing.assert_array_equal(w_actual, w)
+        actual = jitted_metrics(tuple(poisoned), mask, turn)
         for name in expected:
             np.testing.assert_array_equal(actual[name], expected[name], err_msg=name)
-
-
-def test_packed_sequences_are_capped_as_dense_ones():
-    log_probs, mask, _, seg = make_rows()
-    caps = {"level": "seq", "cap_engine": 1.5, "cap": 1e6}
-    w = capped_weights(*log_probs, mask, **caps)
-    assert len(np.unique(w[np.array(mask)])) == 3  # one value per sequence
-    w_packed = capped_weights(*pack(log_probs), pack(mask), pack(seg), **caps)
-    np.testing.assert_allclose(w_packed, pack(np.array(w)), rtol=1e-5)
 
 
 def test_huge_log_ratios_and_empty_masks():
@@ -262,12 +209,10 @@ def test_huge_log_ratios_and_empty_masks():
     for factor in range(3):
         scaled = [pack(x) - (500.0 if i <= factor else 0.0) for i, x in enumerate(log_probs)]
         float_mask = pack(mask.astype(np.float32))
-        w, metrics = jitted_metrics(tuple(scaled), float_mask, pack(turn), pack(seg))
-        assert np.all(np.isfinite(w))
+        metrics = jitted_metrics(tuple(scaled), float_mask, pack(turn), pack(seg))
         for name, value in metrics.items():
             assert np.isfinite(value), name
-    w, metrics = jitted_metrics(tuple(log_probs), np.zeros_like(mask), turn)
-    np.testing.assert_array_equal(w, np.zeros_like(w))
+    metrics = jitted_metrics(tuple(log_probs), np.zeros_like(mask), turn)
     for name, value in metrics.items():
         assert value == 0.0, name
 
@@ -276,8 +221,8 @@ def test_nothing_carries_a_gradient():
     log_probs, mask, turn, _ = make_rows()
 
     def total(log_probs):
-        w, metrics = all_metrics(tuple(log_probs), mask, turn)
-        return jnp.sum(w) + sum(metrics.values())
+        return sum(all_metrics(tuple(log_probs), mask, turn).values())
 
     gradient = jitted.grad(total)(log_probs)
     np.testing.assert_array_equal(gradient, np.zeros_like(gradient))
+

@@ -70,12 +70,11 @@ CASES = {
     "a lag of one version": ({LAG: 1.0}, NAIVE, {"training.async"}),
     "weights of the whole drift": ({}, WHOLE, {"training.async"}),
     "an objective's own weight": ({}, DIRECT, {"training.async"}),
-    "that of another ratio": ({}, DIRECT | {"correction.mode": "decoupled"},
-        {"training.async", "async.naive"}),
-    "caps of every factor": (
-        {}, {"correction.preset": "normal", "correction.weight": "capped_ratio",
-             "correction.objective": "reinforce"}, {"training.async"}
+    "that of another ratio": (
+        {}, DIRECT | {"correction.centre": "old"}, {"training.async", "async.naive"}
     ),
+    "a weight of every factor": ({}, {"correction.preset": "factored"}, {"training.async"}),
+    "one weight of two": ({}, {"correction.preset": "async"}, {"training.async"}),
     "late": ({LAG: 9.0}, {"rollout.schedule": "areal(staleness=12)"}, {"training.late"}),
     "async.stand_in": ({}, STAND_IN, {"training.async", "async.stand_in"}),
     "a stand-in that nothing looks at": ({}, {"rollout.old_logp_source": "none"},
@@ -161,7 +160,7 @@ def test_advice_for_the_gap_keeps_what_corrects_staleness(symptom, changes, tmp_
     validate(config)
     after = cases.Case({}, config.to_dict(), cases.THRESHOLDS, 120)
     assert asynchrony.corrects_staleness(after)
-    is_direct = after.method("objective")[0] == "dis" and after.setting("correction.mode") == "bypass"
+    is_direct = after.method("objective")[0] == "dis" and after.setting("correction.centre") == "behav"
     assert not is_direct or after.method("weight")[0] == "none"  # or the gap would count twice
 
 

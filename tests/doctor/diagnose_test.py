@@ -235,7 +235,7 @@ def test_a_field_that_the_config_lacks_is_not_guessed(tmp_path):
     content = json.loads((tmp_path / "config.json").read_text())
     correction = content["config"]["correction"]
     correction |= {"masks": "", "objective": "ppo"}
-    del correction["preset"], correction["mode"], content["config"]["engine"]
+    del correction["preset"], correction["centre"], content["config"]["engine"]
     (tmp_path / "config.json").write_text(json.dumps(content))
     diagnosis = diagnose(tmp_path)
     assert {"C", "E"} == names(diagnosis["findings"])

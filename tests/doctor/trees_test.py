@@ -302,7 +302,7 @@ def test_findings_name_only_earlier_findings_and_known_thresholds():
         seen.add(finding.name)
 
 
-REFUSED_BY_SYNCHRONOUS_RUNS = {"async", "async_moe", "moe", "a3po", "decoupled", "staleness"}
+REFUSED_BY_SYNCHRONOUS_RUNS = {"a3po", "staleness"}
 
 
 def together(diagnosis):
@@ -344,13 +344,13 @@ OTHERS = {
             "correction.weight": "token_tis", "rollout.old_logp_source": "none",
         },
         "replayed, clipped": {
-            "rollout.replay": "uniform(uses=2, most=4)", "correction.objective": "decoupled(upper=5.0)",
-            "correction.weight": "none", "rollout.old_logp_source": "none", "correction.kl_coeff": 0.01,
+            "rollout.replay": "uniform(uses=2, most=4)", "correction.preset": "async",
+            "rollout.old_logp_source": "none", "correction.kl_coeff": 0.01,
             "train.minibatches": 2,
         },
         "ahead": {
-            "rollout.schedule": "areal(staleness=4)", "correction.objective": "decoupled(upper=5.0)",
-            "correction.weight": "none", "rollout.old_logp_source": "none", "correction.kl_coeff": 0.01,
+            "rollout.schedule": "areal(staleness=4)", "correction.preset": "async",
+            "rollout.old_logp_source": "none", "correction.kl_coeff": 0.01,
             "train.minibatches": 2,
         },
     }.items()
@@ -390,8 +390,9 @@ MIXTURES = {
     "noise, clip": ({NOISE: late(1.0, 1.3)} | RISING, BYPASS | {"correction.weight": "token_tis"}),
     "wide, bypass": (RISING, BYPASS | WIDE),
     "late, clip": ({LAG: 9.0, LENGTH: late(100.0, 130.0)} | RISING, {"train.epochs": 2}),
-    "stale objective": ({KL: 0.03} | STALE | RISING,
-        {"correction.weight": "none", "correction.objective": "decoupled(clip_high=0.5)"}),
+    "stale objective": ({KL: 0.03} | STALE | RISING, {
+        "correction.preset": "async", "correction.objective": "ppo(clip_high=0.5)",
+    }),
 }
 
 
@@ -461,10 +462,10 @@ def test_other_masks_stay(masks, kept, tmp_path):
 
 
 def test_an_objective_that_corrects_the_gap_is_left_before_a_weight(tmp_path):
-    changes = {"correction.preset": "async"}
+    changes = {"correction.weight": "none", "correction.objective": "qurl_acr"}
     findings = diagnose(write_run(tmp_path, {CHI2: 1.5}, changes))["findings"]
     assert line(findings, "D.tokens", "correction.objective") == {
-        "field": "correction.objective", "value": "ppo", "now": "decoupled(upper=5.0)"
+        "field": "correction.objective", "value": "ppo", "now": "qurl_acr"
     }
     changes["correction.objective"] = "a3po(clip_high=0.3)"
     values = {KL: 0.03, LAG: 2.0, ENGINE_SHARE: 0.1}
@@ -485,7 +486,7 @@ def test_the_clip_returns_to_its_default_and_keeps_the_rest(tmp_path):
     findings = diagnose(write_run(tmp_path, RISING, changes))["findings"]
     change = line(findings, "E.widened", "correction.objective")
     assert change["value"] == "dual_clip(dual_clip=4.0)"
-    changes = {"correction.objective": "decoupled(clip_high=0.5)"}
+    changes = {"correction.objective": "a3po(clip_high=0.5)"}
     findings = diagnose(write_run(tmp_path, RISING, changes))["findings"]
     assert line(findings, "E.widened", "correction.objective")["value"] == "ppo"
 

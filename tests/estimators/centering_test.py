@@ -57,7 +57,7 @@ def parsed(weight, masks, objective):
     )
 
 
-def loss(rule, head, shift=lambda batch: 0.0, is_centered=True, mode="bypass"):
+def loss(rule, head, shift=lambda batch: 0.0, is_centered=True, centre="behav"):
     """The policy loss of `rule` with centred scores over so many of the sampler's likeliest tokens."""
 
     def loss_fn(logp, batch):
@@ -68,7 +68,7 @@ def loss(rule, head, shift=lambda batch: 0.0, is_centered=True, mode="bypass"):
             "logp_old": batch["logp_old"],
         }
         return policy_loss(
-            logp, given, mode=mode, aggregation="seq-mean-token-sum", rejected_in_denominator=True,
+            logp, given, centre=centre, aggregation="seq-mean-token-sum", rejected_in_denominator=True,
             entropy=batch["entropy"],
             logp_top=jnp.take_along_axis(p, ids, axis=-1) if is_centered else None,
             **parsed(*rule),
@@ -160,7 +160,7 @@ def test_in_decoupled_mode_the_ratio_of_the_objective_is_one(objective):
     """With one update logp_old is the policy: the weight alone judges the gap."""
     rule = ("token_tis(cap=1.2)", "", objective)
     problem = exact.Problem(POLICY, NOISY, reward, HORIZON)
-    found = problem.expectation(loss(rule, VOCAB, mode="decoupled"))
+    found = problem.expectation(loss(rule, VOCAB, centre="old"))
     np.testing.assert_allclose(found, covariance(problem, (*rule[:2], "reinforce")), **EXACT)
 
 
@@ -172,7 +172,7 @@ def test_a_support_that_is_not_recorded_is_not_centred():
         "mask": ones > 0, "adv": ones, "tokens": np.array([[9]]), "logp": jnp.log(0.1 * ones),
         "logp_behav": jnp.log(0.1 * ones), "top_ids": np.array([[[2, 5]]]), "top_logps": q,
     }
-    f = centering.rule(("none", {}), (), ("reinforce", {}), "bypass")
+    f = centering.rule(("none", {}), (), ("reinforce", {}), "behav")
     for kept, is_same in (([2, 5, 9], False), ([-1, -1, -1], True)):
         value, _ = centering.centered(p, batch | {"kept": np.array([[kept]])}, ones, f)
         assert (value[0, 0] == 0) == is_same
@@ -193,7 +193,7 @@ def head(p, q):
     ("token_mis(lower=0.6, upper=1.4)", [0.5, 0.0]),  # 1/2 is out, and so is 3/2
 ])
 def test_coefficients_by_hand(weight, c):
-    f = centering.rule(methods.parse("weight", weight), (), ("reinforce", {}), "bypass")
+    f = centering.rule(methods.parse("weight", weight), (), ("reinforce", {}), "behav")
     found, p_head, q_head = centering.coefficients(*head([0.5, 0.2], [0.4, 0.4]), f)
     np.testing.assert_allclose(found[0, 0], c, rtol=1e-5, atol=2e-7)
     np.testing.assert_allclose([p_head[0, 0], q_head[0, 0]], [0.7, 0.8], rtol=1e-6)
@@ -201,7 +201,7 @@ def test_coefficients_by_hand(weight, c):
 
 def test_a_head_of_all_that_could_be_drawn_has_no_tail():
     # The second entry is no token: the sampler could draw one alone, whatever the learner says.
-    f = centering.rule(("none", {}), (), ("reinforce", {}), "bypass")
+    f = centering.rule(("none", {}), (), ("reinforce", {}), "behav")
     found, _, _ = centering.coefficients(*head([0.6, 0.3], [1.0, 0.0]), f)
     np.testing.assert_allclose(found[0, 0], [1.0, 0.0], rtol=1e-6)
 
@@ -218,7 +218,7 @@ def test_loss_and_metrics_by_hand():
         "top_logps": np.log(np.array([[[0.5, 0.5], [bad, bad]]])),
     }
     entropy = np.array([[0.5, bad]])
-    f = centering.rule(("none", {}), (), ("reinforce", {}), "bypass")
+    f = centering.rule(("none", {}), (), ("reinforce", {}), "behav")
     total = lambda p: (lambda found: (found[0].sum(), found))(
         centering.centered(p, batch, entropy, f)
     )
@@ -245,7 +245,7 @@ def test_a_drawn_token_outside_the_head_belongs_to_the_rest():
         "mask": ones > 0, "adv": ones, "tokens": np.array([[9]]), "logp": jnp.log(0.1 * ones),
         "logp_behav": jnp.log(0.1 * ones), "top_ids": np.array([[[2]]]), "top_logps": q,
     }
-    f = centering.rule(("none", {}), (), ("reinforce", {}), "bypass")
+    f = centering.rule(("none", {}), (), ("reinforce", {}), "behav")
     _, metrics = centering.centered(p, batch, ones, f)
     np.testing.assert_allclose(metrics["centering/base_norm"], np.sqrt(2) * 0.6, rtol=1e-5)
 
@@ -261,19 +261,19 @@ def test_other_heads_are_refused(text):
         centering.head_size(text, 5)
 
 
-@pytest.mark.parametrize("change, mode, updates, words", [
-    ({"weight": "seq_tis"}, "bypass", 1, "the weight 'seq_tis'"),
-    ({"weight": "prefix_minpro"}, "bypass", 1, "the weight 'prefix_minpro'"),
-    ({"masks": "token_k1(upper=2.0) & veto"}, "bypass", 1, "the mask 'veto'"),
-    ({"objective": "gspo"}, "bypass", 1, "the objective 'gspo'"),
-    ({"objective": "ppo"}, "bypass", 1, "the objective 'ppo'"),
-    ({"objective": "cispo(cispo_mask_high=1.0)"}, "bypass", 1, "depend on the advantage"),
-    ({}, "decoupled", 2, "several updates"),
+@pytest.mark.parametrize("change, centre, updates, words", [
+    ({"weight": "seq_tis"}, "behav", 1, "the weight 'seq_tis'"),
+    ({"weight": "prefix_minpro"}, "behav", 1, "the weight 'prefix_minpro'"),
+    ({"masks": "token_k1(upper=2.0) & veto"}, "behav", 1, "the mask 'veto'"),
+    ({"objective": "gspo"}, "behav", 1, "the objective 'gspo'"),
+    ({"objective": "ppo"}, "behav", 1, "the objective 'ppo'"),
+    ({"objective": "cispo(cispo_mask_high=1.0)"}, "behav", 1, "depend on the advantage"),
+    ({}, "old", 2, "several updates"),
 ])
-def test_what_has_no_weight_of_a_token_is_refused_by_name(change, mode, updates, words):
+def test_what_has_no_weight_of_a_token_is_refused_by_name(change, centre, updates, words):
     chosen = {"weight": "token_tis", "masks": "", "objective": "reinforce"} | change
     given = parsed(**chosen)
-    order = given["weight"], given["masks"], given["objective"], mode, updates == 1
+    order = given["weight"], given["masks"], given["objective"], centre, updates == 1
     assert words in centering.why_not(*order)
 
 
@@ -281,5 +281,5 @@ def test_what_has_no_weight_of_a_token_is_refused_by_name(change, mode, updates,
 def test_single_updates_take_objectives_of_a_ratio_of_one(name):
     given = parsed("token_tis", "", name)
     chosen = given["weight"], given["masks"], given["objective"]
-    assert centering.why_not(*chosen, "decoupled", True) is None
-    assert (centering.why_not(*chosen, "bypass", False) is None) == (name in centering.known("objective"))
+    assert centering.why_not(*chosen, "old", True) is None
+    assert (centering.why_not(*chosen, "behav", False) is None) == (name in centering.known("objective"))

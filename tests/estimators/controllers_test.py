@@ -82,7 +82,7 @@ def test_ess_scale_has_no_gradient_and_checks_its_parameters():
 
 # Learning-rate halving on a surge of the response length
 
-SURGE = {"surge_cooldown": 2, "surge_floor": 0.2}
+SURGE = {"window": 3, "surge_cooldown": 2, "surge_floor": 0.2}
 
 
 def surge_scales(lengths, transform=eager, **parameters):
@@ -106,8 +106,13 @@ def test_length_surge_step_by_step(transform):
 def test_length_surge_keeps_the_types_of_its_state():
     # A config may spell the cool-down 2.0; a checkpoint is restored by type.
     state = controllers.length_surge_init(3)
-    new = controllers.length_surge(state, 10, surge_cooldown=2.0, surge_floor=0.2)
+    new = controllers.length_surge(state, 10, surge_cooldown=2.0, surge_floor=0.2, window=3)
     assert [x.dtype for x in new] == [x.dtype for x in state]
+
+
+def test_the_window_of_a_surge_is_that_of_its_state():
+    with pytest.raises(ValueError, match="window is 100, and the state has 3 lengths"):
+        controllers.length_surge(controllers.length_surge_init(3), 10, **SURGE | {"window": 100})
 
 
 def test_length_surge_needs_a_reference():
@@ -116,7 +121,7 @@ def test_length_surge_needs_a_reference():
     assert surge_scales([10, 10, 10, 50], surge_floor=2.0) == [1] * 4  # a cut never raises
     assert surge_scales([10, 10, 10, 14], surge_ratio=1.5) == [1] * 4
     np.testing.assert_allclose(surge_scales([10, 10, 10, 14], surge_factor=0.3)[-1], 0.3)
-    with pytest.raises(ValueError, match="surge_window is 0"):
+    with pytest.raises(ValueError, match="window is 0"):
         controllers.length_surge_init(0)
 
 

@@ -5,13 +5,13 @@ import pytest
 
 from jaxrl_tis.estimators import methods, presets, weights
 from jaxrl_tis.estimators.counts import is_count, of_masks, of_weight
-from jaxrl_tis.estimators.loss import policy_loss, split, weight_counts
+from jaxrl_tis.estimators.loss import LossSpec, policy_loss, weight_counts
 from tests import jitted
 from tests.estimators import samples
 
 weights = jitted.Module(weights)
 is_count, of_masks, of_weight = map(jitted.function, (is_count, of_masks, of_weight))
-policy_loss, split, weight_counts = map(jitted.function, (policy_loss, split, weight_counts))
+policy_loss, weight_counts = map(jitted.function, (policy_loss, weight_counts))
 
 LOG2 = float(np.log(2.0))
 # Six valid tokens; the ratios of learner and sampler are 4, 1, 1/2 and 1, 1/4, 2.
@@ -31,7 +31,7 @@ def of(weight, log_ratio=LOG_RATIO, batch=BATCH):
     return tuple(int(found[f"correction/weight/{name}"]) for name in order)
 
 
-@pytest.mark.cases("token_mis(upper=2.0)-expected4")
+@pytest.mark.cases("token_mis(upper=2.0)-expected4", "token_tis(cap=1.0)-expected2")
 @pytest.mark.parametrize("weight, expected", [
     ("token_vanilla", (6, 4, 4, 0, 0)),
     ("token_tis(cap=3.0)", (6, 4, 4, 1, 0)),  # 4 is above
@@ -56,14 +56,6 @@ def test_a_weight_that_changes_nothing_is_seen():
     assert of("token_tis", np.full((2, 4), 1e-6)) == (6, 0, 0, 0, 0)  # two programs' rounding
     assert of("token_tis", np.full((2, 4), 1e-4)) == (6, 6, 6, 0, 0)
     assert weight_counts(LOG_RATIO, BATCH, ("none", {})) == {}
-
-
-def test_a_weight_with_caps_for_each_factor():
-    batch = BATCH | {"logp": OLD + LOG2}  # the update has moved every token by a ratio of 2
-    # The products are 8, 2, 1 and 2, 1/2, 4; of the first the engine's part becomes 2.
-    assert of("capped_ratio(cap_engine=2.0)", batch=batch) == (6, 5, 5, 1, 0)
-    assert of("capped_ratio(cap_trust_region=1.0)", batch=batch) == (6, 5, 4, 6, 0)
-    assert of("seq_capped_ratio(cap_engine=1.5)", batch=batch) == (6, 6, 6, 3, 0)
 
 
 def test_rounding_is_no_truncation():
@@ -98,7 +90,7 @@ def counted(batch, **parts):
 
 def test_bypass_counts_at_the_update():
     masks = methods.parse_all("mask", "token_ratio(upper=3.0, lower=0.3) & veto")
-    parts = dict(mode="bypass", weight=("token_tis", {"cap": 3.0}), masks=masks)
+    parts = dict(centre="behav", weight=("token_tis", {"cap": 3.0}), masks=masks)
     found = counted(BATCH, **parts)
     assert found["correction/mask/token_ratio/dropped"] == 2  # of ratio 4 and 1/4
     assert found["correction/mask/token_ratio/num_tokens"] == 6
@@ -115,18 +107,18 @@ def test_beside_weights_of_the_batch_only_masks_of_the_update_are_counted():
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
+@pytest.mark.parametrize("centre", ["old", "behav"])
 @pytest.mark.parametrize("name", methods.TABLES["mask"])
-def test_every_mask_is_counted_where_it_is_judged(name, mode):
+def test_every_mask_is_counted_where_it_is_judged(name, centre):
     logp, batch = samples.make()
     mask = samples.method("mask", name)
     _, metrics = policy_loss(
-        logp, batch, objective=PPO, masks=(mask,), mode=mode, rejected_in_denominator=True
+        logp, batch, objective=PPO, masks=(mask,), centre=centre, rejected_in_denominator=True
     )
     count = batch["mask"].sum()
     assert metrics[f"correction/mask/{name}/num_tokens"] == count
     dropped = metrics[f"correction/mask/{name}/dropped"]
-    if split((mask,), mode)[1]:
+    if LossSpec(objective=PPO, masks=(mask,), centre=centre).masks_at_update:
         share = metrics["actor/rejected_fraction"]
         assert dropped == pytest.approx(float(share * count), abs=1e-3)
     assert 0 <= dropped <= count

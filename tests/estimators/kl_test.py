@@ -145,7 +145,7 @@ def test_expectations_on_policy(name):
     has_value = name in ("k1", "k3", "k1+", "k3+", "is_k3", "clipped_is_k2")
     with jax.enable_x64(True):
         reverse, forward = jitted.grad(exact)(LOGITS, REF), jitted.grad(exact, 1)(REF, LOGITS)
-        gradients = {"k1": np.zeros(4), "k3": forward}
+        gradients = {"k1": np.zeros(4), "k3": forward, "clipped_is_k3": forward}
         value, gradient = jitted.value_and_grad(estimate)(LOGITS, name, LOGITS)
         assert has_value == bool(np.isclose(value, exact(LOGITS, REF), rtol=1e-12))
         if name != "abs":
@@ -240,3 +240,25 @@ def test_sequence_kl_of_dense_and_of_packed_rows():
     )
     np.testing.assert_allclose(packed, 3.5)
     assert kl.sequence_kl(kl_bt, np.zeros((3, 3))) == 0.0
+
+
+def test_clipped_is_k3_has_the_gradient_of_the_forward_kl_inside_the_band():
+    old, ref = np.log([0.5, 0.3, 0.2]), np.log([0.2, 0.3, 0.5])
+
+    def expected(logits, low, high):  # over all samples of the old policy
+        logp = jax.nn.log_softmax(logits)[None]
+        value = kl.clipped_is_k3(logp, ref[None], logp_old=old[None], clip_low=low, clip_high=high)
+        return jnp.sum(jnp.exp(old) * value[0])
+
+    logits = np.array([0.3, -0.2, 0.1])
+    p = np.exp(logits) / np.exp(logits).sum()
+    forward = p - np.exp(ref)  # of KL(ref || softmax)
+    np.testing.assert_allclose(jax.grad(expected)(logits, 1.0, 9.0), forward, rtol=1e-4, atol=1e-6)
+    # Two tokens are outside of the band on the side that the KL pushes to: their gradient is 0.
+    r = p / np.exp(old)
+    coefficient = (1 - np.exp(ref) / p) * np.exp(old) * r
+    moved = ((r < 0.95) & (coefficient > 0)) | ((r > 1.05) & (coefficient < 0))
+    kept = np.where(moved, 0.0, coefficient)
+    np.testing.assert_allclose(
+        jax.grad(expected)(logits, 0.05, 0.05), kept - p * kept.sum(), rtol=1e-4, atol=1e-6)
+    assert 0 < moved.sum() < 3

@@ -10,12 +10,11 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.estimators import baselines, methods, presets
-from jaxrl_tis.estimators.loss import apply_methods, importance_weights, policy_loss
+from jaxrl_tis.estimators.loss import LossSpec, apply_methods, importance_weights, policy_loss
 from tests import jitted
 
 baselines = jitted.Module(baselines)
-apply_methods, importance_weights = map(jitted.function, (apply_methods, importance_weights))
-policy_loss = jitted.function(policy_loss)
+importance_weights, policy_loss = map(jitted.function, (importance_weights, policy_loss))
 
 LOGP = np.array([[-0.9, -1.1, -0.4], [-0.8, -1.9, -0.7]])
 BATCH = {
@@ -91,7 +90,7 @@ def test_the_cross_entropy_of_the_environment_by_hand():
 def test_the_kl_to_the_sampler_is_of_rejected_tokens_too():
     """prime-rl's IPO with its quadratic term, tau = 0.1."""
     # logp - logp_behav: 0.5, -0.2, 0.1, 0.2, 0.7; differences of the probabilities by hand.
-    parts = {"mode": "bypass", "objective": "reinforce", "weight": "token_vanilla",
+    parts = {"centre": "behav", "objective": "reinforce", "weight": "token_vanilla",
              "aggregation": "token-sum", "rejected_in_denominator": True}
     gap = np.array([0.5, -0.2, 0.1, 0.2, 0.7])
     behav = np.asarray(BATCH["logp_behav"])[np.asarray(BATCH["mask"]) > 0]
@@ -111,7 +110,7 @@ def test_the_kl_to_the_sampler_is_of_rejected_tokens_too():
 
 def test_dis_is_reinforce_with_the_masked_weight_in_bypass_mode():
     # Ratios to the sampler: e^0.5, e^-0.2, e^0.1, e^0.2 and e^0.7; the first and last are above 1.5.
-    parts = {"aggregation": "token-mean", "mode": "bypass", "rejected_in_denominator": True}
+    parts = {"aggregation": "token-mean", "centre": "behav", "rejected_in_denominator": True}
     ways = [
         {"objective": ("dis", {"clip_low": 0.3, "clip_high": 0.5})},
         {"objective": ("reinforce", {}), "weight": ("token_mis", {"lower": 0.7, "upper": 1.5})},
@@ -145,7 +144,7 @@ def test_flash_reinforce_by_hand():
         "objective": methods.parse("objective", bundle["objective"]),
         "weight": methods.parse("weight", bundle["weight"]),
         "masks": methods.parse_all("mask", bundle["masks"]),
-        "mode": bundle["mode"], "aggregation": "seq-mean-token-mean",
+        "centre": bundle["centre"], "aggregation": "seq-mean-token-mean",
         "rejected_in_denominator": True,
     }
     gradient = jitted.grad(lambda logp: policy_loss(logp, batch, **parts)[0])(jnp.log(learner))
@@ -199,7 +198,7 @@ def test_bypass_weighs_the_policy_of_the_update():
     # 0.8187 * 1.1 + 1.1052 * 0.4 - 1.2 * 0.5 * 0.8 = 0.8627.
     parts = {
         "weight": ("token_tis", {"cap": 1.2}), "masks": (("token_ratio", {"upper": 1.55}),),
-        "objective": ("reinforce", {}), "mode": "bypass",
+        "objective": ("reinforce", {}), "centre": "behav",
     }
     value, metrics = policy_loss(LOGP, BATCH, aggregation="token-sum", **parts)
     np.testing.assert_allclose(value, 0.8627, atol=1e-4)
@@ -250,7 +249,8 @@ def test_a_mask_of_the_gap_is_applied_with_the_weights():
 def test_the_outputs_of_the_methods_by_hand():
     """logp_old - logp_behav is 0.4, -0.1, 0 | 0, 0.6: ratios 1.492, 0.905, 1 | 1, 1.822."""
     masks = (("token_ratio", {"upper": 1.3}), ("token_ratio", {"lower": 0.95, "upper": 9.0}))
-    outputs = apply_methods(BATCH, TIS, masks, is_batch_normalized=True)
+    spec = LossSpec(objective=PPO, weight=TIS, masks=masks, is_batch_normalized=True)
+    outputs = apply_methods(BATCH, spec, masks)
     w = np.array([[1.4918, 0.9048, 1.0], [1.0, 1.5, 0.0]])  # the cap is 1.5
     np.testing.assert_allclose(outputs.factor, w.sum() / 5, rtol=1e-4)
     np.testing.assert_allclose(outputs.weight, w / (w.sum() / 5), rtol=1e-4)
@@ -263,7 +263,9 @@ def test_the_outputs_of_the_methods_by_hand():
         "weight/num_tokens": 5, "weight/changed_raw": 3, "weight/changed": 3, "weight/truncated": 1,
         "weight/dropped": 0,
     }
-    drift = apply_methods(BATCH | {"logp": LOGP}, NONE, masks, learner="logp")
+    np.testing.assert_allclose(outputs.engine, w, rtol=1e-4)
+    spec = LossSpec(objective=PPO, masks=masks, centre="behav")
+    drift = apply_methods(BATCH | {"logp": LOGP}, spec, masks, "policy")
     # logp - logp_behav is 0.5, -0.2, 0.1 | 0.2, 0.7
     np.testing.assert_array_equal(drift.is_accepted, [[0, 0, 1], [1, 0, 0]])
     np.testing.assert_allclose(drift.log_ratio[0], [0.5, -0.2, 0.1], atol=1e-6)
@@ -299,7 +301,7 @@ def test_the_clip_looks_at_staleness_and_not_at_the_sampler():
 
 def test_precomputed_weights_are_used_as_they_are():
     parts = {"objective": PPO, "aggregation": "seq-mean-token-mean"}
-    w, _ = importance_weights(BATCH["logp_old"] - BATCH["logp_behav"], BATCH, TIS)
+    w = importance_weights(BATCH["logp_old"] - BATCH["logp_behav"], BATCH, TIS)
     fields = {name: x for name, x in BATCH.items() if name != "logp_behav"} | {"weights": w}
     expected, _ = policy_loss(LOGP, BATCH, weight=TIS, **parts)
     actual, _ = policy_loss(LOGP, fields, weight=TIS, **parts)

@@ -134,7 +134,6 @@ def qurl_token(x):
 LOOPS = [
     ("ppo", {}, lambda x: ppo_token(np.exp(x["logp"] - x["logp_old"]), x["adv"])),
     ("dual_clip", {}, dual_token),
-    ("decoupled", {"upper": 1.3}, lambda x: decoupled_token(x, x["logp_prox"])),
     ("a3po", {"upper": 1.3}, lambda x: a3po_token(x, False)),
     ("a3po", {"upper": 1.3, "a3po_linear": True}, lambda x: a3po_token(x, True)),
     ("qurl_acr", {}, qurl_token),
@@ -194,24 +193,6 @@ def test_log_ratios_beyond_the_bound_are_flat():
     loss, _, gradient = evaluate("ppo", batch)
     np.testing.assert_allclose(loss, [[np.exp(20.0)] * 3 + [0.8]], rtol=1e-5)
     np.testing.assert_allclose(gradient, [[np.exp(20.0), 0, 0, 0]], rtol=1e-5)  # the bound passes
-
-
-def test_decoupled_drops_weights_above_the_cap():
-    # w = pi_prox / mu = 0.5, 2 and 2.5 with u = 1, so that the loss is -w A. The cap is inclusive.
-    prox = np.log(np.array([[0.05, 0.2, 0.25]]))
-    fields = {"logp_prox": prox, "logp_behav": np.full((1, 3), jnp.log(0.1)), "logp": prox}
-    loss, _, _ = row("decoupled", [0.0] * 3, [1.0] * 3, upper=2.001, **fields)
-    np.testing.assert_allclose(loss, [[-0.5, -2.0, 0.0]], rtol=1e-5)
-    loss, _, _ = row("decoupled", [0.0] * 3, [1.0] * 3, **fields)
-    np.testing.assert_allclose(loss, [[-0.5, -2.0, -2.5]], rtol=1e-5)
-    fields["logp_behav"] = prox  # w = 1 exactly
-    loss, _, _ = row("decoupled", [0.0] * 3, [1.0] * 3, upper=1.0, **fields)
-    np.testing.assert_array_equal(loss, [[-1.0, -1.0, -1.0]])
-    # In float32 exp puts the logarithm of 2.8 above 2.8: it is compared as a logarithm.
-    fields["logp_behav"] = prox = np.array([[-np.log(np.float32(2.8)), 0.0, 0.0]])
-    fields |= {"logp_prox": np.zeros((1, 3)), "logp": np.zeros((1, 3))}
-    loss, _, _ = row("decoupled", [0.0] * 3, [1.0] * 3, upper=2.8, **fields)
-    np.testing.assert_allclose(loss, [[-2.8, -1.0, -1.0]], rtol=1e-6)
 
 
 def test_a3po_interpolates_by_the_age_of_each_token():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxrl_tis.estimators import methods
+from jaxrl_tis.estimators import methods, presets
 from jaxrl_tis.estimators.presets import PRESETS
 
 # name: (rollout_is, threshold, rollout_rs, rs threshold (lower, upper), bypass, loss_type)
@@ -34,9 +34,9 @@ VERL = {
 
 def parsed(name):
     bundle = PRESETS[name]
-    assert set(bundle) == {"mode", "weight", "masks", "objective", "centering"}
+    assert set(bundle) == set(presets.FIELDS)
     return (
-        bundle["mode"], methods.parse("weight", bundle["weight"]),
+        bundle["centre"], methods.parse("weight", bundle["weight"]),
         methods.parse_all("mask", bundle["masks"]),
         methods.parse("objective", bundle["objective"]),
     )
@@ -45,8 +45,8 @@ def parsed(name):
 @pytest.mark.parametrize("name", VERL)
 def test_verl(name):
     level, threshold, criterion, bounds, is_bypass, loss = VERL[name]
-    mode, weight, masks, objective = parsed(name)
-    assert mode == ("bypass" if is_bypass else "decoupled")
+    centre, weight, masks, objective = parsed(name)
+    assert centre == ("behav" if is_bypass else "old")
     assert objective[0] == {"ppo_clip": "dual_clip", "reinforce": "reinforce"}[loss]
     if level is None:
         assert weight == ("none", {})
@@ -66,8 +66,8 @@ def test_verl(name):
 
 def test_the_blog():
     """Its comparison: PPO alone, PPO on the sampler's log-probs, and weights without and with a cap."""
-    assert parsed("normal")[:2] == ("decoupled", ("none", {}))
-    assert parsed("ppo_is")[:2] == ("bypass", ("none", {}))
+    assert parsed("normal")[:2] == ("old", ("none", {}))
+    assert parsed("ppo_is")[:2] == ("behav", ("none", {}))
     assert parsed("vanilla_is")[1] == ("token_vanilla", {})
     assert parsed("tis_2")[1] == ("token_tis", {"cap": 2.0})
     assert parsed("tis_8")[1] == ("token_tis", {"cap": 8.0})
@@ -78,7 +78,7 @@ def test_the_blog():
 
 
 def test_centered_scores():
-    assert parsed("centered") == ("bypass", ("none", {}), (), ("reinforce", {}))
+    assert parsed("centered") == ("behav", ("none", {}), (), ("reinforce", {}))
     assert parsed("centered_tis_2")[1] == ("token_tis", {"cap": 2.0})
     is_centered = {name for name, bundle in PRESETS.items() if bundle["centering"] != "none"}
     assert is_centered == {"centered", "centered_tis_2"}
@@ -89,7 +89,7 @@ def test_flash_reinforce():
     """What its authors' code does: a ratio of each token without a cap, whole trajectories dropped by
     a mean above 3e-3, no clip."""
     assert parsed("flash_reinforce") == (
-        "bypass", ("token_vanilla", {}), (("seq_mean_binary_kl", {"upper": 3e-3}),),
+        "behav", ("token_vanilla", {}), (("seq_mean_binary_kl", {"upper": 3e-3}),),
         ("reinforce", {}),
     )
 
@@ -97,9 +97,23 @@ def test_flash_reinforce():
 def test_unclipped_ratios_inside_a_trust_region():
     """prime-rl: a ratio of each token without a cap, tokens dropped outside the region, no clip."""
     for name, mask in (("ipo", ("token_dp", {"upper": 0.3})), ("kpop", ("token_kpop", {"upper": 0.1}))):
-        assert parsed(name) == ("bypass", ("token_vanilla", {}), (mask,), ("reinforce", {}))
+        assert parsed(name) == ("behav", ("token_vanilla", {}), (mask,), ("reinforce", {}))
 
 
 def test_every_preset_parses():
     for name in PRESETS:
         parsed(name)
+
+
+def test_mis_ppo_masks_the_ratio_to_the_sampler():
+    for name, mask in (("mis_ppo", "token_ratio"), ("seq_mis_ppo", "seq_sum_ratio")):
+        centre, weight, masks, objective = parsed(name)
+        assert (centre, weight[0], objective[1]) == ("behav", "none", {"clip_low": 1.0, "clip_high": float("inf")})
+        assert masks == ((mask, {"lower": 0.0, "upper": 2.0}),)
+
+
+def test_routes_are_replayed_by_the_updates_of_a_batch():
+    """arXiv:2512.01374: none in one update, r2 in two, r3 beyond."""
+    assert [presets.routing(n) for n in (1, 2, 3, 4, 8)] == ["none", "r2", "r3", "r3", "r3"]
+    by_minibatches = {name for name, b in PRESETS.items() if b["routing"] != "none"}
+    assert by_minibatches == {"moe", "async_moe"}

@@ -43,7 +43,7 @@ COEFFICIENTS = {
 @jitted.function
 def run(name, logp, batch, **parameters):
     """(loss [B, T], metrics, gradient of its sum) with the entry's needs taken from the batch."""
-    needs = {field: batch[field] for field in methods.needs("objective", name)}
+    needs = {field: batch.get(field) for field in methods.needs("objective", name)}
     arguments = methods.traits("objective", name).example
 
     def total(logp):
@@ -152,6 +152,20 @@ def test_each_dispo_bound_acts_in_its_own_quadrant():
         _, metrics, gradient = run("dispo", logp, batch, **widths)
         np.testing.assert_allclose(np.abs(gradient[:, 0]), weights, rtol=1e-5)
         np.testing.assert_allclose(metrics["actor/pg_clipfrac"], 0.25, rtol=1e-6)
+
+
+def test_dispo_of_the_survey_bounds_each_label_where_the_advantage_pushes():
+    # Rows: A > 0, A > 0, A < 0, A < 0, each with r = 0.5 and 2; correct ones first of each pair.
+    r, adv = np.tile([0.5, 2.0], 4), np.repeat([1, 1, -1, -1], 2)
+    logp, batch = tokens(np.log(r), adv)
+    rewards = jnp.asarray(np.repeat([1.0, 0.0, 1.0, 0.0], 2)[:, None] * np.ones(logp.shape[1]))
+    widths = dict(dispo_low_pos=0.4, dispo_high_pos=0.9, dispo_low_neg=0.2, dispo_high_neg=0.3)
+    _, _, gradient = run("dispo", logp, batch | {"rewards": rewards}, form="survey", **widths)
+    expected = [0.5, 1.9, 0.5, 1.3, 0.6, 2.0, 0.8, 2.0]
+    np.testing.assert_allclose(np.abs(gradient[:, 0]), expected, rtol=1e-5)
+    with pytest.raises(ValueError, match="tells responses apart by their rewards"):
+        methods.function("objective", "dispo")(
+            logp, logp, logp, batch["mask"], form="survey", rewards=None, **widths)
 
 
 def test_dispo_with_equal_bounds_is_cispo():

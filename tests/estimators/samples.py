@@ -45,6 +45,7 @@ def make(is_on_policy=False):
         "logp_behav": near(spread),
         "logp_ref": near(0.5),
         "adv": np.array([1.2, -0.7, 0.4, -1.1, 0.9, 0.3])[:, None] * np.ones(shape),
+        "rewards": np.array([1.0, 0.0, 1.0, 0.0, 1.0, 1.0])[:, None] * np.ones(shape),
         "entropy": rng.uniform(0.5, 2.5, shape),
         "sum_pi_squared": rng.uniform(0.2, 0.9, shape),
         "logits": logits,
@@ -75,13 +76,13 @@ def token_fields(batch):
 def weights(logp, batch, name):
     batch = batch | {"logp": logp}
     log_ratio_bt = ratios.as_float(batch["logp_old"]) - batch["logp_behav"]
-    return importance_weights(log_ratio_bt, batch, method("weight", name))[0]
+    return importance_weights(log_ratio_bt, batch, method("weight", name))
 
 
 def kept(logp, batch, name):
     """1 where the mask keeps a token, 0 elsewhere."""
     log_ratio_bt = ratios.as_float(batch["logp_old"]) - batch["logp_behav"]
-    is_accepted_bt, _ = accepted(log_ratio_bt, batch | {"logp": logp}, (method("mask", name),))
+    is_accepted_bt, _ = accepted([log_ratio_bt], batch | {"logp": logp}, (method("mask", name),))
     return is_accepted_bt.astype(log_ratio_bt.dtype)
 
 

@@ -32,7 +32,6 @@ PARAMETERS = {
     "seq_mask_tis": {"lower": 0.6, "upper": 1.5},
 }
 OF_PREFIXES = {"turn_tis", "turn_geo", "prefix_minpro", "prefix_ctpo"}  # in prefix_weights_test
-OF_FACTORS = {"capped_ratio", "seq_capped_ratio"}  # in factor_weights_test
 
 
 def oracle(name, log_ratio, mask, seg):
@@ -89,7 +88,7 @@ def example(is_packed):
 
 
 def test_every_entry_has_parameters_in_these_tests():
-    assert PARAMETERS.keys() | OF_PREFIXES | OF_FACTORS == weights.WEIGHTS.keys()
+    assert PARAMETERS.keys() | OF_PREFIXES == weights.WEIGHTS.keys()
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

@@ -31,10 +31,11 @@ def small(monkeypatch):
 
 
 def test_weights_of_stale_arms_see_the_age():
-    """In decoupled mode logp_old has the age of the token, and the ratio to the sampler is 1."""
+    """The ratio to logp_old alone has no age."""
     for name, arm in fig_referee.arms_of("stale", "short").items():
-        is_whole = arm["correction.mode"] == "bypass"
-        assert is_whole or arm["correction.objective"].startswith("decoupled("), name
+        is_folded = arm.get("correction.staleness_weight") == "folded"
+        assert arm["correction.centre"] == ("prox" if is_folded else "behav"), name
+        assert is_folded == (name == "decoupled PPO")
         assert arm.get("rollout.old_logp_source") == (None if name == fig_referee.EXACT else "none")
 
 
@@ -42,7 +43,7 @@ def test_the_control_is_none_with_the_loss_of_the_stale_arms():
     for gap in ("int8", "noise"):
         control, none = fig_referee.control_of(gap, "long")["REINFORCE"], fig_referee.arms_of(gap, "long")["none"]
         assert dict(control.items() - none.items()) == {
-            "correction.mode": "bypass", "correction.objective": "reinforce",
+            "correction.centre": "behav", "correction.objective": "reinforce",
         }
         assert none.items() <= control.items()
     assert fig_referee.control_of("stale", "long") == {} == fig_referee.control_of("int8", "short")

@@ -77,13 +77,13 @@ def test_the_commands_print_their_tables(capsys, monkeypatch):
 
 
 def test_the_reward_is_centred_under_the_behaviour():
-    for mode in ("decoupled", "bypass"):
-        case = sequence_bias.problem(mode, 2, 3)
+    for centre in ("old", "behav"):
+        case = sequence_bias.problem(centre, 2, 3)
         assert case.probabilities(case.behaviour) @ case.responses["rewards"] == pytest.approx(0.0)
         # The two responses without a change, 000 and 111, have the highest reward, 1.
         rewards = case.responses["rewards"]
         assert rewards[0] == rewards[-1] == rewards.max() and np.ptp(rewards) == pytest.approx(1.0)
-        assert (case.old is case.behaviour) == (mode == "bypass")
+        assert (case.old is case.behaviour) == (centre == "behav")
 
 
 def test_a_row_by_hand():
@@ -96,6 +96,6 @@ def test_a_row_by_hand():
 
 
 def test_a_bypass_has_the_whole_gap():
-    for mode in ("bypass", "decoupled"):
-        case = group_bias.problem(group_bias.Step(mode=mode), 2, drift=0.5)
-        assert case.old is (case.behaviour if mode == "bypass" else case.policy)
+    for centre in ("behav", "old"):
+        case = group_bias.problem(group_bias.Step(centre=centre), 2, drift=0.5)
+        assert case.old is (case.behaviour if centre == "behav" else case.policy)

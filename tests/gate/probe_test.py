@@ -128,7 +128,7 @@ def test_a_fresh_batch_has_the_cache_of_the_rollouts_and_gives_signs_of_life(mon
     calls, config = [], dict(rollout__old_logp_source=way, rollout__schedule="areal(staleness=2)")
     if is_fresh:
         config |= dict(
-            correction__weight="none", correction__mode="bypass", correction__objective="reinforce")
+            correction__weight="none", correction__centre="behav", correction__objective="reinforce")
     setup = tiny.setup(**config)
 
     def measure(setup, params, prompts, heartbeat):

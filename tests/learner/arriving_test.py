@@ -20,7 +20,7 @@ pytestmark = pytest.mark.compiles
 @pytest.mark.cases("dense")
 @pytest.mark.parametrize("settings", [
     dict(),
-    dict(correction__aggregation="seq-mean-token-mean", correction__mode="bypass",
+    dict(correction__aggregation="seq-mean-token-mean", correction__centre="behav",
          correction__weight="none"),
     dict(train__pack_length=16, train__microbatch_rows=2),
     dict(correction__kl_coeff=0.05, correction__entropy_coeff=0.01, correction__masks="veto",
@@ -134,7 +134,7 @@ def test_a_part_without_a_token_has_padding_for_what_others_recorded():
     (dict(correction__environment_ce_coeff=0.1, **tiny.EPISODES),
      "the cross-entropy of environment tokens is a mean over those of the batch"),
     (dict(correction__objective="kl_cov"), "the objective kl_cov ranks the tokens of the batch"),
-    (dict(correction__mode="bypass", correction__objective="reinforce", correction__batch_normalize=True,
+    (dict(correction__centre="behav", correction__objective="reinforce", correction__batch_normalize=True,
           train__pack_length=16, train__microbatch_rows=16),
      "weights are divided by their mean over the batch"),
     (dict(correction__objective="clip_cov"), "clip_cov samples at random from the whole batch"),

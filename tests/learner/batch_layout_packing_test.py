@@ -267,7 +267,7 @@ CASES = {
     "sequence": dict(objective="gspo", aggregation="seq-mean-token-mean"),
     "sequence, of entropy": dict(objective="espo(vocab_size=19)"),
     "sequence, bypass": dict(
-        mode="bypass", weight="seq_tis", masks="seq_mean_k3(upper=0.05) & token_k1(upper=1.6)",
+        centre="behav", weight="seq_tis", masks="seq_mean_k3(upper=0.05) & token_k1(upper=1.6)",
         objective="reinforce", aggregation="seq-mean-token-sum",
     ),
     "turn": dict(objective="turn_ppo"),
@@ -283,7 +283,7 @@ def chosen(case):
     c.weight, c.objective = "none", "ppo"
     c.update(CASES[case])
     c, fields = correction.parse(c), dict(data())
-    if c.mode == "bypass":
+    if c.is_bypassed:
         del fields["weights"]
     return c, fields
 

@@ -50,6 +50,8 @@ def test_ess_scales_the_learning_rate():
 
 
 def test_a_surge_multiplies_what_the_sample_size_left():
+    own = chosen("length_surge(surge_cooldown=5, surge_floor=0.1, window=7)")
+    assert len(control.init(own)["length_surge"].lengths) == 7
     c = chosen("length_surge(surge_cooldown=5, surge_floor=0.1) & ess_scale(vcpo_ess_target=1e-9)")
     states = control.init(c)
     states, settings = begin(c, states, rows())

@@ -53,7 +53,7 @@ def update_loss(c, logp, entropy, batch, num_tokens, num_seqs):
         logp, correction.with_key(c, batch), spec, entropy=entropy, num_tokens=num_tokens,
         num_seqs=num_seqs,
     )
-    return value, metrics | correction_metrics.drift_metrics(spec, logp, batch)
+    return value, metrics | correction_metrics.drift_metrics(logp, batch)
 
 
 def log_ratio():
@@ -62,10 +62,10 @@ def log_ratio():
 
 
 def test_bypass_puts_the_sampler_in_the_ratio_and_weighs_nothing():
-    out, metrics = prepared(mode="bypass", weight="none")
+    out, metrics = prepared(centre="behav", weight="none")
     data, mask = rollout(), rollout()["mask"]
     assert "weights" not in out  # the loss weighs the drift at every update
-    c = correction.parse(fields(mode="bypass", weight="none", objective="ppo"))
+    c = correction.parse(fields(centre="behav", weight="none", objective="ppo"))
     _, found = update_loss(c, data["logp_old"], None, data | out, 1.0, 1.0)
     assert found["actor/ppo_kl"] == pytest.approx(-log_ratio()[mask].mean(), rel=1e-4)
     # The gap is measured all the same, between the learner and the sampler.
@@ -90,45 +90,26 @@ def test_other_weights(weight, band):
     np.testing.assert_allclose(out["weights"], expected * mask, rtol=1e-4, atol=1e-7)
 
 
-def test_a_cap_per_factor_is_applied_once_or_at_every_update():
-    caps = "cap_engine=1.2, cap_trust_region=1.1"
-    data, z = rollout(), log_ratio()
-    out, metrics = prepared(weight=f"capped_ratio({caps})")  # nothing has moved: the engine's alone
-    engine = np.minimum(np.exp(z), 1.2)
-    np.testing.assert_allclose(out["weights"], engine * data["mask"], rtol=1e-5)
-    share = (np.exp(z) > 1.2)[data["mask"]].mean()
-    assert metrics["mismatch/engine/fraction_capped"] == pytest.approx(share)
-    assert metrics["mismatch/trust_region/fraction_capped"] == 0.0
-    changes = dict(mode="bypass", objective="reinforce", weight=f"capped_ratio({caps})")
-    c = correction.parse(fields(**changes))
-    rows = data | prepared(**changes)[0] | {"draw": np.zeros(B, np.uint32)}
-    logp = np.where(np.arange(T) % 2, 0.2, -0.3) + data["logp_old"]  # moves of the update
-
-    def value(logp):
-        return update_loss(c, logp, None, rows, 1.0, 1.0)
-
-    gradient, metrics = jax.grad(value, has_aux=True)(logp.astype(np.float32))
-    drift = np.minimum(np.exp(np.where(np.arange(T) % 2, 0.2, -0.3)), 1.1)
-    expected = -engine * drift * rows["adv"] * data["mask"]
-    np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-6)
-    assert metrics["mismatch/engine/fraction_capped"] == pytest.approx(share)
-    is_odd = np.broadcast_to(np.arange(T) % 2, z.shape)[data["mask"]]
-    assert metrics["mismatch/trust_region/fraction_capped"] == pytest.approx(is_odd.mean())
-    assert "mismatch/product/fraction_capped" not in prepared()[1]
+def test_each_factor_has_its_weight_and_its_counts():
+    data, age = rollout(), np.where(np.arange(T) % 2, 0.2, -0.3)
+    data |= {"logp_prox": data["logp_old"] + age.astype(np.float32)}
+    chosen = dict(preset="factored", weight="token_tis(cap=1.2)", staleness_weight="token_tis(cap=1.1)")
+    out, metrics = prepared(data, centre="prox", objective="ppo", masks="", **chosen)
+    engine, mask = np.exp(log_ratio()), data["mask"]
+    expected = np.minimum(engine, 1.2) * np.minimum(np.exp(age), 1.1)
+    np.testing.assert_allclose(out["weights"], expected * mask, rtol=1e-5)
+    is_odd = np.broadcast_to(np.arange(T) % 2, mask.shape)[mask]
+    assert metrics["correction/weight/truncated"] == (engine > 1.2)[mask].sum()
+    assert metrics["correction/staleness_weight/truncated"] == is_odd.sum()
+    mean = (np.minimum(engine, 1.2) * mask).sum() / mask.sum()  # of the engine's weight alone
+    np.testing.assert_allclose(metrics["rollout_corr/rollout_is_mean"], mean, rtol=1e-5)
+    assert not any("staleness_weight" in name for name in prepared()[1])
 
 
-def test_the_cap_of_the_age_counts_where_the_policy_has_moved():
-    data = rollout()
-    data = data | {"logp_prox": data["logp_old"] + np.where(np.arange(T) % 2, 0.2, -0.3).astype(np.float32)}
-    _, metrics = prepared(data, weight="capped_ratio(cap_staleness=1.1)", objective="reinforce")
-    is_odd = np.broadcast_to(np.arange(T) % 2, data["mask"].shape)[data["mask"]]
-    assert metrics["mismatch/staleness/fraction_capped"] == pytest.approx(is_odd.mean())
-
-
-@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
-def test_the_optimal_baseline_is_that_of_the_policy_and_of_all_answers(mode):
+@pytest.mark.parametrize("centre", ["old", "behav"])
+def test_the_optimal_baseline_is_that_of_the_policy_and_of_all_answers(centre):
     """Two answers of one token: score norms 1 - 2 pi + sum pi^2 of 0.5 and 0.32, rewards 1 and 0. Weights of
-    decoupled mode pi_old / mu: 1 and 2. Of bypass mode pi / mu: 2 and 1. The second is not trained on."""
+    the centre old pi_old / mu: 1 and 2. Of behav pi / mu: 2 and 1. The second is not trained on."""
     one = lambda *x: np.array(x, np.float32)[:, None]
     data = {
         "mask": one(1, 0) > 0, "sampled": one(1, 1) > 0, "rewards": one(1, 0)[:, 0],
@@ -136,17 +117,17 @@ def test_the_optimal_baseline_is_that_of_the_policy_and_of_all_answers(mode):
         "current_version": np.zeros((2, 1), np.int32), "sum_pi_squared": one(0.5, 0.52),
         "logp_prox": np.log(one(0.5, 0.6)), "logp_old": np.log(one(0.25, 1.0)),
     }
-    data["logp_behav"] = np.log(one(0.25, 0.5)) if mode == "decoupled" else np.log(one(0.25, 0.6))
+    data["logp_behav"] = np.log(one(0.25, 0.5)) if centre == "old" else np.log(one(0.25, 0.6))
     out, _ = prepared(
-        data, advantage="otb", mode=mode, weight="token_tis(cap=9.0)", objective="reinforce",
+        data, advantage="otb", centre=centre, weight="token_tis(cap=9.0)", objective="reinforce",
     )
-    norms = (0.5, 4 * 0.32) if mode == "decoupled" else (4 * 0.5, 0.32)
+    norms = (0.5, 4 * 0.32) if centre == "old" else (4 * 0.5, 0.32)
     assert out["adv"][0, 0] == pytest.approx(1 - norms[0] / sum(norms), rel=1e-4)
 
 
-@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
-def test_tokens_that_an_update_rejects_stay_in_every_denominator(mode):
-    c = correction.parse(fields(mode=mode, masks="trm(trm_delta=1.0)", weight="none"))
+@pytest.mark.parametrize("centre", ["old", "behav"])
+def test_tokens_that_an_update_rejects_stay_in_every_denominator(centre):
+    c = correction.parse(fields(centre=centre, masks="trm(trm_delta=1.0)", weight="none"))
     assert correction.loss_spec(c, {}).rejected_in_denominator
 
 
@@ -226,7 +207,7 @@ def test_rejected_tokens_leave_the_mask_or_count_with_weight_zero():
     ("prompt-mean", 0.9 / 3 / 2),
 ])
 @pytest.mark.parametrize("is_packed, rejected_in_denominator", [(False, False), (True, True)])
-def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
+def test_around_the_sampler_rejected_tokens_stay_in_every_denominator(
     aggregation, expected, is_packed, rejected_in_denominator
 ):
     """-A log pi is 0.3, 0.6 and 0.9 | 0.5 at log pi = -1; the third token and the other sequence,
@@ -242,7 +223,7 @@ def test_in_bypass_mode_rejected_tokens_stay_in_every_denominator(
         data, logp = {name: packed(x) for name, x in data.items()}, packed(logp)
         data["seg"] = ratios.Segments(jnp.array([[1, 1, 1, 2]]), 2)
     c = correction.parse(fields(
-        mode="bypass", weight="none", objective="reinforce", masks="token_ratio(upper=1.5)",
+        centre="behav", weight="none", objective="reinforce", masks="token_ratio(upper=1.5)",
         aggregation=aggregation, scale=3.0, rejected_in_denominator=rejected_in_denominator,
     ))
     value, metrics = update_loss(c, jnp.asarray(logp), jnp.zeros(logp.shape), data, 4, 2)
@@ -280,7 +261,7 @@ def test_counts_of_methods_that_are_applied_once():
     }
     normalized = prepared(masks=masks, batch_normalize=True)[1]
     assert all(normalized[name] == x for name, x in found.items())
-    none = prepared(masks=masks, mode="bypass")[1]  # its updates count all of it
+    none = prepared(masks=masks, centre="behav")[1]  # its updates count all of it
     assert not any(map(counts.is_count, none))
 
 
@@ -300,6 +281,7 @@ def test_every_configured_method_is_counted_in_one_place(preset, masks):
     seen = [name for name in (*once, *live) if counts.is_count(name) and name.endswith("/num_tokens")]
     expected = [f"mask/{label}" for label in counts.labels([name for name, _ in c.masks])]
     expected += ["weight"] if c.weight[0] != "none" else []
+    expected += ["staleness_weight"] if c.staleness_weight not in (loss.NO_WEIGHT, loss.FOLDED) else []
     assert sorted(seen) == sorted(f"correction/{name}/num_tokens" for name in expected)
 
 

@@ -50,7 +50,7 @@ def test_the_age_of_a_token_is_bounded_by_mode_and_replay(rollout, staleness):
     ("ring", False, False), ("ewma", True, True), ("none", True, False),
 ])
 def test_another_policy_stands_in_for_older_weights(old_logp, approximates_old_logp, averages_policy):
-    bypass = dict(correction__mode="bypass", correction__weight="none")
+    bypass = dict(correction__centre="behav", correction__weight="none")
     training = tiny.setup(
         rollout__schedule="one_step", rollout__old_logp_source=old_logp, **bypass
     ).training

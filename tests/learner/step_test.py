@@ -179,7 +179,7 @@ def difference(ours, theirs):
 @pytest.mark.all
 def test_counts_add_up_over_micro_batches_and_arriving_parts():
     chosen = correction.parse(fields(
-        mode="bypass", objective="reinforce", masks="token_ratio(lower=0.9, upper=1.1)",
+        centre="behav", objective="reinforce", masks="token_ratio(lower=0.9, upper=1.1)",
     ))
     data = {name: x for name, x in batch().items() if name != "weights"}
     of = lambda metrics: {name: x for name, x in jax.device_get(metrics).items() if is_count(name)}
@@ -529,15 +529,15 @@ def test_the_drift_is_split_into_its_factors():
     chain = [data["logp_behav"], data["logp_old"], data["logp_prox"], logp]
     factors = dict(zip(("engine", "staleness", "trust_region"),
                        [b - a for a, b in itertools.pairwise(chain)], strict=True))
-    for mode in ("decoupled", "bypass"):
-        chosen = correction.parse(fields(mode=mode, weight="none"))
+    for centre in ("old", "behav"):
+        chosen = correction.parse(fields(centre=centre, weight="none"))
         _, metrics = updated(chosen, data, 2)
         total = sum(factors.values())
         for name, x in (factors | {"product": total}).items():
             assert metrics[f"mismatch/{name}/log_ratio_abs_mean"] == pytest.approx(
-                np.abs(x)[mask].mean(), rel=1e-3, abs=1e-6), (mode, name)
+                np.abs(x)[mask].mean(), rel=1e-3, abs=1e-6), (centre, name)
             assert metrics[f"mismatch/{name}/log_ratio_part"] == pytest.approx(
-                (x * total)[mask].mean(), rel=1e-3, abs=1e-6), (mode, name)
+                (x * total)[mask].mean(), rel=1e-3, abs=1e-6), (centre, name)
 
 
 def test_metrics_have_verls_names_and_values():

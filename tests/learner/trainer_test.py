@@ -212,11 +212,11 @@ def test_metrics_of_the_samples_by_hand():
 @pytest.mark.cases("changes0")
 @pytest.mark.parametrize("changes", [
     dict(correction__advantage="remax", correction__masks="seq_mean_k3(upper=0.5) & veto"),
-    dict(correction__mode="bypass", correction__objective="clip_cov", correction__weight="none",
+    dict(correction__centre="behav", correction__objective="clip_cov", correction__weight="none",
          correction__advantage="gdpo", reward__name="tests.tiny_rewards:parts"),
     dict(correction__advantage="opob", correction__masks="trm(trm_delta=10.0)",
          correction__kl="exact_reverse", correction__kl_coeff=0.1),
-    dict(correction__mode="bypass", correction__masks="trm(trm_delta=10.0)",
+    dict(correction__centre="behav", correction__masks="trm(trm_delta=10.0)",
          correction__weight="none", correction__kl="exact_forward", correction__kl_coeff=0.1,
          correction__kl_placement="reward", correction__advantage="tir_otb",
          correction__objective="st_ppo"),
@@ -237,18 +237,18 @@ def test_methods_that_ask_for_more_than_the_usual(changes):
     assert record["variance_proxy/proxy1_signal_strength"] > 0  # after two updates too
 
 
-@pytest.mark.cases("decoupled")
-@pytest.mark.parametrize("mode", ["decoupled", "bypass"])
-def test_counts_are_of_the_whole_batch(mode):
+@pytest.mark.cases("old")
+@pytest.mark.parametrize("centre", ["old", "behav"])
+def test_counts_are_of_the_whole_batch(centre):
     """31 tokens in minibatches of micro-batches; an update sees them once in each of two epochs."""
     *_, rows, metrics, _ = one_update(
-        correction__mode=mode, correction__weight="token_tis",
+        correction__centre=centre, correction__weight="token_tis",
         correction__rejected_in_denominator=True,
         correction__masks="veto & opsm(opsm_delta=-9.0) & token_ratio(lower=1, upper=9) & "
         "token_ratio(upper=9)", correction__objective="reinforce",
         train__epochs=2, train__minibatches=2, train__microbatch_rows=4,
     )
-    seen = 62 if mode == "bypass" else 31
+    seen = 62 if centre == "behav" else 31
     assert rows["mask"].sum() == 31
     tokens = {name.removeprefix("correction/"): x for name, x in metrics.items() if is_count(name)}
     assert [tokens.pop(f"mask/{name}/num_tokens") for name in ("veto", "token_ratio", "token_ratio_2")] == [
@@ -258,7 +258,7 @@ def test_counts_are_of_the_whole_batch(mode):
     assert tokens.pop("mask/opsm/dropped") == 2 * (rows["adv"] < 0)[rows["mask"]].sum() > 0
     is_less = (rows["logp_old"] < rows["logp_behav"])[rows["mask"]]
     dropped = tokens.pop("mask/token_ratio/dropped")
-    assert dropped == is_less.sum() if mode == "decoupled" else 31 < dropped <= 62
+    assert dropped == is_less.sum() if centre == "old" else 31 < dropped <= 62
     assert tokens.pop("mask/veto/dropped") == tokens.pop("mask/token_ratio_2/dropped") == 0
     assert tokens.pop("weight/num_tokens") == tokens.pop("weight/changed_raw") == seen
     assert tokens.keys() == {"weight/changed", "weight/truncated", "weight/dropped"}

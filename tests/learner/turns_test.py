@@ -102,7 +102,7 @@ PATHS = {
         correction__turn_credit="rest",
     ),
     "bypassed turns": scored(
-        correction__mode="bypass", correction__objective="st_ppo", correction__weight="none",
+        correction__centre="behav", correction__objective="st_ppo", correction__weight="none",
         correction__advantage="tir_otb", correction__turn_credit="rest", train__pack_length=40,
         correction__masks="token_k3(upper=9.0)",
     ),
@@ -112,7 +112,7 @@ PATHS = {
         correction__kl_coeff=0.1, correction__entropy_coeff=0.01, metrics__diagnostics_every=1,
     ),
     "bypassed turn ratios": scored(
-        correction__mode="bypass", correction__objective="turn_ppo", correction__weight="none",
+        correction__centre="behav", correction__objective="turn_ppo", correction__weight="none",
         train__pack_length=40,
     ),
     "fused turns": tuple(dict(

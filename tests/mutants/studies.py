@@ -81,7 +81,7 @@ MUTANTS = [
         ("a variance has the unit of the gradient", "variance=float(variance / norm**2)",
          "variance=float(variance / norm)", "test_a_row_by_hand"),
         ("the ratio of a bypass is that of the learner alone",
-         'behaviour if step.mode == "bypass" else logits', "logits",
+         'behaviour if step.centre == "behav" else logits', "logits",
          "test_a_bypass_has_the_whole_gap"),
         tests=ONE),
     *of("experiments/lora.py",
