@@ -172,7 +172,7 @@ def get_config() -> ConfigDict:
     c.rollout.on_gap_exceeded = "warn"
     # Weights that compute logp_old of stale tokens. ring: snapshots of the last versions; replica:
     # one, which scores samples as they finish; ewma: an average of the policy with a mean age of 10
-    # updates (PPO-EWMA); none: the policy itself, for decoupled and a3po objectives or bypass mode.
+    # updates (PPO-EWMA); none: the policy itself, for centre=prox with a folded weight, a3po, or centre=behav.
     c.rollout.old_logp_source = "ring"
     c.rollout.snapshots = 0  # of ring; 0: one more than the schedule's bound on staleness
     c.rollout.snapshot_gib = 16.0  # most host memory of the snapshots of all processes, GiB

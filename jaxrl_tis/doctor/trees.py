@@ -333,7 +333,7 @@ CAUSES = (
         "token (veto, with veto_upper on both sides). KPop (token_kpop, arXiv:2606.15079) drops them by "
         "their KL. In docs/referee.md it did harm with answers of 24 tokens and large noise. If the band "
         "rejects 10 to 25 % of the tokens, reduce the gap itself. Or train with noise that flattens sharp "
-        "distributions: correction.controllers = layerwise_perturbation in bypass mode (ALP, "
+        "distributions: correction.controllers = layerwise_perturbation with the centre behav (ALP, "
         "arXiv:2603.19470).",
         all_of=(is_not("config/is_product"),), any_of=HEAVY_TOKENS, unless=ESCALATIONS,
         parent="D", changes=ICEPOP,
@@ -409,7 +409,7 @@ CAUSES = (
     ),
     Finding(
         "E.bypass", "the clipped ratio contains the engine's gap",
-        "Move the gap out of the ratio and into a weight. In bypass mode the ratio does not start "
+        "Move the gap out of the ratio and into a weight. With the centre behav the ratio does not start "
         "at 1, so tokens are clipped before the policy has moved.",
         all_of=(is_so("config/is_bypass"),), parent="E", changes=WEIGHED,
     ),

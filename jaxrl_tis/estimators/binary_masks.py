@@ -78,7 +78,7 @@ def token_kpop(
     """KPop (Ring 2.6, arXiv:2606.15079): tokens by the binary KL in both directions.
 
     The preset `kpop` has the ratio as weight, unclipped, as prime-rl (#3283). AReaL masks the proximal
-    policy against the sampler, beside PPO: `token_vanilla` and `ppo` in decoupled mode.
+    policy against the sampler, beside PPO: `token_vanilla` and `ppo` with the centre old.
 
     Unit: token. Trust region: binary KL(mu || pi_old) and KL(pi_old || mu) of the drawn token <=
     upper. Use: `token_binary_kl` in both directions.
@@ -103,7 +103,7 @@ def seq_mean_binary_kl(
     """The Sequence Trust Region of FlashREINFORCE (Hu et al. 2026): sequences by the mean of their
     tokens' binary KL.
 
-    The authors go with `token_vanilla` in bypass mode, the advantage `batch_mean`, the objective
+    The authors take `token_vanilla` with the centre behav, the advantage `batch_mean`, the objective
     `reinforce` and one update of each batch, aggregated by seq-mean-token-mean: the preset
     flash_reinforce and two more fields. Rejected responses stay in their denominators.
 

@@ -274,7 +274,7 @@ def layerwise_perturbation(
     N(0, 1).
 
     The ratio of the loss then has the perturbed policy above and one that nothing perturbs below:
-    in bypass mode, as in the paper, the sampler; in decoupled mode the policy before the update.
+    with the centre behav, as in the paper, the sampler; with the centre old the policy before the update.
     sigma_l = exp(log_std_l) is a parameter of the loss like any other, with an Adam of its own. The
     noise depends on the row of the minibatch, the update and the layer, and not on how rows are cut
     into micro-batches or over devices. Old log-probs need a forward pass before the update.

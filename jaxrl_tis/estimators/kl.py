@@ -142,7 +142,7 @@ def is_k3(logp: Array, logp_ref: Array, *, logp_old: Array) -> Array:
 
     Unit: token. Gradient: r z per log pi, that of KL(pi || ref) on samples of pi_old; 0 where log r
     is clamped. Use: several updates per batch; r is unbounded, and an engine gap stays outside
-    bypass mode.
+    the centre behav.
 
     Args:
       logp: [B, T] log-probs of the policy that is trained, nats; the only input with a gradient.

@@ -182,7 +182,7 @@ def token_dp(
 ) -> Array:
     """Tokens by the difference of their probabilities, prime-rl's band; no paper.
 
-    Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: bypass mode beside
+    Unit: token. Trust region: |pi_old - mu| <= upper, at most 1. Use: the centre behav beside
     `token_vanilla`, as in prime-rl; rare tokens pass at any ratio, and likely ones are dropped at a
     ratio near 1.
 

@@ -4,7 +4,7 @@
 r = exp(logp - logp_old), with the log-ratio clamped to +-20 first. A weight can be bounded, masked or
 reshaped and every token keeps a gradient, unlike with a clipped ratio. The value of such a loss means
 little, because it contains log pi: compare gradients. For papers with the sampler in the denominator
-use bypass mode: logp_old = logp_behav and weight "none".
+use the centre behav: logp_old = logp_behav and weight "none".
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def reinforce(
 
     logp_old enters the metric alone. verl aggregates by seq-mean-token-sum.
 
-    Unit: token. Trust region: none. Gradient: through log pi, never 0. Use: bypass mode with a
+    Unit: token. Trust region: none. Gradient: through log pi, never 0. Use: the centre behav with a
     weight or masks (verl's bypass_pg presets); nothing else bounds the step.
 
     Returns loss_bt; actor/ppo_kl is the mean of logp_old - logp and actor/pg_clipfrac is 0.
@@ -176,7 +176,7 @@ def dis(
     of A.
 
     The papers' ratio is against the sampler, whose own log-probs stand for those of the old policy:
-    bypass mode, weight none, and no old log-probs for stale samples. It is `reinforce` with the
+    the centre behav, weight none, and no old log-probs for stale samples. It is `reinforce` with the
     weight `token_mis` of the same band in that mode. SAO's advantage is `gae` of a critic, one
     sample per prompt, whose recursion steps over a tool's reply like ours; its lam grows with the
     length, which ours does not. Aggregation: token-mean.
@@ -218,7 +218,7 @@ def topr(
     """TOPR (arXiv:2503.14286), l = -A log pi for A > 0 and l = -sg(min(prod_t r_t, cap)) A log pi
     for A <= 0.
 
-    The paper's ratio is against the sampler: bypass mode. Its aggregation is seq-mean-token-sum,
+    The paper's ratio is against the sampler: the centre behav. Its aggregation is seq-mean-token-sum,
     the log-probability of a trajectory.
 
     Unit: sequence. Trust region: w = prod_t r_t <= cap where A <= 0; none where A > 0. Gradient:
@@ -315,7 +315,7 @@ def dppo_tv(
     """DPPO-Binary-TV (arXiv:2602.04879), l = -sg(min(r, cap) M) A log pi with M = 1[pi - pi_old <=
     dppo_tv_high] for A > 0 and M = 1[pi - pi_old >= -dppo_tv_low] else.
 
-    The main variant of the authors' follow-up code is anchored at the sampler: bypass mode. The
+    The main variant of the authors' follow-up code is anchored at the sampler: the centre behav. The
     paper's aggregation is seq-mean-token-sum-norm, with an advantage that is not divided by its
     std.
 
@@ -388,7 +388,7 @@ def vespo(
 
     The kernel is 1 at W = 1 and largest at W = k / lambda. The log-ratio of a token and their sum
     are clamped to +-20. k = lambda = 0 is REINFORCE and k = 1, lambda = 0 sequence importance
-    sampling. The authors multiply a weight against the sampler into W: in bypass mode W holds it; a
+    sampling. The authors multiply a weight against the sampler into W: with the centre behav W holds it; a
     weight beside this entry stays outside the kernel. Aggregation: token-mean.
 
     Unit: sequence. Trust region: soft, the kernel W^k exp(lambda (1 - W)) of W = prod_t r_t: 0 at

@@ -94,7 +94,7 @@ def log_raw(level: str, log_ratio: Array, mask: Array, seg: Array | None = None)
 def none(log_ratio: Array, mask: Array, seg: Array | None = None) -> Array:
     """No correction: weight 1 on every valid token; no paper.
 
-    Unit: token. Trust region: w = 1. Use: engines that agree, bypass mode, and objectives with a
+    Unit: token. Trust region: w = 1. Use: engines that agree, the centre behav, and objectives with a
     weight of their own; a gap stays as bias.
     """
     del seg
