@@ -582,7 +582,7 @@ MUTANTS = [
     *of("doctor/trees.py",
         ("replayed tokens are fresh",
          'return None if asynchrony.corrects_staleness(case) else "prox"', "return None",
-         "doctor/trees_test.py::test_the_advice_of_several_causes_is_one"),
+         "doctor/asynchrony_test.py::test_the_config_accepts_the_advised_lines", IN_ALL),
         ("a few long answers are a surge",
          '            Clause(LENGTH, ">", "surge_sigma", "surge_sigma"),\n', ""),
         tests="doctor/confusion_test.py"),
