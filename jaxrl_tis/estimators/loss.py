@@ -108,6 +108,10 @@ class LossSpec:
     environment_ce_coeff: float = 0.0
     scale: chex.Numeric | None = None
 
+    def __post_init__(self):
+        if self.centre not in CENTRES:
+            raise ValueError(f"centre is {self.centre!r}; choose one of {', '.join(CENTRES)}")
+
     @property
     def gap(self) -> str:
         """Which of `RATIOS` weight and masks see of a rollout batch."""
@@ -316,6 +320,7 @@ def policy_loss(
     Raises:
       KeyError: the batch lacks a field.
       TypeError: `spec` has a field that `LossSpec` does not have.
+      ValueError: a method or the centre is unknown.
     """
     for kind in ("objective", "weight", "kl"):
         if isinstance(spec.get(kind), str):

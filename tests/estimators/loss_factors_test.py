@@ -161,6 +161,8 @@ def test_what_a_mask_judges_by_itself():
     assert at(centre="prox", staleness_weight=staleness_weight("folded")) == "folded"
     with pytest.raises(ValueError, match="'veto' has of=prox; choose one of engine, staleness"):
         methods.parse("mask", "veto(of=prox)")
+    with pytest.raises(ValueError, match="centre is 'bypass'; choose one of old, prox, behav"):
+        policy_loss(*made(), objective="ppo", centre="bypass")
 
 
 def test_without_caps_the_weights_of_sequences_have_the_gradient_at_prox():
