@@ -238,8 +238,8 @@ def data():
     now = make_score(LEARNER)(params(), {n: x[None] for n, x in forward_fields(fields).items()})
     old = np.where(mask, now["logp"][0], np.nan) + field(0, 0.1)
     return fields | {
-        "logp_old": old, "logp_prox": old,
-        "logp_behav": old + field(0, 0.2), "logp_ref": old + field(0, 0.3),
+        "logp_old": old, "logp_behav": old + field(0, 0.2), "logp_ref": old + field(0, 0.3),
+        "logp_prox": old + field(0, 0.1),
     }
 
 
@@ -270,6 +270,11 @@ CASES = {
         centre="behav", weight="seq_tis", masks="seq_mean_k3(upper=0.05) & token_k1(upper=1.6)",
         objective="reinforce", aggregation="seq-mean-token-sum",
     ),
+    "sequence, every factor": dict(
+        centre="prox", weight="seq_tis(cap=1.3)", staleness_weight="seq_tis(cap=1.2)",
+        masks="seq_mean_k3(upper=0.05, of=staleness) & seq_sum_ratio(upper=3.0, of=policy)",
+        rejected_in_denominator=True,
+    ),
     "turn": dict(objective="turn_ppo"),
     "turn, clipping bias": dict(objective="st_ppo"),
     "group": dict(objective="quatro(quatro_delta=0.3, quatro_floor=0.5)"),
@@ -283,7 +288,7 @@ def chosen(case):
     c.weight, c.objective = "none", "ppo"
     c.update(CASES[case])
     c, fields = correction.parse(c), dict(data())
-    if c.is_bypassed:
+    if c.is_bypassed or c.centre == "prox":
         del fields["weights"]
     return c, fields
 
