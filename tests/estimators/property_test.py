@@ -72,6 +72,7 @@ def make_batch(lengths, sizes, seed):
         "logits": logits,
         "logits_behav": near(logits),
         "logits_ref": near(logits),
+        "rewards": np.repeat(rng.choice([0.0, 1.0], (NUM_ROWS, 1)), WIDTH, axis=1),
     }
     integers = {
         "turn": np.cumsum(rng.random(SHAPE) < 0.4, axis=1),
