@@ -39,10 +39,7 @@ RUNS = {
         "correction__objective": "quatro(quatro_delta=0.1, quatro_floor=0.1)",
         "train__microbatch_rows": 16, "train__minibatches": 1,
     },
-    "by factor": {
-        "correction__centre": "behav", "correction__objective": "reinforce",
-        "correction__weight": "capped_ratio",
-    },
+    "by factor": {"correction__preset": "capped_ratio"},
     "centred": {"correction__preset": "centered_tis_2"},
     "experts": {
         "model__num_experts": 4, "model__expert_dim": 16, "engine__record_routes": True,

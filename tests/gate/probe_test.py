@@ -99,8 +99,8 @@ def test_a_run_stops_above_its_budget_and_is_saved(tmp_path):
 
 @pytest.mark.all
 def test_where_another_policy_stands_in_the_engine_is_measured_on_a_fresh_batch(tmp_path):
-    tiny.run(tmp_path / "run", rollout__old_logp_source="none", steps=3, correction__weight="none",
-             correction__objective="decoupled", **BUSY)
+    tiny.run(tmp_path / "run", rollout__old_logp_source="none", steps=3, correction__preset="async",
+             **BUSY)
     last = [r for r in metrics.read(tmp_path / "run") if r["phase"] == "train"][-1]
     assert 0 < last["gate/engine/d_mean"] < 0.1 * last["gate/total/d_mean"]
     assert "gate/staleness/d_mean" not in last
@@ -116,8 +116,8 @@ def test_a_stop_request_within_a_probe_waits_for_the_record_of_its_step(tmp_path
     monkeypatch.setattr(report, "measure", measure)
     with pytest.raises(cli.Interrupted):
         tiny.run(
-            tmp_path / "run", rollout__old_logp_source="none", correction__weight="none",
-            correction__objective="decoupled", checkpoint__grace=0.0, **BUSY)
+            tmp_path / "run", rollout__old_logp_source="none", correction__preset="async",
+            checkpoint__grace=0.0, **BUSY)
     meta = json.loads((tmp_path / "run/checkpoints/1/meta/metadata").read_text())["meta"]
     assert meta["step"] == meta["version"] == 1
     assert [r["step"] for r in metrics.read(tmp_path / "run") if r["phase"] == "train"] == [1]
