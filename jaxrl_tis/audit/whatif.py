@@ -106,8 +106,8 @@ def _parts(preset):
     """Yields (kind, text, ratio) of the methods of a preset."""
     centre, staleness = preset["centre"], preset["staleness_weight"]
     spec = _spec(centre=centre, staleness_weight=loss.staleness_weight(staleness))
-    yield "weight", preset["weight"], "policy" if spec.is_bypassed else spec.gap
-    if spec.staleness_weight not in (loss.NO_WEIGHT, loss.FOLDED):
+    yield "weight", preset["weight"], spec.gap_at_update
+    if spec.weighs_staleness:
         yield "weight", staleness, "staleness"
     yield "objective", preset["objective"], centre
     for text in filter(None, map(str.strip, preset["masks"].split("&"))):

@@ -64,7 +64,7 @@ def rejection_metrics(
     for name, parameters in spec.masks:
         log_ratio = outputs.judged.get(spec.seen((name, parameters)))
         if name in mismatch.REJECTION_OPTIONS and log_ratio is not None:
-            bounds = {key: x for key, x in parameters.items() if key != "of"}
+            bounds = methods.own(parameters)
             metrics |= mismatch.rejection_metrics(log_ratio, mask, option=name, **bounds)
     return metrics
 

@@ -101,7 +101,7 @@ def rule(weight: Method, masks: tuple[Method, ...], objective: Method, centre: s
         w = methods.function("weight", weight[0])(log_ratio, everywhere, **weight[1])
         for name, parameters in masks:
             extra = {"logp_behav": logp_behav} if methods.needs("mask", name) else {}
-            own = {key: x for key, x in parameters.items() if key != "of"}
+            own = methods.own(parameters)
             is_kept = methods.function("mask", name)(log_ratio, everywhere, **extra, **own)
             w = jnp.where(is_kept, w, 0.0)
         if centre != "behav":

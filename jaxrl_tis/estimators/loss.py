@@ -118,9 +118,19 @@ class LossSpec:
         return "folded" if self.staleness_weight == FOLDED else "engine"
 
     @property
+    def gap_at_update(self) -> str:
+        """Which of `RATIOS` the weight of an update sees: the policy's, if the sampler is the centre."""
+        return "policy" if self.is_bypassed else self.gap
+
+    @property
     def is_bypassed(self) -> bool:
         """Whether the sampler is the centre."""
         return self.centre == "behav"
+
+    @property
+    def weighs_staleness(self) -> bool:
+        """Whether the factor staleness has a weight of its own."""
+        return self.staleness_weight not in (NO_WEIGHT, FOLDED)
 
     def seen(self, mask: Method) -> str:
         """Which of `RATIOS` a mask sees."""
@@ -209,8 +219,7 @@ def accepted(
     fields = {name: x for name, x in batch.items() if name not in ("mask", "seg")}
     is_accepted_bt, kept = ratios.as_bool(batch["mask"]), []
     for (name, parameters), seen_bt in zip(masks, log_ratios, strict=True):
-        own = name, {key: x for key, x in parameters.items() if key != "of"}
-        kept_bt, _ = all_of((own,), seen_bt, batch["mask"], seg, **fields)
+        kept_bt, _ = all_of(((name, methods.own(parameters)),), seen_bt, batch["mask"], seg, **fields)
         kept.append(kept_bt)
         is_accepted_bt &= kept_bt
     return is_accepted_bt, counts.of_masks([name for name, _ in masks], kept, batch["mask"])
@@ -240,7 +249,7 @@ def apply_methods(
     engine_bt = importance_weights(log_ratio, batch, spec.weight)
     w_bt, level = engine_bt, methods.traits("weight", user).level
     method_counts = weight_counts(log_ratio, batch, spec.weight)
-    if spec.staleness_weight not in (NO_WEIGHT, FOLDED):
+    if spec.weighs_staleness:
         stale_bt = _log_ratio(batch, "staleness", spec.staleness_weight[0])
         w_bt = w_bt * importance_weights(stale_bt, batch, spec.staleness_weight)
         method_counts |= weight_counts(stale_bt, batch, spec.staleness_weight, "staleness_weight")
@@ -278,9 +287,8 @@ def _apply_at_update(batch, spec):
         metrics["actor/rejected_fraction"] = ratios.masked_mean(~is_accepted_bt, batch["mask"])
     if "weights" in batch:
         return batch["weights"], is_accepted_bt, metrics
-    is_weighed = any(w not in (NO_WEIGHT, FOLDED) for w in (spec.weight, spec.staleness_weight))
-    if once or is_weighed:
-        outputs = apply_methods(batch, spec, once, "policy" if spec.is_bypassed else None)
+    if once or spec.weight != NO_WEIGHT or spec.weighs_staleness:
+        outputs = apply_methods(batch, spec, once, spec.gap_at_update)
         w_bt, is_accepted_bt = outputs.weight, is_accepted_bt & outputs.is_accepted
         metrics |= outputs.counts
     return w_bt, is_accepted_bt, metrics

@@ -23,6 +23,11 @@ TABLES = {
 OF_ALL = {"mask": {"of": ("engine", "staleness", "folded", "policy")}}
 
 
+def own(parameters: dict[str, Any]) -> dict[str, Any]:
+    """The parameters of an entry itself, without those of `OF_ALL`."""
+    return {key: x for key, x in parameters.items() if key != "of"}
+
+
 def function(kind: str, name: str) -> Callable:
     """The entry of a table; ValueError names the nearest where there is none."""
     return choices.function(kind, name, TABLES[kind])

@@ -63,6 +63,12 @@ class Correction(loss.LossSpec):
         return _needs(chosen) | more | dict.fromkeys(of_turns, "turn_credit")
 
     @property
+    def masks_of_batch(self) -> tuple[Method, ...]:
+        """The masks whose decisions on a rollout batch are measured: all, if the sampler is the
+        centre."""
+        return self.masks if self.is_bypassed else self.masks_before
+
+    @property
     def _weights(self) -> list[tuple[str, Method]]:
         chosen = [("weight", self.weight), ("weight", self.staleness_weight)]
         return [x for x in chosen if x[1] != loss.FOLDED]
@@ -232,8 +238,7 @@ def _prepared(c: Correction, batch: Batch) -> tuple[Batch, loss.MethodOutputs, j
 def method_outputs(c: Correction, batch: Batch) -> loss.MethodOutputs:
     """Returns the outputs of the weights and of the masks before the update. If the sampler is the
     centre these are all masks, on its gap, and the updates count their tokens."""
-    masks = c.masks if c.is_bypassed else c.masks_before
-    outputs = loss.apply_methods(with_key(c, batch), c, masks)
+    outputs = loss.apply_methods(with_key(c, batch), c, c.masks_of_batch)
     return outputs._replace(counts={}) if c.is_bypassed else outputs
 
 
@@ -250,7 +255,7 @@ def _advantage(c: Correction, rewards: jax.Array, batch: Batch) -> jax.Array:
     if "weights" in methods.needs("advantage", name):
         # Of all answers, as those that are not trained on count in their groups.
         batch = batch | {"weights": loss.apply_methods(
-            batch | {"mask": batch["sampled"]}, c, (), "policy" if c.is_bypassed else None
+            batch | {"mask": batch["sampled"]}, c, (), c.gap_at_update
         ).weight}
     needed = loss.needed("advantage", name, batch)
     function: Any = functools.partial(advantages.ADVANTAGES[name], **needed, **parameters)
@@ -308,9 +313,8 @@ def make_measure(c: Correction) -> Callable[[Batch, Batch], tuple[Batch, Metrics
 
 def _judged(c: Correction, log_ratio: jax.Array) -> dict[str, jax.Array]:
     """Returns what the masks saw of a batch of the update's own weights, where nothing is stale."""
-    masks = c.masks if c.is_bypassed else c.masks_before
     return {of: jnp.zeros_like(log_ratio) if of == "staleness" else log_ratio
-            for of in map(c.seen, masks)}
+            for of in map(c.seen, c.masks_of_batch)}
 
 
 def fused_fields(logp: jax.Array, entropy: jax.Array) -> Batch:

@@ -10,10 +10,10 @@ import ml_collections
 from jaxrl_tis.diagnostics.attribution import FACTORS
 from jaxrl_tis.estimators import loss, methods
 from jaxrl_tis.learner.correction import Correction
+from jaxrl_tis.learner.snapshots import APPROXIMATIONS
 
 OF_CENTRE = {"old": FACTORS[1:], "prox": FACTORS[2:], "behav": FACTORS}
 OF_GAP = {"engine": FACTORS[:1], "folded": FACTORS[:2], "policy": FACTORS}
-APPROXIMATE = ("ewma", "none")  # rollout.old_logp_source that takes another policy for pi_old
 SET_STALENESS = (
     "set correction.staleness_weight to 'token_vanilla' or 'token_tis(cap=2.0)', or to 'folded' for one "
     "weight of both"
@@ -37,8 +37,8 @@ def holders(c: Correction) -> dict[str, list[str]]:
     if traits.weighs_itself:
         add(f"objective {name!r} itself", ("engine",))
     if c.weight != loss.NO_WEIGHT:
-        add(f"the weight {c.weight[0]!r}", OF_GAP["policy" if c.is_bypassed else c.gap])
-    if c.staleness_weight not in (loss.NO_WEIGHT, loss.FOLDED):
+        add(f"the weight {c.weight[0]!r}", OF_GAP[c.gap_at_update])
+    if c.weighs_staleness:
         add(f"the staleness weight {c.staleness_weight[0]!r}", ("staleness",))
     return found
 
@@ -72,14 +72,14 @@ def staleness_problems(
     if is_replayed:
         setting = f"replayed samples (rollout.replay = {rollout.replay!r})"
     source, found = rollout.old_logp_source, holders(c)
-    if source in APPROXIMATE and c.staleness_weight not in (loss.NO_WEIGHT, loss.FOLDED):
+    if source in APPROXIMATIONS and c.weighs_staleness:
         yield (
             f"the staleness weight {c.staleness_weight[0]!r} needs the learner's log-probs under the "
             f"weights that sampled each token, and with rollout.old_logp_source = {source!r} the factor "
             "staleness is not known apart from engine; set correction.staleness_weight to 'folded', or "
             "the source to ring"
         )
-    elif found["staleness"] or source in APPROXIMATE and found["engine"]:
+    elif found["staleness"] or source in APPROXIMATIONS and found["engine"]:
         return
     elif not c.is_bypassed or is_replayed:
         remedy = "set correction.weight, as 'token_tis(cap=2.0)'" if c.is_bypassed else SET_STALENESS
@@ -108,7 +108,7 @@ def doubts(c: Correction, is_stale: bool, has_gap: bool, num_updates: int) -> It
             "second on, samples are another policy's. Choose an objective with a ratio, or "
             "correction.centre = 'behav' with a weight"
         )
-    if not is_stale and c.staleness_weight not in (loss.NO_WEIGHT, loss.FOLDED):
+    if not is_stale and c.weighs_staleness:
         yield (
             f"correction.staleness_weight is {c.staleness_weight[0]!r}, and all tokens of a batch are of "
             "the newest weights: it is 1"

@@ -281,7 +281,7 @@ def test_every_configured_method_is_counted_in_one_place(preset, masks):
     seen = [name for name in (*once, *live) if counts.is_count(name) and name.endswith("/num_tokens")]
     expected = [f"mask/{label}" for label in counts.labels([name for name, _ in c.masks])]
     expected += ["weight"] if c.weight[0] != "none" else []
-    expected += ["staleness_weight"] if c.staleness_weight not in (loss.NO_WEIGHT, loss.FOLDED) else []
+    expected += ["staleness_weight"] if c.weighs_staleness else []
     assert sorted(seen) == sorted(f"correction/{name}/num_tokens" for name in expected)
 
 

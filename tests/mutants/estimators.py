@@ -110,7 +110,7 @@ MUTANTS = [
          "jnp.sum(ratios.sequence_sum(loss_bt, mask, seg))")),
     *of("estimators/loss.py",
         ("around the sampler the weight is of the old policy",
-         '"policy" if spec.is_bypassed else None)\n        w_bt', 'None)\n        w_bt'),
+         "spec, once, spec.gap_at_update)", "spec, once, spec.gap)"),
         ("the log-ratio is that of the sampler over the learner",
          'ratios.safe_log_ratio(learner, sampler, batch["mask"])',
          'ratios.safe_log_ratio(sampler, learner, batch["mask"])'),
