@@ -344,8 +344,8 @@ def test_invariant_values_have_the_same_bits_under_vmap_and_in_an_update():
     sizes = np.stack([sizes_of(30, 0, 20, 9), sizes_of(0, 70, 0, 0)])
     each = in_a_run(lambda *a: grouped_matmul_invariant(*a))
     shards = jax.vmap(lambda x, w, sizes: grouped_matmul_invariant(x, w, sizes), (0, None, 0))
-    square = lambda w: (jnp.sum(jnp.square(y := shards(x, w, sizes))), y)
-    (_, updated), _ = in_a_run(jax.value_and_grad(square, has_aux=True))(w)
+    square = lambda w, x, sizes: (jnp.sum(jnp.square(y := shards(x, w, sizes))), y)
+    (_, updated), _ = in_a_run(jax.value_and_grad(square, has_aux=True))(w, x, sizes)
     for found in (in_a_run(shards)(x, w, sizes), updated):
         for i in range(2):
             np.testing.assert_array_equal(found[i], each(x[i], w, sizes[i]))
