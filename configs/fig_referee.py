@@ -1,6 +1,7 @@
 """The referee: which correction, for which gap, at which length of the answers.
 
     ./launch/figures.sh referee    # 126 arms and 2 controls of 8 seeds; docs/referee.md has the protocol
+    ./launch/figures.sh referee_factors  # 53 arms of 8 seeds, of the factors of the ratio
 
 An arm is "GAP/LENGTH/CORRECTION". Short answers are two-digit sums of at most 4 tokens, with the model of
 configs/fig_base.py. Long answers are lists of eight one-digit sums, 24 tokens at most, rewarded by the share
@@ -12,6 +13,8 @@ can have: it is 4 steps ahead. A sampler that makes 4 tokens of a long answer is
 change within the answer, which is half a step old.
 """
 
+from collections.abc import Mapping
+
 from configs import fig_base, fig_routing
 from jaxrl_tis.estimators.presets import PRESETS
 from jaxrl_tis.sweep import Arm
@@ -20,20 +23,19 @@ INT8 = {"engine.quantization": "w8a8"}
 EXPERTS = ("num_experts", "experts_per_token", "expert_dim", "shared_expert_dim", "router")
 MODEL = {f"model.{name}": fig_routing.get_config().model[name] for name in EXPERTS}
 REINFORCE = {"correction.centre": "behav", "correction.objective": "reinforce"}
+STALE = {"rollout.schedule": "areal(staleness=4)", "rollout.old_logp_source": "none"}
 # Gap -> (fields of all arms, fields that make the gap)
 GAPS: dict[str, tuple[Arm, Arm]] = {
     "int8": ({}, INT8),
     "noise": ({}, {"engine.injected": "weights(scale=0.3)"}),
     "routes": (MODEL, INT8 | {"engine.injected": "router(scale=0.3)"}),
-    **dict.fromkeys(
-        ("stale", "in-flight"),
-        (
-            REINFORCE,
-            {"rollout.schedule": "areal(staleness=4)", "rollout.old_logp_source": "none"},
-        ),
-    ),
+    "stale": (REINFORCE, STALE),
+    "in-flight": (REINFORCE, STALE),
+    "int8+stale": (REINFORCE, INT8 | STALE),
 }
-UPDATE_TURNS = {"stale/short": 4, "stale/long": 24, "in-flight/long": 4}
+UPDATE_TURNS = {
+    "stale/short": 4, "stale/long": 24, "in-flight/long": 4, "int8+stale/short": 4, "int8+stale/long": 24,
+}
 LENGTHS = {
     "short": {},
     "long": {
@@ -71,10 +73,34 @@ CORRECTIONS = {
     # On tokens of one version; on others they are weighed as in `DECOUPLED`.
     "decoupled PPO": _weight("token_mis(upper=5.0)"),
 }
-DECOUPLED = {
-    "correction.centre": "prox", "correction.staleness_weight": "folded",
-    "correction.objective": "ppo(clip_high=0.28)",
+PPO = "ppo(clip_high=0.28)"
+
+
+def _at_prox(weight: str, staleness_weight: str, objective: str = PPO) -> Arm:
+    arm = _weight(weight) | {
+        "correction.centre": "prox", "correction.staleness_weight": staleness_weight,
+        "correction.objective": objective,
+    }
+    # The factors apart need the learner's log-probs under the weights that sampled each token.
+    return arm if staleness_weight == "folded" else arm | {"rollout.old_logp_source": "ring"}
+
+
+DECOUPLED = _at_prox("token_mis(upper=5.0)", "folded")
+# Two bounds of a weight, and what happens above: it is truncated, or its token is dropped.
+BOUNDED = {
+    f"{name} {bound}": f"token_{name.lower()}({field}={bound}.0)"
+    for name, field in (("TIS", "cap"), ("MIS", "upper")) for bound in (2, 5)
 }
+# The factors of the ratio in runs with age. "folded": one weight of engine and staleness; "folded MIS 5" is
+# decoupled PPO. "apart": each factor has this weight.
+FACTORS = {
+    "none": _weight("none"),
+    "PPO bypass": {"correction.centre": "behav", "correction.objective": PPO},
+    **{f"folded {name}": _at_prox(weight, "folded") for name, weight in BOUNDED.items()},
+    "staleness uncapped": _at_prox("token_tis(cap=2.0)", "token_vanilla"),
+    "GSPO at prox": DECOUPLED | {"correction.objective": "gspo"},
+}
+APART = {f"apart {name}": _at_prox(weight, weight) for name, weight in BOUNDED.items()}
 EXACT = "exact engine"  # the arm without a gap
 # `none` with the loss of KPop, IPO and centering, in the parts where it decides; no arm, in no comparison
 CONTROL, CONTROLLED = "REINFORCE", ("int8/long", "noise/long")
@@ -92,22 +118,33 @@ def get_config():
 
 # GAP/LENGTH; the longest come first, so that no process has one left at the end. The tokens of a short
 # answer are of one version.
-PARTS = tuple(
+_ALL = tuple(
     f"{gap}/{length}" for length in ("long", "short") for gap in GAPS
     if (gap, length) != ("in-flight", "short")
 )
+PARTS = tuple(part for part in _ALL if not part.startswith("int8+stale"))
+FACTOR_PARTS = tuple(part for part in _ALL if part in UPDATE_TURNS)[::-1]
 
 
-def arms_of(gap: str, length: str) -> dict[str, Arm]:
-    """Returns the arms of a gap and a length, by correction."""
+def _arms(gap: str, length: str, corrections: Mapping[str, Arm]) -> dict[str, Arm]:
     model, fields = GAPS[gap]
     if turns := UPDATE_TURNS.get(f"{gap}/{length}"):
         fields = fields | {"rollout.update_turns": turns}
     shared = LENGTHS[length] | model
-    arms = {name: shared | fields | correction for name, correction in CORRECTIONS.items()}
-    if "rollout.schedule" in fields:
-        arms["decoupled PPO"] |= DECOUPLED
+    arms = {name: shared | fields | arm for name, arm in corrections.items()}
     return arms | {EXACT: shared | _weight("none")}
+
+
+def arms_of(gap: str, length: str) -> dict[str, Arm]:
+    """Returns the arms of a gap and a length, by correction."""
+    age = {"decoupled PPO": DECOUPLED} if f"{gap}/{length}" in UPDATE_TURNS else {}
+    return _arms(gap, length, CORRECTIONS | age)
+
+
+def factors_of(gap: str, length: str) -> dict[str, Arm]:
+    """Returns the arms of the factors. With a float32 sampler the factor of the engine is 1, and nothing
+    is apart."""
+    return _arms(gap, length, FACTORS | (APART if "int8" in gap else {}))
 
 
 def control_of(gap: str, length: str) -> dict[str, Arm]:

@@ -17,8 +17,8 @@ import numpy as np
 
 from configs import fig_lora, fig_lora_smollm2
 from experiments import (
-    budget, causes, lora, parallelism, parts, predictor, records, referee, router_noise,
-    router_noise_trained, threshold, turns,
+    budget, causes, lora, parallelism, parts, predictor, records, referee, referee_factors,
+    router_noise, router_noise_trained, threshold, turns,
 )
 from experiments.parts import (
     ARM, SEEDS, Arms, Figure, Interval, Picture, compared, curves, gain, interval, mean_of,
@@ -332,7 +332,9 @@ TRAINED = {
     "routing": ROUTING, "lora": lora.figure("lora", fig_lora),
     "lora_smollm2": lora.figure("lora_smollm2", fig_lora_smollm2, lora.recorded_runs),
 }
-STORED = {"predictor": predictor.FIGURE, "referee": referee.FIGURE}  # read runs of others
+STORED = {  # read runs of others
+    "predictor": predictor.FIGURE, "referee": referee.FIGURE, "referee_factors": referee_factors.FIGURE,
+}
 COMPUTED = {
     "parallelism": parallelism.FIGURE, "budget": budget.FIGURE, "router_noise": router_noise.FIGURE,
     "router_noise_trained": router_noise_trained.FIGURE, "turns": turns.FIGURE,

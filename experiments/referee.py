@@ -6,7 +6,7 @@ Reads docs/experiments/referee/, the runs and gradients of experiments/referee_r
 import collections
 import json
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import numpy as np
 from scipy import stats
@@ -17,7 +17,8 @@ from experiments.parts import GREY, LAST, Figure, Interval, Panel, Picture, inte
 from experiments.records import Run
 
 NONE, EXACT, CONTROL = "none", fig_referee.EXACT, fig_referee.CONTROL
-ORDER = (*fig_referee.CORRECTIONS, EXACT)  # of the arms, simplest first
+# Of the arms, simplest first.
+ORDER = (*fig_referee.CORRECTIONS, *list(fig_referee.FACTORS)[1:], *fig_referee.APART, EXACT)
 OF_LOSS = ("KPop", "IPO", "centering", "centering + TIS")  # the arms with the loss of the control
 HALF = 40  # steps of a run of half the budget
 MARGIN = 0.05  # of the reward; a gap whose cost is surely below it needs no correction
@@ -148,11 +149,13 @@ def size_of_gap(runs: Sequence[Run]) -> float:
     return float(np.nanmean(np.concatenate([run.series["rollout_corr/k3_kl"] for run in runs])))
 
 
-def complete(runs: Sequence[Run]) -> tuple[dict[str, dict[str, list[Run]]], list[str]]:
-    """Returns (the parts that have all of their runs, as `by_part` does; what the others have)."""
+def complete(
+    runs: Sequence[Run], arms_of: Callable[[str, str], Collection[str]]
+) -> tuple[dict[str, dict[str, list[Run]]], list[str]]:
+    """Returns (the parts that have all runs of their arms, as `by_part` does; what the others have)."""
     parts, others = by_part([run for run in runs if not is_control(run)]), []
     for part, arms in list(parts.items()):
-        wanted = {(n, seed) for n in fig_referee.arms_of(*part.split("/")) for seed in referee_runs.SEEDS}
+        wanted = {(n, seed) for n in arms_of(*part.split("/")) for seed in referee_runs.SEEDS}
         missing = wanted - {(name, run.seed) for name, runs in arms.items() for run in runs}
         if missing:
             others.append(f"{part} ({len(wanted) - len(missing)} of {len(wanted)} runs)")
@@ -163,9 +166,9 @@ def complete(runs: Sequence[Run]) -> tuple[dict[str, dict[str, list[Run]]], list
 def tables(data: Data) -> str:
     """Returns Markdown: the decisions, all arms over all parts, and each part, of the complete parts."""
     runs, gradients = data
-    parts, others = complete(runs)
+    parts, others = complete(runs, fig_referee.arms_of)
     gains = {part: gains_of(arms) for part, arms in parts.items()}
-    blocks = [f"Not complete, and left out: {', '.join(others)}."] if others else []
+    blocks = left_out(others)
     blocks += [decisions(parts), f"With {HALF} of 80 steps:\n\n{decisions(parts, HALF)}"]
     names = [n for n in ORDER if n != NONE and any(n in g for g in gains.values())]
     lines = [[name, interval(overall(gains, name, len(names)))] for name in names]
@@ -183,6 +186,11 @@ def tables(data: Data) -> str:
     for part, arms in parts.items():
         blocks.append(f"**{part}**\n\n{part_table(arms, [g for g in gradients if g['part'] == part])}")
     return "\n\n".join(blocks)
+
+
+def left_out(others: Sequence[str]) -> list[str]:
+    """Returns the paragraph that names the parts without all of their runs, none where there are none."""
+    return [f"Not complete, and left out: {', '.join(others)}."] if others else []
 
 
 def control_table(runs: Sequence[Run]) -> str:
@@ -251,17 +259,24 @@ def gradient_measures(lines: Sequence[Mapping]) -> dict[str, tuple[str, str, str
     return out
 
 
-def panel_of(gap: str, length: str) -> Panel:
+def panel_of(
+    part: str, arms_of: Callable[[str, str], Collection[str]], is_last: bool = True
+) -> Panel:
     """Makes the panel of a part: the difference of every arm to none, with intervals that hold together.
-    It is empty without all runs of the part."""
+    It is empty without all runs of the part.
+
+    Args:
+      arms_of: returns the arms of a gap and a length.
+      is_last: the panel has the title of the axis.
+    """
 
     def panel(axes, data):
-        part, parts = f"{gap}/{length}", complete(data[0])[0]
-        names = [name for name in ORDER if name != NONE][::-1]
+        (gap, length), parts = part.split("/"), complete(data[0], arms_of)[0]
+        names = [name for name in ORDER if name != NONE and name in arms_of(gap, length)][::-1]
         axes.set_title(f"{gap}, {length} answers")
         axes.axvline(0, color=GREY, linewidth=0.8)
         axes.set_yticks(range(len(names)), names)
-        if length == [*fig_referee.LENGTHS][-1]:
+        if is_last:
             axes.set_xlabel("gain minus that of none")
         if part not in parts:
             axes.set_visible(part in fig_referee.PARTS)
@@ -291,5 +306,9 @@ def read(folder: pathlib.Path) -> Data:
     return runs, gradients
 
 
-PANELS = [panel_of(gap, length) for length in fig_referee.LENGTHS for gap in fig_referee.GAPS]
+GAPS = [gap for gap in fig_referee.GAPS if gap != "int8+stale"]
+PANELS = [
+    panel_of(f"{gap}/{length}", fig_referee.arms_of, length == [*fig_referee.LENGTHS][-1])
+    for length in fig_referee.LENGTHS for gap in GAPS
+]
 FIGURE = Figure((tables,), {"referee": Picture((13.0, 7.5), PANELS, num_rows=2, sharey=True)}, read)

@@ -19,6 +19,7 @@ Examples:
     python -m experiments.referee_runs int8/short
     python -m experiments.referee_runs noise/long --seeds=0,1 --arms="none,token TIS"
     python -m experiments.referee_runs stale/long --gradients
+    python -m experiments.referee_runs int8+stale/short --factors
 """
 
 import contextlib
@@ -60,8 +61,10 @@ from jaxrl_tis.runtime import cli
 
 CONFIG = "configs/fig_referee.py"
 FOLDER = f"{parts.FOLDER}/referee"
+FACTORS_FOLDER = f"{FOLDER}_factors"
 SEEDS = tuple(range(8))
 PARTS = fig_referee.PARTS
+FACTOR_PARTS = fig_referee.FACTOR_PARTS
 REWARD = "eval/sampled_reward"
 BROKEN = 0.0  # reward of a policy whose numbers are no longer finite
 
@@ -198,13 +201,17 @@ def line_of(arm: str, seed: int, lines: Sequence[dict[str, Any]]) -> str:
 
 
 def train_part(
-    part: str, seeds: Sequence[int], folder: str = FOLDER, chosen: Sequence[str] = ()
+    part: str, seeds: Sequence[int], folder: str = FOLDER, chosen: Sequence[str] = (),
+    is_of_factors: bool = False,
 ) -> None:
     """Trains the runs of a part that its file does not have yet."""
     path = path_of(folder, part)
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {(r.arm, r.seed) for r in records.read(path)[0]} if path.exists() else set()
-    arms = fig_referee.arms_of(*part.split("/")) | fig_referee.control_of(*part.split("/"))
+    gap, length = part.split("/")
+    arms = fig_referee.arms_of(gap, length) | fig_referee.control_of(gap, length)
+    if is_of_factors:
+        arms = fig_referee.factors_of(gap, length)
     programs, taught = Programs(), {}
     for name in chosen or arms:
         missing = [seed for seed in seeds if (f"{part}/{name}", seed) not in done]
@@ -355,22 +362,28 @@ def main() -> None:
         "experiments.referee_runs", "Trains the runs of the referee, or measures its gradients.", __doc__
     )
     parser.add_argument("parts", nargs="+", help=f"GAP/LENGTH: {', '.join(PARTS)}")
+    of_runs = parser.add_mutually_exclusive_group()
+    of_runs.add_argument("--gradients", action="store_true", help="measure the gradients of all arms")
+    of_runs.add_argument(
+        "--factors", action="store_true", help=f"the arms of the factors; parts: {', '.join(FACTOR_PARTS)}"
+    )
     parser.add_argument("--seeds", help="default: 0 to 7, of gradients 0 to 3")
     parser.add_argument("--arms", default="", help="names of corrections; default: all")
-    parser.add_argument("--folder", default=FOLDER, help="default: %(default)s")
-    parser.add_argument("--gradients", action="store_true", help="measure the gradients of all arms")
+    parser.add_argument("--folder", help=f"default: {FOLDER}, or {FACTORS_FOLDER}")
     args = parser.parse_args()
-    known = GRADIENT_PARTS if args.gradients else PARTS
+    known = FACTOR_PARTS if args.factors else GRADIENT_PARTS if args.gradients else PARTS
     if unknown := sorted({*args.parts} - {*known}):
         raise ValueError(f"no part is called {', '.join(unknown)}; choose from {', '.join(known)}")
+    folder = args.folder or (FACTORS_FOLDER if args.factors else FOLDER)
     seeds: Sequence[int] = GRADIENT_SEEDS if args.gradients else SEEDS
     if args.seeds:
         seeds = [int(seed) for seed in args.seeds.split(",")]
     for part in args.parts:
         if args.gradients:
-            measure_part(part, seeds, args.folder)
+            measure_part(part, seeds, folder)
         else:
-            train_part(part, seeds, args.folder, [name for name in args.arms.split(",") if name])
+            chosen = [name for name in args.arms.split(",") if name]
+            train_part(part, seeds, folder, chosen, args.factors)
 
 
 if __name__ == "__main__":

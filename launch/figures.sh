@@ -2,8 +2,8 @@
 # Makes the figures of docs/experiments.md: ./launch/figures.sh [NAME ...] [--smoke]; all figures
 # without names. With --smoke no run is trained: the runs are listed, and the stored records are drawn.
 # Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
-# lora_smollm2 trains SmolLM2-135M for an hour or more, and referee trains 1,024 small runs for some hours; these
-# two are not among "all figures".
+# lora_smollm2 trains SmolLM2-135M for an hour or more, referee and referee_factors train 1,024 and 424 small runs
+# for some hours; these three are not among "all figures".
 #
 # Examples:
 #   ./launch/figures.sh rescue
@@ -18,18 +18,16 @@ if [ "${!#}" = --smoke ]; then smoke=1 && set -- "${@:1:$#-1}"; fi
 listed=$("$PY" -m experiments.figures)  # lines: a name, and the seeds of its runs or "computed" or "stored"
 if [ $# -eq 0 ]; then
   # shellcheck disable=SC2046  # a word for each name
-  set -- $(awk '$1 != "lora_smollm2" && $1 != "referee" { print $1 }' <<<"$listed") frontier
+  set -- $(awk '$1 != "lora_smollm2" && $1 !~ /^referee/ { print $1 }' <<<"$listed") frontier
 fi
 
-referee() {  # its runs and gradients; one process for each part, each on a core of its own
-  local parts what
-  for what in "" GRADIENT_; do
-    parts=$("$PY" -c "from experiments import referee_runs; print(*referee_runs.${what}PARTS, sep='\n')")
-    # shellcheck disable=SC2016  # the inner shell has SLOT
-    xargs -P "${JOBS:-2}" --process-slot-var=SLOT -I PART sh -c \
-      'exec taskset -c "$((SLOT % $(nproc)))" "$0" -m experiments.referee_runs $1 "$2"' \
-      "$PY" "${what:+--gradients}" PART <<<"$parts" || failed=1
-  done
+referee() {  # its runs as $2 says, of the parts in the tuple $1; one process for each, on a core of its own
+  local parts
+  parts=$("$PY" -c "from experiments import referee_runs; print(*referee_runs.$1, sep='\n')")
+  # shellcheck disable=SC2016  # the inner shell has SLOT
+  xargs -P "${JOBS:-2}" --process-slot-var=SLOT -I PART sh -c \
+    'exec taskset -c "$((SLOT % $(nproc)))" "$0" -m experiments.referee_runs $1 "$2"' \
+    "$PY" "${2:-}" PART <<<"$parts" || failed=1
 }
 
 sweep() {  # of the arms of $name with $seeds
@@ -50,7 +48,10 @@ for name in "$@"; do
     [ "$seeds" != computed ] || continue  # for minutes
   else
     case "$name" in lora_smollm2 | parallelism) ./launch/smollm2.sh --fetch ;; esac
-    if [ "$name" = referee ]; then referee; fi
+    case "$name" in
+      referee) referee PARTS && referee GRADIENT_PARTS --gradients ;;
+      referee_factors) referee FACTOR_PARTS --factors ;;
+    esac
     if [[ "$seeds" = [0-9]* ]]; then
       sweep || failed=1  # the others are drawn, and those that failed are named
       from=("--runs=runs/figures/$name")
