@@ -26,7 +26,8 @@ pytestmark = pytest.mark.compiles
     dict(correction__kl_coeff=0.05, correction__entropy_coeff=0.01, correction__masks="veto",
          correction__rejected_in_denominator=True),
     dict(metrics__diagnostics_every=1),
-], ids=["dense", "sequences", "packed", "kl", "diagnosed"])
+    dict(correction__preset="factored"),
+], ids=["dense", "sequences", "packed", "kl", "diagnosed", "factored"])
 def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
     made = tiny.setup(train__minibatches=1, train__epochs=1, rollout__schedule="periodic", **settings).training
     trainer = Trainer(made)

@@ -96,7 +96,7 @@ def batch():
 def with_nan_padding(data):
     """The same rows with NaN wherever a per-token field means nothing."""
     names = ("logp_old", "logp_behav", "logp_ref", "adv", "weights", "values", "returns")
-    return data | {n: np.where(data["mask"], data[n], np.nan) for n in names}
+    return data | {n: np.where(data["mask"], data[n], np.nan) for n in names if n in data}
 
 
 @jitted.function
@@ -235,19 +235,32 @@ def test_score_runs_micro_batches_one_by_one():
 # The policy update
 
 
-@pytest.mark.cases("seq-mean-token-mean", "prompt-mean")
-@pytest.mark.parametrize("mode", reduce.MODES)
+AGED = dict(centre="prox", staleness_weight="token_vanilla")
+
+
+def aged():
+    """(the batch of an update whose correction is `AGED`, the same with its centre and weights written out)"""
+    data = dict(batch())
+    staleness = np.exp(data["logp_prox"] - data["logp_old"])
+    engine = np.minimum(np.exp(data["logp_old"] - data["logp_behav"]), CAP)
+    del data["weights"]
+    return data, data | {"logp_old": data["logp_prox"], "weights": engine * staleness}
+
+
+@pytest.mark.cases("seq-mean-token-mean", "prompt-mean", "token-mean, aged")
+@pytest.mark.parametrize("mode", [*reduce.MODES, "token-mean, aged"])
 def test_update_is_the_reference_gradient_whole_and_in_micro_batches(mode):
-    data = batch()
+    given, data = aged() if mode.endswith("aged") else (batch(), batch())
+    mode, changes = mode.split(",")[0], AGED if mode.endswith("aged") else {}
     coefficient = coefficients(data["mask"], mode)
     gradient = reference_gradient(params(), data, coefficient, 0.0, 0.0)
     expected = jax.tree.map(lambda p, g: p - np.asarray(g), params(), gradient)
     scale = max(jax.tree.leaves(jax.tree.map(lambda g: np.abs(g).max(), gradient)))
     assert scale > 1e-3
     norm = np.sqrt(sum(np.sum(np.square(g)) for g in jax.tree.leaves(gradient)))
-    chosen, found = correction.parse(fields(aggregation=mode)), []
+    chosen, found = correction.parse(fields(aggregation=mode, **changes)), []
     for count in (4,) if mode in ("token-sum", "seq-mean-token-sum") else (1, 4):
-        ours, metrics = updated(chosen, with_nan_padding(data), count)
+        ours, metrics = updated(chosen, with_nan_padding(given), count)
         assert_trees_close(ours, expected, atol=1e-5 * max(1, scale))
         assert metrics["actor/grad_norm"] == pytest.approx(float(norm), rel=1e-4)
         found.append(metrics)
@@ -259,12 +272,15 @@ HALF = dataclasses.replace(LEARNER, program=transformer.Program(dtype="float16")
 
 
 @pytest.mark.all
-def test_a_float16_update_is_the_reference_gradient_where_it_is_scaled():
+@pytest.mark.parametrize("is_aged", [False, True])
+def test_a_float16_update_is_the_reference_gradient_where_it_is_scaled(is_aged):
     """Advantages of 1e-6 make gradients of activations below float16's 6e-8."""
-    data = batch() | {"adv": 1e-6 * batch()["adv"]}
-    gradient = reference_gradient(params(), data, coefficients(data["mask"], "token-mean"), 0.0, 0.0)
+    small = {"adv": 1e-6 * batch()["adv"]}
+    data, reference = (x | small for x in (aged() if is_aged else (batch(), batch())))
+    coefficient = coefficients(data["mask"], "token-mean")
+    gradient = reference_gradient(params(), reference, coefficient, 0.0, 0.0)
     size = float(optax.global_norm(gradient))
-    chosen = correction.parse(fields(aggregation="token-mean"))
+    chosen = correction.parse(fields(aggregation="token-mean", **AGED if is_aged else {}))
 
     def error(tx, learner):
         state, metrics = make_train_step(learner, chosen, tx)(start(params(), tx), cut(data, 2))
