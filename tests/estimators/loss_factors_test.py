@@ -144,10 +144,11 @@ def test_a_mask_judges_the_ratio_that_it_names(of):
     chain = batch | {"logp": logp}
     ratio = ratio_of(chain, *RATIOS[of], batch["mask"], False)
     is_kept = ((ratio >= 0.9) & (ratio <= 1.2)) & batch["mask"]
-    _, metrics = policy_loss(
+    masked = lambda logp, batch: policy_loss(
         logp, batch, objective="reinforce", masks=f"token_ratio(lower=0.9, upper=1.2, of={of})",
         rejected_in_denominator=True,
-    )
+    )[1]
+    metrics = jax.jit(masked)(logp, batch)
     dropped = int(metrics["correction/mask/token_ratio/dropped"])
     assert dropped == (batch["mask"] & ~is_kept).sum() > 0
     spec = LossSpec(objective=("ppo", {}), masks=methods.parse_all("mask", f"veto & token_ratio(upper=2.0, of={of})"))
@@ -179,21 +180,21 @@ def test_without_caps_the_weights_of_sequences_have_the_gradient_at_prox():
         return jnp.take_along_axis(jax.nn.log_softmax(logits), responses[..., None], axis=-1)[..., 0]
 
     with jax.enable_x64(True):
-        behav, old, prox = map(log_probs, tables)
+        behav, old, prox = map(np.asarray, jax.jit(lambda tables: [*map(log_probs, tables)])(tables))
         batch = {"logp_behav": behav, "logp_old": old, "logp_prox": prox,
                  "mask": np.ones((len(responses), length), bool)}
-        drawn = jnp.exp(behav.sum(1))  # every loss here is linear in the advantage's size
+        drawn = np.exp(behav.sum(1))  # every loss here is linear in the advantage's size
         batch["adv"] = (drawn * reward)[:, None] * np.ones((1, length))
 
         def expected(table):
             return -jnp.sum(jnp.exp(log_probs(table).sum(1)) * reward)
 
-        truth = jax.grad(expected)(tables[2])
+        truth = jax.jit(jax.grad(expected))(tables[2])
 
         def gradient(**spec):
             value = lambda table: policy_loss(
                 log_probs(table), batch, aggregation="token-sum", **spec)[0]
-            return jax.grad(value)(tables[2])
+            return jax.jit(jax.grad(value))(tables[2])
 
         apart = {"weight": "seq_vanilla", "staleness_weight": "seq_vanilla"}
         unbiased = [
