@@ -61,16 +61,19 @@ def cause(params: Params, config: ModelConfig, program: Program, tokens: Any) ->
 
 def _broken_weights(params: Params) -> Iterator[str]:
     """Yields the names and dtypes of the parameters with a number that is not finite."""
-    for path, x in jax.tree.leaves_with_path(params):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        is_float = jnp.issubdtype(x.dtype, jnp.floating) and not name.startswith(UNCHECKED)
-        if is_float and not _is_finite(x):
-            yield f"{name} ({x.dtype})"
+    named = {
+        jax.tree_util.keystr(path, simple=True, separator="."): x
+        for path, x in jax.tree.leaves_with_path(params) if jnp.issubdtype(x.dtype, jnp.floating)
+    }
+    checked = {name: x for name, x in named.items() if not name.startswith(UNCHECKED)}
+    for name, is_finite in zip(checked, jax.device_get(_are_finite([*checked.values()])), strict=True):
+        if not is_finite:
+            yield f"{name} ({checked[name].dtype})"
 
 
 @jax.jit
-def _is_finite(x: jax.Array) -> jax.Array:
-    return jnp.isfinite(x.astype(jnp.float32)).all()
+def _are_finite(weights: list[jax.Array]) -> list[jax.Array]:
+    return [jnp.isfinite(x.astype(jnp.float32)).all() for x in weights]
 
 
 @jax.jit

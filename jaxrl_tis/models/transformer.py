@@ -682,7 +682,9 @@ def residuals(
     positions_bt = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
 
     @functools.partial(jax.jit, compiler_options=compiler_options)
-    def one(x_btd, layer_params, is_sliding):
+    def one(x_btd, layer_params, n, is_sliding):
+        if n is not None:
+            layer_params = jax.tree.map(lambda x: x[n], layer_params)
         attend = _row_attention(program, jnp.ones(shape, jnp.int32), None)
         layer = _layer(config, program, positions_bt, attend)
         with program.products():
@@ -694,13 +696,12 @@ def residuals(
     yield x_btd
     places = {i: (name, n) for name, ids in config.stacks.items() for n, i in enumerate(ids)}
     for i in range(config.num_layers):
-        name, n = places[i]
+        is_sliding = None if config.sliding is None else i in config.sliding.layers
         if isinstance(params["layers"], tuple):
-            layer_params = params["layers"][i]
+            x_btd = one(x_btd, params["layers"][i], None, is_sliding)
         else:
-            layer_params = jax.tree.map(lambda x, n=n: x[n], params[name])
-        is_sliding = None if config.sliding is None else jnp.array(i in config.sliding.layers)
-        x_btd = one(x_btd, layer_params, is_sliding)
+            name, n = places[i]
+            x_btd = one(x_btd, params[name], n, is_sliding)
         yield x_btd
 
 

@@ -45,7 +45,7 @@ def test_the_layer_where_float16_overflows_is_named(is_unrolled):
     dense = len(config.stacks["dense_layers"])
     broken = exploding(params, "layers", 0)
     if is_unrolled:
-        broken = transformer.unstack(broken, config)
+        broken = jax.jit(transformer.unstack, static_argnums=1)(broken, config)
     said = overflow.cause(broken, config, HALF, TOKENS)
     last = config.num_layers - 1
     assert f"in layer {dense} (of layers 0 to {last}), whose input is at most " in said
