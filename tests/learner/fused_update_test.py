@@ -35,6 +35,7 @@ FUSED = {
         correction__masks="token_dp(upper=0.1)", correction__rejected_in_denominator=True,
     ),
     "factors": dict(correction__preset="capped_ratio"),
+    "centred factors": dict(correction__preset="factored", correction__centering="top(4)"),
     "entropy and reference": dict(
         correction__weight="token_mis(upper=2.0)", correction__entropy_coeff=0.01,
         correction__kl_coeff=0.1, correction__aggregation="seq-mean-token-mean",
