@@ -58,7 +58,7 @@ class LengthRewards:
 
     counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0}
 
-    def results(self, texts, records, tokens):
+    def results(self, texts, examples, tokens):
         from jaxrl_tis.data.rewards import Scored
 
         return [Scored(float(len(text) % 7), {}) for text in texts]
@@ -76,8 +76,8 @@ def long_tailed(setup):
     most = setup.config.rollout.max_new_tokens
 
     class LongTailed(Groups):
-        def requests(self, record, name, redundant=0):
-            return [self._cut(r) for r in super().requests(record, name, redundant)]
+        def requests(self, example, name, redundant=0):
+            return [self._cut(r) for r in super().requests(example, name, redundant)]
 
         def _cut(self, request):
             source = np.random.default_rng(zlib.crc32(request.id.encode()))

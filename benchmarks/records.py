@@ -35,11 +35,11 @@ WARM = 3  # batches that fill the queue
 
 
 class Plain(Groups):
-    """Groups whose records are neither decoded nor rewarded."""
+    """Groups whose examples are neither decoded nor rewarded."""
 
-    def samples(self, records, trajectories):
-        pairs = zip(trajectories, records, strict=True)
-        return [Sample(t, r, "", 0.0, 0.0, group=0) for t, r in pairs]
+    def samples(self, examples, trajectories):
+        pairs = zip(trajectories, examples, strict=True)
+        return [Sample(t, e, "", 0.0, 0.0, group=0) for t, e in pairs]
 
 
 class Instant:

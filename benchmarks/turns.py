@@ -143,7 +143,7 @@ class Thinking:
 
     def submit(self, call: Call) -> None:
         due = time.perf_counter() + self._rng.exponential(self._mean)
-        said = (call.record["prompt"], *[""] * len(call.answers))
+        said = (call.example["prompt"], *[""] * len(call.answers))
         heapq.heappush(self._due, (due, call.id, said))
 
     def ready(self, wait: float) -> list[Reply]:

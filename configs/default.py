@@ -61,7 +61,7 @@ def get_config() -> ConfigDict:
     c.task.params = ConfigDict({"size": 10_000})
     c.task.params.unlock()
     c.task.tokenizer = ""  # "char", a folder or a .gguf file; "": the model's
-    c.task.template = "{prompt}"  # text of a prompt; {prompt} is the record's prompt
+    c.task.template = "{prompt}"  # text of a prompt; {prompt} is the example's prompt
     c.task.chat = False  # apply the model's chat template
     c.task.system = ""  # system message of the chat; "": the chat template's own
     c.task.template_kwargs = ConfigDict()  # template variables, as enable_thinking=False
@@ -71,9 +71,9 @@ def get_config() -> ConfigDict:
     # Encode special tokens, as <|im_end|>, in observations and in messages of users and tools as
     # plain text. False: as control tokens, with a warning.
     c.task.escape_special_tokens = False
-    c.task.max_prompt_tokens = 32  # a record with a longer prompt is a bad record
-    # Action on a bad record. error: end before the first step; skip: leave it out and count it.
-    c.task.on_bad_record = "error"
+    c.task.max_prompt_tokens = 32  # an example with a longer prompt is a bad example
+    # Action on a bad example. error: end before the first step; skip: leave it out and count it.
+    c.task.on_bad_example = "error"
     # Environment of several turns, as "module:Class" (docs/environments.md). It gives the rewards,
     # and reward.name is not read. "": none.
     c.task.environment = ""

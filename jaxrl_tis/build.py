@@ -129,7 +129,7 @@ class Sampling:
         return Suffixes(self.tokenizer, self.config.task.chat)
 
     def prompter(self) -> Prompter:
-        """Makes the prompts of records. Close it after use."""
+        """Makes the prompts of examples. Close it after use."""
         config, opening = self.config, None
         if config.task.environment:
             opening = Openings(self.environments.lend, config.seed)

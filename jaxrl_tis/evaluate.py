@@ -45,7 +45,7 @@ LIMITS = ("max_turns", "overlong")  # outcomes of episodes that their environmen
 
 class Evaluator:
     """Answers the first eval.prompts examples of the held-out split, each twice; `digest` tells
-    that split from another, `left_out` is how many of its records cannot be used, `greedy` are the
+    that split from another, `left_out` is how many of its examples cannot be used, `greedy` are the
     greedy answers of the last `run`.
 
     Raises ValueError when the split has fewer examples.
@@ -59,7 +59,7 @@ class Evaluator:
         self.greedy: list[Sample] = []
         params = {**config.task.params, **config.eval.params}
         reject = lacks_answer(config)
-        limit = config.eval.prompts if config.task.on_bad_record == "error" else GENERATED
+        limit = config.eval.prompts if config.task.on_bad_example == "error" else GENERATED
         checked = prompter.checked(
             tasks.make(config.task.name, params), "held-out data", reject, limit, heartbeat
         )
@@ -68,9 +68,9 @@ class Evaluator:
                 f"the held-out split has {len(checked.good)} examples and config.eval.prompts is "
                 f"{config.eval.prompts}; set it to at most {len(checked.good)}"
             )
-        self._records = [checked.source[i] for i in checked.good[: config.eval.prompts]]
+        self._examples = [checked.source[i] for i in checked.good[: config.eval.prompts]]
         self.digest, self.left_out = checked.digest(), checked.left_out
-        self._prompts = [prompter.ids(record) for record in self._records]
+        self._prompts = [prompter.ids(example) for example in self._examples]
 
     def run(
         self, scheduler: Scheduler, rewards: RewardWorker, step: int, progress,
@@ -82,12 +82,12 @@ class Evaluator:
         constant = self._constant(rewards)
         trajectories = self._answers(scheduler, step, 1, progress, heartbeat)
         texts = self._texts(trajectories)
-        both = [scores(rewards, texts[i::2], self._records, trajectories[i::2]) for i in (0, 1)]
+        both = [scores(rewards, texts[i::2], self._examples, trajectories[i::2]) for i in (0, 1)]
         greedy, sampled = ([scored.score for scored in of_kind] for of_kind in both)
         self.greedy = [
-            Sample(trajectory, record, text, score, score, group=i)
-            for i, (trajectory, record, text, score) in enumerate(
-                zip(trajectories[0::2], self._records, texts[0::2], greedy, strict=True)
+            Sample(trajectory, example, text, score, score, group=i)
+            for i, (trajectory, example, text, score) in enumerate(
+                zip(trajectories[0::2], self._examples, texts[0::2], greedy, strict=True)
             )
         ]
         at_limit = np.array([is_at_limit(t) for t in trajectories])
@@ -109,17 +109,17 @@ class Evaluator:
             if len(known := _known(of_kind)):
                 means[f"eval/{name}_reward"] = known.mean()
         means |= {f"eval/{name}": value for name, value in episode_metrics(trajectories).items()}
-        return means | {"eval/failed_rewards": failed, "eval/n": len(self._records)}
+        return means | {"eval/failed_rewards": failed, "eval/n": len(self._examples)}
 
     def _constant(self, rewards: RewardWorker) -> list[float]:
         """Returns the scores of the commonest answer in the place of each; [] where the data have no
         answers, or an environment or a harness gives the rewards."""
         has_turns = self._config.task.environment or self._config.rollout.harness
-        if has_turns or not all("answer" in record for record in self._records):
+        if has_turns or not all("answer" in example for example in self._examples):
             return []
-        answers = collections.Counter(record["answer"] for record in self._records)
+        answers = collections.Counter(example["answer"] for example in self._examples)
         commonest = answers.most_common(1)[0][0]
-        return rewards.score([commonest] * len(self._records), self._records)
+        return rewards.score([commonest] * len(self._examples), self._examples)
 
     def scores(
         self, scheduler: Scheduler, rewards: RewardWorker, samples: int, progress
@@ -127,9 +127,9 @@ class Evaluator:
         """Returns the rewards of the answers [N,1+samples], the greedy one first, and whether they
         are episodes that `is_at_limit`."""
         trajectories = self._answers(scheduler, 0, samples, progress, lambda: None)
-        records = [record for record in self._records for _ in range(1 + samples)]
-        scored = scores(rewards, self._texts(trajectories), records, trajectories)
-        shape = len(self._records), 1 + samples
+        examples = [example for example in self._examples for _ in range(1 + samples)]
+        scored = scores(rewards, self._texts(trajectories), examples, trajectories)
+        shape = len(self._examples), 1 + samples
         at_limit = np.array([is_at_limit(t) for t in trajectories]).reshape(shape)
         return np.array([x.score for x in scored]).reshape(shape), at_limit
 
@@ -145,7 +145,7 @@ class Evaluator:
         draws += [(f"sampled{j}", "sampled") for j in range(1, samples)]
         requests = [
             request(
-                self._config, f"eval/{step}/{name}/{i}", ids, sampling[kind], self._records[i]
+                self._config, f"eval/{step}/{name}/{i}", ids, sampling[kind], self._examples[i]
             )
             for i, ids in enumerate(self._prompts)
             for name, kind in draws

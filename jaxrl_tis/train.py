@@ -314,10 +314,10 @@ class Run:
             )
 
     def data_metrics(self, drawn: list[Sample]) -> dict[str, float]:
-        """Counts the records that are left out, and tokens that the tokenizer does not know."""
+        """Counts the examples that are left out, and tokens that the tokenizer does not know."""
         trajectories = [s.trajectory for s in drawn]
         return {
-            "data/bad_records": self._data.left_out,
+            "data/bad_examples": self._data.left_out,
             **unknown_ids(trajectories, self.setup.tokenizer),
         }
 
@@ -369,7 +369,7 @@ class Run:
         compiled = goodput.compile_seconds() - compiled
         self._timer.add("compile", compiled)
         seconds = time.monotonic() - start - compiled
-        values["eval/bad_records"] = self._evaluator.left_out
+        values["eval/bad_examples"] = self._evaluator.left_out
         self.writer.write(step, "eval", values | {"time/eval_s": seconds})
         self._write_samples(samples.of_evaluation(
             step, self._evaluator.greedy, self.setup.tokenizer.decode,

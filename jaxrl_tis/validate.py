@@ -65,7 +65,7 @@ ALLOWED = {
     "rollout.old_logp_source": snapshots.WAYS,
     "rollout.on_fork": ON_FORK,
     "task.name": tasks.TASKS,
-    "task.on_bad_record": ("error", "skip"),
+    "task.on_bad_example": ("error", "skip"),
     "train.fuse_old_logp": ("auto", "never"),
     "train.grad_reduce_dtype": DTYPES,
     "reward.signature": SIGNATURES,

@@ -210,11 +210,11 @@ def run_of(tmp_path, text, **changes):
 
 
 @pytest.mark.all
-def test_the_whole_record_reaches_the_reward_and_needs_no_answer(tmp_path, monkeypatch):
+def test_the_whole_example_reaches_the_reward_and_needs_no_answer(tmp_path, monkeypatch):
     (tmp_path / "whole.py").write_text(
-        "def reward(text, record):\n"
-        "    assert record['reward_model'] == {'target': [1, None]} and 'answer' not in record\n"
-        "    return float(record['points']) if record['prompt'][0]['role'] == 'user' else 0.0\n"
+        "def reward(text, example):\n"
+        "    assert example['reward_model'] == {'target': [1, None]} and 'answer' not in example\n"
+        "    return float(example['points']) if example['prompt'][0]['role'] == 'user' else 0.0\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     row = {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"target": [1, None]},

@@ -96,7 +96,7 @@ def test_the_configs_own_task_keeps_its_parameters(read):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_own_model_and_reward_on_every_shipped_config(read, sums, tmp_path, monkeypatch, name):
     write_checkpoint(tmp_path / "model", SMALL)
-    (tmp_path / "my_reward.py").write_text("def score(text, record):\n    return len(text)\n")
+    (tmp_path / "my_reward.py").write_text("def score(text, example):\n    return len(text)\n")
     monkeypatch.syspath_prepend(tmp_path)
     config = read(ROOT / "configs" / name, *sums, f"model.path={tmp_path}/model",
                   "reward.name=my_reward:score", "task.max_prompt_tokens=128")

@@ -67,7 +67,7 @@ class Endless(FakeScheduler):
 class Failing(FakeRewards):
     failures = Failures()
 
-    def failed(self, fault, error, text, record):
+    def failed(self, fault, error, text, example):
         return Scored(NAN, {}, is_failed=True)
 
 
@@ -83,19 +83,19 @@ def evaluator(**changes):
     return evaluate.Evaluator(config, Prompter(TOKENIZER, config.task)), config
 
 
-def test_bad_records_of_a_generated_held_out_split_are_left_out():
+def test_bad_examples_of_a_generated_held_out_split_are_left_out():
     """Sums of two digits each have 7 tokens with the start token, and 81 % of the sums are such."""
     params = {"size": 256, "digits": 2, "terms": 2, "ops": "+"}
     held_out, config = evaluator(
-        task__params=params, task__max_prompt_tokens=6, task__on_bad_record="skip"
+        task__params=params, task__max_prompt_tokens=6, task__on_bad_example="skip"
     )
-    assert len(held_out._records) == config.eval.prompts and held_out.left_out > 128
+    assert len(held_out._examples) == config.eval.prompts and held_out.left_out > 128
 
 
 def test_accuracies():
     held_out, _ = evaluator()
     scheduler, progress = Answers(), Progress()
-    rewards = FakeRewards(lambda text, record: float(text == record["answer"]))
+    rewards = FakeRewards(lambda text, example: float(text == example["answer"]))
     values = held_out.run(scheduler, rewards, 7, progress)
     answers = [sum(int(x) for x in TOKENIZER.decode(r.prompt)[:-1].split("+"))
                for r in scheduler.requests[::2]]
@@ -159,7 +159,7 @@ def test_partial_credit_is_not_accuracy():
 @pytest.mark.parametrize("threshold, greedy, sampled", [(1.0, 0, 0), (0.9, 1, 0.5), (0.3, 1, 1)])
 def test_graded_rewards_have_a_mean_and_a_threshold(threshold, greedy, sampled):
     """0.98 for the answer and 0.3 for others: greedy answers are right, and half of the sampled."""
-    graded = FakeRewards(lambda text, record: 0.98 if text == record["answer"] else 0.3)
+    graded = FakeRewards(lambda text, example: 0.98 if text == example["answer"] else 0.3)
     values = evaluator(eval__threshold=threshold)[0].run(Answers(), graded, 0, Progress())
     assert values["eval/greedy_reward"] == pytest.approx(0.98)
     assert values["eval/sampled_reward"] == pytest.approx((0.98 + 0.3) / 2)
@@ -168,7 +168,7 @@ def test_graded_rewards_have_a_mean_and_a_threshold(threshold, greedy, sampled):
 
 def test_failed_rewards_are_in_no_mean_and_are_counted():
     """Of eight sampled answers, four are "-" and fail; the constant answer fails nowhere."""
-    failing = FakeRewards(lambda text, record: NAN if text == "-" else float(text == record["answer"]))
+    failing = FakeRewards(lambda text, example: NAN if text == "-" else float(text == example["answer"]))
     values = evaluator()[0].run(Answers(), failing, 0, Progress())
     assert values["eval/sampled_accuracy"] == values["eval/sampled_reward"] == 1.0
     assert (values["eval/failed_rewards"], values["eval/n"]) == (4, 8)
@@ -179,8 +179,8 @@ def test_failed_rewards_are_in_no_mean_and_are_counted():
 
 def test_data_without_answers_have_no_constant_answer():
     held_out, _ = evaluator()
-    held_out._records = [
-        {name: x for name, x in record.items() if name != "answer"} for record in held_out._records
+    held_out._examples = [
+        {name: x for name, x in example.items() if name != "answer"} for example in held_out._examples
     ]
     values = held_out.run(Answers(), FakeRewards(lambda *_: 0.5), 0, Progress())
     assert "eval/constant_accuracy" not in values and values["eval/greedy_reward"] == 0.5
@@ -200,7 +200,7 @@ def test_held_out_prompts_are_in_neither_training_split():
     held_out, config = evaluator()
     from jaxrl_tis.data.tasks import TASKS
 
-    ours = {r["prompt"] for r in held_out._records}
+    ours = {e["prompt"] for e in held_out._examples}
     for split in ("train", "warmup"):
         source = TASKS["arithmetic"](**{**config.task.params, "split": split})
         assert not ours & {source[i]["prompt"] for i in range(len(source))}
@@ -238,7 +238,7 @@ def test_pass_at_k_is_what_drawing_without_replacement_gives():
 def test_several_draws_of_each_prompt():
     held_out, _ = evaluator()
     scheduler = Answers()
-    rewards = FakeRewards(lambda text, record: float(text == record["answer"]))
+    rewards = FakeRewards(lambda text, example: float(text == example["answer"]))
     found, _ = held_out.scores(scheduler, rewards, 3, Progress())
     assert found[:, 0].tolist() == [1.0] * 8
     assert found[:, 1:].tolist() == [[i % 2 == 0] * 3 for i in range(8)]

@@ -51,8 +51,8 @@ def test_the_example_is_played(tmp_path, monkeypatch):
 
     try:
         key, url = endpoint.open(SamplingParams(max_tokens=8), answer)
-        record = {"id": "1", "prompt": "3*4+5=", "answer": "17"}
-        harness.start(key, Session("s", record, url, endpoint.token, "m", 0))
+        example = {"id": "1", "prompt": "3*4+5=", "answer": "17"}
+        harness.start(key, Session("s", example, url, endpoint.token, "m", 0))
         reply = replies.get(timeout=20)
     finally:
         harness.close()

@@ -32,8 +32,8 @@ def answered(**settings):
     requests = []
     with contextlib.closing(setup.prompter()) as prompter:
         for i in range(12):
-            record = {"id": f"x{i}", "prompt": f"{i % 10}+{i // 2}=", "answer": f"{i % 10 + i // 2}"}
-            requests.append(request(config, f"r{i}", prompter.ids(record), sampling, record))
+            example = {"id": f"x{i}", "prompt": f"{i % 10}+{i // 2}=", "answer": f"{i % 10 + i // 2}"}
+            requests.append(request(config, f"r{i}", prompter.ids(example), sampling, example))
     with contextlib.closing(setup.scheduler(setup.engine, weights, 0)) as scheduler:
         return {t.id: t for t in generate(scheduler, requests)}
 
@@ -149,13 +149,13 @@ def test_a_run_on_a_taskset_of_verifiers(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path, *folders])
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    write = "from jaxrl_tis.harness.verifiers import write_records; write_records('verifiers_letters')"
+    write = "from jaxrl_tis.harness.verifiers import write_examples; write_examples('verifiers_letters')"
     listed = subprocess.run(
         [python, "-c", write], env=os.environ | {"PYTHONPATH": os.pathsep.join([str(root), *folders])},
         capture_output=True, text=True, check=True,
     )
-    records = [json.loads(line) for line in listed.stdout.splitlines()]
-    assert records == [{"id": str(i), "prompt": f"{2 * i + 1}+{2 * i + 2}?"} for i in range(4)]
+    examples = [json.loads(line) for line in listed.stdout.splitlines()]
+    assert examples == [{"id": str(i), "prompt": f"{2 * i + 1}+{2 * i + 2}?"} for i in range(4)]
     data = tmp_path / "tasks.jsonl"
     data.write_text(listed.stdout)
     write_tokenizer(tmp_path)

@@ -178,8 +178,8 @@ def test_a_run_says_so_and_goes_on(tmp_path, capsys):
     """The second of three batches has no reward at all."""
     rewarded = Groups.samples
 
-    def samples(self, records, trajectories):
-        found = rewarded(self, records, trajectories)
+    def samples(self, examples, trajectories):
+        found = rewarded(self, examples, trajectories)
         is_second = trajectories[0].id.startswith("2/")
         return [dataclasses.replace(s, score=NAN, reward=NAN) if is_second else s for s in found]
 

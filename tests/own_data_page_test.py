@@ -86,7 +86,7 @@ def test_the_first_command_as_it_is_written(clone):
 def test_each_layout_is_trained_on(clone, command):
     workdir = run_small(command)
     records = [json.loads(line) for line in (clone / workdir / "metrics.jsonl").read_text().splitlines()]
-    assert [r["data/bad_records"] for r in records if r["phase"] == "train"] == [0]
+    assert [r["data/bad_examples"] for r in records if r["phase"] == "train"] == [0]
     samples = [json.loads(x) for x in (clone / workdir / "samples.jsonl").read_text().splitlines()]
     assert {(s["prompt"], s["answer"]) for s in samples} <= {
         ("2+3=", "5"), ("4+4=", "8"), ("1+6=", "7"), ("2+2=", "4"), ("3+5=", "8"),
@@ -94,7 +94,7 @@ def test_each_layout_is_trained_on(clone, command):
 
 
 @pytest.mark.all
-def test_bad_records_end_the_start_and_the_mended_file_starts(clone):
+def test_bad_examples_end_the_start_and_the_mended_file_starts(clone):
     done = as_written(REFUSED, clone)
     assert (done.returncode, done.stderr) == (2, SAID)
     assert not (clone / "runs/bad/config.json").exists()

@@ -16,7 +16,7 @@ PAGE = (pathlib.Path(__file__).parents[1] / "docs/own_data.md").read_text()
 REWARDS = PAGE[PAGE.index("\n## Rewards") if "\n## Rewards" in PAGE else 0:]
 CODE = re.findall(r"```python\n(.*?)```", REWARDS, re.DOTALL)
 NAMES = re.findall(r"^\*\*`(\w+)`\*\*:", REWARDS, re.MULTILINE)
-RECORD = {"prompt": "2+3=", "answer": "5", "id": "a"}
+EXAMPLE = {"prompt": "2+3=", "answer": "5", "id": "a"}
 
 
 def test_the_page_shows_every_signature():
@@ -33,7 +33,7 @@ def test_a_function_of_the_page_scores(tmp_path, monkeypatch, name):
     [function] = re.findall(r"^def (\w+)", code, re.MULTILINE)
     for signature in ("auto", name):
         with RewardWorker(f"page_{name}:{function}", timeout=10, signature=signature) as worker:
-            found = worker.results([" 5", "6"], [RECORD] * 2)
+            found = worker.results([" 5", "6"], [EXAMPLE] * 2)
             assert [s.score for s in found] == [1.0, 0.0], worker.last_error
     assert ("acc" in found[0].components) == (name == "verl")
 
@@ -57,9 +57,9 @@ def test_the_judge_of_the_page_is_asked(tmp_path, monkeypatch):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}")
         with RewardWorker("page_judge:score", timeout=10, network=True, workers=2) as worker:
-            assert worker.score(["1/2", "1/4", "3"], [RECORD] * 3) == [0.5, 0.25, 3.0]
+            assert worker.score(["1/2", "1/4", "3"], [EXAMPLE] * 3) == [0.5, 0.25, 3.0]
         with RewardWorker("page_judge:score", timeout=10) as worker:
-            [refused] = worker.results(["1/2"], [RECORD])
+            [refused] = worker.results(["1/2"], [EXAMPLE])
             assert refused.is_failed and "reward.network=True" in worker.last_error
         server.shutdown()
 

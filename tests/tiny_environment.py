@@ -10,16 +10,16 @@ class Sums:
     def __init__(self, *, seed: int):
         self._digit, self._turns = str(seed % 10), 0
 
-    def reset(self, record):
-        self._record = record
-        return record["prompt"]
+    def reset(self, example):
+        self._example = example
+        return example["prompt"]
 
     def step(self, answer: str) -> Step:
         if answer.startswith("9"):
             raise RuntimeError("no nines")
         self._turns += 1
-        value = closeness(answer + "0", self._record)
-        is_done = answer == self._record["answer"] or len(answer) == 1
+        value = closeness(answer + "0", self._example)
+        is_done = answer == self._example["answer"] or len(answer) == 1
         return Step(f"{self._digit}+", value, is_done, {"turns": self._turns})
 
 
@@ -29,8 +29,8 @@ class Tools:
     def __init__(self, *, seed: int):
         self._turns = 0
 
-    def reset(self, record):
-        return [{"role": "user", "content": record["prompt"]}]
+    def reset(self, example):
+        return [{"role": "user", "content": example["prompt"]}]
 
     def step(self, answer: str) -> Step:
         self._turns += 1

@@ -12,11 +12,11 @@ from tests.tiny_rewards import closeness
 def sums(session):
     """Asks for the sum, shows the answer with a digit, and asks again."""
     client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
-    text = session.record["prompt"]
+    text = session.example["prompt"]
     first = client.completions.create(model=session.model, prompt=text, max_tokens=3)
     text += first.choices[0].text + f"{session.seed % 10}+"
     second = client.completions.create(model=session.model, prompt=text, max_tokens=3)
-    reward = closeness(second.choices[0].text + "0", session.record)
+    reward = closeness(second.choices[0].text + "0", session.example)
     if reward < 0.01:
         raise RuntimeError("no such answer")
     return reward
@@ -25,10 +25,10 @@ def sums(session):
 def forks(session):
     """Makes two calls that do not continue each other."""
     client = openai.OpenAI(base_url=session.base_url, api_key=session.api_key)
-    text = session.record["prompt"]
+    text = session.example["prompt"]
     client.completions.create(model=session.model, prompt=text, max_tokens=1)
     second = client.completions.create(model=session.model, prompt="1+" + text, max_tokens=3)
-    return closeness(second.choices[0].text + "0", session.record)
+    return closeness(second.choices[0].text + "0", session.example)
 
 
 def plays(session):
@@ -43,7 +43,7 @@ def plays(session):
             return json.loads(reply.read())
 
     environment, total = Sums(seed=session.seed), 0.0
-    ids = post("/tokenize", prompt=environment.reset(session.record))["tokens"]
+    ids = post("/tokenize", prompt=environment.reset(session.example))["tokens"]
     for _ in range(3):
         answer = post("/inference/v1/generate", token_ids=ids, sampling_params={})
         sampled = answer["choices"][0]["token_ids"]

@@ -193,7 +193,7 @@ def test_a_reward_that_always_fails_ends_the_run_with_its_error(tmp_path, capfd,
     [kind] = failures.read(tmp_path / failures.FILE_NAME)
     assert kind.kind.startswith("KeyError at ") and kind.count >= 16
     printed = capfd.readouterr().err
-    assert printed.count("Traceback") == 1 and 'record["gold"]' in printed
+    assert printed.count("Traceback") == 1 and 'example["gold"]' in printed
 
 
 @pytest.mark.parametrize("name", ["actor/pg_loss", "critic/vf_loss", "actor/grad_norm",
@@ -244,23 +244,23 @@ def compact(tmp_path_factory):
     config = tiny.config(
         steps=2, warmup__steps=0, correction__advantage="gdpo", metrics__record="compact",
         reward__name="tests.tiny_rewards:parts", rollout__overlong_buffer=2, task__name="jsonl",
-        task__params=of_data, eval__params=of_data, task__on_bad_record="skip",
+        task__params=of_data, eval__params=of_data, task__on_bad_example="skip",
     )
     with tiny.one_device(), contextlib.redirect_stdout(io.StringIO()) as out:
         train.run(config, str(workdir), profile_steps={2})
     return Compact(workdir, data, out.getvalue())
 
 
-def test_components_of_rewards_and_bad_records_are_recorded(compact):
+def test_components_of_rewards_and_bad_examples_are_recorded(compact):
     records = compact.lines("train")
     assert len(records) == 2
     for record in records:
         parts = [record[f"reward/component/{name}"] for name in ("closeness", "length", "overlong")]
         assert sum(parts) == pytest.approx(record["reward/mean"], abs=1e-5) and parts[2] < 0
-    assert [r["data/bad_records"] for r in compact.lines("train")] == [2, 2]
-    assert {r["eval/bad_records"] for r in compact.lines("eval")} == {2}
+    assert [r["data/bad_examples"] for r in compact.lines("train")] == [2, 2]
+    assert {r["eval/bad_examples"] for r in compact.lines("eval")} == {2}
     for data in ("training data", "held-out data"):
-        said = f"{data}: 2 of 10 records are left out:\n- {compact.data}:9: the line is not"
+        said = f"{data}: 2 of 10 examples are left out:\n- {compact.data}:9: the line is not"
         assert said in compact.told
 
 

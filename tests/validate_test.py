@@ -44,7 +44,7 @@ def test_the_tiny_config_is_sound():
     "engine.quantization", "engine.dtype", "engine.cache_dtype", "model.dtype",
     "model.quantization",
     "model.param_dtype", "model.remat", "optimizer.schedule", "critic.schedule", "task.name",
-    "reward.name", "reward.signature", "train.grad_reduce_dtype", "task.on_bad_record",
+    "reward.name", "reward.signature", "train.grad_reduce_dtype", "task.on_bad_example",
     "correction.routing", "correction.routing_missing", "model.router", "correction.turn_credit",
 ])
 def test_an_unknown_name_is_refused_with_the_choices(name):

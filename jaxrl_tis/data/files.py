@@ -120,7 +120,7 @@ def _json(name: str, file: BinaryIO, digest) -> Iterator[Row]:
     if not data.removeprefix(BOM).lstrip().startswith(b"["):
         if b"\n" in data.strip() and _is_json(data):
             raise ValueError(
-                f"{name} holds one JSON object; give an array of records, or one record per line"
+                f"{name} holds one JSON object; give an array of examples, or one example per line"
             )
         yield from _lines(name, io.BytesIO(data), digest)
         return
@@ -129,7 +129,7 @@ def _json(name: str, file: BinaryIO, digest) -> Iterator[Row]:
         rows = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ValueError(
-            f"{name} is not JSON: {error}; a .json file holds an array of records, or one record "
+            f"{name} is not JSON: {error}; a .json file holds an array of examples, or one example "
             "per line"
         ) from error
     yield from (_row(f"{name}:{number}", row) for number, row in enumerate(rows, start=1))

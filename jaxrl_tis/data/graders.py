@@ -1,4 +1,4 @@
-"""The package's own rewards: functions of the sampled text and its record.
+"""The package's own rewards: functions of the sampled text and its example.
 
 This file imports the standard library only, because it runs in the process of confined.py.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from jaxrl_tis.data import confined
 
-Record = Mapping[str, Any]
+Example = Mapping[str, Any]
 
 PARSE_SECONDS, COMPARE_SECONDS = 1, 2  # of one expression, of a pair; math-verify takes whole ones
 
@@ -23,25 +23,25 @@ _NUMBER = re.compile(
 )
 
 
-def answer_of(record: Record) -> str:
-    """Returns the answer of a record; raises ValueError for a record without one."""
-    if "answer" not in record:
+def answer_of(example: Example) -> str:
+    """Returns the answer of an example; raises ValueError for an example without one."""
+    if "answer" not in example:
         raise ValueError(
-            f"example {record['id']} has no answer to compare with; set task.params.answer_field "
+            f"example {example['id']} has no answer to compare with; set task.params.answer_field "
             "to the column with the answer, or choose a reward that needs none"
         )
-    return record["answer"]
+    return example["answer"]
 
 
-def exact(text: str, record: Record) -> float:
+def exact(text: str, example: Example) -> float:
     """Returns 1 if the stripped text equals the answer, else 0."""
-    return float(text.strip() == answer_of(record).strip())
+    return float(text.strip() == answer_of(example).strip())
 
 
-def parts(text: str, record: Record) -> float:
+def parts(text: str, example: Example) -> float:
     """Returns the share of the answer's words that the text has in their places. Further words of
     the text count for nothing."""
-    expected = answer_of(record).split()
+    expected = answer_of(example).split()
     return sum(a == b for a, b in zip(text.split(), expected, strict=False)) / max(len(expected), 1)
 
 
@@ -55,24 +55,24 @@ def find_last_number(text: str) -> Decimal | None:
     return value.copy_negate() if "-" in (sign, sign2) else value
 
 
-def number_of(record: Record) -> Decimal:
-    """Returns the last number of the record's answer.
+def number_of(example: Example) -> Decimal:
+    """Returns the last number of the example's answer.
 
     Raises:
         ValueError: the answer has no number.
     """
-    answer = find_last_number(answer_of(record))
+    answer = find_last_number(answer_of(example))
     if answer is None:
         raise ValueError(
-            f"the answer {record['answer']!r} of {record['id']} has no number; give a number, or "
+            f"the answer {example['answer']!r} of {example['id']} has no number; give a number, or "
             "choose another reward or environment"
         )
     return answer
 
 
-def last_number(text: str, record: Record) -> float:
-    """Returns 1 if the last number of the text equals `number_of` the record, else 0."""
-    return float(find_last_number(text) == number_of(record))
+def last_number(text: str, example: Example) -> float:
+    """Returns 1 if the last number of the text equals `number_of` the example, else 0."""
+    return float(find_last_number(text) == number_of(example))
 
 
 def last_boxed(text: str) -> str | None:
@@ -142,22 +142,22 @@ def _is_equal(reference: list, found: list) -> bool:
         return compared()
 
 
-def math(text: str, record: Record) -> float:
-    """Returns 1 if math-verify finds the final answer of the text equal to the record's answer, else 0.
+def math(text: str, example: Example) -> float:
+    """Returns 1 if math-verify finds the text's final answer equal to the example's answer, else 0.
 
     Raises:
-        ValueError: the record's answer cannot be read.
+        ValueError: the example's answer cannot be read.
         TimeoutError: reading or comparing takes too long.
     """
     from math_verify.errors import TimeoutException
 
-    answer = answer_of(record)
+    answer = answer_of(example)
     try:
         boxed = last_boxed(answer)
         reference = _parsed(_in_box(answer if boxed is None else boxed), is_reference=True)
         if not reference:
             raise ValueError(
-                f"math-verify cannot read the answer {answer!r} of {record['id']}; write it as a "
+                f"math-verify cannot read the answer {answer!r} of {example['id']}; write it as a "
                 "number or in LaTeX"
             )
         return float(_is_equal(reference, _parsed(final_answer(text), is_reference=False)))
@@ -170,18 +170,18 @@ def _reasoning_gym_scorer(name: str) -> Callable:
     return importlib.import_module("reasoning_gym").get_score_answer_fn(name)
 
 
-def reasoning_gym(text: str, record: Record) -> float:
+def reasoning_gym(text: str, example: Example) -> float:
     """Returns the score of reasoning-gym, in [0, 1], for the stripped text.
 
     The metadata went through JSON, which has no tuples. arc_agi and rearc compare with tuples, and
     score a right answer as wrong.
     """
-    metadata = json.loads(record["meta"])
-    entry = {"question": record["prompt"], "answer": record["answer"], "metadata": metadata}
+    metadata = json.loads(example["meta"])
+    entry = {"question": example["prompt"], "answer": example["answer"], "metadata": metadata}
     return float(_reasoning_gym_scorer(metadata["source_dataset"])(text.strip(), entry))
 
 
-REWARDS: dict[str, Callable[[str, Record], float]] = {
+REWARDS: dict[str, Callable[[str, Example], float]] = {
     "exact": exact,
     "last_number": last_number,
     "math": math,

@@ -11,8 +11,8 @@ from typing import Any
 
 import grain
 
-from jaxrl_tis.data.records import listed
-from jaxrl_tis.data.tasks import Records, Source, make
+from jaxrl_tis.data.examples import listed
+from jaxrl_tis.data.tasks import Examples, Source, make
 from jaxrl_tis.runtime import processes
 
 EPOCHS = 2**31  # Grain's own endless repeat overflows in batch(1).
@@ -24,10 +24,10 @@ FIELDS = {
 
 
 def sound(source: Source) -> Source:
-    """Raises ValueError for a source with unusable records."""
+    """Raises ValueError for a source with unusable examples."""
     if source.bad:
         raise ValueError(
-            f"{len(source.bad)} records cannot be used; fix or remove them:{listed(source.bad)}"
+            f"{len(source.bad)} examples cannot be used; fix or remove them:{listed(source.bad)}"
         )
     return source
 
@@ -39,8 +39,8 @@ class Batches:
         task: a name in TASKS, with its parameters `params`.
         batch_size: examples per step over all hosts; every host gets batch_size / shard_count.
         seed: seed of the order (the task's own seed is in `params`).
-        check: returns the source without unusable records, as Prompter.checked does; by default
-            unusable records are an error.
+        check: returns the source without unusable examples, as Prompter.checked does; by default
+            unusable examples are an error.
 
     A batch that spans the end of an epoch can contain an example twice.
 
@@ -50,7 +50,7 @@ class Batches:
 
     def __init__(
         self, task: str, params: Mapping[str, Any], *, batch_size: int, seed: int,
-        shard_index: int = 0, shard_count: int = 1, check: Callable[[Source], Records] = sound,
+        shard_index: int = 0, shard_count: int = 1, check: Callable[[Source], Examples] = sound,
     ):
         if batch_size < 1 or batch_size % shard_count:
             raise ValueError(
@@ -123,7 +123,7 @@ class Batches:
 
 
 def _fingerprint(
-    task: str, params: Mapping[str, Any], source: Records, batch_size: int, seed: int
+    task: str, params: Mapping[str, Any], source: Examples, batch_size: int, seed: int
 ) -> dict[str, Any]:
     """Returns the values that determine the sequence of batches."""
     inputs = {

@@ -104,14 +104,14 @@ class RewardWorker:
         self.close()
 
     def score(
-        self, texts: Sequence[str], records: Sequence[dict[str, Any]],
+        self, texts: Sequence[str], examples: Sequence[dict[str, Any]],
         tokens: Sequence[Sequence[int]] | None = None,
     ) -> list[float]:
         """Returns one score per text, in order; blocks until all are scored or have failed."""
-        return [scored.score for scored in self.results(texts, records, tokens)]
+        return [scored.score for scored in self.results(texts, examples, tokens)]
 
     def results(
-        self, texts: Sequence[str], records: Sequence[dict[str, Any]],
+        self, texts: Sequence[str], examples: Sequence[dict[str, Any]],
         tokens: Sequence[Sequence[int]] | None = None,
     ) -> list[Scored]:
         """Returns the reward and components of each text, in order. `tokens` are the texts' token ids,
@@ -126,7 +126,7 @@ class RewardWorker:
             written = [text.encode(errors="replace") for text in texts] if tokens is None else tokens
             ids = [list(map(int, t)) for t in written]
         self._is_closed = False
-        items = [[t, dict(r), i] for t, r, i in zip(texts, records, ids, strict=True)]
+        items = [[t, dict(e), i] for t, e, i in zip(texts, examples, ids, strict=True)]
         outcomes = self._share(items, self._outcomes)
         scored = [self._scored(item, outcome) for item, outcome in zip(items, outcomes, strict=True)]
         if any(s is None for s in scored):
@@ -136,7 +136,7 @@ class RewardWorker:
         return [failed if s is None else s for s in scored]
 
     def failed(
-        self, fault: str, error: str, text: str, record: Mapping[str, Any], kind: str = "",
+        self, fault: str, error: str, text: str, example: Mapping[str, Any], kind: str = "",
         traceback: str = "",
     ) -> Scored:
         """Records that an answer has no reward, under one of the names of `counts`. Returns its
@@ -144,7 +144,7 @@ class RewardWorker:
         self.counts[fault] += 1
         self.counts["dropped"] += math.isnan(self.on_error)
         self.last_error = error
-        id = str(record["id"]) if "id" in record else "?"
+        id = str(example["id"]) if "id" in example else "?"
         self.failures.add(kind or error.partition(": ")[0], error, traceback, id, text)
         return Scored(self.on_error, {}, is_failed=True)
 
@@ -235,8 +235,8 @@ class RewardWorker:
         return Scored(total, {name: known(x) for name, x in parts.items()})
 
     def _failed(self, item: list, fault: str, kind: str, error: str, traceback: str = "") -> None:
-        text, record, _ = item
-        self.failed(fault, error, text, record, kind, traceback)
+        text, example, _ = item
+        self.failed(fault, error, text, example, kind, traceback)
 
 
 def _outcome(result: dict[str, Any]) -> Outcome:

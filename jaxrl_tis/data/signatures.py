@@ -1,7 +1,7 @@
 """Calls reward functions and reads their results, in the process of the rewards.
 
-    record      score(text, record)
-    records     score(texts, records)
+    example     score(text, example)
+    examples    score(texts, examples)
     verl        compute_score(data_source, solution_str, ground_truth, extra_info)
     verl_batch  compute_score(data_sources, solution_strs, ground_truths, extra_infos)
     trl         reward(prompts, completions, **columns)
@@ -26,11 +26,11 @@ MARKS = {
     "trl": {"prompts", "completions", "completion_ids"},
     "verl_batch": {"data_sources", "solution_strs", "ground_truths", "extra_infos"},
     "verl": {"data_source", "solution_str", "extra_info"},
-    "records": {"texts", "records"},
+    "examples": {"texts", "examples"},
 }
-BATCHED = ("records", "verl_batch", "trl")
-SIGNATURES = ("auto", "record", *MARKS)
-# Words in the name of a second parameter that is the answer itself, and not the record.
+BATCHED = ("examples", "verl_batch", "trl")
+SIGNATURES = ("auto", "example", *MARKS)
+# Words in the name of a second parameter that is the answer itself, and not the example.
 ANSWER_WORDS = {
     "answer", "answers", "correct", "expected", "gold", "golden", "gt", "label", "labels", "ref",
     "reference", "solution", "target", "truth",
@@ -41,7 +41,7 @@ SCORE = "score"  # the component that is the reward, if present
 LARGEST = 3e38  # rewards and metrics are float32 in the learner
 OURS = os.path.dirname(__file__)
 
-Item = tuple[str, dict[str, Any], list[int] | None]  # text, record, tokens of the text
+Item = tuple[str, dict[str, Any], list[int] | None]  # text, example, tokens of the text
 
 
 def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]]]:
@@ -90,8 +90,8 @@ def called(function: Callable, name: str, signature: str = "auto") -> "Called":
         if found is None or not _fits(found, parameters):
             shown = "?" if not parameters else ", ".join(str(p) for p in parameters.values())
             raise ValueError(
-                f"{name} takes ({shown}), which fits no reward signature: score(text, record), "
-                "score(texts, records), compute_score(data_source, solution_str, ground_truth, "
+                f"{name} takes ({shown}), which fits no reward signature: score(text, example), "
+                "score(texts, examples), compute_score(data_source, solution_str, ground_truth, "
                 "extra_info), compute_score(data_sources, solution_strs, ground_truths, "
                 "extra_infos) or reward(prompts, completions, **columns). Change its parameters, "
                 f"or set reward.signature to one of {', '.join(SIGNATURES)}"
@@ -110,12 +110,12 @@ def _inferred(parameters: Mapping[str, inspect.Parameter]) -> str | None:
         p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in first_two
     )
     words = set(first_two[1].name.lower().split("_")) if is_plain else ANSWER_WORDS
-    return None if words & ANSWER_WORDS else "record"
+    return None if words & ANSWER_WORDS else "example"
 
 
 def _fits(signature: str, parameters: Mapping[str, inspect.Parameter]) -> bool:
     """Returns whether a function with these parameters accepts such a call."""
-    if signature in ("record", "records"):
+    if signature in ("example", "examples"):
         try:
             inspect.Signature(list(parameters.values())).bind("", {})
         except TypeError:
@@ -152,15 +152,17 @@ class Called:
     def __call__(self, items: Sequence[Item]) -> Any:
         """Returns the value of one item, or a list for a batched function; an awaitable if async. What
         the function changes is its own copy."""
-        items = [(text, copy.deepcopy(record), tokens and [*tokens]) for text, record, tokens in items]
-        if self._signature == "record":
-            [(text, record, _)] = items
-            return self._function(text, record)
-        if self._signature == "records":
+        items = [
+            (text, copy.deepcopy(example), tokens and [*tokens]) for text, example, tokens in items
+        ]
+        if self._signature == "example":
+            [(text, example, _)] = items
+            return self._function(text, example)
+        if self._signature == "examples":
             return self._function([i[0] for i in items], [i[1] for i in items])
         if self._signature == "verl":
-            [(text, record, _)] = items
-            return self._by_name(_verl(text, record))
+            [(text, example, _)] = items
+            return self._by_name(_verl(text, example))
         return self._by_name(_verl_batch(items) if self._signature == "verl_batch" else _trl(items))
 
     def _by_name(self, arguments: dict[str, Any]) -> Any:
@@ -180,22 +182,22 @@ class Called:
         return self._function(**arguments)
 
 
-def _verl(text: str, record: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of verl's reward managers; in a record of another layout the answer is the
-    ground truth."""
-    model: Any = record.get("reward_model")
+def _verl(text: str, example: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of verl's reward managers; in an example of another layout the answer is
+    the ground truth."""
+    model: Any = example.get("reward_model")
     has_truth = isinstance(model, dict) and "ground_truth" in model
-    extra = record.get("extra_info")
+    extra = example.get("extra_info")
     return {
-        "data_source": record.get("data_source"), "solution_str": text,
-        "ground_truth": model["ground_truth"] if has_truth else record.get("answer"),
+        "data_source": example.get("data_source"), "solution_str": text,
+        "ground_truth": model["ground_truth"] if has_truth else example.get("answer"),
         "extra_info": {**(extra if isinstance(extra, dict) else {}), "num_turns": None,
                        "rollout_reward_scores": {}},
     }
 
 
 def _verl_batch(items: Sequence[Item]) -> dict[str, Any]:
-    every = [_verl(text, record) for text, record, _ in items]
+    every = [_verl(text, example) for text, example, _ in items]
     names = "data_source", "solution_str", "ground_truth", "extra_info"
     return {f"{name}s": [arguments[name] for arguments in every] for name in names}
 
@@ -203,22 +205,22 @@ def _verl_batch(items: Sequence[Item]) -> dict[str, Any]:
 def _trl(items: Sequence[Item]) -> dict[str, Any]:
     """Returns the arguments of TRL's trainers, without the trainer's state. A completion is a list of
     one message if the prompt is a list of messages."""
-    is_chat = lambda record: isinstance(record["prompt"], list)
+    is_chat = lambda example: isinstance(example["prompt"], list)
     completions = [
-        [{"role": "assistant", "content": text}] if is_chat(record) else text
-        for text, record, _ in items
+        [{"role": "assistant", "content": text}] if is_chat(example) else text
+        for text, example, _ in items
     ]
     # An answer or id that the data has as a number is a number here.
-    records = [{**record, **record.get("as_read", {})} for _, record, _ in items]
-    columns = dict.fromkeys(name for record in records for name in record)
+    examples = [{**example, **example.get("as_read", {})} for _, example, _ in items]
+    columns = dict.fromkeys(name for example in examples for name in example)
     for name in ("prompt", "completion", "completion_ids", "as_read"):
         columns.pop(name, None)
-    columns_by_name = {name: [record.get(name) for record in records] for name in columns}
+    columns_by_name = {name: [example.get(name) for example in examples] for name in columns}
     if all(tokens is not None for _, _, tokens in items):
         columns_by_name["completion_ids"] = [tokens for _, _, tokens in items]
     ignore = lambda *_, **__: None
     return columns_by_name | {
-        "prompts": [record["prompt"] for record in records], "completions": completions,
+        "prompts": [example["prompt"] for example in examples], "completions": completions,
         "log_extra": ignore, "log_metric": ignore,
     }
 

@@ -1,9 +1,9 @@
-"""Tasks: random-access sources of records {"prompt", "answer", "id", and other columns}.
+"""Tasks: random-access sources of examples {"prompt", "answer", "id", and other columns}.
 
 A task is a function of its parameters that returns a source with `len(source)` and `source[i]`.
 `source[i]` depends only on the parameters and i, so a run can resume at any example.
 
-A prompt is text or a list of messages {"role", "content"}. A record without an answer has no key
+A prompt is text or a list of messages {"role", "content"}. An example without an answer has no key
 "answer".
 """
 
@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from jaxrl_tis.data import files
-from jaxrl_tis.data.records import SCALAR, Bad, answer_of, find, made, prompt_of, wanted
+from jaxrl_tis.data.examples import SCALAR, Bad, answer_of, find, made, prompt_of, wanted
 
 # Tenths of all problem texts in each split. "warmup" is for supervised steps before RL.
 SPLITS = {"train": range(6), "warmup": range(6, 9), "eval": range(9, 10)}
 MAX_DRAWS = 512
 # reasoning-gym seeds problem i with seed + i, so seeds closer than a size share problems.
 SEED_STRIDE = 2**20
-class Records(Protocol):
-    """A sequence of records; `bad` are unusable records, which are no examples."""
+class Examples(Protocol):
+    """A sequence of examples; `bad` are unusable ones, which are not in it."""
 
     @property
     def bad(self) -> Sequence[Bad]: ...
@@ -40,8 +40,8 @@ class Records(Protocol):
         """Returns a digest that distinguishes these examples from others with the same parameters."""
 
 
-class Source(Records, Protocol):
-    """The records of a task, each with its origin."""
+class Source(Examples, Protocol):
+    """The examples of a task, each with its origin."""
 
     def place(self, index: int) -> str:
         """Returns the origin of an example, for messages."""
@@ -127,14 +127,14 @@ class _Arithmetic(Generated):
                 f"no problem for split {self.split!r} after {MAX_DRAWS} attempts; use more digits"
             )
         value = " ".join(str(value) for _, value in drawn)
-        record = {
+        example = {
             "prompt": problem, "answer": value,
             "id": f"arithmetic-{self.split}-{self.seed}-{index}",
         }
         if rng.random() >= self.calls:
-            return record
+            return example
         more: tuple[dict[str, Any], ...] = {"answer": problem}, {"turns": [[problem, f"{value} "]]}
-        return record | rng.choice(more)
+        return example | rng.choice(more)
 
     def _problem(self, rng: random.Random) -> tuple[str, int]:
         values = [rng.randrange(10**self.digits) for _ in range(self.terms)]
@@ -178,8 +178,8 @@ def jsonl(
 ) -> Source:
     """Examples from files: JSON lines, a JSON array, CSV, parquet, each also as .gz; see files.py.
 
-    A record is the whole row, overridden by "prompt", "id" and, if present, "answer". A field is a
-    column or a dotted path such as "reward_model.ground_truth". A prompt is text or a list of
+    An example is the whole row, overridden by "prompt", "id" and, if present, "answer". A field is
+    a column or a dotted path such as "reward_model.ground_truth". A prompt is text or a list of
     messages. Without `answer_field` the answer is the first of ANSWER_FIELDS that a row has. Without
     a column "id", and with id_field=None, the id is "file:line". `bad` has unusable rows, and rows
     with the id of an earlier row.

@@ -310,7 +310,7 @@ class Request:
         tokens count towards sampling.max_tokens and min_tokens.
       start: tokens of `partial` in which no stop string can begin, because the request did not ask
         for them.
-      example: the record that an environment is made of, for a request that is an episode. The
+      example: of the data, which an environment is made of, for a request that is an episode. The
         engine does not read it.
     """
 

@@ -3,7 +3,7 @@
     prompt       "37*48+5="
     answer       "37*48="       a call
     observation  "1776 "        the value, and a space that ends it
-    answer       "1781"         final, compared with the record's answer
+    answer       "1781"         final, compared with the example's answer
 
 All of this can be written in digits, operators, "=" and spaces (`tokenizer.ARITHMETIC_CHARS`).
 These characters have no text for an error. A call that cannot be evaluated therefore ends the
@@ -29,14 +29,14 @@ class Calculator:
     def __init__(self, *, seed: int):
         self._calls = 0
 
-    def reset(self, record: Mapping[str, Any]) -> str | Messages:
-        self._record = record
-        return record["prompt"]
+    def reset(self, example: Mapping[str, Any]) -> str | Messages:
+        self._example = example
+        return example["prompt"]
 
     def step(self, answer: str) -> Step:
         call = CALL.search(answer)
         if call is None:
-            reward = graders.exact(answer, self._record)
+            reward = graders.exact(answer, self._example)
             return Step("", reward, True, {"calls": self._calls, "failed_calls": 0})
         self._calls += 1
         try:

@@ -1,8 +1,8 @@
 """FrozenLake of Gymnasium: walk from the start to the goal, and fall into no hole.
 
-The map comes from the record's id, so all episodes of a record have one map. The episode's seed
-decides where a player slips. The record's prompt is not used. This file is an example of an adapter
-of Gymnasium: `reset` and `step` translate text.
+The map comes from the example's id, so all episodes of an example have one map. The episode's seed
+decides where a player slips. The example's prompt is not used. This file shows an adapter of
+Gymnasium: `reset` and `step` translate text.
 """
 
 import random
@@ -42,8 +42,8 @@ class FrozenLake:
         self._seed, self._slippery = seed, slippery
         self._moves = self._unread = 0
 
-    def reset(self, record: Mapping[str, Any]) -> str:
-        rng = random.Random(f"frozen lake {record['id']}")
+    def reset(self, example: Mapping[str, Any]) -> str:
+        rng = random.Random(f"frozen lake {example['id']}")
         lake = frozen_lake.generate_random_map(size=SIZE, seed=rng.getrandbits(32))
         self._game = frozen_lake.FrozenLakeEnv(desc=lake, is_slippery=self._slippery)
         self._game.reset(seed=self._seed)

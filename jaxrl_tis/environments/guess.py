@@ -1,6 +1,6 @@
 """Guesses a number: after each wrong guess the observation is "higher" or "lower".
 
-The hidden number is the last number of the record's answer, so the prompt has to give its range:
+The hidden number is the last number of the example's answer, so the prompt has to give its range:
 
     {"prompt": "Guess a whole number from 1 to 100. Reply with one number.", "answer": "37"}
 """
@@ -18,9 +18,9 @@ class Guess:
     def __init__(self, *, seed: int):
         self._guesses = 0
 
-    def reset(self, record: Mapping[str, Any]) -> str | Messages:
-        self._hidden = graders.number_of(record)
-        return record["prompt"]
+    def reset(self, example: Mapping[str, Any]) -> str | Messages:
+        self._hidden = graders.number_of(example)
+        return example["prompt"]
 
     def step(self, answer: str) -> Step:
         self._guesses += 1

@@ -42,7 +42,7 @@ def make(setup: Mapping[str, Any]) -> "Host":
 class Host:
     """Plays the episodes of one process; a call is (action, id of the episode, arguments).
 
-        reset, id, record, seed             makes an environment; the observation is the prompt
+        reset, id, example, seed            makes an environment; the observation is the prompt
         step, id, answer, is_cut, is_last   takes one answer; nobody reads the observation of the last
         forget, id                          closes the environment
 
@@ -66,10 +66,10 @@ class Host:
             self._forget(id)
             return {"step": None, "error": self._errors.text(error)}
 
-    def _reset(self, id: str, record: dict[str, Any], seed: int) -> dict[str, Any]:
+    def _reset(self, id: str, example: dict[str, Any], seed: int) -> dict[str, Any]:
         self._forget(id)
         self._episodes[id] = self._class(seed=seed, **self._params)
-        prompt = self._episodes[id].reset(copy.deepcopy(record))
+        prompt = self._episodes[id].reset(copy.deepcopy(example))
         return reading(Step(prompt), "reset", "prompt")
 
     def _step(

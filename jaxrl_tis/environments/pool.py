@@ -30,7 +30,7 @@ class Call:
 
     Attributes:
         id: of the episode.
-        record: of the task.
+        example: of the task.
         seed: of the environment.
         answers: all answers so far; without any the reply has the prompt.
         digests: of the prompt and the observations so far, in order, from the replies; "" and
@@ -40,7 +40,7 @@ class Call:
     """
 
     id: str
-    record: Mapping[str, Any]
+    example: Mapping[str, Any]
     seed: int
     answers: tuple[str, ...] = ()
     digests: tuple[str, ...] = ()
@@ -307,7 +307,7 @@ class _Worker:
         self.episodes = 0
         self.items = queue.SimpleQueue()
         self._process, self._what, self._is_open, self._arrive = process, what, is_open, arrive
-        # Episodes in the process: record, seed and answers, and what the environment has said.
+        # Episodes in the process: example, seed and answers, and what the environment has said.
         self._played: dict[Key, tuple[tuple, tuple[str | Messages, ...]]] = {}
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -331,7 +331,7 @@ class _Worker:
                 step, said = self._play(key, call)
         except _Fault as fault:
             return Reply(call.id, len(call.answers), None, "", *fault.args)
-        except Exception as error:  # a record that is no JSON
+        except Exception as error:  # an example that is no JSON
             text = f"{type(error).__name__}: {error}"
             return Reply(call.id, len(call.answers), None, "", "errors", text)
         return Reply(call.id, len(call.answers), step, digest(step), observations=said)
@@ -340,12 +340,12 @@ class _Worker:
         """Takes the last answer of an episode that is here; else makes it anew and repeats all.
         Returns the last step and all observations."""
         count = len(call.answers)
-        before = call.record, call.seed, call.answers[:-1]
+        before = call.example, call.seed, call.answers[:-1]
         known, said = self._played.pop(key, (None, ()))
         number = count if known == before else 0  # of the next step; the prompt is step 0
         if number == 0:
             said = ()
-            step = self._ask("reset", key, dict(call.record), int(call.seed))
+            step = self._ask("reset", key, dict(call.example), int(call.seed))
         else:
             step = self._ask("step", key, *call.step(count - 1))
         while number < count:
@@ -354,7 +354,7 @@ class _Worker:
             step = self._ask("step", key, *call.step(number))
             number += 1
         said += (step.observation,)
-        self._played[key] = (call.record, call.seed, call.answers), said
+        self._played[key] = (call.example, call.seed, call.answers), said
         return step, said
 
     def _compare(self, key: Key, call: Call, number: int, step: Step) -> None:
@@ -364,7 +364,7 @@ class _Worker:
             self._ask("forget", key)
             raise _Fault(
                 "errors", f"{self._what} is not repeatable: step {number} of the episode {call.id} "
-                "differs for equal record, seed and answers (step 0 is the prompt)"
+                "differs for equal example, seed and answers (step 0 is the prompt)"
             )
 
     def _ask(self, what: str, key: Key, *message: Any) -> Any:

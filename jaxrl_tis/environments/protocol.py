@@ -35,12 +35,13 @@ class Step:
 class Environment(Protocol):
     """Interface of an environment; a class needs no base class.
 
-    An instance plays one episode. It has to be *repeatable*: equal parameters, record, seed and
+    An instance plays one episode. It has to be *repeatable*: equal parameters, example, seed and
     answers give equal observations. Its state is never saved. After a restart another instance
     repeats the answers so far, and the episode fails if an observation differs. Take random numbers
     from `seed`, never from the clock, a process id or an unseeded generator.
 
-    The episodes of a group have one record, one seed and one prompt, so their rewards are comparable.
+    The episodes of a group have one example, one seed and one prompt, so their rewards are
+    comparable.
 
     An exception of any method but `close` fails the episode; its reward is then unknown, not 0. The
     module is imported once per process, and the process plays many episodes, one call at a time.
@@ -51,8 +52,8 @@ class Environment(Protocol):
 
     def __init__(self, *, seed: int, **params: Any): ...
 
-    def reset(self, record: dict[str, Any]) -> str | Messages:
-        """Returns the prompt: text or messages. `record` is a record of the task, own_data.md."""
+    def reset(self, example: dict[str, Any]) -> str | Messages:
+        """Returns the prompt, text or messages, of an example of the task, own_data.md."""
         ...
 
     def step(self, answer: str, is_cut: bool = False) -> Step:

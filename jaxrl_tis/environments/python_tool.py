@@ -124,9 +124,9 @@ class PythonTool:
         self._seed, self._seconds, self._memory = seed, int(seconds), int(memory) << 20
         self._programs = self._stopped = 0
 
-    def reset(self, record: Mapping[str, Any]) -> str | Messages:
-        self._answer = graders.answer_of(record).strip()
-        return record["prompt"]
+    def reset(self, example: Mapping[str, Any]) -> str | Messages:
+        self._answer = graders.answer_of(example).strip()
+        return example["prompt"]
 
     def step(self, answer: str) -> Step:
         blocks = BLOCK.findall(answer)

@@ -1,7 +1,7 @@
 """Search in a local corpus: an answer whose last line is "search: words" is a call.
 
 The observation has the best passages by BM25 (the library bm25s). Any other answer is final. Its
-text after the last "answer:", or all of it, is compared with the record's answer, without case and
+text after the last "answer:", or all of it, is compared with the example's answer, without case and
 additional spaces.
 
 The corpus is a file of JSON lines with the column "text" and optionally "title".
@@ -52,9 +52,9 @@ class Search:
         self._index, self._passages = index(corpus), passages
         self._searches = self._empty = 0
 
-    def reset(self, record: Mapping[str, Any]) -> str | Messages:
-        self._answer = _plain(graders.answer_of(record))
-        return record["prompt"]
+    def reset(self, example: Mapping[str, Any]) -> str | Messages:
+        self._answer = _plain(graders.answer_of(example))
+        return example["prompt"]
 
     def step(self, answer: str) -> Step:
         call = CALL.search(answer)

@@ -13,19 +13,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Session:
-    """One run of the agent on one record.
+    """One run of the agent on one example.
 
     Attributes:
         id: unique among the sessions of a run.
-        record: of the task, own_data.md.
+        example: of the task, own_data.md.
         base_url: of the run's endpoint, for this session alone.
         api_key: of the endpoint.
         model: name of the model.
-        seed: of the record and config.seed. The sessions of a group have the same seed.
+        seed: of the example and config.seed. The sessions of a group have the same seed.
     """
 
     id: str
-    record: Mapping[str, Any]
+    example: Mapping[str, Any]
     base_url: str
     api_key: str
     model: str

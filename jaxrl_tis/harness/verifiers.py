@@ -1,6 +1,6 @@
 """Tasksets of verifiers 0.4 as a harness: rollout.harness = "verifiers:TASKSET".
 
-The taskset's own environment and agent run, in processes of this machine. A record of the run's
+The taskset's own environment and agent run, in processes of this machine. An example of the run's
 task names a task of the taskset by its `id`: that of the task, or its index. verifiers has
 requirements that this project's environment may not meet: rollout.harness_python names a Python
 that has it.
@@ -40,8 +40,8 @@ def named(env: Any) -> Iterator[tuple[str, Any]]:
         yield str(index if task.data.id is None else task.data.id), task
 
 
-def write_records(name: str, file: Any = sys.stdout) -> None:
-    """Writes the records of a taskset, for config.task, as JSON lines."""
+def write_examples(name: str, file: Any = sys.stdout) -> None:
+    """Writes the examples of a taskset, for config.task, as JSON lines."""
     for id, task in named(load(name)):
         data = task.data.model_dump(mode="json")
         print(json.dumps({"id": id, "prompt": data["prompt"]}), file=file)
@@ -72,7 +72,7 @@ class Taskset:
                 self._serving = serving
         os.environ[KEY] = session.api_key
         client = vf.EvalClientConfig(base_url=session.base_url, api_key_var=KEY)
-        [slot] = self._env.slots(self._task(str(session.record["id"])), 1)
+        [slot] = self._env.slots(self._task(str(session.example["id"])), 1)
         context = vf.ModelContext(session.model, client, vf.Sampling())
         episode = await self._env.run_slot(slot, context)
         if len(episode.traces) != 1:

@@ -27,14 +27,14 @@ def examples(
 ) -> Batches | None:
     """Returns the checked examples of the warm-up; None for a config without a warm-up.
 
-    Raises ValueError, with task.on_bad_record "error", if an example has no answer, if its answer
+    Raises ValueError, with task.on_bad_example "error", if an example has no answer, if its answer
     with the end token exceeds rollout.max_new_tokens, or if a turn of it has no token ids.
     """
     config = setup.config
     if config.warmup.steps == 0:
         return None
     pairs = Pairs(prompter, config.task.chat)
-    reject = lambda record: _why_bad(pairs, record, config.rollout.max_new_tokens)
+    reject = lambda example: _why_bad(pairs, example, config.rollout.max_new_tokens)
     return Batches(
         config.task.name, {**config.task.params, **config.warmup.params},
         batch_size=config.warmup.rows, seed=config.seed, **processes.shard(),
@@ -67,8 +67,8 @@ def warm_up(
     pairs = Pairs(prompter, config.task.chat)
     with Progress(config.warmup.steps, "warm-up", is_shown=processes.is_first()) as progress:
         for index in range(1, config.warmup.steps + 1):
-            records = batches.next_whole()
-            rows = supervised_rows([(pairs.before(r), pairs.target(r)) for r in records], length)
+            batch = batches.next_whole()
+            rows = supervised_rows([(pairs.before(e), pairs.target(e)) for e in batch], length)
             minibatch = {name: value[None] for name, value in rows.items()}
             state, values = train_step(state, layout.put_batch(minibatch))
             loss, norm = (float(values[f"supervised/{name}"]) for name in ("ce_loss", "grad_norm"))
@@ -101,11 +101,11 @@ class Pairs:
     def _suffixes(self) -> Suffixes:  # only examples with turns need a template that can be extended
         return Suffixes(self._tokenizer, self._is_chat)
 
-    def before(self, record: dict[str, Any]) -> list[int]:
+    def before(self, example: dict[str, Any]) -> list[int]:
         """Returns the ids before the answer: the prompt, and the (answer, observation) pairs in the
-        record's "turns"."""
-        ids = list(self._prompter.ids(record))
-        for answer, observation in record.get("turns", ()):
+        example's "turns"."""
+        ids = list(self._prompter.ids(example))
+        for answer, observation in example.get("turns", ()):
             first = observation[0] if isinstance(observation, list) and observation else {}
             role = first["role"] if isinstance(first, dict) and "role" in first else "user"
             role = self._suffixes.tool_role if role == "tool" else role
@@ -113,10 +113,10 @@ class Pairs:
             ids += self._suffixes.after(observation, ids[-1], self._tokenizer.eos_ids)
         return ids
 
-    def target(self, record: dict[str, Any]) -> list[int]:
+    def target(self, example: dict[str, Any]) -> list[int]:
         """Returns the ids of the answer, with its end."""
-        is_messages = self._prompter.opening is None and isinstance(record["prompt"], list)
-        return self._ended(record["answer"], "user", self._is_chat or is_messages)
+        is_messages = self._prompter.opening is None and isinstance(example["prompt"], list)
+        return self._ended(example["answer"], "user", self._is_chat or is_messages)
 
     def _ended(self, answer: str, next_role: str, is_chat: bool) -> list[int]:
         end = self._end(next_role) if is_chat else self._tokenizer.eos_ids[0]
@@ -130,21 +130,21 @@ def _are_turns(turns: Any) -> bool:
     )
 
 
-def _why_bad(pairs: Pairs, record: dict[str, Any], limit: int) -> str:
-    """Returns the reason why a record cannot be trained on; "" if it can."""
-    if "answer" not in record:
+def _why_bad(pairs: Pairs, example: dict[str, Any], limit: int) -> str:
+    """Returns the reason why an example cannot be trained on; "" if it can."""
+    if "answer" not in example:
         return (
             "it has no answer for the warm-up; name the field with task.params.answer_field, or "
             "set warmup.steps to 0"
         )
     try:
-        count = len(pairs.target(record))
+        count = len(pairs.target(example))
     except ValueError as error:
         return f"its answer: {error}"
-    if "turns" in record and not _are_turns(record["turns"]):
+    if "turns" in example and not _are_turns(example["turns"]):
         return 'its "turns" are not pairs of texts, an answer and an observation each'
     try:
-        pairs.before(record)
+        pairs.before(example)
     except ValueError as error:
         return f'its "turns": {error}'
     return "" if count <= limit else (

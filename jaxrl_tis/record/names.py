@@ -71,9 +71,9 @@ LEARNING = (
     compact("eval/failed_rewards", "answers", "Held-out answers with a failed reward."),
     compact("eval/n", "prompts", "Held-out prompts."),
     compact("eval/{greedy,sampled}_n", "answers", "Answers that the accuracy counts."),
-    compact("{data,eval}/bad_records", "records",
-            "Training and held-out records left out, with task.on_bad_record=skip; of a generated "
-            "task also those replaced."),
+    compact("{data,eval}/bad_examples", "examples",
+            "Training and held-out examples left out, with task.on_bad_example=skip; of a "
+            "generated task also those replaced."),
     compact("warmup/loss", "nats/token", "Cross-entropy of the supervised steps."),
     Metric("critic/{score,rewards}/{mean,max,min}", "reward",
            "Rewards before and after the KL penalty, both with the overlong penalty, of the "

@@ -80,9 +80,9 @@ def _line(step, phase, sample, reward, of_tokens, decode, name) -> dict[str, Any
     control = [None if decode([token]) else name(token) for token in ids[:MAX_TOKENS]]
     columns = {n: of_tokens.get(n) for n in names}
     return {
-        "step": step, "phase": phase, "id": sample.record["id"],
+        "step": step, "phase": phase, "id": sample.example["id"],
         "prompt": decode(sample.trajectory.prompt.tolist()), "response": sample.text,
-        "answer": sample.record.get("answer"),
+        "answer": sample.example.get("answer"),
         "reward": None if math.isnan(reward) else round(float(reward), DIGITS),
         "length": len(ids), "tokens": pieces(ids[:MAX_TOKENS], decode),
         **{n: None if x is None else _numbers(x[:MAX_TOKENS], mask) for n, x in columns.items()},

@@ -90,7 +90,7 @@ class AsyncBookkeeping:
         rollout, schedule, way = parts.config.rollout, parts.schedule, parts.replay
         self._config, self._schedule, self._groups = parts.config, schedule, parts.groups
         self._batches, self._timer, self._on_records = parts.batches, parts.timer, on_records
-        self._records: list[dict[str, str]] = []
+        self._examples: list[dict[str, str]] = []
         self._age = replay.max_age(schedule, way, rollout.max_age)
         self._replay = None if way is None else replay.Replay(way, self._age, parts.config.seed)
         self._replay_before: replay.Replay | None = None  # the batch that is being trained on
@@ -111,7 +111,7 @@ class AsyncBookkeeping:
         return {
             "begun": controller.next_group, "sync_version": controller.sync_version,
             "queue": {str(g): sorted(e.columns) for g, e in self.queue.entries.items()},
-            "in_flight": sorted(self.keys), "records": len(self._records),
+            "in_flight": sorted(self.keys), "examples": len(self._examples),
             "replay": {str(g): s.uses for g, s in self._replay.stored.items()} if self._replay else {},
         }
 
@@ -176,11 +176,11 @@ class AsyncBookkeeping:
     def _open(self, group: int) -> None:
         """Reads the example of a group and makes its requests. Their names equal those of the
         synchronous source, which gives them the same sampling noise."""
-        if not self._records:
+        if not self._examples:
             with self._timer("data"):
-                self._records = self._batches.next_whole()
+                self._examples = self._batches.next_whole()
         entry = self.queue.entries[group]
-        entry.prompt = self._records.pop(0)
+        entry.prompt = self._examples.pop(0)
         self._make_requests(entry)
 
     def _make_requests(self, entry: Entry) -> None:
@@ -338,7 +338,7 @@ class AsyncBookkeeping:
         partials = self._partials | {k: in_flight[k] for k in continued if k in in_flight}
         return {
             "replay": [] if buffer is None else buffer.get_state(serialize.written),
-            "batches": self._batches.get_state(), "records": self._records,
+            "batches": self._batches.get_state(), "examples": self._examples,
             "controller": controller,
             "queue": [serialize.written(entry) for entry in entries],
             "counts": [
@@ -352,7 +352,7 @@ class AsyncBookkeeping:
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._batches.set_state(state["batches"])
-        self._records = state["records"]
+        self._examples = state["examples"]
         counts, since, failed = state["counts"]
         self._failed |= failed
         self.counts = Counts(**counts)

@@ -49,7 +49,7 @@ def environment_seed(seed: int, example: Mapping[str, Any]) -> int:
 
 
 class Openings:
-    """Reads the prompts of records: the first observations of their environments.
+    """Reads the prompts of examples: the first observations of their environments.
 
     Args:
       make_pool: starts or lends the pool, when the first prompt is read.
@@ -61,43 +61,43 @@ class Openings:
         self._pool: Pool | Lent | None = None
 
     def __call__(
-        self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
+        self, examples: Sequence[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
     ) -> list[Prompt | ValueError]:
-        """Returns the prompt of each record, or the reason why it has none. Shows the progress of
+        """Returns the prompt of each example, or the reason why it has none. Shows the progress of
         several.
 
         Raises:
           ValueError: the first of several environments hangs, as all others would.
         """
-        is_shown = len(records) > 1 and processes.is_first()
+        is_shown = len(examples) > 1 and processes.is_first()
         title = "prompts of the environment"
-        with Progress(len(records), title, is_shown=is_shown) as progress:
+        with Progress(len(examples), title, is_shown=is_shown) as progress:
             opened = lambda some: self._opened(some, heartbeat, progress.update)
-            replies = opened(records[:1])
-            if len(records) > 1 and replies[0].fault == "timeouts":
+            replies = opened(examples[:1])
+            if len(examples) > 1 and replies[0].fault == "timeouts":
                 raise ValueError(f"the environment has no prompt: {replies[0].error}")
-            for start in range(1, len(records), OPEN_AT_ONCE):
-                replies += opened(records[start : start + OPEN_AT_ONCE])
+            for start in range(1, len(examples), OPEN_AT_ONCE):
+                replies += opened(examples[start : start + OPEN_AT_ONCE])
         failed = lambda reply: ValueError(f"its environment has no prompt: {reply.error}")
         return [failed(r) if r.step is None else r.step.observation for r in replies]
 
     def _opened(
-        self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None],
+        self, examples: Sequence[dict[str, Any]], heartbeat: Callable[[], None],
         count: Callable[[int], None],
     ) -> list[Reply]:
         self._pool = self._pool or self._make_pool()
-        for i, record in enumerate(records):
+        for i, example in enumerate(examples):
             self._pool.submit(
-                Call(f"{i}", record, environment_seed(self._seed, record), (), ())
+                Call(f"{i}", example, environment_seed(self._seed, example), (), ())
             )
         found: dict[str, Reply] = {}
-        while len(found) < len(records):
+        while len(found) < len(examples):
             replies = self._pool.ready(PULSE_SECONDS)
             found |= {reply.id: reply for reply in replies}
             count(len(replies))
             heartbeat()
         self._pool.forget(found)
-        return [found[f"{i}"] for i in range(len(records))]
+        return [found[f"{i}"] for i in range(len(examples))]
 
     def close(self) -> None:
         """Closes the pool; a later call makes another."""

@@ -32,7 +32,7 @@ class Sample:
     """
 
     trajectory: Trajectory
-    record: dict[str, str]
+    example: dict[str, str]
     text: str
     score: float
     reward: float
@@ -102,16 +102,16 @@ def unknown_ids(trajectories: list[Trajectory], tokenizer: Tokenizer) -> dict[st
 
 def request(
     config: ml_collections.ConfigDict, id: str, prompt: np.ndarray, sampling: SamplingParams,
-    record: dict[str, Any],
+    example: dict[str, Any],
 ) -> Request:
     """Returns the request of a sample of an example; with an environment or a harness, of an episode
     or a session."""
-    example = record if config.task.environment or config.rollout.harness else None
-    return Request(id, prompt, config.seed, sampling, example=example)
+    is_played = config.task.environment or config.rollout.harness
+    return Request(id, prompt, config.seed, sampling, example=example if is_played else None)
 
 
 def scores(
-    rewards: RewardWorker, texts: Sequence[str], records: Sequence[dict[str, Any]],
+    rewards: RewardWorker, texts: Sequence[str], examples: Sequence[dict[str, Any]],
     trajectories: Sequence[Trajectory],
 ) -> list[Scored]:
     """Returns the reward of each trajectory, of its environment or of the reward function. The
@@ -120,23 +120,23 @@ def scores(
     of_function = [i for i, t in enumerate(trajectories) if not t.outcome]
     scored: list[Any] = [
         _of_episode(rewards, *played) if played[0].outcome else None
-        for played in zip(trajectories, texts, records, strict=True)
+        for played in zip(trajectories, texts, examples, strict=True)
     ]
     if any(result is not None and result.is_failed for result in scored):
         rewards.failures.write()
     if of_function:
         chosen = lambda values: [values[i] for i in of_function]
         tokens = [t.tokens for t in chosen(trajectories)]
-        results = rewards.results(chosen(texts), chosen(records), tokens)
+        results = rewards.results(chosen(texts), chosen(examples), tokens)
         for i, result in zip(of_function, results, strict=True):
             scored[i] = result
     return scored
 
 
 def _of_episode(
-    rewards: RewardWorker, trajectory: Trajectory, text: str, record: dict[str, Any]
+    rewards: RewardWorker, trajectory: Trajectory, text: str, example: dict[str, Any]
 ) -> Scored:
-    failed = functools.partial(rewards.failed, text=text, record=record)
+    failed = functools.partial(rewards.failed, text=text, example=example)
     known = trajectory.turn_rewards[~np.isnan(trajectory.turn_rewards)]
     if trajectory.outcome in OF_OUTCOMES:
         return failed(OF_OUTCOMES[trajectory.outcome], trajectory.error)
@@ -171,36 +171,36 @@ class Groups:
         """The number of requests of a group."""
         return len(self._samplings)
 
-    def requests(self, record: dict[str, str], name: str, redundant: int = 0) -> list[Request]:
+    def requests(self, example: dict[str, str], name: str, redundant: int = 0) -> list[Request]:
         """Returns the requests of an example, including redundant ones. `name` is unique to the
         group in a run and determines the sampling noise."""
-        ids = self._prompter.ids(record)
+        ids = self._prompter.ids(example)
         return [
-            request(self._config, f"{name}/{record['id']}/{g}", ids, sampling, record)
+            request(self._config, f"{name}/{example['id']}/{g}", ids, sampling, example)
             for g, sampling in enumerate(self._samplings + self._samplings[:1] * redundant)
         ]
 
     def rewarded(
-        self, records: list[dict[str, str]], trajectories: list[Trajectory]
+        self, examples: list[dict[str, str]], trajectories: list[Trajectory]
     ) -> list[list[Sample]]:
         """Returns the rewarded groups of these examples; `trajectories` are those of all requests
         in order."""
-        repeated = [record for record in records for _ in self._samplings]
+        repeated = [example for example in examples for _ in self._samplings]
         samples = self.samples(repeated, trajectories)
         return [
             self.group(samples[i : i + self.size]) for i in range(0, len(samples), self.size)
         ]
 
     def samples(
-        self, records: list[dict[str, str]], trajectories: list[Trajectory]
+        self, examples: list[dict[str, str]], trajectories: list[Trajectory]
     ) -> list[Sample]:
         """Returns a rewarded sample for each trajectory and its example. Calls the reward once for
         all samples. An episode's environment has rewarded it."""
         texts = [self._prompter.tokenizer.decode(t.tokens) for t in trajectories]
-        scored = scores(self._rewards, texts, records, trajectories)
+        scored = scores(self._rewards, texts, examples, trajectories)
         return [
             self._sample(*sample)
-            for sample in zip(trajectories, records, texts, scored, strict=True)
+            for sample in zip(trajectories, examples, texts, scored, strict=True)
         ]
 
     def group(self, samples: list[Sample]) -> list[Sample]:
@@ -214,7 +214,7 @@ class Groups:
         """Number of failed rewards by reason."""
         return self._rewards.counts
 
-    def _sample(self, trajectory, record, text, scored: Scored) -> Sample:
+    def _sample(self, trajectory, example, text, scored: Scored) -> Sample:
         rollout, components, reward = self._config.rollout, scored.components, scored.score
         if rollout.overlong_buffer:
             if "overlong" in components:
@@ -227,6 +227,6 @@ class Groups:
             )
             reward, components = reward + penalty, components | {"overlong": penalty}
         return Sample(
-            trajectory, record, text, scored.score, reward, group=0, components=components,
+            trajectory, example, text, scored.score, reward, group=0, components=components,
             is_failed=scored.is_failed,
         )

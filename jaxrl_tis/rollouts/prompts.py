@@ -1,6 +1,6 @@
-"""Turns records into prompt token ids, and checks all data before the first step.
+"""Turns examples into prompt token ids, and checks all data before the first step.
 
-Every record is rendered and tokenized once before a run starts, so bad data cannot end the run
+Every example is rendered and tokenized once before a run starts, so bad data cannot end the run
 later. The ids are cached in memory for the run, and on disk for the next start with the same data.
 """
 
@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxrl_tis.data import files, tasks
 from jaxrl_tis.data.graders import REWARDS, names
-from jaxrl_tis.data.records import Bad, Examples, listed
+from jaxrl_tis.data.examples import Bad, FileExamples, listed
 from jaxrl_tis.data.tokenizer import Tokenizer, escaped
 from jaxrl_tis.record.progress import Progress
 from jaxrl_tis.runtime import processes, storage
@@ -46,24 +46,24 @@ class Opening(Protocol):
     """Gives the first observations of environments, see `episodes.Openings`."""
 
     def __call__(
-        self, records: Sequence[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
+        self, examples: Sequence[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
     ) -> list[Prompt | ValueError]: ...
 
     def close(self) -> None: ...
 
 
 def lacks_answer(config: ml_collections.ConfigDict) -> Callable[[dict[str, Any]], str]:
-    """Returns a function from a record to an error message if the record lacks the answer that a
+    """Returns a function from an example to an error message if the example lacks the answer that a
     reward of config.reward.name compares with, else "". All built-in rewards need an answer; the
     needs of a user's function, an environment and a harness are unknown."""
     comparing = [name for name in names(config.reward.name) if name in REWARDS]
     if config.task.environment or config.rollout.harness:
-        return lambda record: ""
+        return lambda example: ""
     reason = (
         f"it has no answer, which the reward {comparing[0]!r} compares with; name the field with "
         "task.params.answer_field"
     ) if comparing else ""
-    return lambda record: "" if "answer" in record else reason
+    return lambda example: "" if "answer" in example else reason
 
 
 def key_of(prompt: Prompt | ValueError) -> str:
@@ -86,13 +86,13 @@ def chunks_of(prompts: list[Prompt | ValueError]) -> list[list[Prompt | ValueErr
 
 @dataclasses.dataclass(frozen=True)
 class Prompter:
-    """Turns records into prompt ids. The model's chat template renders a list of messages. A text
+    """Turns examples into prompt ids. The model's chat template renders a list of messages. A text
     is first formatted by task.template, and then by the chat template if task.chat is set.
 
     With an environment, the prompt is the environment's first observation.
 
     Attributes:
-      opening: gives the prompts of records; None without an environment.
+      opening: gives the prompts of examples; None without an environment.
       known: the ids of the checked prompts.
     """
 
@@ -108,14 +108,14 @@ class Prompter:
         if self.opening is not None:
             self.opening.close()
 
-    def ids(self, record: dict[str, Any]) -> np.ndarray:
-        """Returns the prompt ids of a record; raises ValueError if there are none or too many."""
-        key = self._key(record)
+    def ids(self, example: dict[str, Any]) -> np.ndarray:
+        """Returns the prompt ids of an example; raises ValueError if there are none or too many."""
+        key = self._key(example)
         if key in self.known:
             return self.known[key]
-        outcome = self._outcome(record)
+        outcome = self._outcome(example)
         if (reason := self._reason(outcome)) or isinstance(outcome, str):
-            raise ValueError(f"example {record['id']}: {reason}")
+            raise ValueError(f"example {example['id']}: {reason}")
         return outcome
 
     def rendered(self, prompt: Prompt) -> np.ndarray:
@@ -126,52 +126,52 @@ class Prompter:
         return outcome
 
     def checked(
-        self, source: tasks.Source, what: str, reject: Callable[[dict], str] = lambda record: "",
+        self, source: tasks.Source, what: str, reject: Callable[[dict], str] = lambda example: "",
         limit: int = GENERATED, heartbeat: Callable[[], None] = lambda: None,
     ) -> "Checked":
-        """Checks all records of files, or the first `limit` examples of a generated task.
+        """Checks all examples of files, or the first `limit` examples of a generated task.
 
         Args:
           what: name of the data for messages.
-          reject: returns why a record with a good prompt cannot be used; "" if it can.
+          reject: returns why an example with a good prompt cannot be used; "" if it can.
           heartbeat: called after each part.
 
         Raises:
-          ValueError: a record is bad and task.on_bad_record is "error", or all are.
+          ValueError: an example is bad and task.on_bad_example is "error", or all are.
         """
-        count = len(source) if isinstance(source, Examples) else min(len(source), limit)
-        records = [_record(source, i) for i in range(count)]
-        whole = [record for record in records if not isinstance(record, str)]
+        count = len(source) if isinstance(source, FileExamples) else min(len(source), limit)
+        examples = [_example(source, i) for i in range(count)]
+        whole = [example for example in examples if not isinstance(example, str)]
         prompts = self._prompts(whole, heartbeat)
         outcomes = iter(self._tokenised(prompts, what, heartbeat))
         good, bad = [], list(source.bad)
-        for i, record in enumerate(records):
-            if isinstance(record, str):
-                bad.append(Bad(source.place(i), source.place(i), record, source.row(i)))
+        for i, example in enumerate(examples):
+            if isinstance(example, str):
+                bad.append(Bad(source.place(i), source.place(i), example, source.row(i)))
                 continue
             outcome = next(outcomes)
-            reason = self._reason(outcome) or reject(record)
+            reason = self._reason(outcome) or reject(example)
             if reason or isinstance(outcome, str):
-                bad.append(Bad(source.place(i), record["id"], reason, source.row(i)))
+                bad.append(Bad(source.place(i), example["id"], reason, source.row(i)))
             else:
                 good.append(i)
-                self.known[self._key(record)] = outcome
+                self.known[self._key(example)] = outcome
         bad.sort(key=lambda b: b.row)
         self._tell(bad, count + len(source.bad), what, is_any_good=bool(good))
-        return Checked(source, good, bad, count, lambda r: self._why_bad(r) or reject(r))
+        return Checked(source, good, bad, count, lambda e: self._why_bad(e) or reject(e))
 
-    def _why_bad(self, record: dict[str, Any]) -> str:
-        return self._reason(self._outcome(record))
+    def _why_bad(self, example: dict[str, Any]) -> str:
+        return self._reason(self._outcome(example))
 
-    def _key(self, record: dict[str, Any]) -> str:
-        return key_of(record["prompt"]) if self.opening is None else json.dumps(record)
+    def _key(self, example: dict[str, Any]) -> str:
+        return key_of(example["prompt"]) if self.opening is None else json.dumps(example)
 
     def _prompts(
-        self, records: list[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
+        self, examples: list[dict[str, Any]], heartbeat: Callable[[], None] = lambda: None
     ) -> list[Prompt | ValueError]:
         if self.opening is None:
-            return [record["prompt"] for record in records]
-        return [self._escaped(prompt) for prompt in self.opening(records, heartbeat)]
+            return [example["prompt"] for example in examples]
+        return [self._escaped(prompt) for prompt in self.opening(examples, heartbeat)]
 
     def _escaped(self, prompt: Prompt | ValueError) -> Prompt | ValueError:
         try:
@@ -179,22 +179,22 @@ class Prompter:
         except ValueError as error:
             return error
 
-    def _outcome(self, record: dict[str, Any]) -> Outcome:
-        [outcome] = self._outcomes(self._prompts([record]))
+    def _outcome(self, example: dict[str, Any]) -> Outcome:
+        [outcome] = self._outcomes(self._prompts([example]))
         return outcome
 
     def _tell(self, bad: list[Bad], total: int, what: str, is_any_good: bool) -> None:
         if not bad:
             return
-        if self.task.on_bad_record == "error" or not is_any_good:
+        if self.task.on_bad_example == "error" or not is_any_good:
             rest = (
-                "\nFix or remove them, or leave them out with --config.task.on_bad_record=skip."
+                "\nFix or remove them, or leave them out with --config.task.on_bad_example=skip."
                 if is_any_good else ""
             )
             raise ValueError(
-                f"{what}: {len(bad)} of {total} records cannot be used:{listed(bad)}{rest}"
+                f"{what}: {len(bad)} of {total} examples cannot be used:{listed(bad)}{rest}"
             )
-        processes.report(f"{what}: {len(bad)} of {total} records are left out:{listed(bad)}")
+        processes.report(f"{what}: {len(bad)} of {total} examples are left out:{listed(bad)}")
 
     def _reason(self, found: Outcome) -> str:
         """Returns why a prompt cannot be used; "" if it can."""
@@ -299,20 +299,20 @@ class Prompter:
         return storage.cache("prompts") / f"{digest.hexdigest()}.npz"
 
 
-def _record(source: tasks.Source, index: int) -> dict[str, Any] | str:
+def _example(source: tasks.Source, index: int) -> dict[str, Any] | str:
     """Returns an example, or an error message if its generator fails."""
     try:
-        record = source[index]
-        return record if isinstance(source, Examples) else files.plain(record, "example")
+        example = source[index]
+        return example if isinstance(source, FileExamples) else files.plain(example, "example")
     except ValueError as error:
         return f"{error}"
 
 
 @dataclasses.dataclass
 class Checked:
-    """A source without its bad records.
+    """A source without its bad examples.
 
-    If the whole source was checked, it is shorter by the bad records. If only the first `count`
+    If the whole source was checked, it is shorter by the bad examples. If only the first `count`
     examples of a generated task were checked, its length is unchanged, and a good example replaces
     each bad one.
     """
@@ -338,9 +338,9 @@ class Checked:
     def __getitem__(self, index: int) -> dict[str, Any]:
         if self._is_whole:
             return self.source[self.good[index]]
-        record = _record(self.source, index)
-        if not isinstance(record, str) and not self.why_bad(record):
-            return record
+        example = _example(self.source, index)
+        if not isinstance(example, str) and not self.why_bad(example):
+            return example
         self.replaced += 1
         return self.source[self.good[index % len(self.good)]]
 

@@ -28,7 +28,7 @@ class SourceParts:
       schedule: who runs ahead of whom, config.rollout.schedule as read.
       replay: config.rollout.replay as parsed; None without replay.
       groups: makes requests of examples, and rewarded samples of trajectories.
-      batches: records of prompts, the same on all processes.
+      batches: of examples, the same on all processes.
       timer: of the phases "data", "rollout" and "reward".
       serving_params: (policy parameters, version) -> serving parameters, of one sampler, or a list
         for all samplers with the driver "threads".

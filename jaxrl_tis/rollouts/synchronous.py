@@ -100,12 +100,12 @@ class SyncSource:
 
     def _sample_groups(self, tag: tuple[int, int]) -> list[list[Sample]]:
         with self._timer("data"):
-            records = self._batches.next_whole()
+            examples = self._batches.next_whole()
         requests = [
-            request for i, record in enumerate(records)
-            for request in self._groups.requests(record, f"{tag[0]}/{tag[1]}/{i}")
+            request for i, example in enumerate(examples)
+            for request in self._groups.requests(example, f"{tag[0]}/{tag[1]}/{i}")
         ]
         with self._timer("rollout"):
             trajectories = generate(self._scheduler, requests, heartbeat=self._heartbeat)
         with self._timer("reward"):
-            return self._groups.rewarded(records, trajectories)
+            return self._groups.rewarded(examples, trajectories)

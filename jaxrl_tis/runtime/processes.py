@@ -1,7 +1,7 @@
 """Runs of several processes: every host runs the same program over one mesh of all devices.
 
 All processes hold the same scheduler, batch and rows, and make the same decisions. Data of a single
-process (records, rewards, requests to stop) is exchanged here before a decision depends on it.
+process (examples, rewards, requests to stop) is exchanged here before a decision depends on it.
 """
 
 import contextlib

@@ -178,14 +178,14 @@ def test_a_package_that_is_missing_is_named(name, package, extra):
 
 def test_reasoning_gym_uses_the_score_of_the_package():
     meta = '{"source_dataset": "chain_sum", "expression": "500 + 500"}'
-    record = {"prompt": "500 + 500 =", "answer": "1000", "id": "x", "meta": meta}
-    assert REWARDS["reasoning_gym"](" 1,000.0\n", record) == 1.0  # the package allows both
-    assert REWARDS["reasoning_gym"]("999", record) == 0.0
+    example = {"prompt": "500 + 500 =", "answer": "1000", "id": "x", "meta": meta}
+    assert REWARDS["reasoning_gym"](" 1,000.0\n", example) == 1.0  # the package allows both
+    assert REWARDS["reasoning_gym"]("999", example) == 0.0
     # A text that only holds the answer gets len("1000") / len("it is 1000") = 4 / 10.
-    assert REWARDS["reasoning_gym"]("it is 1000", record) == pytest.approx(0.4)
+    assert REWARDS["reasoning_gym"]("it is 1000", example) == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize("name", ["exact", "last_number", "math", "parts"])
-def test_a_record_without_an_answer(name):
+def test_an_example_without_an_answer(name):
     with pytest.raises(ValueError, match="example x has no answer to compare with"):
         REWARDS[name]("5", {"id": "x", "prompt": "2+3="})

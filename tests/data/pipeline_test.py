@@ -3,7 +3,7 @@ import json
 import pytest
 
 from jaxrl_tis.data.pipeline import Batches
-from jaxrl_tis.data.records import Examples
+from jaxrl_tis.data.examples import FileExamples
 from jaxrl_tis.data.tasks import TASKS
 from jaxrl_tis.runtime import processes
 
@@ -138,16 +138,16 @@ def test_setup_errors(path, monkeypatch):
         Batches("jsonl", {"path": path}, batch_size=4, seed=0, shard_count=3)
     with pytest.raises(ValueError, match="shard_index 2 is not below shard_count 2"):
         Batches("jsonl", {"path": path}, batch_size=4, seed=0, shard_index=2, shard_count=2)
-    monkeypatch.setitem(TASKS, "nothing", lambda: Examples([], [], "", []))
+    monkeypatch.setitem(TASKS, "nothing", lambda: FileExamples([], [], "", []))
     with pytest.raises(ValueError, match="'nothing'.*has 0 examples"):
         Batches("nothing", {}, batch_size=1, seed=0)
 
 
-def test_records_that_could_not_be_read_are_refused_unless_they_are_checked(tmp_path):
+def test_examples_that_could_not_be_read_are_refused_unless_they_are_checked(tmp_path):
     path = write(tmp_path / "a.jsonl", 3)
     with open(path, "a") as file:
         file.write("nonsense\n")
-    with pytest.raises(ValueError, match=r"1 records cannot be used; fix or remove them:\n- .*a.jsonl:4: the line is not"):
+    with pytest.raises(ValueError, match=r"1 examples cannot be used; fix or remove them:\n- .*a.jsonl:4: the line is not"):
         Batches("jsonl", {"path": path}, batch_size=1, seed=0)
     batches = Batches("jsonl", {"path": path}, batch_size=3, seed=0, check=lambda source: source)
     assert sorted(flat(batches, 1)) == ["0", "1", "2"]
@@ -157,6 +157,6 @@ def test_a_whole_batch_has_the_parts_of_all_hosts(path, monkeypatch):
     make = lambda **shard: Batches("jsonl", {"path": path}, batch_size=4, seed=0, **shard)
     monkeypatch.setattr(processes, "gather", lambda part: [*part, "of the others"])
     whole = make().next_whole()  # one host that reads all of it asks nobody
-    assert [record["id"] for record in whole] == ids(make(), 1)[0]
+    assert [example["id"] for example in whole] == ids(make(), 1)[0]
     half = make(shard_index=1, shard_count=2).next_whole()
     assert len(half) == 3 and half[2] == "of the others"

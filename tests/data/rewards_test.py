@@ -19,10 +19,10 @@ import asyncio, os, random, subprocess, sys, time
 
 IDENTITY = random.SystemRandom().random()  # process numbers may be of a namespace
 
-def length(text, record):
-    return len(text) + len(record["answer"])
+def length(text, example):
+    return len(text) + len(example["answer"])
 
-def parts(text, record):
+def parts(text, example):
     if text == "other":
         return {"size": 1}
     if text == "nothing":
@@ -35,15 +35,15 @@ def parts(text, record):
         return {"format": 0.5, "length": 6}
     return {"length": float("nan") if text == "nan" else len(text), "format": 0.5}
 
-def scored(text, record):
+def scored(text, example):
     return {"score": None if text == "no score" else 0.5, "pred": "7",
             "acc": {"void": None, "endless": float("inf")}.get(text, True)}
 
-async def slow_async(text, record):
+async def slow_async(text, example):
     await asyncio.sleep(60 if text == "hang" else 0.02)
     return float(text)
 
-def slow(text, record):
+def slow(text, example):
     time.sleep(60 if text == "hang" else 0.02)
     return float(text)
 
@@ -55,13 +55,13 @@ async def slow_trl(prompts, completions, **columns):
 def tokens(completions, completion_ids, **columns):
     return [len(ids) for ids in completion_ids]
 
-def faulty(text, record):
+def faulty(text, example):
     print("not a message", flush=True)
     if text == "hang":
         time.sleep(600)
     if text == "hang with a child":
         code = "import time; time.sleep(600)"
-        subprocess.Popen([sys.executable, "-c", code, record["answer"]], start_new_session=True)
+        subprocess.Popen([sys.executable, "-c", code, example["answer"]], start_new_session=True)
         time.sleep(600)
     if text == "crash":
         os._exit(3)
@@ -75,13 +75,13 @@ def faulty(text, record):
         return float(len(sys.stdin.read()))
     return {"nan": float("nan"), "inf": float("-inf"), "none": None}.get(text, 1.0)
 
-def has_jax(text, record):
+def has_jax(text, example):
     return "jax" in sys.modules
 
-def which(text, record):
+def which(text, example):
     return IDENTITY
 '''
-RECORD = {"prompt": "2+3=", "answer": "5", "id": "x"}
+EXAMPLE = {"prompt": "2+3=", "answer": "5", "id": "x"}
 
 
 @pytest.fixture
@@ -151,39 +151,39 @@ def test_importing_rewards_does_not_import_jax():
 def test_worker_scores_in_order(user_module):
     with RewardWorker(f"{user_module}:length", timeout=10, on_error=-1.0) as worker:
         texts = ["x" * n for n in range(100)]
-        assert worker.score(texts, [RECORD] * 100) == [n + 1.0 for n in range(100)]
+        assert worker.score(texts, [EXAMPLE] * 100) == [n + 1.0 for n in range(100)]
         assert worker.score([], []) == []
-        assert worker.score(["é\ud800\n"], [RECORD]) == [4.0]
+        assert worker.score(["é\ud800\n"], [EXAMPLE]) == [4.0]
         with pytest.raises(ValueError, match="shorter"):
-            worker.score(["a", "b"], [RECORD])
+            worker.score(["a", "b"], [EXAMPLE])
         assert sum(worker.counts.values()) == 0
 
 
 def test_a_score_is_the_reward_and_what_stands_beside_it_is_recorded(user_module, in_threads):
     with RewardWorker(f"{user_module}:scored", timeout=10) as worker:
         texts = ["plain", "void", "endless"]
-        plain, void, endless = worker.results(texts, [RECORD] * 3)
+        plain, void, endless = worker.results(texts, [EXAMPLE] * 3)
         assert plain == Scored(0.5, {"score": 0.5, "acc": 1.0})  # and no number of the text "7"
         assert void.score == 0.5 and math.isnan(void.components["acc"])
         assert endless.score == 0.5 and math.isnan(endless.components["acc"])
         assert sum(worker.counts.values()) == 0
-        [failed] = worker.results(["no score"], [RECORD])
+        [failed] = worker.results(["no score"], [EXAMPLE])
         assert failed.is_failed and math.isnan(failed.score)
         assert worker.last_error == "the reward returned None for score"
     with RewardWorker(f"{user_module}:scored", timeout=10, weights={"acc": 0.1}) as worker:
-        assert worker.score(["plain", "void"], [RECORD] * 2) == [0.6, 0.5]
+        assert worker.score(["plain", "void"], [EXAMPLE] * 2) == [0.6, 0.5]
 
 
 @pytest.mark.all
 def test_components_without_a_score_are_summed_by_their_weights(user_module, in_threads):
     weights = {"format": 0.1, "formt": 1.0}
     with RewardWorker(f"{user_module}:parts", timeout=10, weights=weights) as worker:
-        assert worker.score(["ab"], [RECORD]) == [2.05]
+        assert worker.score(["ab"], [EXAMPLE]) == [2.05]
         assert worker.unused_weights() == ["formt"]
     with RewardWorker(f"{user_module}:parts", timeout=10) as worker:
         # The second text has another name: each has the parts that it has.
         texts = ["ab", "other", "turned", "nothing given", "nan"]
-        found = worker.results(texts, [RECORD] * 5)
+        found = worker.results(texts, [EXAMPLE] * 5)
         assert found[:3] == [
             Scored(2.5, {"length": 2.0, "format": 0.5}), Scored(1.0, {"size": 1.0}),
             Scored(6.5, {"format": 0.5, "length": 6.0}),
@@ -193,23 +193,23 @@ def test_components_without_a_score_are_summed_by_their_weights(user_module, in_
         assert all(map(math.isnan, found[4].components.values()))
         assert worker.counts == {"timeouts": 0, "errors": 0, "non_finite": 1, "dropped": 1}
         assert "'length': nan" in worker.last_error
-        assert worker.results(["nothing"], [RECORD])[0].is_failed
+        assert worker.results(["nothing"], [EXAMPLE])[0].is_failed
         assert worker.last_error == "the reward returned a mapping without any number"
-        assert worker.results(["all void"], [RECORD])[0].is_failed
+        assert worker.results(["all void"], [EXAMPLE])[0].is_failed
         assert worker.last_error == "the reward returned None for every part"
 
 
 def test_a_failure_is_dropped_or_gets_the_score_that_is_asked_for(user_module, in_threads):
     with RewardWorker(f"{user_module}:faulty", timeout=10) as worker:
-        assert [math.isnan(x) for x in worker.score(["a", "raise"], [RECORD] * 2)] == [False, True]
+        assert [math.isnan(x) for x in worker.score(["a", "raise"], [EXAMPLE] * 2)] == [False, True]
         assert worker.counts == {"timeouts": 0, "errors": 1, "non_finite": 0, "dropped": 1}
     with RewardWorker(f"{user_module}:parts", timeout=10, on_error="-1.0") as worker:
-        failed = worker.results(["ab", "nan"], [RECORD] * 2)[1]
+        failed = worker.results(["ab", "nan"], [EXAMPLE] * 2)[1]
         # An equal part of it in every component.
         assert failed == Scored(-1.0, {"length": -0.5, "format": -0.5}, is_failed=True)
         assert worker.counts["dropped"] == 0
     with RewardWorker(f"{user_module}:length", timeout=10, on_error="-1.0") as worker:
-        assert worker.results(["a"], [RECORD]) == [Scored(2.0, {"reward": 2.0})]
+        assert worker.results(["a"], [EXAMPLE]) == [Scored(2.0, {"reward": 2.0})]
 
 
 @pytest.mark.all
@@ -218,7 +218,7 @@ def test_failures_are_told_once_a_kind_and_kept(user_module, tmp_path, capfd):
     with RewardWorker(
         f"{user_module}:faulty", timeout=10, failures=failures.Failures(path, told.append)
     ) as worker:
-        worker.score(["raise", "none", "raise", "exit", "a"], [RECORD] * 5)
+        worker.score(["raise", "none", "raise", "exit", "a"], [EXAMPLE] * 5)
     assert len([text for text in told if "no reward, example x" in text]) == 3
     assert any('raise KeyError("no such key")' in text for text in told)
     raised, none, exited = failures.read(path)
@@ -231,14 +231,14 @@ def test_failures_are_told_once_a_kind_and_kept(user_module, tmp_path, capfd):
 
 def test_workers_score_at_once_and_in_order(user_module, in_threads):
     """200 answers of 20 ms each take 4 s, one after the other."""
-    texts, records = [str(i) for i in range(200)], [RECORD] * 200
+    texts, examples = [str(i) for i in range(200)], [EXAMPLE] * 200
     for name in ("slow", "slow_async", "slow_trl"):
         with RewardWorker(f"{user_module}:{name}", timeout=10, workers=8) as worker:
             assert len(worker._confined) == (1 if name == "slow_async" else 8)
             fastest = 4.0
             for _ in range(3):  # on a busy machine one may take long
                 start = time.monotonic()
-                assert worker.score(texts, records) == [float(text) for text in texts]
+                assert worker.score(texts, examples) == [float(text) for text in texts]
                 fastest = min(fastest, time.monotonic() - start)
                 if fastest < 4.0:
                     break
@@ -252,7 +252,7 @@ def test_one_that_hangs_costs_its_own_time_alone(user_module):
 
     def score(name, **settings):
         with RewardWorker(f"{user_module}:{name}", on_error="-1", **settings) as worker:
-            found = worker.score(texts, [RECORD] * 12)
+            found = worker.score(texts, [EXAMPLE] * 12)
             assert found == [-1.0 if text == "hang" else float(text) for text in texts]
             assert worker.counts["timeouts"] == 1
 
@@ -265,14 +265,14 @@ def test_one_that_hangs_costs_its_own_time_alone(user_module):
 @pytest.mark.all
 def test_a_crash_in_a_batch_costs_one_text(user_module):
     with RewardWorker(f"{user_module}:slow_trl", timeout=10, on_error="-1") as worker:
-        assert worker.score(["1", "crash", "3"], [RECORD] * 3) == [1.0, -1.0, 3.0]
+        assert worker.score(["1", "crash", "3"], [EXAMPLE] * 3) == [1.0, -1.0, 3.0]
         assert worker.counts["errors"] == 1
 
 
 @pytest.mark.all
 def test_a_batch_that_hangs_ends_with_its_worker(user_module):
     worker = RewardWorker(f"{user_module}:slow_trl", timeout=60)
-    scoring = threading.Thread(target=worker.score, args=(["hang"] * 2, [RECORD] * 2), daemon=True)
+    scoring = threading.Thread(target=worker.score, args=(["hang"] * 2, [EXAMPLE] * 2), daemon=True)
     scoring.start()
     pid = scorer(worker)
     time.sleep(0.5)
@@ -280,15 +280,15 @@ def test_a_batch_that_hangs_ends_with_its_worker(user_module):
     scoring.join(10)
     assert not scoring.is_alive()
     wait_until_ended(pid)
-    assert worker.score(["1"], [RECORD]) == [1.0]
+    assert worker.score(["1"], [EXAMPLE]) == [1.0]
     worker.close()
 
 
 @pytest.mark.all
 def test_tokens_reach_a_function_that_asks_for_them(user_module, in_threads):
     with RewardWorker(f"{user_module}:tokens", timeout=10) as worker:
-        assert worker.results(["a", "b"], [RECORD] * 2, [[1, 2], [3]])[0].score == 2.0
-        assert worker.score(["abc"], [RECORD]) == [3.0]  # the text of no model
+        assert worker.results(["a", "b"], [EXAMPLE] * 2, [[1, 2], [3]])[0].score == 2.0
+        assert worker.score(["abc"], [EXAMPLE]) == [3.0]  # the text of no model
 
 
 @pytest.mark.all
@@ -297,15 +297,15 @@ def test_a_config_makes_a_worker(user_module):
     config.name, config.on_error = f"{user_module}:scored", "-2"
     config.weights.acc = 0.1
     with rewards.worker(config) as worker:
-        assert worker.score(["plain", "no score"], [RECORD] * 2) == [0.6, -2.0]
+        assert worker.score(["plain", "no score"], [EXAMPLE] * 2) == [0.6, -2.0]
 
 
 @pytest.mark.all
 def test_worker_runs_without_jax_in_one_other_process(user_module):
     with RewardWorker(f"{user_module}:has_jax", timeout=10, on_error=-1.0) as worker:
-        assert worker.score(["a"], [RECORD]) == [0.0]
+        assert worker.score(["a"], [EXAMPLE]) == [0.0]
     with RewardWorker(f"{user_module}:which", timeout=10, on_error=-1.0) as worker:
-        assert len(set(worker.score(["a", "b"], [RECORD] * 2) + worker.score(["c"], [RECORD]))) == 1
+        assert len(set(worker.score(["a", "b"], [EXAMPLE] * 2) + worker.score(["c"], [EXAMPLE]))) == 1
         assert scorer(worker) != os.getpid() and is_running(scorer(worker))
 
 
@@ -313,11 +313,11 @@ def test_worker_runs_without_jax_in_one_other_process(user_module):
 def test_worker_scores_a_batch_in_milliseconds():
     with RewardWorker("last_number", timeout=10, on_error=-1.0) as worker:
         texts = [f"the sum is {n}" for n in range(256)]
-        records = [RECORD | {"answer": str(n)} for n in range(256)]
+        examples = [EXAMPLE | {"answer": str(n)} for n in range(256)]
         times = []
         for _ in range(3):
             start = time.monotonic()
-            assert worker.score(texts, records) == [1.0] * 256
+            assert worker.score(texts, examples) == [1.0] * 256
             times.append(time.monotonic() - start)
         assert min(times) < 2.0  # 10 to 20 ms on an idle machine; 256 waits take longer
 
@@ -327,19 +327,19 @@ def test_faulty_items_score_on_error_and_the_rest_go_on(user_module):
     texts = ["a", "hang", "b", "crash", "crash", "c", "raise", "exit", "nan", "inf", "none", "d"]
     start = time.monotonic()
     with RewardWorker(f"{user_module}:faulty", timeout=2.0, on_error=-0.25) as worker:
-        scores = worker.score(texts, [RECORD] * len(texts))
+        scores = worker.score(texts, [EXAMPLE] * len(texts))
         assert scores == [1.0 if len(text) == 1 else -0.25 for text in texts]
         # errors: two crashes, KeyError, SystemExit, and None that is no number
         assert worker.counts == {"timeouts": 1, "errors": 5, "non_finite": 2, "dropped": 0}
         assert worker.last_error == "the reward returned None"
-        assert worker.score(["read", "a"], [RECORD] * 2) == [0.0, 1.0]
+        assert worker.score(["read", "a"], [EXAMPLE] * 2) == [0.0, 1.0]
     assert time.monotonic() - start < 60
 
 
 @pytest.mark.all
 def test_an_exception_does_not_cost_the_process(user_module):
     with RewardWorker(f"{user_module}:faulty", timeout=10, on_error=-1.0) as worker:
-        before, *_, after = worker.score(["which", "raise", "exit", "which"], [RECORD] * 4)
+        before, *_, after = worker.score(["which", "raise", "exit", "which"], [EXAMPLE] * 4)
         assert before == after != -1.0
 
 
@@ -347,24 +347,24 @@ def test_an_exception_does_not_cost_the_process(user_module):
 def test_a_process_that_no_longer_reads_is_replaced(user_module):
     with RewardWorker(f"{user_module}:faulty", timeout=2.0, on_error=-1.0) as worker:
         os.kill(scorer(worker), signal.SIGSTOP)
-        assert worker.score(["x" * 1_000_000, "a"], [RECORD] * 2) == [-1.0, 1.0]
+        assert worker.score(["x" * 1_000_000, "a"], [EXAMPLE] * 2) == [-1.0, 1.0]
         assert worker.counts["timeouts"] == 1
 
 
 @pytest.mark.all
 def test_the_time_limit_is_per_item(tmp_path, monkeypatch):
     (tmp_path / "slow_rewards.py").write_text(
-        "import time\ndef slow(text, record):\n    time.sleep(0.1)\n    return 1.0\n"
+        "import time\ndef slow(text, example):\n    time.sleep(0.1)\n    return 1.0\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     with RewardWorker("slow_rewards:slow", timeout=2.0, on_error=0.0) as worker:
-        assert worker.score(["a"] * 25, [RECORD] * 25) == [1.0] * 25  # 2.5 s in all
+        assert worker.score(["a"] * 25, [EXAMPLE] * 25) == [1.0] * 25  # 2.5 s in all
 
 
 @pytest.mark.all
 def test_a_message_larger_than_the_pipe(user_module):
     with RewardWorker(f"{user_module}:length", timeout=10, on_error=-1.0) as worker:
-        assert worker.score(["x" * 1_000_000] * 3, [RECORD] * 3) == [1_000_001.0] * 3
+        assert worker.score(["x" * 1_000_000] * 3, [EXAMPLE] * 3) == [1_000_001.0] * 3
 
 
 @pytest.mark.all
@@ -374,7 +374,7 @@ def test_a_hanging_item_is_killed_with_what_it_started(user_module, tmp_path):
     with RewardWorker(f"{user_module}:faulty", timeout=1.0, on_error=0.0) as worker:
         look = threading.Timer(0.7, lambda: seen.extend(running_with(note)))
         look.start()
-        worker.score(["hang with a child"], [RECORD | {"answer": note}])
+        worker.score(["hang with a child"], [EXAMPLE | {"answer": note}])
         assert worker.counts["timeouts"] == 1
     look.join()
     [child] = seen
@@ -384,11 +384,11 @@ def test_a_hanging_item_is_killed_with_what_it_started(user_module, tmp_path):
 @pytest.mark.all
 def test_close_leaves_no_process_and_can_be_repeated(user_module):
     worker = RewardWorker(f"{user_module}:which", timeout=10, on_error=0.0)
-    [before], pid = worker.score(["a"], [RECORD]), scorer(worker)
+    [before], pid = worker.score(["a"], [EXAMPLE]), scorer(worker)
     worker.close()
     worker.close()
     wait_until_ended(pid)
-    [other] = worker.score(["a"], [RECORD])
+    [other] = worker.score(["a"], [EXAMPLE])
     assert other != before
     worker.close()
 
@@ -396,10 +396,10 @@ def test_close_leaves_no_process_and_can_be_repeated(user_module):
 @pytest.mark.all
 def test_a_worker_killed_from_outside_is_replaced(user_module):
     with RewardWorker(f"{user_module}:which", timeout=10, on_error=-1.0) as worker:
-        [before], pid = worker.score(["a"], [RECORD]), scorer(worker)
+        [before], pid = worker.score(["a"], [EXAMPLE]), scorer(worker)
         os.kill(pid, signal.SIGKILL)
         wait_until_ended(pid)
-        scores = worker.score(["a", "b"], [RECORD] * 2)
+        scores = worker.score(["a", "b"], [EXAMPLE] * 2)
         assert scores[0] == -1.0
         assert scores[1] not in (-1.0, before)
         assert worker.counts["errors"] == 1
@@ -451,5 +451,5 @@ def test_a_module_that_loads_for_too_long(tmp_path, monkeypatch):
 @pytest.mark.all
 def test_on_error_is_returned_as_given(user_module, in_threads):
     with RewardWorker(f"{user_module}:faulty", timeout=10, on_error=math.pi) as worker:
-        assert worker.score(["raise"], [RECORD]) == [math.pi]
+        assert worker.score(["raise"], [EXAMPLE]) == [math.pi]
         assert worker.last_error == "KeyError: 'no such key'"

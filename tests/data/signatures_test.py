@@ -14,7 +14,7 @@ import pytest
 
 from jaxrl_tis.data import signatures
 
-RECORD = {
+EXAMPLE = {
     "prompt": "2+3=", "answer": "5", "id": "a", "data_source": "sums", "level": 2,
     "reward_model": {"style": "rule", "ground_truth": "5"}, "extra_info": {"index": 7},
 }
@@ -22,9 +22,9 @@ CHAT = [{"role": "user", "content": "2+3="}]
 
 
 def test_ours(score):
-    assert score(lambda text, record: float(text == record["answer"]), ["5", "6"]) == [1.0, 0.0]
+    assert score(lambda text, example: float(text == example["answer"]), ["5", "6"]) == [1.0, 0.0]
     assert score(lambda t, r, scale=3: scale * len(t), ["ab"]) == [6.0]
-    assert score(lambda texts, records: [len(t) + r["level"] for t, r in zip(texts, records, strict=True)],
+    assert score(lambda texts, examples: [len(t) + e["level"] for t, e in zip(texts, examples, strict=True)],
                  ["a", "ab"]) == [3.0, 4.0]
 
 
@@ -40,7 +40,7 @@ def test_verl_is_called_by_its_four_names(score):
         "source": "sums", "text": "5", "truth": "5",
         "extra": {"index": 7, "num_turns": None, "rollout_reward_scores": {}},
     }
-    # A record of another layout: its answer is the ground truth.
+    # An example of another layout: its answer is the ground truth.
     plain = {"prompt": "", "answer": "9", "id": "b"}
     assert score(lambda solution_str, ground_truth: int(ground_truth), ["5"], plain) == [9.0]
     nothing = {"prompt": "", "id": "b", "reward_model": {"ground_truth": None}}
@@ -70,7 +70,7 @@ def test_trl_gets_columns_and_messages_where_the_prompt_has_them(score):
         kwargs["log_metric"]("length", 1.0)
         return [len(completion[0]["content"]) for completion in completions]
 
-    assert score(content, ["abc"], RECORD | {"prompt": CHAT}) == [3.0]
+    assert score(content, ["abc"], EXAMPLE | {"prompt": CHAT}) == [3.0]
 
 
 def test_trl_without_a_column_that_it_takes(score):
@@ -80,17 +80,17 @@ def test_trl_without_a_column_that_it_takes(score):
     )
 
 
-@pytest.mark.parametrize("signature", ["record", "records", "verl", "verl_batch", "trl"])
+@pytest.mark.parametrize("signature", ["example", "examples", "verl", "verl_batch", "trl"])
 def test_a_function_may_be_async(score, signature):
-    async def record(text, record):
+    async def example(text, example):
         await asyncio.sleep(0)
         return len(text)
 
-    async def texts(texts, records):
-        return await asyncio.gather(*(record(text, {}) for text in texts))
+    async def texts(texts, examples):
+        return await asyncio.gather(*(example(text, {}) for text in texts))
 
     async def verl(data_source, solution_str, ground_truth, extra_info):
-        return await record(solution_str, {})
+        return await example(solution_str, {})
 
     async def verl_batch(data_sources, solution_strs, ground_truths, extra_infos):
         return await texts(solution_strs, [])
@@ -98,7 +98,7 @@ def test_a_function_may_be_async(score, signature):
     async def trl(prompts, completions, **columns):
         return await texts(completions, [])
 
-    function = {"record": record, "records": texts, "verl": verl, "verl_batch": verl_batch,
+    function = {"example": example, "examples": texts, "verl": verl, "verl_batch": verl_batch,
                 "trl": trl}[signature]
     assert score(function, ["a", "abc"]) == [1.0, 3.0]
     assert score(function, ["a", "abc"], signature=signature) == [1.0, 3.0]
@@ -107,7 +107,7 @@ def test_a_function_may_be_async(score, signature):
 def test_calls_of_an_async_function_run_at_once_and_each_has_its_time(score):
     running, at_once = set(), []
 
-    async def judge(text, record):
+    async def judge(text, example):
         if text == "raises":
             raise LookupError("no judge")
         call = object()
@@ -128,7 +128,7 @@ def test_calls_of_an_async_function_run_at_once_and_each_has_its_time(score):
 
 
 def test_the_first_text_of_a_kind_has_the_traceback_in_whatever_order_they_failed(score):
-    async def judge(text, record):
+    async def judge(text, example):
         await asyncio.sleep(float(text))
         raise LookupError(text)
 
@@ -150,26 +150,26 @@ def test_a_function_may_run_a_loop_of_its_own(score):
     async def one(text):
         return len(text)
 
-    assert score(lambda text, record: asyncio.run(one(text)), ["ab"]) == [2.0]
+    assert score(lambda text, example: asyncio.run(one(text)), ["ab"]) == [2.0]
 
 
-def test_a_function_changes_its_own_copy_of_a_record(score, module):
-    def spoil(texts, records):
-        for record in records:
-            record["answer"] = "spoilt"
-            record["visits"] = record.get("visits", 0) + 1
+def test_a_function_changes_its_own_copy_of_an_example(score, module):
+    def spoil(texts, examples):
+        for example in examples:
+            example["answer"] = "spoilt"
+            example["visits"] = example.get("visits", 0) + 1
         if "raises" in texts:
             raise ValueError
-        return [float(record["visits"]) for record in records]
+        return [float(example["visits"]) for example in examples]
 
     module.spoil = spoil
-    module.right = lambda text, record: float(text == record["answer"])
+    module.right = lambda text, example: float(text == example["answer"])
     assert score("given:spoil,given:right", ["5"]) == [{"spoil": 1.0, "right": 1.0}]
     assert score("given:spoil", ["5", "raises"], raw=True)[0] == {"value": {"parts": {"reward": 1.0}}}
 
 
 def test_a_timeout_of_the_function_itself_is_an_error(score):
-    async def judge(text, record):
+    async def judge(text, example):
         raise TimeoutError("judge: connection refused")
 
     [found] = score(judge, ["5"], raw=True, timeout=60.0)
@@ -178,15 +178,15 @@ def test_a_timeout_of_the_function_itself_is_an_error(score):
 
 def test_other_callables(score):
     class Judge:
-        def __call__(self, text, record):
+        def __call__(self, text, example):
             return len(text)
 
     class AsyncJudge:
-        async def __call__(self, text, record):
+        async def __call__(self, text, example):
             return len(text)
 
     assert score(Judge, ["ab"]) == score(Judge(), ["ab"]) == score(AsyncJudge(), ["ab"]) == [2.0]
-    scaled = functools.partial(lambda scale, text, record: scale * len(text), 3)
+    scaled = functools.partial(lambda scale, text, example: scale * len(text), 3)
     assert score(scaled, ["ab"]) == [6.0]
     verl = functools.partial(lambda data_source, solution_str, ground_truth, extra_info, k: k, k=4)
     assert score(verl, ["ab"]) == [4.0]
@@ -194,32 +194,32 @@ def test_other_callables(score):
 
 @pytest.mark.parametrize("function", [
     lambda text: 0.0, lambda: 0.0, lambda text, answer: 0.0, lambda a, b, c: 0.0,
-    lambda *args, **kwargs: 0.0, lambda **kwargs: 0.0, lambda *, text, record: 0.0,
+    lambda *args, **kwargs: 0.0, lambda **kwargs: 0.0, lambda *, text, example: 0.0,
     lambda data_source, solution_str, ground_truth, tokenizer: 0.0,
     lambda completions, /: [0.0],
 ])
 def test_a_signature_that_nobody_calls_is_refused(score, function):
-    with pytest.raises(ValueError, match=r"takes \(.*fits no reward signature: score\(text, record\), "):
+    with pytest.raises(ValueError, match=r"takes \(.*fits no reward signature: score\(text, example\), "):
         score(function, ["a"])
 
 
 def test_a_signature_that_is_named(score):
     assert score(lambda **kwargs: len(kwargs), ["a"], signature="verl") == [4.0]
-    assert score(lambda *rows: [float(len(rows))], ["a"], signature="records") == [2.0]
+    assert score(lambda *rows: [float(len(rows))], ["a"], signature="examples") == [2.0]
     with pytest.raises(ValueError, match="takes"):
-        score(lambda text, record: 0.0, ["a"], signature="verl")
+        score(lambda text, example: 0.0, ["a"], signature="verl")
 
 
 def test_several_functions_are_the_parts_of_one_reward(score, module):
-    module.right = lambda text, record: float(text == record["answer"])
+    module.right = lambda text, example: float(text == example["answer"])
     module.short = lambda completions, **_: [None if c == "none" else -len(c) for c in completions]
     found = score("given:right, given:short", ["5", "none"])
     assert found == [{"right": 1.0, "short": -1.0}, {"right": 0.0, "short": None}]
     assert score("exact,given:right", ["5"]) == [{"exact": 1.0, "right": 1.0}]
-    module.score = lambda text, record: 0.5  # no component stands for the others
+    module.score = lambda text, example: 0.5  # no component stands for the others
     assert score("given:score,given:right", ["5"]) == [{"given_score": 0.5, "right": 1.0}]
     assert score("given:score", ["5"]) == [0.5]
-    module.parts = lambda text, record: {"score": 1.0}
+    module.parts = lambda text, example: {"score": 1.0}
     [found] = score("exact,given:parts", ["5"], raw=True)
     assert found == {"value": {"bad": "a dict from parts, one of several functions"}}
 
@@ -255,32 +255,32 @@ def test_a_function_of_the_answer_itself_is_refused(name):
 def test_an_answer_that_is_a_number_is_one_in_the_columns(score):
     right = lambda completions, answer, **columns: [
         float(c == str(a + 1)) for c, a in zip(completions, answer, strict=True)]
-    record = {"prompt": "2+3=", "answer": "5", "id": "1", "as_read": {"answer": 5}}
-    assert score(right, ["6"], record) == [1.0]
+    example = {"prompt": "2+3=", "answer": "5", "id": "1", "as_read": {"answer": 5}}
+    assert score(right, ["6"], example) == [1.0]
     seen = lambda completions, **columns: [float("as_read" not in columns)]
-    assert score(seen, ["6"], record) == [1.0]
+    assert score(seen, ["6"], example) == [1.0]
 
 
 def test_what_no_file_can_hold_is_spelled_out(score):
-    def reward(text, record):
+    def reward(text, example):
         raise ValueError("bad \ud800")
 
     [failed] = score(reward, ["a"], raw=True)
     assert failed["error"] == "ValueError: bad \\ud800" and "\\ud800" in failed["traceback"]
-    assert score(lambda text, record: {"a\ud800": 1}, ["a"]) == [{"a\\ud800": 1.0}]
-    [large] = score(lambda text, record: 10**400, ["a"], raw=True)
+    assert score(lambda text, example: {"a\ud800": 1}, ["a"]) == [{"a\\ud800": 1.0}]
+    [large] = score(lambda text, example: 10**400, ["a"], raw=True)
     assert large == {"value": {"bad": "a number that is too large"}}
 
 
 def test_a_failure_says_where(score):
-    def helper(record):
-        return record["missing"]
+    def helper(example):
+        return example["missing"]
 
-    [failed] = score(lambda text, record: helper(record), ["a"], raw=True)
+    [failed] = score(lambda text, example: helper(example), ["a"], raw=True)
     line = helper.__code__.co_firstlineno + 1
     assert failed["kind"] == f"KeyError at {__file__}:{line}"
     assert failed["error"] == "KeyError: 'missing'"
-    assert 'return record["missing"]' in failed["traceback"]
+    assert 'return example["missing"]' in failed["traceback"]
     assert "signatures.py" not in failed["traceback"]
 
 
@@ -318,14 +318,14 @@ def module(monkeypatch):
 def score(module):
     """Scores texts by a function, or by the name of one: a number, or the parts, of each."""
 
-    def score(function, texts, record=RECORD, signature="auto", tokens=None, workers=1, timeout=5.0,
+    def score(function, texts, example=EXAMPLE, signature="auto", tokens=None, workers=1, timeout=5.0,
               raw=False):
         if not isinstance(function, str):
             module.function = function
         name = function if isinstance(function, str) else "given:function"
         call = signatures.make({"name": name, "signature": signature, "timeout": timeout,
                                 "workers": workers})
-        items = [[text, json.loads(json.dumps(record)), tokens and tokens[i]]
+        items = [[text, json.loads(json.dumps(example)), tokens and tokens[i]]
                  for i, text in enumerate(texts)]
         if call.traits["batched"] or call.traits["async"]:
             found = call(items)

@@ -119,13 +119,13 @@ def test_jsonl_reads_several_files_in_order(tmp_path):
     ]
 
 
-def test_the_whole_row_is_the_record_and_fields_are_dotted_paths(tmp_path):
+def test_the_whole_row_is_the_example_and_fields_are_dotted_paths(tmp_path):
     row = {"q": {"text": "2+3="}, "a": 5, "answer": "five", "id": "x", "more": [{"a": None}]}
     path = write(tmp_path / "a.jsonl", json.dumps(row))
     names = dict(prompt_field="q.text", answer_field="a", id_field=None)
-    [record] = read_all(TASKS["jsonl"](path=path, **names))
+    [example] = read_all(TASKS["jsonl"](path=path, **names))
     made = {"prompt": "2+3=", "answer": "5", "id": f"{path}:1"}
-    assert record == row | made | {"as_read": {"answer": "five", "id": "x"}}
+    assert example == row | made | {"as_read": {"answer": "five", "id": "x"}}
 
 
 def test_without_a_column_id_the_line_is_the_id(tmp_path):
@@ -174,8 +174,8 @@ def test_data_of_verl_and_trl_loads_as_it_is_from_every_format(tmp_path, row, an
 
 def test_the_ids_of_verl_can_be_named(tmp_path):
     path = write(tmp_path / "a.jsonl", json.dumps(VERL))
-    [record] = read_all(TASKS["jsonl"](path=path, id_field="extra_info.index"))
-    assert record["id"] == "0"
+    [example] = read_all(TASKS["jsonl"](path=path, id_field="extra_info.index"))
+    assert example["id"] == "0"
 
 
 def test_a_glob_and_several_files_in_order(tmp_path):

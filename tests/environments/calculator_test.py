@@ -10,12 +10,12 @@ from jaxrl_tis.data.tokenizer import ARITHMETIC_CHARS
 from jaxrl_tis.environments.calculator import CHARACTERS, Calculator, evaluate
 from jaxrl_tis.environments.protocol import Step
 
-RECORD = {"prompt": "37*48+5=", "answer": "1781", "id": "x"}
+EXAMPLE = {"prompt": "37*48+5=", "answer": "1781", "id": "x"}
 
 
-def begun(record=RECORD):
+def begun(example=EXAMPLE):
     play = Calculator(seed=3)
-    assert play.reset(record) == record["prompt"]
+    assert play.reset(example) == example["prompt"]
     return play
 
 
@@ -91,7 +91,7 @@ def test_the_characters_of_sums_are_enough():
     assert set("37*48=") <= set(ARITHMETIC_CHARS)
 
 
-def test_a_record_without_an_answer():
+def test_an_example_without_an_answer():
     with pytest.raises(ValueError, match="example x has no answer"):
         begun({"prompt": "1+1=", "id": "x"}).step("2")
 

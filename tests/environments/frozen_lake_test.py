@@ -7,7 +7,7 @@ import pytest
 
 from jaxrl_tis.environments.frozen_lake import MOVES, RULES, FrozenLake
 
-RECORD = {"prompt": "", "id": "x"}
+EXAMPLE = {"prompt": "", "id": "x"}
 STEPS = {"left": (0, -1), "down": (1, 0), "right": (0, 1), "up": (-1, 0)}
 
 
@@ -62,20 +62,20 @@ def test_a_hole_ends_it_and_a_wall_stops_it():
 
 def test_an_answer_without_a_move():
     play = FrozenLake(seed=1)
-    lake = play.reset(RECORD)
+    lake = play.reset(EXAMPLE)
     step = play.step("upright, downhill")
     assert (step.is_done, step.reward, step.metrics) == (False, 0.0, {"moves": 0, "unread": 1})
     assert step.observation == "no move: reply with left, down, right or up"
     assert rows(play.step("up").observation) == rows(lake)
 
 
-def test_the_map_is_the_records_and_chance_the_seeds():
+def test_the_map_is_the_examples_and_chance_the_seeds():
     maps = [FrozenLake(seed=seed).reset({"id": id}) for id in range(8) for seed in (1, 2)]
     assert maps[::2] == maps[1::2] and len(set(maps)) > 4
 
     def walk(seed):
         play = FrozenLake(seed=seed, slippery=True)
-        return [play.reset(RECORD), *(play.step(m).observation for m in ("right", "down") * 4)]
+        return [play.reset(EXAMPLE), *(play.step(m).observation for m in ("right", "down") * 4)]
 
     assert walk(1) == walk(1)
     assert len({str(walk(seed)) for seed in range(6)}) > 1
@@ -84,7 +84,7 @@ def test_the_map_is_the_records_and_chance_the_seeds():
 @pytest.mark.parametrize("slippery", [False, True])
 def test_it_is_gymnasiums_own(slippery):
     play = FrozenLake(seed=5, slippery=slippery)
-    lake = [row.replace("P", "S") for row in rows(play.reset(RECORD))]
+    lake = [row.replace("P", "S") for row in rows(play.reset(EXAMPLE))]
     theirs = gymnasium.make("FrozenLake-v1", desc=lake, is_slippery=slippery)
     theirs.reset(seed=5)
     for move in ("right", "down", "left", "up", "right", "right", "down", "down") * 2:

@@ -3,12 +3,12 @@ import pytest
 from jaxrl_tis.environments.guess import Guess
 from jaxrl_tis.environments.protocol import Step
 
-RECORD = {"prompt": "Guess a number from 1 to 100.", "answer": "37", "id": "x"}
+EXAMPLE = {"prompt": "Guess a number from 1 to 100.", "answer": "37", "id": "x"}
 
 
-def begun(record=RECORD, seed=1):
+def begun(example=EXAMPLE, seed=1):
     play = Guess(seed=seed)
-    assert play.reset(record) == record["prompt"]
+    assert play.reset(example) == example["prompt"]
     return play
 
 
@@ -20,14 +20,14 @@ def test_hints_and_the_number():
     assert play.step("37.0!") == Step("", 1.0, True, {"guesses": 4})
 
 
-def test_the_number_is_the_records():
+def test_the_number_is_the_examples():
     for seed in (1, 2):
         assert begun(seed=seed).step("37").is_done
-    assert begun(RECORD | {"answer": "-4"}).step("0").observation == "lower"
+    assert begun(EXAMPLE | {"answer": "-4"}).step("0").observation == "lower"
 
 
-def test_a_record_without_a_number():
+def test_an_example_without_a_number():
     with pytest.raises(ValueError, match="the answer 'blue' of x has no number"):
-        begun(RECORD | {"answer": "blue"})
+        begun(EXAMPLE | {"answer": "blue"})
     with pytest.raises(ValueError, match="example x has no answer"):
         begun({"prompt": "p", "id": "x"})

@@ -9,7 +9,7 @@ from jaxrl_tis.environments import host
 from jaxrl_tis.environments.protocol import Step
 from tests.environments import played
 
-RECORD = {"prompt": "p", "answer": "5", "id": "x"}
+EXAMPLE = {"prompt": "p", "answer": "5", "id": "x"}
 
 
 def made(name="Echo", **params):
@@ -20,7 +20,7 @@ def test_an_episode_is_played_and_closed(tmp_path):
     note = tmp_path / "note"
     play = made(note=str(note))
     first = {"observation": "p 3", "reward": None, "is_done": False, "metrics": {}}
-    assert play("reset", "a", RECORD, 3) == {"step": first, "error": ""}
+    assert play("reset", "a", EXAMPLE, 3) == {"step": first, "error": ""}
     assert play("step", "a", "one")["step"] == first | {"observation": "p 3: one"}
     assert play("step", "a", "done")["step"] == {
         "observation": "", "reward": 1.0, "is_done": True, "metrics": {"turns": 2.0},
@@ -34,7 +34,7 @@ def test_an_episode_is_played_and_closed(tmp_path):
 def test_episodes_do_not_share_an_instance():
     play = made()
     for id, seed in (("a", 1), ("b", 2)):
-        play("reset", id, RECORD, seed)
+        play("reset", id, EXAMPLE, seed)
     for id, answer in (("a", "x"), ("b", "y"), ("a", "z")):
         last = play("step", id, answer)
     assert last["step"]["observation"] == "p 1: x z"
@@ -44,8 +44,8 @@ def test_episodes_do_not_share_an_instance():
 def test_a_second_reset_closes_the_first(tmp_path):
     note = tmp_path / "note"
     play = made(note=str(note))
-    play("reset", "a", RECORD, 1)
-    play("reset", "a", RECORD | {"prompt": "q"}, 1)
+    play("reset", "a", EXAMPLE, 1)
+    play("reset", "a", EXAMPLE | {"prompt": "q"}, 1)
     assert note.read_text() == "p\n"
     assert play("step", "a", "x")["step"]["observation"] == "q 1: x"
 
@@ -80,7 +80,7 @@ ERRORS = {
 def test_what_a_step_may_not_return(answer, tmp_path):
     note = tmp_path / "note"
     play = made(note=str(note))
-    play("reset", "a", RECORD, 1)
+    play("reset", "a", EXAMPLE, 1)
     result = play("step", "a", answer)
     assert result["step"] is None
     assert re.match(ERRORS[answer], result["error"]), result["error"]
@@ -94,20 +94,20 @@ def test_what_a_step_may_not_return(answer, tmp_path):
 ])
 def test_a_prompt_that_is_none(prompt, error, tmp_path):
     note = tmp_path / "note"
-    result = made(note=str(note))("reset", "a", RECORD | {"prompt": prompt}, 1)
+    result = made(note=str(note))("reset", "a", EXAMPLE | {"prompt": prompt}, 1)
     assert result["step"] is None and result["error"].startswith(error)
     assert note.read_text() == f"{prompt}\n"
 
 
 def test_a_constructor_that_raises():
-    result = made("Unmade")("reset", "a", RECORD, 7)
+    result = made("Unmade")("reset", "a", EXAMPLE, 7)
     assert result["error"].startswith("LookupError at ") and result["error"].endswith(": seed 7")
 
 
 def test_the_first_traceback_of_a_kind_is_printed(capsys):
     play = made()
     for id in "abc":
-        play("reset", id, RECORD, 1)
+        play("reset", id, EXAMPLE, 1)
         play("step", id, "raise" if id != "c" else "exit")
     shown = capsys.readouterr().err
     assert shown.count('raise KeyError("no such key")') == 1
@@ -116,16 +116,16 @@ def test_the_first_traceback_of_a_kind_is_printed(capsys):
 
 def test_an_error_of_close_costs_nothing(capsys):
     play = made()
-    play("reset", "a", RECORD, 1)
+    play("reset", "a", EXAMPLE, 1)
     play("step", "a", "no close")
     assert play("forget", "a") == {"step": None, "error": ""}
     assert "an environment failed to close: OSError at " in capsys.readouterr().err
 
 
-def test_a_record_that_is_changed_is_changed_for_the_episode_alone(tmp_path):
-    record = dict(RECORD)
-    made("Ends")("reset", "a", record, 1)
-    assert record == RECORD
+def test_an_example_that_is_changed_is_changed_for_the_episode_alone(tmp_path):
+    example = dict(EXAMPLE)
+    made("Ends")("reset", "a", example, 1)
+    assert example == EXAMPLE
 
 
 def test_what_a_step_may_return():
@@ -152,7 +152,7 @@ def test_nobody_reads_the_last_observation(last):
 @pytest.mark.parametrize("name", ["Echo", "Told"])
 def test_an_environment_with_the_parameter_is_told_of_a_cut(name):
     play = made(name)
-    play("reset", "a", RECORD, 1)
+    play("reset", "a", EXAMPLE, 1)
     play("step", "a", "one", True)
     said = play("step", "a", "two", False, False)["step"]["observation"]
     assert said == ("p 1: one two" if name == "Echo" else "p 1: one (cut) two")

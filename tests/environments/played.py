@@ -17,11 +17,11 @@ class Echo:
     def __init__(self, *, seed: int, note: str = ""):
         self._seed, self._note, self._answers = seed, note, []
 
-    def reset(self, record):
-        self._record = record
-        if record["prompt"] in FAULTS:
-            return FAULTS[record["prompt"]]()
-        return f"{record['prompt']} {self._seed}"
+    def reset(self, example):
+        self._example = example
+        if example["prompt"] in FAULTS:
+            return FAULTS[example["prompt"]]()
+        return f"{example['prompt']} {self._seed}"
 
     def step(self, answer):
         self._answers.append(answer)
@@ -31,12 +31,12 @@ class Echo:
             time.sleep(float(answer.split()[1]))
         if answer == "done":
             return Step("", 1.0, True, {"turns": len(self._answers)})
-        return Step(f"{self._record['prompt']} {self._seed}: {' '.join(self._answers)}")
+        return Step(f"{self._example['prompt']} {self._seed}: {' '.join(self._answers)}")
 
     def close(self):
         if self._note:
             with open(self._note, "a") as file:
-                file.write(f"{self._record['prompt']}\n")
+                file.write(f"{self._example['prompt']}\n")
         if "no close" in self._answers:
             raise OSError("it cannot be closed")
         if "long close" in self._answers:
@@ -95,7 +95,7 @@ class Unmade:
     def __init__(self, *, seed: int):
         raise LookupError(f"seed {seed}")
 
-    def reset(self, record): ...
+    def reset(self, example): ...
 
     def step(self, answer): ...
 
@@ -111,7 +111,7 @@ class Which:
 
     def __init__(self, *, seed: int): ...
 
-    def reset(self, record):
+    def reset(self, example):
         return f"{IDENTITY}"
 
     def step(self, answer):
@@ -123,8 +123,8 @@ class Ends:
 
     def __init__(self, *, seed: int): ...
 
-    def reset(self, record):
-        self._first = record.setdefault("seen", True)
+    def reset(self, example):
+        self._first = example.setdefault("seen", True)
         return "begin"
 
     def step(self, answer):

@@ -16,7 +16,7 @@ from jaxrl_tis.environments import pool
 from jaxrl_tis.environments.pool import Call, Pool, Reply, SharedPool
 from jaxrl_tis.environments.protocol import Step
 
-RECORD = {"prompt": "p", "answer": "5", "id": "x"}
+EXAMPLE = {"prompt": "p", "answer": "5", "id": "x"}
 SECONDS = 30.0  # until a reply has to be there
 
 
@@ -36,8 +36,8 @@ def replies(play, count):
     return found
 
 
-def asked(play, id, answers=(), digests=(), record=RECORD, seed=1):
-    play.submit(Call(id, record, seed, answers, digests))
+def asked(play, id, answers=(), digests=(), example=EXAMPLE, seed=1):
+    play.submit(Call(id, example, seed, answers, digests))
     return replies(play, 1)[id]
 
 
@@ -73,7 +73,7 @@ def test_all_processes_get_the_replies_of_the_first():
     heard = iter(told)
     other = SharedPool(lambda: pytest.fail("it started a pool"), lambda f: json.loads(next(heard)))
     try:
-        for call in (Call("a", RECORD, 1), Call("b", RECORD, 2, ("x",))):
+        for call in (Call("a", EXAMPLE, 1), Call("b", EXAMPLE, 2, ("x",))):
             for play in (one, other):
                 play.submit(call)
         found = replies(one, 2)
@@ -119,11 +119,11 @@ def test_users_of_one_pool_have_episodes_of_their_own():
 
     lender = pool.Lender(start)
     one, other = lender.lend(), lender.lend()
-    one.submit(Call("a", RECORD, 1))
-    other.submit(Call("a", RECORD, 2))
+    one.submit(Call("a", EXAMPLE, 1))
+    other.submit(Call("a", EXAMPLE, 2))
     assert [text(replies(play, 1)["a"]) for play in (other, one)] == ["p 2", "p 1"]
     assert text(asked(other, "a", ("x",), seed=2)) == "p 2: x"
-    one.submit(Call("a", RECORD, 1, ("sleep 0.5",)))
+    one.submit(Call("a", EXAMPLE, 1, ("sleep 0.5",)))
     one.close()
     assert text(asked(other, "a", ("x", "y"), seed=2)) == "p 2: x y"
     assert len(started) == 1 and not started[0].close.called
@@ -141,8 +141,8 @@ def test_many_episodes_at_once():
     with made(workers=2) as play:
         for turn in range(turns + 1):
             for id in rng.sample(sorted(answers), 60):
-                record = RECORD | {"prompt": id}
-                play.submit(Call(id, record, int(id[1:]), tuple(answers[id][:turn])))
+                example = EXAMPLE | {"prompt": id}
+                play.submit(Call(id, example, int(id[1:]), tuple(answers[id][:turn])))
             for id, reply in replies(play, 60).items():
                 said = " ".join(answers[id][:turn])
                 assert text(reply) == f"{id} {id[1:]}" + (f": {said}" if turn else "")
@@ -156,10 +156,10 @@ def test_many_episodes_at_once():
 def test_an_episode_keeps_to_its_process_and_the_processes_share_them():
     with made("Which", workers=3) as play:
         for id in "abcdef":
-            play.submit(Call(id, RECORD, 1))
+            play.submit(Call(id, EXAMPLE, 1))
         first = replies(play, 6)
         for id in "fedcba":
-            play.submit(Call(id, RECORD, 1, ("x",)))
+            play.submit(Call(id, EXAMPLE, 1, ("x",)))
         second = replies(play, 6)
         assert {id: text(first[id]) for id in first} == {id: text(second[id]) for id in first}
         assert sorted(map(text, first.values())).count(text(first["a"])) == 2
@@ -170,11 +170,11 @@ def test_an_episode_keeps_to_its_process_and_the_processes_share_them():
 def test_what_takes_time_takes_it_at_once_and_a_quick_one_is_first():
     with made(workers=4) as play:
         for id in "abcd":
-            play.submit(Call(id, RECORD, 1))
+            play.submit(Call(id, EXAMPLE, 1))
         replies(play, 4)
         start = time.monotonic()
         for id, seconds in zip("abcd", (0.9, 0.9, 0.9, 0.0), strict=True):
-            play.submit(Call(id, RECORD, 1, (f"sleep {seconds}",)))
+            play.submit(Call(id, EXAMPLE, 1, (f"sleep {seconds}",)))
         [first] = play.ready(SECONDS)
         assert first.id == "d"
         assert set(replies(play, 3)) == set("abc")
@@ -187,12 +187,12 @@ def test_ready_waits_for_calls_alone():
         start = time.monotonic()
         assert play.ready(5.0) == []
         assert time.monotonic() - start < 4.0
-        play.submit(Call("a", RECORD, 1, ("sleep 1",)))
+        play.submit(Call("a", EXAMPLE, 1, ("sleep 1",)))
         start = time.monotonic()
         assert play.ready(0.2) == []
         assert 0.15 < time.monotonic() - start
         with pytest.raises(ValueError, match="episode a has a call without a reply"):
-            play.submit(Call("a", RECORD, 1))
+            play.submit(Call("a", EXAMPLE, 1))
         assert text(replies(play, 1)["a"]) == "p 1: sleep 1"
 
 
@@ -202,8 +202,8 @@ def test_one_that_hangs_costs_itself_alone(tmp_path):
     with made(timeout=1.0, note=str(note)) as play:
         first = [asked(play, id).digest for id in "ab"]
         second = asked(play, "a", ("one",), first[:1])
-        play.submit(Call("b", RECORD, 1, ("hang",)))
-        play.submit(Call("a", RECORD, 1, ("one", "two"), (first[0], second.digest)))
+        play.submit(Call("b", EXAMPLE, 1, ("hang",)))
+        play.submit(Call("a", EXAMPLE, 1, ("one", "two"), (first[0], second.digest)))
         found = replies(play, 2)
         assert (found["b"].step, found["b"].fault) == (None, "timeouts")
         assert "exceeded its time limit" in found["b"].error
@@ -226,13 +226,13 @@ def test_one_that_crashes_costs_itself_alone():
 def test_a_process_that_is_killed_from_outside_costs_nothing():
     with made(workers=2) as play:
         for id in "abcd":
-            play.submit(Call(id, RECORD, 1, ("one",)))
+            play.submit(Call(id, EXAMPLE, 1, ("one",)))
         digests = {id: reply.digest for id, reply in replies(play, 4).items()}
         end(host(play))
         for id in "abcd":
-            play.submit(Call(id, RECORD, 1, ("one", "two"), ("", digests[id])))
+            play.submit(Call(id, EXAMPLE, 1, ("one", "two"), ("", digests[id])))
         assert {text(reply) for reply in replies(play, 4).values()} == {"p 1: one two"}
-        play.submit(Call("a", RECORD, 1, ("one", "two", "sleep 1"), ("", digests["a"])))
+        play.submit(Call("a", EXAMPLE, 1, ("one", "two", "sleep 1"), ("", digests["a"])))
         time.sleep(0.3)
         end(host(play, play._workers.index(play._worker_of[0, "a"])))
         assert text(replies(play, 1)["a"]) == "p 1: one two sleep 1"
@@ -266,9 +266,9 @@ def play():
 
 @pytest.mark.all
 def test_what_cannot_be_made_is_an_outcome_of_its_own(play):
-    failed = asked(play, "a", record=RECORD | {"prompt": "raise"})
+    failed = asked(play, "a", example=EXAMPLE | {"prompt": "raise"})
     assert failed.fault == "errors" and failed.error.startswith("KeyError at ")
-    failed = asked(play, "b", record=RECORD | {"meta": {1, 2}})
+    failed = asked(play, "b", example=EXAMPLE | {"meta": {1, 2}})
     assert failed.fault == "errors" and "set is not JSON serializable" in failed.error
     assert text(asked(play, "c")) == "p 1"
     with made("Unmade") as unmade:
@@ -292,7 +292,7 @@ def test_an_episode_goes_on_elsewhere(in_threads):
 
 def test_a_repeated_episode_has_the_same_cuts_and_the_same_last_answer():
     with made("Told") as play:
-        told = Call("a", RECORD, 1, ("x", "y", "z"), cuts=(True, False, True))
+        told = Call("a", EXAMPLE, 1, ("x", "y", "z"), cuts=(True, False, True))
         play.submit(told)
         assert text(replies(play, 1)["a"]) == "p 1: x (cut) y z (cut)"
         end(host(play))
@@ -328,16 +328,16 @@ def test_one_that_ends_sooner_when_it_is_repeated_fails(tmp_path):
 def test_close_runs_when_an_episode_is_forgotten_fails_or_the_pool_closes(tmp_path, capfd):
     note = tmp_path / "note"
     with made(timeout=1.0, note=str(note)) as play:
-        records = {id: RECORD | {"prompt": id} for id in "abcd"}
+        examples = {id: EXAMPLE | {"prompt": id} for id in "abcd"}
         for id in "abc":
-            asked(play, id, record=records[id])
+            asked(play, id, example=examples[id])
         play.forget(["a", "unknown"])
-        asked(play, "b", ("raise",), record=records["b"])
+        asked(play, "b", ("raise",), example=examples["b"])
         assert note.read_text() == "a\nb\n"
         play.forget(["b"])
-        asked(play, "d", ("long close",), record=records["d"])
+        asked(play, "d", ("long close",), example=examples["d"])
         play.forget(["d"])
-        assert text(asked(play, "c", ("x",), record=records["c"])) == "c 1: x"
+        assert text(asked(play, "c", ("x",), example=examples["c"])) == "c 1: x"
     assert note.read_text() == "a\nb\nd\nc\n"
     assert "failed to close: TimeoutError: the environment" in capfd.readouterr().err
     play.close()
@@ -346,14 +346,14 @@ def test_close_runs_when_an_episode_is_forgotten_fails_or_the_pool_closes(tmp_pa
 @pytest.mark.all
 def test_a_forgotten_call_gets_no_reply_and_its_id_is_free():
     with made() as play:
-        play.submit(Call("a", RECORD, 1, ("sleep 0.5",)))
-        play.submit(Call("b", RECORD, 1, ("hang",)))  # waits behind it, and never begins
+        play.submit(Call("a", EXAMPLE, 1, ("sleep 0.5",)))
+        play.submit(Call("b", EXAMPLE, 1, ("hang",)))  # waits behind it, and never begins
         play.forget(["a", "b"])
         assert play.ready(5.0) == []
         start = time.monotonic()
         assert text(asked(play, "a", ("x",), seed=2)) == "p 2: x"
         assert time.monotonic() - start < 15.0  # 20 with one that hangs
-        play.submit(Call("a", RECORD, 2, ("x", "y")))
+        play.submit(Call("a", EXAMPLE, 2, ("x", "y")))
         time.sleep(0.3)  # the reply is there, and not yet returned
         play.forget(["a"])
         assert play.ready() == []
@@ -363,7 +363,7 @@ def test_a_forgotten_call_gets_no_reply_and_its_id_is_free():
 def test_a_pool_closes_with_calls_under_way():
     play = made(timeout=20.0)
     for id in "abc":
-        play.submit(Call(id, RECORD, 1, ("sleep 0.3",) if id == "a" else ("hang",)))
+        play.submit(Call(id, EXAMPLE, 1, ("sleep 0.3",) if id == "a" else ("hang",)))
     time.sleep(0.1)
     start = time.monotonic()
     play.close()
@@ -420,11 +420,11 @@ def test_a_shipped_environment_plays_and_repeats(name, tmp_path):
     with Pool(
         environment=f"jaxrl_tis.environments.{name}", params=params, workers=1, timeout=30.0
     ) as play:
-        record, digests = RECORD | {"prompt": prompt, "answer": answer}, ()
+        example, digests = EXAMPLE | {"prompt": prompt, "answer": answer}, ()
         for turn in range(len(answers) + 1):
             if turn == len(answers):
                 end(host(play))  # the last one repeats all
-            reply = asked(play, "a", answers[:turn], digests, record, seed=2)
+            reply = asked(play, "a", answers[:turn], digests, example, seed=2)
             digests += (reply.digest,)
             assert text(reply) and reply.step.is_done is False
         assert last is None or reply.step.observation == last

@@ -9,13 +9,13 @@ from jaxrl_tis.environments import python_tool
 from jaxrl_tis.environments.protocol import Step
 from jaxrl_tis.environments.python_tool import OUTPUT_CHARACTERS, PythonTool, run
 
-RECORD = {"prompt": "What is 12 * 34?", "answer": "408", "id": "x"}
+EXAMPLE = {"prompt": "What is 12 * 34?", "answer": "408", "id": "x"}
 
 
 def begun(**params):
     PythonTool.prepare(**params)
     play = PythonTool(seed=1, **params)
-    assert play.reset(RECORD) == RECORD["prompt"]
+    assert play.reset(EXAMPLE) == EXAMPLE["prompt"]
     return play
 
 

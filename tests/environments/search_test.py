@@ -21,7 +21,7 @@ CORPUS = [
     {"title": "Copy", "text": "Lyon lies on two rivers."},
     {"title": "Long", "text": "granite " * 1000},
 ]
-RECORD = {"prompt": "Where does the Douro begin?", "answer": "Spain", "id": "x"}
+EXAMPLE = {"prompt": "Where does the Douro begin?", "answer": "Spain", "id": "x"}
 
 
 @pytest.fixture(scope="module")
@@ -31,10 +31,10 @@ def corpus(tmp_path_factory):
     return str(path)
 
 
-def begun(corpus, record=RECORD, **params):
+def begun(corpus, example=EXAMPLE, **params):
     Search.prepare(corpus=corpus, **params)
     play = Search(seed=1, corpus=corpus, **params)
-    assert play.reset(record) == record["prompt"]
+    assert play.reset(example) == example["prompt"]
     return play
 
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_searched_is_refused(corpus, params, error, tmp_path, mon
         Search.prepare(**({"corpus": corpus} | params))
 
 
-def test_a_record_without_an_answer(corpus):
+def test_an_example_without_an_answer(corpus):
     with pytest.raises(ValueError, match="example x has no answer"):
         begun(corpus, {"prompt": "p", "id": "x"})
 

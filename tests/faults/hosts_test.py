@@ -80,7 +80,7 @@ def test_another_token_on_one_process_stops_both_and_is_named(tmp_path):
     assert sorted(p.name for p in pathlib.Path(workdir, "checkpoints").iterdir()) == ["0", "1"]
 
 
-def test_a_bad_record_ends_both_with_2(tmp_path):
+def test_a_bad_example_ends_both_with_2(tmp_path):
     lines = [f'{{"prompt": "{i}+1=", "answer": "{i + 1}"}}' for i in range(9)] + ["nonsense"]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     command = [
@@ -91,4 +91,4 @@ def test_a_bad_record_ends_both_with_2(tmp_path):
     with hosts.Hosts(tmp_path / "logs", command) as pair:
         assert pair.codes() == [2, 2], pair.text(0) + pair.text(1)
         for i in range(2):
-            assert "held-out data: 1 of 10 records cannot be used:" in pair.text(i)
+            assert "held-out data: 1 of 10 examples cannot be used:" in pair.text(i)

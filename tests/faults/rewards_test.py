@@ -19,7 +19,7 @@ def endless(argument):
     code = "import time; time.sleep(600)"
     return subprocess.Popen([sys.executable, "-c", code, argument], start_new_session=True)
 
-def reward(text, record):
+def reward(text, example):
     if text == "loop":
         while True:
             pass
@@ -42,21 +42,21 @@ def reward(text, record):
             signal.signal(number, signal.SIG_IGN)
         time.sleep(600)
     if text == "connect":
-        socket.create_connection(("127.0.0.1", int(record["answer"])), timeout=5).close()
+        socket.create_connection(("127.0.0.1", int(example["answer"])), timeout=5).close()
     if text == "escape":
-        endless(record["answer"])
+        endless(example["answer"])
         if os.fork() == 0:
             os.setsid()
             if os.fork() == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-                endless(record["answer"])
+                endless(example["answer"])
                 time.sleep(600)
             os._exit(0)
         time.sleep(600)
     if text == "names":
         return {f"component {i}" * 100: 1.0 for i in range(10_000)}
     if text == "file":
-        with open(record["answer"], "wb") as file:
+        with open(example["answer"], "wb") as file:
             file.truncate(0)
             for _ in range(3000):
                 file.seek(1 << 20, 1)
@@ -92,8 +92,8 @@ def processes(argument):
 def scored(worker, text, answer=""):
     """(score, seconds, whether the next text was scored as ever)"""
     start = time.monotonic()
-    record = {"prompt": "", "answer": answer, "id": "x"}
-    [score, other] = worker.score([text, "fine"], [record] * 2)
+    example = {"prompt": "", "answer": answer, "id": "x"}
+    [score, other] = worker.score([text, "fine"], [example] * 2)
     return score, time.monotonic() - start, other == 1.0
 
 

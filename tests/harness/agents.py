@@ -13,17 +13,17 @@ NUMBER = 3
 
 def plain(session):
     print("a harness may print")
-    return session.record["reward"]
+    return session.example["reward"]
 
 
 async def waiting(session):
-    await asyncio.sleep(session.record["seconds"])
-    return Result(1.0, {"seconds": session.record["seconds"]}, [([1, 2], None), ([3], [-0.5])])
+    await asyncio.sleep(session.example["seconds"])
+    return Result(1.0, {"seconds": session.example["seconds"]}, [([1, 2], None), ([3], [-0.5])])
 
 
 async def blocking(session):
-    open(session.record["note"], "w").close()
-    time.sleep(session.record["seconds"])
+    open(session.example["note"], "w").close()
+    time.sleep(session.example["seconds"])
     return 1.0
 
 
@@ -36,12 +36,12 @@ agent = Agent()
 
 
 def sleeping(session):
-    time.sleep(session.record["seconds"])
+    time.sleep(session.example["seconds"])
     return 1
 
 
 def dying(session):
-    if session.record.get("dies", True):
+    if session.example.get("dies", True):
         os._exit(3)
     time.sleep(0.3)
     return 2.0
@@ -92,4 +92,4 @@ def told(session):
         "score": Result(1.0, {"score": 0.5}), "numpy": 2**5000, "large": 1e39, "list": [1],
         "calls": Result(1.0, {}, [([1], [math.inf])]),
         "raise": None,
-    }[session.record["kind"]] if session.record["kind"] != "raise" else 1 / 0
+    }[session.example["kind"]] if session.example["kind"] != "raise" else 1 / 0

@@ -7,25 +7,25 @@ from jaxrl_tis.harness.protocol import Session
 from tests.harness import agents
 
 
-def session(id="s", seed=5, **record):
+def session(id="s", seed=5, **example):
     return dict(
-        id=id, record=record, base_url="http://127.0.0.1:1/v1", api_key="k", model="m", seed=seed
+        id=id, example=example, base_url="http://127.0.0.1:1/v1", api_key="k", model="m", seed=seed
     )
 
 
-def played(harness, records, cancel=()):
+def played(harness, examples, cancel=()):
     """The replies of sessions that are played together, in the order in which they come."""
     replies = []
 
     async def run():
         made = host.Host(harness, replies.append)
-        for i, record in enumerate(records):
-            made.start((f"{i}", session(f"s{i}", **record)))
+        for i, example in enumerate(examples):
+            made.start((f"{i}", session(f"s{i}", **example)))
         await asyncio.sleep(0.02)
         for key in cancel:
             made.cancel(key)
         for _ in range(400):
-            if len(replies) == len(records) - len(cancel):
+            if len(replies) == len(examples) - len(cancel):
                 return
             await asyncio.sleep(0.005)
 
@@ -40,8 +40,8 @@ def test_a_function_in_a_thread():
 
 def test_sessions_run_at_once_and_one_can_be_cancelled():
     for harness in (agents.waiting, agents.sleeping):
-        records = [{"seconds": s} for s in (0.2, 0.15, 0.1)]
-        assert [r["key"] for r in played(harness, records, cancel=["1"])] == ["2", "0"]
+        examples = [{"seconds": s} for s in (0.2, 0.15, 0.1)]
+        assert [r["key"] for r in played(harness, examples, cancel=["1"])] == ["2", "0"]
 
 
 def test_a_result_is_json():

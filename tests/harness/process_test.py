@@ -19,8 +19,8 @@ from jaxrl_tis.harness.protocol import Session
 NAME = "tests.harness.agents:"
 
 
-def session(**record):
-    return Session("s", record, "http://127.0.0.1:1/v1", "k", "m", 0)
+def session(**example):
+    return Session("s", example, "http://127.0.0.1:1/v1", "k", "m", 0)
 
 
 class Played:

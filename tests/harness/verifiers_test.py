@@ -35,14 +35,14 @@ def test_a_metric_called_score_is_not_the_reward():
     assert verifiers.metrics_of(trace) == {"metric_score": 0.25, "turns": 2.0}
 
 
-def test_records_name_tasks_by_id_or_index(monkeypatch):
+def test_examples_name_tasks_by_id_or_index(monkeypatch):
     dump = lambda mode: {"prompt": "p"}
     data = lambda id: types.SimpleNamespace(id=id, model_dump=dump)
     tasks = [types.SimpleNamespace(data=data(id)) for id in (None, "x", None)]
     env = types.SimpleNamespace(taskset=tasks)
     monkeypatch.setattr(verifiers, "load", lambda name: env)
     file = io.StringIO()
-    verifiers.write_records("t", file)
+    verifiers.write_examples("t", file)
     assert [line[:10] for line in file.getvalue().splitlines()] == ['{"id": "0"', '{"id": "x"', '{"id": "2"']
     taskset = verifiers.Taskset("t")
     assert taskset._task("2") is tasks[2] and taskset._task("x") is tasks[1]

@@ -31,14 +31,14 @@ def test_turns_before_an_answer_are_read_and_not_taught():
     config = ml_collections.ConfigDict(
         dict(template="{prompt}", chat=False, system="", max_prompt_tokens=8)
     )
-    record = {"id": "1", "prompt": "12=", "answer": "3", "turns": [["12=", "3 "]]}
+    example = {"id": "1", "prompt": "12=", "answer": "3", "turns": [["12=", "3 "]]}
     pairs = warmup.Pairs(Prompter(tokenizer, config), chat=False)
-    ids = pairs.before(record)
+    ids = pairs.before(example)
     call, reply = tokenizer.encode("12="), tokenizer.encode("3 ")
     assert ids == [tokenizer.bos_id, *call, *call, 2, *reply]
-    assert pairs.target(record) == [*tokenizer.encode("3"), 2]
-    del record["turns"]
-    assert pairs.before(record) == [tokenizer.bos_id, *call]
+    assert pairs.target(example) == [*tokenizer.encode("3"), 2]
+    del example["turns"]
+    assert pairs.before(example) == [tokenizer.bos_id, *call]
 
 
 def test_an_answer_ends_as_the_template_writes_it():
@@ -52,26 +52,26 @@ def test_an_answer_ends_as_the_template_writes_it():
     )
     pairs = warmup.Pairs(Prompter(tokenizer, config), chat=True)
     call, tool = tokenizer.encode("call"), [{"role": "tool", "content": "4"}]
-    record = {"id": "1", "prompt": "2", "answer": "call", "turns": [["call", tool], ["call", "5"]]}
-    assert pairs.target(record) == [*call, ends[1]]
+    example = {"id": "1", "prompt": "2", "answer": "call", "turns": [["call", tool], ["call", "5"]]}
+    assert pairs.target(example) == [*call, ends[1]]
     begin = continuity_test.mark("<|Assistant|>")
-    found = [x for x in pairs.before(record) if x in ends or x == begin]
+    found = [x for x in pairs.before(example) if x in ends or x == begin]
     # The question, the call and its result, the second call and the next question.
     assert found[:3] == [ends[1], begin, ends[2]] and found[-1] == begin
     # Messages go through the template with task.chat False, too; text does not.
     config.chat = False
     pairs = warmup.Pairs(Prompter(tokenizer, config), chat=False)
     talk = [{"role": "user", "content": "2"}]
-    assert pairs.target(record)[-1] == ends[0]
-    assert pairs.target(record | {"prompt": talk})[-1] == ends[1]
+    assert pairs.target(example)[-1] == ends[0]
+    assert pairs.target(example | {"prompt": talk})[-1] == ends[1]
 
 
-def test_turns_that_the_tokenizer_refuses_are_of_their_record():
+def test_turns_that_the_tokenizer_refuses_are_of_their_example():
     prompter = Prompter(CharTokenizer(ARITHMETIC_CHARS), ml_collections.ConfigDict(
         dict(template="{prompt}", chat=False, system="", max_prompt_tokens=8)
     ))
-    record = {"id": "1", "prompt": "12=", "answer": "3", "turns": [["12=", "?"]]}
-    why = warmup._why_bad(warmup.Pairs(prompter, chat=False), record, 5)
+    example = {"id": "1", "prompt": "12=", "answer": "3", "turns": [["12=", "?"]]}
+    why = warmup._why_bad(warmup.Pairs(prompter, chat=False), example, 5)
     assert why.startswith('its "turns": ') and "'?' is not in the tokenizer's alphabet" in why
 
 

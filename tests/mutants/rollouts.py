@@ -7,7 +7,7 @@ MUTANTS = [
         ("episodes without a token have a share", "if len(masks) else {}),", "if True else {}),",
          "test_episodes_without_a_token_have_no_share_of_tokens"),
         ("all prompts have their environments open at once",
-         "records[start : start + OPEN_AT_ONCE]", "records[start:]",
+         "examples[start : start + OPEN_AT_ONCE]", "examples[start:]",
          "test_environments_of_prompts_are_not_all_open_at_once"),
         ("a wait for environments gives no sign of life", "            self._heartbeat()\n", ""),
         ("a continued episode cannot end before its first call", "if self._pool is not None:  # a",

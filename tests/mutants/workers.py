@@ -266,7 +266,7 @@ MUTANTS = [
          "test_a_metric_called_score_is_not_the_reward"),
         ("tasks are named by their index alone",
          "str(index if task.data.id is None else task.data.id)", "str(index)",
-         "test_records_name_tasks_by_id_or_index"),
+         "test_examples_name_tasks_by_id_or_index"),
         ("an agent that failed has a reward", "if not episode.ok or not trace.ok:", "if False:",
          "test_an_episode_with_errors_has_no_reward"),
         ("the first of several agents is trained", "if len(episode.traces) != 1:",

@@ -17,8 +17,8 @@ def sample(group, tokens, score=0.5):
         prompt=np.array([1, 2]), tokens=np.array(tokens), logp_behav=np.zeros(len(tokens)),
         logp_raw=np.full(len(tokens), -0.5), mask=np.ones(len(tokens), bool), outcome="",
         fork=0, forks=(), joins=())
-    record = {"id": f"id{group}", "answer": "right"}
-    return types.SimpleNamespace(trajectory=trajectory, record=record, text=decode(tokens),
+    example = {"id": f"id{group}", "answer": "right"}
+    return types.SimpleNamespace(trajectory=trajectory, example=example, text=decode(tokens),
                                  score=score, reward=score + 1, group=group)
 
 
@@ -155,8 +155,8 @@ def test_a_run_writes_them_and_a_resumed_one_the_same(tmp_path):
     assert own == lines
 
 
-def test_a_record_without_an_answer_has_none_in_its_line():
+def test_an_example_without_an_answer_has_none_in_its_line():
     drawn = sample(0, [3])
-    del drawn.record["answer"]
+    del drawn.example["answer"]
     [line] = samples.of_evaluation(0, [drawn], decode, 1)
     assert line["answer"] is None and line["id"] == "id0"

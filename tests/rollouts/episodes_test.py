@@ -38,15 +38,15 @@ class Fault(Exception):
 
 
 def play(call: Call) -> Step:
-    """Answers with the end of the answer; ends after the number of turns that the record says."""
-    record, answers = call.record, call.answers
-    if record.get("fault") == len(answers):
+    """Answers with the end of the answer; ends after the number of turns that the example says."""
+    example, answers = call.example, call.answers
+    if example.get("fault") == len(answers):
         raise Fault
     if not answers:
-        return Step(record["prompt"])
+        return Step(example["prompt"])
     reward = None if len(answers) % 2 else len(answers) + call.seed % 7 / 8
-    observation = "ab" + answers[-1][-2:] + record.get("long", "")
-    return Step(observation, reward, len(answers) >= record["turns"], {"turns": float(len(answers))})
+    observation = "ab" + answers[-1][-2:] + example.get("long", "")
+    return Step(observation, reward, len(answers) >= example["turns"], {"turns": float(len(answers))})
 
 
 class FakePool:
@@ -106,11 +106,11 @@ def read(text):
     return np.array(text.split(), np.int32)
 
 
-def request(number, turns=3, partial=None, **record):
+def request(number, turns=3, partial=None, **columns):
     made = arithmetic.request(
         f"e{number}", np.arange(1, 4 + number % 3), seed=number, max_tokens=5, stop_ids=STOPS
     )
-    example = {"id": f"x{number}", "prompt": shown(made.prompt), "turns": turns} | record
+    example = {"id": f"x{number}", "prompt": shown(made.prompt), "turns": turns} | columns
     return dataclasses.replace(made, example=example, partial=partial)
 
 
@@ -525,17 +525,17 @@ class Flags(Suffixes):
         return super().after(observation, end, eos_ids)
 
 
-@pytest.mark.parametrize("record", [dict(turns=3), dict(turns=3, fault=1)])
-def test_an_episode_that_was_interrupted_as_its_environment_thought_ends_as_any_other(record):
+@pytest.mark.parametrize("columns", [dict(turns=3), dict(turns=3, fault=1)])
+def test_an_episode_that_was_interrupted_as_its_environment_thought_ends_as_any_other(columns):
     """The interruption's reason is not that of the turn, which was over."""
-    scheduler, pool = started([request(0, **record)], FakePool(lambda call: 99), waits=False)
+    scheduler, pool = started([request(0, **columns)], FakePool(lambda call: 99), waits=False)
     while not pool.calls:
         scheduler.step()
     [partial] = scheduler.pause("abort")
     assert partial.stop_reason == "abort"
     found, flags = [], [Flags(), Flags()]
     for start, suffixes in zip((None, partial), flags, strict=True):
-        [ended] = drain(started([request(0, partial=start, **record)], suffixes=suffixes)[0]).values()
+        [ended] = drain(started([request(0, partial=start, **columns)], suffixes=suffixes)[0]).values()
         found.append(ended)
     assert flags[0].seen == flags[1].seen
     for name in ("outcome", "stop_reason", "metrics"):
@@ -659,29 +659,29 @@ def test_an_observation_that_cannot_be_tokens_fails_its_episode():
 def test_prompts_are_first_observations_with_a_seed_per_example():
     pool = FakePool(lambda call: len(call.id))
     opening = Openings(lambda: pool, seed=3)
-    records = [{"id": f"x{i}", "prompt": "ab" * i} for i in range(1, 4)]
+    examples = [{"id": f"x{i}", "prompt": "ab" * i} for i in range(1, 4)]
     task = dict(template="{prompt}", chat=False, system="", max_prompt_tokens=5)
     prompter = Prompter(TOKENIZER, ml_collections.ConfigDict(task), opening)
-    assert prompter.ids(records[1]).tolist() == TOKENIZER.encode("abab", add_special=True)
+    assert prompter.ids(examples[1]).tolist() == TOKENIZER.encode("abab", add_special=True)
     with pytest.raises(ValueError, match="7 prompt tokens"):
-        prompter.ids(records[2])
-    assert [c.seed for c in pool.calls] == [environment_seed(3, r) for r in records[1:]]
-    assert environment_seed(3, records[0]) != environment_seed(3, records[1])
-    assert environment_seed(3, records[0]) != environment_seed(4, records[0])
+        prompter.ids(examples[2])
+    assert [c.seed for c in pool.calls] == [environment_seed(3, e) for e in examples[1:]]
+    assert environment_seed(3, examples[0]) != environment_seed(3, examples[1])
+    assert environment_seed(3, examples[0]) != environment_seed(4, examples[0])
     prompter.close()
     assert pool.is_closed and not opening([])
 
 
 def test_an_environment_without_a_prompt():
-    """A record is bad where its environment fails, and a run is refused where the first one hangs."""
-    records = [{"id": f"x{i}", "prompt": "ab", "fault": i} for i in (1, 0, 1)]
+    """An example is bad where its environment fails, and a run is refused where the first one hangs."""
+    examples = [{"id": f"x{i}", "prompt": "ab", "fault": i} for i in (1, 0, 1)]
     pool = FakePool()
-    found = Openings(lambda: pool, 0)(records)
+    found = Openings(lambda: pool, 0)(examples)
     assert found[::2] == ["ab", "ab"] and "no prompt: Fault: of the test" in f"{found[1]}"
     assert sorted(pool.forgotten) == ["0", "0", "1"]
     with pytest.raises(ValueError, match="the environment has no prompt"):
-        Openings(lambda: FakePool(kind="timeouts"), 0)(records[1:])
-    [found] = Openings(lambda: FakePool(kind="timeouts"), 0)(records[1:2])  # drawn later, alone
+        Openings(lambda: FakePool(kind="timeouts"), 0)(examples[1:])
+    [found] = Openings(lambda: FakePool(kind="timeouts"), 0)(examples[1:2])  # drawn later, alone
     assert "no prompt" in f"{found}" and isinstance(found, ValueError)
 
 
@@ -690,20 +690,20 @@ def test_environments_of_prompts_are_not_all_open_at_once(monkeypatch):
     pool, most = FakePool(lambda call: len(call.id)), []
     ready = pool.ready
     monkeypatch.setattr(pool, "ready", lambda *a: [most.append(len(pool.calls) - len(pool.forgotten)), ready(*a)][1])
-    records = [{"id": f"x{i}", "prompt": "a" * (i + 1)} for i in range(6)]
-    assert Openings(lambda: pool, 0)(records) == ["a" * (i + 1) for i in range(6)]
+    examples = [{"id": f"x{i}", "prompt": "a" * (i + 1)} for i in range(6)]
+    assert Openings(lambda: pool, 0)(examples) == ["a" * (i + 1) for i in range(6)]
     assert max(most) == 2 and len(pool.forgotten) == 6
 
 
 def test_slow_prompts_show_their_progress(capsys, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", 0.0)
-    records = [{"id": f"x{i}", "prompt": "a"} for i in range(3)]
+    examples = [{"id": f"x{i}", "prompt": "a"} for i in range(3)]
     opening = Openings(lambda: FakePool(lambda call: int(call.id)), 0)
-    opening(records)
+    opening(examples)
     shown = capsys.readouterr().err
     for count in range(4):  # 0: while the first one is awaited
         assert f"prompts of the environment: {count}/3, " in shown or count == 0
-    opening(records[:1])  # drawn later, alone
+    opening(examples[:1])  # drawn later, alone
     assert capsys.readouterr().err == ""
 
 
@@ -738,8 +738,8 @@ def record_of(outcome, *rewards):
 
 def samples_of(trajectories, groups):
     rewards = Rewards()
-    texts, records = [""] * len(trajectories), [{"id": "x"}] * len(trajectories)
-    scored = scores(rewards, texts, records, trajectories)
+    texts, examples = [""] * len(trajectories), [{"id": "x"}] * len(trajectories)
+    scored = scores(rewards, texts, examples, trajectories)
     return rewards, [
         Sample(t, {}, "", s.score, s.score, group=g, components=s.components, is_failed=s.is_failed)
         for t, s, g in zip(trajectories, scored, groups, strict=True)

@@ -79,11 +79,11 @@ def test_overlong_penalty_counts_tokens_and_leaves_the_score():
 
 def test_a_sample_has_what_its_reward_says():
     """The penalty of 1 token of 3 with a buffer of 3 is -1/3; a reward that is none stays none."""
-    c = sync_source(fields(rollout__overlong_buffer=3), lambda text, record: 1.0)
+    c = sync_source(fields(rollout__overlong_buffer=3), lambda text, example: 1.0)
     given, tokens = [Scored(0.5, {"score": 0.5, "acc": 1.0}),
                      Scored(math.nan, {"score": math.nan, "acc": math.nan}, is_failed=True)], []
 
-    def results(texts, records, of_texts):
+    def results(texts, examples, of_texts):
         tokens.extend(of_texts)
         return [given[i % 2] for i in range(len(texts))]
 
@@ -100,23 +100,23 @@ def test_a_sample_has_what_its_reward_says():
 
 def test_a_failed_sample_stays_in_its_group():
     """Two groups of three, a sample of the first without a reward: no sample changes its group."""
-    groups = sync_source(fields(), lambda text, record: 0.0)._groups
-    records = [{"prompt": "1+1=", "id": "a"}, {"prompt": "1+2=", "id": "b"}]
+    groups = sync_source(fields(), lambda text, example: 0.0)._groups
+    examples = [{"prompt": "1+1=", "id": "a"}, {"prompt": "1+2=", "id": "b"}]
     trajectories = [
         FakeScheduler()._trajectory(request)
-        for record in records for request in groups.requests(record, record["id"])
+        for example in examples for request in groups.requests(example, example["id"])
     ]
     scored = [Scored(float(i), {}) for i in range(len(trajectories))]
     scored[1] = Scored(math.nan, {}, is_failed=True)
-    groups._rewards.results = lambda texts, records, tokens: scored
-    first, second = groups.rewarded(records, trajectories)
+    groups._rewards.results = lambda texts, examples, tokens: scored
+    first, second = groups.rewarded(examples, trajectories)
     np.testing.assert_array_equal([s.score for s in first], [0, math.nan, 2])
     assert [s.score for s in second] == [3, 4, 5]
-    assert [s.record["id"] for s in first + second] == ["a"] * 3 + ["b"] * 3
+    assert [s.example["id"] for s in first + second] == ["a"] * 3 + ["b"] * 3
 
 
 def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
-    c = sync_source(fields(rollout__overlong_buffer=2), lambda text, record: 1.0)
+    c = sync_source(fields(rollout__overlong_buffer=2), lambda text, example: 1.0)
     samples, _ = next_batch(c, 1)
     assert all(s.reward == sum(s.components.values()) for s in samples)
     found = components(samples)
@@ -127,6 +127,6 @@ def test_components_of_a_reward_that_failed_and_a_name_that_is_taken():
     for name, x in {"a": [2.0, nan], "b": [1.0, nan], "reward": [nan, -1.0]}.items():
         np.testing.assert_array_equal(found[name], x)
     parts = Scored(1.0, {"overlong": 1.0})
-    c._groups._rewards.results = lambda texts, records, tokens: [parts] * len(texts)
+    c._groups._rewards.results = lambda texts, examples, tokens: [parts] * len(texts)
     with pytest.raises(ValueError, match="component 'overlong'"):
         next_batch(c, 2)

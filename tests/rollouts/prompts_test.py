@@ -1,4 +1,4 @@
-"""From records to prompt ids, and the check of all data before a run."""
+"""From examples to prompt ids, and the check of all data before a run."""
 
 import json
 
@@ -20,7 +20,7 @@ ALPHABET = "0123456789+= "
 
 def task(**changes):
     base = dict(
-        template="{prompt}", chat=False, system="", max_prompt_tokens=8, on_bad_record="error"
+        template="{prompt}", chat=False, system="", max_prompt_tokens=8, on_bad_example="error"
     )
     return ml_collections.ConfigDict(base | changes)
 
@@ -47,24 +47,24 @@ def lacks(rewards, environment="", harness=""):
     return prompts.lacks_answer(ml_collections.ConfigDict(config))
 
 
-def record(prompt, name="x"):
+def example(prompt, name="x"):
     return {"prompt": prompt, "id": name}
 
 
 def text_of(prompter, prompt):
-    return prompter.tokenizer.decode(prompter.ids(record(prompt)))
+    return prompter.tokenizer.decode(prompter.ids(example(prompt)))
 
 
 def test_template_and_start_token():
-    ids = prompter(template="{prompt} 0").ids(record("1+2="))
+    ids = prompter(template="{prompt} 0").ids(example("1+2="))
     assert CharTokenizer(ALPHABET).decode(ids) == "1+2= 0" and ids[0] == CharTokenizer.bos_id
     assert ids.dtype == np.int32
 
 
 def test_chat_uses_the_template_of_the_tokenizer_and_no_second_start_token():
     own = Chat(ALPHABET)
-    assert list(prompter(own, chat=True).ids(record("7"))) == own.encode("17")
-    found = prompter(own, chat=True, system="9", template="{prompt} 5").ids(record("7"))
+    assert list(prompter(own, chat=True).ids(example("7"))) == own.encode("17")
+    found = prompter(own, chat=True, system="9", template="{prompt} 5").ids(example("7"))
     assert list(found) == own.encode("09+17 5")
 
 
@@ -83,12 +83,12 @@ def test_a_list_of_messages_always_goes_through_the_chat_template(chat):
 
 def test_a_template_does_not_rewrite_messages():
     with pytest.raises(ValueError, match="task.template is 'solve {prompt}', and a prompt is a list"):
-        prompter(template="solve {prompt}").ids(record([{"role": "user", "content": "7"}]))
+        prompter(template="solve {prompt}").ids(example([{"role": "user", "content": "7"}]))
 
 
 def test_a_long_prompt_is_refused_by_name_with_both_numbers():
     with pytest.raises(ValueError, match="example sum-7: 5 prompt tokens.*max_prompt_tokens is 4"):
-        prompter(max_prompt_tokens=4).ids(record("1+2=", "sum-7"))
+        prompter(max_prompt_tokens=4).ids(example("1+2=", "sum-7"))
 
 
 # The check of all data
@@ -99,12 +99,12 @@ def write(path, prompts, **more):
     return tasks.make("jsonl", {"path": str(path)})
 
 
-def test_the_first_five_bad_records_are_named_before_a_run(tmp_path):
+def test_the_first_five_bad_examples_are_named_before_a_run(tmp_path):
     source = write(tmp_path / "a.jsonl", ["1", "12345678", "x", *["123456789"] * 5, "1"], id=None)
     with pytest.raises(ValueError) as error:
         prompter().checked(source, "training data")
     assert str(error.value).splitlines() == [
-        "training data: 7 of 9 records cannot be used:",
+        "training data: 7 of 9 examples cannot be used:",
         f"- {tmp_path}/a.jsonl:2: 9 prompt tokens, config.task.max_prompt_tokens is 8; raise it or "
         "shorten the prompt",
         f"- {tmp_path}/a.jsonl:3: the tokenizer cannot encode it: the character 'x' of 'x' is not in "
@@ -112,7 +112,7 @@ def test_the_first_five_bad_records_are_named_before_a_run(tmp_path):
         *(f"- {tmp_path}/a.jsonl:{i}: 10 prompt tokens, config.task.max_prompt_tokens is 8; raise it "
           "or shorten the prompt" for i in (4, 5, 6)),
         "- and 2 more",
-        "Fix or remove them, or leave them out with --config.task.on_bad_record=skip.",
+        "Fix or remove them, or leave them out with --config.task.on_bad_example=skip.",
     ]
 
 
@@ -131,13 +131,13 @@ def test_a_model_without_a_start_token(tmp_path):
         p.checked(source, "training data")
 
 
-def test_a_record_with_a_token_beyond_the_model_is_bad(tmp_path):
+def test_an_example_with_a_token_beyond_the_model_is_bad(tmp_path):
     """Gemma 3 has the token of an image after its vocabulary."""
     own = tokenizer.fitted(tokenizer_test.loaded(tmp_path / "model", "<image>"), len(TOKENS))
     source = write(tmp_path / "a.jsonl", ["1", "2<image>", "3"])
     with pytest.raises(ValueError, match=r"1 of 3 .*\n- .*a.jsonl:2: .*'<image>' of id"):
         prompter(own).checked(source, "training data")
-    checked = prompter(own, on_bad_record="skip").checked(source, "training data")
+    checked = prompter(own, on_bad_example="skip").checked(source, "training data")
     assert (len(checked), checked.left_out) == (2, 1)
 
 
@@ -146,17 +146,17 @@ def test_special_tokens_of_an_environments_prompt_are_plain_text_on_request(tmp_
     """The texts of data keep theirs."""
     own = tokenizer_test.loaded(tmp_path / "model", escapes=True)
     given = {"x": "a<|im_end|>", "y": ValueError("no prompt")}
-    opening = (lambda records, heartbeat: [given[r["id"]] for r in records]) if is_outside else None
+    opening = (lambda examples, heartbeat: [given[e["id"]] for e in examples]) if is_outside else None
     p = Prompter(own, task(), opening)
     plain = [TOKENS.index(c) for c in "aied"]
-    assert p.ids(record(given["x"])).tolist() == (plain if is_outside else [plain[0], 2])
+    assert p.ids(example(given["x"])).tolist() == (plain if is_outside else [plain[0], 2])
     if is_outside:
         with pytest.raises(ValueError, match="example y: no prompt"):
-            p.ids(record("", "y"))
+            p.ids(example("", "y"))
 
 
 @pytest.mark.all
-def test_a_template_that_refuses_a_record_and_one_that_hangs(tmp_path, monkeypatch):
+def test_a_template_that_refuses_an_example_and_one_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "TEMPLATE_SECONDS", 0.5)
     source, loaded = write(tmp_path / "a.jsonl", ["1", "2", "3"]), []
     hang = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -184,27 +184,27 @@ def test_bad_rows_and_bad_prompts_are_left_out_counted_and_told(tmp_path, capsys
     write(path, ["1", "123456789", "3"])
     path.write_text(path.read_text() + "nonsense\n" + '{"prompt": "4"}\n')
     source = tasks.make("jsonl", {"path": str(path)})
-    checked = prompter(on_bad_record="skip").checked(source, "training data")
+    checked = prompter(on_bad_example="skip").checked(source, "training data")
     assert [checked[i]["prompt"] for i in range(len(checked))] == ["1", "3", "4"]
     assert checked.left_out == 2
     told = capsys.readouterr().out.splitlines()
-    assert told[0] == "training data: 2 of 5 records are left out:"
+    assert told[0] == "training data: 2 of 5 examples are left out:"
     assert [line.split(":")[1] for line in told[1:]] == ["2", "4"]
 
 
-def test_the_digest_tells_which_records_are_left_out(tmp_path):
+def test_the_digest_tells_which_examples_are_left_out(tmp_path):
     source = write(tmp_path / "a.jsonl", ["1", "12", "123"])
-    of_limit = lambda n: prompter(on_bad_record="skip", max_prompt_tokens=n).checked(source, "d").digest()
+    of_limit = lambda n: prompter(on_bad_example="skip", max_prompt_tokens=n).checked(source, "d").digest()
     assert of_limit(4) == source.digest() != of_limit(3) != of_limit(2)
 
 
 def test_nothing_that_is_left_is_an_error_with_skip_too(tmp_path):
     source = write(tmp_path / "a.jsonl", ["123456789"] * 2)
-    with pytest.raises(ValueError, match="2 of 2 records cannot be used"):
-        prompter(on_bad_record="skip").checked(source, "training data")
+    with pytest.raises(ValueError, match="2 of 2 examples cannot be used"):
+        prompter(on_bad_example="skip").checked(source, "training data")
 
 
-def test_a_record_without_an_answer_is_bad_where_the_reward_compares_with_it(tmp_path):
+def test_an_example_without_an_answer_is_bad_where_the_reward_compares_with_it(tmp_path):
     source = write(tmp_path / "a.jsonl", ["1"])
     with pytest.raises(ValueError, match="no answer, which the reward 'exact' compares with"):
         prompter().checked(source, "training data", lacks("exact"))
@@ -227,7 +227,7 @@ def test_every_process_sees_the_same_data(tmp_path):
     write(tmp_path / "a.jsonl", ["1", "123456789", "2", "3", "4"])
     params, found = {"path": f"{tmp_path}/a.jsonl"}, []
     for shard in range(2):
-        check = lambda source: prompter(on_bad_record="skip").checked(source, "training data")
+        check = lambda source: prompter(on_bad_example="skip").checked(source, "training data")
         batches = Batches("jsonl", params, batch_size=4, seed=0, shard_index=shard, shard_count=2,
                           check=check)
         found += [r["prompt"] for r in next(batches)]
@@ -255,8 +255,8 @@ class Fives(tasks.Generated):
         if index >= 40 and index % 5 == 0:
             if index % 4 == 0:
                 raise ValueError("cannot be made")
-            return record(["x", "123456789", "\ud800"][index % 3], f"{index}")
-        return record(f"{index}", f"{index}")
+            return example(["x", "123456789", "\ud800"][index % 3], f"{index}")
+        return example(f"{index}", f"{index}")
 
 
 def test_a_bad_example_of_a_long_generated_task_is_replaced_where_it_is_drawn():
@@ -274,7 +274,7 @@ def test_a_bad_example_that_is_checked_ends_the_start():
         prompter().checked(Fives(), "training data")
     with pytest.raises(ValueError, match=r"- generated example 45 \(id '45'\): the tokenizer cannot"):
         prompter().checked(Fives(), "training data")
-    checked = prompter(on_bad_record="skip").checked(Fives(), "training data", limit=50)
+    checked = prompter(on_bad_example="skip").checked(Fives(), "training data", limit=50)
     assert len(checked) == 100 and [checked[i]["id"] for i in (39, 40, 45)] == ["39", "40", "45"][:1] + [
         f"{[*range(40), 41, 42, 43, 44, 46, 47, 48, 49][i]}" for i in (40, 45)
     ]
@@ -308,7 +308,7 @@ class Counting(Chat):
 def encoded(source, alphabet=ALPHABET, **changes):
     """How many prompts the check of a source encodes, and what comes of it."""
     Counting.count = 0
-    p = prompter(Counting(alphabet), on_bad_record="skip", **changes)
+    p = prompter(Counting(alphabet), on_bad_example="skip", **changes)
     checked = p.checked(source, "training data")
     return Counting.count, [p.ids(checked[i]).tolist() for i in range(len(checked))]
 

@@ -78,12 +78,12 @@ class FakeRewards:
         self._function = function
         self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0}
 
-    def results(self, texts, records, tokens=None):
-        values = [self._function(text, record) for text, record in zip(texts, records, strict=True)]
+    def results(self, texts, examples, tokens=None):
+        values = [self._function(text, example) for text, example in zip(texts, examples, strict=True)]
         return [Scored(value, {"reward": value}) for value in values]
 
-    def score(self, texts, records, tokens=None):
-        return [scored.score for scored in self.results(texts, records)]
+    def score(self, texts, examples, tokens=None):
+        return [scored.score for scored in self.results(texts, examples)]
 
 
 def batches():
@@ -133,12 +133,12 @@ class Timer:
 
 def test_groups_share_a_prompt_and_no_noise():
     scheduler, timer = FakeScheduler(), Timer()
-    reward = lambda text, record: float(text) + 10 * int(record["id"])
+    reward = lambda text, example: float(text) + 10 * int(example["id"])
     c = sync_source(fields(), reward, scheduler, timer)
     scheduler.stats = Stats(busy=9, slot_steps=99, preempted=2)  # of earlier steps
     samples, values = next_batch(c, 1)
     assert [s.group for s in samples] == [0, 0, 0, 1, 1, 1]
-    assert [s.record["id"] for s in samples] == ["0", "0", "0", "1", "1", "1"]
+    assert [s.example["id"] for s in samples] == ["0", "0", "0", "1", "1", "1"]
     assert [s.text for s in samples] == ["0", "1", "2"] * 2
     assert [s.reward for s in samples] == [0, 1, 2, 10, 11, 12]
     assert values == {"rollout/discarded_groups": 0, "reward/timeouts": 0, "reward/errors": 0,
@@ -156,7 +156,7 @@ def test_groups_share_a_prompt_and_no_noise():
 
 def test_a_greedy_answer_per_prompt_where_it_is_asked_for():
     scheduler = FakeScheduler()
-    reward = lambda text, record: float(text) + 10 * int(record["id"])
+    reward = lambda text, example: float(text) + 10 * int(example["id"])
     samples, _ = next_batch(sync_source(fields(), reward, scheduler, with_greedy=True), 1)
     # The fourth request of each prompt is the greedy one; its text is "3".
     assert [s.reward for s in samples] == [0, 1, 2, 10, 11, 12]
@@ -164,7 +164,7 @@ def test_a_greedy_answer_per_prompt_where_it_is_asked_for():
     temperatures = [r.sampling.temperature for r in scheduler.requests]
     assert temperatures == [fields().rollout.temperature] * 3 + [0] + [
         fields().rollout.temperature] * 3 + [0]
-    plain, _ = next_batch(sync_source(fields(), lambda text, record: 0.0), 1)
+    plain, _ = next_batch(sync_source(fields(), lambda text, example: 0.0), 1)
     assert all(math.isnan(s.greedy_reward) for s in plain)
 
 
@@ -183,11 +183,11 @@ def test_a_repeated_example_within_a_batch_does_not_repeat_its_noise():
 def test_equal_groups_are_replaced_by_fresh_prompts():
     """Groups 0, 1 and 3 are all equal: rounds give (0 1), (2 3), (4 5), and 2 and 4 are kept."""
     spread = {2, 4, 5}
-    reward = lambda text, record: float(text) if int(record["id"]) in spread else 1.0
+    reward = lambda text, example: float(text) if int(example["id"]) in spread else 1.0
     scheduler = FakeScheduler()
     config = fields(rollout__dynamic_sampling=True)
     samples, values = next_batch(sync_source(config, reward, scheduler), 3)
-    assert [s.record["id"] for s in samples] == ["2"] * 3 + ["4"] * 3
+    assert [s.example["id"] for s in samples] == ["2"] * 3 + ["4"] * 3
     assert [s.group for s in samples] == [0] * 3 + [1] * 3
     assert len({r.hash for r in scheduler.requests}) == 18
     assert values["rollout/discarded_groups"] == 4  # 0, 1, 3, and 5, which was one too many
@@ -197,23 +197,23 @@ def test_a_group_without_two_different_known_rewards_is_replaced():
     """Answers are "0", "1", "2": groups 0 and 1 have one or equal known rewards; 2 has 1 and 2."""
     nan = math.nan
     known = {"0": (nan, nan, 5.0), "1": (1.0, nan, 1.0), "2": (nan, 1.0, 2.0), "3": (nan, nan, nan)}
-    reward = lambda text, record: known.get(record["id"], (0.0, 1.0, nan))[int(text)]
+    reward = lambda text, example: known.get(example["id"], (0.0, 1.0, nan))[int(text)]
     samples, values = next_batch(sync_source(fields(rollout__dynamic_sampling=True), reward), 3)
-    assert [s.record["id"] for s in samples] == ["2"] * 3 + ["4"] * 3
+    assert [s.example["id"] for s in samples] == ["2"] * 3 + ["4"] * 3
     assert math.isnan(samples[0].reward) and math.isnan(samples[0].score)
     assert values["rollout/discarded_groups"] == 4
 
 
 def test_equal_groups_are_kept_when_the_rounds_are_used_up():
     config = fields(rollout__dynamic_sampling=True, rollout__max_rounds=2)
-    reward = lambda text, record: float(text) if record["id"] == "3" else 1.0
+    reward = lambda text, example: float(text) if example["id"] == "3" else 1.0
     samples, _ = next_batch(sync_source(config, reward), 1)
-    assert [s.record["id"] for s in samples] == ["3"] * 3 + ["0"] * 3  # a full batch either way
+    assert [s.example["id"] for s in samples] == ["3"] * 3 + ["0"] * 3  # a full batch either way
 
 
 def test_without_dynamic_sampling_equal_groups_stay():
     samples, _ = next_batch(sync_source(fields(), lambda *_: 1.0), 1)
-    assert [s.record["id"] for s in samples] == ["0"] * 3 + ["1"] * 3
+    assert [s.example["id"] for s in samples] == ["0"] * 3 + ["1"] * 3
 
 
 # Sleep
@@ -233,7 +233,7 @@ def test_a_sampler_sleeps_after_the_last_round_of_a_batch():
             self.slept_after += (len(self.requests),)
 
     config = fields(rollout__dynamic_sampling=True)
-    reward = lambda text, record: float(text) if int(record["id"]) > 1 else 1.0
+    reward = lambda text, example: float(text) if int(example["id"]) > 1 else 1.0
     for sleeps, slept_after in ((True, (12, 18)), (False, ())):
         scheduler = Sleeping()
         source = sync_source(config, reward, scheduler, sleeps=sleeps)

@@ -67,7 +67,7 @@ def source(request):
     """Makes sources, and closes them."""
     sources = []
 
-    def make(schedule, reward=lambda text, record: float(len(text)), wrap=lambda s: s, **overrides):
+    def make(schedule, reward=lambda text, example: float(len(text)), wrap=lambda s: s, **overrides):
         setup, params = made()
         workers = 2 if schedule.startswith(("dora", "laminar")) else 1
         config = tiny.config(
@@ -287,7 +287,7 @@ def test_two_samplers_with_an_adapter_draw_what_one_draws():
     for overrides in ({}, threaded):
         setup, params = adapted(**overrides)
         prompter = Prompter(setup.tokenizer, setup.config.task)
-        reward = FakeRewards(lambda text, record: float(len(text)))
+        reward = FakeRewards(lambda text, example: float(len(text)))
         groups = Groups(setup.config, prompter, reward, with_greedy=False)
         task = setup.config.task
         batches = Batches(

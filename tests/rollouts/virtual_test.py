@@ -47,7 +47,7 @@ def adapted(**overrides):
     return setup, setup.adapter.join(base, jax.tree.map(lambda x: x + 0.05, factors))
 
 
-def source(schedule, reward=lambda text, record: float(len(text)), start=None, of=made, **overrides):
+def source(schedule, reward=lambda text, example: float(len(text)), start=None, of=made, **overrides):
     """A source of the tiny config, and its parameters."""
     is_parallel = schedule.startswith(("dora", "laminar"))
     setup, params = of()
@@ -93,7 +93,7 @@ def in_order():
 def assert_same(found, expected):
     for id, sample in found.items():
         np.testing.assert_array_equal(sample.trajectory.tokens, expected[id].trajectory.tokens)
-        assert sample.reward == expected[id].reward and sample.record == expected[id].record
+        assert sample.reward == expected[id].reward and sample.example == expected[id].example
 
 
 @pytest.mark.all
@@ -220,7 +220,7 @@ def test_groups_of_equal_rewards_make_room_for_others():
 
 
 def check_equal_groups_make_room(make):
-    reward = lambda text, record: float(int(record["id"].split("-")[-1]) % 2 and len(text) % 2)
+    reward = lambda text, example: float(int(example["id"].split("-")[-1]) % 2 and len(text) % 2)
     c, params = make("areal(staleness=1)", reward, rollout__dynamic_sampling=True)
     c.publish(params, 0)
     samples, values = next_batch(c, 1)
@@ -306,7 +306,7 @@ def test_the_policy_may_be_given_away_after_it_was_published():
 @pytest.mark.parametrize("settings", [
     dict(schedule="roll_flash(alpha=1, redundant=2)", rollout__update_turns=2),
     dict(schedule="areal(staleness=1)", rollout__dynamic_sampling=True,
-         reward=lambda text, record: float(int(record["id"].split("-")[-1]) % 2 and len(text) % 2)),
+         reward=lambda text, example: float(int(example["id"].split("-")[-1]) % 2 and len(text) % 2)),
 ])
 def test_of_a_group_that_is_gone_nothing_is_kept(settings):
     c, params = source(**settings)

@@ -1,9 +1,9 @@
-"""Fields of a row, messages and answers; tasks_test has whole records."""
+"""Fields of a row, messages and answers; tasks_test has whole examples."""
 
 import pytest
 
 from jaxrl_tis.data.files import Row
-from jaxrl_tis.data.records import Bad, answer_of, find, listed, prompt_of
+from jaxrl_tis.data.examples import Bad, answer_of, find, listed, prompt_of
 
 
 def test_a_column_comes_before_a_path():
@@ -47,7 +47,7 @@ def test_what_is_no_message(message, reason):
         prompt_of([{"role": "user", "content": "a"}, message])
 
 
-def test_five_bad_records_are_shown():
+def test_five_bad_examples_are_shown():
     bad = [Bad(f"a:{i}", f"{i}", "no", i) for i in range(7)]
     assert listed(bad).splitlines()[1:] == [*(f"- a:{i} (id '{i}'): no" for i in range(5)), "- and 2 more"]
     assert "more" not in listed(bad[:5]) and str(Bad("a:1", "a:1", "no", 1)) == "a:1: no"

@@ -1,4 +1,4 @@
-"""Records of data: converts rows of files to records, or says why a row is unusable."""
+"""Converts rows of files to examples, or says why a row is unusable."""
 
 import decimal
 import json
@@ -13,12 +13,12 @@ from jaxrl_tis.data.files import Row
 SCALAR = str | int | float
 # Fields of an answer: this package's files, verl, TRL.
 ANSWER_FIELDS = ("answer", "reward_model.ground_truth", "ground_truth", "solution")
-SHOWN = 5  # unusable records in an error message
+SHOWN = 5  # unusable examples in an error message
 
 
 @dataclass(frozen=True)
 class Bad:
-    """An unusable record, with the reason."""
+    """An unusable example, with the reason."""
 
     place: str  # file and line, or the id of a generated one
     id: str
@@ -31,7 +31,7 @@ class Bad:
 
 
 @dataclass(frozen=True)
-class Examples:
+class FileExamples:
     """Examples of files with their places, and the digest of the files."""
 
     examples: list[dict[str, Any]]
@@ -56,7 +56,7 @@ class Examples:
 
 
 def listed(bad: Sequence[Bad]) -> str:
-    """Returns the first unusable records, one per line, and the number of others."""
+    """Returns the first unusable examples, one per line, and the number of others."""
     more = f"\n- and {len(bad) - SHOWN} more" if len(bad) > SHOWN else ""
     return "".join(f"\n- {b}" for b in bad[:SHOWN]) + more
 
@@ -133,9 +133,9 @@ def answer_of(row: Row, name: str | None) -> str | None:
 def made(
     rows: Iterable[Row], digest: str, name_of: Callable[[Row], str],
     fields_of: Callable[[Row], dict[str, Any]],
-) -> Examples:
-    """Converts rows to records: all columns of the row, overridden by id, prompt and answer. "as_read"
-    has an id or answer that the row has in another form."""
+) -> FileExamples:
+    """Converts rows to examples: all columns of the row, overridden by id, prompt and answer.
+    "as_read" has an id or answer that the row has in another form."""
     examples, bad, places = [], [], {}
     for number, row in enumerate(rows):
         name = row.place
@@ -150,12 +150,12 @@ def made(
                     f"the id was already used at {places[name][1]}; task.params.id_field=None uses "
                     "file and line as the id"
                 )
-            record = {n: x for n, x in row.values.items() if n != "answer"}
-            record |= fields_of(row) | {"id": name}
-            both = {n for n in ("answer", "id") if n in record and n in row.values}
-            as_read = {n: row.values[n] for n in sorted(both) if row.values[n] != record[n]}
-            examples.append(record | ({"as_read": as_read} if as_read else {}))
+            example = {n: x for n, x in row.values.items() if n != "answer"}
+            example |= fields_of(row) | {"id": name}
+            both = {n for n in ("answer", "id") if n in example and n in row.values}
+            as_read = {n: row.values[n] for n in sorted(both) if row.values[n] != example[n]}
+            examples.append(example | ({"as_read": as_read} if as_read else {}))
             places[name] = number, row.place
         except ValueError as error:
             bad.append(Bad(row.place, name, str(error), number))
-    return Examples(examples, list(places.values()), digest, bad)
+    return FileExamples(examples, list(places.values()), digest, bad)
