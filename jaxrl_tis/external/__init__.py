@@ -1,0 +1,1 @@
+"""Inference engines of others as the sampler, over HTTP."""

@@ -1,0 +1,87 @@
+"""Calls of an engine over HTTP: JSON in, JSON out, and one sentence for whatever goes wrong."""
+
+import json
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+
+SHOWN = 300  # characters of an unexpected answer in a message
+
+
+class EngineError(RuntimeError):
+    """An engine cannot be reached, or answers in another way than its protocol says."""
+
+
+class Gone(EngineError):
+    """No engine answers at the address, or its answer broke off."""
+
+
+class Client:
+    """An engine's address. Threads may share it.
+
+    Args:
+      url: http://host:port or https://host:port.
+      timeout: seconds until a call without an answer fails; None waits.
+    """
+
+    def __init__(self, url: str, timeout: float | None = 60.0):
+        self.url = url.rstrip("/")
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        # Without proxies of the environment: an engine is beside the learner.
+        self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
+
+    def get(self, path: str, **query: str) -> Any:
+        return self._call("GET", path, params=query)
+
+    def post(self, path: str, body: Any = None, timeout: float | None = 0, **query: str) -> Any:
+        """Posts a body as JSON. `timeout`: seconds in place of the client's, None waits."""
+        settings: dict[str, Any] = {} if timeout == 0 else {"timeout": timeout}
+        return self._call("POST", path, json={} if body is None else body, params=query, **settings)
+
+    def close(self) -> None:
+        self._http.close()
+
+    def _call(self, method: str, path: str, **settings: Any) -> Any:
+        where = f"{method} {self.url}{path}"
+        try:
+            answer = self._http.request(method, path, **settings)
+        except httpx.TimeoutException as error:
+            raise Gone(f"{where} had no answer in time ({type(error).__name__})") from error
+        except httpx.TransportError as error:
+            raise Gone(f"{where} failed: {_reason(error)}") from error
+        if answer.status_code == 404:
+            raise EngineError(
+                f"{where} is unknown there (404); is it an engine of rollout.engine_kind, started as "
+                "docs/engines.md says?"
+            )
+        if not answer.is_success:
+            raise EngineError(f"{where} answered {answer.status_code}: {_said(answer)}")
+        if not answer.content:
+            return None
+        try:
+            return answer.json()
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise EngineError(f"{where} answered no JSON: {answer.text[:SHOWN]!r}") from error
+
+
+def _reason(error: httpx.TransportError) -> str:
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, ssl.SSLCertVerificationError):
+            return f"its certificate is not trusted ({cause.verify_message})"
+        cause = cause.__cause__ or cause.__context__
+    return f"{error or type(error).__name__}; is the engine running there?"
+
+
+def _said(answer: httpx.Response) -> str:
+    """Returns the message in an error's answer."""
+    try:
+        body = answer.json()
+    except (json.JSONDecodeError, UnicodeDecodeError):
+        return repr(answer.text[:SHOWN])
+    for name in ("message", "detail", "error"):
+        if isinstance(body, Mapping) and name in body:
+            body = body[name]
+    return str(body)[:SHOWN]

@@ -1,0 +1,157 @@
+"""The protocol of vLLM, as `vllm serve --enable-scale-out` speaks it in development mode, and our own
+server. Read in vLLM 0.32."""
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis.engine.records import SamplingParams
+from jaxrl_tis.external.client import Client, EngineError
+from jaxrl_tis.external.protocol import Answer, Facts
+
+GENERATE = "/inference/v1/generate"
+STOPS = ("stop", "length", "abort")
+SEEDS = 2**31  # of requests are smaller
+
+
+class Vllm:
+    """One engine of this kind."""
+
+    def __init__(self, url: str, timeout: float):
+        self._client = Client(url, timeout)
+        self._model: str | None = None
+
+    def facts(self) -> Facts:
+        client = self._client
+        [model, *_] = _list(client.get("/v1/models"), "data", client.url)
+        info = client.get("/server_info", config_format="json")
+        config = info.get("vllm_config", {}) if isinstance(info, Mapping) else {}
+        of_model = config.get("model_config") if isinstance(config, Mapping) else None
+        own = of_model if isinstance(of_model, Mapping) else {}
+        hf = own.get("hf_config") if isinstance(own.get("hf_config"), Mapping) else {}
+        self._model = str(model["id"])
+        dtype = own.get("dtype")
+        return Facts(
+            self._model, model.get("max_model_len") or own.get("max_model_len"),
+            None if dtype is None else str(dtype).removeprefix("torch."), own.get("logprobs_mode"),
+            own.get("max_logprobs"), hf.get("vocab_size"),
+        )
+
+    def generate(
+        self, id: str, tokens: Sequence[int], sampling: SamplingParams, seed: int, top_n: int,
+        adapter: str | None,
+    ) -> Answer:
+        body = {
+            "request_id": id, "model": adapter or self._model, "token_ids": [*map(int, tokens)],
+            "sampling_params": _params(sampling, seed, top_n), "stream": False,
+        }
+        answer = self._client.post(GENERATE, body, timeout=None)
+        choices = _list(answer, "choices", self._client.url + GENERATE)
+        if len(choices) != 1:
+            raise EngineError(f"{self._client.url}{GENERATE} answered {len(choices)} choices, not 1")
+        return _read(choices[0], top_n, f"{self._client.url}{GENERATE}, request {id}")
+
+    def abort(self, ids: Sequence[str]) -> None:
+        if ids:
+            self._client.post("/abort_requests", {"request_ids": [*ids]})
+
+    def pause(self) -> None:
+        self._client.post("/pause", mode="keep", clear_cache="false")
+
+    def resume(self) -> None:
+        self._client.post("/resume")
+
+    def load(self, path: str, version: int) -> None:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
+        self._client.post("/collective_rpc", body, timeout=None)
+        self._name(version)
+
+    def load_adapter(self, name: str, path: str, older: str | None) -> None:
+        self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
+        if older is not None:
+            self._client.post("/v1/unload_lora_adapter", {"lora_name": older})
+        self._name(int(name.rpartition("-")[2]))
+
+    def version(self) -> int | None:
+        answer = self._client.get("/weight_info")
+        text = str(answer.get("weight_version")) if isinstance(answer, Mapping) else ""
+        return int(text) if text.isdecimal() else None
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _name(self, version: int) -> None:
+        self._client.post("/update_weight_version", {"new_version": str(version)})
+        # Paused requests hold blocks; without this argument the call would then clear nothing.
+        done = self._client.post("/reset_prefix_cache", reset_running_requests="true")
+        if not (isinstance(done, Mapping) and done.get("success")):
+            raise EngineError(
+                f"{self._client.url}/reset_prefix_cache answered {done!r}: keys of older weights would "
+                "stay, and later answers would be silently wrong"
+            )
+
+
+def _params(s: SamplingParams, seed: int, top_n: int) -> dict[str, Any]:
+    """Returns the sampling parameters in vLLM's names."""
+    return {
+        "temperature": s.temperature, "top_k": s.top_k or -1, "top_p": s.top_p, "min_p": s.min_p,
+        "stop_token_ids": [*s.stop_ids], "stop": [*s.stop_strings], "ignore_eos": True,
+        "include_stop_str_in_output": True, "detokenize": bool(s.stop_strings),
+        "max_tokens": s.max_tokens, "min_tokens": s.min_tokens,
+        "repetition_penalty": s.repetition_penalty, "presence_penalty": s.presence_penalty,
+        "frequency_penalty": s.frequency_penalty, "seed": seed % SEEDS, "logprobs": top_n,
+        "logit_bias": {str(token): bias for token, bias in s.logit_bias} or None,
+        "skip_special_tokens": False,
+    }
+
+
+def _list(answer: Any, name: str, where: str) -> list:
+    value = answer.get(name) if isinstance(answer, Mapping) else None
+    if not isinstance(value, list) or not value:
+        raise EngineError(f"{where} answered without {name!r}: {str(answer)[:300]}")
+    return value
+
+
+def _read(choice: Mapping[str, Any], top_n: int, where: str) -> Answer:
+    """Reads one choice. EngineError where a token has no log-prob."""
+    tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
+    content = (choice.get("logprobs") or {}).get("content")
+    if not isinstance(tokens, list) or reason not in STOPS:
+        raise EngineError(f"{where}: no token ids, or it ended by {reason!r}")
+    if tokens and (not isinstance(content, list) or len(content) != len(tokens)):
+        have = len(content) if isinstance(content, list) else 0
+        raise EngineError(f"{where}: {len(tokens)} tokens and {have} log-probs")
+    content = content or []
+    ids = np.full((len(tokens), top_n), -1, np.int32)
+    logps = np.full((len(tokens), top_n), -np.inf, np.float32)
+    for i, entry in enumerate(content):
+        if (id := _id(entry)) != tokens[i]:
+            raise EngineError(f"{where}: token {i} is {tokens[i]} and its log-prob is of {id}")
+        # The sampled token comes first where it is none of the likeliest.
+        ranked = sorted(entry.get("top_logprobs") or [], key=lambda e: -e["logprob"])[:top_n]
+        for k, top in enumerate(ranked):
+            ids[i, k], logps[i, k] = _id(top), top["logprob"]
+    spans = choice.get("weight_versions")
+    return Answer(
+        np.array(tokens, np.int32), np.array([e["logprob"] for e in content], np.float32), reason,
+        None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans],
+        ids, logps, _routes(choice.get("routed_experts"), where),
+    )
+
+
+def _id(entry: Mapping[str, Any]) -> int:
+    return int(entry["token_id"])
+
+
+def _routes(text: str | None, where: str) -> np.ndarray | None:
+    """Reads experts from base64 of an .npy file."""
+    if text is None:
+        return None
+    try:
+        return np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
+    except (ValueError, binascii.Error, EOFError) as error:
+        raise EngineError(f"{where}: routed_experts is no .npy file in base64 ({error})") from error
