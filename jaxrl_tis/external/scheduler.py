@@ -30,7 +30,8 @@ from jaxrl_tis.external.weights import Version
 from jaxrl_tis.fields import DRAWN, route_dtype
 
 POLL_SECONDS = 0.05  # of a step without an answer, after which the caller may act
-LOST_SECONDS = 600.0  # without any engine, after which a run ends
+RETRY_SECONDS = 5.0  # between two attempts to reach an engine that is out
+SEEDS = 2**31
 
 
 @dataclasses.dataclass
@@ -206,11 +207,122 @@ class ExternalScheduler:
         member.live.clear()
 
     def _check_any(self) -> None:
-        """Raises EngineError once there has been no engine for LOST_SECONDS; until then tries again."""
-        if any(member.version is not None for member in self._members):
+        """Tries engines that are out again, at most every RETRY_SECONDS. Raises EngineError once there
+        has been none for LOST_SECONDS."""
+        now, out = time.monotonic(), [m for m in self._members if m.version is None]
+        if not out:
             self._without_since = None
             return
-        now = time.monotonic()
-        if self._without_since is None:
+        if now - self._tried >= RETRY_SECONDS:
+            self._tried = now
+            for member in out:
+                try:
+                    self._sync(member)
+                    logging.info("the engine at %s is back, with version %s", member.url, self._version)
+                except EngineError as error:
+                    member.reason = error
+        if any(member.version is not None for member in self._members):
+            self._without_since = None
+        elif self._without_since is None:
             self._without_since = now
-        ...
+        elif now - self._without_since > self._patience:
+            reasons = "; ".join(f"{m.url}: {m.reason}" for m in self._members)
+            raise EngineError(f"no engine has answered for {self._patience:g} s: {reasons}")
+
+    # Requests
+
+    def _send(self) -> None:
+        """Hands waiting requests to the engines with the fewest, up to their slots."""
+        while self._waiting:
+            ready = [m for m in self._members if m.version is not None and len(m.live) < self._slots]
+            if not ready:
+                return
+            member = min(ready, key=lambda m: len(m.live))
+            request = self._waiting.pop(next(iter(self._waiting)))
+            sent = Sent(request, member, self._version)
+            self._sent[request.id] = sent
+            member.live.add(request.id)
+            self._threads.submit(self._ask, sent)
+
+    def _ask(self, sent: Sent) -> None:
+        """In a thread: samples a request and hands on the answer, or what ended it."""
+        request, member = sent.request, sent.member
+        done = 0 if request.partial is None else len(request.partial.tokens)
+        tokens = request.prompt
+        if request.partial is not None:
+            tokens = np.concatenate([tokens, request.partial.tokens])
+        rest = dataclasses.replace(
+            request.sampling, max_tokens=request.sampling.max_tokens - done,
+            min_tokens=max(request.sampling.min_tokens - done, 0),
+        )
+        try:
+            answer: Answer | BaseException = member.kind.generate(
+                request.id, tokens, rest, (request.seed + request.hash + done) % SEEDS,
+                self._engine.top_n, member.adapter,
+            )
+        except Exception as error:
+            answer = error
+        self._answers.put((request.id, sent, answer))
+
+    def _collect(self, timeout: float | None = None) -> None:
+        """Takes the answers that are there; waits for one at most `timeout` seconds."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                id, sent, answer = self._answers.get(timeout=timeout)
+                timeout = 0.0
+                if self._sent.get(id) is not sent:
+                    continue  # of an engine that was lost
+                if isinstance(answer, EngineError):
+                    self._lose(sent.member, answer)
+                    continue
+                if isinstance(answer, BaseException):
+                    raise answer
+                del self._sent[id]
+                sent.member.live.discard(id)
+                self.stats.tokens += len(answer.tokens)
+                self._ended.append(self._record(sent.request, answer, sent.version))
+
+    def _abort(self, ids: Sequence[str]) -> None:
+        for member in self._members:
+            own = [id for id in ids if id in member.live]
+            try:
+                if own:
+                    member.kind.abort(own)
+            except EngineError as error:
+                self._lose(member, error)
+
+    def _record(self, request: Request, answer: Answer | None, begun: int) -> Trajectory:
+        """Returns the record of a request: what it continued, and the answer after it. What the engine
+        does not say is NaN: the log-prob under its own logits, and the entropy."""
+        count = 0 if answer is None else len(answer.tokens)
+        version, segment = np.full(count, begun, np.int32), np.zeros(count, np.int32)
+        for index, (of, start, end) in enumerate([] if answer is None else answer.spans or []):
+            # A sync drops the keys of running requests: each span begins a segment.
+            version[start:end], segment[start:end] = int(of), index
+        unknown = np.full(count, np.nan, np.float32)
+        values: dict[str, Any] = {
+            "tokens": np.zeros(0, np.int32), "logp_behav": np.zeros(0, np.float32),
+            "top_ids": np.zeros((0, self._engine.top_n), np.int32),
+            "top_logps": np.zeros((0, self._engine.top_n), np.float32),
+        }
+        if answer is not None:
+            values = {
+                "tokens": answer.tokens, "logp_behav": answer.logps, "top_ids": answer.top_ids,
+                "top_logps": answer.top_logps,
+            }
+        values |= {
+            "logp_raw": unknown, "entropy": unknown, "version": version, "kv_version": version,
+            "segment": segment, "mask": np.ones(count, bool), "turn": np.zeros(count, np.int32),
+        }
+        reason = "abort" if answer is None else answer.stop_reason
+        if (partial := request.partial) is not None:
+            last = lambda name: getattr(partial, name)[-1:].max(initial=0)
+            values["segment"] = segment + last("segment") + (1 if len(partial.tokens) else 0)
+            values["turn"] = values["turn"] + last("turn")
+            values = {n: np.concatenate([getattr(partial, n), x]) for n, x in values.items()}
+            return dataclasses.replace(partial, stop_reason=reason, **values)
+        return Trajectory(
+            id=request.id, prompt=request.prompt, stop_reason=reason, seed=request.seed,
+            request=request.hash, quant_id=self._engine.quant_id,
+            temperature=request.sampling.temperature, **values,
+        )

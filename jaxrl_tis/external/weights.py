@@ -1,0 +1,80 @@
+"""Versions of the policy as folders that engines read: at most two at a time."""
+
+import dataclasses
+import pathlib
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxrl_tis import models
+from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.models import lora, peft, transformer
+from jaxrl_tis.models.config import ModelConfig
+
+KEPT = 2  # versions on disk: the newest, and the one before, which an engine may be reading
+NAME = re.compile(r"(version|adapter)-(\d+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Version:
+    """Weights that engines can be given.
+
+    Attributes:
+      path: the folder, as engines see it.
+      adapter: the name of the PEFT adapter that the folder holds; None for whole weights.
+      score: log-probs [n] of each trajectory's tokens under these weights, by the learner.
+    """
+
+    path: str
+    adapter: str | None
+    score: Callable[[Sequence[Trajectory]], list[np.ndarray]]
+
+
+class Folder:
+    """Writes versions below a root.
+
+    Args:
+      dtype: of whole weights; adapters are float32.
+      files: of the tokenizer, copied beside the weights.
+    """
+
+    def __init__(self, root: str, config: ModelConfig, dtype: str, files: Sequence[pathlib.Path] = ()):
+        self._root, self._config, self._dtype = pathlib.Path(root), config, dtype
+        self._files = files
+        self._root.mkdir(parents=True, exist_ok=True)
+        for path in self._root.iterdir():  # of a run that ended
+            if NAME.fullmatch(path.name) or path.name.startswith(".") and ".partial-" in path.name:
+                shutil.rmtree(path)
+
+    def check_room(self, shapes: Any) -> None:
+        """Raises ValueError where the disk has no room for `KEPT` versions of these parameters and the
+        one that is written."""
+        size = sum(x.size for x in jax.tree.leaves(shapes)) * np.dtype(self._dtype).itemsize
+        free = shutil.disk_usage(self._root).free
+        if free < (KEPT + 1) * size:
+            raise ValueError(
+                f"rollout.weights_folder = {self._root} has {free / 1e9:.3g} GB free, and {KEPT + 1} "
+                f"versions of the weights take {(KEPT + 1) * size / 1e9:.3g} GB; make room, or name "
+                "another folder"
+            )
+
+    def write(self, params: Any, version: int) -> tuple[str, str | None]:
+        """Writes a version and removes those before the last. Returns (its folder, the adapter's name
+        or None)."""
+        factors, base = lora.split(params)
+        if base is None:
+            path = self._root / f"version-{version}"
+            shutil.rmtree(path, ignore_errors=True)
+            models.save(path, self._config, transformer.cast(params, self._dtype), self._files)
+        else:
+            path = self._root / f"adapter-{version}"
+            shutil.rmtree(path, ignore_errors=True)
+            peft.save(path, lora.adapter_of(params, self._config), jax.device_get(factors))
+        known = sorted(self._root.glob("*-*"), key=lambda p: int(p.name.rpartition("-")[2]))
+        for old in known[:-KEPT]:
+            shutil.rmtree(old)
+        return str(path.resolve()), None if base is None else path.name
