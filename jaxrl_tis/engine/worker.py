@@ -27,6 +27,7 @@ class EngineThread:
     Attributes:
       version: version of the weights; each change adds 1.
       error: the exception that ended the engine; every later command fails with it.
+      is_paused: pending requests wait until `resume`.
     """
 
     def __init__(self, scheduler: Scheduler, version: int = 0):
@@ -34,6 +35,7 @@ class EngineThread:
         self.error: Exception | None = None
         self._scheduler = scheduler
         self._is_stopped = False
+        self.is_paused = False
         self._commands = queue.SimpleQueue[tuple[Callable[[], Any], Future]]()
         self._listeners: dict[str, Listener] = {}
         self._streamed: dict[str, int] = {}  # number of tokens sent to the listener
@@ -94,6 +96,39 @@ class EngineThread:
 
         return self._call(change)
 
+    def pause(self, mode: str) -> Future:
+        """Steps no more until `resume`. "keep" leaves requests where they are, "abort" ends them with
+        their tokens so far, "wait" lets them end first."""
+
+        def pause():
+            if mode == "abort":
+                for id in list(self._listeners):
+                    self._scheduler.abort(id)
+            while mode != "keep" and self._scheduler.pending and self.error is None:
+                self._step()
+            self.is_paused = True
+
+        return self._call(pause)
+
+    def resume(self) -> Future:
+        """Steps again."""
+        return self._call(lambda: setattr(self, "is_paused", False))
+
+    def drop_keys(self, of_running: bool) -> Future:
+        """Forgets the pages of prompts and sequences that ended; with `of_running` running sequences
+        compute theirs anew. The Future returns whether no key is left: without it, running sequences
+        keep theirs."""
+
+        def drop():
+            if of_running:
+                self._scheduler.pause("retract")
+            elif self._scheduler.pending:
+                return False
+            self._scheduler.forget_pages()
+            return True
+
+        return self._call(drop)
+
     def _call(self, command: Callable[[], Any]) -> Future:
         future = Future()
         self._commands.put((command, future))
@@ -110,7 +145,7 @@ class EngineThread:
 
     @property
     def _is_running(self) -> bool:
-        return self._scheduler.pending > 0 and self.error is None
+        return self._scheduler.pending > 0 and self.error is None and not self.is_paused
 
     def _next_commands(self) -> list[tuple[Callable[[], Any], Future]]:
         """Returns the queued commands; waits for one if no request is pending."""
