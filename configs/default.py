@@ -129,7 +129,8 @@ def get_config() -> ConfigDict:
     # laminar(staleness=4, repack=0.5).
     c.rollout.schedule = "sync"
     # Where samplers run ahead. virtual: in turns with the learner, reproducible; threads: on other
-    # devices of this process; ray: in Ray actors.
+    # devices of this process; ray: in Ray actors; external: in engines of others (docs/engines.md), also
+    # where they do not run ahead.
     c.rollout.driver = "virtual"
     c.rollout.workers = 1  # number of samplers
     # Agent that plays the samples through an endpoint of the run, as "module:function" or
@@ -141,6 +142,13 @@ def get_config() -> ConfigDict:
     c.rollout.cpus_per_worker = 1.0  # CPUs that Ray reserves for each worker
     c.rollout.gpus_per_worker = 0.0  # GPUs of each worker
     c.rollout.tpus_per_worker = 0.0  # TPU chips of each worker
+    # Of driver external: addresses, "http://host:8000,http://other:8000"; what runs there: vllm, which our
+    # own server speaks, too; the folder of weights, which engines read at the same path; the file with
+    # the token of their API.
+    c.rollout.engines = ""
+    c.rollout.engine_kind = "vllm"
+    c.rollout.weights_folder = ""
+    c.rollout.engine_token_file = ""
     # Replay of groups: uniform(uses=2, most=4), newest(uses=2, most=4) or fresh(uses=2, most=4,
     # tau=500). A batch has prompts / uses new groups. "": none (docs/async.md).
     c.rollout.replay = ""

@@ -224,6 +224,22 @@ class Setup(Sampling):
     def schedule(self) -> Schedule:
         return self.training.schedule
 
+    @functools.cached_property
+    def fleet(self) -> Any:
+        """The engines of rollout.engines. ValueError where one cannot be this run's sampler."""
+        try:
+            from jaxrl_tis.external.fleet import Fleet
+        except ImportError as error:
+            raise ValueError(
+                f"rollout.driver = 'external' needs an HTTP client: pip install 'jaxrl_tis[engines]' ({error})"
+            ) from error
+        return Fleet(self)
+
+    def turn_scheduler(self, engine: Engine, params: Any, version: int, **options) -> Any:
+        if self.config.rollout.driver == "external" and engine is self.engine:
+            return self.fleet.scheduler(params, version)
+        return super().turn_scheduler(engine, params, version, **options)
+
     @property
     def is_apart(self) -> bool:
         """Whether the samplers have devices of their own."""
@@ -245,7 +261,7 @@ class Setup(Sampling):
         `WeightSnapshots`."""
         driver = self.config.rollout.driver
         # A sampler's thread gives no sign of life for the learner, and does not end its step.
-        waiting = (lambda: None) if driver == "threads" else parts.heartbeat
+        waiting = (lambda: None) if driver in ("threads", "external") else parts.heartbeat
         starts = [
             functools.partial(self.scheduler, engine, heartbeat=waiting) for engine in self.engines
         ]
@@ -253,6 +269,8 @@ class Setup(Sampling):
             return SyncSource(parts, starts[0], self.sleeps)
         if driver == "threads":
             return thread_source(parts, starts, self.engine.slots)
+        if driver == "external":
+            return thread_source(parts, starts, self.engine.slots * self.fleet.size)
         if driver != "ray":
             return VirtualSource(parts, starts[0], self.engine.slots, add_logps)
         address = ray_cluster.connect(self.config.rollout)

@@ -152,11 +152,16 @@ class Run:
         return setup.source(parts, self.snapshots.add_logps)
 
     def _checked(self, serving_params: Callable[[Any, int], Any]) -> Callable[[Any, int], Any]:
-        """Returns `serving_params` with the check of rollout.canary."""
-        if not canary.is_on(self.setup):
+        """Returns `serving_params` with the check of rollout.canary. Engines of others are always
+        checked."""
+        is_external = self.setup.config.rollout.driver == "external"
+        if not is_external and not canary.is_on(self.setup):
             return serving_params
         source = self._batches.source
         prompts = [self._prompter.ids(source[i]) for i in range(min(canary.PROMPTS, len(source)))]
+        if is_external:
+            self.setup.fleet.watch(prompts)
+            return self.setup.fleet.serving_params
         return canary.Canary(self.setup, prompts).checked(serving_params)
 
     def _check(self, source: tasks.Source) -> Checked:

@@ -12,7 +12,7 @@ import functools
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -25,7 +25,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from jaxrl_tis.data.tokenizer import Tokenizer
-from jaxrl_tis.endpoint import token_ids, tokenization, tool_calls
+from jaxrl_tis.endpoint import control, token_ids, tokenization, tool_calls
 from jaxrl_tis.endpoint.answer import Answer, described
 from jaxrl_tis.endpoint.guard import Guard
 from jaxrl_tis.endpoint.request import Completion, Limits, UnknownModel, object_of, parse
@@ -65,6 +65,7 @@ class Served:
       is_closed: every route but /health needs the token.
       hosts: accepted Host names beside the loopback's; a closed server without any accepts every
         name.
+      facts: what a trainer asks of the model, by vLLM's names.
     """
 
     worker: Any  # an EngineThread, or for sessions what stands for one
@@ -76,6 +77,7 @@ class Served:
     token: str | None = None
     is_closed: bool = False
     hosts: Collection[str] = ()
+    facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 class Inbox:
@@ -156,9 +158,13 @@ class Server:
     """The handlers of the routes."""
 
     def __init__(self, served: Served):
-        self._served, self._loading = served, asyncio.Lock()
+        self._served = served
         self._created = int(time.time())
         self._form = tool_calls.form_of(served.tokenizer)
+        self.control = control.Control(
+            served.worker, served.facts, served.load, lambda r: self._body(r, self._deadline()),
+            self._check_control,
+        )
 
     async def health(self, request: Request) -> Response:
         worker = self._served.worker
@@ -186,7 +192,8 @@ class Server:
         return await self._complete(request, functools.partial(parse, is_chat=True), self._writer)
 
     async def generate(self, request: Request) -> Response:
-        return await self._complete(request, token_ids.parse, token_ids.Answer)
+        write = functools.partial(token_ids.Answer, spans=self.control.spans)
+        return await self._complete(request, token_ids.parse, write)
 
     async def tokenize(self, request: Request) -> Response:
         self._check_open(request)
@@ -204,21 +211,11 @@ class Server:
 
     async def weights(self, request: Request) -> Response:
         """Loads the weights at {"path": ...} for all tokens sampled from then on."""
-        if self._served.token is None:
-            raise HTTPException(
-                403, "this server has no token and keeps its weights; start it with --token_file"
-            )
-        self._check_token(request)
+        self._check_control(request)
         body = object_of(await self._body(request, self._deadline()))
         if body.keys() != {"path"} or not isinstance(body["path"], str):
             raise ValueError('the body must be {"path": text}')
-        load: Any = self._served.load  # not None where there is a token
-        async with self._loading:
-            try:
-                params = await asyncio.to_thread(load, body["path"])
-            except OSError as error:
-                raise ValueError(str(error)) from error
-            version = await asyncio.wrap_future(self._served.worker.set_params(params))
+        version = await self.control.load(body["path"])
         return JSONResponse({"path": body["path"], "version": version})
 
     def _writer(self, completion: Completion) -> Answer:
@@ -307,6 +304,14 @@ class Server:
         if self._served.is_closed:
             self._check_token(request)
 
+    def _check_control(self, request: Request) -> None:
+        """Raises where a request may not change what is sampled."""
+        if self._served.token is None:
+            raise HTTPException(
+                403, "this server has no token and keeps its weights; start it with --token_file"
+            )
+        self._check_token(request)
+
     def _check_token(self, request: Request) -> None:
         given = request.headers.get("authorization", "").encode()
         if not secrets.compare_digest(given, f"Bearer {self._served.token}".encode()):
@@ -366,7 +371,7 @@ def make(served: Served) -> Starlette:
 
     routes = [
         Route("/health", server.health), *model_routes(server),
-        Route("/weights", server.weights, methods=["POST"]),
+        Route("/weights", server.weights, methods=["POST"]), *server.control.routes(),
     ]
     guard = Middleware(Guard, hosts=served.hosts or (None if served.is_closed else ()))
     return Starlette(

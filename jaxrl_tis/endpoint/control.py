@@ -6,7 +6,7 @@ the server samples needs the token.
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from starlette.requests import Request
@@ -25,13 +25,15 @@ class Control:
     Args:
       worker: the EngineThread.
       facts: what /server_info says of the model.
-      load: path -> serving parameters.
+      load: path -> serving parameters; None where no request gets as far.
       body: reads a request's body.
       check: raises where a request lacks the token.
     """
 
-    def __init__(self, worker: Any, facts: dict, load: Callable, body: Callable, check: Callable):
-        self._worker, self._facts, self._load = worker, facts, load
+    def __init__(
+        self, worker: Any, facts: Mapping[str, Any], load: Any, body: Callable, check: Callable
+    ):
+        self._worker, self._facts, self._load = worker, dict(facts), load
         self._body, self._check = body, check
         self._labels: dict[int, str] = {}  # version of the worker -> what a trainer calls it
         self._loading = asyncio.Lock()
@@ -76,13 +78,17 @@ class Control:
             raise ValueError(
                 f'only {{"method": "{RELOAD}", "kwargs": {{"weights_path": text}}}} is served'
             )
+        await self.load(path)
+        return JSONResponse({"results": [None]})
+
+    async def load(self, path: str) -> int:
+        """Samples from the weights at a path from now on; returns their version."""
         async with self._loading:
             try:
                 params = await asyncio.to_thread(self._load, path)
             except OSError as error:
                 raise ValueError(str(error)) from error
-            await asyncio.wrap_future(self._worker.set_params(params))
-        return JSONResponse({"results": [None]})
+            return await asyncio.wrap_future(self._worker.set_params(params))
 
     async def reset(self, request: Request) -> Response:
         self._check(request)
@@ -106,7 +112,7 @@ class Control:
         ids = object_of(await self._body(request)).get("request_ids")
         if not (isinstance(ids, list) and all(isinstance(id, str) for id in ids)):
             raise ValueError('the body must be {"request_ids": [text, ...]}')
-        self._worker.abort(ids)
+        self._worker.abort([f"{id}/0" for id in ids])  # its one choice
         return JSONResponse({"status": "aborted", "aborted": len(ids)})
 
     def routes(self) -> list[Route]:

@@ -7,6 +7,7 @@ parameters of several engines. Known parameters that this server does not suppor
 import base64
 import dataclasses
 import secrets
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from jaxrl_tis.engine.records import Trajectory
 
 BODY = {
     "model": (str, None), "token_ids": (list, None), "sampling_params": (dict, {}),
-    "return_token_ids": (bool, False),
+    "return_token_ids": (bool, False), "request_id": (str, None),
 }
 ONLY_BODY = {
     "stream": [False], "stream_options": [{}], "features": [], "content_parts": [],
@@ -63,7 +64,7 @@ def parse(
         raise ValueError(
             f"routed_experts_prompt_start is {start}; give 0 to {len(prompt)}, the number of token_ids"
         )
-    id = f"gen-{secrets.token_hex(12)}"
+    id = values["request_id"] or f"gen-{secrets.token_hex(12)}"
     return Generation(
         id, choices(id, [prompt], params, vocab_size, tokenizer, limits), num_prompts=1,
         is_chat=False, is_streamed=False, includes_usage=False, logprobs=params["logprobs"],
@@ -74,8 +75,8 @@ def parse(
 class Answer:
     """Writes the answer to one request of token ids."""
 
-    def __init__(self, generation: Generation):
-        self._generation = generation
+    def __init__(self, generation: Generation, spans: Callable[[list[int]], list[Json]]):
+        self._generation, self._spans = generation, spans
 
     def whole(self, trajectories: list[Trajectory]) -> Json:
         """Returns the answer with all choices, in their order."""
@@ -96,11 +97,12 @@ class Answer:
         return {
             "token_ids": trajectory.tokens.tolist(), "finish_reason": trajectory.stop_reason,
             "logprobs": None if self._generation.logprobs is None else self._logprobs(trajectory),
-            "versions": trajectory.version.tolist(),
+            "versions": (versions := trajectory.version.tolist()),
+            "weight_versions": self._spans(versions),
         } | routes
 
     def _logprobs(self, t: Trajectory) -> Json:
-        entry = lambda id, logp: {"token": f"token_id:{id}", "logprob": logp}
+        entry = lambda id, logp: {"token": f"token_id:{id}", "token_id": int(id), "logprob": logp}
         behav, raw = (map(finite, logp) for logp in (t.logp_behav, t.logp_raw))
         pairs = zip(t.top_ids, t.top_logps, strict=True)
         top = [likeliest(*row, self._generation.logprobs) for row in pairs]

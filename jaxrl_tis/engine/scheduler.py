@@ -212,10 +212,14 @@ class Scheduler:
         that older weights wrote (`kv_version` says so). Prompts that wait for their prefill are
         filled anew, in other pages where running sequences may read the old ones."""
         self._runner.params, self._runner.version = params, version
+        self.forget_pages()
+        self._drafts.forget()
+
+    def forget_pages(self) -> None:
+        """Empties the prefix cache. Running sequences keep their own keys."""
         for sequence in self._blocks.prefixes.following():
             self._blocks.retract(sequence)
         self._blocks.prefixes.forget()
-        self._drafts.forget()
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
         """Returns the tokens read so far of the requests among these that have not ended. A stop

@@ -24,13 +24,17 @@ class Client:
     Args:
       url: http://host:port or https://host:port.
       timeout: seconds until a call without an answer fails; None waits.
+      token: of the header "Authorization: Bearer".
     """
 
-    def __init__(self, url: str, timeout: float | None = 60.0):
+    def __init__(self, url: str, timeout: float | None = 60.0, token: str | None = None):
         self.url = url.rstrip("/")
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         # Without proxies of the environment: an engine is beside the learner.
-        self._http = httpx.Client(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http = httpx.Client(
+            base_url=self.url, timeout=timeout, limits=limits, trust_env=False, headers=headers
+        )
 
     def get(self, path: str, **query: str) -> Any:
         return self._call("GET", path, params=query)

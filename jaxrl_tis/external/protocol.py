@@ -82,10 +82,3 @@ class Kind(Protocol):
         """Returns the version that the last `load` named, None before any."""
 
     def close(self) -> None: ...
-
-
-def engine_of(kind: str, url: str, timeout: float) -> Any:
-    """Makes the client of an engine; see KINDS."""
-    from jaxrl_tis.external import sglang, vllm
-
-    return {"vllm": vllm.Vllm, "sglang": sglang.Sglang}[kind](url, timeout)

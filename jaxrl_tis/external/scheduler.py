@@ -8,8 +8,6 @@ engine ever samples with weights that this scheduler did not give it.
 
 import contextlib
 import dataclasses
-import functools
-import math
 import queue
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -27,7 +25,6 @@ from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.external.client import EngineError
 from jaxrl_tis.external.protocol import Answer, Kind
 from jaxrl_tis.external.weights import Version
-from jaxrl_tis.fields import DRAWN, route_dtype
 
 POLL_SECONDS = 0.05  # of a step without an answer, after which the caller may act
 RETRY_SECONDS = 5.0  # between two attempts to reach an engine that is out
@@ -39,7 +36,7 @@ class Member:
     """An engine and what it works on.
 
     Attributes:
-      version: of the weights that it was given; None while it is out.
+      version: of the weights that it was given; None while it is out, for `reason`.
       live: ids of its requests.
       adapter: the name of its adapter.
     """
@@ -47,14 +44,14 @@ class Member:
     url: str
     kind: Kind
     version: int | None = None
+    reason: BaseException | None = None
     live: set[str] = dataclasses.field(default_factory=set)
     adapter: str | None = None
 
 
 @dataclasses.dataclass
 class Sent:
-    """A request in work: the engine, its version when it began, and since when the keys of the request
-    are of newer weights: (version, sampled tokens by then) of each sync."""
+    """A request in work: the engine, and its version when it began."""
 
     request: Request
     member: Member
@@ -69,21 +66,22 @@ class ExternalScheduler:
       engine: of this run's config, which says what a request may ask for and how records are laid out.
       served, version: the weights to begin with.
       check: called with each engine after it has loaded weights; raises where it samples from others.
-      slots: requests of an engine at once.
+      patience: seconds without any engine until EngineError.
     """
 
     def __init__(
         self, members: Sequence[Member], engine: EngineProtocol, served: Version, version: int,
-        check: Callable[[Kind, Version, str | None], None], slots: int,
+        check: Callable[[Member, Version], None], patience: float,
     ):
         self.stats = Stats()
         self._members, self._engine, self._check = members, engine, check
-        self._slots, self._served, self._version = slots, served, version
+        self._slots, self._served, self._version = engine.slots, served, version
+        self._patience, self._tried = patience, time.monotonic()
         self._waiting: dict[str, Request] = {}
         self._sent: dict[str, Sent] = {}
         self._ended: list[Trajectory] = []
         self._answers: queue.SimpleQueue[tuple[str, Sent, Answer | BaseException]] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(slots * len(members), "request")
+        self._threads = ThreadPoolExecutor(self._slots * len(members), "request")
         self._syncs = ThreadPoolExecutor(len(members), "sync")
         self._without_since: float | None = None
         self.set_params(served, version)
@@ -97,6 +95,8 @@ class ExternalScheduler:
     def add(self, request: Request) -> None:
         live = self._waiting.keys() | self._sent.keys()
         request_check.check(request, self._engine, live, can_decode=True)
+        if request.sampling.prompt_logprobs:
+            raise ValueError(f"request {request.id}: an engine of others records no log-probs of prompts")
         self._waiting[request.id] = request
 
     def extend(
@@ -195,13 +195,13 @@ class ExternalScheduler:
                 f"{member.url} says that its weights are of version {found}, and it was given "
                 f"{self._version}"
             )
-        self._check(kind, served, member.adapter)
-        member.version = self._version
+        self._check(member, served)
+        member.version, member.reason = self._version, None
 
     def _lose(self, member: Member, error: BaseException) -> None:
         """Takes an engine out, and its requests back."""
         logging.warning("the engine at %s is out: %s", member.url, error)
-        member.version = None
+        member.version, member.reason = None, error
         for id in [*member.live]:
             self._waiting[id] = self._sent.pop(id).request
         member.live.clear()

@@ -21,8 +21,8 @@ SEEDS = 2**31  # of requests are smaller
 class Vllm:
     """One engine of this kind."""
 
-    def __init__(self, url: str, timeout: float):
-        self._client = Client(url, timeout)
+    def __init__(self, client: Client):
+        self._client = client
         self._model: str | None = None
 
     def facts(self) -> Facts:

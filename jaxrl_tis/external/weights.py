@@ -4,14 +4,14 @@ import dataclasses
 import pathlib
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxrl_tis import models
-from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.external.canary import Expected
 from jaxrl_tis.models import lora, peft, transformer
 from jaxrl_tis.models.config import ModelConfig
 
@@ -25,13 +25,15 @@ class Version:
 
     Attributes:
       path: the folder, as engines see it.
+      version: of the policy.
       adapter: the name of the PEFT adapter that the folder holds; None for whole weights.
-      score: log-probs [n] of each trajectory's tokens under these weights, by the learner.
+      expected: what the canary shall find.
     """
 
     path: str
+    version: int
     adapter: str | None
-    score: Callable[[Sequence[Trajectory]], list[np.ndarray]]
+    expected: Expected
 
 
 class Folder:

@@ -8,7 +8,8 @@ import ml_collections
 from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.runtime import addresses
 
-DRIVERS = ("virtual", "threads", "ray")
+DRIVERS = ("virtual", "threads", "ray", "external")
+ENGINE_KINDS = ("vllm",)
 LEAST_TIMEOUT = 5.0  # of rollout.worker_timeout; a report takes a second (ray_worker.POLL_SECONDS)
 ON_GAP_EXCEEDED = ("warn", "sync", "stop")
 # Of what a synchronous run does not read.
@@ -67,10 +68,37 @@ def _driver(rollout) -> Iterator[str]:
         )
     if rollout.driver == "ray":
         yield from _ray(rollout)
+    if rollout.driver == "external":
+        yield from _external(rollout)
+    elif rollout.engines:
+        yield (
+            f"rollout.engines = {rollout.engines!r} is for rollout.driver = 'external', and the driver is "
+            f"{rollout.driver!r}; set one of them"
+        )
     if rollout.driver != "virtual" and rollout.old_logp_source == "replica":
         yield (
             f"rollout.driver = {rollout.driver!r} samples while older weights are still scored, "
             "and rollout.old_logp_source = 'replica' keeps no copy of them; set it to ring"
+        )
+
+
+def _external(rollout) -> Iterator[str]:
+    """Finds wrong settings of engines of others."""
+    try:
+        addresses.urls(rollout.engines)
+    except ValueError as error:
+        yield f"rollout.engines: {error}"
+    if rollout.engine_kind not in ENGINE_KINDS:
+        yield f"rollout.engine_kind is {rollout.engine_kind!r}; choose one of {', '.join(ENGINE_KINDS)}"
+    if not rollout.weights_folder:
+        yield (
+            "rollout.weights_folder is empty, and engines read each version of the weights from it; name "
+            "a folder that they see at the same path"
+        )
+    if rollout.workers != 1:
+        yield (
+            f"rollout.workers = {rollout.workers} are samplers of this program, and rollout.engines are "
+            "those of driver external; set it to 1"
         )
 
 
@@ -165,7 +193,7 @@ def _replay(rollout, schedule: schedules.Schedule, way: replay.Way | None) -> It
 def _idle(rollout) -> Iterator[str]:
     """Finds settings that a synchronous run does not read."""
     for name, default in DEFAULTS.items():
-        if rollout[name] != default:
+        if rollout[name] != default and (name, rollout[name]) != ("driver", "external"):
             yield (
                 f"rollout.{name} = {rollout[name]!r} is for samplers that run ahead, and "
                 f"rollout.schedule is {rollout.schedule!r}; choose another schedule, or set it to {default!r}"

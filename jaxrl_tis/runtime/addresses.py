@@ -17,3 +17,13 @@ def parse(text: str) -> tuple[str, int]:
     if not (colon and host and port.isascii() and port.isdecimal() and int(port) < 2**16):
         raise ValueError(f"{text!r} is not an address; give host:port with a port from 0 to 65535")
     return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def urls(text: str) -> list[str]:
+    """Returns the addresses in a list with commas. ValueError where one is no http address, or stands
+    twice."""
+    found = [part.strip().rstrip("/") for part in text.split(",") if part.strip()]
+    bad = [url for url in found if not url.startswith(("http://", "https://"))]
+    if bad or not found or len(set(found)) < len(found):
+        raise ValueError(f"{text!r} names no different addresses as 'http://host:8000,http://other:8000'")
+    return found

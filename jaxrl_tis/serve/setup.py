@@ -51,7 +51,16 @@ def make_app(
     application = app.make(app.Served(
         EngineThread(scheduler), setup.tokenizer, setup.config.name, setup.model.vocab_size, limits,
         load=lambda path: load(setup, path), token=token, is_closed=not is_loopback(host),
-        hosts=hosts,
+        hosts=hosts, facts=_facts(setup, limits),
     ))
     warm_up(setup.engine, params)
     return application
+
+
+def _facts(setup: Setup, limits: Limits) -> dict[str, Any]:
+    """Returns what a trainer asks of the engine, by vLLM's names."""
+    return {
+        "dtype": setup.engine.config.dtype, "max_model_len": limits.context_tokens,
+        "logprobs_mode": "processed_logprobs", "max_logprobs": limits.logprobs,
+        "hf_config": {"vocab_size": setup.model.vocab_size},
+    }

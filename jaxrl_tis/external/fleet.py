@@ -1,0 +1,76 @@
+"""The engines of rollout.engines as one sampler of a run: their clients, the folder of weights, the canary."""
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from jaxrl_tis.build import Setup
+from jaxrl_tis.external import canary
+from jaxrl_tis.external.client import Client, EngineError
+from jaxrl_tis.external.scheduler import ExternalScheduler, Member
+from jaxrl_tis.external.vllm import Vllm
+from jaxrl_tis.external.weights import Folder, Version
+from jaxrl_tis.learner.state import abstract_params
+from jaxrl_tis.runtime import addresses
+
+KINDS = {"vllm": Vllm}
+
+
+class Fleet:
+    """See above. ValueError where an engine cannot sample for this run."""
+
+    def __init__(self, setup: Setup):
+        rollout, engine = setup.config.rollout, setup.engine
+        self._setup, token = setup, None
+        if rollout.engine_token_file:
+            token = pathlib.Path(rollout.engine_token_file).read_text(encoding="utf-8").strip()
+        make = KINDS[rollout.engine_kind]
+        self._members = [
+            Member(url, make(Client(url, rollout.worker_timeout, token)))
+            for url in addresses.urls(rollout.engines)
+        ]
+        self._check_facts(engine.max_length, engine.config.dtype, engine.top_n)
+        self._folder = Folder(rollout.weights_folder, setup.model, engine.config.dtype)
+        self._folder.check_room(abstract_params(setup.training))
+        self._canary: Any = None
+
+    @property
+    def size(self) -> int:
+        """The number of engines."""
+        return len(self._members)
+
+    def watch(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Makes the canary of these prompts, token ids each."""
+        setup, config = self._setup, self._setup.config
+        self._canary = canary.Canary(
+            setup.model, setup.training.learner.program, setup.training.layout, prompts,
+            setup.engine.max_length, config.rollout.temperature, config.gate.max_d_p99,
+            config.gate.max_dp_max,
+        )
+
+    def _check_facts(self, length: int, dtype: str, top_n: int) -> None:
+        """Raises ValueError where an engine cannot sample for this run."""
+        vocab_size = self._setup.model.vocab_size
+        for member in self._members:
+            try:
+                facts = member.kind.facts()
+            except EngineError as error:
+                raise ValueError(f"rollout.engines: {error}") from error
+            if found := canary.problems(facts, member.url, vocab_size, length, dtype, top_n):
+                raise ValueError(found[0])
+
+    def serving_params(self, params: Any, version: int) -> list[Version] | Version:
+        """Writes a version of the policy for the engines."""
+        path, adapter = self._folder.write(params, version)
+        return Version(path, version, adapter, self._canary.expected(params, version))
+
+    def scheduler(self, served: Version, version: int) -> ExternalScheduler:
+        """Makes the scheduler that samples with all engines."""
+
+        def check(member: Member, served: Version) -> None:
+            self._canary.check(
+                member.url, member.kind, member.adapter, served.version, served.expected
+            )
+
+        patience = self._setup.config.rollout.start_timeout
+        return ExternalScheduler(self._members, self._setup.engine, served, version, check, patience)
