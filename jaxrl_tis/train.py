@@ -160,8 +160,10 @@ class Run:
         source = self._batches.source
         prompts = [self._prompter.ids(source[i]) for i in range(min(canary.PROMPTS, len(source)))]
         if is_external:
-            self.setup.fleet.watch(prompts)
-            return self.setup.fleet.serving_params
+            fleet, is_sync = self.setup.fleet, self.setup.schedule.is_sync
+            fleet.watch(prompts)
+            one = fleet.serving_params
+            return one if is_sync and self.setup.replay is None else lambda *args: [one(*args)]
         return canary.Canary(self.setup, prompts).checked(serving_params)
 
     def _check(self, source: tasks.Source) -> Checked:

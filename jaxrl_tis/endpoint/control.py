@@ -47,7 +47,7 @@ class Control:
         starts = [i for i, v in enumerate(versions) if not i or v != versions[i - 1]]
         return [
             {"version": self.label(versions[a]), "start": a, "end": b}
-            for a, b in zip(starts, [*starts[1:], len(versions)], strict=True)
+            for a, b in zip(starts, [*starts[1:], len(versions)], strict=False)
         ]
 
     async def info(self, request: Request) -> Response:

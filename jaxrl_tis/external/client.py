@@ -18,6 +18,10 @@ class Gone(EngineError):
     """No engine answers at the address, or its answer broke off."""
 
 
+class Refused(EngineError):
+    """An engine does not take a request, as it would not at another time."""
+
+
 class Client:
     """An engine's address. Threads may share it.
 
@@ -56,12 +60,13 @@ class Client:
         except httpx.TransportError as error:
             raise Gone(f"{where} failed: {_reason(error)}") from error
         if answer.status_code == 404:
-            raise EngineError(
+            raise Refused(
                 f"{where} is unknown there (404); is it an engine of rollout.engine_kind, started as "
                 "docs/engines.md says?"
             )
         if not answer.is_success:
-            raise EngineError(f"{where} answered {answer.status_code}: {_said(answer)}")
+            kind = Refused if answer.is_client_error else EngineError
+            raise kind(f"{where} answered {answer.status_code}: {_said(answer)}")
         if not answer.content:
             return None
         try:

@@ -59,7 +59,7 @@ class Fleet:
             if found := canary.problems(facts, member.url, vocab_size, length, dtype, top_n):
                 raise ValueError(found[0])
 
-    def serving_params(self, params: Any, version: int) -> list[Version] | Version:
+    def serving_params(self, params: Any, version: int) -> Version:
         """Writes a version of the policy for the engines."""
         path, adapter = self._folder.write(params, version)
         return Version(path, version, adapter, self._canary.expected(params, version))

@@ -58,7 +58,7 @@ class Kind(Protocol):
     def facts(self) -> Facts: ...
 
     def generate(
-        self, id: str, tokens: Sequence[int], sampling: SamplingParams, seed: int, top_n: int,
+        self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int, top_n: int,
         adapter: str | None,
     ) -> Answer:
         """Samples after `tokens`; waits for the end."""

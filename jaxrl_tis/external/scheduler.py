@@ -22,7 +22,7 @@ from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, extended
 from jaxrl_tis.engine.scheduler import PAUSES
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.external.client import EngineError
+from jaxrl_tis.external.client import EngineError, Refused
 from jaxrl_tis.external.protocol import Answer, Kind
 from jaxrl_tis.external.weights import Version
 
@@ -136,6 +136,8 @@ class ExternalScheduler:
         for member in self._members:
             try:
                 tasks[member.url].result()
+            except Refused:
+                raise
             except EngineError as error:
                 self._lose(member, error)
         self._check_any()
@@ -272,7 +274,7 @@ class ExternalScheduler:
                 timeout = 0.0
                 if self._sent.get(id) is not sent:
                     continue  # of an engine that was lost
-                if isinstance(answer, EngineError):
+                if isinstance(answer, EngineError) and not isinstance(answer, Refused):
                     self._lose(sent.member, answer)
                     continue
                 if isinstance(answer, BaseException):

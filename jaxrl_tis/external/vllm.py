@@ -28,11 +28,8 @@ class Vllm:
     def facts(self) -> Facts:
         client = self._client
         [model, *_] = _list(client.get("/v1/models"), "data", client.url)
-        info = client.get("/server_info", config_format="json")
-        config = info.get("vllm_config", {}) if isinstance(info, Mapping) else {}
-        of_model = config.get("model_config") if isinstance(config, Mapping) else None
-        own = of_model if isinstance(of_model, Mapping) else {}
-        hf = own.get("hf_config") if isinstance(own.get("hf_config"), Mapping) else {}
+        own = _part(client.get("/server_info", config_format="json"), "vllm_config", "model_config")
+        hf = _part(own, "hf_config")
         self._model = str(model["id"])
         dtype = own.get("dtype")
         return Facts(
@@ -42,7 +39,7 @@ class Vllm:
         )
 
     def generate(
-        self, id: str, tokens: Sequence[int], sampling: SamplingParams, seed: int, top_n: int,
+        self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int, top_n: int,
         adapter: str | None,
     ) -> Answer:
         body = {
@@ -107,6 +104,13 @@ def _params(s: SamplingParams, seed: int, top_n: int) -> dict[str, Any]:
         "logit_bias": {str(token): bias for token, bias in s.logit_bias} or None,
         "skip_special_tokens": False,
     }
+
+
+def _part(answer: Any, *names: str) -> Mapping[str, Any]:
+    """Returns an object within an answer, {} where there is none."""
+    for name in names:
+        answer = answer.get(name) if isinstance(answer, Mapping) else None
+    return answer if isinstance(answer, Mapping) else {}
 
 
 def _list(answer: Any, name: str, where: str) -> list:

@@ -35,6 +35,11 @@ class Version:
     adapter: str | None
     expected: Expected
 
+    @property
+    def nbytes(self) -> int:
+        """The size of the files."""
+        return sum(path.stat().st_size for path in pathlib.Path(self.path).iterdir())
+
 
 class Folder:
     """Writes versions below a root.
