@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 SHOWN = 300  # characters of an unexpected answer in a message
+BUSY = (408, 429)  # what an engine answers that may take the request later
 
 
 class EngineError(RuntimeError):
@@ -65,7 +66,8 @@ class Client:
                 "docs/engines.md says?"
             )
         if not answer.is_success:
-            kind = Refused if answer.is_client_error else EngineError
+            is_refused = answer.is_client_error and answer.status_code not in BUSY
+            kind = Refused if is_refused else EngineError
             raise kind(f"{where} answered {answer.status_code}: {_said(answer)}")
         if not answer.content:
             return None

@@ -1,0 +1,232 @@
+"""Requests to several engines, whose answers, faults and versions the tests plan."""
+
+import queue
+import threading
+import time
+import types
+
+import numpy as np
+import pytest
+
+from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.external import scheduler
+from jaxrl_tis.external.client import EngineError, Gone, Refused
+from jaxrl_tis.external.protocol import Answer
+from jaxrl_tis.external.scheduler import ExternalScheduler, Member
+
+ENGINE = types.SimpleNamespace(
+    slots=2, max_length=64, vocab_size=50, max_stop_ids=4, num_penalised=0, top_n=0, quant_id="none",
+    num_logits=0, num_kept=0, route_shape=(0, 0), num_experts=0,
+)
+
+
+def answer(*tokens, reason="stop", spans=None):
+    tokens = np.array(tokens, np.int32)
+    none = np.zeros((len(tokens), 0))
+    return Answer(tokens, -0.1 * np.float32(tokens), reason, spans, none.astype(np.int32), none.astype(np.float32))
+
+
+class Planned:
+    """An engine that answers what `plan` returns for (id, tokens), or raises it."""
+
+    def __init__(self, plan=lambda id, tokens: answer(7)):
+        self.plan, self.calls, self.own = plan, [], None
+        self.fails = None
+        self.got = queue.SimpleQueue()
+
+    def generate(self, id, tokens, sampling, seed, top_n, adapter):
+        self.got.put((id, [*map(int, tokens)], sampling, seed))
+        found = self.plan(id, tokens)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def abort(self, ids):
+        self.calls.append(("abort", *ids))
+
+    def pause(self):
+        if self.fails is not None:
+            raise self.fails
+        self.calls.append("pause")
+
+    def resume(self):
+        self.calls.append("resume")
+
+    def load(self, path, version):
+        self.calls.append(("load", path))
+        self.own = version
+
+    def version(self):
+        return self.own
+
+    def close(self):
+        self.calls.append("close")
+
+
+def served(version):
+    return types.SimpleNamespace(path=f"weights/version-{version}", adapter=None, version=version)
+
+
+def made(*kinds, check=lambda member, served: None, patience=60.0):
+    members = [Member(f"http://{i}", kind) for i, kind in enumerate(kinds)]
+    return ExternalScheduler(members, ENGINE, served(3), 3, check, patience)
+
+
+def request(id="a", partial=None, **sampling):
+    values = dict(max_tokens=8, stop_ids=(1,)) | sampling
+    return Request(id, np.array([4, 5]), 11, SamplingParams(**values), partial)
+
+
+def ended(made, count=1):
+    found, start = [], time.monotonic()
+    while len(found) < count:
+        assert time.monotonic() - start < 20
+        found += made.step()
+    return found
+
+
+def test_a_sync_pauses_loads_and_resumes_before_any_request():
+    kind = Planned()
+    s = made(kind)
+    assert kind.calls == ["pause", ("load", "weights/version-3"), "resume"]
+    s.set_params(served(4), 4)
+    assert kind.calls[3:] == ["pause", ("load", "weights/version-4"), "resume"]
+    s.close()
+    assert kind.calls[-1] == "close"
+
+
+def test_a_record_has_the_versions_of_its_tokens():
+    """A sync within an answer drops its keys: another segment, whose keys are of the new version."""
+    s = made(Planned(lambda *_: answer(7, 8, 9, 1, spans=[("3", 0, 1), ("4", 1, 4)])))
+    s.add(request())
+    [record] = ended(s)
+    assert record.tokens.tolist() == [7, 8, 9, 1] and record.stop_reason == "stop"
+    np.testing.assert_allclose(record.logp_behav, [-0.7, -0.8, -0.9, -0.1], rtol=1e-6)
+    assert record.version.tolist() == record.kv_version.tolist() == [3, 4, 4, 4]
+    assert record.segment.tolist() == [0, 1, 1, 1]
+    assert np.isnan(record.entropy).all() and np.isnan(record.logp_raw).all()
+    assert s.pending == 0
+
+
+def test_a_request_goes_on_after_its_partial_by_token_ids():
+    kind = Planned(lambda id, tokens: answer(6, 1) if len(tokens) > 2 else answer(7, 8, reason="abort"))
+    s = made(kind)
+    s.add(request())
+    [partial] = ended(s)
+    assert partial.stop_reason == "abort"
+    s.set_params(served(5), 5)
+    s.add(request(partial=partial, min_tokens=3, stop_ids=()))
+    [record] = ended(s)
+    assert record.tokens.tolist() == [7, 8, 6, 1] and record.version.tolist() == [3, 3, 5, 5]
+    assert record.segment.tolist() == [0, 0, 1, 1] and record.turn.tolist() == [0] * 4
+    kind.got.get()
+    _, tokens, sampling, _ = kind.got.get()
+    assert tokens == [4, 5, 7, 8] and (sampling.max_tokens, sampling.min_tokens) == (6, 1)
+
+
+def test_a_turn_follows_the_tokens_of_an_environment():
+    kind = Planned(lambda id, tokens: answer(6, 1) if len(tokens) > 4 else answer(7, 1))
+    s = made(kind)
+    s.add(request())
+    [first] = ended(s)
+    s.extend(first, [9, 9], SamplingParams(max_tokens=8, stop_ids=(1,)))
+    [record] = ended(s)
+    assert record.tokens.tolist() == [7, 1, 9, 9, 6, 1]
+    assert record.mask.tolist() == [True, True, False, False, True, True]
+    assert record.turn.tolist() == [0, 0, 1, 1, 1, 1]
+
+
+def test_requests_go_to_the_engine_with_the_fewest():
+    hold = threading.Event()
+    wait = lambda *_: (hold.wait(20), answer(1))[1]
+    one, other = Planned(wait), Planned(wait)
+    s = made(one, other)
+    for id in "abcde":
+        s.add(request(id))
+    s.step()
+    assert one.got.qsize() + other.got.qsize() == 4 and s.pending == 5  # two slots each
+    hold.set()
+    assert {r.id for r in ended(s, 5)} == set("abcde")
+    assert one.got.qsize() and other.got.qsize()
+    s.close()
+
+
+def test_work_of_an_engine_that_dies_goes_on_elsewhere(monkeypatch):
+    monkeypatch.setattr(scheduler, "RETRY_SECONDS", 1e9)
+    dead, well = Planned(lambda *_: Gone("it is gone")), Planned(lambda *_: answer(7, 1))
+    s = made(dead, well)
+    for id in "abcd":
+        s.add(request(id))
+    assert {r.id for r in ended(s, 4)} == set("abcd")
+    assert well.got.qsize() >= 4 and s.pending == 0
+
+
+def test_an_engine_that_comes_back_has_the_newest_weights_before_it_samples(monkeypatch):
+    monkeypatch.setattr(scheduler, "RETRY_SECONDS", 0.0)
+    kind = Planned()
+    s = made(kind)
+    kind.fails = Gone("it restarts")
+    s.set_params(served(4), 4)
+    s.add(request())
+    assert s.step() == [] and kind.got.qsize() == 0
+    kind.fails, kind.own = None, None
+    [record] = ended(s)
+    assert record.version.tolist() == [4] and kind.calls[-3:] == ["pause", ("load", "weights/version-4"), "resume"]
+
+
+def test_a_run_without_any_engine_ends_with_their_reasons(monkeypatch):
+    monkeypatch.setattr(scheduler, "RETRY_SECONDS", 0.0)
+    kind = Planned()
+    s = made(kind, patience=0.0)
+    kind.fails = Gone("no answer at http://0")
+    s.set_params(served(4), 4)
+    with pytest.raises(EngineError, match="no engine has answered for 0 s: http://0: no answer at http://0"):
+        for _ in range(100):
+            s.step()
+            time.sleep(0.001)
+
+
+def test_a_version_that_an_engine_does_not_have_is_told(monkeypatch):
+    kind = Planned()
+    kind.load = lambda path, version: None
+    kind.own = 2
+    s = made(kind, patience=0.0)
+    time.sleep(0.01)
+    with pytest.raises(EngineError, match="says that its weights are of version 2, and it was given 3"):
+        s.step()
+
+
+def test_a_request_that_an_engine_refuses_ends_the_run():
+    s = made(Planned(lambda *_: Refused("answered 400: the prompt is too long")))
+    s.add(request())
+    with pytest.raises(Refused, match="too long"):
+        ended(s)
+
+
+def test_a_check_that_fails_ends_the_run():
+    def check(member, served):
+        raise ValueError(f"{member.url} samples from others")
+
+    with pytest.raises(ValueError, match="http://0 samples from others"):
+        made(Planned(), check=check)
+
+
+def test_a_pause_returns_what_was_sampled():
+    hold = threading.Event()
+    kind = Planned(lambda *_: (hold.wait(20), answer(7, 8, reason="abort"))[1])
+    kind.abort = lambda ids: hold.set()
+    s = made(kind)
+    for id in "abc":  # two slots
+        s.add(request(id))
+    s.step()
+    found = {r.id: r for r in s.pause("abort")}
+    assert {id: len(r.tokens) for id, r in found.items()} == {"a": 2, "b": 2, "c": 0}
+    assert {r.stop_reason for r in found.values()} == {"abort"} and s.pending == 0
+
+
+def test_what_an_engine_cannot_record_is_refused():
+    s = made(Planned())
+    with pytest.raises(ValueError, match="records no log-probs of prompts"):
+        s.add(request(prompt_logprobs=True))
+    with pytest.raises(KeyError, match="'z'"):
+        s.abort("z")
