@@ -168,6 +168,7 @@ def test_a_run_on_a_taskset_of_verifiers(tmp_path, monkeypatch):
     )
     steps = [r for r in tiny.lines(tmp_path / "run") if r["phase"] == "train"]
     for record in steps:
-        assert record["harness/calls"] == 2 and record["episodes/done"] == 16
+        assert record["harness/calls"] == 2
+        assert record["episodes/done"] + record["episodes/overlong"] == 16  # answers of 8 tokens are cut
         assert 0 < record["reward/mean"] < 1 and record["actor/grad_norm"] > 0
     assert steps[0]["reward/mean"] != steps[1]["reward/mean"]

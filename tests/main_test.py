@@ -39,7 +39,7 @@ def results():
 @pytest.mark.parametrize("name, lines", [
     ("typo", ["config.optimizer has no field 'lrr'; did you mean 'lr'?"]),
     ("contradiction", ["the config contradicts itself:", "- rollout.prompts * rollout.group_size",
-                       "- rollout.group_size is 1", "- in bypass mode"]),
+                       "- rollout.group_size is 1", "- the ratio of objective 'ppo' and the weight"]),
 ])
 def test_a_mistake_is_told_alone_before_anything_is_written(results, name, lines):
     output, code = results[name]

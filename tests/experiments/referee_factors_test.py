@@ -79,9 +79,8 @@ def test_the_page(tmp_path, monkeypatch):
     assert "**stale/short**" in text and "**stale/long**" not in text
 
 
-def test_without_a_run_there_is_no_page(tmp_path):
-    with pytest.raises(ValueError, match="no run of the factors"):
-        referee_factors.read(tmp_path)
+def test_without_a_run_the_page_says_so(tmp_path):
+    assert referee_factors.FIGURE.text(referee_factors.read(tmp_path)) == "No run is stored."
 
 
 def test_differences_hold_together():
