@@ -39,7 +39,8 @@ class Answer:
       spans: (version, start, end) of the weights that sampled tokens, in their order; None where the
         engine does not say.
       top_ids, top_logps: [n,k] the k likeliest tokens.
-      routes: [m,L,k] experts of the tokens; None without.
+      routes: [m,L,k] experts of the tokens of prompt and answer; None where the engine says none.
+      kept: for each token the ids with positive probability; None where the engine says none.
     """
 
     tokens: np.ndarray
@@ -49,6 +50,7 @@ class Answer:
     top_ids: np.ndarray
     top_logps: np.ndarray
     routes: np.ndarray | None = None
+    kept: Sequence[Sequence[int]] | None = None
 
 
 class Kind(Protocol):
@@ -81,4 +83,5 @@ class Kind(Protocol):
     def version(self) -> int | None:
         """Returns the version that the last `load` named, None before any."""
 
-    def close(self) -> None: ...
+    def tokenize(self, text: str) -> list[int] | None:
+        """Returns the ids of a text without special tokens, None where the engine has no tokenizer."""

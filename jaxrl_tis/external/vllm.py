@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.records import SamplingParams
-from jaxrl_tis.external.client import Client, EngineError
+from jaxrl_tis.external.client import Client, EngineError, Refused
 from jaxrl_tis.external.protocol import Answer, Facts
 
 GENERATE = "/inference/v1/generate"
@@ -78,8 +78,13 @@ class Vllm:
         text = str(answer.get("weight_version")) if isinstance(answer, Mapping) else ""
         return int(text) if text.isdecimal() else None
 
-    def close(self) -> None:
-        self._client.close()
+    def tokenize(self, text: str) -> list[int] | None:
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        try:
+            answer = self._client.post("/tokenize", body)
+        except Refused:
+            return None
+        return _list(answer, "tokens", f"{self._client.url}/tokenize")
 
     def _name(self, version: int) -> None:
         self._client.post("/update_weight_version", {"new_version": str(version)})
@@ -143,7 +148,7 @@ def _read(choice: Mapping[str, Any], top_n: int, where: str) -> Answer:
     return Answer(
         np.array(tokens, np.int32), np.array([e["logprob"] for e in content], np.float32), reason,
         None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans],
-        ids, logps, _routes(choice.get("routed_experts"), where),
+        ids, logps, _routes(choice.get("routed_experts"), where), choice.get("sampling_mask"),
     )
 
 
@@ -151,11 +156,15 @@ def _id(entry: Mapping[str, Any]) -> int:
     return int(entry["token_id"])
 
 
-def _routes(text: str | None, where: str) -> np.ndarray | None:
-    """Reads experts from base64 of an .npy file."""
-    if text is None:
+def _routes(value: Any, where: str) -> np.ndarray | None:
+    """Reads experts: base64 of an .npy file, or an object with the bytes of an array in base64, its
+    shape and its dtype."""
+    if value is None:
         return None
     try:
-        return np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (ValueError, binascii.Error, EOFError) as error:
-        raise EngineError(f"{where}: routed_experts is no .npy file in base64 ({error})") from error
+        if isinstance(value, Mapping):
+            rows = np.frombuffer(base64.b64decode(value["data"], validate=True), value["dtype"])
+            return rows.reshape(value["shape"])
+        return np.load(io.BytesIO(base64.b64decode(value, validate=True)), allow_pickle=False)
+    except (ValueError, KeyError, TypeError, binascii.Error, EOFError) as error:
+        raise EngineError(f"{where}: routed_experts cannot be read ({error})") from error
