@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.external.client import Client, EngineError
-from jaxrl_tis.external.protocol import Answer, Facts
+from jaxrl_tis.external.protocol import Answer, Facts, part, read
 
 GENERATE = "/inference/v1/generate"
 STOPS = ("stop", "length", "abort")
@@ -21,6 +21,8 @@ SEEDS = 2**31  # of requests are smaller
 class Vllm:
     """One engine of this kind."""
 
+    filters_logps = True
+
     def __init__(self, client: Client):
         self._client = client
         self._model: str | None = None
@@ -28,8 +30,8 @@ class Vllm:
     def facts(self) -> Facts:
         client = self._client
         [model, *_] = _list(client.get("/v1/models"), "data", client.url)
-        own = _part(client.get("/server_info", config_format="json"), "vllm_config", "model_config")
-        hf = _part(own, "hf_config")
+        own = part(client.get("/server_info", config_format="json"), "vllm_config", "model_config")
+        hf = part(own, "hf_config")
         self._model = str(model["id"])
         dtype = own.get("dtype")
         return Facts(
@@ -106,13 +108,6 @@ def _params(s: SamplingParams, seed: int, top_n: int) -> dict[str, Any]:
     }
 
 
-def _part(answer: Any, *names: str) -> Mapping[str, Any]:
-    """Returns an object within an answer, {} where there is none."""
-    for name in names:
-        answer = answer.get(name) if isinstance(answer, Mapping) else None
-    return answer if isinstance(answer, Mapping) else {}
-
-
 def _list(answer: Any, name: str, where: str) -> list:
     value = answer.get(name) if isinstance(answer, Mapping) else None
     if not isinstance(value, list) or not value:
@@ -126,25 +121,15 @@ def _read(choice: Mapping[str, Any], top_n: int, where: str) -> Answer:
     content = (choice.get("logprobs") or {}).get("content")
     if not isinstance(tokens, list) or reason not in STOPS:
         raise EngineError(f"{where}: no token ids, or it ended by {reason!r}")
-    if tokens and (not isinstance(content, list) or len(content) != len(tokens)):
-        have = len(content) if isinstance(content, list) else 0
-        raise EngineError(f"{where}: {len(tokens)} tokens and {have} log-probs")
-    content = content or []
-    ids = np.full((len(tokens), top_n), -1, np.int32)
-    logps = np.full((len(tokens), top_n), -np.inf, np.float32)
-    for i, entry in enumerate(content):
-        if (id := _id(entry)) != tokens[i]:
-            raise EngineError(f"{where}: token {i} is {tokens[i]} and its log-prob is of {id}")
-        # The sampled token comes first where it is none of the likeliest.
-        ranked = sorted(entry.get("top_logprobs") or [], key=lambda e: -e["logprob"])[:top_n]
-        for k, top in enumerate(ranked):
-            ids[i, k], logps[i, k] = _id(top), top["logprob"]
+    content = content if isinstance(content, list) else []
+    own = [(_id(entry), entry["logprob"]) for entry in content]
+    # The sampled token comes first where it is none of the likeliest.
+    likely = [[(_id(e), e["logprob"]) for e in x.get("top_logprobs") or []] for x in content]
     spans = choice.get("weight_versions")
-    return Answer(
-        np.array(tokens, np.int32), np.array([e["logprob"] for e in content], np.float32), reason,
-        None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans],
-        ids, logps, _routes(choice.get("routed_experts"), where),
-    )
+    if spans is not None:
+        spans = [(s["version"], s["start"], s["end"]) for s in spans]
+    routes = _routes(choice.get("routed_experts"), where)
+    return read(where, tokens, own, likely, top_n, reason, spans, routes)
 
 
 def _id(entry: Mapping[str, Any]) -> int:
