@@ -189,11 +189,19 @@ def problems(facts: Facts, url: str, vocab_size: int, length: int, dtype: str, t
             "--logprobs-mode processed_logprobs"
         )
     if said.vocab_size not in (None, vocab_size):
-        found.append(f"its model has {said.vocab_size} token ids and this run's {vocab_size}; serve the same model")
+        found.append(
+            f"its model has {said.vocab_size} token ids and this run's {vocab_size}; serve the same model"
+        )
     if said.max_length is not None and said.max_length < length:
-        found.append(f"its sequences have at most {said.max_length} tokens, and this run's up to {length}; raise --max-model-len")
+        found.append(
+            f"its sequences have at most {said.max_length} tokens, and this run's up to {length}; raise "
+            "--max-model-len of vLLM, --context-length of SGLang"
+        )
     if said.dtype not in (None, dtype):
         found.append(f"it computes in {said.dtype}, and engine.dtype is {dtype}; make them equal")
     if said.max_logprobs is not None and -1 < said.max_logprobs < top_n:
-        found.append(f"it answers with at most {said.max_logprobs} likely tokens, and {top_n} are recorded; raise --max-logprobs")
+        found.append(
+            f"it answers with at most {said.max_logprobs} likely tokens, and {top_n} are recorded; raise "
+            "--max-logprobs"
+        )
     return [f"the engine at {url}: {problem}" for problem in found]

@@ -10,12 +10,13 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.external import canary
 from jaxrl_tis.external.client import Client, EngineError
 from jaxrl_tis.external.scheduler import ExternalScheduler, Member
+from jaxrl_tis.external.sglang import Sglang
 from jaxrl_tis.external.vllm import Vllm
 from jaxrl_tis.external.weights import Folder, Version
 from jaxrl_tis.learner.state import abstract_params
 from jaxrl_tis.runtime import addresses, processes
 
-KINDS = {"vllm": Vllm}
+KINDS: dict[str, type[Vllm] | type[Sglang]] = {"vllm": Vllm, "sglang": Sglang}
 
 
 class Fleet:

@@ -8,6 +8,7 @@ engine ever samples with weights that this scheduler did not give it.
 
 import contextlib
 import dataclasses
+import itertools
 import queue
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -39,6 +40,7 @@ class Member:
       version: of the weights that it was given; None while it is out, for `reason`.
       live: ids of its requests.
       adapter: the name of its adapter.
+      left: names of requests that it may still be working on, and nobody waits for.
     """
 
     url: str
@@ -47,15 +49,19 @@ class Member:
     reason: BaseException | None = None
     live: set[str] = dataclasses.field(default_factory=set)
     adapter: str | None = None
+    left: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
 class Sent:
-    """A request in work: the engine, and its version when it began."""
+    """A request in work: the engine, its version when it began, the request's name there, and whether
+    it goes on with other weights once it is aborted."""
 
     request: Request
     member: Member
     version: int
+    name: str
+    goes_on: bool = False
 
 
 class ExternalScheduler:
@@ -84,6 +90,7 @@ class ExternalScheduler:
         self._threads = ThreadPoolExecutor(self._slots * len(members), "request")
         self._syncs = ThreadPoolExecutor(len(members), "sync")
         self._without_since: float | None = None
+        self._serial = itertools.count()
         self.set_params(served, version)
 
     # For callers
@@ -95,8 +102,14 @@ class ExternalScheduler:
     def add(self, request: Request) -> None:
         live = self._waiting.keys() | self._sent.keys()
         request_check.check(request, self._engine, live, can_decode=True)
-        if request.sampling.prompt_logprobs:
+        sampling = request.sampling
+        if sampling.prompt_logprobs:
             raise ValueError(f"request {request.id}: an engine of others records no log-probs of prompts")
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            raise ValueError(
+                f"request {request.id}: an engine of others forgets presence and frequency penalties where "
+                "a sequence goes on after a sync or a turn; leave them out"
+            )
         self._waiting[request.id] = request
 
     def extend(
@@ -130,7 +143,14 @@ class ExternalScheduler:
 
     def set_params(self, served: Version, version: int) -> None:
         """Gives all engines these weights, at the same time. Those that fail are out, and those that were
-        out are tried again."""
+        out are tried again. A request keeps the adapter that it began with: it is aborted, and goes on
+        with the new one after the tokens that it has."""
+        if served.adapter is not None:
+            for sent in self._sent.values():
+                sent.goes_on = True
+            self._abort([*self._sent])
+            while any(sent.goes_on for sent in self._sent.values()):
+                self._collect(POLL_SECONDS)
         self._served, self._version = served, version
         tasks = {m.url: self._syncs.submit(self._sync, m) for m in self._members}
         for member in self._members:
@@ -181,6 +201,9 @@ class ExternalScheduler:
     def _sync(self, member: Member) -> None:
         """Gives an engine the newest weights, and checks that it samples from them."""
         kind, served = member.kind, self._served
+        if member.left:
+            kind.abort([*member.left])
+            member.left.clear()
         kind.pause()
         try:
             if served.adapter is None:
@@ -203,7 +226,9 @@ class ExternalScheduler:
         logging.warning("the engine at %s is out: %s", member.url, error)
         member.version, member.reason = None, error
         for id in [*member.live]:
-            self._waiting[id] = self._sent.pop(id).request
+            sent = self._sent.pop(id)
+            self._waiting[id] = sent.request
+            member.left.add(sent.name)
         member.live.clear()
 
     def _check_any(self) -> None:
@@ -244,7 +269,8 @@ class ExternalScheduler:
                 return
             member = min(ready, key=lambda m: len(m.live))
             request = self._waiting.pop(next(iter(self._waiting)))
-            sent = Sent(request, member, self._version)
+            # An engine that was lost may still hold a request of the same id.
+            sent = Sent(request, member, self._version, f"{request.id}.{next(self._serial)}")
             self._sent[request.id] = sent
             member.live.add(request.id)
             self._threads.submit(self._ask, sent)
@@ -262,7 +288,7 @@ class ExternalScheduler:
         )
         try:
             answer: Answer | BaseException = member.kind.generate(
-                request.id, tokens, rest, (request.seed + request.hash + done) % SEEDS,
+                sent.name, tokens, rest, (request.seed + request.hash + done) % SEEDS,
                 self._engine.top_n, member.adapter,
             )
         except Exception as error:
@@ -288,11 +314,16 @@ class ExternalScheduler:
                 del self._sent[id]
                 sent.member.live.discard(id)
                 self.stats.tokens += len(answer.tokens)
-                self._ended.append(self._record(sent.request, answer, sent.version))
+                record = self._record(sent.request, answer, sent.version)
+                if sent.goes_on and record.stop_reason == "abort":
+                    partial = record if len(record.tokens) else None
+                    self._waiting[id] = dataclasses.replace(sent.request, partial=partial)
+                else:
+                    self._ended.append(record)
 
     def _abort(self, ids: Sequence[str]) -> None:
         for member in self._members:
-            own = [id for id in ids if id in member.live]
+            own = [self._sent[id].name for id in ids if id in member.live]
             try:
                 if own:
                     member.kind.abort(own)

@@ -5,11 +5,13 @@ from collections.abc import Iterator
 
 import ml_collections
 
+from jaxrl_tis.engine.check import is_filtered
 from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.runtime import addresses
 
 DRIVERS = ("virtual", "threads", "ray", "external")
-ENGINE_KINDS = ("vllm",)
+ENGINE_KINDS = ("vllm", "sglang")
+UNFILTERED_KINDS = ("sglang",)  # whose log-probs are those before top_k, top_p and min_p
 LEAST_TIMEOUT = 5.0  # of rollout.worker_timeout; a report takes a second (ray_worker.POLL_SECONDS)
 ON_GAP_EXCEEDED = ("warn", "sync", "stop")
 # Of the engine of this program, which driver external does not use.
@@ -96,6 +98,12 @@ def _external(rollout) -> Iterator[str]:
         yield f"rollout.engines: {error}"
     if rollout.engine_kind not in ENGINE_KINDS:
         yield f"rollout.engine_kind is {rollout.engine_kind!r}; choose one of {', '.join(ENGINE_KINDS)}"
+    if rollout.engine_kind in UNFILTERED_KINDS and is_filtered(rollout):
+        yield (
+            f"rollout.engine_kind = {rollout.engine_kind!r} records log-probs before filters, and "
+            f"rollout.top_k = {rollout.top_k}, top_p = {rollout.top_p}, min_p = {rollout.min_p}; "
+            "set them to 0, 1.0 and 0.0, or sample with vllm"
+        )
     if not rollout.weights_folder:
         yield (
             "rollout.weights_folder is empty, and engines read each version of the weights from it; name "
