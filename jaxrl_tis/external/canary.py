@@ -76,7 +76,7 @@ class Canary:
         text = text * (1 + (length + PROMPTS) // len(text))
         self._prompts = [text[i : i + length] for i in range(PROMPTS)]
         self._temperature, self._max_d, self._max_dp = temperature or 1.0, max_d, max_dp
-        self._layout, self._route_shape, self._model = layout, route_shape, model
+        self._layout, self._route_shape = layout, route_shape
         self._program = jax.jit(
             functools.partial(_log_probs, model, program, self._temperature),
             compiler_options=program.compiler_options,
@@ -130,7 +130,7 @@ class Canary:
             f"{url} does not sample from version {version}: after {len(self._prompts)} fixed prompts its "
             f"median log-prob is {np.median(logps):.6g} and the learner's {own:.6g}; median difference "
             f"{distance[0]:.3g} nats (bound {bounds[0]:.3g}{grown}), of probabilities {distance[1]:.3g} "
-            f"(bound {bounds[1]:.3g}). {self._cause(said, version, expected)}. The run stops before it "
+            f"(bound {bounds[1]:.3g}). {self._cause(said, version, expected, adapter is not None)}. The run stops before it "
             "samples"
         )
 
@@ -149,7 +149,7 @@ class Canary:
                 "is set; start it with --enable-return-routed-experts, or unset it"
             )
 
-    def _cause(self, said: Said, version: int, expected: Expected) -> str:
+    def _cause(self, said: Said, version: int, expected: Expected, is_adapter: bool) -> str:
         """Returns the likely cause: what else the log-probs agree with."""
         here = said.distance(expected.logps)[0]
         fits = lambda logps: said.distance(logps)[0] <= here / GROWTH
@@ -164,13 +164,10 @@ class Canary:
                     f"They are those of version {older}: the engine did not read the new weights, or keeps "
                     "an adapter of that name"
                 )
-        tied = (
-            ", or the head of a model with tied embeddings, which vLLM on a CPU reads only from a folder "
-            "of `export --untied`"
-        )
+        base = ", or other weights below the adapter than this run's"
         return (
             "Likely keys of older weights in its prefix cache, another temperature, another number format, "
-            f"another model or tokenizer{tied if self._model.tie_embeddings else ''}"
+            f"another model or tokenizer{base if is_adapter else ''}"
         )
 
 

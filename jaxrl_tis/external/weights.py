@@ -78,7 +78,7 @@ class Folder:
         if base is None:
             path = self._root / f"version-{version}"
             shutil.rmtree(path, ignore_errors=True)
-            # vLLM on a CPU updates the head of a model only where it has one of its own.
+            # Without the head of tied embeddings vLLM on a CPU keeps its first one.
             weights = transformer.cast(params, self._dtype)
             models.save(path, self._config, weights, self._files, with_head=True)
         else:
