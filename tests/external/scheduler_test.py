@@ -20,10 +20,13 @@ ENGINE = types.SimpleNamespace(
 )
 
 
-def answer(*tokens, reason="stop", spans=None):
+def answer(*tokens, reason="stop", spans=None, **records):
     tokens = np.array(tokens, np.int32)
     none = np.zeros((len(tokens), 0))
-    return Answer(tokens, -0.1 * np.float32(tokens), reason, spans, none.astype(np.int32), none.astype(np.float32))
+    return Answer(
+        tokens, -0.1 * np.float32(tokens), reason, spans, none.astype(np.int32),
+        none.astype(np.float32), **records,
+    )
 
 
 class Planned:
@@ -59,17 +62,26 @@ class Planned:
     def version(self):
         return self.own
 
-    def close(self):
-        self.calls.append("close")
+
+    def load_adapter(self, name, path, older):
+        self.calls.append(("load_adapter", name, path, older))
+        self.own = int(name.rpartition("-")[2])
 
 
-def served(version):
-    return types.SimpleNamespace(path=f"weights/version-{version}", adapter=None, version=version)
+def served(version, adapter=None):
+    name = f"{adapter or 'version'}-{version}"
+    return types.SimpleNamespace(
+        path=f"weights/{name}", adapter=adapter and name, version=version
+    )
 
 
-def made(*kinds, check=lambda member, served: None, patience=60.0):
+def made(*kinds, check=lambda member, served: None, patience=60.0, engine=ENGINE, first=None):
     members = [Member(f"http://{i}", kind) for i, kind in enumerate(kinds)]
-    return ExternalScheduler(members, ENGINE, served(3), 3, check, patience)
+    return ExternalScheduler(members, engine, first or served(3), 3, check, patience)
+
+
+def with_records(**widths):
+    return types.SimpleNamespace(**{**vars(ENGINE), **widths})
 
 
 def request(id="a", partial=None, **sampling):
@@ -91,18 +103,16 @@ def test_a_sync_pauses_loads_and_resumes_before_any_request():
     assert kind.calls == ["pause", ("load", "weights/version-3"), "resume"]
     s.set_params(served(4), 4)
     assert kind.calls[3:] == ["pause", ("load", "weights/version-4"), "resume"]
-    s.close()
-    assert kind.calls[-1] == "close"
 
 
 def test_a_record_has_the_versions_of_its_tokens():
     """A sync within an answer drops its keys: another segment, whose keys are of the new version."""
-    s = made(Planned(lambda *_: answer(7, 8, 9, 1, spans=[("3", 0, 1), ("4", 1, 4)])))
+    s = made(Planned(lambda *_: answer(7, 8, 9, 1, spans=[("2", 0, 1), ("3", 1, 4)])))
     s.add(request())
     [record] = ended(s)
     assert record.tokens.tolist() == [7, 8, 9, 1] and record.stop_reason == "stop"
     np.testing.assert_allclose(record.logp_behav, [-0.7, -0.8, -0.9, -0.1], rtol=1e-6)
-    assert record.version.tolist() == record.kv_version.tolist() == [3, 4, 4, 4]
+    assert record.version.tolist() == record.kv_version.tolist() == [2, 3, 3, 3]
     assert record.segment.tolist() == [0, 1, 1, 1]
     assert np.isnan(record.entropy).all() and np.isnan(record.logp_raw).all()
     assert s.pending == 0
@@ -224,9 +234,89 @@ def test_a_pause_returns_what_was_sampled():
     assert {r.stop_reason for r in found.values()} == {"abort"} and s.pending == 0
 
 
+def test_a_request_goes_on_with_a_new_adapter_after_its_tokens():
+    """An engine samples a request to its end with the adapter that it began with."""
+    hold = threading.Event()
+    kind = Planned(lambda id, tokens: answer(6, 1) if len(tokens) > 2 else (
+        hold.wait(20), answer(7, 8, reason="abort")
+    )[1])
+    kind.abort = lambda names: (kind.calls.append(("abort", *names)), hold.set())
+    s = made(kind, first=served(3, "adapter"))
+    s.add(request())
+    s.step()
+    s.set_params(served(4, "adapter"), 4)
+    assert kind.calls[-4:] == [
+        ("abort", "a.0"), "pause", ("load_adapter", "adapter-4", "weights/adapter-4", "adapter-3"),
+        "resume",
+    ]
+    [record] = ended(s)
+    assert record.tokens.tolist() == [7, 8, 6, 1] and record.version.tolist() == [3, 3, 4, 4]
+
+
+def test_weights_that_another_gave_are_known_by_their_name(monkeypatch):
+    """An engine that started again between two requests samples from its first weights."""
+    monkeypatch.setattr(scheduler, "RETRY_SECONDS", 0.0)
+    spans = iter([[("default", 0, 2)], [("9", 0, 2)], [("3", 0, 2)]])
+    kind = Planned(lambda *_: answer(7, 1, spans=next(spans)))
+    s = made(kind)
+    s.add(request())
+    [record] = ended(s)
+    assert record.version.tolist() == [3, 3]
+    assert kind.calls.count(("load", "weights/version-3")) == 3
+    names = [kind.got.get()[0] for _ in range(3)]
+    assert names == ["a.0", "a.1", "a.2"]  # the engine may still hold a lost request
+    assert ("abort", "a.0") in kind.calls
+
+
+def test_another_scheduler_of_the_engines_leaves_them_with_its_weights():
+    kind = Planned(lambda *_: answer(7, 1))
+    s = made(kind)
+    other = ExternalScheduler(s._members, ENGINE, served(5), 5, lambda *_: None, 60.0)
+    other.close()
+    s.add(request())
+    [record] = ended(s)
+    assert record.version.tolist() == [3, 3] and kind.calls[-2] == ("load", "weights/version-3")
+
+
+def test_experts_of_a_request_in_parts():
+    """Rows of tokens that were read before stay, and a later choice of others is counted."""
+    engine = with_records(route_shape=(1, 2), num_experts=8)
+    rows = lambda *experts: np.array(experts, np.int32)[:, None]
+    first = rows([0, 1], [2, 3], [4, 5])
+    whole = rows([1, 0], [2, 6], [4, 5], [6, 7], [0, 7])
+    plan = {2: answer(7, 8, reason="abort", routes=first), 4: answer(6, 1, routes=whole)}
+    s = made(Planned(lambda id, tokens: plan[len(tokens)]), engine=engine)
+    s.add(request())
+    [partial] = ended(s)
+    assert partial.routes.tolist() == first.tolist() and partial.routes.dtype == np.uint8
+    s.add(request(partial=partial))
+    [record] = ended(s)
+    np.testing.assert_array_equal(record.routes, np.concatenate([first, whole[3:]]))
+    assert record.rerouted.tolist() == [3, 1]  # of three choices one is another set
+    s.add(request("b"))
+    plan[2] = answer(7, 8)
+    with pytest.raises(Refused, match=r"of 4 tokens in \[1, 2\] the engine says none"):
+        ended(s)
+
+
+def test_possible_tokens_are_recorded_up_to_a_width():
+    s = made(
+        Planned(lambda *_: answer(7, 1, kept=[[9, 7], [1, 2, 3, 4]])), engine=with_records(num_kept=3)
+    )
+    s.add(request())
+    [record] = ended(s)
+    assert record.kept.tolist() == [[7, 9, -1], [-1, -1, -1]]  # four are too many
+    s = made(Planned(), engine=with_records(num_kept=3))
+    s.add(request())
+    with pytest.raises(Refused, match="says no sampling masks, and rollout.sampling_mask_size is 3"):
+        ended(s)
+
+
 def test_what_an_engine_cannot_record_is_refused():
-    s = made(Planned())
+    s = made(Planned(), engine=with_records(num_penalised=4))
     with pytest.raises(ValueError, match="records no log-probs of prompts"):
         s.add(request(prompt_logprobs=True))
+    with pytest.raises(ValueError, match="forgets presence and frequency penalties"):
+        s.add(request(presence_penalty=0.5))
     with pytest.raises(KeyError, match="'z'"):
         s.abort("z")
