@@ -6,6 +6,7 @@ import http.server
 import json
 import pathlib
 import threading
+import time
 from unittest import mock
 
 import jax
@@ -139,11 +140,12 @@ class Planted:
         with self._lock:
             self._live += 1
             self.got.append((row, len(tokens), self._live))
-            chosen = np.array([seed % vocab, seed // vocab % vocab], np.int32)
-            padded = np.zeros((1, WIDTH), np.int32)
-            padded[0, : len(tokens) + 2] = [*tokens, *chosen]
-            at = len(tokens) - 1 + np.arange(2)
-            logits = np.asarray(forward()(self._params, jnp.asarray(padded)))[0, at]
+        time.sleep(0.01)  # others begin
+        chosen = np.array([seed % vocab, seed // vocab % vocab], np.int32)
+        padded = np.zeros((1, WIDTH), np.int32)
+        padded[0, : len(tokens) + 2] = [*tokens, *chosen]
+        at = len(tokens) - 1 + np.arange(2)
+        logits = np.asarray(forward()(self._params, jnp.asarray(padded)))[0, at]
         logits = np.float64(logits) / (self._temperature or sampling.temperature)
         logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         with self._lock:
@@ -180,6 +182,7 @@ def test_each_row_has_its_own_gap_and_its_own_requests():
     of = lambda name: [(length, live) for row, length, live in kind.got if row == name]
     assert [len(of(name)) for name in gaps] == [12, 3, 3, 3, 3, 4]
     assert max(live for _, live in of("alone") + of("chunked")) == 1
+    assert max(live for _, live in of("run")) > 1 and max(live for _, live in of("cache_hit")) > 1
     assert {length for length, _ in of("chunked")} == {20 + engine.BEYOND}
     assert max(length for length, _ in of("run")) <= 5
 
