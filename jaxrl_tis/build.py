@@ -240,6 +240,15 @@ class Setup(Sampling):
             return self.fleet.scheduler(params, version)
         return super().turn_scheduler(engine, params, version, **options)
 
+    def evaluating(self, params: Any, version: int, heartbeat: Callable[[], None] = lambda: None) -> Any:
+        """Makes the scheduler of an evaluation of these parameters of the policy: with the learner's own
+        numerics, or by the engines of rollout.engines. Close it after use."""
+        if self.config.rollout.driver == "external":
+            served = self.fleet.serving_params(params, version)
+            return self.scheduler(self.engine, served, version, heartbeat=heartbeat)
+        engine = self.learner_engine
+        return self.scheduler(engine, engine.load(params), version, heartbeat=heartbeat)
+
     @property
     def is_apart(self) -> bool:
         """Whether the samplers have devices of their own."""

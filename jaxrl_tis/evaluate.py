@@ -45,8 +45,8 @@ LIMITS = ("max_turns", "overlong")  # outcomes of episodes that their environmen
 
 class Evaluator:
     """Answers the first eval.prompts examples of the held-out split, each twice; `digest` tells
-    that split from another, `left_out` is how many of its examples cannot be used, `greedy` are the
-    greedy answers of the last `run`.
+    that split from another, `left_out` is how many of its examples cannot be used, `prompts` are their
+    token ids, `greedy` the greedy answers of the last `run`.
 
     Raises ValueError when the split has fewer examples.
     """
@@ -70,7 +70,7 @@ class Evaluator:
             )
         self._examples = [checked.source[i] for i in checked.good[: config.eval.prompts]]
         self.digest, self.left_out = checked.digest(), checked.left_out
-        self._prompts = [prompter.ids(example) for example in self._examples]
+        self.prompts = [prompter.ids(example) for example in self._examples]
 
     def run(
         self, scheduler: Scheduler, rewards: RewardWorker, step: int, progress,
@@ -147,7 +147,7 @@ class Evaluator:
             request(
                 self._config, f"eval/{step}/{name}/{i}", ids, sampling[kind], self._examples[i]
             )
-            for i, ids in enumerate(self._prompts)
+            for i, ids in enumerate(self.prompts)
             for name, kind in draws
         ]
         return generate(scheduler, requests, progress.update, heartbeat)
@@ -211,7 +211,7 @@ def measure(
 
     Raises ValueError where no answer is left; further see `state.read_params` and `Evaluator`.
     """
-    config, engine = setup.config, setup.learner_engine
+    config = setup.config
     total = config.eval.prompts * (1 + samples)
     if config.rollout.harness:
         live.check_files(total)
@@ -219,7 +219,9 @@ def measure(
     evaluator = Evaluator(config, prompter)
     read = lambda: read_params(setup.training, path, step)
     params = with_adapter(setup.training, read, adapter)
-    scheduler = setup.scheduler(engine, engine.load(params), 0)
+    if config.rollout.driver == "external":
+        setup.fleet.watch(evaluator.prompts)
+    scheduler = setup.evaluating(params, 0)
     with (
         contextlib.closing(prompter), contextlib.closing(scheduler),
         worker(config.reward) as rewards,

@@ -10,6 +10,7 @@ Examples:
     python -m jaxrl_tis.export runs/first models/first-50 --step=50 --dtype=float32
     python -m jaxrl_tis.export runs/lora adapters/lora --adapter
     python -m jaxrl_tis.export runs/lora models/lora --merged
+    python -m jaxrl_tis.export runs/first models/first-for-vllm --untied
 """
 
 import dataclasses
@@ -43,13 +44,16 @@ TOKENIZER_FILES = (
 DTYPES = ("bfloat16", "float32")
 
 
-def export(workdir: str, out: str, step: int | None = None, dtype: str = "bfloat16") -> int:
+def export(
+    workdir: str, out: str, step: int | None = None, dtype: str = "bfloat16", is_untied: bool = False
+) -> int:
     """Writes the folder `out` from a run's checkpoint and returns the checkpoint's step.
 
     Args:
       workdir: folder of the run, also on a bucket.
       step: of the checkpoint; None takes the newest.
       dtype: of the weights in the folder; the bias of a router stays in float32.
+      is_untied: write tied embeddings as a table and a head of their own, with the same numbers.
 
     Raises:
       FileNotFoundError: there is no such run or step.
@@ -76,6 +80,9 @@ def export(workdir: str, out: str, step: int | None = None, dtype: str = "bfloat
         base = transformer.cast(factors[1], "float32")
         params = lora.merged(lora.join_like(params, base, factors[0]))
     params = transformer.cast(params, dtype)
+    if is_untied and model.tie_embeddings:
+        model = dataclasses.replace(model, tie_embeddings=False)
+        params = params | {"head": params["embed"].T}
     with tempfile.TemporaryDirectory() as folder:
         source = hub.local(config.task.tokenizer or config.model.path, weights=False)
         if not source.is_dir():  # a .gguf file, or "char"
@@ -243,7 +250,13 @@ def main() -> None:
     parser.add_argument(
         "--dtype", choices=DTYPES, help="of the weights; default: bfloat16, and float32 with --merged"
     )
+    parser.add_argument(
+        "--untied", action="store_true",
+        help="write tied embeddings as a table and a head, for engines that update the table alone",
+    )
     args = parser.parse_args()
+    if args.adapter and args.untied:
+        parser.error("--adapter writes no embeddings; leave out --untied")
     if args.merged and args.dtype == "bfloat16":
         parser.error("--merged with --dtype=bfloat16 would lose small updates; leave out --dtype")
     jax.config.update("jax_platforms", "cpu")  # a chip may hold less, and be in use
@@ -252,7 +265,7 @@ def main() -> None:
         print(f"{args.out}: the adapter after step {step}, read back and compared")
         return
     dtype = args.dtype or ("float32" if args.merged else "bfloat16")
-    step = export(args.workdir, args.out, args.step, dtype)
+    step = export(args.workdir, args.out, args.step, dtype, args.untied)
     print(f"{args.out}: the policy after step {step}, in {dtype}, read back and compared")
 
 

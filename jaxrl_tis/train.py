@@ -361,14 +361,11 @@ class Run:
 
     def evaluate(self) -> None:
         """Measures the held-out reward and accuracy of the learner itself: of its weights and
-        numerics, not the sampler's."""
+        numerics, not the sampler's. Where engines of others sample, it is theirs with its weights."""
         start, compiled, step = time.monotonic(), goodput.compile_seconds(), self.done
-        engine = self.setup.learner_engine
         self._watchdog.heartbeat(f"evaluation at step {step}")
         self.source.release_cache()  # there is room for one cache
-        scheduler = self.setup.scheduler(
-            engine, engine.load(self.policy), self.version, heartbeat=self.heartbeat
-        )
+        scheduler = self.setup.evaluating(self.policy, self.version, self.heartbeat)
         total, title = 2 * self.setup.config.eval.prompts, f"evaluation at step {step}"
         shown = Progress(total, title, is_shown=processes.is_first())
         with contextlib.closing(scheduler), shown as progress:

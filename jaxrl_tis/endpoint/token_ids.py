@@ -99,7 +99,7 @@ class Answer:
             "logprobs": None if self._generation.logprobs is None else self._logprobs(trajectory),
             "versions": (versions := trajectory.version.tolist()),
             "weight_versions": self._spans(versions),
-        } | routes
+        } | routes | _masks(trajectory)
 
     def _logprobs(self, t: Trajectory) -> Json:
         entry = lambda id, logp: {"token": f"token_id:{id}", "token_id": int(id), "logprob": logp}
@@ -112,6 +112,13 @@ class Answer:
             }
             for token, logp, raw_logp, row in zip(t.tokens, behav, raw, top, strict=True)
         ]}
+
+
+def _masks(t: Trajectory) -> Json:
+    """Returns the ids with positive probability at each token, [] where there were too many to record."""
+    if not t.kept.shape[1]:
+        return {}
+    return {"sampling_mask": [row[row >= 0].tolist() for row in t.kept]}
 
 
 def _encoded(routes: np.ndarray, start: int) -> dict[str, Any]:

@@ -49,10 +49,20 @@ class Client:
         settings: dict[str, Any] = {} if timeout == 0 else {"timeout": timeout}
         return self._call("POST", path, json={} if body is None else body, params=query, **settings)
 
-    def close(self) -> None:
-        self._http.close()
+    def tell(self, path: str, body: Any) -> None:
+        """Posts a body as JSON to a route whose answer is a sentence."""
+        self._answer("POST", path, json=body, timeout=None)
 
     def _call(self, method: str, path: str, **settings: Any) -> Any:
+        where, answer = f"{method} {self.url}{path}", self._answer(method, path, **settings)
+        if not answer.content:
+            return None
+        try:
+            return answer.json()
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise EngineError(f"{where} answered no JSON: {answer.text[:SHOWN]!r}") from error
+
+    def _answer(self, method: str, path: str, **settings: Any) -> httpx.Response:
         where = f"{method} {self.url}{path}"
         try:
             answer = self._http.request(method, path, **settings)
@@ -69,12 +79,7 @@ class Client:
             is_refused = answer.is_client_error and answer.status_code not in BUSY
             kind = Refused if is_refused else EngineError
             raise kind(f"{where} answered {answer.status_code}: {_said(answer)}")
-        if not answer.content:
-            return None
-        try:
-            return answer.json()
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise EngineError(f"{where} answered no JSON: {answer.text[:SHOWN]!r}") from error
+        return answer
 
 
 def _reason(error: httpx.TransportError) -> str:
@@ -92,7 +97,7 @@ def _said(answer: httpx.Response) -> str:
         body = answer.json()
     except (json.JSONDecodeError, UnicodeDecodeError):
         return repr(answer.text[:SHOWN])
-    for name in ("message", "detail", "error"):
+    for name in ("error", "message", "detail"):
         if isinstance(body, Mapping) and name in body:
             body = body[name]
     return str(body)[:SHOWN]

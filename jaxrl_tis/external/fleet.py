@@ -4,16 +4,19 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from jaxrl_tis.build import Setup
 from jaxrl_tis.external import canary
 from jaxrl_tis.external.client import Client, EngineError
 from jaxrl_tis.external.scheduler import ExternalScheduler, Member
+from jaxrl_tis.external.sglang import Sglang
 from jaxrl_tis.external.vllm import Vllm
 from jaxrl_tis.external.weights import Folder, Version
 from jaxrl_tis.learner.state import abstract_params
-from jaxrl_tis.runtime import addresses
+from jaxrl_tis.runtime import addresses, processes
 
-KINDS = {"vllm": Vllm}
+KINDS: dict[str, type[Vllm] | type[Sglang]] = {"vllm": Vllm, "sglang": Sglang}
 
 
 class Fleet:
@@ -22,17 +25,29 @@ class Fleet:
     def __init__(self, setup: Setup):
         rollout, engine = setup.config.rollout, setup.engine
         self._setup, token = setup, None
+        if not processes.is_alone():
+            raise ValueError(
+                "rollout.driver = 'external' has one learner process, and this run has "
+                f"{jax.process_count()}; use one host, or rollout.driver = 'ray'"
+            )
+        if engine.num_logits:
+            raise ValueError(
+                "the correction needs the whole distribution of the sampler, which engines of others do "
+                "not record; choose another one, or another rollout.driver"
+            )
         if rollout.engine_token_file:
-            token = pathlib.Path(rollout.engine_token_file).read_text(encoding="utf-8").strip()
+            token = _read_token(rollout.engine_token_file)
         make = KINDS[rollout.engine_kind]
         self._members = [
             Member(url, make(Client(url, rollout.worker_timeout, token)))
             for url in addresses.urls(rollout.engines)
         ]
+        self._top_n = canary.TOP
         self._check_facts(engine.max_length, engine.config.dtype, engine.top_n)
         self._folder = Folder(rollout.weights_folder, setup.model, engine.config.dtype)
         self._folder.check_room(abstract_params(setup.training))
         self._canary: Any = None
+        self._newest: Version | None = None
 
     @property
     def size(self) -> int:
@@ -40,12 +55,14 @@ class Fleet:
         return len(self._members)
 
     def watch(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Makes the canary of these prompts, token ids each."""
+        """Makes the canary of these prompts, token ids each. ValueError where an engine has another
+        tokenizer."""
         setup, config = self._setup, self._setup.config
+        self._check_tokenizers(setup.tokenizer.decode(prompts[0]))
         self._canary = canary.Canary(
             setup.model, setup.training.learner.program, setup.training.layout, prompts,
             setup.engine.max_length, config.rollout.temperature, config.gate.max_d_p99,
-            config.gate.max_dp_max,
+            config.gate.max_dp_max, setup.engine.route_shape,
         )
 
     def _check_facts(self, length: int, dtype: str, top_n: int) -> None:
@@ -58,19 +75,46 @@ class Fleet:
                 raise ValueError(f"rollout.engines: {error}") from error
             if found := canary.problems(facts, member.url, vocab_size, length, dtype, top_n):
                 raise ValueError(found[0])
+            if facts.max_logprobs is not None and facts.max_logprobs >= 0:
+                self._top_n = min(self._top_n, facts.max_logprobs)
+
+    def _check_tokenizers(self, text: str) -> None:
+        ids = [*map(int, self._setup.tokenizer.encode(text))]
+        for member in self._members:
+            try:
+                found = member.kind.tokenize(text)
+            except EngineError as error:
+                raise ValueError(f"rollout.engines: {error}") from error
+            if found is not None and found != ids:
+                raise ValueError(
+                    f"the engine at {member.url}: its tokenizer gives the prompt {text[:60]!r} other ids "
+                    "than this run's; serve a folder with the same tokenizer.json"
+                )
 
     def serving_params(self, params: Any, version: int) -> Version:
-        """Writes a version of the policy for the engines."""
-        path, adapter = self._folder.write(params, version)
-        return Version(path, version, adapter, self._canary.expected(params, version))
+        """Writes a version of the policy for the engines, once."""
+        if self._newest is None or self._newest.version != version:
+            path, adapter = self._folder.write(params, version)
+            self._newest = Version(path, version, adapter, self._canary.expected(params, version))
+        return self._newest
 
     def scheduler(self, served: Version, version: int) -> ExternalScheduler:
-        """Makes the scheduler that samples with all engines."""
+        """Makes the scheduler that samples with all engines. Only one may have requests at a time."""
 
         def check(member: Member, served: Version) -> None:
             self._canary.check(
-                member.url, member.kind, member.adapter, served.version, served.expected
+                member.url, member.kind, member.adapter, served.version, served.expected, self._top_n
             )
 
         patience = self._setup.config.rollout.start_timeout
         return ExternalScheduler(self._members, self._setup.engine, served, version, check, patience)
+
+
+def _read_token(path: str) -> str:
+    try:
+        return pathlib.Path(path).read_text(encoding="utf-8").strip()
+    except OSError as error:
+        raise ValueError(
+            f"rollout.engine_token_file = {path!r} cannot be read ({error}); give the file that the engine "
+            "was started with"
+        ) from error

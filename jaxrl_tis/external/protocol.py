@@ -1,12 +1,15 @@
 """What the driver asks of an engine, whatever its kind."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from jaxrl_tis.engine.records import SamplingParams
+from jaxrl_tis.external.client import EngineError
+
+Pair = tuple[int, float]  # a token and its log-prob
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +59,8 @@ class Answer:
       spans: (version, start, end) of the weights that sampled tokens, in their order; None where the
         engine does not say.
       top_ids, top_logps: [n,k] the k likeliest tokens.
-      routes: [m,L,k] experts of the tokens; None without.
+      routes: [m,L,k] experts of the tokens of prompt and answer; None where the engine says none.
+      kept: for each token the ids with positive probability; None where the engine says none.
     """
 
     tokens: np.ndarray
@@ -66,11 +70,18 @@ class Answer:
     top_ids: np.ndarray
     top_logps: np.ndarray
     routes: np.ndarray | None = None
+    kept: Sequence[Sequence[int]] | None = None
 
 
 class Kind(Protocol):
     """The protocol of one kind of engines. A call raises client.EngineError where an answer is not
-    as it says."""
+    as it says.
+
+    Attributes:
+      filters_logps: whether log-probs are those after top_k, top_p and min_p.
+    """
+
+    filters_logps: bool
 
     def facts(self) -> Facts: ...
 
@@ -103,4 +114,43 @@ class Kind(Protocol):
     def version(self) -> int | None:
         """Returns the version that the last `load` named, None before any."""
 
-    def close(self) -> None: ...
+    def tokenize(self, text: str) -> list[int] | None:
+        """Returns the ids of a text without special tokens, None where the engine does not say."""
+
+
+def part(answer: Any, *names: str) -> Mapping[str, Any]:
+    """Returns an object within an answer, {} where there is none."""
+    for name in names:
+        answer = answer.get(name) if isinstance(answer, Mapping) else None
+    return answer if isinstance(answer, Mapping) else {}
+
+
+def read(
+    where: str, tokens: Sequence[int], own: Sequence[Pair], likely: Sequence[Sequence[Pair]],
+    top_n: int, stop_reason: str, spans: Sequence[tuple[str, int, int]] | None,
+    routes: np.ndarray | None = None, kept: Sequence[Sequence[int]] | None = None,
+) -> Answer:
+    """Returns the answer of tokens. EngineError where one of them has no log-prob.
+
+    Args:
+      where: of the answer, for messages.
+      own: each token and its log-prob.
+      likely: the likely tokens at each position, of which the first `top_n` are kept.
+    """
+    for what, found in {"log-probs": own, "lists of likely tokens": likely}.items():
+        if len(found) != len(tokens):
+            raise EngineError(f"{where}: {len(tokens)} tokens and {len(found)} {what}")
+    ids = np.full((len(tokens), top_n), -1, np.int32)
+    logps = np.full((len(tokens), top_n), -np.inf, np.float32)
+    for i, (id, logp) in enumerate(own):
+        if id != tokens[i]:
+            raise EngineError(f"{where}: token {i} is {tokens[i]} and its log-prob is of {id}")
+        if not isinstance(logp, (int, float)):
+            raise EngineError(f"{where}: the log-prob of token {i} is {logp}")
+        ranked = sorted(likely[i], key=lambda pair: -pair[1])[:top_n]
+        for k, pair in enumerate(ranked):
+            ids[i, k], logps[i, k] = pair
+    return Answer(
+        np.array(tokens, np.int32), np.array([logp for _, logp in own], np.float32), stop_reason,
+        spans, ids, logps, routes, kept,
+    )

@@ -8,6 +8,7 @@ engine ever samples with weights that this scheduler did not give it.
 
 import contextlib
 import dataclasses
+import itertools
 import queue
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -39,6 +40,7 @@ class Member:
       version: of the weights that it was given; None while it is out, for `reason`.
       live: ids of its requests.
       adapter: the name of its adapter.
+      left: names of requests that it may still be working on, and nobody waits for.
     """
 
     url: str
@@ -47,15 +49,19 @@ class Member:
     reason: BaseException | None = None
     live: set[str] = dataclasses.field(default_factory=set)
     adapter: str | None = None
+    left: set[str] = dataclasses.field(default_factory=set)
 
 
 @dataclasses.dataclass
 class Sent:
-    """A request in work: the engine, and its version when it began."""
+    """A request in work: the engine, its version when it began, the request's name there, and whether
+    it goes on with other weights once it is aborted."""
 
     request: Request
     member: Member
     version: int
+    name: str
+    goes_on: bool = False
 
 
 class ExternalScheduler:
@@ -84,6 +90,7 @@ class ExternalScheduler:
         self._threads = ThreadPoolExecutor(self._slots * len(members), "request")
         self._syncs = ThreadPoolExecutor(len(members), "sync")
         self._without_since: float | None = None
+        self._serial = itertools.count()
         self.set_params(served, version)
 
     # For callers
@@ -95,8 +102,14 @@ class ExternalScheduler:
     def add(self, request: Request) -> None:
         live = self._waiting.keys() | self._sent.keys()
         request_check.check(request, self._engine, live, can_decode=True)
-        if request.sampling.prompt_logprobs:
+        sampling = request.sampling
+        if sampling.prompt_logprobs:
             raise ValueError(f"request {request.id}: an engine of others records no log-probs of prompts")
+        if sampling.presence_penalty or sampling.frequency_penalty:
+            raise ValueError(
+                f"request {request.id}: an engine of others forgets presence and frequency penalties where "
+                "a sequence goes on after a sync or a turn; leave them out"
+            )
         self._waiting[request.id] = request
 
     def extend(
@@ -130,7 +143,14 @@ class ExternalScheduler:
 
     def set_params(self, served: Version, version: int) -> None:
         """Gives all engines these weights, at the same time. Those that fail are out, and those that were
-        out are tried again."""
+        out are tried again. A request keeps the adapter that it began with: it is aborted, and goes on
+        with the new one after the tokens that it has."""
+        if served.adapter is not None:
+            for sent in self._sent.values():
+                sent.goes_on = True
+            self._abort([*self._sent])
+            while any(sent.goes_on for sent in self._sent.values()):
+                self._collect(POLL_SECONDS)
         self._served, self._version = served, version
         tasks = {m.url: self._syncs.submit(self._sync, m) for m in self._members}
         for member in self._members:
@@ -162,8 +182,6 @@ class ExternalScheduler:
         self._abort([*self._sent])
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._syncs.shutdown()
-        for member in self._members:
-            member.kind.close()
 
     def step(self) -> list[Trajectory]:
         """Sends waiting requests to engines with room, waits shortly for an answer, and returns what
@@ -183,6 +201,9 @@ class ExternalScheduler:
     def _sync(self, member: Member) -> None:
         """Gives an engine the newest weights, and checks that it samples from them."""
         kind, served = member.kind, self._served
+        if member.left:
+            kind.abort([*member.left])
+            member.left.clear()
         kind.pause()
         try:
             if served.adapter is None:
@@ -205,25 +226,29 @@ class ExternalScheduler:
         logging.warning("the engine at %s is out: %s", member.url, error)
         member.version, member.reason = None, error
         for id in [*member.live]:
-            self._waiting[id] = self._sent.pop(id).request
+            sent = self._sent.pop(id)
+            self._waiting[id] = sent.request
+            member.left.add(sent.name)
         member.live.clear()
 
     def _check_any(self) -> None:
-        """Tries engines that are out again, at most every RETRY_SECONDS. Raises EngineError once there
-        has been none for LOST_SECONDS."""
-        now, out = time.monotonic(), [m for m in self._members if m.version is None]
-        if not out:
-            self._without_since = None
-            return
-        if now - self._tried >= RETRY_SECONDS:
+        """Gives engines that are out or have other weights the newest; those that are out at most every
+        RETRY_SECONDS. Raises EngineError once there has been no engine for `patience` seconds."""
+        now, other = time.monotonic(), [m for m in self._members if m.version != self._version]
+        is_late = now - self._tried >= RETRY_SECONDS
+        if is_late:
             self._tried = now
-            for member in out:
-                try:
-                    self._sync(member)
-                    logging.info("the engine at %s is back, with version %s", member.url, self._version)
-                except EngineError as error:
-                    member.reason = error
-        if any(member.version is not None for member in self._members):
+        for member in other:
+            if member.version is None and not is_late:
+                continue
+            try:
+                self._sync(member)
+                logging.info("the engine at %s is back, with version %s", member.url, self._version)
+            except Refused:
+                raise
+            except EngineError as error:
+                member.version, member.reason = None, error
+        if any(member.version == self._version for member in self._members):
             self._without_since = None
         elif self._without_since is None:
             self._without_since = now
@@ -236,12 +261,16 @@ class ExternalScheduler:
     def _send(self) -> None:
         """Hands waiting requests to the engines with the fewest, up to their slots."""
         while self._waiting:
-            ready = [m for m in self._members if m.version is not None and len(m.live) < self._slots]
+            ready = [
+                m for m in self._members
+                if m.version == self._version and len(m.live) < self._slots
+            ]
             if not ready:
                 return
             member = min(ready, key=lambda m: len(m.live))
             request = self._waiting.pop(next(iter(self._waiting)))
-            sent = Sent(request, member, self._version)
+            # An engine that was lost may still hold a request of the same id.
+            sent = Sent(request, member, self._version, f"{request.id}.{next(self._serial)}")
             self._sent[request.id] = sent
             member.live.add(request.id)
             self._threads.submit(self._ask, sent)
@@ -259,7 +288,7 @@ class ExternalScheduler:
         )
         try:
             answer: Answer | BaseException = member.kind.generate(
-                request.id, tokens, rest, (request.seed + request.hash + done) % SEEDS,
+                sent.name, tokens, rest, (request.seed + request.hash + done) % SEEDS,
                 self._engine.top_n, member.adapter,
             )
         except Exception as error:
@@ -279,24 +308,42 @@ class ExternalScheduler:
                     continue
                 if isinstance(answer, BaseException):
                     raise answer
+                if unknown := self._unknown(answer):
+                    self._lose(sent.member, EngineError(f"{sent.member.url} {unknown}"))
+                    continue
                 del self._sent[id]
                 sent.member.live.discard(id)
                 self.stats.tokens += len(answer.tokens)
-                self._ended.append(self._record(sent.request, answer, sent.version))
+                record = self._record(sent.request, answer, sent.version)
+                if sent.goes_on and record.stop_reason == "abort":
+                    partial = record if len(record.tokens) else None
+                    self._waiting[id] = dataclasses.replace(sent.request, partial=partial)
+                else:
+                    self._ended.append(record)
 
     def _abort(self, ids: Sequence[str]) -> None:
         for member in self._members:
-            own = [id for id in ids if id in member.live]
+            own = [self._sent[id].name for id in ids if id in member.live]
             try:
                 if own:
                     member.kind.abort(own)
             except EngineError as error:
                 self._lose(member, error)
 
+    def _unknown(self, answer: Answer) -> str:
+        """Returns what an answer says of its weights that cannot be, or ""."""
+        for name, _, _ in answer.spans or []:
+            if not (name.isdecimal() and int(name) <= self._version):
+                return (
+                    f"sampled from weights named {name!r}, and version {self._version} is the newest; did "
+                    "it start again, or does another run sync it?"
+                )
+        return ""
+
     def _record(self, request: Request, answer: Answer | None, begun: int) -> Trajectory:
         """Returns the record of a request: what it continued, and the answer after it. What the engine
         does not say is NaN: the log-prob under its own logits, and the entropy."""
-        count = 0 if answer is None else len(answer.tokens)
+        engine, count = self._engine, 0 if answer is None else len(answer.tokens)
         version, segment = np.full(count, begun, np.int32), np.zeros(count, np.int32)
         for index, (of, start, end) in enumerate([] if answer is None else answer.spans or []):
             # A sync drops the keys of running requests: each span begins a segment.
@@ -304,8 +351,8 @@ class ExternalScheduler:
         unknown = np.full(count, np.nan, np.float32)
         values: dict[str, Any] = {
             "tokens": np.zeros(0, np.int32), "logp_behav": np.zeros(0, np.float32),
-            "top_ids": np.zeros((0, self._engine.top_n), np.int32),
-            "top_logps": np.zeros((0, self._engine.top_n), np.float32),
+            "top_ids": np.zeros((0, engine.top_n), np.int32),
+            "top_logps": np.zeros((0, engine.top_n), np.float32),
         }
         if answer is not None:
             values = {
@@ -315,16 +362,63 @@ class ExternalScheduler:
         values |= {
             "logp_raw": unknown, "entropy": unknown, "version": version, "kv_version": version,
             "segment": segment, "mask": np.ones(count, bool), "turn": np.zeros(count, np.int32),
+            "kept": kept_sets(request.id, answer, count, engine.num_kept),
         }
-        reason = "abort" if answer is None else answer.stop_reason
-        if (partial := request.partial) is not None:
+        reason, partial = "abort" if answer is None else answer.stop_reason, request.partial
+        of_all = {}
+        if answer is not None and engine.route_shape[0]:
+            of_all = recorded_routes(request, answer, engine)
+        if partial is not None:
             last = lambda name: getattr(partial, name)[-1:].max(initial=0)
             values["segment"] = segment + last("segment") + (1 if len(partial.tokens) else 0)
             values["turn"] = values["turn"] + last("turn")
             values = {n: np.concatenate([getattr(partial, n), x]) for n, x in values.items()}
-            return dataclasses.replace(partial, stop_reason=reason, **values)
+            return dataclasses.replace(partial, stop_reason=reason, **values, **of_all)
         return Trajectory(
             id=request.id, prompt=request.prompt, stop_reason=reason, seed=request.seed,
-            request=request.hash, quant_id=self._engine.quant_id,
-            temperature=request.sampling.temperature, **values,
+            request=request.hash, quant_id=engine.quant_id,
+            temperature=request.sampling.temperature, **values, **of_all,
         )
+
+
+def kept_sets(id: str, answer: Answer | None, count: int, width: int) -> np.ndarray:
+    """Returns the sets [n,K] of possible tokens of an answer, see `Trajectory.kept`."""
+    rows = np.full((count, width), -1, np.int32)
+    if not (width and count and answer is not None):
+        return rows
+    if answer.kept is None or len(answer.kept) != count:
+        raise Refused(
+            f"request {id}: the engine says no sampling masks, and rollout.sampling_mask_size is {width}; "
+            "start it with --return-sampling-mask, or set the size to 0"
+        )
+    for row, ids in zip(rows, answer.kept, strict=True):
+        if len(ids) <= width:
+            row[: len(ids)] = np.sort(np.asarray(ids, np.int32))
+    return rows
+
+
+def recorded_routes(request: Request, answer: Answer, engine: Any) -> dict[str, np.ndarray]:
+    """Returns the experts of a sequence, and how often an engine chose others for tokens that it had
+    read before, see `Trajectory.routes`."""
+    length = len(request.prompt) + len(answer.tokens)
+    before = np.zeros((0, *engine.route_shape), np.uint8)
+    again = np.zeros(2, np.int32)
+    if (partial := request.partial) is not None:
+        length += len(partial.tokens)
+        before, again = partial.routes, partial.rerouted
+    if not len(answer.tokens):
+        return {"routes": before, "rerouted": again} if len(before) else {}
+    found = answer.routes
+    if found is None or found.shape[1:] != tuple(engine.route_shape) or len(found) not in (length - 1, length):
+        said = "none" if found is None else f"an array of {list(found.shape)}"
+        raise Refused(
+            f"request {request.id}: of the experts of {length} tokens in {list(engine.route_shape)} the "
+            f"engine says {said}, and engine.record_routes is set; start it with "
+            "--enable-return-routed-experts, or unset it"
+        )
+    found = found.astype(np.uint8 if engine.num_experts <= 256 else np.uint16)
+    count = len(before)
+    if count:
+        changed = (np.sort(found[:count], -1) != np.sort(before, -1)).any((1, 2))
+        again = again + np.array([count, changed.sum()], np.int32)
+    return {"routes": np.concatenate([before, found[count:]]) if count else found, "rerouted": again}

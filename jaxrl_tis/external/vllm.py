@@ -3,7 +3,9 @@ server. Read in vLLM 0.32."""
 
 import base64
 import binascii
+import contextlib
 import io
+import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +13,7 @@ import numpy as np
 
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.external.client import Client, EngineError, Refused
-from jaxrl_tis.external.protocol import Answer, Facts, Numerics
+from jaxrl_tis.external.protocol import Answer, Facts, Numerics, part, read
 
 GENERATE = "/inference/v1/generate"
 STOPS = ("stop", "length", "abort")
@@ -21,15 +23,18 @@ SEEDS = 2**31  # of requests are smaller
 class Vllm:
     """One engine of this kind."""
 
+    filters_logps = True
+
     def __init__(self, client: Client):
         self._client = client
         self._model: str | None = None
+        self._adapters: dict[str, str] = {}  # name of a version -> name in the engine
 
     def facts(self) -> Facts:
         client = self._client
         [model, *_] = _list(client.get("/v1/models"), "data", client.url)
-        own = _part(client.get("/server_info", config_format="json"), "vllm_config", "model_config")
-        hf = _part(own, "hf_config")
+        own = part(client.get("/server_info", config_format="json"), "vllm_config", "model_config")
+        hf = part(own, "hf_config")
         self._model = str(model["id"])
         dtype = own.get("dtype")
         return Facts(
@@ -40,10 +45,10 @@ class Vllm:
 
     def numerics(self) -> Numerics:
         client = self._client
-        config = _part(client.get("/server_info", config_format="json"), "vllm_config")
-        cache, scheduler = _part(config, "cache_config"), _part(config, "scheduler_config")
+        config = part(client.get("/server_info", config_format="json"), "vllm_config")
+        cache, scheduler = part(config, "cache_config"), part(config, "scheduler_config")
         try:
-            program = _part(client.get("/version")).get("version")
+            program = part(client.get("/version")).get("version")
         except Refused:
             program = None
         block, chunk = cache.get("block_size"), scheduler.get("max_num_batched_tokens")
@@ -64,7 +69,7 @@ class Vllm:
         adapter: str | None,
     ) -> Answer:
         body = {
-            "request_id": id, "model": adapter or self._model, "token_ids": [*map(int, tokens)],
+            "request_id": id, "model": self._adapters.get(adapter or "", self._model), "token_ids": [*map(int, tokens)],
             "sampling_params": _params(sampling, seed, top_n), "stream": False,
         }
         answer = self._client.post(GENERATE, body, timeout=None)
@@ -89,9 +94,13 @@ class Vllm:
         self._name(version)
 
     def load_adapter(self, name: str, path: str, older: str | None) -> None:
-        self._client.post("/v1/load_lora_adapter", {"lora_name": name, "lora_path": path})
-        if older is not None:
-            self._client.post("/v1/unload_lora_adapter", {"lora_name": older})
+        # The engine refuses a name that it knows, and a name that it knew could serve the old factors.
+        new = f"{name}-{uuid.uuid4().hex[:8]}"
+        self._client.tell("/v1/load_lora_adapter", {"lora_name": new, "lora_path": path})
+        if older is not None and (old := self._adapters.pop(older, None)) is not None:
+            with contextlib.suppress(Refused):  # it started again since
+                self._client.tell("/v1/unload_lora_adapter", {"lora_name": old})
+        self._adapters[name] = new
         self._name(int(name.rpartition("-")[2]))
 
     def version(self) -> int | None:
@@ -99,8 +108,13 @@ class Vllm:
         text = str(answer.get("weight_version")) if isinstance(answer, Mapping) else ""
         return int(text) if text.isdecimal() else None
 
-    def close(self) -> None:
-        self._client.close()
+    def tokenize(self, text: str) -> list[int] | None:
+        body = {"model": self._model, "prompt": text, "add_special_tokens": False}
+        try:
+            answer = self._client.post("/tokenize", body)
+        except Refused:
+            return None
+        return _list(answer, "tokens", f"{self._client.url}/tokenize")
 
     def _name(self, version: int) -> None:
         self._client.post("/update_weight_version", {"new_version": str(version)})
@@ -127,13 +141,6 @@ def _params(s: SamplingParams, seed: int, top_n: int) -> dict[str, Any]:
     }
 
 
-def _part(answer: Any, *names: str) -> Mapping[str, Any]:
-    """Returns an object within an answer, {} where there is none."""
-    for name in names:
-        answer = answer.get(name) if isinstance(answer, Mapping) else None
-    return answer if isinstance(answer, Mapping) else {}
-
-
 def _list(answer: Any, name: str, where: str) -> list:
     value = answer.get(name) if isinstance(answer, Mapping) else None
     if not isinstance(value, list) or not value:
@@ -147,36 +154,31 @@ def _read(choice: Mapping[str, Any], top_n: int, where: str) -> Answer:
     content = (choice.get("logprobs") or {}).get("content")
     if not isinstance(tokens, list) or reason not in STOPS:
         raise EngineError(f"{where}: no token ids, or it ended by {reason!r}")
-    if tokens and (not isinstance(content, list) or len(content) != len(tokens)):
-        have = len(content) if isinstance(content, list) else 0
-        raise EngineError(f"{where}: {len(tokens)} tokens and {have} log-probs")
-    content = content or []
-    ids = np.full((len(tokens), top_n), -1, np.int32)
-    logps = np.full((len(tokens), top_n), -np.inf, np.float32)
-    for i, entry in enumerate(content):
-        if (id := _id(entry)) != tokens[i]:
-            raise EngineError(f"{where}: token {i} is {tokens[i]} and its log-prob is of {id}")
-        # The sampled token comes first where it is none of the likeliest.
-        ranked = sorted(entry.get("top_logprobs") or [], key=lambda e: -e["logprob"])[:top_n]
-        for k, top in enumerate(ranked):
-            ids[i, k], logps[i, k] = _id(top), top["logprob"]
+    content = content if isinstance(content, list) else []
+    own = [(_id(entry), entry["logprob"]) for entry in content]
+    # The sampled token comes first where it is none of the likeliest.
+    likely = [[(_id(e), e["logprob"]) for e in x.get("top_logprobs") or []] for x in content]
     spans = choice.get("weight_versions")
-    return Answer(
-        np.array(tokens, np.int32), np.array([e["logprob"] for e in content], np.float32), reason,
-        None if spans is None else [(s["version"], s["start"], s["end"]) for s in spans],
-        ids, logps, _routes(choice.get("routed_experts"), where),
-    )
+    if spans is not None:
+        spans = [(s["version"], s["start"], s["end"]) for s in spans]
+    routes = _routes(choice.get("routed_experts"), where)
+    kept = choice.get("sampling_mask")
+    return read(where, tokens, own, likely, top_n, reason, spans, routes, kept)
 
 
 def _id(entry: Mapping[str, Any]) -> int:
     return int(entry["token_id"])
 
 
-def _routes(text: str | None, where: str) -> np.ndarray | None:
-    """Reads experts from base64 of an .npy file."""
-    if text is None:
+def _routes(value: Any, where: str) -> np.ndarray | None:
+    """Reads experts: base64 of an .npy file, or an object with the bytes of an array in base64, its
+    shape and its dtype."""
+    if value is None:
         return None
     try:
-        return np.load(io.BytesIO(base64.b64decode(text, validate=True)), allow_pickle=False)
-    except (ValueError, binascii.Error, EOFError) as error:
-        raise EngineError(f"{where}: routed_experts is no .npy file in base64 ({error})") from error
+        if isinstance(value, Mapping):
+            rows = np.frombuffer(base64.b64decode(value["data"], validate=True), value["dtype"])
+            return rows.reshape(value["shape"])
+        return np.load(io.BytesIO(base64.b64decode(value, validate=True)), allow_pickle=False)
+    except (ValueError, KeyError, TypeError, binascii.Error, EOFError) as error:
+        raise EngineError(f"{where}: routed_experts cannot be read ({error})") from error

@@ -1,5 +1,6 @@
 """Versions of the policy as folders that engines read: at most two at a time."""
 
+import contextlib
 import dataclasses
 import pathlib
 import re
@@ -14,6 +15,7 @@ from jaxrl_tis import models
 from jaxrl_tis.external.canary import Expected
 from jaxrl_tis.models import lora, peft, transformer
 from jaxrl_tis.models.config import ModelConfig
+from jaxrl_tis.runtime import lock
 
 KEPT = 2  # versions on disk: the newest, and the one before, which an engine may be reading
 NAME = re.compile(r"(version|adapter)-(\d+)")
@@ -51,8 +53,8 @@ class Folder:
 
     def __init__(self, root: str, config: ModelConfig, dtype: str, files: Sequence[pathlib.Path] = ()):
         self._root, self._config, self._dtype = pathlib.Path(root), config, dtype
-        self._files = files
-        self._root.mkdir(parents=True, exist_ok=True)
+        self._files, self._stack = files, contextlib.ExitStack()
+        self._stack.enter_context(lock.locked(self._root, "rollout.weights_folder"))
         for path in self._root.iterdir():  # of a run that ended
             if NAME.fullmatch(path.name) or path.name.startswith(".") and ".partial-" in path.name:
                 shutil.rmtree(path)
@@ -76,12 +78,14 @@ class Folder:
         if base is None:
             path = self._root / f"version-{version}"
             shutil.rmtree(path, ignore_errors=True)
-            models.save(path, self._config, transformer.cast(params, self._dtype), self._files)
+            # vLLM on a CPU updates the head of a model only where it has one of its own.
+            weights = transformer.cast(params, self._dtype)
+            models.save(path, self._config, weights, self._files, with_head=True)
         else:
             path = self._root / f"adapter-{version}"
             shutil.rmtree(path, ignore_errors=True)
             peft.save(path, lora.adapter_of(params, self._config), jax.device_get(factors))
-        known = sorted(self._root.glob("*-*"), key=lambda p: int(p.name.rpartition("-")[2]))
-        for old in known[:-KEPT]:
-            shutil.rmtree(old)
+        known = {int(m[2]): p for p in self._root.iterdir() if (m := NAME.fullmatch(p.name))}
+        for old in sorted(known)[:-KEPT]:
+            shutil.rmtree(known[old])
         return str(path.resolve()), None if base is None else path.name

@@ -14,7 +14,6 @@ Examples:
     python -m jaxrl_tis.gate --config=configs/quickstart.py --engine=http://127.0.0.1:8000
 """
 
-import contextlib
 import pathlib
 import sys
 from typing import Any
@@ -79,8 +78,7 @@ def _engine(url: str) -> tuple[dict[str, Any], str, list[str]]:
     rollout = CONFIG.value.rollout
     kind = engine.connect(url, ENGINE_KIND.value or rollout.engine_kind, rollout)
     setup, params, prompts = _built()
-    with contextlib.closing(kind):
-        report = engine.measure(setup, params, prompts, url, kind)
+    report = engine.measure(setup, params, prompts, url, kind)
     return report, engine.table(report), engine.failures(report)
 
 

@@ -31,6 +31,7 @@ from jaxrl_tis.external.canary import problems
 from jaxrl_tis.external.client import Client, EngineError
 from jaxrl_tis.external.fleet import KINDS
 from jaxrl_tis.external.protocol import Answer, Facts, Kind, Numerics
+from jaxrl_tis.external.scheduler import SEEDS, kept_sets, recorded_routes
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.batch_layout import forward_fields, trajectory_rows
 
@@ -72,13 +73,12 @@ def connect(url: str, kind: str, rollout: Any) -> Kind:
     token = None
     if rollout.engine_token_file:
         token = pathlib.Path(rollout.engine_token_file).read_text(encoding="utf-8").strip()
-    client = KINDS[kind](Client(url, rollout.worker_timeout, token))
+    engine = KINDS[kind](Client(url, rollout.worker_timeout, token))
     try:
-        client.facts()  # before a model is loaded for it
+        engine.facts()  # before a model is loaded for it
     except EngineError as error:
-        client.close()
         raise ValueError(f"--engine: {error}") from error
-    return client
+    return engine
 
 
 def measure(setup: Setup, params: Any, prompts: int, url: str, kind: Kind) -> dict[str, Any]:
@@ -98,8 +98,10 @@ def measure(setup: Setup, params: Any, prompts: int, url: str, kind: Kind) -> di
         )
         if facts.vocab_size not in (None, own):
             raise ValueError("; ".join(found))
+        wanted = report.requests(setup, prompts)
+        found += _of_tokenizer(setup, url, kind, wanted[0].prompt)
         sampler = Sampler(setup, url, kind)
-        rows, long = sampler.rows(report.requests(setup, prompts), facts, numerics)
+        rows, long = sampler.rows(wanted, facts, numerics)
     except EngineError as error:
         raise ValueError("; ".join([*found, f"--engine: {error}"])) from error
     if len(sampler.versions) > 1:
@@ -113,6 +115,21 @@ def measure(setup: Setup, params: Any, prompts: int, url: str, kind: Kind) -> di
     return {"config": setup.config.name, "engine": url, "facts": said, "problems": found} | _scored(
         setup, params, facts.dtype, rows, long
     )
+
+
+def _of_tokenizer(setup: Setup, url: str, kind: Kind, prompt: np.ndarray) -> list[str]:
+    """Returns why the engine's tokenizer cannot be this run's, a sentence; [] where it may be."""
+    text = setup.tokenizer.decode(prompt)
+    try:
+        ids = kind.tokenize(text)
+    except EngineError as error:
+        return [f"the engine at {url} does not tokenize: {error}"]
+    if ids is None or ids == [*map(int, setup.tokenizer.encode(text))]:
+        return []
+    return [
+        f"the engine at {url}: its tokenizer gives the prompt {text[:60]!r} other ids than this run's; "
+        "serve a folder with the same tokenizer.json"
+    ]
 
 
 class Sampler:
@@ -142,27 +159,33 @@ class Sampler:
         rows.append(Row("raw", () if is_plain else raw, is_plain))
         is_plain = is_plain and not wanted[0].sampling.is_filtered
         plain = [_with(r, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) for r in one_each]
-        rows.append(
-            Row("unfiltered", () if is_plain else self._ask("unfiltered", plain, slots), is_plain)
-        )
+        same = Row("unfiltered", is_same=True)
+        rows.append(same if is_plain else self._row("unfiltered", plain, slots))
         if why := _uncached(one_each, numerics) or self._reset():
             rows += [Row("cache_miss", why=why), Row("cache_hit", why=why)]
         else:
-            rows += [Row(n, self._ask(n, one_each, slots)) for n in ("cache_miss", "cache_hit")]
+            rows += [self._row(name, one_each, slots) for name in ("cache_miss", "cache_hit")]
         self._reset()
-        rows.append(Row("alone", self._ask("alone", one_each, 1)))
+        rows.append(self._row("alone", one_each, 1))
         if why := _unchunked(setup, facts, numerics):
             return rows, Row("chunked", why=why)
         assert numerics.chunk is not None
-        return rows, Row("chunked", self._ask("chunked", _long(one_each, numerics.chunk + BEYOND), 1))
+        return rows, self._row("chunked", _long(one_each, numerics.chunk + BEYOND), 1)
+
+    def _row(self, name: str, requests: Sequence[Request], at_once: int) -> Row:
+        """Samples a row without which the others stand."""
+        try:
+            return Row(name, self._ask(name, requests, at_once))
+        except EngineError as error:
+            return Row(name, why=str(error))
 
     def _ask(self, name: str, requests: Sequence[Request], at_once: int) -> list[Trajectory]:
         """Samples requests, so many at once."""
 
         def one(request: Request) -> Trajectory:
             answer = self._kind.generate(
-                f"{name}/{request.id}", request.prompt, request.sampling, request.seed + request.hash,
-                0, None,
+                f"{name}/{request.id}", request.prompt, request.sampling,
+                (request.seed + request.hash) % SEEDS, 0, None,
             )
             self.versions.update(version for version, _, _ in answer.spans or ())
             return self._record(request, answer)
@@ -184,13 +207,16 @@ class Sampler:
                 "serve the model of --config"
             )
         unknown = np.full(len(tokens), np.nan, np.float32)
-        record = Trajectory(
+        engine, routes = self._setup.engine, dict[str, Any]()
+        if engine.route_shape[0]:
+            routes = recorded_routes(request, answer, engine)
+        return Trajectory(
             request.id, request.prompt, tokens, answer.logps, logp_raw=unknown, entropy=unknown,
             version=np.zeros(len(tokens), np.int32), stop_reason=answer.stop_reason,
             seed=request.seed, request=request.hash, quant_id="unknown",
             temperature=request.sampling.temperature,
+            kept=kept_sets(request.id, answer, len(tokens), engine.num_kept), **routes,
         )
-        return record if answer.routes is None else dataclasses.replace(record, routes=answer.routes)
 
     def _reset(self) -> str:
         """Empties the engine's prefix cache. Returns why it could not, "" where it did."""

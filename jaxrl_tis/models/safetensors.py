@@ -119,6 +119,7 @@ def save(
     folder: str | os.PathLike, config: ModelConfig, params: dict[str, Any],
     tokenizer_files: Iterable[str | os.PathLike] | None = None,
     metadata: Mapping[str, str] | None = None, fields: Mapping[str, Any] | None = None,
+    with_head: bool = False,
 ) -> None:
     """Writes a folder for `load` and transformers, under a temporary name until complete.
 
@@ -128,6 +129,8 @@ def save(
       tokenizer_files: files to copy beside the weights (tokenizer.json, ...).
       metadata: strings for the header of every weight file, e.g. the training step.
       fields: more entries of config.json, such as the ids of special tokens.
+      with_head: write the head of a model with tied embeddings, too, for a reader that holds it
+        apart.
 
     Raises:
       FileExistsError: the folder exists.
@@ -138,6 +141,9 @@ def save(
         raise FileExistsError(f"{folder} exists; give the export a folder of its own.")
     hf = dict(fields or {}) | config.to_hf() | {"torch_dtype": str(params["embed"].dtype)}
     stored = _stored_tensors(config, params)
+    if with_head and config.tie_embeddings:
+        [embed] = [tensor for tensor in stored if tensor.name == NAMES["embed"]]
+        stored.append(dataclasses.replace(embed, name=NAMES["head"]))
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     partial.mkdir(parents=True)
     try:

@@ -64,10 +64,12 @@ def of_step(
 def of_evaluation(
     step: int, samples: Sequence[Any], decode: Decode, count: int, name: Name = lambda token: None,
 ) -> list[dict[str, Any]]:
-    """Returns the lines of an evaluation: its first `count` responses."""
+    """Returns the lines of an evaluation: its first `count` responses. Engines of others say no
+    log-prob without filters."""
+    known = lambda raw: {} if np.isnan(raw).any() else {"logp_old": raw}
     return [
         _line(
-            step, "eval", sample, sample.score, {"logp_old": sample.trajectory.logp_raw}, decode, name
+            step, "eval", sample, sample.score, known(sample.trajectory.logp_raw), decode, name
         )
         for sample in samples[:count]
     ]

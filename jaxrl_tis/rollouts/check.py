@@ -5,13 +5,20 @@ from collections.abc import Iterator
 
 import ml_collections
 
+from jaxrl_tis.engine.check import is_filtered
 from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.runtime import addresses
 
 DRIVERS = ("virtual", "threads", "ray", "external")
-ENGINE_KINDS = ("vllm",)
+ENGINE_KINDS = ("vllm", "sglang")
+UNFILTERED_KINDS = ("sglang",)  # whose log-probs are those before top_k, top_p and min_p
 LEAST_TIMEOUT = 5.0  # of rollout.worker_timeout; a report takes a second (ray_worker.POLL_SECONDS)
 ON_GAP_EXCEEDED = ("warn", "sync", "stop")
+# Of the engine of this program, which driver external does not use.
+OWN_ENGINE = {
+    "engine.quantization": "none", "engine.noise_start": 0.0, "engine.injected": "",
+    "engine.max_draft": 0, "engine.retention": (0, 0), "gate.required": False,
+}
 # Of what a synchronous run does not read.
 DEFAULTS = {"driver": "virtual", "workers": 1, "queue": 0, "update_turns": 0}
 
@@ -24,7 +31,7 @@ def rollout_problems(
     yield from _replay(rollout, schedule, way)
     yield from _numbers(rollout)
     yield from _budget(rollout, schedule)
-    yield from _driver(rollout)
+    yield from _driver(config, rollout)
     yield from _queue(rollout, schedule)
     yield from _idle(rollout) if schedule.is_sync else _ahead(config, schedule)
 
@@ -57,7 +64,7 @@ def _budget(rollout, schedule: schedules.Schedule) -> Iterator[str]:
         )
 
 
-def _driver(rollout) -> Iterator[str]:
+def _driver(config, rollout) -> Iterator[str]:
     """Finds settings that are incompatible with rollout.driver."""
     if rollout.driver not in DRIVERS:
         yield f"rollout.driver is {rollout.driver!r}; choose one of {', '.join(DRIVERS)}"
@@ -70,6 +77,7 @@ def _driver(rollout) -> Iterator[str]:
         yield from _ray(rollout)
     if rollout.driver == "external":
         yield from _external(rollout)
+        yield from _of_own_engine(config)
     elif rollout.engines:
         yield (
             f"rollout.engines = {rollout.engines!r} is for rollout.driver = 'external', and the driver is "
@@ -90,6 +98,12 @@ def _external(rollout) -> Iterator[str]:
         yield f"rollout.engines: {error}"
     if rollout.engine_kind not in ENGINE_KINDS:
         yield f"rollout.engine_kind is {rollout.engine_kind!r}; choose one of {', '.join(ENGINE_KINDS)}"
+    if rollout.engine_kind in UNFILTERED_KINDS and is_filtered(rollout):
+        yield (
+            f"rollout.engine_kind = {rollout.engine_kind!r} records log-probs before filters, and "
+            f"rollout.top_k = {rollout.top_k}, top_p = {rollout.top_p}, min_p = {rollout.min_p}; "
+            "set them to 0, 1.0 and 0.0, or sample with vllm"
+        )
     if not rollout.weights_folder:
         yield (
             "rollout.weights_folder is empty, and engines read each version of the weights from it; name "
@@ -99,6 +113,22 @@ def _external(rollout) -> Iterator[str]:
         yield (
             f"rollout.workers = {rollout.workers} are samplers of this program, and rollout.engines are "
             "those of driver external; set it to 1"
+        )
+
+
+def _of_own_engine(config) -> Iterator[str]:
+    """Finds settings of the engine of this program."""
+    for field, unset in OWN_ENGINE.items():
+        section, name = field.split(".")
+        if (value := config[section][name]) != unset:
+            yield (
+                f"{field} = {value!r} is of the engine of this program, and rollout.driver = 'external' "
+                f"samples elsewhere; set it to {unset!r}"
+            )
+    if config.rollout.old_logp_source in ("ewma", "none") and config.rollout.gap_probe_every:
+        yield (
+            f"rollout.gap_probe_every with rollout.old_logp_source = {config.rollout.old_logp_source!r} "
+            "samples by the engine of this program, and rollout.driver is 'external'; set it to 0"
         )
 
 

@@ -78,10 +78,10 @@ def kept_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         return {}
     is_wide = np.concatenate([np.all(t.kept[t.mask] < 0, axis=-1) for t in drawn])
     dropped = np.concatenate([1 - np.exp(t.logp_raw - t.logp_behav)[t.mask] for t in drawn])
-    return {
-        "rollout/kept_overflow": is_wide.mean(),
-        "rollout/kept_overflow_mass": np.where(is_wide, dropped, 0.0).mean(),
-    }
+    mass = np.where(is_wide, dropped, 0.0).mean()
+    # An engine of others does not say a log-prob without its filters.
+    known = {} if np.isnan(mass) else {"rollout/kept_overflow_mass": mass}
+    return {"rollout/kept_overflow": is_wide.mean()} | known
 
 
 def reroute_metrics(trajectories: list[Trajectory]) -> dict[str, float]:

@@ -13,8 +13,9 @@ from jaxrl_tis.runtime.cli import Unwritable
 
 
 @contextlib.contextmanager
-def locked(workdir: pathlib.Path) -> Iterator[None]:
+def locked(workdir: pathlib.Path, field: str = "--workdir") -> Iterator[None]:
     """Holds WORKDIR/lock. The operating system releases it when its process ends for any reason.
+    `field` names the folder in messages.
 
     Raises:
       ValueError: another process holds the lock; the message names that process.
@@ -26,7 +27,7 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
         file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 (open as long as the lock)
     except OSError as error:
         raise Unwritable(
-            f"cannot make {path}: {error}; make the folder writable, or choose another --workdir"
+            f"cannot make {path}: {error}; make the folder writable, or choose another {field}"
         ) from error
     with file:
         try:
@@ -35,7 +36,7 @@ def locked(workdir: pathlib.Path) -> Iterator[None]:
             file.seek(0)
             raise ValueError(
                 f"{workdir} is in use by {file.read().strip() or 'another process'}; wait for it, "
-                "or choose another --workdir"
+                f"or choose another {field}"
             ) from error
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}, started "

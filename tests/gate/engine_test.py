@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.endpoint.request import Limits
-from jaxrl_tis.external.client import Client, Refused
+from jaxrl_tis.external.client import Client, Gone, Refused
 from jaxrl_tis.external.protocol import Answer, Facts, Numerics
+from jaxrl_tis.external.sglang import Sglang
 from jaxrl_tis.external.vllm import Vllm
 from jaxrl_tis.gate import engine, report
 from jaxrl_tis.learner.state import initial_policy
@@ -122,6 +123,7 @@ class Planted:
             name: x for name, x in said.items() if name in Numerics.__dataclass_fields__
         }
         self.spans, self.refuses = said.get("spans"), said.get("refuses")
+        self.ids, self.dies = said.get("ids"), said.get("dies")
 
     def facts(self):
         return Facts(**self._facts)
@@ -134,7 +136,12 @@ class Planted:
         if self.refuses:
             raise Refused(self.refuses)
 
+    def tokenize(self, text):
+        return self.ids
+
     def generate(self, id, tokens, sampling, seed, top_n, adapter):
+        if self.dies and id.startswith(self.dies):
+            raise Gone("the engine is gone")
         assert (top_n, adapter) == (0, None)
         row, vocab = id.partition("/")[0], self._made.model.vocab_size
         with self._lock:
@@ -234,11 +241,18 @@ def test_a_row_says_why_it_is_not_measured(said, why, monkeypatch):
     assert "d_mean" in rows["alone"]
 
 
-def test_weights_that_change_meanwhile_are_told():
+def test_what_a_run_would_stumble_over_is_told(monkeypatch):
+    """Another tokenizer, weights that change meanwhile, an engine that dies after the first row."""
+    zeros = lambda setup, settings, params, micro: np.zeros(micro["mask"].shape, np.float32)
+    monkeypatch.setattr(engine.ladder, "score", zeros)
     spans = lambda row: [("3" if row == "run" else "4", 0, 2)]
-    found, _ = measured(spans=spans)
+    found, _ = measured(spans=spans, ids=[1], dies="alone")
     assert found["facts"]["versions"] == ["3", "4"]
-    assert "its weights changed while it was measured" in engine.failures(found)[0]
+    first, second, *_ = engine.failures(found)
+    assert "its tokenizer gives the prompt" in first
+    assert "its weights changed while it was measured" in second
+    rows = {r["row"]: r for r in found["rows"]}
+    assert rows["alone"]["not_measured"] == "the engine is gone" and "d_mean" in rows["cache_hit"]
 
 
 # Bad input
@@ -340,3 +354,18 @@ def test_vllm_says_how_it_computes():
         assert Vllm(Client(url)).numerics() == Numerics("0.32.0", None, 0, 0)
     with answering({"/server_info": {"vllm_config": "text"}}) as url:
         assert Vllm(Client(url)).numerics() == Numerics(None, None, None, None)
+
+
+def test_sglang_says_how_it_computes():
+    """As version 0.5.23 names its arguments; a flush answers a sentence."""
+    said = {"version": "0.5.23", "kv_cache_dtype": "auto", "page_size": 1, "disable_radix_cache": False,
+            "chunked_prefill_size": 8192}
+    with answering({"/server_info": said, "/flush_cache": b"Cache flushed."}) as url:
+        kind = Sglang(Client(url))
+        assert kind.numerics() == Numerics("0.5.23", "auto", 1, 8192)
+        kind.reset_cache()
+    off = said | {"disable_radix_cache": True, "chunked_prefill_size": -1}
+    with answering({"/server_info": off}) as url:
+        assert Sglang(Client(url)).numerics() == Numerics("0.5.23", "auto", 0, 0)
+        with pytest.raises(Refused, match="/flush_cache is unknown there"):
+            Sglang(Client(url)).reset_cache()

@@ -66,7 +66,7 @@ MUTANTS = [
          "flat(ladder.score(setup, settings, params, micro))",
          "test_an_engine_of_another_dtype_is_scored_in_it"),
         ("weights may change once", "if len(sampler.versions) > 1:", "if len(sampler.versions) > 2:",
-         "test_weights_that_change_meanwhile_are_told")),
+         "test_what_a_run_would_stumble_over_is_told")),
     *of("gate/probe.py",
         ("the engine's part is that of the updates",
          '"engine": gap("logp_old", "logp_behav"), "staleness": gap("logp_prox", "logp_old")',

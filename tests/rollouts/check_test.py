@@ -37,6 +37,8 @@ def problems(config) -> list[str]:
     (dict(schedule="areal", driver="ray", start_timeout=float("inf")), "rollout.start_timeout is inf seconds"),
     (dict(schedule="areal", driver="ray", tpus_per_worker=-1.0), "rollout.tpus_per_worker is -1.0"),
     (dict(schedule="areal", driver="threads", old_logp_source="replica"), "keeps no copy of them; set it to ring"),
+    (dict(driver="external", engines="http://a:1", weights_folder="w", engine_kind="sglang", top_p=0.9),
+     "rollout.engine_kind = 'sglang' records log-probs before filters, and rollout.top_k = 0, top_p = 0.9"),
     (dict(driver="threads"), "rollout.driver = 'threads' is for samplers that run ahead"),
     (dict(workers=2), "rollout.workers = 2 is for samplers that run ahead"),
     (dict(queue=9), "rollout.queue = 9 is for samplers that run ahead"),
