@@ -139,6 +139,7 @@ WAYS: dict[str, Way] = {
     r"python -m jaxrl_tis\.export": Way(swap=(
         ("--step=50", "--step=1"), (r"(adapters|models)/.*|OUT|exported", "new/export"),
     )),
+    r"python -m jaxrl_tis\.gate .*--engine=": help_for("needs a running engine"),
     r"python -m jaxrl_tis\.gate": Way(f"{TINY} --prompts=2", OPEN, codes=(0, 1)),  # 1: it fails
     r"python -m jaxrl_tis\.libtpu_flags": Way(),
     r"python -m jaxrl_tis\.report": Way(),

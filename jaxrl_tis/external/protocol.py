@@ -32,6 +32,23 @@ class Facts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Numerics:
+    """How an engine computes; None where it does not say.
+
+    Attributes:
+      program: the engine's own version.
+      cache_dtype: of keys and values; "auto": that of its weights.
+      block: tokens that its prefix cache finds together; 0 without a prefix cache.
+      chunk: most tokens of prompts in one forward pass; 0 where prompts are not cut into chunks.
+    """
+
+    program: str | None
+    cache_dtype: str | None
+    block: int | None
+    chunk: int | None
+
+
+@dataclasses.dataclass(frozen=True)
 class Answer:
     """The tokens of one request, as the engine recorded them.
 
@@ -67,6 +84,11 @@ class Kind(Protocol):
     filters_logps: bool
 
     def facts(self) -> Facts: ...
+
+    def numerics(self) -> Numerics: ...
+
+    def reset_cache(self) -> None:
+        """Empties the prefix cache of an engine without requests."""
 
     def generate(
         self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int, top_n: int,

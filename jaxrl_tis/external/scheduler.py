@@ -362,12 +362,12 @@ class ExternalScheduler:
         values |= {
             "logp_raw": unknown, "entropy": unknown, "version": version, "kv_version": version,
             "segment": segment, "mask": np.ones(count, bool), "turn": np.zeros(count, np.int32),
-            "kept": _kept(request.id, answer, count, engine.num_kept),
+            "kept": kept_sets(request.id, answer, count, engine.num_kept),
         }
         reason, partial = "abort" if answer is None else answer.stop_reason, request.partial
         of_all = {}
         if answer is not None and engine.route_shape[0]:
-            of_all = _routes(request, answer, engine)
+            of_all = recorded_routes(request, answer, engine)
         if partial is not None:
             last = lambda name: getattr(partial, name)[-1:].max(initial=0)
             values["segment"] = segment + last("segment") + (1 if len(partial.tokens) else 0)
@@ -381,7 +381,7 @@ class ExternalScheduler:
         )
 
 
-def _kept(id: str, answer: Answer | None, count: int, width: int) -> np.ndarray:
+def kept_sets(id: str, answer: Answer | None, count: int, width: int) -> np.ndarray:
     """Returns the sets [n,K] of possible tokens of an answer, see `Trajectory.kept`."""
     rows = np.full((count, width), -1, np.int32)
     if not (width and count and answer is not None):
@@ -397,7 +397,7 @@ def _kept(id: str, answer: Answer | None, count: int, width: int) -> np.ndarray:
     return rows
 
 
-def _routes(request: Request, answer: Answer, engine: Any) -> dict[str, np.ndarray]:
+def recorded_routes(request: Request, answer: Answer, engine: Any) -> dict[str, np.ndarray]:
     """Returns the experts of a sequence, and how often an engine chose others for tokens that it had
     read before, see `Trajectory.routes`."""
     length = len(request.prompt) + len(answer.tokens)

@@ -14,7 +14,7 @@ from absl import logging
 
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.external.client import SHOWN, Client, EngineError, Refused
-from jaxrl_tis.external.protocol import Answer, Facts, Pair, part, read
+from jaxrl_tis.external.protocol import Answer, Facts, Numerics, Pair, part, read
 
 GENERATE = "/generate"
 DTYPES: dict[Any, str | None] = {"half": "float16", "float": "float32", "auto": None}
@@ -71,6 +71,18 @@ class Sglang:
             str(model.get("served_model_name")), own.get("max_req_input_len"),
             DTYPES.get(dtype, dtype), None, None, None,
         )
+
+    def numerics(self) -> Numerics:
+        own = part(self._client.get("/server_info"))
+        chunk = own.get("chunked_prefill_size")  # -1: none
+        return Numerics(
+            own.get("version"), own.get("kv_cache_dtype"),
+            0 if own.get("disable_radix_cache") else own.get("page_size"),
+            None if chunk is None else max(chunk, 0),
+        )
+
+    def reset_cache(self) -> None:
+        self._client.tell("/flush_cache", {})
 
     def generate(
         self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int,

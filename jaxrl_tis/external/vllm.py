@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.external.client import Client, EngineError, Refused
-from jaxrl_tis.external.protocol import Answer, Facts, part, read
+from jaxrl_tis.external.protocol import Answer, Facts, Numerics, part, read
 
 GENERATE = "/inference/v1/generate"
 STOPS = ("stop", "length", "abort")
@@ -42,6 +42,27 @@ class Vllm:
             None if dtype is None else str(dtype).removeprefix("torch."), own.get("logprobs_mode"),
             own.get("max_logprobs"), hf.get("vocab_size"),
         )
+
+    def numerics(self) -> Numerics:
+        client = self._client
+        config = part(client.get("/server_info", config_format="json"), "vllm_config")
+        cache, scheduler = part(config, "cache_config"), part(config, "scheduler_config")
+        try:
+            program = part(client.get("/version")).get("version")
+        except Refused:
+            program = None
+        block, chunk = cache.get("block_size"), scheduler.get("max_num_batched_tokens")
+        return Numerics(
+            program, cache.get("cache_dtype"),
+            0 if cache.get("enable_prefix_caching") is False else block,
+            0 if scheduler.get("enable_chunked_prefill") is False
+            else scheduler.get("long_prefill_token_threshold") or chunk,
+        )
+
+    def reset_cache(self) -> None:
+        done = self._client.post("/reset_prefix_cache")
+        if not (isinstance(done, Mapping) and done.get("success")):
+            raise EngineError(f"{self._client.url}/reset_prefix_cache answered {done!r}")
 
     def generate(
         self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int, top_n: int,

@@ -20,7 +20,7 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.diagnostics import agreement
 from jaxrl_tis.engine import sampling
-from jaxrl_tis.engine.records import Trajectory
+from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.gate import ladder
 from jaxrl_tis.learner.scoring import make_logits, make_routing
 from jaxrl_tis.learner.setup import MAX_LOGITS
@@ -40,18 +40,9 @@ class MismatchError(RuntimeError):
     """Learner and sampler differ by more than config.gate allows."""
 
 
-def sample(
-    setup: Setup, params: Any, prompts: int, served: Any = None,
-    heartbeat: Callable[[], None] = lambda: None, **changes: Any,
-) -> list[Trajectory]:
-    """Samples groups of responses, or of episodes, to the first prompts of the config's task, with its
-    engine.
-
-    Args:
-      served: serving parameters; None makes them of the learner's `params`.
-      heartbeat: called between engine calls.
-      changes: new values of fields of the config's sampling parameters.
-    """
+def requests(setup: Setup, prompts: int, **changes: Any) -> list[Request]:
+    """Makes the requests of groups of responses, or of episodes, to the first prompts of the config's
+    task. `changes` are new values of fields of the config's sampling parameters."""
     config = setup.config
     params_of = sampling_params(
         config, setup.tokenizer, config.rollout.temperature, is_filtered=True
@@ -64,14 +55,28 @@ def sample(
                 check=lambda source: prompter.checked(source, "training data"),
             )
         )
-        requests = [
+        return [
             request(config, f"gate/{i}/{record['id']}/{g}", prompter.ids(record), params_of, record)
             for i, record in enumerate(records) for g in range(config.rollout.group_size)
         ]
+
+
+def sample(
+    setup: Setup, params: Any, prompts: int, served: Any = None,
+    heartbeat: Callable[[], None] = lambda: None, **changes: Any,
+) -> list[Trajectory]:
+    """Samples `requests` with the config's engine.
+
+    Args:
+      served: serving parameters; None makes them of the learner's `params`.
+      heartbeat: called between engine calls.
+      changes: see `requests`.
+    """
+    wanted = requests(setup, prompts, **changes)
     served = setup.engine.load(params) if served is None else served
     scheduler = setup.scheduler(setup.engine, served, 0, heartbeat=heartbeat)
     with contextlib.closing(scheduler):
-        return generate(scheduler, requests, heartbeat=heartbeat)
+        return generate(scheduler, wanted, heartbeat=heartbeat)
 
 
 def check_prompts(setup: Setup, prompts: int) -> None:
@@ -167,11 +172,6 @@ def gap_report(
         for r in rungs
     ]
     differing = [r for r in described if not r["is_same"]]
-    bounds = {n: bound for n, bound in _bounds(setup).items() if bound < math.inf}
-    bad = {
-        side: ~np.isfinite(logp) & mask
-        for side, logp in (("learner", logp_old), ("sampler", logp_behav))
-    }
     return {
         "config": setup.config.name,
         "sequences": len(trajectories),
@@ -182,10 +182,31 @@ def gap_report(
         "largest": max(
             differing, key=lambda r: r["d_mean"] if math.isfinite(r["d_mean"]) else math.inf
         )["cause"],
-        "non_finite": {side: int(x.sum()) for side, x in bad.items()},
-        "non_finite_cause": _cause(setup, params, rows, bad["learner"]),
         **support_agreement(setup, params, rows),
         "route_flips": route_flips(setup, params, rows, logp_old),
+        **judged(setup, params, rows, mask, logp_old, total),
+    }
+
+
+def judged(
+    setup: Setup, params: Any, rows: dict[str, np.ndarray], mask: np.ndarray, logp_old: np.ndarray,
+    total: dict[str, float],
+) -> dict[str, Any]:
+    """Returns the keys of a report that `failures` reads, beside "total".
+
+    Args:
+      rows: of a batch, with logp_behav [N,T]; mask: [N,T] the tokens that count.
+      logp_old: [N,T] the learner's.
+      total: measures of the two.
+    """
+    bounds = {n: bound for n, bound in _bounds(setup).items() if bound < math.inf}
+    bad = {
+        side: ~np.isfinite(logp) & mask
+        for side, logp in (("learner", logp_old), ("sampler", rows["logp_behav"]))
+    }
+    return {
+        "non_finite": {side: int(x.sum()) for side, x in bad.items()},
+        "non_finite_cause": _cause(setup, params, rows, bad["learner"]),
         "budgets": bounds,
         "exceeded": [name for name in above(setup, total) if name in bounds],
     }
@@ -215,7 +236,13 @@ def above(setup: Setup, measured: dict[str, float]) -> list[str]:
 def measure(
     setup: Setup, params: Any, prompts: int, heartbeat: Callable[[], None] = lambda: None
 ) -> dict[str, Any]:
-    """Returns the report on a fresh batch of so many prompts."""
+    """Returns the report on a fresh batch of so many prompts. ValueError where engines of others
+    sample."""
+    if setup.config.rollout.driver == "external":
+        raise ValueError(
+            "rollout.driver is 'external', and this gate samples with the engine of this program; "
+            "measure each of rollout.engines by `python -m jaxrl_tis.gate --engine=http://host:port`"
+        )
     check_prompts(setup, prompts)
     served: Any = setup.engine.load(params)
     trajectories = sample(setup, params, prompts, served=served, heartbeat=heartbeat)
@@ -243,10 +270,14 @@ def to_json(report: dict[str, Any]) -> str:
     return json.dumps(strict, indent=1, allow_nan=False)
 
 
+def numbers(measured: dict[str, Any]) -> str:
+    """Returns the measures of a line of the table."""
+    return "".join(f"{measured[name]:>z12.3g}" for name in MEASURES)
+
+
 def table(report: dict[str, Any]) -> str:
     """Returns the report as text."""
     lines = [f"{'cause':<18}" + "".join(f"{name:>12}" for name in MEASURES)]
-    numbers = lambda r: "".join(f"{r[name]:>z12.3g}" for name in MEASURES)
     for r in report["rungs"]:
         lines.append(f"{r['cause']:<18}" + (f"{'same':>12}" if r["is_same"] else numbers(r)))
     total = report["total"]

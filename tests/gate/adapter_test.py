@@ -106,7 +106,8 @@ def test_the_command_takes_an_adapter_from_a_folder(tmp_path):
                 type(setup.engine), "load", lambda self, *args, serve=serve: serve(*args)),
             mock.patch.object(gate, "CONNECTED", contextlib.nullcontext),
             commands.exits(
-                gate, CONFIG=config, JSON=path, PROMPTS=None, ADAPTER=str(tmp_path / "adapter")
+                gate, CONFIG=config, JSON=path, PROMPTS=None, ADAPTER=str(tmp_path / "adapter"),
+                ENGINE=None,
             ) as exited,
         ):
             gate.main()

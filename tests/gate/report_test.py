@@ -506,7 +506,9 @@ def command(config, path, noise=0.0, prompts=None):
     with (
         mock.patch.object(report, "sample", sample),
         mock.patch.object(gate, "CONNECTED", contextlib.nullcontext),
-        commands.exits(gate, CONFIG=config, JSON=path, PROMPTS=prompts, ADAPTER=None) as exited,
+        commands.exits(
+            gate, CONFIG=config, JSON=path, PROMPTS=prompts, ADAPTER=None, ENGINE=None
+        ) as exited,
     ):
         gate.main()
     return exited.value.code, json.loads(path.read_text(), parse_constant=no_number)
