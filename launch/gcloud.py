@@ -99,9 +99,11 @@ class Gcloud:
                         "else echo not running: no code; fi", worker)
 
     def starts(self) -> list[list[str]]:
-        """Returns the commands that start the run, or Ray on the machine of a rollout worker."""
-        kind = self.plan.topology.kind
-        words = ["work", kind] if self.is_worker else ["start", kind, *self.plan.arguments]
+        """Returns the commands that start the run, or Ray or an engine on the machine of a worker."""
+        plan, kind = self.plan, self.plan.topology.kind
+        words = ["work", kind] if self.is_worker else ["start", kind, *plan.arguments]
+        if self.is_worker and plan.engines:
+            words = plan.engines.verb(plan.name)
         return [self.on_vm(node, shlex.join(words)) for node in self.nodes]
 
     def address(self) -> list[str]:

@@ -4,11 +4,13 @@
 #   launch/on_vm.sh setup                # makes a virtual environment with all packages of a run
 #   launch/on_vm.sh start CHIP ARGS...   # python -m jaxrl_tis.main ARGS under supervise.py, detached
 #   launch/on_vm.sh work CHIP            # on a worker machine: Ray alone, in its stead
+#   launch/on_vm.sh engine NAME MODEL ARGS...   # on a worker machine: vLLM, in its stead
 #   launch/on_vm.sh follow               # shows the log to the end; exits with the run's exit code
 #   launch/on_vm.sh status | stop        # prints the state; asks the run to save and to end
 #
 # Secrets (HF_TOKEN, ...) are read from ~/.jaxrl_tis_env, which launch/tpu_vm.py puts there. With
-# RAY_ADDRESS among them, the run starts Ray on this host and stops it at its end.
+# RAY_ADDRESS among them, the run starts Ray on this host and stops it at its end. With ENGINES among
+# them, it waits for these engines, and mounts the share WEIGHTS_MOUNT.
 #
 # Examples:
 #   ./launch/on_vm.sh setup
@@ -16,7 +18,7 @@
 set -euo pipefail
 # shellcheck source=launch/venv.sh
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
-extras=tpu,hub,gcs,tasks,math,wandb,ray
+extras=tpu,hub,gcs,tasks,math,wandb,ray,engines
 state=$root/run.json arguments=$root/run.args log=$root/run.log supervisor=$root/run.pid
 
 newer_python() {  # prints an interpreter of at least 3.11; images come with 3.10
@@ -51,6 +53,16 @@ prepare() {  # $1: kind of chip
   export LIBTPU_INIT_ARGS PATH="$root/$venv/bin:$PATH"
 }
 
+mount_weights() {  # learner and engines see the share at the same path
+  if ! mountpoint -q /mnt/weights; then
+    command -v mount.nfs >/dev/null || sudo apt-get install --quiet --yes nfs-common
+    sudo mkdir -p /mnt/weights
+    # A folder is looked up anew where it was missing before.
+    sudo mount -t nfs -o lookupcache=positive "$WEIGHTS_MOUNT" /mnt/weights
+  fi
+  sudo install -d -m 1777 "$WEIGHTS_FOLDER"
+}
+
 detach() {  # $@: options and command of supervise.py
   rm -f "$state"
   nohup setsid "$PY" launch/supervise.py --state="$state" "$@" >>"$log" 2>&1 </dev/null &
@@ -74,6 +86,9 @@ case ${1:-} in
     command=("$PY" -m jaxrl_tis.main "$@")
     if [ -n "${RAY_ADDRESS:-}" ]; then
       detach --after="ray stop" -- bash launch/on_ray.sh learner "${command[@]}"
+    elif [ -n "${ENGINES:-}" ]; then
+      mount_weights
+      detach -- bash launch/on_engines.sh learner "${command[@]}"
     else
       detach -- "${command[@]}"
     fi
@@ -86,6 +101,19 @@ case ${1:-} in
     fi
     prepare "$2"
     detach --after="ray stop" -- bash launch/on_ray.sh worker
+    rm -f "$arguments"
+    ;;
+  engine)
+    if is_running; then
+      echo "already running here: process $(cat "$supervisor")"
+      exit
+    fi
+    PYTHON=$(newer_python)
+    prepare_venv "$extras"
+    secrets
+    mount_weights
+    [ -x .venv-vllm/bin/vllm ] || bash launch/vllm.sh install .venv-vllm tpu
+    detach -- bash launch/on_engines.sh serve "$2" vllm .venv-vllm "${@:3}"
     rm -f "$arguments"
     ;;
   follow)
@@ -108,7 +136,7 @@ case ${1:-} in
     fi
     ;;
   *)
-    sed -n '2,11p' "${BASH_SOURCE[0]}" >&2
+    sed -n '2,9p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac

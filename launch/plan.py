@@ -16,6 +16,7 @@ sys.path.insert(0, str(ROOT))
 
 from jaxrl_tis.runtime import cli  # noqa: E402
 from jaxrl_tis.aot.chips import TOPOLOGIES, Topology  # noqa: E402
+import external  # noqa: E402
 
 OF_MAIN = ("--config.", "--change=", "--connect_seconds=")  # what is passed on to jaxrl_tis.main
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")  # taken from the environment, never shown
@@ -30,6 +31,7 @@ class Plan:
       overrides: further arguments of jaxrl_tis.main.
       topology: the slices; None if unknown, for commands that need only the name.
       workers: the machines of the rollout workers, a slice each; None if the run has none.
+      engines: of others, on these machines or elsewhere; None if the run has none.
     """
 
     config: str
@@ -38,6 +40,7 @@ class Plan:
     topology: Any
     name: str
     workers: Topology | None = None
+    engines: external.Engines | None = None
 
     @property
     def arguments(self) -> list[str]:
@@ -78,14 +81,14 @@ def parser(about: str, commands: Iterable[str]) -> argparse.ArgumentParser:
     made.add_argument("--dry-run", action="store_true", help="print the commands and run nothing")
     made.add_argument("--price_per_chip_hour", type=float, help="price, to print the cost with --dry-run")
     made.add_argument("--hours", type=float, default=1.0, help="hours of this cost")
-    made.set_defaults(worker_accelerator=None, num_workers=None)
+    made.set_defaults(worker_accelerator=None, num_workers=None, **dict.fromkeys(external.FLAGS))
     return made
 
 
 def add_workers(made: argparse.ArgumentParser) -> None:
     """Adds the flags for the machines of an asynchronous run's rollout workers."""
     made.add_argument("--worker_accelerator", help="machine of a rollout worker, as v5litepod-4; sets "
-                      "--config.rollout.driver=ray")
+                      "--config.rollout.driver=ray, without --engine_kind")
     made.add_argument("--num_workers", type=int, help="number of these machines; default: 1")
 
 
@@ -120,17 +123,20 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
             "v5litepod-8"
         )
     topology = Topology.rented(accelerator, given.num_slices) if accelerator else None
-    workers = _workers(given)
-    if needs_slice:
-        overrides = [*_worker_fields(workers, overrides), *overrides]
+    workers, found = _workers(given), None
     name = given.name or re.sub(r"[^a-z0-9]+", "-", f"{stem}-{variant}".lower()).strip("-")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise ValueError(
             f"--name={name} is not a valid name; give at most 40 small letters, digits and dashes, "
             "with a letter first"
         )
+    if needs_slice:
+        named = dict(word.partition("=")[::2] for word in overrides)
+        found = external.make(given, named, workers, name)
+        words = found.fields if found else _worker_fields(workers, named)
+        overrides = [*(word for word in words if word.partition("=")[0] not in named), *overrides]
     workdir = given.workdir or f"runs/{name}"
-    return Plan(given.config, tuple(overrides), workdir, topology, name, workers)
+    return Plan(given.config, tuple(overrides), workdir, topology, name, workers, found)
 
 
 def _workers(given: argparse.Namespace) -> Topology | None:
@@ -154,9 +160,8 @@ def _workers(given: argparse.Namespace) -> Topology | None:
     return workers
 
 
-def _worker_fields(workers: Topology | None, overrides: Sequence[str]) -> list[str]:
-    """Returns the fields that follow from the workers' machines and are not in the overrides."""
-    named = dict(word.partition("=")[::2] for word in overrides)
+def _worker_fields(workers: Topology | None, named: Mapping[str, str]) -> list[str]:
+    """Returns the fields that follow from the workers' machines."""
     driver = named.get("--config.rollout.driver")
     if workers is None:
         if driver == "ray":
@@ -171,8 +176,7 @@ def _worker_fields(workers: Topology | None, overrides: Sequence[str]) -> list[s
             "given; leave one of the two out"
         )
     fields = {"driver": "ray", "workers": workers.num_slices, "tpus_per_worker": workers.chips_per_host}
-    words = [f"--config.rollout.{name}={value}" for name, value in fields.items()]
-    return [word for word in words if word.partition("=")[0] not in named]
+    return [f"--config.rollout.{name}={value}" for name, value in fields.items()]
 
 
 def secrets(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -184,7 +188,8 @@ def sizes(plan: Plan) -> str:
     hosts = "1 host" if plan.hosts == 1 else f"{plan.hosts} hosts"
     said = f"{topology.product_name}: {topology.num_chips} chips, {hosts}"
     if plan.workers is not None:
-        said += f"; rollout workers on {plan.workers.product_name}: {plan.workers.num_chips} chips"
+        workers = "engines" if plan.engines else "rollout workers"
+        said += f"; {workers} on {plan.workers.product_name}: {plan.workers.num_chips} chips"
     return said
 
 

@@ -10,6 +10,10 @@ resource of its own. The learner's machines and these form a Ray cluster, and th
 sample on these alone. The run starts when its own machines and the first of these are there. `run`
 adds the others as they come, and requests preempted ones again, beside the log.
 
+With --engine_kind=vllm, too, the worker machines serve vLLM instead of Ray, and the run has
+rollout.driver=external. It waits until all engines are healthy and see the share of
+--weights_mount. --engine_hosts names hosts that ssh reaches, in the place of worker machines.
+
 `create` ends when the machines of the run are ready. Interrupting `run` or `logs` does not end the run. `stop`
 asks the run to save and to end. `delete` returns the machines. --dry-run prints the commands as a
 shell script and runs nothing.
@@ -34,6 +38,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 import clone
+import external
 import plan as plans
 from gcloud import DURATION, SECRETS_FILE, Gcloud
 from machines import LOST, UNKNOWN, Machines, Status
@@ -55,10 +60,10 @@ class OutOfTouch(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Cluster:
-    """The Ray cluster of an asynchronous run.
+    """The Ray cluster of an asynchronous run, or its engines.
 
     Attributes:
-      environment: its address and token, for every host; empty if the run has none.
+      environment: its address and token, for every host, or where engines are; empty without both.
       is_new: whether the token is new, and workers that run have another one.
     """
 
@@ -81,8 +86,8 @@ class Worker:
     is_given_up: bool = False
 
     def tend(self, shell: plans.Shell, cluster: Cluster | None) -> None:
-        """Requests the machine, or starts Ray on it, if needed and if there is a cluster to join.
-        A failure is reported, and the next call tries again."""
+        """Requests the machine, or starts Ray or its engine, if needed and if there is a cluster to
+        join. A failure is reported, and the next call tries again."""
         if self.is_given_up:
             return
         last, self.state = self.state, _state_or_unknown(shell, self.gcloud)
@@ -103,7 +108,8 @@ class Worker:
             self.machines.missed()  # the head was away for long
 
     def _join(self, shell: plans.Shell, cluster: Cluster) -> bool:
-        """Starts Ray on the machine unless it runs there; returns False if it is unreachable."""
+        """Starts Ray or the engine on the machine unless it runs there; returns False if it is
+        unreachable."""
         status = self._status(shell)
         if status is not None and not (status.is_running and not cluster.is_new):
             _install(shell, self.gcloud, cluster.environment)
@@ -125,6 +131,8 @@ def run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool = True) -> int:
     if shell.is_dry:
         return _show_run(shell, gcloud, is_whole)
     _look_at_clone(shell, gcloud)
+    if plan.engines and is_whole:
+        shell.run_all(plan.engines.starts(plan.name))
     is_bounded = gcloud.given.valid_until is not None
     workers = [Worker(one, Machines(is_bounded=is_bounded)) for one in gcloud.workers]
     return _run(shell, gcloud, Machines(is_bounded=is_bounded), workers, is_whole)
@@ -239,6 +247,8 @@ def _advance(shell: plans.Shell, gcloud: Gcloud, machines: Machines, state: str 
 
 def _cluster(shell: plans.Shell, gcloud: Gcloud) -> Cluster | None:
     """Returns the Ray cluster of a run, None if its machines cannot be reached."""
+    if gcloud.plan.engines:
+        return Cluster(gcloud.plan.engines.environment, is_new=False)
     if not gcloud.workers:
         return Cluster({}, is_new=False)
     (no_address, address), (no_token, text) = shell.read(gcloud.address()), shell.read(gcloud.token())
@@ -295,14 +305,15 @@ def _show_run(shell: plans.Shell, gcloud: Gcloud, is_whole: bool) -> int:
     for part in (gcloud, *gcloud.workers):
         shell.run(part.create())
     _show_wait(gcloud)
-    environment = _show_cluster(shell, gcloud) if gcloud.workers and is_whole else {}
+    environment = _show_cluster(shell, gcloud) if is_whole else {}
     shell.report("2. this commit and its environment on every host")
     _install(shell, gcloud, environment)
     if is_whole:
         shell.report("3. the run on every host under launch/supervise.py, and the log of host 0")
         _start(shell, gcloud)
         if gcloud.workers:
-            shell.report("beside the log: Ray on each worker machine, as soon as it is there")
+            what = "the engine" if plan.engines else "Ray"
+            shell.report(f"beside the log: {what} on each worker machine, as soon as it is there")
         for worker in gcloud.workers:
             _show_wait(worker)
             _install(shell, worker, environment)
@@ -319,6 +330,15 @@ def _show_wait(gcloud: Gcloud) -> None:
 
 
 def _show_cluster(shell: plans.Shell, gcloud: Gcloud) -> dict[str, str]:
+    if found := gcloud.plan.engines:
+        for command in found.starts(gcloud.plan.name):
+            shell.run(command)
+        shell.report("the engines and their folder, for every host")
+        for name, value in found.environment.items():
+            print(f"{name}={shlex.quote(value)}")
+        return found.environment
+    if not gcloud.workers:
+        return {}
     shell.report("the address and the token of Ray, for every host")
     print(f"RAY_ADDRESS=$({plans.show(gcloud.address())}):{RAY_PORT}")
     print("RAY_AUTH_TOKEN=$(python3 -c 'import secrets; print(secrets.token_hex(32))')")
@@ -326,13 +346,19 @@ def _show_cluster(shell: plans.Shell, gcloud: Gcloud) -> dict[str, str]:
 
 
 def _look_at_clone(shell: plans.Shell, gcloud: Gcloud) -> None:
-    """Refuses a clone with a commit that cannot run; a dry run only prints the reason."""
-    if gcloud.given.git:
-        return
-    if problem := clone.problem(shell, gcloud.plan):
+    """Refuses engines without a token, and a clone with a commit that cannot run; a dry run only
+    prints the reason."""
+    plan, problems = gcloud.plan, []
+    if plan.engines:
+        problems.append(external.problem(plan.engines, plans.secrets()))
+    if not gcloud.given.git:
+        problems.append(clone.problem(shell, plan))
+    for problem in filter(None, problems):
         if not shell.is_dry:
             raise ValueError(problem)
         shell.report(f"refused as it stands: {problem}")
+    if gcloud.given.git:
+        return
     if changes := clone.changes(shell):
         shell.report(f"what is not committed here is not copied: {changes}")
 
@@ -455,6 +481,9 @@ def status(shell: plans.Shell, gcloud: Gcloud) -> int:
         state = _state(shell, part)
         shell.report(f"{part.plan.name}: {state or 'there is none'}")
         codes += [shell.code(command) for command in commands if state == "ACTIVE"]
+    for host in external.hosts_of(gcloud.given):
+        command = external.command(host, gcloud.plan.name, "status")
+        codes.append(shell.run(command) or 0 if shell.is_dry else shell.code(command))
     return max(codes, default=0)
 
 
@@ -468,8 +497,10 @@ def logs(shell: plans.Shell, gcloud: Gcloud) -> int:
 
 def stop(shell: plans.Shell, gcloud: Gcloud) -> int:
     """Asks the run to save and to end, on every host."""
+    name, hosts = gcloud.plan.name, external.hosts_of(gcloud.given)
     shell.run_all([
-        part.on_vm(node, "stop") for part in (gcloud, *gcloud.workers) for node in part.nodes
+        *(part.on_vm(node, "stop") for part in (gcloud, *gcloud.workers) for node in part.nodes),
+        *(external.command(host, name, "stop") for host in hosts),
     ])
     return 0
 
@@ -512,6 +543,7 @@ def _check(given: argparse.Namespace) -> None:
 def main() -> int:
     parser = plans.parser(__doc__, COMMANDS)
     plans.add_workers(parser)
+    external.add_flags(parser)
     parser.add_argument("--project", help="default: gcloud's")
     parser.add_argument("--zone", help="default: gcloud's")
     parser.add_argument("--runtime", help="image of the machines; default: the image for the chip")

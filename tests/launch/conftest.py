@@ -18,13 +18,13 @@ def scripts(monkeypatch):
     monkeypatch.syspath_prepend(str(LAUNCH))
     monkeypatch.syspath_prepend(str(LAUNCH / "gke"))
     yield importlib.import_module
-    for name in ("plan", "clone", "gcloud", "machines", "supervise", "tpu_vm", "jobset", "raycluster"):
+    for name in ("plan", "external", "clone", "gcloud", "machines", "supervise", "tpu_vm", "jobset", "raycluster"):
         sys.modules.pop(name, None)
 
 
 @pytest.fixture
 def cloud(tmp_path, monkeypatch):
-    found = fakes.Cloud(tmp_path / "cloud", "gcloud", "kubectl", "xpk")
+    found = fakes.Cloud(tmp_path / "cloud", "gcloud", "kubectl", "xpk", "ssh", "scp")
     monkeypatch.setenv("PATH", found.path)
     for name in ("HF_TOKEN", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)

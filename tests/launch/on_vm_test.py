@@ -153,6 +153,39 @@ def test_a_worker_machine_has_ray_alone_and_takes_the_newest_address(host, tmp_p
 
 
 @pytest.mark.all
+def test_machines_of_a_run_with_engines_see_the_share(host, tmp_path):
+    clone, run = host
+    (tmp_path / ".jaxrl_tis_env").write_text(
+        "ENGINES=a\nWEIGHTS_MOUNT=10.0.0.2:/weights\nWEIGHTS_FOLDER=/mnt/weights/x\n")
+    for path, text in {
+        tmp_path / "bin/mountpoint": "[ -e mounted ]", tmp_path / "bin/mount.nfs": "",
+        tmp_path / "bin/sudo": 'echo "$*" >>calls; [ "$1" != mount ] || touch mounted',
+        clone / "launch/vllm.sh": 'echo "vllm.sh $*" >>calls',
+        clone / "launch/on_engines.sh":
+            'echo "$WEIGHTS_FOLDER $1" >>calls; [ "$1" = serve ] && echo "$@" >>calls && sleep 60\n'
+            'shift; exec "$@"',
+    }.items():
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+    run("start", "v5e", "--config=a.py")
+    assert run("follow").returncode == 0
+    assert (clone / "called").read_text().splitlines()[-1] == "--config=a.py"
+    assert run("engine", "n-worker-0", "OWNER/NAME", "--max-loras", "2").returncode == 0
+    served = "serve n-worker-0 vllm .venv-vllm OWNER/NAME --max-loras 2"
+    for _ in range(200):
+        if served in (calls := (clone / "calls").read_text()):
+            break
+        time.sleep(0.05)
+    folder = "install -d -m 1777 /mnt/weights/x"
+    assert calls.splitlines() == [
+        "mkdir -p /mnt/weights", "mount -t nfs -o lookupcache=positive 10.0.0.2:/weights /mnt/weights",
+        folder, "/mnt/weights/x learner", folder, "vllm.sh install .venv-vllm tpu",
+        "/mnt/weights/x serve", served]
+    assert "already running" in run("engine", "n-worker-0", "OWNER/NAME").stdout
+    assert run("status").stdout.startswith("running: ")
+
+
+@pytest.mark.all
 def test_a_process_that_has_the_number_of_the_supervisor_is_not_it(host):
     clone, run = host
     with subprocess.Popen(["sleep", "60"]) as other:
@@ -169,7 +202,8 @@ def test_hosts_and_image_have_what_the_page_and_the_configs_need():
     page = (ROOT / "docs" / "launch.md").read_text()
     assert f'".[{EXTRAS}]"' in image and f"`[{EXTRAS}]`" in page
     # gs:// and hf://, metrics.sinks=wandb, configs/smollm2_135m.py, configs/dapo_*.py, rollout.driver=ray
-    assert {"tpu", "hub", "gcs", "wandb", "tasks", "math", "ray"} <= set(EXTRAS.split(","))
+    # and external
+    assert {"tpu", "hub", "gcs", "wandb", "tasks", "math", "ray", "engines"} <= set(EXTRAS.split(","))
 
 
 @pytest.mark.all
