@@ -90,7 +90,11 @@ class Vllm:
 
     def load(self, path: str, version: int) -> None:
         body = {"method": "reload_weights", "kwargs": {"weights_path": path}}
-        self._client.post("/collective_rpc", body, timeout=None)
+        try:
+            self._client.post("/collective_rpc", body, timeout=None)
+        except Refused as error:
+            # The engine may see the folder at another time.
+            raise EngineError(f"{error}; does the engine see {path}?") from error
         self._name(version)
 
     def load_adapter(self, name: str, path: str, older: str | None) -> None:

@@ -14,42 +14,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.external.client import Client, Gone, Refused
 from jaxrl_tis.external.protocol import Answer, Facts, Numerics
 from jaxrl_tis.external.sglang import Sglang
 from jaxrl_tis.external.vllm import Vllm
 from jaxrl_tis.gate import engine, report
-from jaxrl_tis.learner.state import initial_policy
 from jaxrl_tis.models import transformer
-from jaxrl_tis.serve import setup as serving
-from tests import asgi, commands, tiny, web, weights
+from tests import commands, engines, tiny, web, weights
 
 pytestmark = pytest.mark.compiles
 
 ROOT = pathlib.Path(__file__).parents[2]
 SAME = dict(engine__quantization="none")
-TOKEN = "let-me-in"
 NAMES = ["run", "dtype", "raw", "unfiltered", "cache_miss", "cache_hit", "alone", "chunked"]
 WIDTH = 128
 
 
 def setup(**overrides):
     return tiny.setup(**SAME, **overrides)
-
-
-@contextlib.contextmanager
-def served(token=TOKEN):
-    """The URL of our own server with the weights that the tiny config starts from."""
-    made = setup()
-    limits = Limits(
-        body_bytes=2000, context_tokens=8, max_tokens=3, choices=4, logprobs=0, seconds=60.0
-    )
-    params = made.engine.load(initial_policy(made.training))
-    with mock.patch.object(serving, "warm_up", lambda *_: None):
-        app = serving.make_app(made, params, limits, 8, token, "127.0.0.1")
-    with asgi.listening(app) as port:
-        yield f"http://127.0.0.1:{port}"
 
 
 def command(config, path, url):
@@ -70,9 +52,9 @@ def command(config, path, url):
 
 @pytest.mark.by_jax("XLA compiles and rounds the programs")
 def test_our_own_server_has_no_gap_at_the_same_weights_and_one_at_others(tmp_path):
-    (tmp_path / "token").write_text(TOKEN + "\n")
+    (tmp_path / "token").write_text(engines.TOKEN + "\n")
     known = SAME | dict(rollout__engine_token_file=str(tmp_path / "token"))
-    with served() as url:
+    with engines.served(setup()) as url:
         code, same = command(tiny.config(**known), tmp_path / "same.json", url)
         other_code, other = command(
             tiny.config(**known, seed=1), tmp_path / "other.json", url
