@@ -260,6 +260,8 @@ class Run:
     def close(self) -> None:
         """Ends background work and closes the run's files."""
         self.source.close(is_over=self.done == self.setup.config.steps)
+        if self.setup.config.rollout.driver == "external":
+            self.setup.fleet.close()
         self._prompter.close()
         self.writer.close()
         if self._samples is not None:

@@ -27,7 +27,7 @@ from jaxrl_tis.gate.report import MismatchError
 from jaxrl_tis.models import transformer
 
 PROMPTS = 9
-LEAST = 48  # tokens of a prompt: three pages of an engine's cache, which hold keys of older weights
+LEAST = 272  # tokens of a prompt: more than a block of any cache, which may hold keys of older weights
 TOP = 5  # likely tokens that the engine is asked for beside the sampled one
 GROWTH = 10.0  # times the distance at the first sync
 FLOOR = 3e-4  # nats and probability, below which no distance counts as growth

@@ -45,7 +45,6 @@ class Fleet:
         self._top_n = canary.TOP
         self._check_facts(engine.max_length, engine.config.dtype, engine.top_n)
         self._folder = Folder(rollout.weights_folder, setup.model, engine.config.dtype)
-        self._folder.check_room(abstract_params(setup.training))
         self._canary: Any = None
         self._newest: Version | None = None
 
@@ -55,15 +54,22 @@ class Fleet:
         return len(self._members)
 
     def watch(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Makes the canary of these prompts, token ids each. ValueError where an engine has another
-        tokenizer."""
+        """Begins a run: takes the folder of weights, and makes the canary of these prompts, token ids each.
+        ValueError where an engine has another tokenizer, or the folder has no room or is in use."""
         setup, config = self._setup, self._setup.config
         self._check_tokenizers(setup.tokenizer.decode(prompts[0]))
+        self._folder.open()
+        self._folder.check_room(abstract_params(setup.training))
+        self._newest = None
         self._canary = canary.Canary(
             setup.model, setup.training.learner.program, setup.training.layout, prompts,
             setup.engine.max_length, config.rollout.temperature, config.gate.max_d_p99,
             config.gate.max_dp_max, setup.engine.route_shape,
         )
+
+    def close(self) -> None:
+        """Ends a run: another one may use the folder."""
+        self._folder.close()
 
     def _check_facts(self, length: int, dtype: str, top_n: int) -> None:
         """Raises ValueError where an engine cannot sample for this run."""

@@ -53,11 +53,19 @@ class Folder:
 
     def __init__(self, root: str, config: ModelConfig, dtype: str, files: Sequence[pathlib.Path] = ()):
         self._root, self._config, self._dtype = pathlib.Path(root), config, dtype
-        self._files, self._stack = files, contextlib.ExitStack()
-        self._stack.enter_context(lock.locked(self._root, "rollout.weights_folder"))
-        for path in self._root.iterdir():  # of a run that ended
+        self._files, self._lock = files, contextlib.ExitStack()
+
+    def open(self) -> None:
+        """Locks the folder until `close`, and removes the versions of a run that ended. ValueError where
+        another run uses it."""
+        self.close()
+        self._lock.enter_context(lock.locked(self._root, "rollout.weights_folder"))
+        for path in self._root.iterdir():
             if NAME.fullmatch(path.name) or path.name.startswith(".") and ".partial-" in path.name:
                 shutil.rmtree(path)
+
+    def close(self) -> None:
+        self._lock.close()
 
     def check_room(self, shapes: Any) -> None:
         """Raises ValueError where the disk has no room for `KEPT` versions of these parameters and the

@@ -139,14 +139,16 @@ def test_bad_engines_and_folders_are_refused_in_words(tmp_path, url):
     with pytest.raises(ValueError, match="engine_token_file = .*nowhere.* cannot be read"):
         setup(tmp_path, url, rollout__engine_token_file=str(tmp_path / "nowhere")).fleet  # noqa: B018
     made = setup(tmp_path, url)
-    first = made.fleet
+    first, other = made.fleet, setup(tmp_path, url, seed=2).fleet
+    first.watch(PROMPTS)
     with pytest.raises(ValueError, match=r"weights is in use by process .*rollout.weights_folder"):
-        setup(tmp_path, url, seed=2).fleet  # noqa: B018
+        other.watch(PROMPTS)
+    first.close()
     with (
         mock.patch("shutil.disk_usage", lambda _: mock.Mock(free=1000)),
         pytest.raises(ValueError, match="has 1e-06 GB free, and 3 versions of the weights take"),
     ):
-        first._folder.check_room(transformer.abstract_params(made.model))
+        other.watch(PROMPTS)
     with (
         mock.patch.object(Vllm, "tokenize", lambda self, text: [1, 2]),
         pytest.raises(ValueError, match="its tokenizer gives the prompt .* other ids"),
