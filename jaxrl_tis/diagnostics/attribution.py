@@ -282,7 +282,7 @@ def turn_metrics(
 
 
 def entropy_bucket(entropy: chex.Array) -> chex.Array:
-    """Returns the bucket of each entropy (nats) by `ENTROPY_STARTS`, int; -1 where it is NaN, unknown."""
+    """Returns the bucket of each entropy (nats) by `ENTROPY_STARTS`, int; -1 where it is unknown (NaN)."""
     return sum((entropy >= start).astype(jnp.int32) for start in ENTROPY_STARTS) - 1
 
 
@@ -292,8 +292,7 @@ def entropy_metrics(
 ) -> dict[str, chex.Array]:
     """Measures the mismatch by the entropy of the distribution that a token was sampled from.
 
-    The edges are fixed, so runs compare. A gap that grows in each bucket does not come from a change
-    of the entropy.
+    The edges are fixed, so runs compare.
 
     Args:
       logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
