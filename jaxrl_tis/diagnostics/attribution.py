@@ -127,10 +127,11 @@ def bucket_statistics(
     share of the bucket's tokens.
     """
     chex.assert_equal_shape([logp_old, logp_behav, bucket, mask])
-    mask = ratios.as_bool(mask) & (bucket >= 0)
+    mask = ratios.as_bool(mask)
     gap_bt = divergences.probability_gap(logp_old, logp_behav, mask)
     log_ratio_bt = ratios.safe_log_ratio(logp_old, logp_behav, mask)
     one_bt = mask.astype(gap_bt.dtype)
+    # A sum over segments drops the tokens of segments below 0.
     bucket_bt = jnp.where(mask, jnp.minimum(bucket, num_buckets - 1), 0)
     columns = [gap_bt, log_ratio_bt, jnp.abs(log_ratio_bt), one_bt]
     if is_clipped is not None:
