@@ -89,7 +89,7 @@ def further():
     """Names of runs that cannot be made here: of several turns, whose records are a source's own,
     and on devices that tell how much memory was in use."""
     logp, turn = np.zeros((2, 4), np.float32), np.array([[0, 0, 1, 1]] * 2)
-    batch = {"logp_old": logp, "logp_behav": logp, "mask": logp == 0, "turn": turn}
+    batch = {"logp_old": logp, "logp_behav": logp, "entropy": logp, "mask": logp == 0, "turn": turn}
     device = mock.Mock()
     device.memory_stats.return_value = {"peak_bytes_in_use": 2**30}
     with mock.patch.object(jax, "local_devices", lambda: [device]):

@@ -10,7 +10,7 @@ from jaxrl_tis.audit import route_columns
 
 LOG_PROBS = ("logp_behav", "logp_old", "logp")
 WHOLE_NUMBERS = ("version", "turn", "position")
-TOKEN = (*LOG_PROBS, "mask", *WHOLE_NUMBERS, "top")
+TOKEN = (*LOG_PROBS, "mask", *WHOLE_NUMBERS, "entropy", "top")
 ROUTES = ("routes_behav", "routes_old")  # of all input tokens, see `route_columns`
 COUNTS = ("prompt_tokens", "routes_start")
 SEQUENCE = ("reward", "group", *COUNTS)
@@ -102,6 +102,8 @@ def _read(name, value, mask):
     if name == "version" and np.ndim(value) == 0:
         value = np.full(len(mask), value)
     x = _numbers(value, len(mask))
+    if name == "entropy":
+        return _entropies(x, mask)
     return _whole(x, mask) if name in WHOLE_NUMBERS else _log_probs(x, mask)
 
 
@@ -126,6 +128,14 @@ def _log_probs(x, mask):
     _refuse(x, mask & ~np.isfinite(x), "is not finite")
     _refuse(x, mask & (x > ROUNDING), "is above 0, so it is not a log-prob")
     return np.where(mask, x, 0.0).astype(np.float32)
+
+
+def _entropies(x, mask):
+    """[T] nats, NaN where a sampler gives none."""
+    x = x.astype(np.float32)
+    _refuse(x, mask & np.isinf(x), "is not finite")
+    _refuse(x, mask & (x < -ROUNDING), "is below 0, so it is not an entropy")
+    return np.where(mask, np.maximum(x, 0.0), 0.0).astype(np.float32)
 
 
 def _whole(x, mask):

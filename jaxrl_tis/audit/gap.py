@@ -65,12 +65,13 @@ def _head(batch):
 
 def profiles(batch: Batch) -> dict[str, dict[str, float]]:
     """Returns {"<kind>_<label>": statistics} of the tokens by position in the response and in the context,
-    length of the response, turn, distance from a tool's text, and age of the weights. Buckets without
-    a token are left out."""
+    length of the response, entropy, turn, distance from a tool's text, and age of the weights. Buckets
+    without a token are left out."""
     octaves = (0, *(2**k for k in range(NUM_BUCKETS - 1)))
     labels: dict[str, Any] = dict.fromkeys(("position", "length", "context"), octaves)
     labels |= dict.fromkeys(("turn", "lag"), range(NUM_BUCKETS))
     labels["after_tool"] = ("none", *octaves[1:])
+    labels["entropy"] = attribution.ENTROPY_STARTS
     statistics = jax.jit(functools.partial(attribution.bucket_statistics, num_buckets=NUM_BUCKETS))
     profile = {}
     for kind, bucket in jax.jit(_buckets)(batch).items():
@@ -92,6 +93,8 @@ def _buckets(batch):
     }
     if "position" in batch:
         buckets["context"] = octave(batch["position"])
+    if "entropy" in batch:
+        buckets["entropy"] = attribution.entropy_bucket(batch["entropy"])
     if "turn" in batch:
         buckets["turn"] = batch["turn"]
         buckets["after_tool"] = octave(attribution.tool_distances(mask, seg))

@@ -32,7 +32,8 @@ def measure(
     if num_experts is not None and not dump.routes:
         raise ValueError("--num_experts needs the column routes_behav or routes_old")
     batch = make_batch(dump, current_version)
-    rules = whatif.rules(frozenset(batch))
+    unknown = {"entropy"} if np.isnan(dump.tokens.get("entropy", 0.0)).any() else set()
+    rules = whatif.rules(frozenset(batch) - unknown)
     tasks = (
         lambda: jax.device_get(jax.jit(gap.metrics)(batch)),
         lambda: gap.profiles(batch),

@@ -54,6 +54,7 @@ PROFILES = {
     "position": "tokens from this position of the response on",
     "context": "tokens from this position of the context on",
     "length": "responses from this length on",
+    "entropy": "tokens with an entropy from this value on, nats",
     "turn": "turn of the conversation",
     "after_tool": "tokens at this distance from a tool's text",
     "lag": "age of the weights that sampled the token, versions",

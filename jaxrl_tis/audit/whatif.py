@@ -49,7 +49,7 @@ WANTED = {
     "version": "needs version",
     "current_version": "needs version",
     "top": "needs top (the sampler's likeliest tokens)",
-    "entropy": "needs entropies, which no dump has",
+    "entropy": "needs the entropy of every token",
     "logits": "needs the logits of both sides, which no dump has",
     "logits_behav": "needs the logits of both sides, which no dump has",
 }

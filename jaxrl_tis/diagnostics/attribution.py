@@ -1,4 +1,4 @@
-"""Measures where the mismatch comes from: factor of the ratio, position, turn.
+"""Measures where the mismatch comes from: factor of the ratio, position, turn, entropy.
 
 Every function is pure, works under jit and carries no gradient. Metrics are scalars named
 mismatch/<metric>. An empty mask, bucket or row gives 0 and never NaN; log-ratios are clamped to
@@ -22,6 +22,7 @@ from jaxrl_tis.diagnostics import divergences, mismatch
 from jaxrl_tis.estimators import ratios
 
 FACTORS = ("engine", "staleness", "trust_region")
+ENTROPY_STARTS = (0, 0.1, 0.5, 2)  # nats, the least entropy of each bucket; the last has no end
 
 
 def split_ratio(
@@ -115,20 +116,23 @@ def bucket_statistics(
     Args:
       logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
       logp_behav: [B, T] sampler's log-probs, nats.
-      bucket: [B, T] int bucket of each valid token; the last one also takes what lies beyond.
+      bucket: [B, T] int bucket of each valid token; the last one also takes what lies beyond. A token
+        below 0 is in none.
       mask: [B, T] valid tokens.
       num_buckets: K, static.
       is_clipped: [B, T] whether a bound changed the token's weight, or None.
 
     Returns [K] each, 0 for an empty bucket: dp_mean, dp_max, log_ratio_mean, log_ratio_abs_mean,
-    token_fraction, the share of all valid tokens, and with `is_clipped` fraction_clipped, the share
-    of the bucket's tokens.
+    token_fraction, the share of the tokens in buckets, and with `is_clipped` fraction_clipped, the
+    share of the bucket's tokens.
     """
     chex.assert_equal_shape([logp_old, logp_behav, bucket, mask])
+    mask = ratios.as_bool(mask)
     gap_bt = divergences.probability_gap(logp_old, logp_behav, mask)
     log_ratio_bt = ratios.safe_log_ratio(logp_old, logp_behav, mask)
-    one_bt = ratios.as_bool(mask).astype(gap_bt.dtype)
-    bucket_bt = jnp.where(ratios.as_bool(mask), jnp.clip(bucket, 0, num_buckets - 1), 0)
+    one_bt = mask.astype(gap_bt.dtype)
+    # A sum over segments drops the tokens of segments below 0.
+    bucket_bt = jnp.where(mask, jnp.minimum(bucket, num_buckets - 1), 0)
     columns = [gap_bt, log_ratio_bt, jnp.abs(log_ratio_bt), one_bt]
     if is_clipped is not None:
         columns.append(one_bt * is_clipped)
@@ -157,7 +161,7 @@ def bucket_statistics(
 
 def bucket_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, bucket: chex.Array, mask: chex.Array, *,
-    kind: str, labels: Sequence[str | int], is_clipped: chex.Array | None = None,
+    kind: str, labels: Sequence[str | float], is_clipped: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Returns `bucket_statistics` as scalars mismatch/<kind>_<label>/<statistic>, a label per bucket."""
     statistics = bucket_statistics(
@@ -250,7 +254,7 @@ def after_tool_metrics(
     before any tool token are in mismatch/after_tool_none/<statistic>.
     """
     bucket = power_of_two_bucket(tool_distances(mask, seg))
-    labels: list[str | int] = ["none", *bucket_starts(num_buckets)[1:]]
+    labels: list[str | float] = ["none", *bucket_starts(num_buckets)[1:]]
     return bucket_metrics(
         logp_old, logp_behav, bucket, mask, kind="after_tool", labels=labels, is_clipped=is_clipped
     )
@@ -275,4 +279,33 @@ def turn_metrics(
     labels = range(num_turns)
     return bucket_metrics(
         logp_old, logp_behav, turn, mask, kind="turn", labels=labels, is_clipped=is_clipped
+    )
+
+
+def entropy_bucket(entropy: chex.Array) -> chex.Array:
+    """Returns the bucket of each entropy (nats) by `ENTROPY_STARTS`, int; -1 where it is unknown (NaN)."""
+    return sum((entropy >= start).astype(jnp.int32) for start in ENTROPY_STARTS) - 1
+
+
+def entropy_metrics(
+    logp_old: chex.Array, logp_behav: chex.Array, entropy: chex.Array, mask: chex.Array, *,
+    is_clipped: chex.Array | None = None,
+) -> dict[str, chex.Array]:
+    """Measures the mismatch by the entropy of the distribution that a token was sampled from.
+
+    The edges are fixed, so runs compare.
+
+    Args:
+      logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
+      logp_behav: [B, T] sampler's log-probs, nats.
+      entropy: [B, T] nats; tokens of unknown entropy (NaN) are left out.
+      mask: [B, T] valid tokens.
+      is_clipped: of `bucket_statistics`.
+
+    Returns mismatch/entropy_<least entropy>/<statistic>, see `bucket_statistics`.
+    """
+    bucket = entropy_bucket(entropy)
+    return bucket_metrics(
+        logp_old, logp_behav, bucket, mask, kind="entropy", labels=ENTROPY_STARTS,
+        is_clipped=is_clipped,
     )

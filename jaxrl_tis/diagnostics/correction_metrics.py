@@ -84,13 +84,13 @@ def drift_metrics(logp: jax.Array, batch: Batch) -> Metrics:
 
 def profile_metrics(weight: Method, batch: Batch, has_turns: bool) -> Metrics:
     """Measures where the gap is, and where bounds change weights: percentiles within a response, by
-    position in it and, in conversations, by turn and by distance from the last tool token. This
-    sorts the batch.
+    position in it, by entropy and, in conversations, by turn and by distance from the last tool
+    token. This sorts the batch.
 
     Args:
       weight: name in `weights.WEIGHTS` and its parameters.
-      batch: `logp_old`, `logp_behav`, `mask` [N,T], fields that the weight needs, and `turn` with
-        has_turns.
+      batch: `logp_old`, `logp_behav`, `entropy` (the learner's), `mask` [N,T], fields that the weight
+        needs, and `turn` with has_turns.
       has_turns: static.
     """
     inputs = batch["logp_old"], batch["logp_behav"]
@@ -100,6 +100,7 @@ def profile_metrics(weight: Method, batch: Batch, has_turns: bool) -> Metrics:
     metrics = divergences.percentile_metrics(*inputs, mask)
     by_octave = dict(num_buckets=num_buckets, is_clipped=is_clipped)
     metrics |= attribution.position_metrics(*inputs, mask, **by_octave)
+    metrics |= attribution.entropy_metrics(*inputs, batch["entropy"], mask, is_clipped=is_clipped)
     if not has_turns:
         return metrics
     metrics |= attribution.turn_metrics(

@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl_tis.doctor import asynchrony, corrections, depth, effects, frozen
+from jaxrl_tis.doctor import asynchrony, corrections, depth, effects, frozen, stale_cache
 from jaxrl_tis.doctor.case import (
     FLIPS, IS_VALID, LAG, OPS, THRESHOLDS, TREE_FACTS, Case, Clause, Finding, leaves_out_lags,
 )
@@ -19,7 +19,8 @@ from jaxrl_tis.runtime import storage
 
 COUNTS = ("window", "min_steps", "surge_steps")  # thresholds that count steps
 SINGLE = ("mean", "max", "steady")  # statistics of one window
-FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS | corrections.FACTS | frozen.FACTS | depth.FACTS
+FACTS = TREE_FACTS | effects.FACTS | asynchrony.FACTS | corrections.FACTS
+FACTS |= frozen.FACTS | stale_cache.FACTS | depth.FACTS
 
 # Reading
 

@@ -20,7 +20,7 @@ SAMPLES = (LENGTH, SAMPLER_LOGP, REWARD)  # of the sampler alone
 BLOCKS = 10  # parts of the record, whose means are compared
 
 
-def _blocks(case: Case, metric: str) -> list[float]:
+def blocks(case: Case, metric: str) -> list[float]:
     """Returns the means of the BLOCKS equal parts of a record; KeyError with too few values."""
     values = [x for _, x in sorted(case.series[metric].items())] if metric in case.series else []
     least = max(case.thresholds["frozen_steps"], BLOCKS)
@@ -34,7 +34,7 @@ def _ranks(values: Sequence[float]) -> list[float]:
     return [sum(y < x for y in values) + sum(y == x for y in values) / 2 for x in values]
 
 
-def _rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
+def rank_correlation(xs: Sequence[float], ys: Sequence[float]) -> float:
     """Returns Spearman's correlation, and 0 where one of the two is constant or not finite."""
     is_usable = all(map(math.isfinite, (*xs, *ys))) and min(len(set(xs)), len(set(ys))) > 1
     return statistics.correlation(_ranks(xs), _ranks(ys)) if is_usable else 0.0
@@ -48,29 +48,29 @@ def _distance(case):
     """Returns (blocks of the distance of the policy from its base, its name)."""
     for metric in DISTANCES:
         if _has_moved(case, metric):
-            return [abs(x) for x in _blocks(case, metric)], metric
+            return [abs(x) for x in blocks(case, metric)], metric
     return list(range(BLOCKS)), "the steps"
 
 
 def _gap_by_distance(case):
-    gap = [abs(x) for x in _blocks(case, moving(case))]
+    gap = [abs(x) for x in blocks(case, moving(case))]
     distance, name = _distance(case)
-    return _rank_correlation(gap, distance), f"rank correlation of {moving(case)} with {name}"
+    return rank_correlation(gap, distance), f"rank correlation of {moving(case)} with {name}"
 
 
 def _gap_grown(case):
-    first, *_, last = (abs(x) for x in _blocks(case, moving(case)))
+    first, *_, last = (abs(x) for x in blocks(case, moving(case)))
     return (last / first if first else math.inf), f"{moving(case)}, last tenth of the record by the first"
 
 
-def _nats(case):
+def nats(case: Case) -> list[float]:
     """Returns the blocks of the gap as a KL. A normal log ratio of variance s^2 has the mean |x| =
     s sqrt(2 / pi) and the KL s^2 / 2."""
     for metric in (K3, KL):
         if metric in case.series:
-            return [abs(x) for x in _blocks(case, metric)]
+            return [abs(x) for x in blocks(case, metric)]
     if ABS_GAP in case.series:
-        return [math.pi / 4 * x * x for x in _blocks(case, ABS_GAP)]
+        return [math.pi / 4 * x * x for x in blocks(case, ABS_GAP)]
     raise KeyError(f"{K3} or {ABS_GAP}")
 
 
@@ -81,27 +81,28 @@ def _share_of_distance(case):
         if SAMPLER_LOGP not in case.series:
             raise KeyError(f"{KL_REF} to the reference, or {SAMPLER_LOGP}")
         return 1.0, f"{SAMPLER_LOGP} is logged"
-    gap, distance = _nats(case), [abs(x) for x in _blocks(case, KL_REF)]
+    gap, distance = nats(case), [abs(x) for x in blocks(case, KL_REF)]
     moved = distance[-1] - distance[0]
     share = (gap[-1] - gap[0]) / moved if moved > 0 else 0.0
     return share, f"growth of the gap by that of {KL_REF}"
 
 
-def _samples_move(case):
+def samples_move(case: Case) -> tuple[float, str]:
     """Returns (largest rank correlation of a metric of the samples with the steps, its name)."""
     found = [
-        (abs(_rank_correlation(_blocks(case, m), range(BLOCKS))), f"{m} with the steps")
+        (abs(rank_correlation(blocks(case, m), range(BLOCKS))), f"{m} with the steps")
         for m in SAMPLES if _has_moved(case, m)
     ]
     return max(found, default=(0.0, "metrics of the samples"))
 
 
-def _lag_grown(case):
+def lag_grown(case: Case) -> float | tuple[float, str]:
+    """Returns the growth of the lag over the record, in versions."""
     if LAG not in case.series:
         if LAG in case.unlogged:
             raise KeyError(LAG)
         return 0.0
-    first, *_, last = _blocks(case, LAG)
+    first, *_, last = blocks(case, LAG)
     return last - first, f"{LAG}, last tenth of the record minus the first"
 
 
@@ -116,10 +117,10 @@ def _gap_follows_lag(case):
 FACTS = {
     "record/gap_by_distance": _gap_by_distance,
     "record/gap_grown": _gap_grown,
-    "record/gap_nats": lambda case: (_nats(case)[-1], "the gap in the last tenth, nats"),
+    "record/gap_nats": lambda case: (nats(case)[-1], "the gap in the last tenth, nats"),
     "record/share_of_distance": _share_of_distance,
-    "record/samples_move": _samples_move,
-    "record/lag_grown": _lag_grown,
+    "record/samples_move": samples_move,
+    "record/lag_grown": lag_grown,
     "record/gap_follows_lag": _gap_follows_lag,
     "config/has_lora": lambda case: case.setting("model.lora") != "none",
 }

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl_tis.doctor import asynchrony, depth, effects, frozen
+from jaxrl_tis.doctor import asynchrony, depth, effects, frozen, stale_cache
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, FLIPS, K3, KL, LAG, LENGTH, MEAN_GAP, NOISE, OUT_OF_BAND,
     PEARSON, PPL, PPO_KL, REJECTED, TURNS, Case, Clause, Finding, approximates_old_logp, has_older, in_bypass,
@@ -169,7 +169,9 @@ DIFFERENT, SAME = Clause(DP_MAX, ">", 0, "max"), Clause(DP_MAX, "<=", 0, "max")
 EXPLAINED = ("A.filter", "A.noise", "A.injected", "A.routing", "A.quantized", "A.dtype", "A.parallel")
 ESCALATIONS = ("escalate.system", "escalate.ess", "escalate.weights")
 RUN = tuple(
-    f.name for f in (*frozen.CAUSES, *depth.CAUSES, *effects.CAUSES, *asynchrony.CAUSES)
+    f.name for f in (
+        *frozen.CAUSES, *stale_cache.CAUSES, *depth.CAUSES, *effects.CAUSES, *asynchrony.CAUSES,
+    )
     if f.parent is None
 )
 BROKEN = ("A", "B.lag", "B.reuse", *ESCALATIONS, "D", "C", "E")
@@ -177,6 +179,7 @@ NOTED = ("D.noise", "rejected.many", "rejected.blind", "clipped.many", "F", *RUN
 
 CAUSES = (
     *frozen.CAUSES,
+    *stale_cache.CAUSES,
     *depth.CAUSES,
     Finding(
         "A", "sampler and learner give different probabilities at the same weights",
@@ -184,7 +187,7 @@ CAUSES = (
         "(arXiv:2510.26788, 2605.14220). A correction hides this gap and does not close it. Below "
         "a correlation of 0.95 a repair is cheaper than any correction.",
         all_of=(Clause("run/engine_share", ">=", "engine_share"),), any_of=GAP,
-        unless_known=("frozen",),
+        unless_known=("frozen", "stale_cache"),
         mistake="read rollout_corr/kl as learning: at the same weights it is the gap of the engine",
     ),
     Finding(

@@ -189,6 +189,8 @@ MISMATCH = (
     Metric("mismatch/dp_max/fraction_high", "share", "Sequences with a token of large Δp."),
     Metric(f"mismatch/position_<n>/{_PROFILE}", "its own",
            "The gap from position n of the response to twice that."),
+    Metric(f"mismatch/entropy_{{0,0.1,0.5,2}}/{_PROFILE}", "its own",
+           "The gap of tokens with an entropy of the learner from this value on to the next, nats."),
     Metric(f"mismatch/turn_<n>/{_PROFILE}", "its own", "The gap by turn."),
     Metric(f"mismatch/after_tool_<distance>/{_PROFILE}", "its own",
            "The gap by distance from a tool's last token, 1, 2 to 3, 4 to 7, ... fraction_clipped: "

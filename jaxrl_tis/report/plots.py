@@ -100,6 +100,8 @@ FLIP_RATE = "mismatch/route_flip_layer_<n>_position_<n>"
 MOST_GRIDS = 4  # runs with a picture of their flips
 LEARNING, GAP, WEIGHTS = "Learning", "Sampler against learner", "Importance weights"
 OPTIMISATION, TIME = "Optimisation", "Time"
+# Least entropy of a bucket, nats.
+ENTROPIES = {"0": "below 0.1 nats", "0.1": "to 0.5", "0.5": "to 2", "2": "from 2 on"}
 # First distance of a bucket from the tool's last token.
 AFTER_TOOL = {"1": "1 token", "2": "2 to 3", "4": "4 to 7", "none": "before tools"}
 PLOTS = (
@@ -132,6 +134,8 @@ PLOTS = (
     Plot(GAP, "Gap of tokens with and without a flip",
          {"mismatch/route_flip_flipped/log_ratio_abs_mean": "flipped",
           "mismatch/route_flip_unflipped/log_ratio_abs_mean": "unflipped"}, log=True),
+    Plot(GAP, "Gap by entropy",
+         {f"mismatch/entropy_{n}/log_ratio_abs_mean": label for n, label in ENTROPIES.items()}, log=True),
     Plot(GAP, "Gap by turn",
          {f"mismatch/turn_{n}/log_ratio_abs_mean": f"turn {n}" for n in range(4)}, log=True),
     Plot(GAP, "Gap after a tool's answer",

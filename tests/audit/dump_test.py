@@ -32,10 +32,11 @@ def test_jsonl_is_read_as_it_was_written(tmp_path):
 
 def test_masked_tokens_may_hold_anything(tmp_path):
     line = {"logp_behav": [-1.0, None, -1.0], "logp_old": [-1.0, 7.0, -2.0], "mask": [1, 0, 1],
-            "turn": [0, None, 1]}
+            "turn": [0, None, 1], "entropy": [None, 5.0, -1e-5]}
     found = dump.read(dumps.write(tmp_path / "d.jsonl", [line]))
     assert found.tokens["logp_old"].tolist() == [-1.0, 0.0, -2.0]
     assert found.tokens["turn"].tolist() == [0, 0, 1]
+    np.testing.assert_array_equal(found.tokens["entropy"], [np.nan, 0.0, 0.0])
 
 
 def test_a_dump_may_be_compressed(tmp_path):
@@ -138,6 +139,8 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     ("turn", [0, 0.5], "not whole numbers"), ("turn", [0, -1], "token 1 is -1 and is below 0"),
     ("version", [1, 2**31], "is above 2^31"), ("position", [1], "1 values"),
     ("top", [[[-1, -1]], [[-1, 1]]], "token 1 has a value above 0 or infinite, which is not a log-prob"),
+    ("entropy", [float("nan"), -0.5], "token 1 is -0.5 and is below 0, so it is not an entropy"),
+    ("entropy", [float("inf"), 0.5], "token 0 is inf and is not finite"),
     ("top", [[-1, -1], [-1, -1]], "not K pairs"), ("top", [[[-1, -1]]], "1 values"),
     ("top", [[[-1, -1]], [[-1, -1], [-2, -2]]], "not K pairs"),
 ])

@@ -26,6 +26,7 @@ def lines():
     for i, line in enumerate(found):
         pairs = np.log([[0.5, 0.45], [0.3, 0.25 + 0.01 * (i % 2)]])
         line["top"] = [pairs.tolist()] * len(line["mask"])
+        line["entropy"] = [None if t == 1 else 0.4 + 0.2 * t for t in range(len(line["mask"]))]
     return found
 
 
@@ -81,6 +82,14 @@ def test_profiles_are_of_the_tokens_that_they_name(report, lines):
     }.items():
         assert found[name]["token_fraction"] == pytest.approx(is_in.mean(), rel=1e-5), name
         assert found[name]["log_ratio_abs_mean"] == pytest.approx(gap[is_in].mean(), rel=1e-4), name
+    # Token 0 has 0.4 nats, token 1 none that is known, tokens 8 and later 2.0 or more.
+    [entropy] = tokens(lines, "entropy")
+    entropy = np.array([np.nan if x is None else x for x in entropy])
+    known, wide = ~np.isnan(entropy), entropy > 1.9
+    assert 0 < wide.sum() < known.sum() < len(gap) and "entropy_0" not in found
+    assert found["entropy_2"]["log_ratio_abs_mean"] == pytest.approx(gap[wide].mean(), rel=1e-4)
+    assert found["entropy_2"]["token_fraction"] == pytest.approx(wide.sum() / known.sum(), rel=1e-5)
+    assert found["entropy_0.1"]["token_fraction"] == pytest.approx(len(lines) / known.sum(), rel=1e-5)
     assert found["position_0"]["token_fraction"] == pytest.approx(len(lines) / len(gap), rel=1e-5)
     assert "lag_0" not in found and {"after_tool_none", "after_tool_1"} <= found.keys()
 
@@ -234,7 +243,7 @@ def test_a_row_that_keeps_nothing_has_no_numbers():
 
 def test_the_page_has_the_table_and_its_pictures(report):
     found = page.page(report)
-    assert found.count("<svg") == found.count("</svg>") == 4 + 6  # profiles of six kinds
+    assert found.count("<svg") == found.count("</svg>") == 4 + 7  # profiles of seven kinds
     assert "Bias against noise" in found and "What would each correction do" in found
     assert "http" not in found.replace("http://www.w3.org", "").replace("https://", "http")[:200]
 

@@ -190,7 +190,9 @@ def test_what_is_missing_is_the_reason():
     assert found["preset", "centered"] == "needs top (the sampler's likeliest tokens)"
     more = {"logp", "logp_prox", "turn", "version", "current_version", "top", "adv"}
     left = {name for name, reason in reasons(LEAST | more).items() if reason}
-    assert left == {("mask", "trm"), ("mask", "top_entropy")}  # no column would give these
+    assert left == {("mask", "trm"), ("mask", "top_entropy")}
+    assert found["mask", "top_entropy"] == "needs the entropy of every token"
+    assert reasons(LEAST | {"entropy"})["mask", "top_entropy"] is None
 
 
 def test_without_logp_what_judges_the_learner_now_judges_the_one_that_sampled():

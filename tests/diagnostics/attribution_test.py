@@ -161,6 +161,17 @@ def test_turn_metrics():
     check(metrics, "turn_2", [0.6], [0.3], 1 / 6)  # turn 3 joins the last
 
 
+def test_entropy_metrics():
+    """Each edge belongs to the bucket above it, and an unknown entropy to none."""
+    entropy = np.array([[9, 0.0, 0.1, NAN, 9, 0.4999, 2.0, 9, NAN, 0.5, NAN, -1]], np.float32)
+    metrics = attribution.entropy_metrics(np.log(P), np.log(Q), entropy, IS_SAMPLED)
+    assert len(metrics) == 4 * 5
+    check(metrics, "entropy_0", [0.5], [0.4], 1 / 5)
+    check(metrics, "entropy_0.1", [0.4, 0.9], [0.4, 0.6], 2 / 5)
+    check(metrics, "entropy_0.5", [0.8], [0.5], 1 / 5)
+    check(metrics, "entropy_2", [0.2], [0.4], 1 / 5)
+
+
 def all_metrics(log_probs, mask, turn, seg=None):
     logp_old, logp_behav = log_probs[2:]
     metrics = attribution.factor_statistics(*log_probs, mask, seg)

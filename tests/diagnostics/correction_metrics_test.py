@@ -68,6 +68,7 @@ profile_metrics = jax.jit(
 def test_the_gap_by_place():
     data = whole_batch()
     mask, z = data["mask"], log_ratio()
+    data["entropy"] = np.where(np.arange(T) < 5, 0.3, 2.5)[None].repeat(B, axis=0).astype(np.float32)
     metrics = jax.device_get(profile_metrics(data, False))
     position = np.where(mask, np.cumsum(data["segment_ids"], axis=1), 0)
     position -= np.array([np.min(p[m], initial=99) for p, m in zip(position, mask, strict=True)])[:, None]
@@ -78,6 +79,11 @@ def test_the_gap_by_place():
         assert metrics[f"{name}/token_fraction"] == pytest.approx(here.sum() / mask.sum())
         is_outside = (np.exp(z) < 0.5) | (np.exp(z) > CAP)
         assert metrics[f"{name}/fraction_clipped"] == pytest.approx(is_outside[here].mean())
+    here = mask & (data["entropy"] > 2)
+    assert metrics["mismatch/entropy_2/log_ratio_abs_mean"] == pytest.approx(
+        np.abs(z[here]).mean(), rel=1e-3)
+    assert metrics["mismatch/entropy_2/fraction_clipped"] == pytest.approx(is_outside[here].mean())
+    assert metrics["mismatch/entropy_0.1/token_fraction"] == pytest.approx(1 - here.sum() / mask.sum())
     assert not any("turn" in name or "tool" in name for name in metrics)
     data["turn"] = np.where(np.arange(T) < 5, 0, 1)[None].repeat(B, axis=0).astype(np.int32)
     metrics = jax.device_get(profile_metrics(data, True))

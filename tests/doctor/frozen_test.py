@@ -7,7 +7,7 @@ from jaxrl_tis.doctor import foreign
 from jaxrl_tis.doctor.case import K3, KL, LAG, PEARSON, THRESHOLDS, Case
 from jaxrl_tis.doctor.diagnose import describe, diagnose
 from jaxrl_tis.doctor.frameworks import ABS_GAP, KL_REF, REWARD, SAMPLER_LOGP
-from jaxrl_tis.doctor.frozen import FACTS, _rank_correlation
+from jaxrl_tis.doctor.frozen import FACTS, rank_correlation
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.models import lora
 from tests import tiny
@@ -27,11 +27,11 @@ def evidence_of(diagnosis, name="frozen"):
 
 def test_ranks_by_hand():
     """(1, 2, 3) and (2, 1, 3): 1 - 6 * 2 / (3 * 8). A constant has no ranks."""
-    assert _rank_correlation((1, 2, 3), (2, 1, 3)) == pytest.approx(0.5)
-    assert _rank_correlation((1, 1, 1), (2, 1, 3)) == 0
-    assert _rank_correlation((1, float("inf"), 2), (2, 1, 3)) == 0
+    assert rank_correlation((1, 2, 3), (2, 1, 3)) == pytest.approx(0.5)
+    assert rank_correlation((1, 1, 1), (2, 1, 3)) == 0
+    assert rank_correlation((1, float("inf"), 2), (2, 1, 3)) == 0
     # Ranks 0.5, 2, 2, 3.5 and 0.5, 1.5, 2.5, 3.5: 4.5 / sqrt(4.5 * 5).
-    assert _rank_correlation((1, 2, 2, 3), (1, 2, 3, 4)) == pytest.approx(0.9**0.5)
+    assert rank_correlation((1, 2, 2, 3), (1, 2, 3, 4)) == pytest.approx(0.9**0.5)
 
 
 def test_facts_of_a_gap_by_hand():

@@ -12,7 +12,7 @@ import pytest
 
 from jaxrl_tis import validate as validation
 from jaxrl_tis.diagnostics import attribution, batch_metrics, mismatch, routes
-from jaxrl_tis.doctor import asynchrony, case, depth, effects, frozen
+from jaxrl_tis.doctor import asynchrony, case, depth, effects, frozen, stale_cache
 from jaxrl_tis.doctor.asynchrony import STALENESS_GAP
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, IS_VALID, K3, KL, LAG, LENGTH,
@@ -281,8 +281,9 @@ def test_the_set_up_leads_to_the_corrections_it_needs(case, tmp_path):
 
 
 def test_every_leaf_has_a_record():
-    """Those of frozen.py, depth.py, effects.py and asynchrony.py have it in their own tests."""
-    others = (*frozen.CAUSES, *depth.CAUSES, *effects.CAUSES, *asynchrony.CAUSES, *asynchrony.SETUP)
+    """Those of frozen.py, stale_cache.py, depth.py, effects.py and asynchrony.py have it in their own
+    tests."""
+    others = (*frozen.CAUSES, *stale_cache.CAUSES, *depth.CAUSES, *effects.CAUSES, *asynchrony.CAUSES, *asynchrony.SETUP)
     elsewhere = {f.name for f in others}
     of = lambda cases: set().union(*(e for _, _, e in cases.values())) | elsewhere
     assert {f.name for f in CAUSES} <= of(CAUSE_CASES)
