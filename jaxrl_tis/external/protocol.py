@@ -91,10 +91,10 @@ class Kind(Protocol):
         """Empties the prefix cache of an engine without requests."""
 
     def generate(
-        self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int, top_n: int,
-        adapter: str | None,
+        self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int | None,
+        top_n: int, adapter: str | None,
     ) -> Answer:
-        """Samples after `tokens`; waits for the end."""
+        """Samples after `tokens`, by the engine's own seed where there is none; waits for the end."""
 
     def abort(self, ids: Sequence[str]) -> None:
         """Ends requests, which answer with what they have."""

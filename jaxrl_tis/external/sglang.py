@@ -85,8 +85,8 @@ class Sglang:
         self._client.tell("/flush_cache", {})
 
     def generate(
-        self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int,
-        top_n: int, adapter: str | None,
+        self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams,
+        seed: int | None, top_n: int, adapter: str | None,
     ) -> Answer:
         # An abort ends all requests whose ids begin with the one that it names.
         rid = f"{uuid.uuid4().hex}-{id}"
@@ -189,7 +189,7 @@ def _version(adapter: str) -> int:
     return int(adapter.rpartition("-")[2])
 
 
-def _params(s: SamplingParams, seed: int) -> dict[str, Any]:
+def _params(s: SamplingParams, seed: int | None) -> dict[str, Any]:
     """Returns the sampling parameters in SGLang's names."""
     return {
         "temperature": s.temperature, "top_k": s.top_k or -1, "top_p": s.top_p, "min_p": s.min_p,

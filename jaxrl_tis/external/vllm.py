@@ -65,8 +65,8 @@ class Vllm:
             raise EngineError(f"{self._client.url}/reset_prefix_cache answered {done!r}")
 
     def generate(
-        self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int, top_n: int,
-        adapter: str | None,
+        self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int | None,
+        top_n: int, adapter: str | None,
     ) -> Answer:
         body = {
             "request_id": id, "model": self._adapters.get(adapter or "", self._model), "token_ids": [*map(int, tokens)],
@@ -131,7 +131,7 @@ class Vllm:
             )
 
 
-def _params(s: SamplingParams, seed: int, top_n: int) -> dict[str, Any]:
+def _params(s: SamplingParams, seed: int | None, top_n: int) -> dict[str, Any]:
     """Returns the sampling parameters in vLLM's names."""
     return {
         "temperature": s.temperature, "top_k": s.top_k or -1, "top_p": s.top_p, "min_p": s.min_p,
@@ -139,7 +139,8 @@ def _params(s: SamplingParams, seed: int, top_n: int) -> dict[str, Any]:
         "include_stop_str_in_output": True, "detokenize": bool(s.stop_strings),
         "max_tokens": s.max_tokens, "min_tokens": s.min_tokens,
         "repetition_penalty": s.repetition_penalty, "presence_penalty": s.presence_penalty,
-        "frequency_penalty": s.frequency_penalty, "seed": seed % SEEDS, "logprobs": top_n,
+        "frequency_penalty": s.frequency_penalty, "logprobs": top_n,
+        "seed": None if seed is None else seed % SEEDS,
         "logit_bias": {str(token): bias for token, bias in s.logit_bias} or None,
         "skip_special_tokens": False,
     }

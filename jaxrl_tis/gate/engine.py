@@ -12,8 +12,8 @@ engine's own answers with the learner's log-probs of the same tokens. The rows a
   alone        the same requests one at a time, after another reset where the engine allows it
   chunked      prompts longer than a chunk of the engine, one at a time
 
-The rows from `unfiltered` on are new samples: compare each with `cache_miss`. A row names its reason
-where it is not measured. What the engine does not say is unknown.
+The rows from `unfiltered` on are new samples: compare each with `cache_miss`. A row that is not
+measured names its reason. What the engine does not say is unknown.
 """
 
 import dataclasses
@@ -127,8 +127,8 @@ def _of_tokenizer(setup: Setup, url: str, kind: Kind, prompt: np.ndarray) -> lis
     if ids is None or ids == [*map(int, setup.tokenizer.encode(text))]:
         return []
     return [
-        f"the engine at {url}: its tokenizer gives the prompt {text[:60]!r} other ids than this run's; "
-        "serve a folder with the same tokenizer.json"
+        f"the engine at {url}: its tokenizer gives the prompt {text[:60]!r} other ids than this "
+        "run's; serve a folder with the same tokenizer.json"
     ]
 
 
@@ -170,22 +170,28 @@ class Sampler:
         if why := _unchunked(setup, facts, numerics):
             return rows, Row("chunked", why=why)
         assert numerics.chunk is not None
-        return rows, self._row("chunked", _long(one_each, numerics.chunk + BEYOND), 1)
+        # vLLM on a CPU ends where it cuts the prompt of a request with a seed.
+        long = _long(one_each, numerics.chunk + BEYOND)
+        return rows, self._row("chunked", long, 1, has_seeds=False)
 
-    def _row(self, name: str, requests: Sequence[Request], at_once: int) -> Row:
+    def _row(
+        self, name: str, requests: Sequence[Request], at_once: int, has_seeds: bool = True
+    ) -> Row:
         """Samples a row without which the others stand."""
         try:
-            return Row(name, self._ask(name, requests, at_once))
+            return Row(name, self._ask(name, requests, at_once, has_seeds))
         except EngineError as error:
             return Row(name, why=str(error))
 
-    def _ask(self, name: str, requests: Sequence[Request], at_once: int) -> list[Trajectory]:
+    def _ask(
+        self, name: str, requests: Sequence[Request], at_once: int, has_seeds: bool = True
+    ) -> list[Trajectory]:
         """Samples requests, so many at once."""
 
         def one(request: Request) -> Trajectory:
+            seed = (request.seed + request.hash) % SEEDS if has_seeds else None
             answer = self._kind.generate(
-                f"{name}/{request.id}", request.prompt, request.sampling,
-                (request.seed + request.hash) % SEEDS, 0, None,
+                f"{name}/{request.id}", request.prompt, request.sampling, seed, 0, None
             )
             self.versions.update(version for version, _, _ in answer.spans or ())
             return self._record(request, answer)
@@ -203,8 +209,8 @@ class Sampler:
             )
         if tokens.max() >= vocab_size or tokens.min() < 0:
             raise EngineError(
-                f"{self._url} sampled token {tokens.max()}, and this model has {vocab_size} token ids; "
-                "serve the model of --config"
+                f"{self._url} sampled token {tokens.max()}, and this model has {vocab_size} token "
+                "ids; serve the model of --config"
             )
         unknown = np.full(len(tokens), np.nan, np.float32)
         engine, routes = self._setup.engine, dict[str, Any]()
@@ -251,7 +257,10 @@ def _unchunked(setup: Setup, facts: Facts, numerics: Numerics) -> str:
     length = chunk + BEYOND
     total = length + setup.config.rollout.max_new_tokens
     if facts.max_length is not None and total > facts.max_length:
-        return f"{total} tokens, more than a chunk of {chunk}, exceed its longest sequence, {facts.max_length}"
+        return (
+            f"{total} tokens, more than a chunk of {chunk}, exceed its longest sequence, "
+            f"{facts.max_length}"
+        )
     if length > LONGEST:
         return f"prompts of more than {LONGEST} tokens are not scored, and a chunk has {chunk}"
     try:
@@ -277,8 +286,8 @@ def _long(requests: Sequence[Request], length: int) -> list[Request]:
 def _scored(
     setup: Setup, params: Any, dtype: str | None, rows: list[Row], long: Row
 ) -> dict[str, Any]:
-    """Returns the keys of the report that the learner's log-probs decide. One program scores all rows
-    of the run's length.
+    """Returns the keys of the report that the learner's log-probs decide. One program scores all
+    rows of the run's length.
 
     Args:
       dtype: of the engine.
@@ -348,7 +357,8 @@ def _long_gap(setup: Setup, params: Any, sequences: Sequence[Trajectory]) -> dic
     longest = max(len(t.prompt) + len(t.tokens) for t in sequences)
     batch = _padded(trajectory_rows([*sequences], -(-longest // width) * width), layout.shards)
     micro = {
-        name: x.reshape(-1, layout.shards, *x.shape[1:]) for name, x in forward_fields(batch).items()
+        name: x.reshape(-1, layout.shards, *x.shape[1:])
+        for name, x in forward_fields(batch).items()
     }
     settings = dataclasses.replace(
         ladder.learner_settings(setup), rows=layout.shards, replays=False

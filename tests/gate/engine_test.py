@@ -1,4 +1,4 @@
-"""The gap of a running engine: our own server over loopback, and an engine whose every row is planted."""
+"""The gap of a running engine: of our own server over loopback, and of one with planted gaps."""
 
 import contextlib
 import functools
@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.external.client import Client, Gone, Refused
+from jaxrl_tis.external.client import Client, EngineError, Gone, Refused
 from jaxrl_tis.external.protocol import Answer, Facts, Numerics
 from jaxrl_tis.external.sglang import Sglang
 from jaxrl_tis.external.vllm import Vllm
@@ -83,12 +83,13 @@ def test_our_own_server_has_no_gap_at_the_same_weights_and_one_at_others(tmp_pat
 def forward():
     made = setup()
     program = made.training.learner.program
-    return jax.jit(lambda params, tokens: transformer.logits(params, made.model, tokens, program=program))
+    logits = functools.partial(transformer.logits, program=program)
+    return jax.jit(lambda params, tokens: logits(params, made.model, tokens))
 
 
 class Planted:
-    """Answers two tokens to every request. Their log-probs are those of a forward pass, plus `gaps` of
-    the row.
+    """Answers two tokens to every request. Their log-probs are those of a forward pass, plus the
+    row's gap.
 
     Attributes:
       got: (row, tokens of the prompt, requests at once) of each request.
@@ -130,6 +131,8 @@ class Planted:
             self._live += 1
             self.got.append((row, len(tokens), self._live))
         time.sleep(0.01)  # others begin
+        assert (seed is None) == (row == "chunked")  # a chunk and a seed end vLLM on a CPU
+        seed = seed or 0
         chosen = np.array([seed % vocab, seed // vocab % vocab], np.int32)
         padded = np.zeros((1, WIDTH), np.int32)
         padded[0, : len(tokens) + 2] = [*tokens, *chosen]
@@ -141,7 +144,8 @@ class Planted:
             self._live -= 1
         said = logps[np.arange(2), chosen] + self._gaps.get(row, 0.0)
         none = np.zeros((2, 0))
-        return Answer(chosen, np.float32(said), "length", self.spans and self.spans(row), none, none)
+        spans = self.spans and self.spans(row)
+        return Answer(chosen, np.float32(said), "length", spans, none, none)
 
 
 @functools.cache
@@ -158,7 +162,7 @@ def measured(gaps=None, prompts=4, **said):
 
 
 def test_each_row_has_its_own_gap_and_its_own_requests():
-    """3 prompts of 4 samples; a chunk of 20 tokens, of which no prompt of the config has more than 5."""
+    """3 prompts of 4 samples; a chunk of 20 tokens, where the config's prompts have at most 5."""
     gaps = {"run": 0.01, "unfiltered": 0.02, "cache_miss": 0.03, "cache_hit": 0.04, "alone": 0.05,
             "chunked": 0.06}
     found, kind = measured(gaps, prompts=3, block=2, chunk=20, max_length=96)
@@ -177,7 +181,7 @@ def test_each_row_has_its_own_gap_and_its_own_requests():
 
 
 def test_raw_log_probs_are_named_and_measured():
-    """A server in the default mode of vLLM: its log-probs are of temperature 1, the run's is 0.8."""
+    """A server in vLLM's default mode: its log-probs are of temperature 1, the run's is 0.8."""
     found, _ = measured(temperature=1.0, logprobs="raw_logprobs")
     rows = {r["row"]: r for r in found["rows"]}
     assert rows["run"]["d_mean"] > 0.1 > 1e-4 > rows["raw"]["d_max"]
@@ -188,8 +192,7 @@ def test_raw_log_probs_are_named_and_measured():
 
 
 def test_an_engine_of_another_dtype_is_scored_in_it():
-    """The planted engine is exact, so that the learner in bfloat16 is the one that is off. A run refuses
-    the dtype."""
+    """The planted engine is exact, and the learner in bfloat16 is off. A run refuses the dtype."""
     found, _ = measured(dtype="bfloat16")
     rows = {r["row"]: r for r in found["rows"]}
     assert rows["run"]["d_max"] < 1e-4 < 1e-3 < rows["dtype"]["d_mean"] < 0.3
@@ -199,7 +202,8 @@ def test_an_engine_of_another_dtype_is_scored_in_it():
 @pytest.mark.parametrize("said, why", [
     (dict(block=0, chunk=0, dtype=None), {
         "dtype": "the engine does not say its dtype",
-        "cache_miss": "the engine has no prefix cache", "cache_hit": "the engine has no prefix cache",
+        "cache_miss": "the engine has no prefix cache",
+        "cache_hit": "the engine has no prefix cache",
         "chunked": "the engine cuts no prompts into chunks",
     }),
     (dict(block=16, chunk=20, max_length=70, dtype="float64"), {
@@ -241,7 +245,8 @@ def test_what_a_run_would_stumble_over_is_told(monkeypatch):
 
 
 MODELS = {"data": [{"id": "m", "max_model_len": 64}]}
-INFO = {"vllm_config": {"model_config": {"dtype": "torch.float32", "hf_config": {"vocab_size": 19}}}}
+FACTS = {"dtype": "torch.float32", "hf_config": {"vocab_size": 19}}
+INFO = {"vllm_config": {"model_config": FACTS}}
 
 
 @contextlib.contextmanager
@@ -276,11 +281,14 @@ PATHS = {"models": "/v1/models", "info": "/server_info", "generate": "/inference
     ({"generate": b"<html>"}, "answered no JSON: '<html>'"),
     ({"generate": {"choices": [{"token_ids": [1, 2], "finish_reason": "length"}]}},
      "2 tokens and 0 log-probs"),
-    ({"generate": {"choices": [{"token_ids": [], "finish_reason": "abort"}]}}, "ended request .* by 'abort' after 0"),
+    ({"generate": {"choices": [{"token_ids": [], "finish_reason": "abort"}]}},
+     "ended request .* by 'abort' after 0"),
     ({"generate": {"choices": [{"token_ids": [999], "finish_reason": "length", "logprobs": {
-        "content": [{"token_id": 999, "logprob": -1.0}]}}]}}, "sampled token 999, and this model has 19"),
+        "content": [{"token_id": 999, "logprob": -1.0}]}}]}},
+     "sampled token 999, and this model has 19"),
     ({"generate": None}, "/inference/v1/generate is unknown there .404.; is it an engine of"),
-    ({"info": None}, "/server_info is unknown there"), ({"models": {"models": []}}, "without 'data'"),
+    ({"info": None}, "/server_info is unknown there"),
+    ({"models": {"models": []}}, "without 'data'"),
     ({"info": {"vllm_config": {"model_config": {"hf_config": {"vocab_size": 32000}}}}},
      "its model has 32000 token ids and this run's 19; serve the same model"),
 ])
@@ -328,7 +336,7 @@ def test_vllm_says_how_it_computes():
     with answering(asked(info) | reset) as url:
         kind = Vllm(Client(url))
         assert kind.numerics() == Numerics("0.32.0", "auto", 16, 2048)
-        with pytest.raises(engine.EngineError, match="/reset_prefix_cache answered {'success': False}"):
+        with pytest.raises(EngineError, match="/reset_prefix_cache answered {'success': False}"):
             kind.reset_cache()
     off = {"cache_config": {"block_size": 16, "enable_prefix_caching": False},
            "scheduler_config": {"enable_chunked_prefill": False, "max_num_batched_tokens": 2048}}
@@ -340,8 +348,8 @@ def test_vllm_says_how_it_computes():
 
 def test_sglang_says_how_it_computes():
     """As version 0.5.23 names its arguments; a flush answers a sentence."""
-    said = {"version": "0.5.23", "kv_cache_dtype": "auto", "page_size": 1, "disable_radix_cache": False,
-            "chunked_prefill_size": 8192}
+    said = {"version": "0.5.23", "kv_cache_dtype": "auto", "page_size": 1,
+            "disable_radix_cache": False, "chunked_prefill_size": 8192}
     with answering({"/server_info": said, "/flush_cache": b"Cache flushed."}) as url:
         kind = Sglang(Client(url))
         assert kind.numerics() == Numerics("0.5.23", "auto", 1, 8192)

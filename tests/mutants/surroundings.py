@@ -326,7 +326,7 @@ MUTANTS = [
          "gate/report_test.py::test_log_probs_that_are_no_numbers_fail_the_gate_without_bounds"),
         tests="gate/report_test.py"),
     *of("gate/__main__.py",
-        ("the command succeeds whatever it finds", "return int(bool(failures(report)))", "return 0",
+        ("the command succeeds whatever it finds", "return int(bool(found))", "return 0",
          "test_the_command_exits_with_1_when_it_fails_and_writes_what_the_page_documents"),
         tests="gate/report_test.py"),
     *of("gate/ladder.py",
