@@ -34,10 +34,17 @@ def without(arguments, *starts):
     return [word for word in arguments if not word.startswith(starts)]
 
 
-@pytest.mark.parametrize("name, arguments", [("vllm", VLLM), ("sglang", SGLANG)])
-def test_the_script_of_a_dry_run(launch, cloud, scripts, monkeypatch, name, arguments):
+@pytest.fixture
+def clean(scripts, monkeypatch):
+    """Lets the clone be one whose commit can run, in the folder CLONE."""
+    monkeypatch.setattr(scripts("clone"), "problem", lambda shell, plan: "")
+    monkeypatch.setattr(scripts("clone"), "changes", lambda shell: "")
     archive = scripts("clone").archive
     monkeypatch.setattr(scripts("clone"), "archive", lambda path: ["git", "-C", "CLONE", *archive(path)[3:]])
+
+
+@pytest.mark.parametrize("name, arguments", [("vllm", VLLM), ("sglang", SGLANG)])
+def test_the_script_of_a_dry_run(launch, clean, cloud, scripts, monkeypatch, name, arguments):
     monkeypatch.setattr(scripts("external"), "__file__", "CLONE/launch/external.py")
     monkeypatch.setenv("HF_TOKEN", "hf_very_secret")
     done = launch("tpu_vm", "run", "--dry-run", *arguments)
@@ -65,7 +72,7 @@ REFUSED = [
 ]
 
 
-def test_refusals_are_one_line(launch, monkeypatch):
+def test_refusals_are_one_line(launch, clean, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "t")
     for arguments, said in REFUSED:
         done = launch("tpu_vm", "run", "--dry-run", *arguments)
