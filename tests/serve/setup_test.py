@@ -190,7 +190,7 @@ def test_a_socket_a_stream_and_a_client_that_hangs_up():
             time.sleep(0.1)
             if not health()["pending"]:
                 break
-        assert health() == {"status": "ok", "version": 0, "pending": 0}
+        assert health() == {"status": "ok", "version": 0, "pending": 0, "is_paused": False}
 
 
 def fetch(port, path, body=None):
