@@ -53,10 +53,11 @@ async def call(
     given["authorization"] = token and f"Bearer {token}"
     headers = [(k.encode(), v.encode()) for k, v in given.items() if v is not None]
     method = "GET" if body is None else "POST"
+    path, _, query = path.partition("?")
     scope = {
         "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"},
         "http_version": http_version, "method": method, "scheme": "http", "path": path,
-        "raw_path": path.encode(), "query_string": b"", "root_path": "", "headers": headers,
+        "raw_path": path.encode(), "query_string": query.encode(), "root_path": "", "headers": headers,
         "client": ("127.0.0.1", 1), "server": ("127.0.0.1", 80),
     }
     reply = Reply(0, {}, b"")

@@ -60,7 +60,8 @@ class Served:
 
     Attributes:
       model: its name in answers; vocab_size: number of token ids.
-      load: reads the weights at a path and returns serving parameters.
+      load: reads the weights at a path, and an adapter in a folder beside them if one is given, and
+        returns serving parameters. Path None: the weights that the server started with.
       token: the bearer token; None turns the route of new weights off.
       is_closed: every route but /health needs the token.
       hosts: accepted Host names beside the loopback's; a closed server without any accepts every
@@ -73,7 +74,7 @@ class Served:
     model: str
     vocab_size: int
     limits: Limits
-    load: Callable[[str], Any] | None
+    load: Callable[..., Any] | None
     token: str | None = None
     is_closed: bool = False
     hosts: Collection[str] = ()
@@ -162,13 +163,14 @@ class Server:
         self._created = int(time.time())
         self._form = tool_calls.form_of(served.tokenizer)
         self.control = control.Control(
-            served.worker, served.facts, served.load, lambda r: self._body(r, self._deadline()),
-            self._check_control,
+            served, lambda r: self._body(r, self._deadline()), self._check_control, self._check_open
         )
 
     async def health(self, request: Request) -> Response:
         worker = self._served.worker
-        state = {"version": worker.version, "pending": worker.pending}
+        state = {
+            "version": worker.version, "pending": worker.pending, "is_paused": worker.is_paused,
+        }
         if worker.error:
             return JSONResponse(
                 {"status": "failed", "error": str(worker.error)} | state, status_code=503
@@ -183,7 +185,9 @@ class Server:
             "max_model_len": self._served.limits.context_tokens,
             "version": self._served.worker.version,
         }
-        return JSONResponse({"object": "list", "data": [model]})
+        names = [self._served.model, self.control.model]  # an adapter follows its base
+        others = [model | {"id": name, "parent": names[0]} for name in names[1:] if name != names[0]]
+        return JSONResponse({"object": "list", "data": [model, *others]})
 
     async def completions(self, request: Request) -> Response:
         return await self._complete(request, functools.partial(parse, is_chat=False), self._writer)
@@ -219,7 +223,7 @@ class Server:
         return JSONResponse({"path": body["path"], "version": version})
 
     def _writer(self, completion: Completion) -> Answer:
-        return Answer(completion, self._served.model, self._served.tokenizer, self._form)
+        return Answer(completion, self.control.model, self._served.tokenizer, self._form)
 
     async def _complete(self, request: Request, read: Callable, writer: Callable) -> Response:
         """Samples the choices of a request.
@@ -244,7 +248,7 @@ class Server:
 
     def _parsed(self, request: Request, body: bytes, read: Callable) -> Completion:
         served = self._served
-        return read(body, served.model, served.vocab_size, served.tokenizer, served.limits)
+        return read(body, self.control.model, served.vocab_size, served.tokenizer, served.limits)
 
     def _worker(self, request: Request, body: bytes) -> Worker:
         return self._served.worker

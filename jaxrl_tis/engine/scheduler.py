@@ -190,6 +190,12 @@ class Scheduler:
         if self._blocks.holds(self._live[request_id]):
             self._endings.abort(self._live[request_id])
 
+    def pop_ended(self) -> list[Trajectory]:
+        """Returns the trajectories that ended since the last step, by `abort` for example, without a
+        step. Raises NonFinite, see `step`."""
+        self._endings.raise_failed()
+        return self._endings.pop()
+
     def pause(self, mode: str) -> list[Trajectory]:
         """Interrupts everything between two steps, as new weights do.
 
@@ -276,8 +282,7 @@ class Scheduler:
         self._call = call
         if not self._async_scheduling:
             self._collect()
-        self._endings.raise_failed()
-        finished = self._endings.pop()
+        finished = self.pop_ended()
         if not self._live:
             self._call = None  # its tokens belong to no request
         self.stats.seconds += time.perf_counter() - start

@@ -5,7 +5,7 @@ import queue
 import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import logging
@@ -19,6 +19,14 @@ from jaxrl_tis.engine.scheduler import Scheduler
 Listener = Callable[[str, np.ndarray | Trajectory | Exception], None]
 
 
+class Command(NamedTuple):
+    """What the thread runs between two steps, once `is_due`."""
+
+    run: Callable[[], Any]
+    future: Future
+    is_due: Callable[[], bool]
+
+
 class EngineThread:
     """Steps a scheduler while requests are pending, and executes commands between the steps.
 
@@ -27,7 +35,7 @@ class EngineThread:
     Attributes:
       version: version of the weights; each change adds 1.
       error: the exception that ended the engine; every later command fails with it.
-      is_paused: pending requests wait until `resume`.
+      is_paused: pending and new requests wait until `resume`.
     """
 
     def __init__(self, scheduler: Scheduler, version: int = 0):
@@ -36,7 +44,9 @@ class EngineThread:
         self._scheduler = scheduler
         self._is_stopped = False
         self.is_paused = False
-        self._commands = queue.SimpleQueue[tuple[Callable[[], Any], Future]]()
+        self._is_draining = False  # pending requests end before a pause, and new ones wait for `resume`
+        self._commands = queue.SimpleQueue[Command]()
+        self._held: list[Command] = []  # taken out of the queue, in its order
         self._listeners: dict[str, Listener] = {}
         self._streamed: dict[str, int] = {}  # number of tokens sent to the listener
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -73,17 +83,15 @@ class EngineThread:
             if is_streamed:
                 self._streamed.update(dict.fromkeys(added, 0))
 
-        return self._call(add)
+        return self._call(add, lambda: not self._is_draining)
 
-    def abort(self, request_ids: Collection[str]) -> None:
-        """Aborts these requests before the next step, unless they have ended."""
-
-        def abort():
-            for id in request_ids:
-                with contextlib.suppress(KeyError):
-                    self._scheduler.abort(id)
-
-        self._call(abort)
+    def abort(self, request_ids: Collection[str]) -> Future:
+        """Ends these requests before the next step, unless they have ended. They are answered with their
+        tokens so far, also during a pause."""
+        end = lambda: self._end(request_ids)
+        ended = self._call(end)
+        self._call(end, lambda: not self._is_draining)  # those that wait for the end of a drain
+        return ended
 
     def set_params(self, params: Any) -> Future:
         """Replaces the serving parameters after the running step. The Future returns the new
@@ -98,75 +106,109 @@ class EngineThread:
 
     def pause(self, mode: str) -> Future:
         """Steps no more until `resume`. "keep" leaves requests where they are, "abort" ends them with
-        their tokens so far, "wait" lets them end first."""
+        their tokens so far. "wait" lets them end first, and holds requests that come meanwhile. The
+        Future ends with the pause's beginning, or when another command ends the wait."""
 
         def pause():
             if mode == "abort":
-                for id in list(self._listeners):
-                    self._scheduler.abort(id)
-            while mode != "keep" and self._scheduler.pending and self.error is None:
-                self._step()
-            self.is_paused = True
+                self._end(list(self._listeners))
+            self._is_draining, self.is_paused = mode == "wait", mode != "wait"
 
-        return self._call(pause)
+        self._call(pause)
+        return self._call(lambda: None, lambda: not self._is_draining)
 
     def resume(self) -> Future:
         """Steps again."""
-        return self._call(lambda: setattr(self, "is_paused", False))
+
+        def resume():
+            self._is_draining = self.is_paused = False
+
+        return self._call(resume)
 
     def drop_keys(self, of_running: bool) -> Future:
-        """Forgets the pages of prompts and sequences that ended; with `of_running` running sequences
-        compute theirs anew. The Future returns whether no key is left: without it, running sequences
-        keep theirs."""
+        """Empties the prefix cache; with `of_running` sequences that have begun compute their keys anew.
+        The Future returns whether it was done: without `of_running`, pages in use prevent it."""
 
         def drop():
             if of_running:
-                self._scheduler.pause("retract")
-            elif self._scheduler.pending:
+                self._answer(lambda: self._scheduler.pause("retract") + self._scheduler.pop_ended())
+            elif any(pages.used for pages in self._scheduler.pages):
                 return False
             self._scheduler.forget_pages()
             return True
 
         return self._call(drop)
 
-    def _call(self, command: Callable[[], Any]) -> Future:
+    def _call(
+        self, run: Callable[[], Any], is_due: Callable[[], bool] = lambda: True
+    ) -> Future:
         future = Future()
-        self._commands.put((command, future))
+        self._commands.put(Command(run, future, is_due))
         return future
 
     def _run(self) -> None:
         while not self._is_stopped:
-            for command, future in self._next_commands():
-                self._execute(command, future)
+            self._take(waits=not (self._is_running or any(c.is_due() for c in self._held)))
+            self._execute_due()
             if self._is_running:
-                self._step()
-        self._fail(RuntimeError("the server stops"))
+                self._answer(self._scheduler.step)
+            if self._is_draining and not self._scheduler.pending:
+                self._is_draining, self.is_paused = False, True
+        self.error, self._is_draining = self.error or RuntimeError("the server stops"), False
+        self._fail(self.error)
+        self._take(waits=False)
+        self._execute_due()
         self._scheduler.close()
 
     @property
     def _is_running(self) -> bool:
         return self._scheduler.pending > 0 and self.error is None and not self.is_paused
 
-    def _next_commands(self) -> list[tuple[Callable[[], Any], Future]]:
-        """Returns the queued commands; waits for one if no request is pending."""
-        commands = [] if self._is_running else [self._commands.get()]
+    def _take(self, waits: bool) -> None:
+        """Empties the queue of commands. `waits`: for the first one."""
+        if waits:
+            self._held.append(self._commands.get())
         while not self._commands.empty():
-            commands.append(self._commands.get())
-        return commands
+            self._held.append(self._commands.get())
 
-    def _execute(self, command: Callable[[], Any], future: Future) -> None:
-        if not future.set_running_or_notify_cancel():
+    def _execute_due(self) -> None:
+        """Executes the commands that are due, in their order. One may make a later one wait."""
+        held, self._held = self._held, []
+        for command in held:
+            if command.is_due():
+                self._execute(command)
+            else:
+                self._held.append(command)
+
+    def _execute(self, command: Command) -> None:
+        if not command.future.set_running_or_notify_cancel():
             return
         try:
             if self.error:
                 raise self.error
-            future.set_result(command())
+            result = command.run()
+            if self.error:
+                raise self.error
+            command.future.set_result(result)
         except Exception as error:
-            future.set_exception(error)
+            command.future.set_exception(error)
 
-    def _step(self) -> None:
+    def _end(self, request_ids: Collection[str]) -> None:
+        """Ends requests and answers them."""
+
+        def end():
+            for id in request_ids:
+                with contextlib.suppress(KeyError):
+                    self._scheduler.abort(id)
+            return self._scheduler.pop_ended()
+
+        self._answer(end)
+
+    def _answer(self, run: Callable[[], list[Trajectory]]) -> None:
+        """Sends the records that `run` returns to their listeners, and new tokens. An exception fails the
+        engine."""
         try:
-            for trajectory in self._scheduler.step():
+            for trajectory in run():
                 self._streamed.pop(trajectory.id, None)
                 # Requests that were aborted because the scheduler was full have no listener.
                 if listener := self._listeners.pop(trajectory.id, None):
@@ -181,9 +223,11 @@ class EngineThread:
                 self._streamed.pop(id, None)
                 if listener := self._listeners.pop(id, None):
                     listener(id, RuntimeError(str(error)))
+            self._answer(self._scheduler.pop_ended)  # what ended beside them
         except Exception as error:
             logging.exception("The engine has failed.")
             self.error = RuntimeError(f"the engine has failed: {error!r}")
+            self._is_draining = False
             self._fail(self.error)
 
     def _fail(self, error: Exception) -> None:

@@ -67,8 +67,10 @@ def main() -> None:
         MAX_BODY_BYTES.value, setup.engine.max_length, setup.config.rollout.max_new_tokens,
         min(MAX_CHOICES.value, MAX_PENDING.value), LOGPROBS, MAX_SECONDS.value,
     )
-    params = load(setup, WORKDIR.value, ADAPTER.value)
-    application = make_app(setup, params, limits, MAX_PENDING.value, token, HOST.value, HOSTS.value)
+    start = WORKDIR.value, ADAPTER.value
+    application = make_app(
+        setup, load(setup, *start), limits, MAX_PENDING.value, token, HOST.value, HOSTS.value, start
+    )
     uvicorn.run(application, host=HOST.value, port=PORT.value, **connection.OPTIONS)
 
 

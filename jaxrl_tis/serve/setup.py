@@ -1,5 +1,6 @@
 """Builds the application of `python -m jaxrl_tis.serve` from a config: weights, token, address."""
 
+import functools
 import pathlib
 from collections.abc import Collection
 from typing import Any
@@ -37,10 +38,10 @@ def load(setup: Setup, path: str | None, adapter: str | None = None) -> Any:
 
 def make_app(
     setup: Setup, params: Any, limits: Limits, max_pending: int, token: str | None, host: str,
-    hosts: Collection[str] = (),
+    hosts: Collection[str] = (), start: tuple[str | None, str | None] = (None, None),
 ) -> Starlette:
     """Makes the application that serves `params` at an address, and compiles all programs. `hosts`
-    are further names of the address.
+    are further names of the address, and `start` is what `params` were loaded from: see `load`.
 
     Raises ValueError if other machines reach the address and there is no token.
     """
@@ -50,11 +51,20 @@ def make_app(
     )
     application = app.make(app.Served(
         EngineThread(scheduler), setup.tokenizer, setup.config.name, setup.model.vocab_size, limits,
-        load=lambda path: load(setup, path), token=token, is_closed=not is_loopback(host),
+        load=functools.partial(_load, setup, start), token=token, is_closed=not is_loopback(host),
         hosts=hosts, facts=_facts(setup, limits),
     ))
     warm_up(setup.engine, params)
     return application
+
+
+def _load(
+    setup: Setup, start: tuple[str | None, str | None], path: str | None, adapter: str | None = None
+) -> Any:
+    """Loads serving parameters as `load` does. Without a path the base is that of `start`, and its
+    adapter is served again if none is given."""
+    base, first = (path, None) if path is not None else start
+    return load(setup, base, adapter or first)
 
 
 def _facts(setup: Setup, limits: Limits) -> dict[str, Any]:

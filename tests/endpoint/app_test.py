@@ -48,8 +48,12 @@ class Broken(arithmetic.Engine):
         raise RuntimeError("out of memory")
 
 
+def weights(path, adapter=None):
+    return int(path or 0) + 100 * int(adapter or 0)
+
+
 def application(engine=None, max_pending=8, seconds=20.0, logprobs=2, **served):
-    """An app of weights 0; weights are loaded from paths that are numbers."""
+    """An app of weights 0; weights and adapters are loaded from paths that are numbers."""
     scheduler = Scheduler(
         engine or arithmetic.Engine(), 0, max_pending=max_pending, decode=TOKENIZER.decode
     )
@@ -58,7 +62,7 @@ def application(engine=None, max_pending=8, seconds=20.0, logprobs=2, **served):
         seconds=seconds,
     )
     return serve_app.make(serve_app.Served(
-        EngineThread(scheduler), TOKENIZER, "m", arithmetic.VOCAB, limits, load=int, **served
+        EngineThread(scheduler), TOKENIZER, "m", arithmetic.VOCAB, limits, load=weights, **served
     ))
 
 

@@ -106,7 +106,11 @@ def record(**fields):
 
 def answer(trajectory, **fields):
     generation = of({"token_ids": [3, 0, 22]} | fields)
-    return Answer(generation).whole([trajectory]), generation
+    return Answer(generation, lambda versions: [f"of {versions}"]).whole([trajectory]), generation
+
+
+def entry(id, logp):
+    return {"token": f"token_id:{id}", "token_id": id, "logprob": logp}
 
 
 def test_an_answer_by_hand():
@@ -117,18 +121,21 @@ def test_an_answer_by_hand():
         "choices": [{
             "index": 0, "token_ids": [8, 2], "finish_reason": "stop", "versions": [4, 5],
             "logprobs": {"content": [
-                {"token": "token_id:8", "logprob": -0.25, "raw_logprob": -1.25, "top_logprobs": [
-                    {"token": "token_id:8", "logprob": -0.25}, {"token": "token_id:6", "logprob": -1.5},
-                ]},
-                {"token": "token_id:2", "logprob": -0.5, "raw_logprob": -1.5, "top_logprobs": [
-                    {"token": "token_id:2", "logprob": -0.5},
-                ]},
+                entry(8, -0.25) | {
+                    "raw_logprob": -1.25, "top_logprobs": [entry(8, -0.25), entry(6, -1.5)],
+                },
+                entry(2, -0.5) | {"raw_logprob": -1.5, "top_logprobs": [entry(2, -0.5)]},
             ]},
+            "weight_versions": ["of [4, 5]"],
         }],
         "usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5},
     }
     found, _ = answer(record())
     assert found["choices"][0]["logprobs"] is None and "prompt_token_ids" not in found
+    assert "sampling_mask" not in found["choices"][0]
+    # The ids with positive probability at each token; at the second there were too many.
+    found, _ = answer(record(kept=np.array([[8, 6, -1], [-1, -1, -1]], np.int32)))
+    assert found["choices"][0]["sampling_mask"] == [[8, 6], []]
 
 
 def test_a_log_prob_that_json_lacks_is_null():
@@ -179,6 +186,8 @@ def test_ids_and_log_probs_are_the_record_s(params):
         assert (choice["token_ids"], choice["finish_reason"]) == (tokens, reason)
         content = choice["logprobs"]["content"]
         assert [c["token"] for c in content] == [f"token_id:{token}" for token in tokens]
+        assert [c["token_id"] for c in content] == tokens
+        assert choice["weight_versions"] == [{"version": "server-0", "start": 0, "end": len(tokens)}]
         assert [c["logprob"] for c in content] == logps
         assert choice["versions"] == [0] * len(tokens) and "routed_experts" not in choice
     if "stop_token_ids" in params:

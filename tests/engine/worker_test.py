@@ -1,5 +1,6 @@
 """The thread of the scheduler, with an engine made of arithmetic."""
 
+import dataclasses
 import threading
 import time
 
@@ -8,7 +9,7 @@ import pytest
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.scheduler import Full, Scheduler
 from jaxrl_tis.engine.worker import EngineThread
-from tests.arithmetic import Engine, Overflowing, alone, request
+from tests.arithmetic import Engine, Overflowing, alone, assert_replays, request
 
 
 @pytest.fixture
@@ -142,3 +143,140 @@ def test_what_is_pending_at_the_end_fails():
     go_on.set()
     stopping.join(5)
     assert "the server stops" in str(ear.wait()["a"][0]) and worker.pending == 0
+
+
+# Pauses
+
+
+class Gated(Engine):
+    """Steps only when it is let; `begun` counts the steps that wait or have run."""
+
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        self.gate, self.begun = threading.Semaphore(0), threading.Semaphore(0)
+
+    def generate(self, *args):
+        self.begun.release()
+        assert self.gate.acquire(timeout=60)
+        return super().generate(*args)
+
+
+@pytest.fixture
+def gated():
+    """(engine, its started worker), whose two tokens a step come when the gate is opened."""
+    engine = Gated(steps=2)
+    worker = EngineThread(Scheduler(engine, 0))
+    worker.start()
+    yield engine, worker
+    engine.gate.release(99)
+    worker.stop()
+
+
+def begun(gated, id="a", max_tokens=6):
+    """The ear of a request whose first step has begun."""
+    (engine, worker), ear = gated, Ear()
+    worker.submit([request(id, max_tokens=max_tokens)], ear, False).result(5)
+    assert engine.begun.acquire(timeout=5)
+    return ear
+
+
+def test_a_kept_request_goes_on_where_it_was(gated):
+    engine, worker = gated
+    ear = begun(gated)
+    pause = worker.pause("keep")
+    engine.gate.release(99)
+    pause.result(5)
+    assert worker.is_paused and worker.pause("keep").result(5) is None  # a second pause
+    assert worker.set_params(1).result(5) == 1 and worker.drop_keys(False).result(5) is False
+    assert worker.drop_keys(True).result(5) is True and not ear.heard
+    worker.resume().result(5)
+    [t] = ear.wait()["a"]
+    assert not worker.is_paused and t.version.tolist() == [0, 0, 1, 1, 1, 1]
+    assert t.kv_version.tolist() == [0, 0, 1, 1, 1, 1] and t.segment.tolist() == [0, 0, 1, 1, 1, 1]
+    assert_replays(t, request("a", max_tokens=6))
+
+
+def test_a_pause_that_waits_lets_commands_through_and_holds_new_requests(gated):
+    engine, worker = gated
+    first = begun(gated, max_tokens=30)
+    pause = worker.pause("wait")
+    second, third = Ear(), Ear()
+    held = [worker.submit([request(id, max_tokens=4)], ear, False)
+            for id, ear in (("b", second), ("c", third))]
+    changed = worker.set_params(7)
+    engine.gate.release(2)
+    assert changed.result(5) == 1 and not pause.done()
+    worker.abort(["a", "c"])  # a runs, c has not begun
+    engine.gate.release(99)
+    pause.result(5)
+    assert first.wait()["a"][0].stop_reason == "abort" and worker.is_paused
+    for future in held:
+        future.result(5)
+    [t] = third.wait()["c"]
+    assert (t.stop_reason, len(t.tokens)) == ("abort", 0) and not second.heard
+    worker.resume().result(5)
+    [t] = second.wait()["b"]
+    assert t.tokens.tolist() == alone(request("b", max_tokens=4), weights=7)[0]
+
+
+@pytest.mark.parametrize("end", ["resume", "keep", "abort", "stop"])
+def test_another_command_ends_a_pause_that_waits(gated, end):
+    engine, worker = gated
+    ear = begun(gated)
+    pause, later = worker.pause("wait"), Ear()
+    held = worker.submit([request("b", max_tokens=2)], later, False)
+    if end == "stop":
+        worker._is_stopped = True
+        engine.gate.release()
+        for future in (pause, held):
+            with pytest.raises(RuntimeError, match="the server stops"):
+                future.result(5)
+        assert "the server stops" in str(ear.wait()["a"][0])
+        return
+    other = worker.resume() if end == "resume" else worker.pause(end)
+    engine.gate.release(99)
+    for future in (other, pause, held):
+        future.result(5)
+    assert worker.is_paused == (end != "resume")
+    worker.resume().result(5)
+    assert ear.wait()["a"][0].stop_reason == ("abort" if end == "abort" else "length")
+    assert later.wait()["b"][0].tokens.tolist() == alone(request("b", max_tokens=2))[0]
+
+
+def test_a_pause_with_nothing_to_pause(worker):
+    for mode in ("keep", "abort", "wait", "wait"):
+        worker.pause(mode).result(5)
+        assert worker.is_paused
+    ear = Ear()
+    worker.submit([request("a", max_tokens=30)], ear, False).result(5)
+    assert worker.drop_keys(False).result(5), "a request that waits has no page"
+    worker.abort(["a"]).result(5)
+    assert ear.wait()["a"][0].stop_reason == "abort" and worker.pending == 0
+    worker.resume().result(5)
+    worker.resume().result(5)
+    assert not worker.is_paused
+
+
+def test_an_engine_that_fails_within_a_command_has_failed():
+    """With async_scheduling an abort reads the tokens of the last call."""
+
+    class Unread(Engine):
+        def generate(self, *args):
+            state, result = super().generate(*args)
+            return state, dataclasses.replace(result, valid=None)
+
+    scheduler, ear = Scheduler(Unread(), 0, async_scheduling=True), Ear()
+    scheduler.add(request("b"))
+    scheduler.step()
+    worker = EngineThread(scheduler)
+    paused = worker.pause("keep"), worker.submit([request("a")], ear, False)
+    worker.start()
+    for future in paused:
+        future.result(5)
+    with pytest.raises(RuntimeError, match="the engine has failed"):
+        worker.drop_keys(True).result(5)
+    assert "the engine has failed" in str(ear.wait()["a"][0]) and worker.pending == 0
+    for mode in ("abort", "wait", "keep"):
+        with pytest.raises(RuntimeError, match="the engine has failed"):
+            worker.pause(mode).result(5)
+    worker.stop()

@@ -20,12 +20,14 @@ from jaxrl_tis.build import Sampling, build
 from jaxrl_tis.endpoint.request import Limits
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.learner.state import initial_params, initial_state
+from jaxrl_tis.models import peft
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.serve import setup as serving
 from tests import tiny
 from tests.asgi import HEADERS, call, listening, run
 from tests.endpoint import app_test
+from tests.models.peft_test import drawn
 
 pytestmark = [
     pytest.mark.compiles,
@@ -119,6 +121,26 @@ def test_a_server_for_others_needs_its_token(monkeypatch, host, is_closed):
     assert served.call_args.args[0].is_closed is is_closed and served.call_args.args[0].token == "t"
 
 
+def test_a_trainer_gets_facts_and_the_base_of_the_start(monkeypatch):
+    """Without a path the base is the one that the server began with, with another adapter or its own."""
+    app, load = mock.Mock(), mock.Mock()
+    for name, value in {"warm_up": mock.Mock(), "EngineThread": mock.Mock(), "load": load}.items():
+        monkeypatch.setattr(serving, name, value)
+    monkeypatch.setattr(serving.app, "make", app)
+    made = mock.Mock(**{"engine.config.dtype": "bfloat16", "model.vocab_size": 50})
+    serving.make_app(made, None, LIMITS, 4, "t", "127.0.0.1", start=("run", "first"))
+    served = app.call_args.args[0]
+    assert served.facts == {
+        "dtype": "bfloat16", "max_model_len": 8, "logprobs_mode": "processed_logprobs",
+        "max_logprobs": 2, "hf_config": {"vocab_size": 50},
+    }
+    for given in ((None,), (None, "new"), ("other",), ("other", "new")):
+        served.load(*given)
+    assert [call.args for call in load.call_args_list] == [
+        (made, "run", "first"), (made, "run", "new"), (made, "other", None), (made, "other", "new")
+    ]
+
+
 @pytest.mark.all
 def test_weights_of_a_model_folder(folder):
     assert_serves(folder, -1.0)
@@ -175,6 +197,44 @@ def test_a_real_engine(folder):
     assert choice("after")["logprobs"] != choice("greedy")["logprobs"]
 
 
+@pytest.mark.all
+def test_a_real_adapter_comes_and_goes(tmp_path):
+    """Its log-probs are those of a server that starts with it, and without it those of the base."""
+    peft.save(tmp_path / "adapter", *drawn(setup().model, "lora(rank=2, targets='attention')"))
+    prompt = np.array(setup().tokenizer.encode("1+2=", add_special=True), np.int32)
+    greedy = SamplingParams(0.0, stop_ids=(2,), max_tokens=3)
+    alone = {}
+    for name, path in (("base", None), ("a", str(tmp_path / "adapter"))):
+        scheduler = setup().scheduler(setup().engine, serving.load(setup(), None, path), 0)
+        (record,) = generate(scheduler, [Request("alone", prompt, 0, greedy)])
+        alone[name] = record.tokens.tolist(), record.logp_raw.tolist()
+
+    async def script(app):
+        post = lambda path, **body: call(app, path, body, token="t")
+        params = {"temperature": 0, "logprobs": 0, "max_tokens": 3}
+
+        async def ask():
+            found = await post("/inference/v1/generate", token_ids=prompt.tolist(), sampling_params=params)
+            (choice,) = found.json["choices"]
+            return choice["token_ids"], [x["raw_logprob"] for x in choice["logprobs"]["content"]]
+
+        loaded = await post(
+            "/v1/load_lora_adapter", lora_name="a", lora_path=str(tmp_path / "adapter"))
+        found = {"a": await ask()}
+        unloaded = await post("/v1/unload_lora_adapter", lora_name="a")
+        absent = await post("/v1/load_lora_adapter", lora_name="b", lora_path=str(tmp_path / "no"))
+        found["base"] = await ask()
+        return found, (loaded.status, unloaded.status, absent.status), absent.error
+
+    app = serving.make_app(setup(), start_params(), LIMITS, 8, "t", "127.0.0.1")
+    found, statuses, error = run(app, script)
+    assert statuses == (200, 200, 400) and "no" in error
+    for name, (tokens, logps) in alone.items():
+        assert found[name][0] == tokens
+        np.testing.assert_allclose(found[name][1], logps, rtol=0, atol=1e-5)
+    assert np.abs(np.subtract(alone["a"][1], alone["base"][1])).max() > 0.01
+
+
 def test_a_socket_a_stream_and_a_client_that_hangs_up():
     engine = app_test.Held(steps=2)
     body = {"prompt": "abc", "seed": app_test.SEED, "stream": True}
@@ -190,7 +250,7 @@ def test_a_socket_a_stream_and_a_client_that_hangs_up():
             time.sleep(0.1)
             if not health()["pending"]:
                 break
-        assert health() == {"status": "ok", "version": 0, "pending": 0}
+        assert health() == {"status": "ok", "version": 0, "pending": 0, "is_paused": False}
 
 
 def fetch(port, path, body=None):
