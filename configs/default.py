@@ -142,13 +142,12 @@ def get_config() -> ConfigDict:
     c.rollout.cpus_per_worker = 1.0  # CPUs that Ray reserves for each worker
     c.rollout.gpus_per_worker = 0.0  # GPUs of each worker
     c.rollout.tpus_per_worker = 0.0  # TPU chips of each worker
-    # Of driver external: addresses, "http://host:8000,http://other:8000"; what runs there: vllm, which our
-    # own server speaks, too; the folder of weights, which engines read at the same path; the file with
-    # the token of their API.
+    # Of driver external: "http://host:8000,http://other:8000".
     c.rollout.engines = ""
-    c.rollout.engine_kind = "vllm"
+    c.rollout.engine_kind = "vllm"  # what runs there: vllm (also our own server) or sglang
+    # Folder of weight versions, which the learner and the engines see at the same path.
     c.rollout.weights_folder = ""
-    c.rollout.engine_token_file = ""
+    c.rollout.engine_token_file = ""  # file with the token of the engines' API
     # Replay of groups: uniform(uses=2, most=4), newest(uses=2, most=4) or fresh(uses=2, most=4,
     # tau=500). A batch has prompts / uses new groups. "": none (docs/async.md).
     c.rollout.replay = ""

@@ -19,7 +19,7 @@ from jaxrl_tis.data import tasks
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
 from jaxrl_tis.gate import canary, probe
-from jaxrl_tis.gate.report import MismatchError, require
+from jaxrl_tis.gate.report import require
 from jaxrl_tis.learner import arriving
 from jaxrl_tis.learner.batch_layout import Rows
 from jaxrl_tis.learner.state import (
@@ -39,7 +39,7 @@ from jaxrl_tis.rollouts.groups import Groups, Sample, unknown_ids
 from jaxrl_tis.rollouts.prompts import Checked, lacks_answer
 from jaxrl_tis.rollouts.source import RolloutSource, SourceParts, next_batch
 from jaxrl_tis.runtime import hub, lock, processes, storage
-from jaxrl_tis.runtime.cli import Interrupted
+from jaxrl_tis.runtime.cli import Interrupted, MismatchError
 from jaxrl_tis.runtime.interrupt import Interrupt
 from jaxrl_tis.runtime.watchdog import Watchdog
 

@@ -40,10 +40,12 @@ MAY_IMPORT = {
     # The learner knows records of the engine, and none of its programs.
     "learner": ("data", "diagnostics", "engine", "environments", "estimators", "fields", "kernels",
         "models", "record", "rollouts", "runtime", "sharding"),
+    # Engines of others: an extra, which `build` imports where a config asks for it.
+    "external": ("engine", "learner", "models", "runtime"),
     # A config, checked and made into programs and state.
     "validate": ("data", "engine", "estimators", "learner", "models", "record", "rollouts"),
-    "build": ("data", "endpoint", "engine", "environments", "estimators", "harness", "learner",
-        "models", "record", "rollouts", "runtime", "sharding", "validate"),
+    "build": ("data", "endpoint", "engine", "environments", "estimators", "external", "harness",
+        "learner", "models", "record", "rollouts", "runtime", "sharding", "validate"),
     "resume": ("data", "learner", "record"),
     # Tools.
     "report": ("record", "runtime"),
@@ -54,8 +56,8 @@ MAY_IMPORT = {
         "sharding", "validate"),
     "libtpu_flags": ("aot", "runtime"),
     "doctor": ("estimators", "learner", "record", "rollouts", "runtime"),
-    "gate": ("build", "cli_flags", "data", "diagnostics", "engine", "estimators", "learner",
-        "models", "rollouts", "runtime", "sharding"),
+    "gate": ("build", "cli_flags", "data", "diagnostics", "engine", "estimators", "external",
+        "learner", "models", "rollouts", "runtime", "sharding"),
     "score": ("cli_flags", "models"),
     "serve": ("build", "cli_flags", "endpoint", "engine", "learner", "runtime"),
     "sweep": ("cli_flags", "record", "report", "runtime", "validate"),
@@ -99,6 +101,11 @@ COVERED = {
     "estimators/traits": "estimators/methods_test",
     "experiments/frontier": "experiments/horizon_test",
     "experiments/oracle": "runtime/cli_test",
+    "external/canary": "external/fleet_test",
+    "external/client": "external/fleet_test",
+    "external/protocol": "external/sglang_test",
+    "external/vllm": "external/fleet_test",
+    "external/weights": "external/fleet_test",
     "gate/__main__": "gate/report_test",
     "gate/ladder": "gate/report_test",
     "harness/protocol": "harness/host_test",

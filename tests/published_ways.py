@@ -172,6 +172,7 @@ WAYS: dict[str, Way] = {
     r"\./launch/jetstream\.sh": help_for("installs 3 GB into an environment of its own"),
     r"(\w+=\S+ )*\./launch/on_(engines|ray|vm)\.sh": help_for("runs on the hosts of a cluster"),
     r"\./launch/lint\.sh": Way(),
+    r"\./launch/quickstart\.sh vllm": help_for("installs 3 GB; a test runs vLLM"),
     r"\./launch/quickstart\.sh": Way(RUN),
     r"\./launch/vllm\.sh": help_for("installs 3 GB into an environment of its own"),
     r"\./launch/smollm2\.sh": help_for("downloads a model"),

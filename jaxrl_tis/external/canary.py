@@ -23,7 +23,7 @@ import numpy as np
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.external.client import EngineError, Refused
 from jaxrl_tis.external.protocol import Answer, Facts, Kind
-from jaxrl_tis.gate.report import MismatchError
+from jaxrl_tis.runtime.cli import MismatchError
 from jaxrl_tis.models import transformer
 
 PROMPTS = 9
@@ -124,14 +124,14 @@ class Canary:
         if all(d <= bound for d, bound in zip(distance, bounds, strict=True)):
             self._first.setdefault(url, distance)
             return
+        cause = self._cause(said, version, expected, adapter is not None)
         own = np.median(expected.logps[prompts, tokens])
         grown = f", at the first sync {self._first[url][0]:.3g}" if url in self._first else ""
         raise MismatchError(
             f"{url} does not sample from version {version}: after {len(self._prompts)} fixed prompts its "
             f"median log-prob is {np.median(logps):.6g} and the learner's {own:.6g}; median difference "
             f"{distance[0]:.3g} nats (bound {bounds[0]:.3g}{grown}), of probabilities {distance[1]:.3g} "
-            f"(bound {bounds[1]:.3g}). {self._cause(said, version, expected, adapter is not None)}. The run stops before it "
-            "samples"
+            f"(bound {bounds[1]:.3g}). {cause}. The run stops before it samples"
         )
 
     def _bounds(self, url: str) -> tuple[float, float]:

@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 
-from jaxrl_tis.build import Setup
 from jaxrl_tis.external import canary
 from jaxrl_tis.external.client import Client, EngineError
 from jaxrl_tis.external.scheduler import ExternalScheduler, Member
@@ -20,9 +19,9 @@ KINDS: dict[str, type[Vllm] | type[Sglang]] = {"vllm": Vllm, "sglang": Sglang}
 
 
 class Fleet:
-    """See above. ValueError where an engine cannot sample for this run."""
+    """See above. `setup` is the run's. ValueError where an engine cannot sample for it."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Any):
         rollout, engine = setup.config.rollout, setup.engine
         self._setup, token = setup, None
         if not processes.is_alone():

@@ -288,8 +288,8 @@ class ExternalScheduler:
         )
         try:
             answer: Answer | BaseException = member.kind.generate(
-                sent.name, tokens, rest, (request.seed + request.hash + done) % SEEDS,
-                self._engine.top_n, member.adapter,
+                # Without a seed: vLLM on a CPU ends where it reads the prompt of one with a seed in parts.
+                sent.name, tokens, rest, None, self._engine.top_n, member.adapter,
             )
         except Exception as error:
             answer = error
@@ -365,7 +365,7 @@ class ExternalScheduler:
             "kept": kept_sets(request.id, answer, count, engine.num_kept),
         }
         reason, partial = "abort" if answer is None else answer.stop_reason, request.partial
-        of_all = {}
+        of_all: dict[str, Any] = {}
         if answer is not None and engine.route_shape[0]:
             of_all = recorded_routes(request, answer, engine)
         if partial is not None:

@@ -20,7 +20,7 @@ import numpy as np
 
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.weights import sent
-from jaxrl_tis.gate.report import MismatchError
+from jaxrl_tis.runtime.cli import MismatchError
 from jaxrl_tis.models import overflow, transformer
 from jaxrl_tis.runtime import fingerprint
 

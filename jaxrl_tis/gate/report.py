@@ -30,14 +30,11 @@ from jaxrl_tis.models import lora, overflow
 from jaxrl_tis.rollouts.groups import request, sampling_params
 from jaxrl_tis.rollouts.source import generate
 from jaxrl_tis.runtime import processes
+from jaxrl_tis.runtime.cli import MismatchError
 
 MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # those in the table, and with a bound
 FLIPS = "mismatch/route_flip_"
 AGREEMENT = ("inside_support", "kept_identical", "kept_jaccard")
-
-
-class MismatchError(RuntimeError):
-    """Learner and sampler differ by more than config.gate allows."""
 
 
 def requests(setup: Setup, prompts: int, **changes: Any) -> list[Request]:

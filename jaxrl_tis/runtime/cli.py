@@ -41,6 +41,10 @@ class Unwritable(RuntimeError):
     """A disk is full or not writable. The user can fix this and continue the run."""
 
 
+class MismatchError(RuntimeError):
+    """Learner and sampler differ by more than config.gate allows."""
+
+
 class Interrupted(Exception):
     """A run must stop for an outside reason. The same command continues it."""
 

@@ -15,7 +15,7 @@ from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.external.client import EngineError
 from jaxrl_tis.external.protocol import Facts
 from jaxrl_tis.external.vllm import Vllm
-from jaxrl_tis.gate.report import MismatchError
+from jaxrl_tis.runtime.cli import MismatchError
 from jaxrl_tis.learner.state import initial_policy
 from jaxrl_tis.models import transformer
 from tests import engines, tiny, weights
@@ -130,14 +130,14 @@ def test_what_cannot_sample_for_a_run_is_refused_before_it(tmp_path, said, match
         mock.patch.object(Vllm, "facts", lambda self: facts),
         pytest.raises(ValueError, match=f"the engine at http://localhost:1: {match}"),
     ):
-        made.fleet  # noqa: B018 (a property that checks)
+        made.fleet
 
 
 def test_bad_engines_and_folders_are_refused_in_words(tmp_path, url):
     with pytest.raises(ValueError, match=r"GET http://localhost:1/v1/models failed: .*refused; is the"):
-        setup(tmp_path, "http://localhost:1").fleet  # noqa: B018
+        setup(tmp_path, "http://localhost:1").fleet
     with pytest.raises(ValueError, match="engine_token_file = .*nowhere.* cannot be read"):
-        setup(tmp_path, url, rollout__engine_token_file=str(tmp_path / "nowhere")).fleet  # noqa: B018
+        setup(tmp_path, url, rollout__engine_token_file=str(tmp_path / "nowhere")).fleet
     made = setup(tmp_path, url)
     first, other = made.fleet, setup(tmp_path, url, seed=2).fleet
     first.watch(PROMPTS)

@@ -24,7 +24,7 @@ from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.external import weights as versions
 from jaxrl_tis.external.client import Client
 from jaxrl_tis.external.vllm import Vllm
-from jaxrl_tis.gate.report import MismatchError
+from jaxrl_tis.runtime.cli import MismatchError
 from jaxrl_tis.models.config import ModelConfig
 from tests import tiny, weights
 
@@ -195,10 +195,13 @@ def test_filters_renormalise_the_log_probs(tmp_path, venv):
         engine = Vllm(Client(url))
         engine.facts()
         for seed in range(8):
-            ask = lambda **f: engine.generate(
-                f"{seed}{f}", [4, 5, 6], SamplingParams(0.7, max_tokens=1, **f), seed, 19, None
+            whole, some = (
+                engine.generate(
+                    f"{seed} {mass}", [4, 5, 6], SamplingParams(0.7, top_p=mass, max_tokens=1), seed, 19,
+                    None,
+                )
+                for mass in (1.0, 0.8)
             )
-            whole, some = ask(), ask(top_p=0.8)
             p = np.exp(whole.top_logps[0].astype(np.float64))
             count = int((np.cumsum(p) < 0.8).sum()) + 1
             at = whole.top_ids[0][:count].tolist().index(int(some.tokens[0]))

@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.gate.canary import Canary, distances
-from jaxrl_tis.gate.report import MismatchError
+from jaxrl_tis.runtime.cli import MismatchError
 from jaxrl_tis.learner.state import initial_params, initial_state, policy
 from jaxrl_tis.models import lora, transformer
 from tests import tiny

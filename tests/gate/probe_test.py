@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.gate import probe, report
-from jaxrl_tis.gate.report import MismatchError
+from jaxrl_tis.runtime.cli import MismatchError
 from jaxrl_tis.record import metrics
 from jaxrl_tis.runtime import cli
 from tests import tiny

@@ -22,6 +22,7 @@ from jaxrl_tis.learner.trainer import Trainer
 from jaxrl_tis.models import attention
 from jaxrl_tis.rollouts.groups import Sample
 from jaxrl_tis.runtime import cli
+from jaxrl_tis.runtime.cli import MismatchError
 from jaxrl_tis.validate import validate
 from tests import commands, tiny
 from tests.gate import noisy
@@ -337,7 +338,7 @@ def test_log_probs_that_are_no_numbers_fail_the_gate_without_bounds(sampled):
     said = "1 log-probs of the sampler are not finite; the largest part is decode"
     with (
         mock.patch.object(report, "sample", lambda *_, **__: broken),
-        pytest.raises(report.MismatchError, match=said),
+        pytest.raises(MismatchError, match=said),
     ):
         report.require(bounded_k3(setup, np.inf), params)
 
@@ -469,7 +470,7 @@ def test_a_batch_that_is_no_whole_number_of_micro_batches_is_refused():
 
 
 def test_a_run_that_requires_the_gate_stops_before_its_first_step(tmp_path):
-    with pytest.raises(report.MismatchError, match="d_mean .* not within gate.max_.* = 1e-06"):
+    with pytest.raises(MismatchError, match="d_mean .* not within gate.max_.* = 1e-06"):
         tiny.run(tmp_path, gate__required=True, gate__max_d_mean=1e-6, warmup__steps=1)
     assert [r["phase"] for r in tiny.lines(tmp_path)] == ["warmup"]
 
@@ -484,7 +485,7 @@ def test_a_stop_request_does_not_pass_a_required_gate(tmp_path, monkeypatch):
     fields = dict(gate__required=True, gate__max_d_mean=1e-6, warmup__steps=1)
     with pytest.raises(cli.Interrupted):
         tiny.run(tmp_path, **fields)
-    with pytest.raises(report.MismatchError):
+    with pytest.raises(MismatchError):
         tiny.run(tmp_path, **fields)
 
 
