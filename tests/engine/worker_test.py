@@ -249,6 +249,8 @@ def test_a_pause_with_nothing_to_pause(worker):
         worker.pause(mode).result(5)
         assert worker.is_paused
     ear = Ear()
+    with pytest.raises(Full):  # nothing of it stays
+        worker.submit([request(f"r{i}") for i in range(4)], Ear(), False).result(5)
     worker.submit([request("a", max_tokens=30)], ear, False).result(5)
     assert worker.drop_keys(False).result(5), "a request that waits has no page"
     worker.abort(["a"]).result(5)
