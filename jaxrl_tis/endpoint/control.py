@@ -1,8 +1,8 @@
-"""Routes by which a trainer holds this server's weights, in vLLM's form: pause, resume, reload, adapter,
-version, cache.
+"""Routes by which a trainer holds this server's weights, in vLLM's form: pause, resume, reload,
+adapter, version, cache.
 
-A trainer that speaks to `vllm serve` in development mode speaks to this server, too. What changes what
-the server samples needs the token.
+A trainer that speaks to `vllm serve` in development mode speaks to this server, too. What changes
+what the server samples needs the token.
 
 The server has one policy. An adapter takes the place of the weights that are served: a base and it.
 Requests name the adapter then, as they name the base before.
@@ -91,14 +91,16 @@ class Control:
         return JSONResponse({"results": [None]})
 
     async def load(self, path: str) -> int:
-        """Samples from the weights at a path from now on, without an adapter; returns their version."""
+        """Samples from the weights at a path from now on, without an adapter. Returns their version.
+        """
         async with self._changing:
             version = await self._change(path)
             self._base, self.model = path, self._served.model
             return version
 
     async def _change(self, *source: str | None) -> int:
-        """Samples from the weights of (path of the base, folder of an adapter, if any) from now on."""
+        """Samples from the weights of (path of the base, folder of an adapter, if any) from now on.
+        """
         try:
             params = await asyncio.to_thread(self._served.load, *source)
         except OSError as error:
@@ -114,8 +116,8 @@ class Control:
         async with self._changing:
             if name in self._adapters or name == self._served.model:
                 raise ValueError(
-                    f"lora_name is {name!r}, which is served or was: give each adapter a new name, or "
-                    "unload this one"
+                    f"lora_name is {name!r}, which is served or was: give each adapter a new name, "
+                    "or unload this one"
                 )
             await self._change(self._base, path)
             self._adapters.add(name)

@@ -44,7 +44,7 @@ class EngineThread:
         self._scheduler = scheduler
         self._is_stopped = False
         self.is_paused = False
-        self._is_draining = False  # pending requests end before a pause, and new ones wait for `resume`
+        self._is_draining = False  # pending requests end before a pause, and new ones are held
         self._commands = queue.SimpleQueue[Command]()
         self._held: list[Command] = []  # taken out of the queue, in its order
         self._listeners: dict[str, Listener] = {}
@@ -76,8 +76,7 @@ class EngineThread:
                     self._scheduler.add(request)
                     added.append(request.id)
             except Exception:
-                for id in added:
-                    self._scheduler.abort(id)
+                self._end(added)
                 raise
             self._listeners.update(dict.fromkeys(added, listener))
             if is_streamed:
@@ -86,8 +85,8 @@ class EngineThread:
         return self._call(add, lambda: not self._is_draining)
 
     def abort(self, request_ids: Collection[str]) -> Future:
-        """Ends these requests before the next step, unless they have ended. They are answered with their
-        tokens so far, also during a pause."""
+        """Ends these requests before the next step, unless they have ended. They are answered with
+        their tokens so far, also during a pause."""
         end = lambda: self._end(request_ids)
         ended = self._call(end)
         self._call(end, lambda: not self._is_draining)  # those that wait for the end of a drain
@@ -106,8 +105,8 @@ class EngineThread:
 
     def pause(self, mode: str) -> Future:
         """Steps no more until `resume`. "keep" leaves requests where they are, "abort" ends them with
-        their tokens so far. "wait" lets them end first, and holds requests that come meanwhile. The
-        Future ends with the pause's beginning, or when another command ends the wait."""
+        their tokens so far. "wait" lets them end first, and holds requests that come meanwhile.
+        The Future ends once the pause has begun, or another command has ended the wait."""
 
         def pause():
             if mode == "abort":
@@ -126,8 +125,8 @@ class EngineThread:
         return self._call(resume)
 
     def drop_keys(self, of_running: bool) -> Future:
-        """Empties the prefix cache; with `of_running` sequences that have begun compute their keys anew.
-        The Future returns whether it was done: without `of_running`, pages in use prevent it."""
+        """Empties the prefix cache; with `of_running` sequences that have begun compute their keys
+        anew. The Future returns whether it was done: without `of_running`, pages in use prevent it."""
 
         def drop():
             if of_running:
@@ -205,8 +204,8 @@ class EngineThread:
         self._answer(end)
 
     def _answer(self, run: Callable[[], list[Trajectory]]) -> None:
-        """Sends the records that `run` returns to their listeners, and new tokens. An exception fails the
-        engine."""
+        """Sends the records that `run` returns to their listeners, and new tokens. An exception
+        fails the engine."""
         try:
             for trajectory in run():
                 self._streamed.pop(trajectory.id, None)

@@ -122,7 +122,7 @@ def test_a_server_for_others_needs_its_token(monkeypatch, host, is_closed):
 
 
 def test_a_trainer_gets_facts_and_the_base_of_the_start(monkeypatch):
-    """Without a path the base is the one that the server began with, with another adapter or its own."""
+    """Without a path the base is the server's first one, with another adapter or its own."""
     app, load = mock.Mock(), mock.Mock()
     for name, value in {"warm_up": mock.Mock(), "EngineThread": mock.Mock(), "load": load}.items():
         monkeypatch.setattr(serving, name, value)
@@ -214,7 +214,8 @@ def test_a_real_adapter_comes_and_goes(tmp_path):
         params = {"temperature": 0, "logprobs": 0, "max_tokens": 3}
 
         async def ask():
-            found = await post("/inference/v1/generate", token_ids=prompt.tolist(), sampling_params=params)
+            body = {"token_ids": prompt.tolist(), "sampling_params": params}
+            found = await post("/inference/v1/generate", **body)
             (choice,) = found.json["choices"]
             return choice["token_ids"], [x["raw_logprob"] for x in choice["logprobs"]["content"]]
 
