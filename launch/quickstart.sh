@@ -13,16 +13,16 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 
 vllm() {  # trains with vLLM as the sampler
-  local venv=.venv-vllm start=runs/quickstart_vllm-start url=http://127.0.0.1:8300 server
+  local engine=.venv-vllm start=runs/quickstart_vllm-start url=http://127.0.0.1:8300 server
   prepare_venv engines
-  [ -x "$venv/bin/vllm" ] || launch/vllm.sh install "$venv"
+  [ -x "$engine/bin/vllm" ] || launch/vllm.sh install "$engine"
   if [ ! -e "$start/model" ]; then
     echo "running configs/quickstart_vllm.py:start in $start"
     "$PY" -m jaxrl_tis.main --config=configs/quickstart_vllm.py:start --workdir="$start"
     "$PY" -m jaxrl_tis.export "$start" "$start/model" --dtype=float32
   fi
   echo "starting vLLM at $url, with its log in $start/vllm.log"
-  launch/vllm.sh serve "$venv" "$start/model" 8300 --max-model-len 64 >"$start/vllm.log" 2>&1 &
+  launch/vllm.sh serve "$engine" "$start/model" 8300 --max-model-len 64 >"$start/vllm.log" 2>&1 &
   server=$!
   # shellcheck disable=SC2064 # the number of now
   trap "kill $server 2>/dev/null || true" EXIT

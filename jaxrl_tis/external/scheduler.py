@@ -29,7 +29,6 @@ from jaxrl_tis.external.weights import Version
 
 POLL_SECONDS = 0.05  # of a step without an answer, after which the caller may act
 RETRY_SECONDS = 5.0  # between two attempts to reach an engine that is out
-SEEDS = 2**31
 
 
 @dataclasses.dataclass

@@ -237,11 +237,10 @@ def _read(answer: Any, rid: str, sampling: SamplingParams, top_n: int, where: st
     versions = meta.get("weight_versions") or []
     spans = [(str(span["version"]), span["start"], span["end"]) for span in versions]
     starts, ends = [start for _, start, _ in spans], [end for _, _, end in spans]
-    is_whole = [*starts, len(tokens)] == [0, *ends]
-    if not (is_whole and all(version.isdecimal() for version, _, _ in spans)):
+    if [*starts, len(tokens)] != [0, *ends]:
         raise EngineError(
             f"{where}: weight_versions of {len(tokens)} tokens are {versions}; serve SGLang 0.5.23 "
-            "or newer, with this run as the only one that gives it weights"
+            "or newer"
         )
     return read(where, tokens, own, likely, top_n, reason, spans)
 

@@ -31,7 +31,8 @@ from jaxrl_tis.external.canary import problems
 from jaxrl_tis.external.client import Client, EngineError
 from jaxrl_tis.external.fleet import KINDS
 from jaxrl_tis.external.protocol import Answer, Facts, Kind, Numerics
-from jaxrl_tis.external.scheduler import SEEDS, kept_sets, recorded_routes
+from jaxrl_tis.external.scheduler import kept_sets, recorded_routes
+from jaxrl_tis.external.vllm import SEEDS
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.batch_layout import forward_fields, trajectory_rows
 
