@@ -77,10 +77,7 @@ class Canary:
         self._prompts = [text[i : i + length] for i in range(PROMPTS)]
         self._temperature, self._max_d, self._max_dp = temperature or 1.0, max_d, max_dp
         self._layout, self._route_shape = layout, route_shape
-        self._program = jax.jit(
-            functools.partial(_log_probs, model, program, self._temperature),
-            compiler_options=program.compiler_options,
-        )
+        self._program = _made(model, program, self._temperature)
         self._before: dict[int, Expected] = {}
         self._first: dict[str, tuple[float, float]] = {}  # engine -> distances at its first sync
 
@@ -169,6 +166,14 @@ class Canary:
             "Likely keys of older weights in its prefix cache, another temperature, another number format, "
             f"another model or tokenizer{base if is_adapter else ''}"
         )
+
+
+@functools.lru_cache(maxsize=8)
+def _made(model, program, temperature):
+    return jax.jit(
+        functools.partial(_log_probs, model, program, temperature),
+        compiler_options=program.compiler_options,
+    )
 
 
 def _log_probs(model, program, temperature, params, tokens_bt, position):

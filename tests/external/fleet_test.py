@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.engine.records import Request, SamplingParams
-from jaxrl_tis.external.client import EngineError
+from jaxrl_tis.external.client import Client, EngineError
 from jaxrl_tis.external.protocol import Facts
 from jaxrl_tis.external.vllm import Vllm
 from jaxrl_tis.runtime.cli import MismatchError
@@ -74,7 +74,7 @@ def test_an_engine_samples_from_each_version_that_it_is_given(tmp_path, url):
     made = setup(tmp_path, url)
     fleet = made.fleet
     fleet.watch(PROMPTS)
-    start = initial_policy(made.training)
+    start = jax.device_get(initial_policy(made.training))
     policies = {3: start, 4: weights.drawn(made.model, seed=1), 5: weights.drawn(made.model, seed=2)}
     scheduler = fleet.scheduler(fleet.serving_params(start, 3), 3)
     with contextlib.closing(scheduler):
@@ -160,7 +160,7 @@ def test_an_engine_that_does_not_take_weights_is_out_with_its_reason(tmp_path, u
     made = setup(tmp_path, url, rollout__start_timeout=0.0)
     fleet = made.fleet
     fleet.watch(PROMPTS)
-    served = fleet.serving_params(initial_policy(made.training), 0)
+    served = fleet.serving_params(weights.drawn(made.model), 0)
     pathlib.Path(served.path, "model.safetensors").unlink()
     scheduler = fleet.scheduler(served, 0)
     with contextlib.closing(scheduler), pytest.raises(EngineError, match="(?s)no engine.*model.safetensors"):
@@ -168,3 +168,14 @@ def test_an_engine_that_does_not_take_weights_is_out_with_its_reason(tmp_path, u
         for _ in range(3):
             scheduler.step()
             time.sleep(0.01)
+
+
+def test_keys_that_stay_are_no_sync(tmp_path, url):
+    """vLLM clears nothing while requests hold blocks, and says so."""
+    kind = Vllm(Client(url, token=engines.TOKEN))
+    kept = lambda self, path, body=None, **rest: {"success": not path.startswith("/reset")}
+    with (
+        mock.patch.object(Client, "post", kept),
+        pytest.raises(EngineError, match="keys of older weights would stay"),
+    ):
+        kind.load("weights/version-1", 1)

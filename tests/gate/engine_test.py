@@ -10,7 +10,6 @@ import time
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -137,7 +136,7 @@ class Planted:
         padded = np.zeros((1, WIDTH), np.int32)
         padded[0, : len(tokens) + 2] = [*tokens, *chosen]
         at = len(tokens) - 1 + np.arange(2)
-        logits = np.asarray(forward()(self._params, jnp.asarray(padded)))[0, at]
+        logits = np.asarray(forward()(self._params, padded))[0, at]
         logits = np.float64(logits) / (self._temperature or sampling.temperature)
         logps = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
         with self._lock:
@@ -152,7 +151,7 @@ class Planted:
 def strong():
     """A setup and parameters whose distributions are far from even."""
     made = setup()
-    return made, jax.tree.map(jnp.asarray, weights.drawn(made.model))
+    return made, jax.device_put(weights.drawn(made.model))
 
 
 def measured(gaps=None, prompts=4, **said):

@@ -85,7 +85,9 @@ def test_refusals_are_one_line(launch, clean, monkeypatch):
     assert done.returncode == 2 and done.stderr.startswith(token)
 
 
-@pytest.mark.parametrize("verb, code", [("status", 3), ("stop", 1)])
+@pytest.mark.parametrize(
+    "verb, code", [pytest.param("status", 3, marks=pytest.mark.all), ("stop", 1)]
+)
 def test_the_hosts_of_engines_are_asked_and_stopped(call, cloud, verb, code):
     cloud.answer(**{"host-b__on_engines": [(3, "")], "describe": [(0, "ACTIVE")]})
     config = "--config=configs/gsm8k_qwen25_0p5b.py:grpo"
