@@ -28,6 +28,7 @@ prepare_older() {
   install_verifiers &
   local verifiers=$!
   prepare "$older" || return
+  # shellcheck disable=SC2034  # the scripts that source this read it
   older_venv=$("$older" -c 'import sys; print(".venv-%d.%d" % sys.version_info[:2])')
   if wait "$verifiers"; then
     export VERIFIERS_PYTHON=$PWD/.venv-verifiers/bin/python
