@@ -55,7 +55,8 @@ class Engines:
             "driver": "external", "engine_kind": self.kind, "weights_folder": self.folder,
             "engines": ",".join(f"http://{name}:{PORT}" for name in self.names),
         }
-        return [f"--config.rollout.{name}={value}" for name, value in values.items()]
+        own = "--config.engine.quantization=none"  # the format of this program's engine
+        return [own, *(f"--config.rollout.{name}={value}" for name, value in values.items())]
 
     def verb(self, name: str) -> list[str]:
         """Returns the arguments of on_vm.sh that start the engine on the machine of this name."""

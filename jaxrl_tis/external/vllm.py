@@ -60,16 +60,21 @@ class Vllm:
         )
 
     def reset_cache(self) -> None:
-        done = self._client.post("/reset_prefix_cache")
-        if not (isinstance(done, Mapping) and done.get("success")):
-            raise EngineError(f"{self._client.url}/reset_prefix_cache answered {done!r}")
+        # Paused requests hold blocks; without this argument the call would then clear nothing.
+        done = self._client.post("/reset_prefix_cache", reset_running_requests="true")
+        if not part(done).get("success"):
+            raise EngineError(
+                f"{self._client.url}/reset_prefix_cache answered {done!r}: keys of older weights would "
+                "stay, and later answers would be silently wrong"
+            )
 
     def generate(
         self, id: str, tokens: Sequence[int] | np.ndarray, sampling: SamplingParams, seed: int | None,
         top_n: int, adapter: str | None,
     ) -> Answer:
         body = {
-            "request_id": id, "model": self._adapters.get(adapter or "", self._model), "token_ids": [*map(int, tokens)],
+            "request_id": id, "model": self._adapters.get(adapter or "", self._model),
+            "token_ids": [*map(int, tokens)],
             "sampling_params": _params(sampling, seed, top_n), "stream": False,
         }
         answer = self._client.post(GENERATE, body, timeout=None)
@@ -122,13 +127,7 @@ class Vllm:
 
     def _name(self, version: int) -> None:
         self._client.post("/update_weight_version", {"new_version": str(version)})
-        # Paused requests hold blocks; without this argument the call would then clear nothing.
-        done = self._client.post("/reset_prefix_cache", reset_running_requests="true")
-        if not (isinstance(done, Mapping) and done.get("success")):
-            raise EngineError(
-                f"{self._client.url}/reset_prefix_cache answered {done!r}: keys of older weights would "
-                "stay, and later answers would be silently wrong"
-            )
+        self.reset_cache()
 
 
 def _params(s: SamplingParams, seed: int | None, top_n: int) -> dict[str, Any]:

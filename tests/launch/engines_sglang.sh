@@ -36,7 +36,7 @@ gcloud compute tpus tpu-vm ssh gsm8k-qwen25-0p5b-grpo --worker=all \
   '--command=bash gsm8k-qwen25-0p5b-grpo/launch/on_vm.sh setup'
 # 3. the run on every host under launch/supervise.py, and the log of host 0
 gcloud compute tpus tpu-vm ssh gsm8k-qwen25-0p5b-grpo --worker=all \
-  '--command=bash gsm8k-qwen25-0p5b-grpo/launch/on_vm.sh start v5e --config=configs/gsm8k_qwen25_0p5b.py:grpo --workdir=gs://b/x --config.rollout.driver=external --config.rollout.engine_kind=sglang --config.rollout.weights_folder=/mnt/weights/gsm8k-qwen25-0p5b-grpo --config.rollout.engines=http://10.0.0.7:8000,http://10.0.0.8:8000 --config.model.path=/mnt/weights/base'
+  '--command=bash gsm8k-qwen25-0p5b-grpo/launch/on_vm.sh start v5e --config=configs/gsm8k_qwen25_0p5b.py:grpo --workdir=gs://b/x --config.engine.quantization=none --config.rollout.driver=external --config.rollout.engine_kind=sglang --config.rollout.weights_folder=/mnt/weights/gsm8k-qwen25-0p5b-grpo --config.rollout.engines=http://10.0.0.7:8000,http://10.0.0.8:8000 --config.model.path=/mnt/weights/base'
 gcloud compute tpus tpu-vm ssh gsm8k-qwen25-0p5b-grpo --worker=0 \
   '--command=bash gsm8k-qwen25-0p5b-grpo/launch/on_vm.sh follow'
 # then: whenever the state is one of SUSPENDING, SUSPENDED, FAILED, PREEMPTED, delete --force and again from 1; the run continues from its workdir

@@ -31,7 +31,7 @@ gcloud compute tpus tpu-vm ssh gsm8k-qwen3-8b-lora --worker=all \
   '--command=bash gsm8k-qwen3-8b-lora/launch/on_vm.sh setup'
 # 3. the run on every host under launch/supervise.py, and the log of host 0
 gcloud compute tpus tpu-vm ssh gsm8k-qwen3-8b-lora --worker=all \
-  '--command=bash gsm8k-qwen3-8b-lora/launch/on_vm.sh start v5e --config=configs/gsm8k_qwen3_8b_lora.py --workdir=gs://b/x --config.rollout.driver=external --config.rollout.engine_kind=vllm --config.rollout.weights_folder=/mnt/weights/gsm8k-qwen3-8b-lora --config.rollout.engines=http://gsm8k-qwen3-8b-lora-worker-0:8000,http://gsm8k-qwen3-8b-lora-worker-1:8000 --config.model.path=hf://Qwen/Qwen3-8B'
+  '--command=bash gsm8k-qwen3-8b-lora/launch/on_vm.sh start v5e --config=configs/gsm8k_qwen3_8b_lora.py --workdir=gs://b/x --config.engine.quantization=none --config.rollout.driver=external --config.rollout.engine_kind=vllm --config.rollout.weights_folder=/mnt/weights/gsm8k-qwen3-8b-lora --config.rollout.engines=http://gsm8k-qwen3-8b-lora-worker-0:8000,http://gsm8k-qwen3-8b-lora-worker-1:8000 --config.model.path=hf://Qwen/Qwen3-8B'
 # beside the log: the engine on each worker machine, as soon as it is there
 until [ "$(gcloud compute tpus queued-resources describe gsm8k-qwen3-8b-lora-worker-0 \
   '--format=value(state.state)')" = ACTIVE ]; do sleep 30; done
