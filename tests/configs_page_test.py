@@ -38,7 +38,7 @@ def test_rows_by_hand():
     assert table["optimizer.clip_norm"] == ["", "`1.0`, > 0", "Largest norm of a gradient."]
     assert table["critic.clip_norm"] == ["", "`1.0`, > 0", "As optimizer.clip_norm."]
     assert table["correction.weight"][:2] == ["", "preset"]
-    assert table["rollout.driver"][:2] == ["³", '`"virtual"`, `threads`, `ray`']
+    assert table["rollout.driver"][:2] == ["³", '`"virtual"`, `threads`, `ray`, `external`']
     assert table["model.numerics"][2].startswith("invariant: ")
 
 

@@ -85,7 +85,7 @@ def test_a_name_of_nothing_is_refused(name):
 
 def test_every_config_has_a_topology():
     folder = pathlib.Path(__file__).parents[2] / "configs"
-    of_cpus = {"__init__", "default", "async_local"} | {p.stem for p in folder.glob("fig_*.py")}
+    of_cpus = {"__init__", "default", "async_local", "quickstart_vllm"} | {p.stem for p in folder.glob("fig_*.py")}
     assert TOPOLOGIES.keys() == {p.stem for p in folder.glob("*.py")} - of_cpus
     for name in TOPOLOGIES.values():
         Topology.parse(name)
