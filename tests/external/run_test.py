@@ -14,7 +14,7 @@ def external(tmp_path):
     """Fields of a run by the engine, which serves the weights that the run starts from."""
     (tmp_path / "token").write_text(engines.TOKEN)
     fields = dict(engine__quantization="none")
-    made = tiny.setup(**fields, engine__slots=16)
+    made = tiny.setup(**fields, task__max_prompt_tokens=21)
     with engines.served(made, context_tokens=24, max_tokens=24) as url:
         yield fields | dict(
             rollout__driver="external", rollout__engines=url,
@@ -30,7 +30,8 @@ def gaps(folder):
 
 @pytest.mark.parametrize("fields", [
     {}, dict(rollout__schedule="areal(staleness=2)"),
-    dict(rollout__schedule="areal(staleness=2)", model__lora="lora(rank=2)", optimizer__lr=1e-2),
+    dict(rollout__schedule="areal(staleness=2)", model__lora="lora(rank=2)",
+         warmup__steps=0, optimizer__lr=1e-2),
     tiny.EPISODES, tiny.HARNESS,
 ], ids=["sync", "ahead", "adapters", "episodes", "sessions"])
 def test_a_run_has_no_gap_after_any_sync(tmp_path, external, fields):
