@@ -15,7 +15,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 vllm() {  # trains with vLLM as the sampler
   local engine=.venv-vllm start=runs/quickstart_vllm-start url=http://127.0.0.1:8300 server
   prepare_venv engines
-  [ -x "$engine/bin/vllm" ] || launch/vllm.sh install "$engine"
+  # The installation writes this file last.
+  compgen -G "$engine/lib/python*/site-packages/vllm-*+cpu.dist-info/METADATA" >/dev/null ||
+    launch/vllm.sh install "$engine"
   if [ ! -e "$start/model" ]; then
     echo "running configs/quickstart_vllm.py:start in $start"
     "$PY" -m jaxrl_tis.main --config=configs/quickstart_vllm.py:start --workdir="$start"
@@ -30,6 +32,7 @@ vllm() {  # trains with vLLM as the sampler
     kill -0 "$server" 2>/dev/null || { tail -n 20 "$start/vllm.log" >&2 && exit 1; }
     sleep 1
   done
+  kill -0 "$server"  # another server may have answered
   echo "running configs/quickstart_vllm.py in runs/quickstart_vllm"
   "$PY" -m jaxrl_tis.main --config=configs/quickstart_vllm.py --workdir=runs/quickstart_vllm "$@"
 }

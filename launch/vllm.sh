@@ -70,7 +70,7 @@ serve() {  # $1: folder of the environment; $2: model; $3: port; the rest: argum
   export VLLM_SERVER_DEV_MODE=1 VLLM_ALLOW_RUNTIME_LORA_UPDATING=1
   export VLLM_NO_USAGE_STATS=1 DO_NOT_TRACK=1
   exec "$folder/bin/vllm" serve "$model" --host 127.0.0.1 --port "$port" --enable-scale-out \
-    --logprobs-mode processed_logprobs --max-logprobs "$most" "${device[@]}" "$@"
+    --logprobs-mode processed_logprobs --max-logprobs "$most" --seed "$RANDOM" "${device[@]}" "$@"
 }
 
 case "${1:-} $#" in

@@ -30,6 +30,7 @@ PROMPTS = 9
 LEAST = 272  # tokens of a prompt: more than a block of any cache, which may hold keys of older weights
 TOP = 5  # likely tokens that the engine is asked for beside the sampled one
 GROWTH = 10.0  # times the distance at the first sync
+LIKELY = np.log(0.01)
 FLOOR = 3e-4  # nats and probability, below which no distance counts as growth
 
 
@@ -49,10 +50,15 @@ class Said(NamedTuple):
     logps: np.ndarray
 
     def distance(self, logps: np.ndarray) -> tuple[float, float]:
-        """Returns the medians over tokens of |log-prob - log-prob| and |p - p|."""
+        """Returns the medians over likely tokens of |log-prob - log-prob| and |p - p|."""
         own = logps[self.prompts, self.tokens]
-        dp = np.abs(np.exp(own) - np.exp(self.logps))
-        return float(np.median(np.abs(own - self.logps))), float(np.median(dp))
+        # Rounding of logits is in proportion to their size: log-probs of unlikely tokens are coarse.
+        is_likely = np.maximum(own, self.logps) >= LIKELY
+        if not is_likely.any():
+            is_likely[:] = True
+        own, said = own[is_likely], self.logps[is_likely]
+        dp = np.abs(np.exp(own) - np.exp(said))
+        return float(np.median(np.abs(own - said))), float(np.median(dp))
 
 
 class Canary:

@@ -19,6 +19,10 @@ class Gone(EngineError):
     """No engine answers at the address, or its answer broke off."""
 
 
+class Busy(EngineError):
+    """An engine may take a request later."""
+
+
 class Refused(EngineError):
     """An engine does not take a request, as it would not at another time."""
 
@@ -76,8 +80,9 @@ class Client:
                 "docs/engines.md says?"
             )
         if not answer.is_success:
-            is_refused = answer.is_client_error and answer.status_code not in BUSY
-            kind = Refused if is_refused else EngineError
+            kind: type[EngineError] = Refused if answer.is_client_error else EngineError
+            if answer.status_code in BUSY:
+                kind = Busy
             raise kind(f"{where} answered {answer.status_code}: {_said(answer)}")
         return answer
 

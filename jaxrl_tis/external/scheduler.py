@@ -2,17 +2,18 @@
 
 Requests go to the engine with the fewest of them, each in a thread that waits for its answer. An engine
 that does not answer, or fails to load weights, is out: its requests begin again elsewhere, and it is
-asked at each later sync whether it is back. It samples again once it has the newest weights, and no
-engine ever samples with weights that this scheduler did not give it.
+given the newest weights every few seconds. It samples again once it has them, and no engine ever samples
+with weights that this scheduler did not give it.
 """
 
+import collections
 import contextlib
 import dataclasses
 import itertools
 import queue
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -23,12 +24,14 @@ from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, extended
 from jaxrl_tis.engine.scheduler import PAUSES
 from jaxrl_tis.engine.stats import Stats
-from jaxrl_tis.external.client import EngineError, Refused
+from jaxrl_tis.external.client import Busy, EngineError, Refused
 from jaxrl_tis.external.protocol import Answer, Kind
 from jaxrl_tis.external.weights import Version
 
 POLL_SECONDS = 0.05  # of a step without an answer, after which the caller may act
 RETRY_SECONDS = 5.0  # between two attempts to reach an engine that is out
+SILENT_SECONDS = 10.0  # without an answer of an engine that has requests, until it is asked for a sign
+TRIES = 5  # of a request, until its failure is the run's
 
 
 @dataclasses.dataclass
@@ -40,6 +43,8 @@ class Member:
       live: ids of its requests.
       adapter: the name of its adapter.
       left: names of requests that it may still be working on, and nobody waits for.
+      heard: when it last answered; work: the thread that asks or syncs it.
+      room: most requests that it takes at a time, found where it says that it is busy.
     """
 
     url: str
@@ -49,18 +54,22 @@ class Member:
     live: set[str] = dataclasses.field(default_factory=set)
     adapter: str | None = None
     left: set[str] = dataclasses.field(default_factory=set)
+    heard: float = 0.0
+    work: threading.Thread | None = None
+    room: int = 2**31
 
 
 @dataclasses.dataclass
 class Sent:
-    """A request in work: the engine, its version when it began, the request's name there, and whether
-    it goes on with other weights once it is aborted."""
+    """A request in work: the engine, its version when it began, the request's name there, whether it
+    goes on with other weights once it is aborted, and whether its end was asked for."""
 
     request: Request
     member: Member
     version: int
     name: str
     goes_on: bool = False
+    is_asked: bool = False
 
 
 class ExternalScheduler:
@@ -82,14 +91,15 @@ class ExternalScheduler:
         self._members, self._engine, self._check = members, engine, check
         self._slots, self._served, self._version = engine.slots, served, version
         self._patience, self._tried = patience, time.monotonic()
+        self._failed: queue.SimpleQueue[tuple[Member, BaseException]] = queue.SimpleQueue()
+        self._tries: collections.Counter[str] = collections.Counter()
         self._waiting: dict[str, Request] = {}
         self._sent: dict[str, Sent] = {}
         self._ended: list[Trajectory] = []
         self._answers: queue.SimpleQueue[tuple[str, Sent, Answer | BaseException]] = queue.SimpleQueue()
-        self._threads = ThreadPoolExecutor(self._slots * len(members), "request")
-        self._syncs = ThreadPoolExecutor(len(members), "sync")
         self._without_since: float | None = None
         self._serial = itertools.count()
+        self._is_begun = False  # once an engine had the weights
         self.set_params(served, version)
 
     # For callers
@@ -132,34 +142,33 @@ class ExternalScheduler:
             raise ValueError(f"pause mode {mode!r} is none of {', '.join(PAUSES)}")
         if mode != "abort":
             return []
+        self._abort_all(lambda: self._sent)
         for id in [*self._waiting]:
             self.abort(id)
-        self._abort([*self._sent])
-        while self._sent:
-            self._collect()
         ended, self._ended = self._ended, []
         return ended
 
     def set_params(self, served: Version, version: int) -> None:
-        """Gives all engines these weights, at the same time. Those that fail are out, and those that were
-        out are tried again. A request keeps the adapter that it began with: it is aborted, and goes on
-        with the new one after the tokens that it has."""
+        """Gives all engines these weights, at the same time. Those that fail are out; those that were out
+        are tried again while the others sample. A request keeps the adapter that it began with: it is
+        aborted, and goes on with the new one after the tokens that it has."""
         if served.adapter is not None:
             for sent in self._sent.values():
-                sent.goes_on = True
-            self._abort([*self._sent])
-            while any(sent.goes_on for sent in self._sent.values()):
-                self._collect(POLL_SECONDS)
+                sent.goes_on = not sent.is_asked
+            self._abort_all(lambda: [id for id, sent in self._sent.items() if sent.goes_on])
         self._served, self._version = served, version
-        tasks = {m.url: self._syncs.submit(self._sync, m) for m in self._members}
-        for member in self._members:
-            try:
-                tasks[member.url].result()
-            except Refused:
-                raise
-            except EngineError as error:
-                self._lose(member, error)
+        awaited = [m for m in self._members if m.version is not None] or self._members
+        for member in awaited:
+            if member.work is not None:
+                member.work.join()
+        for member in awaited:
+            member.version = None
+            self._start(member, self._sync)
+        for member in awaited:
+            member.work.join()
         self._check_any()
+        if not self._is_begun:
+            raise self._members[0].reason
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
         return {}
@@ -179,8 +188,6 @@ class ExternalScheduler:
 
     def close(self) -> None:
         self._abort([*self._sent])
-        self._threads.shutdown(wait=True, cancel_futures=True)
-        self._syncs.shutdown()
 
     def step(self) -> list[Trajectory]:
         """Sends waiting requests to engines with room, waits shortly for an answer, and returns what
@@ -197,32 +204,48 @@ class ExternalScheduler:
 
     # Engines
 
+    def _start(self, member: Member, task: Callable[[Member], None]) -> None:
+        """Runs a task of an engine in a thread. What it raises is found by `_check_any`."""
+
+        def run():
+            try:
+                task(member)
+                member.heard = time.monotonic()
+            except BaseException as error:
+                self._failed.put((member, error))
+
+        member.work = threading.Thread(target=run, name=f"engine {member.url}", daemon=True)
+        member.work.start()
+
     def _sync(self, member: Member) -> None:
         """Gives an engine the newest weights, and checks that it samples from them."""
-        kind, served = member.kind, self._served
+        kind, served, version = member.kind, self._served, self._version
         if member.left:
             kind.abort([*member.left])
             member.left.clear()
-        kind.pause()
         try:
+            kind.pause()
             if served.adapter is None:
-                kind.load(served.path, self._version)
+                kind.load(served.path, version)
             else:
                 kind.load_adapter(served.adapter, served.path, member.adapter)
                 member.adapter = served.adapter
         finally:
             kind.resume()
-        if (found := kind.version()) != self._version:
+        if (found := kind.version()) != version:
             raise EngineError(
-                f"{member.url} says that its weights are of version {found}, and it was given "
-                f"{self._version}"
+                f"{member.url} says that its weights are of version {found}, and it was given {version}"
             )
         self._check(member, served)
-        member.version, member.reason = self._version, None
+        member.version, member.reason, self._is_begun = version, None, True
+
+    def _ask_for_a_sign(self, member: Member) -> None:
+        member.kind.version()
 
     def _lose(self, member: Member, error: BaseException) -> None:
         """Takes an engine out, and its requests back."""
-        logging.warning("the engine at %s is out: %s", member.url, error)
+        if member.version is not None or member.reason is None:
+            logging.warning("the engine at %s is out: %s", member.url, error)
         member.version, member.reason = None, error
         for id in [*member.live]:
             sent = self._sent.pop(id)
@@ -231,22 +254,29 @@ class ExternalScheduler:
         member.live.clear()
 
     def _check_any(self) -> None:
-        """Gives engines that are out or have other weights the newest; those that are out at most every
-        RETRY_SECONDS. Raises EngineError once there has been no engine for `patience` seconds."""
-        now, other = time.monotonic(), [m for m in self._members if m.version != self._version]
+        """Takes engines out that failed, asks silent ones for a sign, and gives those that are out or have
+        other weights the newest. Raises what is no failure of an engine, and EngineError once there has
+        been no engine for `patience` seconds."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                member, error = self._failed.get_nowait()
+                # What an engine refuses at the start, every one refuses; later it may have started again.
+                is_final = isinstance(error, Refused) and not self._is_begun
+                if is_final or not isinstance(error, EngineError):
+                    raise error
+                self._lose(member, error)
+        now = time.monotonic()
         is_late = now - self._tried >= RETRY_SECONDS
         if is_late:
             self._tried = now
-        for member in other:
-            if member.version is None and not is_late:
+        for member in self._members:
+            if member.work is not None and member.work.is_alive():
                 continue
-            try:
-                self._sync(member)
-                logging.info("the engine at %s is back, with version %s", member.url, self._version)
-            except Refused:
-                raise
-            except EngineError as error:
-                member.version, member.reason = None, error
+            if member.version != self._version:
+                if is_late or member.version is not None:
+                    self._start(member, self._sync)
+            elif member.live and now - member.heard > SILENT_SECONDS:
+                self._start(member, self._ask_for_a_sign)
         if any(member.version == self._version for member in self._members):
             self._without_since = None
         elif self._without_since is None:
@@ -262,7 +292,7 @@ class ExternalScheduler:
         while self._waiting:
             ready = [
                 m for m in self._members
-                if m.version == self._version and len(m.live) < self._slots
+                if m.version == self._version and len(m.live) < min(self._slots, m.room)
             ]
             if not ready:
                 return
@@ -272,7 +302,9 @@ class ExternalScheduler:
             sent = Sent(request, member, self._version, f"{request.id}.{next(self._serial)}")
             self._sent[request.id] = sent
             member.live.add(request.id)
-            self._threads.submit(self._ask, sent)
+            if len(member.live) == 1:
+                member.heard = time.monotonic()
+            threading.Thread(target=self._ask, args=(sent,), name=sent.name, daemon=True).start()
 
     def _ask(self, sent: Sent) -> None:
         """In a thread: samples a request and hands on the answer, or what ended it."""
@@ -290,6 +322,11 @@ class ExternalScheduler:
                 # Without a seed: vLLM on a CPU ends where it reads the prompt of one with a seed in parts.
                 sent.name, tokens, rest, None, self._engine.top_n, member.adapter,
             )
+        except Refused as error:
+            answer = error
+            with contextlib.suppress(EngineError):
+                if member.kind.version() != member.version:  # it started again, without its adapter
+                    answer = EngineError(str(error))
         except Exception as error:
             answer = error
         self._answers.put((request.id, sent, answer))
@@ -302,37 +339,60 @@ class ExternalScheduler:
                 timeout = 0.0
                 if self._sent.get(id) is not sent:
                     continue  # of an engine that was lost
+                sent.member.heard = time.monotonic()
+                if isinstance(answer, Busy) and len(sent.member.live) > 1:
+                    self._waiting[id] = self._sent.pop(id).request
+                    sent.member.live.discard(id)
+                    sent.member.room = len(sent.member.live)
+                    continue
                 if isinstance(answer, EngineError) and not isinstance(answer, Refused):
+                    self._tries[id] += 1
+                    if self._tries[id] == TRIES:
+                        raise EngineError(f"request {id} failed {TRIES} times: {answer}") from answer
                     self._lose(sent.member, answer)
                     continue
                 if isinstance(answer, BaseException):
                     raise answer
-                if unknown := self._unknown(answer):
+                if unknown := self._unknown(answer, sent.version):
                     self._lose(sent.member, EngineError(f"{sent.member.url} {unknown}"))
                     continue
-                del self._sent[id]
+                del self._sent[id], self._tries[id]
                 sent.member.live.discard(id)
                 self.stats.tokens += len(answer.tokens)
                 record = self._record(sent.request, answer, sent.version)
-                if sent.goes_on and record.stop_reason == "abort":
+                if record.stop_reason == "abort" and (sent.goes_on or not sent.is_asked):
                     partial = record if len(record.tokens) else None
                     self._waiting[id] = dataclasses.replace(sent.request, partial=partial)
                 else:
                     self._ended.append(record)
 
+    def _abort_all(self, live: Callable[[], Collection[str]]) -> None:
+        """Aborts requests until none of them is live. An engine may get the abort before its request."""
+        asked = -np.inf
+        while ids := [*live()]:
+            if time.monotonic() - asked > 1.0:
+                self._abort(ids)
+                asked = time.monotonic()
+            self._check_any()
+            self._collect(POLL_SECONDS)
+
     def _abort(self, ids: Sequence[str]) -> None:
         for member in self._members:
             own = [self._sent[id].name for id in ids if id in member.live]
+            for id in ids:
+                if id in member.live:
+                    self._sent[id].is_asked = True
             try:
                 if own:
                     member.kind.abort(own)
             except EngineError as error:
                 self._lose(member, error)
 
-    def _unknown(self, answer: Answer) -> str:
-        """Returns what an answer says of its weights that cannot be, or ""."""
+    def _unknown(self, answer: Answer, begun: int) -> str:
+        """Returns what an answer says of its weights that cannot be, or "". `begun`: the version at its
+        begin."""
         for name, _, _ in answer.spans or []:
-            if not (name.isdecimal() and int(name) <= self._version):
+            if not (name.isdecimal() and begun <= int(name) <= self._version):
                 return (
                     f"sampled from weights named {name!r}, and version {self._version} is the newest; did "
                     "it start again, or does another run sync it?"

@@ -85,7 +85,9 @@ class Vllm:
 
     def abort(self, ids: Sequence[str]) -> None:
         if ids:
-            self._client.post("/abort_requests", {"request_ids": [*ids]})
+            # vLLM puts the route's name before the id; our server does not.
+            names = [*ids, *(f"generate-tokens-{id}" for id in ids)]
+            self._client.post("/abort_requests", {"request_ids": names})
 
     def pause(self) -> None:
         self._client.post("/pause", mode="keep", clear_cache="false")
@@ -159,19 +161,22 @@ def _read(choice: Mapping[str, Any], top_n: int, where: str) -> Answer:
     if not isinstance(tokens, list) or reason not in STOPS:
         raise EngineError(f"{where}: no token ids, or it ended by {reason!r}")
     content = content if isinstance(content, list) else []
-    own = [(_id(entry), entry["logprob"]) for entry in content]
-    # The sampled token comes first where it is none of the likeliest.
-    likely = [[(_id(e), e["logprob"]) for e in x.get("top_logprobs") or []] for x in content]
+    try:
+        own = [(int(entry["token_id"]), entry["logprob"]) for entry in content]
+        # The sampled token comes first where it is none of the likeliest.
+        likely = [
+            [(int(e["token_id"]), e["logprob"]) for e in x.get("top_logprobs") or []] for x in content
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise EngineError(
+            f"{where}: a log-prob is without token_id or logprob; serve vLLM 0.32 or newer ({error})"
+        ) from error
     spans = choice.get("weight_versions")
     if spans is not None:
         spans = [(s["version"], s["start"], s["end"]) for s in spans]
     routes = _routes(choice.get("routed_experts"), where)
     kept = choice.get("sampling_mask")
     return read(where, tokens, own, likely, top_n, reason, spans, routes, kept)
-
-
-def _id(entry: Mapping[str, Any]) -> int:
-    return int(entry["token_id"])
 
 
 def _routes(value: Any, where: str) -> np.ndarray | None:

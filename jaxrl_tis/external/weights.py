@@ -70,7 +70,11 @@ class Folder:
     def check_room(self, shapes: Any) -> None:
         """Raises ValueError where the disk has no room for `KEPT` versions of these parameters and the
         one that is written."""
-        size = sum(x.size for x in jax.tree.leaves(shapes)) * np.dtype(self._dtype).itemsize
+        factors, base = lora.split(shapes)
+        size = 4 * sum(x.size for x in jax.tree.leaves(factors))
+        if base is None:
+            head = self._config.tie_embeddings * shapes["embed"].size
+            size = (head + sum(x.size for x in jax.tree.leaves(shapes))) * np.dtype(self._dtype).itemsize
         free = shutil.disk_usage(self._root).free
         if free < (KEPT + 1) * size:
             raise ValueError(

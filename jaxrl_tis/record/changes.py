@@ -20,6 +20,7 @@ from jaxrl_tis.record import provenance
 FREE = (
     "name", "checkpoint", "watchdog", "processes", "metrics", "eval", "reward.timeout",
     "reward.workers", "task.environment_workers", "task.turn_timeout",
+    "rollout.engines", "rollout.weights_folder", "rollout.engine_token_file",
     "rollout.ray_address", "rollout.cpus_per_worker", "rollout.gpus_per_worker",
     "rollout.tpus_per_worker", "rollout.worker_timeout", "rollout.start_timeout",
     "rollout.snapshot_gib", "rollout.harness_timeout", "rollout.harness_python", "rollout.canary",

@@ -1,6 +1,7 @@
 """Network addresses: parsing host:port, and whether other machines can reach a host."""
 
 import ipaddress
+import urllib.parse
 
 
 def is_loopback(host: str) -> bool:
@@ -23,7 +24,16 @@ def urls(text: str) -> list[str]:
     """Returns the addresses in a list with commas. ValueError where one is no http address, or stands
     twice."""
     found = [part.strip().rstrip("/") for part in text.split(",") if part.strip()]
-    bad = [url for url in found if not url.startswith(("http://", "https://"))]
-    if bad or not found or len(set(found)) < len(found):
-        raise ValueError(f"{text!r} names no different addresses as 'http://host:8000,http://other:8000'")
+    if not found or len(set(found)) < len(found) or not all(map(_is_url, found)):
+        raise ValueError(
+            f"{text!r} names no different addresses as 'http://host:8000,http://other:8000'"
+        )
     return found
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # of a port that is no number
+        return False

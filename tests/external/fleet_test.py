@@ -156,18 +156,13 @@ def test_bad_engines_and_folders_are_refused_in_words(tmp_path, url):
         first.watch(PROMPTS)
 
 
-def test_an_engine_that_does_not_take_weights_is_out_with_its_reason(tmp_path, url):
-    made = setup(tmp_path, url, rollout__start_timeout=0.0)
-    fleet = made.fleet
+def test_an_engine_that_does_not_take_weights_is_told_before_the_first_step(tmp_path, url):
+    fleet = setup(tmp_path, url).fleet
     fleet.watch(PROMPTS)
-    served = fleet.serving_params(weights.drawn(made.model), 0)
+    served = fleet.serving_params(weights.drawn(fleet._setup.model), 0)
     pathlib.Path(served.path, "model.safetensors").unlink()
-    scheduler = fleet.scheduler(served, 0)
-    with contextlib.closing(scheduler), pytest.raises(EngineError, match="(?s)no engine.*model.safetensors"):
-        scheduler.add(request("a", PROMPTS[0]))
-        for _ in range(3):
-            scheduler.step()
-            time.sleep(0.01)
+    with pytest.raises(EngineError, match="(?s)model.safetensors.*does the engine see"):
+        fleet.scheduler(served, 0)
 
 
 def test_keys_that_stay_are_no_sync(tmp_path, url):

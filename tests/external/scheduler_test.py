@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.external import scheduler
-from jaxrl_tis.external.client import EngineError, Gone, Refused
+from jaxrl_tis.external.client import Busy, EngineError, Gone, Refused
 from jaxrl_tis.external.protocol import Answer
 from jaxrl_tis.external.scheduler import ExternalScheduler, Member
 
@@ -119,10 +119,15 @@ def test_a_record_has_the_versions_of_its_tokens():
 
 
 def test_a_request_goes_on_after_its_partial_by_token_ids():
-    kind = Planned(lambda id, tokens: answer(6, 1) if len(tokens) > 2 else answer(7, 8, reason="abort"))
+    hold = threading.Event()
+    kind = Planned(lambda id, tokens: answer(6, 1) if len(tokens) > 2 else (
+        hold.wait(20), answer(7, 8, reason="abort")
+    )[1])
+    kind.abort = lambda ids: hold.set()
     s = made(kind)
     s.add(request())
-    [partial] = ended(s)
+    s.step()
+    [partial] = s.pause("abort")
     assert partial.stop_reason == "abort"
     s.set_params(served(5), 5)
     s.add(request(partial=partial, min_tokens=3, stop_ids=()))
@@ -171,6 +176,31 @@ def test_work_of_an_engine_that_dies_goes_on_elsewhere(monkeypatch):
     assert well.got.qsize() >= 4 and s.pending == 0
 
 
+def test_work_of_an_engine_that_hangs_goes_on_elsewhere(monkeypatch):
+    """It takes requests and never answers; then not even a question for its version."""
+    monkeypatch.setattr(scheduler, "RETRY_SECONDS", 1e9)
+    monkeypatch.setattr(scheduler, "SILENT_SECONDS", 0.1)
+    hung, well = Planned(lambda *_: time.sleep(30)), Planned(lambda *_: answer(7, 1))
+    s = made(hung, well)
+
+    def version():
+        raise Gone("no answer in time")
+
+    hung.version = version
+    for id in "abc":
+        s.add(request(id))
+    assert {r.id for r in ended(s, 3)} == set("abc")
+    assert hung.got.qsize() and s.pending == 0
+
+
+def test_a_request_that_always_fails_ends_the_run(monkeypatch):
+    monkeypatch.setattr(scheduler, "RETRY_SECONDS", 0.0)
+    s = made(Planned(lambda *_: EngineError("answered 500: out of memory")))
+    s.add(request())
+    with pytest.raises(EngineError, match="request a failed 5 times: answered 500: out of memory"):
+        ended(s)
+
+
 def test_an_engine_that_comes_back_has_the_newest_weights_before_it_samples(monkeypatch):
     monkeypatch.setattr(scheduler, "RETRY_SECONDS", 0.0)
     kind = Planned()
@@ -200,10 +230,8 @@ def test_a_version_that_an_engine_does_not_have_is_told(monkeypatch):
     kind = Planned()
     kind.load = lambda path, version: None
     kind.own = 2
-    s = made(kind, patience=0.0)
-    time.sleep(0.01)
     with pytest.raises(EngineError, match="says that its weights are of version 2, and it was given 3"):
-        s.step()
+        made(kind)
 
 
 def test_a_request_that_an_engine_refuses_ends_the_run():
@@ -219,6 +247,34 @@ def test_a_check_that_fails_ends_the_run():
 
     with pytest.raises(ValueError, match="http://0 samples from others"):
         made(Planned(), check=check)
+
+
+def test_a_busy_engine_keeps_the_requests_that_it_has():
+    """It takes one at a time here, and is given no second one afterwards."""
+    live, most = [], []
+
+    def plan(id, tokens):
+        live.append(id)
+        most.append(len(live))
+        time.sleep(0.02)
+        live.remove(id)
+        return Busy("answered 429") if most[-1] > 1 else answer(7, 1)
+
+    kind = Planned(plan)
+    s = made(kind)
+    for id in "abcd":
+        s.add(request(id))
+    assert {r.id for r in ended(s, 4)} == set("abcd")
+    assert kind.calls.count("pause") == 1 and most.count(2) <= 1
+
+
+def test_an_end_that_nobody_asked_for_is_no_sample():
+    """Of a deadline of the engine, or of another client."""
+    kind = Planned(lambda id, tokens: answer(6, 1) if len(tokens) > 2 else answer(7, 8, reason="abort"))
+    s = made(kind)
+    s.add(request())
+    [record] = ended(s)
+    assert record.tokens.tolist() == [7, 8, 6, 1] and record.stop_reason == "stop"
 
 
 def test_a_pause_returns_what_was_sampled():
@@ -285,9 +341,13 @@ def test_experts_of_a_request_in_parts():
     first = rows([0, 1], [2, 3], [4, 5])
     whole = rows([1, 0], [2, 6], [4, 5], [6, 7], [0, 7])
     plan = {2: answer(7, 8, reason="abort", routes=first), 4: answer(6, 1, routes=whole)}
-    s = made(Planned(lambda id, tokens: plan[len(tokens)]), engine=engine)
+    hold = threading.Event()
+    kind = Planned(lambda id, tokens: (hold.wait(20), plan[len(tokens)])[1])
+    kind.abort = lambda ids: hold.set()
+    s = made(kind, engine=engine)
     s.add(request())
-    [partial] = ended(s)
+    s.step()
+    [partial] = s.pause("abort")
     assert partial.routes.tolist() == first.tolist() and partial.routes.dtype == np.uint8
     s.add(request(partial=partial))
     [record] = ended(s)

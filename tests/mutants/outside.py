@@ -27,7 +27,7 @@ MUTANTS = [
          "if",  "test_another_scheduler_of_the_engines_leaves_them_with_its_weights"),
         ("requests of a lost engine are lost", "            self._waiting[id] = sent.request\n", "",
          "test_work_of_an_engine_that_dies_goes_on_elsewhere"),
-        ("names of weights are believed", "if not (name.isdecimal() and int(name) <= self._version):",
+        ("names of weights are believed", "if not (name.isdecimal() and begun <= int(name) <= self._version):",
          "if False:", "test_weights_that_another_gave_are_known_by_their_name"),
         ("a request begins again with a new adapter", "partial = record if len(record.tokens) else None",
          "partial = None", "test_a_request_goes_on_with_a_new_adapter_after_its_tokens"),
