@@ -47,7 +47,7 @@ programs() {  # title and tables of a log; of the table of programs the columns 
     !table { print ""; table = /^\| program / ? "programs" : "other" }
     table == "other" { print }
     table == "programs" && /^\|---/ { print "|---|---|---|---|---|" }
-    table == "programs" && /^\| / && !/insert / { sub(" GiB", "", $5); print $1, $5, $7, $8, $11 " |" }' "$1"
+    table == "programs" && /^\| / && !/insert |quantize / { sub(" GiB", "", $5); print $1, $5, $7, $8, $11 " |" }' "$1"
 }
 
 cat >"$out/page.md" <<PAGE
@@ -56,7 +56,8 @@ cat >"$out/page.md" <<PAGE
 This page lists the memory and FLOPs of the TPU programs of the shipped configs. \`./launch/aot.sh\` wrote it
 with jax $(version jax) and libtpu $(version libtpu), without a TPU. Nothing was timed on a TPU.
 [tpu.md](tpu.md#what-the-result-means) explains the columns. Peaks are in GiB, meshes data x fsdp x tensor x context x
-expert. Insert and eval_insert have no row: they use no more memory than decode and eval_decode.
+expert. Insert and eval_insert have no row: they use no more memory than decode and eval_decode. Quantize has none:
+it uses no more memory than reshard, and has no FLOPs.
 PAGE
 for config in "${configs[@]}"; do
   printf "\n## \`%s\`\n\n" "$(file_of "$config")" >>"$out/page.md"
