@@ -61,13 +61,15 @@ class Member:
 
 @dataclasses.dataclass
 class Sent:
-    """A request in work: the engine, its version when it began, the request's name there, whether it
-    goes on with other weights once it is aborted, and whether its end was asked for."""
+    """A request in work: the engine, its version when it began, the request's name there, how many
+    others were there, whether it goes on with other weights once it is aborted, and whether its end was
+    asked for."""
 
     request: Request
     member: Member
     version: int
     name: str
+    others: int
     goes_on: bool = False
     is_asked: bool = False
 
@@ -161,14 +163,15 @@ class ExternalScheduler:
         for member in awaited:
             if member.work is not None:
                 member.work.join()
+        work = []
         for member in awaited:
             member.version = None
-            self._start(member, self._sync)
-        for member in awaited:
-            member.work.join()
+            work.append(self._start(member, self._sync))
+        for thread in work:
+            thread.join()
         self._check_any()
-        if not self._is_begun:
-            raise self._members[0].reason
+        if not self._is_begun and (reason := self._members[0].reason) is not None:
+            raise reason
 
     def drawn(self, request_ids: Collection[str]) -> dict[str, np.ndarray]:
         return {}
@@ -204,7 +207,7 @@ class ExternalScheduler:
 
     # Engines
 
-    def _start(self, member: Member, task: Callable[[Member], None]) -> None:
+    def _start(self, member: Member, task: Callable[[Member], None]) -> threading.Thread:
         """Runs a task of an engine in a thread. What it raises is found by `_check_any`."""
 
         def run():
@@ -216,6 +219,7 @@ class ExternalScheduler:
 
         member.work = threading.Thread(target=run, name=f"engine {member.url}", daemon=True)
         member.work.start()
+        return member.work
 
     def _sync(self, member: Member) -> None:
         """Gives an engine the newest weights, and checks that it samples from them."""
@@ -299,7 +303,8 @@ class ExternalScheduler:
             member = min(ready, key=lambda m: len(m.live))
             request = self._waiting.pop(next(iter(self._waiting)))
             # An engine that was lost may still hold a request of the same id.
-            sent = Sent(request, member, self._version, f"{request.id}.{next(self._serial)}")
+            name = f"{request.id}.{next(self._serial)}"
+            sent = Sent(request, member, self._version, name, len(member.live))
             self._sent[request.id] = sent
             member.live.add(request.id)
             if len(member.live) == 1:
@@ -340,10 +345,10 @@ class ExternalScheduler:
                 if self._sent.get(id) is not sent:
                     continue  # of an engine that was lost
                 sent.member.heard = time.monotonic()
-                if isinstance(answer, Busy) and len(sent.member.live) > 1:
+                if isinstance(answer, Busy) and sent.others:
                     self._waiting[id] = self._sent.pop(id).request
                     sent.member.live.discard(id)
-                    sent.member.room = len(sent.member.live)
+                    sent.member.room = min(sent.member.room, sent.others)
                     continue
                 if isinstance(answer, EngineError) and not isinstance(answer, Refused):
                     self._tries[id] += 1

@@ -188,8 +188,9 @@ def test_planted_faults_are_found_in_words(tmp_path, venv):
         tiny.run(tmp_path / "raw", **settings(model, url, tmp_path / "weights"))
 
 
-def test_filters_renormalise_the_log_probs(tmp_path, venv):
-    """Of the kept set alone, as `logp_behav` is."""
+def test_requests_are_filtered_and_aborted(tmp_path, venv):
+    """Filters renormalise over the kept set alone, as `logp_behav` is. An aborted request answers with
+    the tokens that it has."""
     model = folder_of(tmp_path / "m", "llama")
     with served(venv, model) as (url, _):
         engine = Vllm(Client(url))
@@ -206,3 +207,13 @@ def test_filters_renormalise_the_log_probs(tmp_path, venv):
             count = int((np.cumsum(p) < 0.8).sum()) + 1
             at = whole.top_ids[0][:count].tolist().index(int(some.tokens[0]))
             assert some.logps[0] == pytest.approx(np.log(p[at] / p[:count].sum()), abs=CLOSE)
+        found = []
+        ask = lambda: found.append(engine.generate(
+            "long", [4, 5, 6], SamplingParams(max_tokens=480), None, 0, None
+        ))
+        thread = threading.Thread(target=ask)
+        thread.start()
+        time.sleep(1.0)
+        engine.abort(["long"])
+        thread.join(20)
+        assert found[0].stop_reason == "abort" and 0 < len(found[0].tokens) < 480
