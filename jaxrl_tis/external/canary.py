@@ -23,8 +23,8 @@ import numpy as np
 from jaxrl_tis.engine.records import SamplingParams
 from jaxrl_tis.external.client import EngineError, Refused
 from jaxrl_tis.external.protocol import Answer, Facts, Kind
-from jaxrl_tis.runtime.cli import MismatchError
 from jaxrl_tis.models import transformer
+from jaxrl_tis.runtime.cli import MismatchError
 
 PROMPTS = 9
 LEAST = 272  # tokens of a prompt: more than a block of any cache, which may hold keys of older weights
@@ -213,3 +213,15 @@ def problems(facts: Facts, url: str, vocab_size: int, length: int, dtype: str, t
             "--max-logprobs"
         )
     return [f"the engine at {url}: {problem}" for problem in found]
+
+
+def other_ids(kind: Kind, url: str, text: str, ids: Sequence[int]) -> list[str]:
+    """Returns why an engine's tokenizer cannot be that of a run in which a prompt has these ids, a
+    sentence; [] where it may be."""
+    found = kind.tokenize(text)
+    if found is None or found == [*ids]:
+        return []
+    return [
+        f"the engine at {url}: its tokenizer gives the prompt {text[:60]!r} other ids than this run's; "
+        "serve a folder with the same tokenizer.json"
+    ]

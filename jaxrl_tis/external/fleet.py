@@ -8,6 +8,7 @@ import jax
 
 from jaxrl_tis.external import canary
 from jaxrl_tis.external.client import Client, EngineError
+from jaxrl_tis.external.protocol import Kind
 from jaxrl_tis.external.scheduler import ExternalScheduler, Member
 from jaxrl_tis.external.sglang import Sglang
 from jaxrl_tis.external.vllm import Vllm
@@ -23,7 +24,7 @@ class Fleet:
 
     def __init__(self, setup: Any):
         rollout, engine = setup.config.rollout, setup.engine
-        self._setup, token = setup, None
+        self._setup = setup
         if not processes.is_alone():
             raise ValueError(
                 "rollout.driver = 'external' has one learner process, and this run has "
@@ -34,11 +35,8 @@ class Fleet:
                 "the correction needs the whole distribution of the sampler, which engines of others do "
                 "not record; choose another one, or another rollout.driver"
             )
-        if rollout.engine_token_file:
-            token = _read_token(rollout.engine_token_file)
-        make = KINDS[rollout.engine_kind]
         self._members = [
-            Member(url, make(Client(url, rollout.worker_timeout, token)))
+            Member(url, connect(url, rollout.engine_kind, rollout))
             for url in addresses.urls(rollout.engines)
         ]
         self._top_n = canary.TOP
@@ -87,14 +85,11 @@ class Fleet:
         ids = [*map(int, self._setup.tokenizer.encode(text))]
         for member in self._members:
             try:
-                found = member.kind.tokenize(text)
+                found = canary.other_ids(member.kind, member.url, text, ids)
             except EngineError as error:
                 raise ValueError(f"rollout.engines: {error}") from error
-            if found is not None and found != ids:
-                raise ValueError(
-                    f"the engine at {member.url}: its tokenizer gives the prompt {text[:60]!r} other ids "
-                    "than this run's; serve a folder with the same tokenizer.json"
-                )
+            if found:
+                raise ValueError(found[0])
 
     def serving_params(self, params: Any, version: int) -> Version:
         """Writes a version of the policy for the engines, once."""
@@ -115,11 +110,15 @@ class Fleet:
         return ExternalScheduler(self._members, self._setup.engine, served, version, check, patience)
 
 
-def _read_token(path: str) -> str:
-    try:
-        return pathlib.Path(path).read_text(encoding="utf-8").strip()
-    except OSError as error:
-        raise ValueError(
-            f"rollout.engine_token_file = {path!r} cannot be read ({error}); give the file that the engine "
-            "was started with"
-        ) from error
+def connect(url: str, kind: str, rollout: Any) -> Kind:
+    """Returns the client of an engine, with the timeout and the token of config.rollout."""
+    token = None
+    if path := rollout.engine_token_file:
+        try:
+            token = pathlib.Path(path).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise ValueError(
+                f"rollout.engine_token_file = {path!r} cannot be read ({error}); give the file that the "
+                "engine was started with"
+            ) from error
+    return KINDS[kind](Client(url, rollout.worker_timeout, token))

@@ -336,7 +336,7 @@ class ExternalScheduler:
             answer = error
         self._answers.put((request.id, sent, answer))
 
-    def _collect(self, timeout: float | None = None) -> None:
+    def _collect(self, timeout: float) -> None:
         """Takes the answers that are there; waits for one at most `timeout` seconds."""
         with contextlib.suppress(queue.Empty):
             while True:

@@ -5,7 +5,6 @@ import dataclasses
 import pathlib
 import re
 import shutil
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -48,12 +47,11 @@ class Folder:
 
     Args:
       dtype: of whole weights; adapters are float32.
-      files: of the tokenizer, copied beside the weights.
     """
 
-    def __init__(self, root: str, config: ModelConfig, dtype: str, files: Sequence[pathlib.Path] = ()):
+    def __init__(self, root: str, config: ModelConfig, dtype: str):
         self._root, self._config, self._dtype = pathlib.Path(root), config, dtype
-        self._files, self._lock = files, contextlib.ExitStack()
+        self._lock = contextlib.ExitStack()
 
     def open(self) -> None:
         """Locks the folder until `close`, and removes the versions of a run that ended. ValueError where
@@ -92,7 +90,7 @@ class Folder:
             shutil.rmtree(path, ignore_errors=True)
             # Without the head of tied embeddings vLLM on a CPU keeps its first one.
             weights = transformer.cast(params, self._dtype)
-            models.save(path, self._config, weights, self._files, with_head=True)
+            models.save(path, self._config, weights, with_head=True)
         else:
             path = self._root / f"adapter-{version}"
             shutil.rmtree(path, ignore_errors=True)

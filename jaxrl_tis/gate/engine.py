@@ -17,8 +17,6 @@ measured names its reason. What the engine does not say is unknown.
 """
 
 import dataclasses
-import pathlib
-import urllib.parse
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -27,14 +25,15 @@ import numpy as np
 
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.records import Request, Trajectory
-from jaxrl_tis.external.canary import problems
-from jaxrl_tis.external.client import Client, EngineError
-from jaxrl_tis.external.fleet import KINDS
+from jaxrl_tis.external import fleet
+from jaxrl_tis.external.canary import other_ids, problems
+from jaxrl_tis.external.client import EngineError
 from jaxrl_tis.external.protocol import Answer, Facts, Kind, Numerics
 from jaxrl_tis.external.scheduler import kept_sets, recorded_routes
 from jaxrl_tis.external.vllm import SEEDS
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.batch_layout import forward_fields, trajectory_rows
+from jaxrl_tis.runtime import addresses
 
 DTYPES = ("float32", "bfloat16", "float16")  # in which the learner can compute
 LONG_PROMPTS = 4
@@ -64,17 +63,9 @@ def connect(url: str, kind: str, rollout: Any) -> Kind:
     Args:
       rollout: config.rollout, which has the timeout and the token's file.
     """
-    try:
-        parts = urllib.parse.urlsplit(url)
-        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:
-        is_address = False
-    if not is_address:
+    if not addresses.is_url(url):
         raise ValueError(f"--engine={url} is no http address; give http://host:port")
-    token = None
-    if rollout.engine_token_file:
-        token = pathlib.Path(rollout.engine_token_file).read_text(encoding="utf-8").strip()
-    engine = KINDS[kind](Client(url, rollout.worker_timeout, token))
+    engine = fleet.connect(url, kind, rollout)
     try:
         engine.facts()  # before a model is loaded for it
     except EngineError as error:
@@ -122,15 +113,9 @@ def _of_tokenizer(setup: Setup, url: str, kind: Kind, prompt: np.ndarray) -> lis
     """Returns why the engine's tokenizer cannot be this run's, a sentence; [] where it may be."""
     text = setup.tokenizer.decode(prompt)
     try:
-        ids = kind.tokenize(text)
+        return other_ids(kind, url, text, [*map(int, setup.tokenizer.encode(text))])
     except EngineError as error:
         return [f"the engine at {url} does not tokenize: {error}"]
-    if ids is None or ids == [*map(int, setup.tokenizer.encode(text))]:
-        return []
-    return [
-        f"the engine at {url}: its tokenizer gives the prompt {text[:60]!r} other ids than this "
-        "run's; serve a folder with the same tokenizer.json"
-    ]
 
 
 class Sampler:

@@ -24,14 +24,15 @@ def urls(text: str) -> list[str]:
     """Returns the addresses in a list with commas. ValueError where one is no http address, or stands
     twice."""
     found = [part.strip().rstrip("/") for part in text.split(",") if part.strip()]
-    if not found or len(set(found)) < len(found) or not all(map(_is_url, found)):
+    if not found or len(set(found)) < len(found) or not all(map(is_url, found)):
         raise ValueError(
             f"{text!r} names no different addresses as 'http://host:8000,http://other:8000'"
         )
     return found
 
 
-def _is_url(text: str) -> bool:
+def is_url(text: str) -> bool:
+    """Whether a text is an http or https address with a host and a possible port."""
     try:
         parts = urllib.parse.urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
