@@ -46,6 +46,7 @@ FIELDS = {
     "logp_old": LOGP_OLD, "logp_prox": LOGP_OLD, "logp_behav": LOGP_OLD - GAP, "weights": ones,
     "entropy": ones, "turn": zeros + 2 * np.arange(NUM_TOKENS) // NUM_TOKENS, "group": zeros,
     "version": zeros, "current_version": 2, "st_ppo_norm": 1.0, "key": jax.random.key(0),
+    "rewards": np.maximum(ADV, 0.0),
 }
 
 

@@ -19,7 +19,7 @@ from matplotlib import pyplot as plt
 
 from configs import gsm8k_one_chip, quickstart
 from jaxrl_tis import validate
-from jaxrl_tis.estimators import kl, masks, methods, objectives, weights
+from jaxrl_tis.estimators import kl, loss, masks, methods, objectives, weights
 from experiments import frontier
 
 FOLDER = pathlib.Path(__file__).parents[1] / "colab"
@@ -287,13 +287,20 @@ def test_a_notebook_is_stored_without_outputs(path):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.name)
 def test_a_notebook_imports_what_is_there(path):
-    """Its cells run with --all alone."""
+    """Its cells run with --all alone. The fields of `estimators` are those that its entries need."""
     cells = ["".join(cell["source"]) for cell in code_cells(path)]
     nodes = [node for cell in cells for node in ast.walk(ast.parse(cell))]
-    imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
+    imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
     assert imports
+    variables = {}
     for node in imports:
-        exec(compile(ast.Module([node], []), path.name, "exec"), {})
+        exec(compile(ast.Module([node], []), path.name, "exec"), variables)
+    if path.stem == "estimators":
+        (setting,) = [cell for cell in code_cells(path) if cell["id"] == "setting"]
+        exec("".join(setting["source"]), variables)
+        for kind in ("weight", "objective"):
+            for name in methods.TABLES[kind]:
+                loss.needed(kind, name, variables["FIELDS"])
 
 
 def notebooks():
