@@ -15,9 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
 vllm() {  # trains with vLLM as the sampler
   local engine=.venv-vllm start=runs/quickstart_vllm-start url=http://127.0.0.1:8300 server
   prepare_venv engines
-  # The installation writes this file last.
-  compgen -G "$engine/lib/python*/site-packages/vllm-*+cpu.dist-info/METADATA" >/dev/null ||
-    launch/vllm.sh install "$engine"
+  launch/vllm.sh install "$engine"
   if [ ! -e "$start/model" ]; then
     echo "running configs/quickstart_vllm.py:start in $start"
     "$PY" -m jaxrl_tis.main --config=configs/quickstart_vllm.py:start --workdir="$start"

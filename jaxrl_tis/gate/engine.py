@@ -92,7 +92,7 @@ def measure(setup: Setup, params: Any, prompts: int, url: str, kind: Kind) -> di
             raise ValueError("; ".join(found))
         wanted = report.requests(setup, prompts)
         found += _of_tokenizer(setup, url, kind, wanted[0].prompt)
-        sampler = Sampler(setup, url, kind)
+        sampler = Sampler(setup, url, kind, numerics.chunk)
         rows, long = sampler.rows(wanted, facts, numerics)
     except EngineError as error:
         raise ValueError("; ".join([*found, f"--engine: {error}"])) from error
@@ -121,12 +121,15 @@ def _of_tokenizer(setup: Setup, url: str, kind: Kind, prompt: np.ndarray) -> lis
 class Sampler:
     """Sends requests to an engine.
 
+    Args:
+      chunk: see `Numerics`.
+
     Attributes:
       versions: the names that answers gave to the weights of their tokens.
     """
 
-    def __init__(self, setup: Setup, url: str, kind: Kind):
-        self._setup, self._url, self._kind = setup, url, kind
+    def __init__(self, setup: Setup, url: str, kind: Kind, chunk: int | None):
+        self._setup, self._url, self._kind, self._chunk = setup, url, kind, chunk
         self.versions: set[str] = set()
 
     def rows(
@@ -137,8 +140,8 @@ class Sampler:
         setup, rollout = self._setup, self._setup.config.rollout
         slots = setup.engine.slots
         one_each = wanted[:: rollout.group_size]
-        self._reset()
-        run = self._ask("run", wanted, slots)
+        self.reset()
+        run = self.ask("run", wanted, slots)
         rows = [Row("run", run)]
         raw = [dataclasses.replace(t, temperature=1.0) for t in run]
         is_plain = rollout.temperature == 1
@@ -147,32 +150,30 @@ class Sampler:
         plain = [_with(r, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0) for r in one_each]
         same = Row("unfiltered", is_same=True)
         rows.append(same if is_plain else self._row("unfiltered", plain, slots))
-        if why := _uncached(one_each, numerics) or self._reset():
+        if why := _uncached(one_each, numerics) or self.reset():
             rows += [Row("cache_miss", why=why), Row("cache_hit", why=why)]
         else:
             rows += [self._row(name, one_each, slots) for name in ("cache_miss", "cache_hit")]
-        self._reset()
+        self.reset()
         rows.append(self._row("alone", one_each, 1))
         if why := _unchunked(setup, facts, numerics):
             return rows, Row("chunked", why=why)
         assert numerics.chunk is not None
-        # vLLM on a CPU ends where it cuts the prompt of a request with a seed.
-        long = _long(one_each, numerics.chunk + BEYOND)
-        return rows, self._row("chunked", long, 1, has_seeds=False)
+        long = long_prompts(one_each, numerics.chunk + BEYOND, LONG_PROMPTS)
+        return rows, self._row("chunked", long, 1)
 
-    def _row(
-        self, name: str, requests: Sequence[Request], at_once: int, has_seeds: bool = True
-    ) -> Row:
+    def _row(self, name: str, requests: Sequence[Request], at_once: int) -> Row:
         """Samples a row without which the others stand."""
         try:
-            return Row(name, self._ask(name, requests, at_once, has_seeds))
+            return Row(name, self.ask(name, requests, at_once))
         except EngineError as error:
             return Row(name, why=str(error))
 
-    def _ask(
-        self, name: str, requests: Sequence[Request], at_once: int, has_seeds: bool = True
-    ) -> list[Trajectory]:
-        """Samples requests, so many at once."""
+    def ask(self, name: str, requests: Sequence[Request], at_once: int) -> list[Trajectory]:
+        """Samples requests, so many at once, each with its seed where the engine cuts no prompt."""
+        # vLLM on a CPU ends where it cuts the prompt of a request with a seed.
+        longest = at_once * max(len(r.prompt) for r in requests)
+        has_seeds = not self._chunk or longest <= self._chunk
 
         def one(request: Request) -> Trajectory:
             seed = (request.seed + request.hash) % SEEDS if has_seeds else None
@@ -210,7 +211,7 @@ class Sampler:
             kept=kept_sets(request.id, answer, len(tokens), engine.num_kept), **routes,
         )
 
-    def _reset(self) -> str:
+    def reset(self) -> str:
         """Empties the engine's prefix cache. Returns why it could not, "" where it did."""
         try:
             self._kind.reset_cache()
@@ -256,8 +257,8 @@ def _unchunked(setup: Setup, facts: Facts, numerics: Numerics) -> str:
     return ""
 
 
-def _long(requests: Sequence[Request], length: int) -> list[Request]:
-    """Makes requests with prompts of this length, out of all prompts one after the other."""
+def long_prompts(requests: Sequence[Request], length: int, count: int) -> list[Request]:
+    """Makes `count` requests with prompts of this length, out of all prompts one after the other."""
     text = np.concatenate([r.prompt for r in requests])
     starts = np.cumsum([0, *(len(r.prompt) for r in requests)])
     return [
@@ -265,7 +266,7 @@ def _long(requests: Sequence[Request], length: int) -> list[Request]:
             requests[0], id=f"gate/long/{i}",
             prompt=np.resize(np.roll(text, -starts[i % len(requests)]), length),
         )
-        for i in range(LONG_PROMPTS)
+        for i in range(count)
     ]
 
 
