@@ -22,6 +22,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import secrets
 import signal
 import subprocess
 import sys
@@ -106,6 +107,15 @@ def folder_of(form: str) -> pathlib.Path:
     return small if form == "int8" else whole
 
 
+def token() -> pathlib.Path:
+    """Returns the file of the token without which this project's server resets no cache."""
+    path = WORK / "token"
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(secrets.token_hex() + "\n")
+    return path
+
+
 def command(sampler: str, form: str, chunk: int, venv: str, port: int) -> list[str]:
     """Returns the command of a server that reads prompts in chunks of so many tokens, 0: whole."""
     dtype = "float32" if form == "float32" else "bfloat16"
@@ -122,6 +132,7 @@ def command(sampler: str, form: str, chunk: int, venv: str, port: int) -> list[s
     }
     return [
         sys.executable, "-m", "jaxrl_tis.serve", f"--config={CONFIG}", f"--port={port}",
+        f"--token_file={token()}",
         *(f"--config.{name}={value}" for name, value in fields.items()),
     ]
 
@@ -211,6 +222,7 @@ def learner(dtype: str) -> Setup:
     """Returns the run whose learner has this dtype."""
     config = cli_flags.parsed([f"--config={CONFIG}"])
     config.model.dtype, config.engine.slots = dtype, AT_ONCE
+    config.rollout.engine_token_file = str(token())
     return build(config.lock())
 
 
