@@ -39,7 +39,7 @@ from jaxrl_tis.rollouts.groups import Groups, Sample, unknown_ids
 from jaxrl_tis.rollouts.prompts import Checked, lacks_answer
 from jaxrl_tis.rollouts.source import RolloutSource, SourceParts, next_batch
 from jaxrl_tis.runtime import hub, lock, processes, storage
-from jaxrl_tis.runtime.cli import Interrupted, MismatchError
+from jaxrl_tis.runtime.cli import Interrupted, MismatchError, SamplerLost
 from jaxrl_tis.runtime.interrupt import Interrupt
 from jaxrl_tis.runtime.watchdog import Watchdog
 
@@ -393,12 +393,16 @@ class Run:
             )
         self.saved = self.done
 
+    def keep(self) -> None:
+        """Saves the steps since the last checkpoint, where there are any."""
+        if self.state is not None and self.saved != self.done:
+            self.save()
+
     def stop(self) -> Interrupted:
         """Saves a checkpoint after an interruption, and returns the exception to raise."""
         if self.state is None:
             return Interrupted("stopped before there was anything to save")
-        if self.saved != self.done:
-            self.save()
+        self.keep()
         return Interrupted(f"stopped after step {self.done}; the same command continues")
 
 
@@ -465,6 +469,10 @@ def opened(
         except Interrupted:
             interrupt.acknowledge()
             raise r.stop() from None
+        except (SamplerLost, MismatchError):
+            with contextlib.suppress(SamplerLost, MismatchError):
+                r.keep()
+            raise
         finally:
             r.close()
         if processes.is_first():
@@ -499,8 +507,8 @@ def run(
       ValueError, FileNotFoundError: the config, data or model cannot be used, or another process
         runs in the folder; before any step.
       FloatingPointError: a loss or gradient is not finite; the last checkpoint is intact.
-      MismatchError: with config.gate.required, learner and sampler are too far apart
-        before the first step.
+      MismatchError, SamplerLost: learner and sampler are too far apart, or no engine answers; the
+        steps before are saved.
       Interrupted: by a signal; saved, and the same call continues.
     """
     # Set up: config, programs, folder, data, source of rollouts.

@@ -107,7 +107,7 @@ class Canary:
         sampling = SamplingParams(temperature=self._temperature, max_tokens=1)
         top_n, found = min(top_n, expected.logps.shape[1]), []
         for i, ids in enumerate(self._prompts):
-            answer = kind.generate(f"canary-{version}-{i}", ids, sampling, i, top_n, adapter)
+            answer = kind.generate(f"canary-{version}-{i}", ids, sampling, None, top_n, adapter)
             if len(answer.tokens) != 1:
                 raise EngineError(f"{url} sampled {len(answer.tokens)} tokens where one was asked for")
             self._check_routes(url, answer)

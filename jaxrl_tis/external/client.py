@@ -7,11 +7,13 @@ from typing import Any
 
 import httpx
 
+from jaxrl_tis.runtime.cli import SamplerLost
+
 SHOWN = 300  # characters of an unexpected answer in a message
 BUSY = (408, 429)  # what an engine answers that may take the request later
 
 
-class EngineError(RuntimeError):
+class EngineError(SamplerLost):
     """An engine cannot be reached, or answers in another way than its protocol says."""
 
 

@@ -8,7 +8,7 @@ import jax
 
 from jaxrl_tis.external import canary
 from jaxrl_tis.external.client import Client, EngineError
-from jaxrl_tis.external.protocol import Kind
+from jaxrl_tis.external.protocol import Facts, Kind
 from jaxrl_tis.external.scheduler import ExternalScheduler, Member
 from jaxrl_tis.external.sglang import Sglang
 from jaxrl_tis.external.vllm import Vllm
@@ -40,7 +40,13 @@ class Fleet:
             for url in addresses.urls(rollout.engines)
         ]
         self._top_n = canary.TOP
-        self._check_facts(engine.max_length, engine.config.dtype, engine.top_n)
+        for member in self._members:
+            try:
+                facts = self._facts(member)
+            except EngineError as error:
+                raise ValueError(f"rollout.engines: {error}") from error
+            if facts.max_logprobs is not None and facts.max_logprobs >= 0:
+                self._top_n = min(self._top_n, facts.max_logprobs)
         self._folder = Folder(rollout.weights_folder, setup.model, engine.config.dtype)
         self._canary: Any = None
         self._newest: Version | None = None
@@ -68,18 +74,15 @@ class Fleet:
         """Ends a run: another one may use the folder."""
         self._folder.close()
 
-    def _check_facts(self, length: int, dtype: str, top_n: int) -> None:
-        """Raises ValueError where an engine cannot sample for this run."""
-        vocab_size = self._setup.model.vocab_size
-        for member in self._members:
-            try:
-                facts = member.kind.facts()
-            except EngineError as error:
-                raise ValueError(f"rollout.engines: {error}") from error
-            if found := canary.problems(facts, member.url, vocab_size, length, dtype, top_n):
-                raise ValueError(found[0])
-            if facts.max_logprobs is not None and facts.max_logprobs >= 0:
-                self._top_n = min(self._top_n, facts.max_logprobs)
+    def _facts(self, member: Member) -> Facts:
+        """Returns what an engine says of itself. EngineError where it cannot sample for this run."""
+        engine, vocab_size = self._setup.engine, self._setup.model.vocab_size
+        facts = member.kind.facts()
+        if found := canary.problems(
+            facts, member.url, vocab_size, engine.max_length, engine.config.dtype, engine.top_n
+        ):
+            raise EngineError(found[0])
+        return facts
 
     def _check_tokenizers(self, text: str) -> None:
         ids = [*map(int, self._setup.tokenizer.encode(text))]
@@ -102,6 +105,8 @@ class Fleet:
         """Makes the scheduler that samples with all engines. Only one may have requests at a time."""
 
         def check(member: Member, served: Version) -> None:
+            if member.reason is not None:
+                self._facts(member)  # it may have started again with other settings
             self._canary.check(
                 member.url, member.kind, member.adapter, served.version, served.expected, self._top_n
             )

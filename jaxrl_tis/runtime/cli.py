@@ -45,6 +45,10 @@ class MismatchError(RuntimeError):
     """Learner and sampler differ by more than config.gate allows."""
 
 
+class SamplerLost(RuntimeError):
+    """What samples for a run cannot be reached, or does not do as it shall."""
+
+
 class Interrupted(Exception):
     """A run must stop for an outside reason. The same command continues it."""
 

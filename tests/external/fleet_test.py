@@ -1,6 +1,7 @@
 """Our own server over loopback as the engine of a run: weights, records, checks."""
 
 import contextlib
+import dataclasses
 import functools
 import pathlib
 import shutil
@@ -112,6 +113,13 @@ def test_what_samples_from_other_weights_is_found_in_words(tmp_path, url):
             pytest.raises(MismatchError, match=r"(?s)bound 0.0003, at the first sync .*Likely keys"),
         ):
             scheduler.set_params(fleet.serving_params(part, 2), 2)
+        # It comes back in another mode, whose log-probs are the same at temperature 1.
+        [member] = fleet._members
+        member.reason = EngineError("it ended")
+        raw = dataclasses.replace(FACTS, logprobs="raw_logprobs")
+        with mock.patch.object(Vllm, "facts", lambda self: raw):
+            scheduler.set_params(fleet.serving_params(policies[1], 3), 3)
+        assert member.version is None and "its log-probs are raw_logprobs" in str(member.reason)
 
 
 FACTS = Facts("m", 8, "float32", "processed_logprobs", -1, None)
@@ -124,7 +132,7 @@ FACTS = Facts("m", 8, "float32", "processed_logprobs", -1, None)
     (dict(dtype="bfloat16"), "it computes in bfloat16, and engine.dtype is float32"),
 ])
 def test_what_cannot_sample_for_a_run_is_refused_before_it(tmp_path, said, match):
-    facts = FACTS.__class__(**{**FACTS.__dict__, **said})
+    facts = dataclasses.replace(FACTS, **said)
     made = setup(tmp_path, "http://localhost:1")
     with (
         mock.patch.object(Vllm, "facts", lambda self: facts),

@@ -1,7 +1,13 @@
 """Whole runs whose sampler is our own server over loopback."""
 
+from unittest import mock
+
 import pytest
 
+from jaxrl_tis.external.client import EngineError
+from jaxrl_tis.external.vllm import Vllm
+from jaxrl_tis.record.checkpoint import newest_step
+from jaxrl_tis.runtime.cli import SamplerLost
 from tests import engines, tiny
 
 pytestmark = [pytest.mark.all, pytest.mark.compiles]
@@ -41,12 +47,26 @@ def test_a_run_has_no_gap_after_any_sync(tmp_path, external, fields):
     assert any(r["phase"] == "eval" for r in tiny.lines(tmp_path / "run"))
 
 
-def test_an_interrupted_run_continues(tmp_path, external):
-    """Its engine has newer weights than the checkpoint: the first sync gives it those of the run."""
-    fields = external | dict(rollout__schedule="areal(staleness=2)")
+def test_a_run_that_lost_its_engine_continues_after_its_last_step(tmp_path, external):
+    """The steps since the last checkpoint are saved. Then the run is longer: its engine has newer weights
+    than the checkpoint, and the first sync gives it those of the run."""
+    fields = external | dict(
+        rollout__schedule="areal(staleness=2)", checkpoint__every=100, rollout__start_timeout=1.0,
+    )
+    load = Vllm.load
+
+    def lost(self, path, version):
+        if version == 2:
+            raise EngineError("out of memory")
+        load(self, path, version)
+
+    with mock.patch.object(Vllm, "load", lost), pytest.raises(SamplerLost, match="out of memory"):
+        tiny.run(tmp_path / "run", **fields)
+    last = tiny.lines(tmp_path / "run")[-1]["step"]
+    assert 2 <= last < tiny.STEPS and newest_step(tmp_path / "run") == last
     tiny.run(tmp_path / "run", **fields)
-    lines = tiny.lines(tmp_path / "run")
-    assert lines[-1]["step"] == tiny.STEPS
+    assert [r["step"] for r in tiny.lines(tmp_path / "run") if r["phase"] == "train"] == [
+        *range(1, tiny.STEPS + 1)]
     tiny.run(tmp_path / "run", **fields | dict(steps=8), change=("steps",))
     found = gaps(tmp_path / "run")
     assert len(found) == 8 and max(found) < CLOSE, found
