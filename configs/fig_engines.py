@@ -1,6 +1,6 @@
 """SmolLM2-135M learns with vLLM or this project's engine as its sampler, both in bfloat16.
 
-    ./launch/figures.sh engines    # four arms of one seed, some hours on two cores without bfloat16
+    ./launch/figures.sh engines    # three arms of one seed, some hours on two cores without bfloat16
 
 The run is `configs/smollm2_135m.py` with 60 steps and a float32 learner. No gap is added.
 """
@@ -26,6 +26,4 @@ def get_config():
 
 
 def sweep():
-    return {
-        "vLLM-none": VLLM | UNCORRECTED, "vLLM-TIS-2": VLLM | TIS_2, "own-none": UNCORRECTED, "own-TIS-2": TIS_2,
-    }
+    return {"vLLM-none": VLLM | UNCORRECTED, "vLLM-TIS-2": VLLM | TIS_2, "own-TIS-2": TIS_2}
