@@ -37,6 +37,7 @@ DRAWN = {
     "top_ids": DrawnField("int32", "top_n"),
     "top_logps": DrawnField("float32", "top_n"),
     "kept": DrawnField("int32", "num_kept"),
+    "logp_student": DrawnField("float32", "num_teachers"),
 }
 
 

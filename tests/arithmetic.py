@@ -164,7 +164,7 @@ class Engine:
 
     max_stop_ids = 2
     vocab_size = 1000
-    num_penalised = top_n = num_kept = 0
+    num_penalised = top_n = num_kept = num_teachers = 0
     num_logits = 2
     quant_id = "arithmetic"
 

@@ -19,6 +19,7 @@ class EngineConfig:
       dtype: compute dtype; cache_dtype: dtype of keys and values, "int8" and
         "float8_e4m3fn" included.
       quantization: a name in `quant.SCHEMES`, for the layers' projections but `unquantized`.
+      teacher_quantization: as `quantization`, of the teacher, see fusion.py.
       fp32_head: the output head in float32 at the highest precision.
       steps: decode steps per `generate` call.
       max_draft: longest draft of the `verify` program that `Engine.programs` returns; 0: none.
@@ -43,6 +44,7 @@ class EngineConfig:
     cache_dtype: str = "float32"
     quantization: str = "none"
     unquantized: tuple[str, ...] = ()
+    teacher_quantization: str = "none"
     fp32_head: bool = False
     steps: int = 8
     max_draft: int = 0

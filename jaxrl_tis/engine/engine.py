@@ -21,7 +21,7 @@ from jaxrl_tis.engine.sampling import SamplingRows
 from jaxrl_tis.engine.spec import Spec
 from jaxrl_tis.engine.state import DecodeState, Slots
 from jaxrl_tis.engine.weights import Weights
-from jaxrl_tis.models import lora, overflow, placement, transformer, transforms
+from jaxrl_tis.models import lora, overflow, placement, quant, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout, single_device
 
@@ -33,6 +33,7 @@ class Engine:
       model: architecture of the model.
       config: sizes, formats and the recorded fields per sampled token.
       layout: mesh and rules; None runs on one device.
+      teacher: architecture of the model whose logits are mixed into the policy's, see fusion.py.
 
     Raises:
       ValueError: the sizes do not fit the mesh or each other.
@@ -40,14 +41,17 @@ class Engine:
 
     max_stop_ids = MAX_STOP_IDS
 
-    def __init__(self, model: ModelConfig, config: EngineConfig, layout: Layout | None = None):
+    def __init__(
+        self, model: ModelConfig, config: EngineConfig, layout: Layout | None = None,
+        teacher: ModelConfig | None = None,
+    ):
         self.model, self.config = model, config
         self.layout = layout or single_device()
         self.program = transformer.Program(
             dtype=config.dtype, fp32_head=config.fp32_head, layout=self.layout,
             numerics=config.numerics,
         )
-        self._spec = Spec(model, config, self.program, config.injected.logits)
+        self._spec = Spec(model, config, self.program, config.injected.logits, teacher)
         self._spec.check()
         self.slots, self.max_length, self.steps = config.slots, config.max_length, config.steps
         self.page_size, self.pages_per_slot = config.page_size, config.pages_per_slot
@@ -56,10 +60,14 @@ class Engine:
         self.shards, self.vocab_size = self.layout.shards, model.vocab_size
         self.num_pages, self.num_logits = self._spec.num_pages, self._spec.num_logits
         self.num_penalised, self.route_shape = self._spec.num_penalised, self._spec.route_shape
+        self.num_teachers = self._spec.num_teachers
         self.num_experts = model.moe.num_experts if model.moe else 0
         self.quant_id = config.recipe.id if config.quantization != "none" else config.dtype
         self._weights = Weights(
             model, config.recipe, self.program, config.unroll, config.injected.weights
+        )
+        self._of_teacher = None if teacher is None else Weights(
+            teacher, quant.Recipe(config.teacher_quantization), self.program, config.unroll
         )
         self._programs = Programs(self._spec)
 
@@ -70,6 +78,12 @@ class Engine:
     ) -> transformer.Params:
         """Turns the learner's parameters into serving parameters, see weights.Weights."""
         return self._weights.load(params, noise)
+
+    def load_teacher(self, params: transformer.Params) -> transformer.Params:
+        """Returns the serving parameters of the teacher. `fusion.Pair(load(...), load_teacher(...))` is
+        what the programs of an engine with a teacher take."""
+        assert self._of_teacher is not None
+        return self._of_teacher.load(params)
 
     def receive(self, served: transformer.Params) -> transformer.Params:
         """Returns the serving parameters of another engine on this one's devices."""

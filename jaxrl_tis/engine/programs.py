@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.engine import cache, sampling
+from jaxrl_tis.engine import cache, fusion, sampling
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.protocol import Draw, ResultTokens
 from jaxrl_tis.engine.records import MAX_STOP_IDS, SamplingParams
@@ -73,10 +73,13 @@ def _empty_state(spec: Spec) -> DecodeState:
         penalties = Penalties.of(params).seen(
             zeros((b, 0)), zeros(b), zeros(b), spec.num_penalised, spec.layout
         )
-    kv = cache.empty(
-        spec.model, spec.shards * spec.num_pages, config.page_size, config.cache_dtype,
-        config.unroll,
+    pages = functools.partial(
+        cache.empty, pages=spec.shards * spec.num_pages, size=config.page_size,
+        dtype=config.cache_dtype, unrolled=config.unroll,
     )
+    kv = pages(spec.model)
+    if spec.teacher is not None:
+        kv = fusion.Pair(kv, pages(spec.teacher))
     slots = Slots(
         zeros(b), zeros(b), zeros(b), zeros(b), jnp.zeros((b, 2), jnp.uint32),
         jnp.full((b, MAX_STOP_IDS), -1, jnp.int32),
@@ -129,7 +132,8 @@ def _prefill_scored_rows(spec: Spec, params, state, *rows_and_targets):
     """Prefills all rows and returns (state, log-probs of the targets [R,T], routes)."""
     *rows, targets_rt = rows_and_targets
     state, x_rtd, routes = _forward_rows(spec, params, state, *rows)
-    head, x_rtd = transformer.output_head(params, spec.program, x_rtd)
+    own = params if spec.teacher is None else params.student
+    head, x_rtd = transformer.output_head(own, spec.program, x_rtd)
     logp_rt = token_logprob(
         head, x_rtd, targets_rt, jnp.ones(targets_rt.shape), LOGPROB_CHUNK, layout=spec.layout,
         numerics=spec.program.numerics,
@@ -141,11 +145,22 @@ def _forward_rows(spec: Spec, params, state, tokens_rt, starts_r, lengths_r, tab
     """Returns (state with the keys of the rows written, their hidden states [R,T,D], routes)."""
     positions_rt = starts_r[:, None] + jnp.arange(tokens_rt.shape[1])[None]
     attend = cache.fill(starts_r, lengths_r, table_rp, spec.layout, spec.program.numerics)
-    x_rtd, kv, routed = transformer.hidden(
-        params, spec.model, spec.program, tokens_rt, positions_rt, attend, state.cache,
-        asked=_asked(spec),
-    )
+    x_rtd, _, kv, routed = _hidden(spec, params, tokens_rt, positions_rt, attend, state.cache)
     return DecodeState(kv, state.slots), x_rtd, _routes(spec, routed)
+
+
+def _hidden(spec: Spec, params, tokens_bt, positions_bt, attend, kv) -> tuple:
+    """Returns (hidden states of the policy, those of the teacher or None, caches, the policy's
+    routes)."""
+    rows = spec.program, tokens_bt, positions_bt, attend
+    if spec.teacher is None:
+        x_btd, kv, routed = transformer.hidden(params, spec.model, *rows, kv, asked=_asked(spec))
+        return x_btd, None, kv, routed
+    x_btd, own, routed = transformer.hidden(
+        params.student, spec.model, *rows, kv.student, asked=_asked(spec)
+    )
+    theirs_btd, theirs, _ = transformer.hidden(params.teacher, spec.teacher, *rows, kv.teacher)
+    return x_btd, theirs_btd, fusion.Pair(own, theirs), routed
 
 
 # Routes
@@ -274,19 +289,24 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
     index_bt = jnp.where(is_live_bt, position_bt - shift_b[:, None], 0)
     is_written_bt = is_live_bt & (position_bt >= slots.cached[:, None])
     attend = cache.append(index_bt, is_written_bt, table_bp, spec.layout, numerics)
-    x_btd, kv, routed = transformer.hidden(
-        params, spec.model, spec.program, tokens_bt, position_bt, attend, state.cache,
-        asked=_asked(spec),
+    x_btd, theirs_btd, kv, routed = _hidden(
+        spec, params, tokens_bt, position_bt, attend, state.cache
     )
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     each = lambda x: jnp.repeat(x, width, axis=0)
-    logits_mv = transformer.head_logits(params, spec.program, rows(x_btd))
+    sampling_m, student_mv = jax.tree.map(each, slots.rows), None
+    own = params if spec.teacher is None else params.student
+    logits_mv = transformer.head_logits(own, spec.program, rows(x_btd))
     logits_mv = spec.inject(logits_mv, rows(position_bt + 1))
-    sampling_m = jax.tree.map(each, slots.rows)
+    if spec.teacher is not None:
+        teacher_mv = transformer.head_logits(params.teacher, spec.program, rows(theirs_btd))
+        student_mv = logits_mv
+        logits_mv = fusion.fused(student_mv, teacher_mv, sampling_m.alpha)
     penalties_m = _penalties_along(spec.layout, slots.penalties, drafts_bg, is_live_bt)
     drawn_m = sampling.sample(
         logits_mv, sampling_m, each(slots.key), rows(position_bt + 1), spec.layout,
         penalties=penalties_m, top_n=config.top_n, num_kept=config.num_kept, numerics=numerics,
+        student_bv=student_mv,
     )
     if spec.num_logits:
         logits_mv = sampling.distribution(logits_mv, sampling_m, penalties_m)

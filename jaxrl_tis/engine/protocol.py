@@ -70,13 +70,15 @@ class Draw:
       tokens: int32.
       logp_behav: log-prob under the sampling distribution: penalised, filtered, renormalised.
       logp_raw: log-prob under the model's own logits at the same temperature (1 if greedy), without
-        filters, penalties and bias. Without penalties, logp_raw - logp_behav is the log of the mass
-        that the filters kept.
+        filters, penalties, bias and teacher. Without penalties and teacher, logp_raw - logp_behav is
+        the log of the mass that the filters kept.
       entropy: nats, of the sampling distribution.
       logits: [...,V] log-probs of that distribution. This field and the next are None unless
         recorded.
       top_ids, top_logps: [...,n] the likeliest tokens, see capture.top.
       kept: [...,n] int32 tokens with positive probability, see capture.support.
+      logp_student: [...,1] log-prob under the policy's logits alone, where a teacher's are mixed in:
+        `logp_raw`, and over `kept` where that is recorded.
     """
 
     tokens: Array
@@ -87,6 +89,7 @@ class Draw:
     top_ids: Array | None = None
     top_logps: Array | None = None
     kept: Array | None = None
+    logp_student: Array | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -115,7 +118,7 @@ class EngineProtocol(Protocol):
     tokens of the vocabulary, which are all or none. Results have `num_logits`, `top_n` and
     `num_kept` entries per sampled token, and routes of `route_shape` (layers, experts) with ids
     below `num_experts`; (0, 0) records none. `non_finite` says where the values of a sequence stop
-    being finite.
+    being finite. With `num_teachers` = 1 requests may have an alpha.
     """
 
     slots: int
@@ -127,6 +130,7 @@ class EngineProtocol(Protocol):
     num_logits: int
     top_n: int
     num_kept: int
+    num_teachers: int
     route_shape: tuple[int, int]
     num_experts: int
     steps: int

@@ -64,6 +64,7 @@ class SamplingParams:
       frequency_penalty: subtracted from them as often as they were sampled.
       logit_bias: ((token, bias added to its logit), ...) of at most MAX_BIAS tokens.
       prompt_logprobs: record the log-probs of the prompt's own tokens.
+      alpha: weight of the teacher's logits, 1 - alpha that of the policy's; before all of the above.
     """
 
     temperature: float = 1.0
@@ -79,6 +80,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     min_tokens: int = 0
     prompt_logprobs: bool = False
+    alpha: float = 0.0
 
     def __post_init__(self):
         ids, biases = [token for token, _ in self.logit_bias], [b for _, b in self.logit_bias]
@@ -106,6 +108,7 @@ class SamplingParams:
                 _is_int(self.min_tokens) and self.min_tokens <= self.max_tokens,
                 f"an integer from 0 to max_tokens={self.max_tokens}",
             ),
+            "alpha": (0 <= self.alpha <= 1, "from 0 to 1"),
             "prompt_logprobs": (isinstance(self.prompt_logprobs, bool), "true or false"),
             "repetition_penalty": (
                 has_reciprocal(self.repetition_penalty), f"from {TINY:.3g} to {1 / TINY:.3g}"
@@ -172,6 +175,7 @@ class Trajectory:
         distribution; -1 and -inf where fewer were possible; k = 0 unless recorded.
       kept: [n,K] int32 tokens with positive probability, ascending, padded with -1. A row of -1
         alone: there were more than K. K = 0 unless recorded.
+      logp_student: [n,1] float32, where a teacher's logits are mixed in, see `protocol.Draw`; else [n,0].
       prompt_logps: [prompt] float32, if requested: the log-prob of each prompt token under the
         model's own logits at temperature 1 and the weights that first filled the cache; NaN for
         the first token. Empty if the sequence ended before its prompt was read.
@@ -222,6 +226,7 @@ class Trajectory:
     top_ids: np.ndarray = _no(np.int32, 2)
     top_logps: np.ndarray = _no(np.float32, 2)
     kept: np.ndarray = _no(np.int32, 2)
+    logp_student: np.ndarray = _no(np.float32, 2)
     prompt_logps: np.ndarray = _no(np.float32)
     routes: np.ndarray = _no(np.uint8, 3)
     rerouted: np.ndarray = _no(np.int32)

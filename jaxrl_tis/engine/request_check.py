@@ -66,6 +66,8 @@ def _problems(request: Request, engine: EngineProtocol, can_decode: bool) -> dic
             sampling.is_penalised and not engine.num_penalised,
         "min_tokens bars every token of the vocabulary, as all are stop ids":
             sampling.min_tokens > 0 and len(set(sampling.stop_ids)) >= engine.vocab_size,
+        "an alpha above 0 needs an engine with a teacher":
+            sampling.alpha > 0 and not engine.num_teachers,
         f"logit_bias names tokens beyond the vocabulary: {sampling.logit_bias}":
             any(id >= engine.num_penalised > 0 for id, _ in sampling.logit_bias),
     }

@@ -37,13 +37,14 @@ class SamplingRows:
     top_k: Array
     top_p: Array
     min_p: Array
+    alpha: Array
 
     @classmethod
     def of(cls, params: list[SamplingParams]) -> "SamplingRows":
         column = lambda name, dtype: np.array([getattr(p, name) for p in params], dtype)
         return cls(
             column("temperature", np.float32), column("top_k", np.int32),
-            column("top_p", np.float32), column("min_p", np.float32),
+            column("top_p", np.float32), column("min_p", np.float32), column("alpha", np.float32),
         )
 
 
@@ -268,7 +269,7 @@ def row_keys(seeds_b: jax.Array, requests_b: jax.Array) -> jax.Array:
 def sample(
     logits_bv: jax.Array, rows: SamplingRows, keys_b2: jax.Array, positions_b: jax.Array,
     layout: Layout | None = None, *, penalties: Penalties | None = None, top_n: int = 0,
-    num_kept: int = 0, numerics: str = "fast",
+    num_kept: int = 0, numerics: str = "fast", student_bv: jax.Array | None = None,
 ) -> Draw:
     """Samples one token per row with the key fold_in(fold_in(seed, request), position).
 
@@ -281,11 +282,14 @@ def sample(
       top_n: number of likeliest tokens to record.
       num_kept: record supports of at most this many tokens.
       numerics: "invariant" samples and scores the same on every mesh, bit by bit.
+      student_bv: [B,V] the policy's own logits, where `logits_bv` has those of a teacher in it.
     """
     shards, is_invariant = Shards.of(layout), numerics == "invariant"
     if is_invariant and shards.count > 1:
         fill = functools.partial(tiles.fill, axis=1, multiple=tiles.VOCAB_UNIT)
-        logits_bv = fill(logits_bv, value=-jnp.inf)
+        logits_bv, student_bv = jax.tree.map(
+            functools.partial(fill, value=-jnp.inf), (logits_bv, student_bv)
+        )
         penalties = None if penalties is None else penalties.filled(fill)
     draw: Callable[..., Draw] = functools.partial(
         _sample_tiles if is_invariant else _sample, shards=shards, top_n=top_n, num_kept=num_kept
@@ -294,24 +298,28 @@ def sample(
         by_row, whole = layout.sharding(("batch",)).spec, PartitionSpec()
         logits_spec = layout.sharding(("batch", "vocab")).spec
         changes = whole if penalties is None else penalties.specs(layout)
-        specs = logits_spec, changes, by_row, by_row, by_row, whole, whole
+        of_student = None if student_bv is None else logits_spec
+        specs = (logits_spec, of_student), changes, by_row, by_row, by_row, whole, whole
         draw = layout.shard(draw, specs, by_row)
-    return draw(logits_bv, penalties, rows, keys_b2, positions_b, *_asked(rows))
+    return draw((logits_bv, student_bv), penalties, rows, keys_b2, positions_b, *_asked(rows))
 
 
 def _sample_tiles(
-    logits_bv, penalties, rows, keys_b2, positions_b, *asked, shards, **recorded
+    logits, penalties, rows, keys_b2, positions_b, *asked, shards, **recorded
 ) -> Draw:
     shards = dataclasses.replace(shards, is_invariant=True)
     tile = lambda *arrays: _sample(*arrays, *asked, shards=shards, **recorded)
-    return tiles.by_rows(tile, logits_bv, penalties, rows, keys_b2, positions_b)
+    return tiles.by_rows(tile, logits, penalties, rows, keys_b2, positions_b)
 
 
 def _sample(
-    logits_bv, penalties, rows: SamplingRows, keys_b2, positions_b, any_filtered, any_greedy, *,
+    logits, penalties, rows: SamplingRows, keys_b2, positions_b, any_filtered, any_greedy, *,
     shards: Shards, top_n: int, num_kept: int,
 ) -> Draw:
+    logits_bv, student_bv = logits
     raw_bv = scaled_bv = _scaled(logits_bv, rows, shards)
+    if student_bv is not None:
+        raw_bv = _scaled(student_bv, rows, shards)
     if penalties is not None:
         scaled_bv = _scaled(penalties.apply(logits_bv, shards), rows, shards)
     support = _support(scaled_bv, rows, any_filtered, any_greedy, shards)
@@ -331,6 +339,13 @@ def _sample(
         possible_bv = jnp.where(weights_bv > 0, scaled_bv, -jnp.inf)
         top_ids, top_bn = capture.top(possible_bv, top_n, shards)
         top_logps = jnp.where(top_ids < 0, -jnp.inf, top_bn - jnp.log(total)[:, None])
+    kept = capture.support(weights_bv > 0, num_kept, shards) if num_kept else None
+    logp_student = None
+    if student_bv is not None:
+        # The learner normalises over a recorded support, and else over the vocabulary.
+        [mass] = shards.totals(jnp.where(weights_bv > 0, jnp.exp(raw_bv), 0.0))
+        is_kept = False if kept is None else jnp.any(kept >= 0, axis=-1)
+        logp_student = (raw - jnp.log(jnp.where(is_kept, mass, raw_total)))[:, None]
     return Draw(
         tokens=token,
         logp_behav=scaled - jnp.log(total),
@@ -338,5 +353,6 @@ def _sample(
         entropy=jnp.log(total) - moment / total,
         top_ids=top_ids,
         top_logps=top_logps,
-        kept=capture.support(weights_bv > 0, num_kept, shards) if num_kept else None,
+        kept=kept,
+        logp_student=logp_student,
     )

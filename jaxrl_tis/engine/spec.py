@@ -24,12 +24,14 @@ class Spec:
       config: sizes and formats of the engine.
       program: how a forward pass is computed, and its mesh.
       inject: (logits [M,V] float32, positions [M]) -> logits, see injection.py.
+      teacher: architecture of the model whose logits are mixed in, see fusion.py; None: no teacher.
     """
 
     model: ModelConfig
     config: EngineConfig
     program: transformer.Program
     inject: Callable[[jax.Array, jax.Array], jax.Array]
+    teacher: ModelConfig | None = None
 
     @property
     def layout(self) -> Layout:
@@ -70,7 +72,14 @@ class Spec:
     def widths(self) -> dict[str, int]:
         """The number of entries per sampled token by attribute name, see fields.DrawnField."""
         config = self.config
-        return dict(num_logits=self.num_logits, top_n=config.top_n, num_kept=config.num_kept)
+        return dict(
+            num_logits=self.num_logits, top_n=config.top_n, num_kept=config.num_kept,
+            num_teachers=self.num_teachers,
+        )
+
+    @property
+    def num_teachers(self) -> int:
+        return int(self.teacher is not None)
 
     def block_rows(self, length: int) -> int:
         """Returns how many of a shard's prefill rows are computed at a time, a divisor of all.
