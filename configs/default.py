@@ -185,6 +185,12 @@ def get_config() -> ConfigDict:
     c.rollout.snapshot_gib = 16.0  # most host memory of the snapshots of all processes, GiB
     # Largest staleness of a replayed token in versions. 0: 4 more than the schedule's bound.
     c.rollout.max_age = 0
+    # Teacher whose logits are mixed into the sampler's (docs/fusion.md): a folder, a .gguf file or
+    # hf://OWNER/NAME with the policy's tokenizer. "": none.
+    c.rollout.teacher = ""
+    # Weight of the teacher's logits: linear or cosine(start=0.5, steps=1000, difficulty=""), 0 after
+    # `steps`. difficulty: reward, or a dotted field of the data.
+    c.rollout.alpha = "linear"
 
     # The sampler (docs/engine.md).
     c.engine = ConfigDict()
@@ -205,6 +211,7 @@ def get_config() -> ConfigDict:
     # For experts
     # KV eviction: (first, last) full pages that a sequence keeps, for the learner, too. (0, 0): all.
     c.engine.retention = (0, 0)
+    c.engine.teacher_quantization = "none"  # as engine.quantization, of rollout.teacher
     c.engine.unquantized = ()  # layers to leave unquantized: q, k, v, o, gate, up, down, expert_*
     c.engine.noise_start = 0.0  # first standard deviation of noise on the norms (QeRL); 0: off
     c.engine.noise_end = 5e-4  # last standard deviation of this noise

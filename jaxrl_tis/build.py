@@ -32,7 +32,7 @@ from jaxrl_tis.learner.setup import (
 from jaxrl_tis.models import lora, overflow, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
-from jaxrl_tis.rollouts import ray_cluster, replay
+from jaxrl_tis.rollouts import ray_cluster, replay, teaching
 from jaxrl_tis.rollouts.episodes import EpisodeScheduler, Openings
 from jaxrl_tis.rollouts.live import Sessions
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -40,6 +40,7 @@ from jaxrl_tis.rollouts.schedules import Schedule
 from jaxrl_tis.rollouts.sessions import SessionScheduler
 from jaxrl_tis.rollouts.source import RolloutSource, SourceParts
 from jaxrl_tis.rollouts.synchronous import SyncSource
+from jaxrl_tis.rollouts.teaching import Teacher
 from jaxrl_tis.rollouts.threads import thread_source
 from jaxrl_tis.rollouts.virtual import VirtualSource
 from jaxrl_tis.runtime import fingerprint, processes
@@ -61,6 +62,18 @@ class Sampling:
     model: ModelConfig
     tokenizer: Any
     engines: tuple[Engine, ...]
+
+    @functools.cached_property
+    def _teachers(self) -> dict[int, Teacher]:
+        """The teacher as each of `engines` serves it, by the engine's id."""
+        rollout = self.config.rollout
+        if not rollout.teacher:
+            return {}
+        load = lambda engine: engine.load_teacher(models.load(rollout.teacher)[1])
+        return {
+            id(engine): Teacher(teaching.parse(rollout.alpha), functools.partial(load, engine))
+            for engine in self.engines
+        }
 
     @property
     def engine(self) -> Engine:
@@ -197,6 +210,8 @@ class Sampling:
         retention = self.retention if engine is self.engine else None
         if config.max_draft:
             drafts = Drafts(engine.slots, config.max_draft, config.free_batch_rows)
+        if (teacher := self._teachers.get(id(engine))) is not None:
+            options = {"teacher": teacher} | options
         return Scheduler(
             engine, params, version, policy=POLICIES[config.policy](),
             max_wait_admissions=config.max_wait_admissions or None,
@@ -306,7 +321,8 @@ def build_sampling(config: ml_collections.ConfigDict) -> Sampling:
     )
     _check_serving(config, choices, model, layout)
     sampling, _ = _engine_configs(config, choices, layout, model.vocab_size, {})
-    return Sampling(config, model, tokenizer, (Engine(model, sampling, layout),))
+    engine = Engine(model, sampling, layout, _teacher_model(config, model, tokenizer))
+    return Sampling(config, model, tokenizer, (engine,))
 
 
 def _read(config: ml_collections.ConfigDict) -> tuple[ModelConfig, Any]:
@@ -324,6 +340,28 @@ def _read(config: ml_collections.ConfigDict) -> tuple[ModelConfig, Any]:
             f"at most {MAX_STOP_IDS}; shorten eos_token_id in generation_config.json or config.json"
         )
     return model, tokenizer
+
+
+def _teacher_model(
+    config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Any
+) -> ModelConfig | None:
+    """Returns the shape of rollout.teacher, None without one. ValueError for another tokenizer, or fewer
+    token ids than the policy has."""
+    if not (path := config.rollout.teacher):
+        return None
+    teacher, theirs = models.read_config(path), load_tokenizer(path)
+    if teacher.vocab_size < model.vocab_size:
+        raise ValueError(
+            f"rollout.teacher = {path!r} has {teacher.vocab_size} token ids and the policy "
+            f"{model.vocab_size}; name a teacher with the policy's tokenizer"
+        )
+    shown = lambda tokenizer: [tokenizer.decode([i]) for i in range(min(len(tokenizer.ids), PROBED))]
+    if len(theirs.ids) != len(tokenizer.ids) or shown(theirs) != shown(tokenizer):
+        raise ValueError(
+            f"rollout.teacher = {path!r} has another tokenizer than the policy; name a teacher with the "
+            "policy's tokenizer"
+        )
+    return teacher
 
 
 def assemble(
@@ -350,9 +388,10 @@ def assemble(
     first = layouts[0]
     _check_serving(config, choices, model, first)
     sampling, evaluating = _engine_configs(config, choices, first, model.vocab_size, sampler)
+    teacher = _teacher_model(config, model, tokenizer)
     return Setup(
         config, model, tokenizer,
-        engines=tuple(Engine(model, sampling, layout) for layout in layouts),
+        engines=tuple(Engine(model, sampling, layout, teacher) for layout in layouts),
         training=training, replay=choices.replay, learner_engine=Engine(model, evaluating, first),
     )
 
@@ -392,6 +431,7 @@ def _engine_configs(
         dtype=e.dtype, cache_dtype=e.cache_dtype, quantization=e.quantization,
         unquantized=tuple(e.unquantized),
         records_logits="logits_behav" in choices.correction.needs,
+        teacher_quantization=e.teacher_quantization,
         num_kept=config.rollout.sampling_mask_size, injected=choices.injected,
         record_routes=e.record_routes,
         **{"top_n": top_n, **sampler},

@@ -97,6 +97,10 @@ FIELDS = {
     "routed": Field("token", "bool", "record", "forward", is_optional=True),
     # What else the sampler records.
     "logp_behav": Field("token", "float32", "record", "update", record="logp_behav"),
+    # Where a teacher is mixed in: the sampler's program, and the policy alone.
+    "logp_student": Field(
+        "token", "float32", "record", "update", axes=(1,), is_optional=True, record="logp_student"
+    ),
     "logits_behav": Field(
         "token", "float32", "record", "method", axes=("vocabulary",), is_optional=True,
         is_large=True, record="logits",

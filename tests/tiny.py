@@ -79,7 +79,7 @@ def _shared_build(c):
 
 
 def _shared_engine(*args):
-    _, _, layout = args
+    layout = args[2]
     store = _cached("engine", repr((args, [d.id for d in layout.mesh.devices.flat])))
     if not store:
         store["engine"] = _engine(*args)

@@ -27,7 +27,7 @@ ENTROPY_STARTS = (0, 0.1, 0.5, 2)  # nats, the least entropy of each bucket; the
 
 def split_ratio(
     logp: chex.Array, logp_prox: chex.Array, logp_old: chex.Array, logp_behav: chex.Array,
-    mask: chex.Array,
+    mask: chex.Array, logp_student: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """The log of each factor of pi / mu, [B, T] each, 0 at padding; their sum is logp - logp_behav.
 
@@ -37,20 +37,25 @@ def split_ratio(
       logp_old: [B, T] the learner at the weights that sampled.
       logp_behav: [B, T] the sampler.
       mask: [B, T] valid tokens.
+      logp_student: [B, T] the sampler's, of the policy alone, where a teacher is mixed in.
 
-    Returns {"engine", "staleness", "trust_region"} in nats, without gradient.
+    Returns {"engine", "staleness", "trust_region"} in nats, without gradient; with a teacher also
+    "mixing", and "engine" without it.
     """
-    chain = (logp_behav, logp_old, logp_prox, logp)
+    names, chain = [*FACTORS], [logp_behav, logp_old, logp_prox, logp]
+    if logp_student is not None:
+        names.insert(0, "mixing")
+        chain.insert(1, logp_student)
     return {
         factor: jax.lax.stop_gradient(ratios.safe_log_ratio(chain[i + 1], chain[i], mask))
-        for i, factor in enumerate(FACTORS)
+        for i, factor in enumerate(names)
     }
 
 
 @ratios.jit
 def factor_metrics(
     logp: chex.Array, logp_prox: chex.Array, logp_old: chex.Array, logp_behav: chex.Array,
-    mask: chex.Array,
+    mask: chex.Array, logp_student: chex.Array | None = None,
 ) -> dict[str, chex.Array]:
     """Measures how much each factor adds to the drift; arguments as in `split_ratio`.
 
@@ -58,7 +63,7 @@ def factor_metrics(
     mismatch/<factor>/log_ratio_abs_mean in nats, and mismatch/<factor>/log_ratio_part, mean(l_f l)
     in nats^2. The parts add up to mean(l^2), the product's; one may be negative where two cancel.
     """
-    log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask)
+    log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask, logp_student)
     total_bt = sum(log_bt.values())
     metrics = {}
     for factor, x_bt in (log_bt | {"product": total_bt}).items():

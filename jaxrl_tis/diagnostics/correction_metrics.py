@@ -18,8 +18,17 @@ Metrics = dict[str, jax.Array]
 NUM_TURNS = 8  # metrics by turn; later turns join the last
 
 
+def sampler_logp(batch: Batch) -> jax.Array:
+    """Returns the sampler's log-probs [B,T] of the policy alone: without a teacher, what it drew from."""
+    if "logp_student" in batch:
+        return batch["logp_student"][..., 0]
+    return batch["logp_behav"]
+
+
 def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Metrics:
     """Measures the sampler's gap: divergences, |dp|, weights, and the learner's expected reward.
+
+    With a teacher the gap is that of the policy alone, and the weights are of what was drawn from.
 
     The estimate is over all answers with a reward; answers that are not trained on have weight 1.
 
@@ -29,21 +38,22 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
       batch: `mask`, `sampled`, `logp_prox`, `logp_old`, `logp_behav` [N,T], `rewards` [N], and the
         fields that the weight needs.
     """
-    mask, behav, learner = batch["mask"], batch["logp_behav"], batch["logp_old"]
+    mask, sampler, learner = batch["mask"], sampler_logp(batch), batch["logp_old"]
     log_ratio, (name, _) = outputs.log_ratio, weight
+    gap = ratios.safe_log_ratio(learner, sampler, mask)
     lower, upper = _band(weight)
     rewarded = returns.known(batch["rewards"], batch["sampled"])
     snis, ess = mismatch.snis_reward(rewarded[0], log_ratio, rewarded[1])
     return (
-        mismatch.offpolicy_metrics(learner, behav, mask)
-        | mismatch.probability_metrics(learner, behav, mask)
+        mismatch.offpolicy_metrics(learner, sampler, mask)
+        | mismatch.probability_metrics(learner, sampler, mask)
         | mismatch.importance_weight_metrics(
             outputs.engine, log_ratio, mask,
             level=methods.traits("weight", name).level, upper=upper, lower=lower,
         )
         | _changed_by_bounds(log_ratio, batch, weight)
-        | divergences.divergence_metrics(log_ratio, mask)
-        | divergences.response_metrics(learner, behav, mask)
+        | divergences.divergence_metrics(gap, mask)
+        | divergences.response_metrics(learner, sampler, mask)
         | {"reward/learner_snis": snis, "reward/learner_snis_ess": ess}
     )
 
@@ -76,10 +86,11 @@ def drift_metrics(logp: jax.Array, batch: Batch) -> Metrics:
 
     Args:
       logp: [B,T] log-probs of the policy that is trained, nats.
-      batch: `logp_prox`, `logp_old`, `logp_behav`, `mask` [B,T].
+      batch: `logp_prox`, `logp_old`, `logp_behav`, `mask` [B,T], and `logp_student` with a teacher.
     """
     chain = logp, batch["logp_prox"], batch["logp_old"], batch["logp_behav"], batch["mask"]
-    return attribution.factor_metrics(*chain)
+    student = sampler_logp(batch) if "logp_student" in batch else None
+    return attribution.factor_metrics(*chain, student)
 
 
 def profile_metrics(weight: Method, batch: Batch, has_turns: bool) -> Metrics:
@@ -93,7 +104,7 @@ def profile_metrics(weight: Method, batch: Batch, has_turns: bool) -> Metrics:
         needs, and `turn` with has_turns.
       has_turns: static.
     """
-    inputs = batch["logp_old"], batch["logp_behav"]
+    inputs = batch["logp_old"], sampler_logp(batch)
     mask, num_buckets = batch["mask"], 1 + batch["mask"].shape[1].bit_length()
     log_ratio = ratios.safe_log_ratio(*inputs, mask)
     is_clipped = counts.is_bounded(*loss.with_and_without_bounds(log_ratio, batch, weight))

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_tis.engine import fusion
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.programs import Programs
@@ -120,7 +121,14 @@ class Engine:
 
     def non_finite(self, params: transformer.Params, tokens: np.ndarray) -> str:
         """Returns where the values of a sequence stop being finite, see overflow.cause."""
-        return overflow.cause(params, self.model, self.program, tokens)
+        if not isinstance(params, fusion.Pair):
+            return overflow.cause(params, self.model, self.program, tokens)
+        found = overflow.cause(params.student, self.model, self.program, tokens)
+        if found:
+            return found
+        assert self._spec.teacher is not None
+        found = overflow.cause(params.teacher, self._spec.teacher, self.program, tokens)
+        return f"in the teacher {found}" if found else ""
 
     # Prefill
 

@@ -31,3 +31,10 @@ def fused(student_mv: jax.Array, teacher_mv: jax.Array, alpha_m: jax.Array) -> j
     teacher_mv = teacher_mv[:, : student_mv.shape[1]]
     mixed_mv = alpha_m1 * teacher_mv + (1.0 - alpha_m1) * student_mv
     return jnp.where(alpha_m1 > 0, mixed_mv, student_mv)
+
+
+def without_teacher(state: Any) -> Any:
+    """Returns a decode state with the policy's pages alone."""
+    if not isinstance(state.cache, Pair):
+        return state
+    return dataclasses.replace(state, cache=state.cache.student)

@@ -132,7 +132,7 @@ def _prefill_scored_rows(spec: Spec, params, state, *rows_and_targets):
     """Prefills all rows and returns (state, log-probs of the targets [R,T], routes)."""
     *rows, targets_rt = rows_and_targets
     state, x_rtd, routes = _forward_rows(spec, params, state, *rows)
-    own = params if spec.teacher is None else params.student
+    own = params.student if isinstance(params, fusion.Pair) else params
     head, x_rtd = transformer.output_head(own, spec.program, x_rtd)
     logp_rt = token_logprob(
         head, x_rtd, targets_rt, jnp.ones(targets_rt.shape), LOGPROB_CHUNK, layout=spec.layout,
@@ -153,7 +153,7 @@ def _hidden(spec: Spec, params, tokens_bt, positions_bt, attend, kv) -> tuple:
     """Returns (hidden states of the policy, those of the teacher or None, caches, the policy's
     routes)."""
     rows = spec.program, tokens_bt, positions_bt, attend
-    if spec.teacher is None:
+    if not isinstance(params, fusion.Pair):
         x_btd, kv, routed = transformer.hidden(params, spec.model, *rows, kv, asked=_asked(spec))
         return x_btd, None, kv, routed
     x_btd, own, routed = transformer.hidden(
@@ -193,6 +193,8 @@ def _insert_rows(
 
     `seen` is (tokens [B,T], prompt lengths [B], lengths [B]): the tokens that penalties count.
     """
+    if not isinstance(state.cache, fusion.Pair) and isinstance(pools, fusion.Pair):
+        pools = pools.student
     new = dataclasses.replace(new, key=sampling.row_keys(seeds_b, hashes_b))
     if spec.num_penalised:
         penalties = new.penalties.seen(*seen, spec.num_penalised, spec.layout)
@@ -295,13 +297,14 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     each = lambda x: jnp.repeat(x, width, axis=0)
     sampling_m, student_mv = jax.tree.map(each, slots.rows), None
-    own = params if spec.teacher is None else params.student
+    own = params.student if isinstance(params, fusion.Pair) else params
     logits_mv = transformer.head_logits(own, spec.program, rows(x_btd))
     logits_mv = spec.inject(logits_mv, rows(position_bt + 1))
     if spec.teacher is not None:
-        teacher_mv = transformer.head_logits(params.teacher, spec.program, rows(theirs_btd))
         student_mv = logits_mv
-        logits_mv = fusion.fused(student_mv, teacher_mv, sampling_m.alpha)
+    if isinstance(params, fusion.Pair):
+        teacher_mv = transformer.head_logits(params.teacher, spec.program, rows(theirs_btd))
+        logits_mv = fusion.fused(logits_mv, teacher_mv, sampling_m.alpha)
     penalties_m = _penalties_along(spec.layout, slots.penalties, drafts_bg, is_live_bt)
     drawn_m = sampling.sample(
         logits_mv, sampling_m, each(slots.key), rows(position_bt + 1), spec.layout,

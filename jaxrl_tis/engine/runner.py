@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_tis.engine.fusion import Pair, without_teacher
 from jaxrl_tis.engine.protocol import (
     Chunk, EngineProtocol, Insertion, Prefilled, ResultTokens,
 )
@@ -20,6 +21,7 @@ class Runner:
       engine: see EngineProtocol.
       params: serving parameters.
       version: version of these parameters.
+      teacher: version -> serving parameters of the teacher, None without one.
       stats: where the seconds are counted.
 
     Attributes:
@@ -27,10 +29,20 @@ class Runner:
       state: the decode state; None before `start` and after `release_cache`.
     """
 
-    def __init__(self, engine: EngineProtocol, params: Any, version: int, stats: Stats):
-        self._engine, self._stats = engine, stats
-        self.params, self.version = params, version
+    def __init__(
+        self, engine: EngineProtocol, params: Any, version: int, stats: Stats,
+        teacher: Callable[[int], Any] = lambda version: None,
+    ):
+        self._engine, self._stats, self._teacher = engine, stats, teacher
         self.state: Any = None
+        self.set_params(params, version)
+
+    def set_params(self, params: Any, version: int) -> None:
+        """Takes weights, with those of the teacher as long as there is one."""
+        self.version, teacher = version, self._teacher(version)
+        self.params = params if teacher is None else Pair(params, teacher)
+        if teacher is None and self.state is not None:
+            self.state = without_teacher(self.state)
 
     def start(self) -> None:
         """Allocates the decode state if there is none. RuntimeError without weights."""
@@ -38,6 +50,8 @@ class Runner:
             raise RuntimeError("the sampler has no weights since it slept; call set_params first")
         if self.state is None:
             self.state = self._engine.init_state()
+            if not isinstance(self.params, Pair):
+                self.state = without_teacher(self.state)
 
     def release_cache(self) -> None:
         """Frees the memory of slots and pages."""

@@ -101,6 +101,8 @@ class Scheduler:
       decode: tokens -> text, for requests with stop strings. Runs in a thread of its own.
       async_scheduling: read the tokens of a call after the next one has been sent off. Has no
         effect with drafts or retention, which depend on the tokens.
+      teacher: version of the weights -> serving parameters of the teacher whose logits are mixed in,
+        None without one.
     """
 
     def __init__(
@@ -109,6 +111,7 @@ class Scheduler:
         max_pending: int | None = None, prefill_calls: int = 4, preempt_after: int = 0,
         retention: KVEviction | None = None, keeps_pages: bool = True, drafts: Drafts | None = None,
         decode: Callable[[np.ndarray], str] | None = None, async_scheduling: bool = False,
+        teacher: Callable[[int], Any] = lambda version: None,
     ):
         self.stats = Stats()
         self._engine = engine
@@ -120,7 +123,7 @@ class Scheduler:
         self._blocks = BlockManager(
             engine, self._waiting, self.stats, preempt_after, retention, keeps_pages
         )
-        self._runner = Runner(engine, params, version, self.stats)
+        self._runner = Runner(engine, params, version, self.stats, teacher)
         self._routes = PageRoutes(engine.shards, engine.page_size)
         self._prefiller = Prefiller(
             engine, self._runner, self._blocks.prefixes, self.stats, self._routes
@@ -217,7 +220,7 @@ class Scheduler:
         """Replaces the weights of all tokens sampled from now on. Running sequences keep the keys
         that older weights wrote (`kv_version` says so). Prompts that wait for their prefill are
         filled anew, in other pages where running sequences may read the old ones."""
-        self._runner.params, self._runner.version = params, version
+        self._runner.set_params(params, version)
         self.forget_pages()
         self._drafts.forget()
 

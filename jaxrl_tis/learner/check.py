@@ -20,7 +20,7 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
     """Yields a sentence for each problem of the methods `c` of config.correction."""
     yield from _batch(c, config)
     yield from _routing(c, config)
-    yield from _weight(c)
+    yield from _weight(c, bool(config.rollout.teacher))
     yield from _rejected(c)
     yield from _kl(c)
     yield from _sampler_kl(c)
@@ -207,13 +207,13 @@ def _is_whole(config) -> bool:
     return is_one_update and train.microbatch_rows * per_row >= rollout.prompts * rollout.group_size
 
 
-def _weight(c: Correction):
+def _weight(c: Correction, has_teacher: bool):
     """Finds an objective that must not be weighted, and weights and masks of levels that contradict."""
     weight, objective = c.weight[0], c.objective[0]
-    if methods.traits("objective", objective).of_mixture:
+    if methods.traits("objective", objective).of_mixture and not has_teacher:
         yield (
-            f"objective {objective!r} is of samples that a teacher and the policy draw together, and no "
-            "teacher takes part in a run; choose another objective"
+            f"objective {objective!r} is of samples that a teacher and the policy draw together, and "
+            "rollout.teacher is empty; name a teacher, or choose another objective"
         )
     if c.is_bypassed and methods.traits("objective", objective).weighs_itself:
         yield (

@@ -186,7 +186,9 @@ class AsyncBookkeeping:
     def _make_requests(self, entry: Entry) -> None:
         group, batch = entry.number, self.controller.batch
         name = f"{group // batch + 1}/0/{group % batch}"
-        requests = self._groups.requests(entry.prompt, name, self._schedule.redundant)
+        requests = self._groups.requests(
+            entry.prompt, name, group // batch, self._schedule.redundant
+        )
         self._requests |= {(group, i): request for i, request in enumerate(requests)}
 
     # Rewards
@@ -236,6 +238,7 @@ class AsyncBookkeeping:
         for entry in entries:
             check_versions(entry, self.controller.version or 0, self._schedule.staleness)
             self._forget(entry.number)
+            self._groups.learned(self._samples(entry))
         return entries
 
     def samples(self, entries: list[Entry]) -> list[Sample]:
@@ -339,6 +342,7 @@ class AsyncBookkeeping:
         return {
             "replay": [] if buffer is None else buffer.get_state(serialize.written),
             "batches": self._batches.get_state(), "examples": self._examples,
+            "groups": self._groups.get_state(),
             "controller": controller,
             "queue": [serialize.written(entry) for entry in entries],
             "counts": [
@@ -352,6 +356,7 @@ class AsyncBookkeeping:
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._batches.set_state(state["batches"])
+        self._groups.set_state(state.get("groups", {}))
         self._examples = state["examples"]
         counts, since, failed = state["counts"]
         self._failed |= failed

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import ml_collections
 
 from jaxrl_tis.engine.check import is_filtered
-from jaxrl_tis.rollouts import replay, schedules
+from jaxrl_tis.rollouts import replay, schedules, teaching
 from jaxrl_tis.runtime import addresses
 
 DRIVERS = ("virtual", "threads", "ray", "external")
@@ -32,6 +32,7 @@ def rollout_problems(
     yield from _numbers(rollout)
     yield from _budget(rollout, schedule)
     yield from _driver(config, rollout)
+    yield from _teacher(config)
     yield from _queue(rollout, schedule)
     yield from _idle(rollout) if schedule.is_sync else _ahead(config, schedule)
 
@@ -129,6 +130,25 @@ def _of_own_engine(config) -> Iterator[str]:
         yield (
             f"rollout.gap_probe_every with rollout.old_logp_source = {config.rollout.old_logp_source!r} "
             "samples by the engine of this program, and rollout.driver is 'external'; set it to 0"
+        )
+
+
+def _teacher(config) -> Iterator[str]:
+    rollout = config.rollout
+    try:
+        teaching.parse(rollout.alpha)
+    except ValueError as error:
+        yield f"rollout.{error}"
+    if rollout.teacher and rollout.driver == "external":
+        yield (
+            f"rollout.teacher = {rollout.teacher!r} is mixed in by the engine of this program, and "
+            "rollout.driver is 'external'; leave it out, or choose another driver"
+        )
+    if not rollout.teacher and (rollout.alpha, config.engine.teacher_quantization) != ("linear", "none"):
+        yield (
+            f"rollout.alpha = {rollout.alpha!r} and engine.teacher_quantization = "
+            f"{config.engine.teacher_quantization!r} are of a teacher, and rollout.teacher is empty; name "
+            "one, or leave them out"
         )
 
 

@@ -13,8 +13,10 @@ from jaxrl_tis.data.rewards import SCORE, RewardWorker, Scored, soft_overlong_pe
 from jaxrl_tis.data.signatures import LARGEST
 from jaxrl_tis.data.tokenizer import Tokenizer
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
+from jaxrl_tis.rollouts import teaching
 from jaxrl_tis.rollouts.episodes import FAULTS
 from jaxrl_tis.rollouts.prompts import Prompter
+from jaxrl_tis.rollouts.teaching import Difficulty
 
 OF_OUTCOMES = {outcome: fault for fault, outcome in FAULTS.items()}
 
@@ -164,6 +166,8 @@ class Groups:
         tokenizer, rollout = prompter.tokenizer, config.rollout
         sampling = sampling_params(config, tokenizer, rollout.temperature, is_filtered=True)
         greedy = sampling_params(config, tokenizer, 0.0, is_filtered=False)
+        self._alpha = teaching.parse(rollout.alpha) if rollout.teacher else None
+        self._difficulty = Difficulty(self._alpha.difficulty if self._alpha else "")
         self._samplings = [sampling] * rollout.group_size + [greedy] * with_greedy
 
     @property
@@ -171,13 +175,20 @@ class Groups:
         """The number of requests of a group."""
         return len(self._samplings)
 
-    def requests(self, example: dict[str, str], name: str, redundant: int = 0) -> list[Request]:
-        """Returns the requests of an example, including redundant ones. `name` is unique to the
-        group in a run and determines the sampling noise."""
-        ids = self._prompter.ids(example)
+    def requests(
+        self, example: dict[str, str], name: str, step: int, redundant: int = 0
+    ) -> list[Request]:
+        """Returns the requests of an example, including redundant ones. `name` is unique to the group in a
+        run and determines the sampling noise; `step` counts the batches before the group's."""
+        ids, samplings = self._prompter.ids(example), self._samplings
+        if self._alpha is not None and (alpha := self._alpha.at(step)):
+            alpha *= self._difficulty.of(example)
+            mixed = dataclasses.replace(samplings[0], alpha=alpha)
+            size = self._config.rollout.group_size
+            samplings = [mixed] * size + samplings[size:]
         return [
             request(self._config, f"{name}/{example['id']}/{g}", ids, sampling, example)
-            for g, sampling in enumerate(self._samplings + self._samplings[:1] * redundant)
+            for g, sampling in enumerate(samplings + samplings[:1] * redundant)
         ]
 
     def rewarded(
@@ -208,6 +219,17 @@ class Groups:
         if not self._with_greedy:
             return samples
         return [dataclasses.replace(s, greedy_reward=samples[-1].reward) for s in samples[:-1]]
+
+    def learned(self, samples: Sequence[Sample]) -> None:
+        """Takes the rewards of a group that is trained on: the prompt's difficulty follows them."""
+        self._difficulty.add(str(samples[0].example["id"]), [s.reward for s in samples])
+
+    def get_state(self) -> dict[str, Any]:
+        """Returns what the requests to come depend on; {} where on nothing."""
+        return self._difficulty.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._difficulty.set_state(state)
 
     @property
     def counts(self) -> dict[str, int]:

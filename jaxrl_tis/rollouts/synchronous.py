@@ -27,11 +27,11 @@ class SyncSource:
         self._timer, self._heartbeat = parts.timer, parts.heartbeat
         self._serving_params, self._start, self._sleeps = parts.serving_params, start, sleeps
         self._scheduler: Any = None
-        self._published: tuple[int | None, dict[str, Any]] = None, {}
+        self._published: tuple[int | None, dict[str, Any]] = None, {}  # version, state before it
         self._metrics: dict[str, float] = {}
 
     def publish(self, params: Any, version: int) -> bool:
-        self._published = version, self._batches.get_state()
+        self._published = version, self._state()
         serving = jax.block_until_ready(self._serving_params(params, version))
         if self._scheduler is None:
             self._scheduler = self._start(serving, version)
@@ -64,6 +64,8 @@ class SyncSource:
         self._metrics = metrics | engine_metrics(self._config.engine, scheduler.stats.since(before))
         if self._sleeps:
             scheduler.sleep()
+        for group in chosen:
+            self._groups.learned(group)
         yield [
             dataclasses.replace(sample, group=index)
             for index, group in enumerate(chosen) for sample in group
@@ -82,12 +84,16 @@ class SyncSource:
             self._scheduler.release_cache()
 
     def get_state(self, version: int) -> dict[str, Any]:
-        at, batches = self._published
+        at, before = self._published
         # An abandoned step starts again.
-        return {"batches": batches if version == at else self._batches.get_state()}
+        return before if version == at else self._state()
+
+    def _state(self) -> dict[str, Any]:
+        return {"batches": self._batches.get_state(), "groups": self._groups.get_state()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self._batches.set_state(state["batches"])
+        self._groups.set_state(state.get("groups", {}))
 
     def sync_digest(self) -> dict[str, Any]:
         digest = {} if self._scheduler is None else self._scheduler.sync_digest()
@@ -103,7 +109,7 @@ class SyncSource:
             examples = self._batches.next_whole()
         requests = [
             request for i, example in enumerate(examples)
-            for request in self._groups.requests(example, f"{tag[0]}/{tag[1]}/{i}")
+            for request in self._groups.requests(example, f"{tag[0]}/{tag[1]}/{i}", tag[0] - 1)
         ]
         with self._timer("rollout"):
             trajectories = generate(self._scheduler, requests, heartbeat=self._heartbeat)
