@@ -76,8 +76,8 @@ def long_tailed(setup):
     most = setup.config.rollout.max_new_tokens
 
     class LongTailed(Groups):
-        def requests(self, example, name, redundant=0):
-            return [self._cut(r) for r in super().requests(example, name, redundant)]
+        def requests(self, example, name, step, redundant=0):
+            return [self._cut(r) for r in super().requests(example, name, step, redundant)]
 
         def _cut(self, request):
             source = np.random.default_rng(zlib.crc32(request.id.encode()))

@@ -185,7 +185,7 @@ def get_config() -> ConfigDict:
     c.rollout.snapshot_gib = 16.0  # most host memory of the snapshots of all processes, GiB
     # Largest staleness of a replayed token in versions. 0: 4 more than the schedule's bound.
     c.rollout.max_age = 0
-    # Teacher whose logits are mixed into the sampler's (docs/fusion.md): a folder, a .gguf file or
+    # Teacher whose logits are mixed into the sampler's (docs/engine.md#a-teacher): a folder, a .gguf file or
     # hf://OWNER/NAME with the policy's tokenizer. "": none.
     c.rollout.teacher = ""
     # Weight of the teacher's logits: linear or cosine(start=0.5, steps=1000, difficulty=""), 0 after

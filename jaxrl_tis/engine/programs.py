@@ -156,6 +156,7 @@ def _hidden(spec: Spec, params, tokens_bt, positions_bt, attend, kv) -> tuple:
     if not isinstance(params, fusion.Pair):
         x_btd, kv, routed = transformer.hidden(params, spec.model, *rows, kv, asked=_asked(spec))
         return x_btd, None, kv, routed
+    assert spec.teacher is not None
     x_btd, own, routed = transformer.hidden(
         params.student, spec.model, *rows, kv.student, asked=_asked(spec)
     )

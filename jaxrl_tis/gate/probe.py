@@ -31,15 +31,17 @@ def split(
       release_cache: frees the KV cache of the rollouts, before a fresh batch.
       heartbeat: called while a fresh batch is sampled and scored.
     """
-    scored = scored_tokens(rows)
-    gap = lambda after, before: ladder.gap(rows[after], rows[before], scored)
-    parts = {"total": gap("logp_prox", "logp_behav")}
+    scored, sampler = scored_tokens(rows), rows["logp_behav"]
+    if "logp_student" in rows:  # a teacher's part is no gap
+        sampler = rows["logp_student"][..., 0]
+    gap = lambda after, before: ladder.gap(rows[after], before, scored)
+    parts = {"total": gap("logp_prox", sampler)}
     if setup.training.approximates_old_logp:
         release_cache()  # there is room for one
         fresh = report.measure(setup, params, setup.config.rollout.prompts, heartbeat)
         return parts | {"engine": fresh["total"]}
     return parts | {
-        "engine": gap("logp_old", "logp_behav"), "staleness": gap("logp_prox", "logp_old")
+        "engine": gap("logp_old", sampler), "staleness": gap("logp_prox", rows["logp_old"])
     }
 
 

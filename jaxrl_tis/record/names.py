@@ -199,6 +199,8 @@ MISMATCH = (
            "Mean size of π_old − μ, π_prox − π_old, π − π_prox, and of their sum."),
     Metric("mismatch/{engine,staleness,trust_region,product}/log_ratio_part", "nats²",
            "Mean of a factor times the sum; they add up to the mean square of the sum."),
+    Metric("mismatch/mixing/{log_ratio_abs_mean,log_ratio_part}", "its own",
+           "The same of a teacher's part, log-prob of the policy in the sampler minus μ."),
     Metric("mismatch/{engine,staleness,trust_region}/share", "share",
            "Part of the mean squared log-ratio that a factor explains."),
     Metric("mismatch/route_flip_expert", "share",

@@ -27,9 +27,19 @@ def test_sampling_parameters():
 def test_a_greedy_answer_is_the_baseline_of_its_group_and_no_sample():
     config = fields(rollout__top_k=5, rollout__temperature=0.7)
     source = sync_source(config, lambda text, _: float(text), with_greedy=True)
-    requests = source._groups.requests({"prompt": "1+1=", "id": "0"}, "a group", redundant=1)
+    requests = source._groups.requests({"prompt": "1+1=", "id": "0"}, "a group", 0, redundant=1)
     assert [r.sampling.temperature for r in requests] == [0.7, 0.7, 0.7, 0.0, 0.7]
     assert [r.sampling.top_k for r in requests] == [5, 5, 5, 0, 5]
+    mixed = fields(rollout__teacher="t", rollout__alpha="linear(start=0.4, steps=8, difficulty=reward)")
+    taught = sync_source(mixed, lambda text, _: float(text) / 2, with_greedy=True)
+    example = {"prompt": "1+1=", "id": "0"}
+    alphas = lambda step: [r.sampling.alpha for r in taught._groups.requests(example, "g", step, redundant=1)]
+    assert alphas(6) == pytest.approx([0.1, 0.1, 0.1, 0, 0.1]) and alphas(8) == [0] * 5
+    taught._groups.learned(taught._groups.samples([example] * 2, [
+        FakeScheduler()._trajectory(Request(f"{i}", np.array([3]), 0, SamplingParams())) for i in range(2)
+    ]))
+    before = taught._groups.get_state()
+    assert before == {"0": [pytest.approx(0.25)]} and alphas(6)[0] == pytest.approx(0.075)
     samples, _ = next_batch(source, 1)
     assert [s.reward for s in samples] == [0, 1, 2] * 2
     assert [s.greedy_reward for s in samples] == [3] * 6
@@ -104,7 +114,7 @@ def test_a_failed_sample_stays_in_its_group():
     examples = [{"prompt": "1+1=", "id": "a"}, {"prompt": "1+2=", "id": "b"}]
     trajectories = [
         FakeScheduler()._trajectory(request)
-        for example in examples for request in groups.requests(example, example["id"])
+        for example in examples for request in groups.requests(example, example["id"], 0)
     ]
     scored = [Scored(float(i), {}) for i in range(len(trajectories))]
     scored[1] = Scored(math.nan, {}, is_failed=True)
