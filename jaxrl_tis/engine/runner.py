@@ -41,7 +41,11 @@ class Runner:
         """Takes weights, with those of the teacher as long as there is one."""
         self.version, teacher = version, self._teacher(version)
         self.params = params if teacher is None else Pair(params, teacher)
-        if teacher is None and self.state is not None:
+        self._drop_pages_of_teacher()
+
+    def _drop_pages_of_teacher(self) -> None:
+        has_pages = self._engine.num_teachers and self.state is not None
+        if has_pages and not isinstance(self.params, Pair):
             self.state = without_teacher(self.state)
 
     def start(self) -> None:
@@ -50,8 +54,7 @@ class Runner:
             raise RuntimeError("the sampler has no weights since it slept; call set_params first")
         if self.state is None:
             self.state = self._engine.init_state()
-            if not isinstance(self.params, Pair):
-                self.state = without_teacher(self.state)
+            self._drop_pages_of_teacher()
 
     def release_cache(self) -> None:
         """Frees the memory of slots and pages."""

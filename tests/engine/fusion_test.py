@@ -45,9 +45,10 @@ def parameters():
     return weights.drawn(STUDENT, seed=1), weights.drawn(TEACHER, seed=2)
 
 
-def engine(teacher=TEACHER, **fields):
-    sizes = dict(slots=4, max_length=24, steps=2, prefill_batch=4, page_size=4, num_kept=6)
-    return Engine(STUDENT, EngineConfig(**sizes | fields), teacher=teacher)
+@functools.cache
+def engine(teacher=TEACHER):
+    sizes = dict(slots=16, max_length=24, steps=2, prefill_batch=4, page_size=4, num_kept=6)
+    return Engine(STUDENT, EngineConfig(**sizes), teacher=teacher)
 
 
 def sampled(serving, requests):
@@ -122,6 +123,7 @@ def test_records_are_those_of_both_models_run_apart():
         assert sampling.alpha * sampling.temperature == 0 or np.abs(t.logp_behav - t.logp_student[:, 0]).max() > 0.01
 
 
+@pytest.mark.all
 def test_without_alpha_every_bit_is_that_of_an_engine_without_a_teacher():
     own = {"own": KINDS["own"], "filtered": dataclasses.replace(KINDS["filtered"], alpha=0.0)}
     with_teacher = sampled(engine(), requests(own))
@@ -137,7 +139,7 @@ def test_draws_have_the_fused_distribution():
     kind = SamplingParams(alpha=0.5, max_tokens=1)
     prompt = np.array([*COMMON, 11, 2])
     many = [Request(f"r{i}", prompt, i, kind) for i in range(2000)]
-    found = sampled(engine(slots=64, prefill_batch=4, num_kept=0), many)
+    found = sampled(engine(), many)
     counts = np.bincount([t.tokens[0] for t in found.values()], minlength=STUDENT.vocab_size)
     own, theirs = apart(found["r0"])
     p = softmax((own[0] + theirs[0]) / 2)

@@ -132,7 +132,7 @@ def test_given_tokens_follow_the_record():
         "stop", 11, 17, "int8", 0.5, kv_version=ints(2, 3), segment=ints(0, 1),
         logits=floats([-1, -2], [-3, -4]), top_ids=ints([3], [9]), top_logps=floats([-1], [-2]),
         kept=ints([3, -1], [3, 9]), routes=np.ones((3, 1, 1), np.uint8), rerouted=ints(1, 0),
-        prompt_logps=floats(np.nan, -1),
+        prompt_logps=floats(np.nan, -1), logp_student=floats([-1], [-4]),
     )
     first, before = extended(record, [8, 7]), dataclasses.asdict(record)
     whole = {
@@ -142,6 +142,7 @@ def test_given_tokens_follow_the_record():
         "mask": np.array([True, True, False, False]), "turn": ints(0, 0, 1, 1),
         "logits": floats([-1, -2], [-3, -4], [0, 0], [0, 0]), "top_ids": ints([3], [9], [-1], [-1]),
         "top_logps": floats([-1], [-2], [0], [0]),
+        "logp_student": floats([-1], [-4], [0], [0]),
         "kept": ints([3, -1], [3, 9], [-1, -1], [-1, -1]), "stop_reason": "abort",
     }
     for name, value in (before | whole).items():

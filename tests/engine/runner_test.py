@@ -9,7 +9,7 @@ from jaxrl_tis.engine.stats import Stats
 
 
 def made(stats=None):
-    engine = mock.Mock()
+    engine = mock.Mock(num_teachers=0)
     engine.init_state.side_effect = ["first", "second"]
     return engine, runner.Runner(engine, "weights", 3, stats or Stats())
 

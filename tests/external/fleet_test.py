@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.external import canary
 from jaxrl_tis.external.client import Client, EngineError
 from jaxrl_tis.external.protocol import Facts
 from jaxrl_tis.external.vllm import Vllm
@@ -110,7 +111,7 @@ def test_what_samples_from_other_weights_is_found_in_words(tmp_path, url):
         load = Vllm.load
         with (
             mock.patch.object(Vllm, "load", lambda self, path, v: load(self, str(copy), v)),
-            pytest.raises(MismatchError, match=r"(?s)bound 0.0003, at the first sync .*Likely keys"),
+            pytest.raises(MismatchError, match=rf"(?s)bound {canary.FLOOR}, at the first sync .*Likely keys"),
         ):
             scheduler.set_params(fleet.serving_params(part, 2), 2)
         # It comes back in another mode, whose log-probs are the same at temperature 1.

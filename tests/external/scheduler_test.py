@@ -16,7 +16,7 @@ from jaxrl_tis.external.scheduler import ExternalScheduler, Member
 
 ENGINE = types.SimpleNamespace(
     slots=2, max_length=64, vocab_size=50, max_stop_ids=4, num_penalised=0, top_n=0, quant_id="none",
-    num_logits=0, num_kept=0, route_shape=(0, 0), num_experts=0,
+    num_logits=0, num_kept=0, num_teachers=0, route_shape=(0, 0), num_experts=0,
 )
 
 

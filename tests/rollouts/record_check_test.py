@@ -14,7 +14,7 @@ from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, cut
 from jaxrl_tis.rollouts.record_check import EMPTY, malformed, problem
 
 ENGINE = types.SimpleNamespace(
-    vocab_size=10, quant_id="int8", num_logits=0, top_n=2, num_kept=0, route_shape=(0, 0),
+    vocab_size=10, quant_id="int8", num_logits=0, top_n=2, num_kept=0, num_teachers=0, route_shape=(0, 0),
     num_experts=0,
 )
 OLDEST, NEWEST = 3, 5  # versions that may have sampled the tokens
@@ -28,7 +28,7 @@ RECORD = Trajectory(
     stop_reason="stop", seed=11, request=REQUEST.hash, quant_id="int8", temperature=0.5,
     kv_version=ints(3, 3, 4), segment=ints(0, 0, 1), logits=np.zeros((3, 0), np.float32),
     top_ids=np.zeros((3, 2), np.int32), top_logps=np.zeros((3, 2), np.float32),
-    kept=np.zeros((3, 0), np.int32),
+    kept=np.zeros((3, 0), np.int32), logp_student=np.zeros((3, 0), np.float32),
 )
 
 
@@ -141,6 +141,7 @@ EPISODE = changed(
     logp_raw=floats(-1, -1, 0, 0, -1, -1), entropy=floats(1, 1, 0, 0, 1, 1),
     logits=np.zeros((6, 0), np.float32), top_ids=np.zeros((6, 2), np.int32),
     top_logps=np.zeros((6, 2), np.float32), kept=np.zeros((6, 0), np.int32),
+    logp_student=np.zeros((6, 0), np.float32),
     outcome="done", turn_rewards=floats(np.nan, 0.5), metrics={"tries": 2.0},
 )
 
@@ -247,7 +248,7 @@ def test_routes_end_before_given_tokens():
     cut = {
         name: getattr(EPISODE, name)[:4] for name in (
             "turn", "version", "kv_version", "segment", "logp_behav", "logp_raw", "entropy",
-            "logits", "top_ids", "top_logps", "kept",
+            "logits", "top_ids", "top_logps", "kept", "logp_student",
         )
     }
     for rows, sentence in ((3, None), (4, None), (5, "routes has 5 rows for 4 tokens")):
