@@ -32,6 +32,7 @@ import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from safetensors import numpy as safetensors
 
@@ -179,13 +180,18 @@ def measured(
     log_ratio = np.where(mask, np.float64(logp) - behav, 0.0)
     found = ladder.gap(logp, behav, mask)
     found["d_seq_mean"] = float(np.abs(log_ratio.sum(axis=1)).mean())
-    buckets = attribution.entropy_metrics(logp, behav, entropy, mask)
-    buckets |= attribution.position_metrics(logp, behav, mask)
+    buckets = _buckets(logp, behav, entropy, mask)
     for name, value in buckets.items():
         bucket, _, measure = name.removeprefix("mismatch/").partition("/")
         if measure in MEASURES and buckets[f"mismatch/{bucket}/token_fraction"] > 0:
             found[f"{bucket}/{measure}"] = float(value)
     return found
+
+
+@jax.jit
+def _buckets(logp, behav, entropy, mask):
+    by_entropy = attribution.entropy_metrics(logp, behav, entropy, mask)
+    return by_entropy | attribution.position_metrics(logp, behav, mask)
 
 
 def difference(pairs: Sequence[tuple[Mapping[Any, float], Mapping[Any, float]]]) -> dict[str, float]:
