@@ -17,6 +17,7 @@ from jaxrl_tis.external import canary
 from jaxrl_tis.external.client import Client, EngineError
 from jaxrl_tis.external.protocol import Facts
 from jaxrl_tis.external.vllm import Vllm
+from jaxrl_tis.external.weights import KEPT
 from jaxrl_tis.runtime.cli import MismatchError
 from jaxrl_tis.learner.state import initial_policy
 from jaxrl_tis.models import transformer
@@ -87,7 +88,7 @@ def test_an_engine_samples_from_each_version_that_it_is_given(tmp_path, url):
                 assert set(t.version.tolist()) == {version} and len(t.tokens) == 3
                 np.testing.assert_allclose(t.logp_behav, expected(params, made, t), atol=2e-5)
     kept = sorted(p.name for p in (tmp_path / "weights").iterdir() if p.is_dir())
-    assert kept == ["version-4", "version-5"]
+    assert kept == ["version-4", "version-5"] and len(kept) == KEPT
     assert fleet.serving_params(policies[5], 5) is fleet.serving_params(policies[5], 5)
 
 
