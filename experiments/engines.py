@@ -12,9 +12,10 @@ learner, between two log-probs by the same sampler:
 Then runs of `configs/fig_engines.py` train with each. `./launch/figures.sh engines` does all of it, on
 CPUs without AVX-512 and AMX for hours. vLLM has float8 weights and a float8 cache on others alone.
 
-Example:
+Examples:
 
     python -m experiments.engines .venv-vllm
+    python -m experiments.engines .venv-vllm new/figures
 """
 
 import contextlib
