@@ -149,6 +149,7 @@ WAYS: dict[str, Way] = {
     r"python -m jaxrl_tis\.sweep .*--launch": Way(),
     r"python -m jaxrl_tis\.sweep": Way("--dry_run"),  # sweep_test.py runs a small one
     # Studies.
+    r"python -m experiments\.engines": help_for("needs vLLM, and hours"),
     r"python -m experiments\.figures router_noise_trained": help_for(
         "computes for many minutes; its test computes a small part"
     ),
