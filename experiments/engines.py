@@ -20,6 +20,7 @@ Examples:
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -225,6 +226,7 @@ def next_tokens(kind: Kind, name: str, requests: Sequence[Request]) -> list[dict
     return [likely(ask(r)) for r in requests]
 
 
+@functools.cache
 def learner(dtype: str) -> Setup:
     """Returns the run whose learner has this dtype."""
     config = cli_flags.parsed([f"--config={CONFIG}"])
@@ -248,7 +250,8 @@ def line_of(sampler: str, form: str, venv: str, port: int) -> Line:
     kind = fleet.connect(url, "vllm", setup.config.rollout)
     log = WORK / f"{sampler}-{form}.log"
     with serving(command(sampler, form, 0, venv, port), url, log):
-        facts = dataclasses.asdict(kind.facts()) | dataclasses.asdict(kind.numerics())
+        kind.facts()  # whose model requests name
+        program = kind.numerics().program
         ask = engine.Sampler(setup, url, kind, None).ask
         answers = ask("run", wanted, AT_ONCE)
         repeated, alone = ask("repeat", again, AT_ONCE), ask("alone", again, 1)
@@ -269,7 +272,7 @@ def line_of(sampler: str, form: str, venv: str, port: int) -> Line:
         gap[dtype] = scored(other, initial_policy(other.training), rows)
     return {
         "sampler": sampler, "format": form, "sequences": len(answers),
-        "tokens": int(rows["mask"].sum()), "program": facts["program"], "gap": gap,
+        "tokens": int(rows["mask"].sum()), "program": program, "gap": gap,
         "conditions": {name: difference(of) for name, of in pairs.items()},
     }
 

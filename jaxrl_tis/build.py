@@ -64,16 +64,14 @@ class Sampling:
     engines: tuple[Engine, ...]
 
     @functools.cached_property
-    def _teachers(self) -> dict[int, Teacher]:
-        """The teacher as each of `engines` serves it, by the engine's id."""
+    def _teachers(self) -> dict[Engine, Teacher]:
+        """The teacher as each of `engines` serves it."""
         rollout = self.config.rollout
         if not rollout.teacher:
             return {}
         load = lambda engine: engine.load_teacher(models.load(rollout.teacher)[1])
-        return {
-            id(engine): Teacher(teaching.parse(rollout.alpha), functools.partial(load, engine))
-            for engine in self.engines
-        }
+        alpha = teaching.parse(rollout.alpha)
+        return {engine: Teacher(alpha, functools.partial(load, engine)) for engine in self.engines}
 
     @property
     def engine(self) -> Engine:
@@ -110,8 +108,7 @@ class Sampling:
         fields |= {f"model.{name}": str(value) for name, value in model.items()}
         fields |= {f"engine.{name}": str(value) for name, value in engine.items()}
         size = self.tokenizer.vocab_size
-        texts = [self.tokenizer.decode([i]) for i in range(0, size, 1 + size // PROBED)]
-        shown = repr((texts, size, self.tokenizer.eos_ids)).encode()
+        shown = repr((_texts(self.tokenizer, size), size, self.tokenizer.eos_ids)).encode()
         return fields | {"tokenizer": hashlib.sha256(shown).hexdigest()[:16]}
 
     def serving_params(self, params: Any, version: int) -> Any:
@@ -210,7 +207,7 @@ class Sampling:
         retention = self.retention if engine is self.engine else None
         if config.max_draft:
             drafts = Drafts(engine.slots, config.max_draft, config.free_batch_rows)
-        if (teacher := self._teachers.get(id(engine))) is not None:
+        if (teacher := self._teachers.get(engine)) is not None:
             options = {"teacher": teacher} | options
         return Scheduler(
             engine, params, version, policy=POLICIES[config.policy](),
@@ -342,6 +339,11 @@ def _read(config: ml_collections.ConfigDict) -> tuple[ModelConfig, Any]:
     return model, tokenizer
 
 
+def _texts(tokenizer: Any, size: int) -> list[str]:
+    """Returns the texts of about PROBED of the first `size` token ids, by which tokenizers are told apart."""
+    return [tokenizer.decode([i]) for i in range(0, size, 1 + size // PROBED)]
+
+
 def _teacher_model(
     config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Any
 ) -> ModelConfig | None:
@@ -355,8 +357,8 @@ def _teacher_model(
             f"rollout.teacher = {path!r} has {teacher.vocab_size} token ids and the policy "
             f"{model.vocab_size}; name a teacher with the policy's tokenizer"
         )
-    shown = lambda tokenizer: [tokenizer.decode([i]) for i in range(min(len(tokenizer.ids), PROBED))]
-    if len(theirs.ids) != len(tokenizer.ids) or shown(theirs) != shown(tokenizer):
+    size = len(tokenizer.ids)
+    if len(theirs.ids) != size or _texts(theirs, size) != _texts(tokenizer, size):
         raise ValueError(
             f"rollout.teacher = {path!r} has another tokenizer than the policy; name a teacher with the "
             "policy's tokenizer"

@@ -5,6 +5,8 @@ of `drift_metrics` may be packed.
 """
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 
@@ -18,7 +20,7 @@ Metrics = dict[str, jax.Array]
 NUM_TURNS = 8  # metrics by turn; later turns join the last
 
 
-def sampler_logp(batch: Batch) -> jax.Array:
+def sampler_logp(batch: Mapping[str, Any]) -> Any:
     """Returns the sampler's log-probs [B,T] of the policy alone: without a teacher, what it drew from."""
     if "logp_student" in batch:
         return batch["logp_student"][..., 0]

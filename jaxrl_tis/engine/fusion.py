@@ -33,8 +33,11 @@ def fused(student_mv: jax.Array, teacher_mv: jax.Array, alpha_m: jax.Array) -> j
     return jnp.where(alpha_m1 > 0, mixed_mv, student_mv)
 
 
+def of_policy(tree: Any) -> Any:
+    """Returns the policy's part of parameters or pages, which is all of them without a teacher."""
+    return tree.student if isinstance(tree, Pair) else tree
+
+
 def without_teacher(state: Any) -> Any:
     """Returns a decode state with the policy's pages alone."""
-    if not isinstance(state.cache, Pair):
-        return state
-    return dataclasses.replace(state, cache=state.cache.student)
+    return dataclasses.replace(state, cache=of_policy(state.cache))

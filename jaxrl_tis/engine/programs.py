@@ -132,8 +132,7 @@ def _prefill_scored_rows(spec: Spec, params, state, *rows_and_targets):
     """Prefills all rows and returns (state, log-probs of the targets [R,T], routes)."""
     *rows, targets_rt = rows_and_targets
     state, x_rtd, routes = _forward_rows(spec, params, state, *rows)
-    own = params.student if isinstance(params, fusion.Pair) else params
-    head, x_rtd = transformer.output_head(own, spec.program, x_rtd)
+    head, x_rtd = transformer.output_head(fusion.of_policy(params), spec.program, x_rtd)
     logp_rt = token_logprob(
         head, x_rtd, targets_rt, jnp.ones(targets_rt.shape), LOGPROB_CHUNK, layout=spec.layout,
         numerics=spec.program.numerics,
@@ -194,8 +193,8 @@ def _insert_rows(
 
     `seen` is (tokens [B,T], prompt lengths [B], lengths [B]): the tokens that penalties count.
     """
-    if not isinstance(state.cache, fusion.Pair) and isinstance(pools, fusion.Pair):
-        pools = pools.student
+    if not isinstance(state.cache, fusion.Pair):
+        pools = fusion.of_policy(pools)
     new = dataclasses.replace(new, key=sampling.row_keys(seeds_b, hashes_b))
     if spec.num_penalised:
         penalties = new.penalties.seen(*seen, spec.num_penalised, spec.layout)
@@ -298,8 +297,7 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     each = lambda x: jnp.repeat(x, width, axis=0)
     sampling_m, student_mv = jax.tree.map(each, slots.rows), None
-    own = params.student if isinstance(params, fusion.Pair) else params
-    logits_mv = transformer.head_logits(own, spec.program, rows(x_btd))
+    logits_mv = transformer.head_logits(fusion.of_policy(params), spec.program, rows(x_btd))
     logits_mv = spec.inject(logits_mv, rows(position_bt + 1))
     if spec.teacher is not None:
         student_mv = logits_mv

@@ -11,31 +11,11 @@ clamped to +-20. It is the whole correction, so use weight "none". The losses ar
 afterwards the authors continue with PPO-clip.
 """
 
-import chex
-import jax
 import jax.numpy as jnp
 from chex import Array, Numeric
 
 from jaxrl_tis.estimators import ppo, ratios
 from jaxrl_tis.estimators.traits import Traits
-
-
-def fused_log_probs(logits: Array, logits_teacher: Array, alpha: Numeric) -> Array:
-    """log pi_mix [..., V] in nats, the normalised log of pi_teacher^alpha pi_student^(1 - alpha).
-
-    For a sampler that draws from it, once rollouts can be mixed with a teacher; the log-probs that
-    it records are then the `logp_behav` of the losses below.
-
-    Args:
-      logits: [..., V] finite logits of the student.
-      logits_teacher: [..., V or more] finite logits of the teacher; entries beyond V, where the
-        vocabularies differ in padding, are left out.
-      alpha: the teacher's share, a scalar in [0, 1].
-    """
-    logits, logits_teacher = ratios.as_float(logits), ratios.as_float(logits_teacher)
-    logits_teacher = logits_teacher[..., : logits.shape[-1]]
-    chex.assert_equal_shape([logits, logits_teacher])
-    return jax.nn.log_softmax(alpha * logits_teacher + (1.0 - alpha) * logits)
 
 
 @Traits(needs=("logp_behav",), of_mixture=True)

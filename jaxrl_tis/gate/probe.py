@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.build import Setup
+from jaxrl_tis.diagnostics.correction_metrics import sampler_logp
 from jaxrl_tis.gate import ladder, report
 from jaxrl_tis.learner.trainer import scored_tokens
 from jaxrl_tis.runtime import processes
@@ -31,9 +32,7 @@ def split(
       release_cache: frees the KV cache of the rollouts, before a fresh batch.
       heartbeat: called while a fresh batch is sampled and scored.
     """
-    scored, sampler = scored_tokens(rows), rows["logp_behav"]
-    if "logp_student" in rows:  # a teacher's part is no gap
-        sampler = rows["logp_student"][..., 0]
+    scored, sampler = scored_tokens(rows), sampler_logp(rows)
     gap = lambda after, before: ladder.gap(rows[after], before, scored)
     parts = {"total": gap("logp_prox", sampler)}
     if setup.training.approximates_old_logp:

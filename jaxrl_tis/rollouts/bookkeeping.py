@@ -238,12 +238,14 @@ class AsyncBookkeeping:
         for entry in entries:
             check_versions(entry, self.controller.version or 0, self._schedule.staleness)
             self._forget(entry.number)
-            self._groups.learned(self._samples(entry))
         return entries
 
     def samples(self, entries: list[Entry]) -> list[Sample]:
-        """Returns the samples of groups; groups are numbered in order of their start."""
-        return [sample for entry in entries for sample in self._samples(entry, entry.number)]
+        """Returns the samples of groups that were taken; groups are numbered in order of their start."""
+        groups = [self._samples(entry, entry.number) for entry in entries]
+        for group in groups:
+            self._groups.learned(group)
+        return [sample for group in groups for sample in group]
 
     def replayed(self) -> list[Sample]:
         """Stores the fresh groups of a batch for replay, and returns the batch's replayed samples

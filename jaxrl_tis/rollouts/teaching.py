@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from jaxrl_tis import choices
+from jaxrl_tis.data.examples import find
 
 LAST = 4  # groups of a prompt whose mean reward tells its difficulty
 REWARD = "reward"  # difficulty: one minus that mean reward
@@ -85,7 +86,7 @@ class Difficulty:
             means.append(sum(known) / len(known))
             del means[:-LAST]
 
-    def of(self, example: Mapping[str, Any]) -> float:
+    def of(self, example: dict[str, Any]) -> float:
         """Returns the difficulty of an example in [0, 1]; 1 for one without rewards so far. ValueError
         where the data has no such number."""
         if not self._name:
@@ -93,9 +94,7 @@ class Difficulty:
         if self._name == REWARD:
             means = self._rewards.get(str(example["id"]))
             return 1.0 if means is None else min(max(1.0 - sum(means) / len(means), 0.0), 1.0)
-        value: Any = example
-        for part in self._name.split("."):
-            value = value.get(part) if isinstance(value, Mapping) else None
+        value = find(example, self._name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise ValueError(
                 f"example {example.get('id')} has the difficulty {value!r} at {self._name!r}; give a "

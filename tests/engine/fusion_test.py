@@ -39,6 +39,9 @@ KINDS = {
 }
 
 
+mix = jax.jit(fusion.fused)
+
+
 @functools.cache
 def parameters():
     return weights.drawn(STUDENT, seed=1), weights.drawn(TEACHER, seed=2)
@@ -133,6 +136,25 @@ def test_without_alpha_every_bit_is_that_of_an_engine_without_a_teacher():
         for name in ("tokens", "logp_behav", "logp_raw", "entropy", "kept"):
             np.testing.assert_array_equal(getattr(t, name), getattr(with_teacher[id], name))
         assert t.logp_student.shape == (6, 0)
+
+
+def test_fused_policy_is_the_geometric_mixture():
+    rng = np.random.default_rng(0)
+    student, teacher = rng.normal(size=(2, 3, 5)).astype(np.float32)
+    p_student, p_teacher = softmax(student), softmax(teacher)
+    mixed = p_teacher**0.3 * p_student**0.7
+    actual = softmax(mix(student, teacher, np.full(3, 0.3, np.float32)))
+    np.testing.assert_allclose(actual, mixed / mixed.sum(-1, keepdims=True), rtol=1e-5)
+    for alpha, alone in ((0.0, p_student), (1.0, p_teacher)):
+        actual = softmax(mix(student, teacher, np.full(3, alpha, np.float32)))
+        np.testing.assert_allclose(actual, alone, rtol=1e-5)
+
+
+def test_a_larger_teacher_vocabulary_is_cut():
+    student, teacher = np.array([[0.0, 0.0]]), np.array([[0.0, np.log(4.0), 50.0]])
+    # alpha = 0.5 halves the teacher's log 4: odds 1 to 2.
+    actual = softmax(mix(student, teacher, np.array([0.5])))[0]
+    np.testing.assert_allclose(actual, [1 / 3, 2 / 3], rtol=1e-6)
 
 
 def test_draws_have_the_fused_distribution():
