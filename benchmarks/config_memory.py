@@ -19,10 +19,9 @@ from jax.experimental import topologies
 from ml_collections import config_flags
 
 from benchmarks import arguments
-from jaxrl_tis import build, cli_flags
+from jaxrl_tis import cli_flags
 from jaxrl_tis.aot import programs, report
-from jaxrl_tis.aot.work import device_bytes
-from jaxrl_tis.validate import validate
+from jaxrl_tis.sharding import device_bytes
 
 CONFIG = cli_flags.define_config()
 NAMES = flags.DEFINE_list(
@@ -69,14 +68,11 @@ def chosen_device() -> jax.Device:
 def main() -> None:
     path = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"]))
     config = CONFIG.value
-    choices, model = validate(config), programs.model_of(config, path.parent / "shapes")
-    if LAYERS.value is not None:
-        model = model.first_layers(LAYERS.value)
     device = chosen_device()
-    setup = build.assemble(config, choices, model, None, [device])
+    setup = programs.setup_for(config, path.parent / "shapes", [device], LAYERS.value)
     resident, available = programs.resident(setup), programs.programs(setup)
     line = "{:13} {:>10} {:>12} {:>10} {:>10}"
-    print(f"{config.name}, {model.num_layers} layers, {device.device_kind}, GiB")
+    print(f"{config.name}, {setup.model.num_layers} layers, {device.device_kind}, GiB")
     print(line.format("program", "arguments", "temporaries", "beside", "sum"), flush=True)
     for name in NAMES.value or available:
         arguments.say(f"compiling {name}")

@@ -24,6 +24,8 @@ overlap: tokens/s of the small model in bfloat16 over 32 slots, and the host's s
   8 are stop ids).
 prefill: milliseconds of a prefill call of the SmolLM2-shaped model in bfloat16 with room for 8
   prompts of `--length` tokens, by the number of prompts.
+teacher: milliseconds of a decode step of the small model in bfloat16 over `--slots` slots, prefill included, with
+  a teacher of its size or of twice the width, in turns with each alone.
 drafts: tokens/s and acceptance of drafts with the SmolLM2-shaped model (W8A8). Sampling is greedy:
   random weights then repeat themselves, and drafts are accepted.
 """
@@ -52,7 +54,7 @@ MOE = dict(vocab=8192, dim=512, layers=8, heads=8, kv_heads=4, head_dim=64)
 SHAPES: dict[str, dict[str, Any]] = MODELS | {
     "moe": MOE | dict(mlp=512, experts=8, per_token=2), "dense": MOE | dict(mlp=1024),
 }
-BF16 = dict(dtype="bfloat16", cache_dtype="bfloat16")
+BF16: dict[str, Any] = dict(dtype="bfloat16", cache_dtype="bfloat16")
 OURS: dict[str, dict[str, Any]] = {
     "ours f32": dict(dtype="float32", cache_dtype="float32"),
     "ours bf16": BF16,
@@ -185,27 +187,35 @@ def speed(args: argparse.Namespace) -> dict:
     return out
 
 
-def random_engine(shape: dict, layout=None, **options):
-    """An engine of a model of this shape and its parameters, which are random."""
+def random_engine(shape: dict, layout=None, teacher: dict | None = None, **options):
+    """An engine of a model of this shape, with a teacher of another or none, and its parameters, which are
+    random."""
     import jax
 
     from jaxrl_tis.engine.config import EngineConfig
     from jaxrl_tis.engine.engine import Engine
+    from jaxrl_tis.engine.fusion import Pair
     from jaxrl_tis.models import transformer
+
+    config, theirs = config_of(shape), config_of(teacher) if teacher else None
+    engine = Engine(config, EngineConfig(**options), layout, theirs)
+    drawn = lambda config: jax.jit(lambda: transformer.init(config, jax.random.key(0)))()
+    params = engine.load(drawn(config))
+    return engine, Pair(params, engine.load_teacher(drawn(theirs))) if theirs else params
+
+
+def config_of(shape: dict):
     from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 
     moe = None
     if "experts" in shape:
         moe = MoeConfig(shape["experts"], shape["per_token"], shape["mlp"], "softmax")
-    config = ModelConfig(
+    return ModelConfig(
         family="qwen3_moe" if moe else "llama", vocab_size=shape["vocab"], embed_dim=shape["dim"],
         num_layers=shape["layers"], num_heads=shape["heads"], num_kv_heads=shape["kv_heads"],
         head_dim=shape["head_dim"], mlp_dim=shape["mlp"], rope=RopeConfig("default", 1e5),
         max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=moe is not None, tie_embeddings=True, moe=moe,
     )
-    engine = Engine(config, EngineConfig(**options), layout)
-    return engine, engine.load(jax.jit(lambda: transformer.init(config, jax.random.key(0)))())
-
 
 def oversubscribed(args: argparse.Namespace) -> dict:
     import numpy as np
@@ -404,8 +414,42 @@ def drafts(args: argparse.Namespace) -> dict:
     return out
 
 
+def teacher(args: argparse.Namespace) -> dict:
+    import numpy as np
+
+    from jaxrl_tis.engine.records import Request, SamplingParams
+    from jaxrl_tis.engine.scheduler import Scheduler
+
+    small = MODELS[args.model]
+    large = small | {name: 2 * small[name] for name in ("dim", "heads", "kv_heads", "mlp")}
+    kinds = {
+        "policy": (small, None), "larger model": (large, None),
+        "policy with a teacher of its size": (small, small), "policy with the larger model": (small, large),
+    }
+    sizes = dict(slots=args.slots, max_length=16 + args.new, steps=8, prefill_batch=args.slots, page_size=16)
+    prompts = np.random.default_rng(0).integers(0, 512, (args.slots, 16)).astype(np.int32)
+    schedulers = {
+        name: Scheduler(*random_engine(shape, teacher=other, **sizes, **BF16))
+        for name, (shape, other) in kinds.items()
+    }
+    times = {name: [] for name in kinds}
+    for round_index in range(args.rounds + 1):  # the first compiles
+        for name, scheduler in schedulers.items():
+            sampling = SamplingParams(max_tokens=args.new, alpha=0.5 * (kinds[name][1] is not None))
+            start = time.perf_counter()
+            for i, prompt in enumerate(prompts):
+                scheduler.add(Request(f"{round_index}/{i}", prompt, 0, sampling))
+            while scheduler.pending:
+                scheduler.step()
+            times[name].append(1e3 * (time.perf_counter() - start) / args.new)
+    found = {name: statistics.median(ms[1:]) for name, ms in times.items()}
+    for name, ms in found.items():
+        print(f"{name}: {ms:.1f} ms a step")
+    return found
+
+
 PARTS = {
-    "speed": speed, "oversubscribed": oversubscribed, "shared": shared, "prefill": prefill,
+    "speed": speed, "teacher": teacher, "oversubscribed": oversubscribed, "shared": shared, "prefill": prefill,
     "overlap": overlap, "drafts": drafts,
 }
 
@@ -420,10 +464,10 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
-        "--model", choices=MODELS, default="small", help="for oversubscribed, shared, overlap"
+        "--model", choices=MODELS, default="small", help="for oversubscribed, shared, overlap, teacher"
     )
     parser.add_argument("--shape", choices=SHAPES, default="smollm2", help="for speed, prefill, drafts")
-    parser.add_argument("--slots", type=int, default=32, help="for oversubscribed")
+    parser.add_argument("--slots", type=int, default=32, help="for oversubscribed, teacher")
     parser.add_argument("--only", default="", help="engines, separated by commas")
     parser.add_argument("--json", default="")
     args = arguments.parse(

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -32,6 +33,7 @@ from jaxrl_tis.learner.setup import (
 from jaxrl_tis.models import lora, overflow, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.record import provenance
+from jaxrl_tis.record.goodput import GIB
 from jaxrl_tis.rollouts import ray_cluster, replay, teaching
 from jaxrl_tis.rollouts.episodes import EpisodeScheduler, Openings
 from jaxrl_tis.rollouts.live import Sessions
@@ -306,7 +308,11 @@ def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
 
     `sampler` are further fields of the EngineConfig of the engine that samples.
     """
-    return assemble(config, validate(config), *_read(config), **sampler)
+    choices, (model, tokenizer) = validate(config), _read(config)
+    teacher = _teacher_model(config, model, tokenizer)
+    setup = assemble(config, choices, model, tokenizer, teacher=teacher, **sampler)
+    _check_memory(setup.engine)
+    return setup
 
 
 def build_sampling(config: ml_collections.ConfigDict) -> Sampling:
@@ -319,6 +325,7 @@ def build_sampling(config: ml_collections.ConfigDict) -> Sampling:
     _check_serving(config, choices, model, layout)
     sampling, _ = _engine_configs(config, choices, layout, model.vocab_size, {})
     engine = Engine(model, sampling, layout, _teacher_model(config, model, tokenizer))
+    _check_memory(engine)
     return Sampling(config, model, tokenizer, (engine,))
 
 
@@ -363,12 +370,34 @@ def _teacher_model(
             f"rollout.teacher = {path!r} has another tokenizer than the policy; name a teacher with the "
             "policy's tokenizer"
         )
+    _check_window(config, teacher, "rollout.teacher")
+    _check_positions(config, teacher)
     return teacher
+
+
+def _check_memory(engine: Engine) -> None:
+    """Raises ValueError for a teacher that does not fit beside the policy."""
+    if not engine.num_teachers:
+        return
+    needed, room = engine.device_bytes(), _memory(engine.layout.mesh.devices.flat[0])
+    if sum(needed.values()) > room:
+        sizes = ", ".join(f"{name} {size / GIB:.3g} GiB" for name, size in needed.items())
+        raise ValueError(
+            f"rollout.teacher does not fit beside the policy: {sizes} on each device of {room / GIB:.3g} "
+            "GiB; quantize it by engine.teacher_quantization, lower engine.slots, or name a smaller one"
+        )
+
+
+def _memory(device: jax.Device) -> float:
+    """Returns the bytes of a device; a CPU's are all that the machine has."""
+    if device.platform == "cpu":
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return (device.memory_stats() or {}).get("bytes_limit", math.inf)
 
 
 def assemble(
     config: ml_collections.ConfigDict, choices: Choices, model: ModelConfig, tokenizer: Any,
-    devices: list | None = None, **sampler,
+    devices: list | None = None, teacher: ModelConfig | None = None, **sampler,
 ) -> Setup:
     """Makes the programs of a checked config.
 
@@ -376,6 +405,7 @@ def assemble(
       choices: of this config, as `validate` returns them.
       devices: where they run, by default those of this machine; they need not exist, see
         jaxrl_tis.aot.
+      teacher: shape of rollout.teacher.
       sampler: further fields of the EngineConfig of the engine that samples.
     """
     _check_model(config, model)
@@ -390,7 +420,6 @@ def assemble(
     first = layouts[0]
     _check_serving(config, choices, model, first)
     sampling, evaluating = _engine_configs(config, choices, first, model.vocab_size, sampler)
-    teacher = _teacher_model(config, model, tokenizer)
     return Setup(
         config, model, tokenizer,
         engines=tuple(Engine(model, sampling, layout, teacher) for layout in layouts),
@@ -478,8 +507,18 @@ def _serving_layouts(config, training: sharding.Layout, devices: list | None, vo
 
 def _check_model(config, model: ModelConfig) -> None:
     """Refuses with ValueError settings that the model's family lacks."""
+    _check_window(config, model, "this model")
+    if model.zero_centered_norms and config.model.uaq_scale != 1:
+        raise ValueError(
+            f"model.uaq_scale is {config.model.uaq_scale} and multiplies the norms' parameters, and "
+            "those of this model are added to 1; set it to 1"
+        )
+
+
+def _check_window(config, model: ModelConfig, name: str) -> None:
+    """Refuses with ValueError settings that a sliding window rules out."""
     if model.sliding is not None:
-        what = "and some layers of this model have a sliding window"
+        what = f"and some layers of {name} have a sliding window"
         if config.model.numerics == "invariant":
             raise ValueError(
                 f"model.numerics is 'invariant', which needs all keys, {what}; set it to 'fast'"
@@ -489,11 +528,6 @@ def _check_model(config, model: ModelConfig) -> None:
                 f"engine.retention is {config.engine.retention} and evicts keys of all layers alike, "
                 f"{what}; set it to (0, 0)"
             )
-    if model.zero_centered_norms and config.model.uaq_scale != 1:
-        raise ValueError(
-            f"model.uaq_scale is {config.model.uaq_scale} and multiplies the norms' parameters, and "
-            "those of this model are added to 1; set it to 1"
-        )
 
 
 def _check_positions(config, model: ModelConfig) -> None:

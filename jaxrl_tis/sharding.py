@@ -256,6 +256,17 @@ class Layout:
 Box = tuple[tuple[int, int], ...]  # first index and end, for each axis of an array
 
 
+def device_bytes(tree: Any) -> int:
+    """Returns the bytes of arrays, or of their shapes, on one device; without a sharding they count whole."""
+    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
+
+
+def _shard_bytes(x: Any) -> int:
+    sharding = getattr(x, "sharding", None)
+    shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
+    return math.prod(shape) * x.dtype.itemsize
+
+
 def moved(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     """Copies an array to another mesh with this sharding.
 

@@ -62,7 +62,7 @@ def main() -> None:
         part = "" if search.is_whole else f" of the first {len(rows)} settings; there are more"
         print(f"\nlargest that fits{part}\n{fit.advice(rows)}")
         sys.exit(0 if len(fit.largest(rows)) == 2 else 1)
-    setup = programs.setup_for(CONFIG.value, shapes, topology, LAYERS.value)
+    setup = programs.setup_for(CONFIG.value, shapes, topology.devices(), LAYERS.value)
     print(report.title(setup, topology), flush=True)
     result = programs.report(
         setup, topology, NAMES.value,

@@ -117,7 +117,7 @@ class Search:
         config = self._config.copy_and_resolve_references()
         with config.unlocked():
             config.update(changes)
-        setup = programs.setup_for(config, self._shapes, self._topology, self._layers)
+        setup = programs.setup_for(config, self._shapes, self._topology.devices(), self._layers)
         for layout in (setup.training.layout, setup.engine.layout):
             placement.shardings(layout, setup.model)
         return setup

@@ -20,6 +20,7 @@ from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.aot.hlo import Module
 from jaxrl_tis.aot.report import EVALUATION, entry, header
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
+from jaxrl_tis.engine.fusion import of_policy
 from jaxrl_tis.engine.weights import moving
 from jaxrl_tis.learner.batch_layout import without_replay
 from jaxrl_tis.learner.scoring import make_score, make_values
@@ -55,19 +56,24 @@ class Compiled:
 
 
 def model_of(config: ml_collections.ConfigDict, shapes: pathlib.Path) -> ModelConfig:
-    """Returns the model's config from its checkpoint, or else from configs/shapes/.
+    """Returns the model's config: `shape_of` its path, or a new small model's."""
+    if not config.model.path:
+        return build.small_model(config, load_tokenizer(config.task.tokenizer).vocab_size)
+    return shape_of(config.model.path, shapes)
+
+
+def shape_of(model: str, shapes: pathlib.Path) -> ModelConfig:
+    """Returns a model's config from its checkpoint, or else from configs/shapes/.
 
     Raises:
       FileNotFoundError: neither exists.
     """
-    path = pathlib.Path(config.model.path.partition("@")[0])
-    if not config.model.path:
-        return build.small_model(config, load_tokenizer(config.task.tokenizer).vocab_size)
+    path = pathlib.Path(model.partition("@")[0])
     if path.exists():
         return models.read_config(path)
     shipped = shapes / f"{path.name}.json"
-    if not shipped.exists() and hub.is_hub(config.model.path):
-        return models.read_config(config.model.path)
+    if not shipped.exists() and hub.is_hub(model):
+        return models.read_config(model)
     if not shipped.exists():
         raise FileNotFoundError(
             f"the shape of {path} is unknown: put the model's config.json there or at {shipped}"
@@ -76,16 +82,17 @@ def model_of(config: ml_collections.ConfigDict, shapes: pathlib.Path) -> ModelCo
 
 
 def setup_for(
-    config: ml_collections.ConfigDict, shapes: pathlib.Path, topology: Topology,
-    layers: int | None = None,
+    config: ml_collections.ConfigDict, shapes: pathlib.Path, devices: list, layers: int | None = None
 ) -> build.Setup:
-    """Returns the Setup of the run on the topology's devices; `layers` replaces the model's
-    depth."""
+    """Returns the Setup of the run on these devices; `layers` replaces the depth of the model and of its
+    teacher."""
     choices = validate(config)
-    model = model_of(config, shapes)
+    model, path = model_of(config, shapes), config.rollout.teacher
+    teacher = shape_of(path, shapes) if path else None
     if layers is not None:
         model = model.first_layers(layers)
-    return build.assemble(config, choices, model, None, topology.devices())
+        teacher = teacher and teacher.first_layers(layers)
+    return build.assemble(config, choices, model, None, devices, teacher)
 
 
 def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
@@ -156,7 +163,7 @@ def resident(setup: build.Setup) -> dict[str, Any]:
     if setup.config.correction.offload_reference:
         arrays.pop("reference", None)
     if setup.is_apart:  # the next ones come while samplers draw on
-        arrays["arriving weights"], _ = moving(sampling[0])
+        arrays["arriving weights"], _ = moving(of_policy(sampling[0]))
     return arrays | {
         "serving weights": sampling[0], "decode state": sampling[1],
         "evaluation weights": evaluating[0], "evaluation state": evaluating[1],

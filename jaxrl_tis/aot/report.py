@@ -9,9 +9,8 @@ import jax
 from jaxrl_tis.aot import work
 from jaxrl_tis.aot.chips import GIB, Topology
 from jaxrl_tis.aot.hlo import MOSAIC, Module
-from jaxrl_tis.aot.work import device_bytes
 from jaxrl_tis.build import Setup
-from jaxrl_tis.sharding import MESH_AXES
+from jaxrl_tis.sharding import MESH_AXES, device_bytes
 
 # Programs of an evaluation, see programs.py.
 EVALUATION = ("reshard", "eval_prefill", "eval_insert", "eval_decode")

@@ -15,7 +15,7 @@ from jaxrl_tis.aot.hlo import Collective, CustomCall, Dot
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.models.config import ModelConfig
-from jaxrl_tis.sharding import Layout
+from jaxrl_tis.sharding import Layout, device_bytes
 
 # Attention products of jax's splash kernels; "fused" is a dkv that makes a dq as well.
 SPLASH_PRODUCTS = {"fwd": 2, "dkv": 4, "dq": 3, "fused": 5}
@@ -35,17 +35,6 @@ class Work:
     @property
     def bytes(self) -> int:
         return self.weight_bytes + self.kv_bytes + self.activation_bytes
-
-
-def device_bytes(tree) -> int:
-    """Returns the bytes of abstract arrays on one device; arrays without a sharding count whole."""
-    return sum(_shard_bytes(x) for x in jax.tree.leaves(tree))
-
-
-def _shard_bytes(x) -> int:
-    sharding = getattr(x, "sharding", None)
-    shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
-    return math.prod(shape) * x.dtype.itemsize
 
 
 def layers_weights(c: ModelConfig, experts: int | None = None) -> int:
@@ -116,11 +105,13 @@ def work(name: str, setup: Setup, args: tuple) -> Work:
     if name.startswith("eval_"):
         return _sampling(name.removeprefix("eval_"), setup.model, setup.learner_engine, args)
     if name in ("prefill", "insert", "decode", "verify"):
-        return _sampling(name, setup.model, setup.engine, args)
+        return _sampling(name, setup.model, setup.engine, args, setup.engine.teacher)
     return _learning(name, setup, args)
 
 
-def _sampling(name: str, c: ModelConfig, engine: Engine, args: tuple) -> Work:
+def _sampling(
+    name: str, model: ModelConfig, engine: Engine, args: tuple, teacher: ModelConfig | None = None
+) -> Work:
     """Returns the work of a sampler's program.
 
     Prefill writes the first chunk of its prompts, and insert copies one page for each slot. A
@@ -133,14 +124,18 @@ def _sampling(name: str, c: ModelConfig, engine: Engine, args: tuple) -> Work:
         copied = 2 * slots * engine.page_size * position
         return Work(kv_bytes=copied, activation_bytes=device_bytes((state.slots, args[1:])))
     weights = device_bytes(args[0])
+    models = [model] if teacher is None else [model, teacher]
+    served = [args[0]] if teacher is None else [args[0].student, args[0].teacher]
     if name == "prefill":
         rows, length = args[2].shape
         tokens = rows // engine.shards * length
-        inputs = tokens * c.embed_dim * c.num_layers * jax.numpy.dtype(engine.config.dtype).itemsize
-        layers = device_bytes([args[0][stack] for stack in c.stacks])
-        return Work(forward_flops(c, rows, length, 0), layers, tokens * position, inputs)
+        width = jax.numpy.dtype(engine.config.dtype).itemsize
+        inputs = sum(tokens * c.embed_dim * c.num_layers * width for c in models)
+        layers = sum(device_bytes([x[stack] for stack in c.stacks]) for c, x in zip(models, served, strict=True))
+        flops = sum(forward_flops(c, rows, length, 0) for c in models)
+        return Work(flops, layers, tokens * position, inputs)
     steps, tokens = (1, args[2].shape[1] + 1) if name == "verify" else (engine.steps, 1)
-    flops = steps * decode_flops(c, engine.slots * tokens, engine.max_length)
+    flops = steps * sum(decode_flops(c, engine.slots * tokens, engine.max_length) for c in models)
     kv = slots * engine.max_length * position * tokens
     return Work(flops, steps * weights, steps * kv)
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_tis import sharding
 from jaxrl_tis.engine import fusion
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.penalties import Penalties
@@ -46,7 +47,7 @@ class Engine:
         self, model: ModelConfig, config: EngineConfig, layout: Layout | None = None,
         teacher: ModelConfig | None = None,
     ):
-        self.model, self.config = model, config
+        self.model, self.config, self.teacher = model, config, teacher
         self.layout = layout or single_device()
         self.program = transformer.Program(
             dtype=config.dtype, fp32_head=config.fp32_head, layout=self.layout,
@@ -109,15 +110,26 @@ class Engine:
 
     def abstract_params(self) -> Any:
         """Returns the shapes and shardings of serving parameters."""
-        params = self._abstract_policy()
-        shapes, _ = jax.eval_shape(self._weights.loader(params), params)
-        return _abstract(shapes, self._weights.shardings)
+        return _served(self._weights, self._abstract(self.model))
 
-    def _abstract_policy(self) -> Any:
-        """Returns the shapes of the learner's parameters in the serving layout."""
-        return _abstract(
-            transformer.abstract_params(self.model), placement.shardings(self.layout, self.model)
-        )
+    def _abstract(self, model: ModelConfig) -> Any:
+        """Returns the shapes of a model's unserved parameters in the serving layout."""
+        return _abstract(transformer.abstract_params(model), placement.shardings(self.layout, model))
+
+    def _abstract_state(self) -> DecodeState:
+        return _abstract(jax.eval_shape(self._programs.empty_state), self._programs.shardings)
+
+    def _abstract_teacher(self) -> Any:
+        assert self.teacher is not None and self._of_teacher is not None
+        return _served(self._of_teacher, self._abstract(self.teacher))
+
+    def device_bytes(self) -> dict[str, int]:
+        """Returns what serving takes on each device, in bytes, by name: "policy", "teacher" and
+        "keys and values", which are those of both."""
+        trees = {"policy": self.abstract_params(), "keys and values": self._abstract_state().cache}
+        if self.num_teachers:
+            trees["teacher"] = self._abstract_teacher()
+        return {name: sharding.device_bytes(tree) for name, tree in trees.items()}
 
     def non_finite(self, params: transformer.Params, tokens: np.ndarray) -> str:
         """Returns where the values of a sequence stop being finite, see overflow.cause."""
@@ -126,8 +138,8 @@ class Engine:
         found = overflow.cause(params.student, self.model, self.program, tokens)
         if found:
             return found
-        assert self._spec.teacher is not None
-        found = overflow.cause(params.teacher, self._spec.teacher, self.program, tokens)
+        assert self.teacher is not None
+        found = overflow.cause(params.teacher, self.teacher, self.program, tokens)
         return f"in the teacher {found}" if found else ""
 
     # Prefill
@@ -274,15 +286,17 @@ class Engine:
         function, arguments). Prompts are of the largest bucket, drafts as long as they may be.
         """
         if params is None:
-            params = self._abstract_policy()
+            params = self._abstract(self.model)
         base = lora.split(params)[1]
         programs, learned = self._programs, params if base is None else base
         load = self._weights.loader(learned)
-        serving = _abstract(jax.eval_shape(load, learned)[0], self._weights.shardings)
+        serving = _served(self._weights, learned)
         if base is not None:
             adapter = lora.adapter_of(params, self.model)
             serving = adapter.join(serving, self.abstract_factors(adapter))
-        state = _abstract(jax.eval_shape(programs.empty_state), programs.shardings)
+        if self.num_teachers:
+            serving = fusion.Pair(serving, self._abstract_teacher())
+        state = self._abstract_state()
         r, table = self.prefill_batch, (self.pages_per_slot,)
         host = lambda *shape: np.zeros(shape, np.int32)
         rows = host(r, self.prefill_chunk), host(r), host(r), host(r, *table)
@@ -297,6 +311,11 @@ class Engine:
         if self.config.max_draft:
             named["verify"] = programs.verify, (serving, state, *drafts, *pages)
         return named
+
+
+def _served(weights: Weights, params: Any) -> Any:
+    """Returns the shapes and shardings of what serves parameters of these."""
+    return _abstract(jax.eval_shape(weights.loader(params), params)[0], weights.shardings)
 
 
 def _abstract(shapes: Any, shardings: Any) -> Any:

@@ -8,7 +8,7 @@ import jax
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.shards import Shards
 from jaxrl_tis.kernels import tiles
-from jaxrl_tis.models import invariant, placement, transformer
+from jaxrl_tis.models import invariant, placement, quant, transformer
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.sharding import Layout
 
@@ -101,7 +101,12 @@ class Spec:
             raise ValueError(
                 "engine.record_routes is set, and the model has no experts; set it to False"
             )
-        placement.check_experts(self.model, mesh["expert"])
+        models = [(self.model, config.recipe)]
+        if self.teacher is not None:
+            models += [(self.teacher, quant.Recipe(config.teacher_quantization))]
+            placement.shardings(self.layout, self.teacher)
+        for model, _ in models:
+            placement.check_experts(model, mesh["expert"])
         for name in ("slots", "prefill_batch"):
             count = getattr(config, name)
             if count % self.shards:
@@ -121,11 +126,12 @@ class Spec:
                 "lower it"
             )
         if self.program.is_invariant:
+            for model, recipe in models:
+                invariant.check(model, mesh, recipe.scheme)
             self._check_invariant()
 
     def _check_invariant(self) -> None:
         config = self.config
-        invariant.check(self.model, dict(self.layout.mesh.shape), config.recipe.scheme)
         if config.page_size != tiles.PAGE:
             raise ValueError(
                 f"numerics='invariant' needs pages of {tiles.PAGE} positions, and engine.page_size "

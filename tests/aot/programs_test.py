@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxrl_tis.aot import programs as aot, report, weight_sync
+from jaxrl_tis import sharding
+from jaxrl_tis.aot import programs as aot, report, weight_sync, work
 from jaxrl_tis.aot.chips import CHIPS, GIB, TOPOLOGIES, Topology
 from jaxrl_tis.aot.flags import FLAGS
 from tests import commands, tpu
@@ -101,7 +102,7 @@ def made():
             topology = Topology.parse(TOPOLOGIES[name.partition(":")[0]])
             tpu.devices(topology.name)
             layers = 2 if name == "gsm8k_qwen25_0p5b:grpo" else 1
-            setup = aot.setup_for(small(name), SHAPES, topology, layers)
+            setup = aot.setup_for(small(name), SHAPES, topology.devices(), layers)
             programs = {}
             for program in COMPILED[name]:
                 has_gradient = program in ("train", "critic")
@@ -266,7 +267,7 @@ def test_half_of_a_slice_learns_and_the_other_samples(made):
     assert {name: x["runs_on"] for name, x in entries.items()} == {n: on[n] for n in entries}
     assert held["arriving weights"] == held["serving weights"] > 0
     beside = {name: x["memory"]["beside_bytes"] for name, x in entries.items()}
-    parameters = report.device_bytes(made_of["quantize"][1])
+    parameters = sharding.device_bytes(made_of["quantize"][1])
     assert beside["score"] == beside["quantize"] == held["policy"] - parameters
     assert beside["insert"] == 2 * held["serving weights"]
 
@@ -310,7 +311,7 @@ def test_the_flags_change_the_program():
     tpu.devices(topology.name)
     config = configured("gsm8k_qwen25_0p5b:grpo")  # small rows do not show it
     config.model.quantization = "w8a16"
-    score = aot.programs(aot.setup_for(config.lock(), SHAPES, topology, layers=1))["score"]
+    score = aot.programs(aot.setup_for(config.lock(), SHAPES, topology.devices(), layers=1))["score"]
     kinds = lambda flags: {
         c.kind for c in aot.compiled("score", *score, flags | LITTLE_EFFORT).module.collectives()
     }
@@ -336,7 +337,7 @@ def test_two_slices():
     tpu.devices("v5e:2x2")
     topology = Topology.parse("v5e:2x2", num_slices=2)
     config = small("quickstart", mesh__train=(2, 4, 1))
-    setup = aot.setup_for(config, SHAPES, topology, layers=1)
+    setup = aot.setup_for(config, SHAPES, topology.devices(), layers=1)
     entry = aot.report(setup, topology, ["train"])["programs"]["train"]
     by_network = {
         network: {(c["kind"], *c["axes"]) for c in entry["collectives"] if c["network"] == network}
@@ -344,6 +345,24 @@ def test_two_slices():
     }
     assert {kind for kind, *_ in by_network["dcn"]} == {"all-reduce"}
     assert ("all-gather", "fsdp") in by_network["ici"]
+
+
+@pytest.mark.all
+def test_a_teacher_is_a_part_of_decode():
+    tpu.devices("v5e:2x2")
+    topology = Topology.parse("v5e:2x2")
+    config = small("smollm2_135m", rollout__teacher="models/Qwen3-8B")
+    setup = aot.setup_for(config, SHAPES, topology.devices(), layers=1)
+    found, parts = aot.report(setup, topology, ["decode"]), setup.engine.device_bytes()
+    assert found["resident_bytes"]["serving weights"] == parts["policy"] + parts["teacher"]
+    assert parts["teacher"] > 10 * parts["policy"]
+    made = work.work("decode", setup, aot.programs(setup)["decode"][1])
+    alone = aot.setup_for(small("smollm2_135m"), SHAPES, topology.devices(), layers=1)
+    own = work.work("decode", alone, aot.programs(alone)["decode"][1])
+    steps, slots = setup.engine.steps, setup.engine.slots
+    teacher = work.decode_flops(setup.engine.teacher, slots, setup.engine.max_length)
+    assert made.flops == own.flops + steps * teacher
+    assert made.weight_bytes == own.weight_bytes + steps * parts["teacher"]
 
 
 # What does not fit
@@ -445,7 +464,7 @@ def test_a_refusal_that_is_not_of_memory_is_an_error():
 def test_an_unknown_program_is_named():
     tpu.devices("v5e:2x2")
     topology = Topology.parse("v5e:2x2")
-    setup = aot.setup_for(small("smollm2_135m"), SHAPES, topology, layers=1)
+    setup = aot.setup_for(small("smollm2_135m"), SHAPES, topology.devices(), layers=1)
     with pytest.raises(ValueError, match="critic; choose among train, quantize"):
         aot.report(setup, topology, ["train", "critic"])
 

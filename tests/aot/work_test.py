@@ -3,7 +3,7 @@
 
 import pytest
 
-from jaxrl_tis import build
+from jaxrl_tis import build, sharding
 from jaxrl_tis.aot import programs as aot, work
 from jaxrl_tis.aot.chips import CHIPS
 from jaxrl_tis.aot.hlo import Collective, CustomCall, Dot
@@ -60,7 +60,7 @@ def test_a_kernel_of_experts_counts_an_even_load():
 def test_an_update_reads_all_dense_weights_on_each_device_of_the_experts():
     of = lambda **mesh: tiny_setup(**EXPERTS, train__microbatch_rows=4, **mesh)
     read = lambda setup: work.work("train", setup, aot.programs(setup)["train"][1]).weight_bytes
-    state = lambda setup: 2 * work.device_bytes(aot.programs(setup)["train"][1][0])
+    state = lambda setup: 2 * sharding.device_bytes(aot.programs(setup)["train"][1][0])
     one, two = of(), of(mesh__train=(1, 1, 1, 1, 2))
     c, micro = one.model, aot.programs(one)["train"][1][1]["tokens"].shape[0]
     experts = work.layers_weights(c) - work.layers_weights(c, experts=0)
@@ -75,7 +75,7 @@ def test_bytes_that_a_decode_call_must_move():
     cache = 2 * 8 * 1 * 8 * 16 * 4  # keys and values: 8 slots, 1 head, 8 tokens of 16, float32
     moved = work.work("decode", setup, args)
     assert moved.kv_bytes == 2 * cache  # two steps a call
-    assert moved.weight_bytes == 2 * work.device_bytes(args[0])
+    assert moved.weight_bytes == 2 * sharding.device_bytes(args[0])
 
 
 def test_bytes_of_pages_that_prefill_and_insert_must_move():

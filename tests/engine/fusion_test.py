@@ -8,11 +8,14 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from jaxrl_tis import sharding
 from jaxrl_tis.engine import fusion
 from jaxrl_tis.engine.config import EngineConfig
+from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
+from jaxrl_tis.kernels import tiles
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import weights
@@ -47,19 +50,22 @@ def parameters():
     return weights.drawn(STUDENT, seed=1), weights.drawn(TEACHER, seed=2)
 
 
+SIZES = dict(slots=16, max_length=24, steps=2, prefill_batch=4, page_size=4, num_kept=6)
+
+
 @functools.cache
-def engine(teacher=TEACHER):
-    sizes = dict(slots=16, max_length=24, steps=2, prefill_batch=4, page_size=4, num_kept=6)
-    return Engine(STUDENT, EngineConfig(**sizes), teacher=teacher)
+def engine(teacher=TEACHER, mesh=None, **sizes):
+    layout = mesh and sharding.layout(mesh, sharding.SERVE_RULES)
+    return Engine(STUDENT, EngineConfig(**SIZES | sizes), layout, teacher)
 
 
-def sampled(serving, requests):
+def sampled(serving, requests, parameters=parameters, **options):
     """The records of requests by id; a stop halfway, after which all go on."""
-    student, teacher = parameters()
+    student, *teacher = parameters()
     served = serving.load(student)
     if serving.num_teachers:
-        served = fusion.Pair(served, serving.load_teacher(teacher))
-    scheduler = Scheduler(serving, served)
+        served = fusion.Pair(served, serving.load_teacher(*teacher))
+    scheduler = Scheduler(serving, served, **options)
     known = {request.id: request for request in requests}
     for request in requests:
         scheduler.add(request)
@@ -100,8 +106,14 @@ def apart(t):
     return [np.asarray(logits)[at] for logits in forward(parameters(), tokens)]
 
 
-def test_records_are_those_of_both_models_run_apart():
-    found = sampled(engine(), requests())
+@pytest.mark.parametrize("sizes, options", [
+    ({}, {}),
+    pytest.param({"mesh": (2, 2, 2)}, {}, marks=pytest.mark.all),
+    pytest.param({"max_draft": 3}, {"drafts": Drafts(16, 3, 1000)}, marks=pytest.mark.all),
+    pytest.param({"numerics": "invariant", "page_size": tiles.PAGE}, {}, marks=pytest.mark.all),
+], ids=["plain", "mesh", "drafts", "invariant"])
+def test_records_are_those_of_both_models_run_apart(sizes, options):
+    found = sampled(engine(**sizes), requests(), **options)
     assert len(found) == 2 * len(KINDS)
     for id, t in found.items():
         sampling, count = KINDS[id.partition("/")[0]], np.arange(len(t.tokens))
@@ -128,6 +140,49 @@ def test_records_are_those_of_both_models_run_apart():
 
 
 @pytest.mark.all
+def test_int8_of_either_is_that_of_an_engine_of_its_own():
+    """The mixture is that of the log-probs of two engines, each with one of the models in int8."""
+    one = lambda alpha: [
+        Request(f"{alpha}/{i}", np.array([*COMMON, i]), i, SamplingParams(alpha=alpha, max_tokens=1))
+        for i in range(4)
+    ]
+    known = dict(num_kept=0, top_n=STUDENT.vocab_size)
+    fused = engine(**known, quantization="w8a16", teacher_quantization="w8a8")
+    found = sampled(fused, [*one(0.0), *one(0.5), *one(1.0)])
+    alone = sampled(engine(None, **known, quantization="w8a16"), one(0.0))
+    theirs = Engine(TEACHER, EngineConfig(**SIZES | dict(num_kept=0, top_n=TEACHER.vocab_size, quantization="w8a8")))
+    taught = sampled(theirs, one(0.0), lambda: parameters()[1:])
+
+    def logps(t):
+        out = np.empty(TEACHER.vocab_size)
+        out[t.top_ids[0]] = t.top_logps[0]
+        return out[: STUDENT.vocab_size]
+
+    for i in range(4):
+        own, other = logps(alone[f"0.0/{i}"]), logps(taught[f"0.0/{i}"])
+        np.testing.assert_array_equal(logps(found[f"0.0/{i}"]), own)
+        for alpha in (0.5, 1.0):
+            mixed = np.log(softmax(alpha * other + (1 - alpha) * own))
+            np.testing.assert_allclose(logps(found[f"{alpha}/{i}"]), mixed, atol=1e-5)
+
+
+@pytest.mark.all
+def test_programs_from_shapes_are_those_that_run():
+    """Arguments that the run's arrays fit, and their bytes."""
+    serving = engine()
+    params, state = serving.programs()["decode"][1][:2]
+    student, teacher = parameters()
+    served = fusion.Pair(serving.load(student), serving.load_teacher(teacher))
+    of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
+    assert of(params) == of(served) and of(state) == of(serving.init_state())
+    size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
+    assert serving.device_bytes() == {
+        "policy": size(served.student), "teacher": size(served.teacher),
+        "keys and values": size(serving.init_state().cache),
+    }
+
+
+@pytest.mark.all
 def test_without_alpha_every_bit_is_that_of_an_engine_without_a_teacher():
     own = {"own": KINDS["own"], "filtered": dataclasses.replace(KINDS["filtered"], alpha=0.0)}
     with_teacher = sampled(engine(), requests(own))
@@ -148,11 +203,8 @@ def test_fused_policy_is_the_geometric_mixture():
     for alpha, alone in ((0.0, p_student), (1.0, p_teacher)):
         actual = softmax(mix(student, teacher, np.full(3, alpha, np.float32)))
         np.testing.assert_allclose(actual, alone, rtol=1e-5)
-
-
-def test_a_larger_teacher_vocabulary_is_cut():
+    # Further tokens of the teacher are left out. alpha = 0.5 halves its log 4: odds 1 to 2.
     student, teacher = np.array([[0.0, 0.0]]), np.array([[0.0, np.log(4.0), 50.0]])
-    # alpha = 0.5 halves the teacher's log 4: odds 1 to 2.
     actual = softmax(mix(student, teacher, np.array([0.5])))[0]
     np.testing.assert_allclose(actual, [1 / 3, 2 / 3], rtol=1e-6)
 
