@@ -35,12 +35,11 @@ def without(arguments, *starts):
 
 
 @pytest.fixture
-def clean(scripts, monkeypatch):
+def clean(call, scripts, monkeypatch):
     """Lets the clone be one whose commit can run, in the folder CLONE."""
     monkeypatch.setattr(scripts("clone"), "problem", lambda shell, plan: "")
     monkeypatch.setattr(scripts("clone"), "changes", lambda shell: "")
-    archive = scripts("clone").archive
-    monkeypatch.setattr(scripts("clone"), "archive", lambda path: ["git", "-C", "CLONE", *archive(path)[3:]])
+    monkeypatch.setattr(scripts("clone"), "_git", lambda *words: ["git", "-C", "CLONE", *words])
 
 
 @pytest.mark.parametrize("name, arguments", [("vllm", VLLM), ("sglang", SGLANG)])
