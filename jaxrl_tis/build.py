@@ -4,9 +4,10 @@ import dataclasses
 import functools
 import hashlib
 import math
+import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +18,8 @@ from jaxrl_tis.data.tokenizer import fitted
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.config import EngineConfig
-from jaxrl_tis.engine.drafts import Drafts
+from jaxrl_tis.engine.drafter import Drafter
+from jaxrl_tis.engine.drafts import Drafts, Paced
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import MAX_STOP_IDS, Trajectory
@@ -58,12 +60,14 @@ class Sampling:
 
     Attributes:
       engines: they sample; one for each worker that has devices of its own, else a single one.
+      drafters: the engines of engine.drafter, one beside each of `engines`; () without.
     """
 
     config: ml_collections.ConfigDict
     model: ModelConfig
     tokenizer: Any
     engines: tuple[Engine, ...]
+    drafters: tuple[Engine, ...] = dataclasses.field(default=(), kw_only=True)
 
     @functools.cached_property
     def _teachers(self) -> dict[Engine, Teacher]:
@@ -74,6 +78,15 @@ class Sampling:
         load = lambda engine: engine.load_teacher(models.load(rollout.teacher)[1])
         alpha = teaching.parse(rollout.alpha)
         return {engine: Teacher(alpha, functools.partial(load, engine)) for engine in self.engines}
+
+    @functools.cached_property
+    def _drafting(self) -> dict[Engine, tuple[Engine, Any]]:
+        """Engine and serving parameters of the model that drafts for each of `engines`."""
+        if not self.drafters:
+            return {}
+        params = models.load(self.config.engine.drafter)[1]
+        pairs = zip(self.engines, self.drafters, strict=True)
+        return {engine: (drafter, drafter.load(params)) for engine, drafter in pairs}
 
     @property
     def engine(self) -> Engine:
@@ -205,9 +218,14 @@ class Sampling:
 
     def turn_scheduler(self, engine: Engine, params: Any, version: int, **options) -> Scheduler:
         """Makes a scheduler of single turns; see `scheduler`."""
-        config, drafts = self.config.engine, None
+        config = self.config.engine
+        drafts: Paced | None = None
         retention = self.retention if engine is self.engine else None
-        if config.max_draft:
+        if engine in self._drafting:
+            drafter, own = self._drafting[engine]
+            sizes = (e.device_bytes()["policy"] for e in (drafter, engine))
+            drafts = Drafter(drafter, own, config.free_batch_rows, operator.truediv(*sizes))
+        elif config.max_draft:
             drafts = Drafts(engine.slots, config.max_draft, config.free_batch_rows)
         if (teacher := self._teachers.get(engine)) is not None:
             options = {"teacher": teacher} | options
@@ -310,7 +328,10 @@ def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
     """
     choices, (model, tokenizer) = validate(config), _read(config)
     teacher = _teacher_model(config, model, tokenizer)
-    setup = assemble(config, choices, model, tokenizer, teacher=teacher, **sampler)
+    drafter = _drafter_model(config, model, tokenizer)
+    setup = assemble(
+        config, choices, model, tokenizer, teacher=teacher, drafter=drafter, **sampler
+    )
     _check_memory(setup.engine)
     return setup
 
@@ -326,7 +347,8 @@ def build_sampling(config: ml_collections.ConfigDict) -> Sampling:
     sampling, _ = _engine_configs(config, choices, layout, model.vocab_size, {})
     engine = Engine(model, sampling, layout, _teacher_model(config, model, tokenizer))
     _check_memory(engine)
-    return Sampling(config, model, tokenizer, (engine,))
+    drafters = _drafters(_drafter_model(config, model, tokenizer), sampling, [layout])
+    return Sampling(config, model, tokenizer, (engine,), drafters=drafters)
 
 
 def _read(config: ml_collections.ConfigDict) -> tuple[ModelConfig, Any]:
@@ -356,23 +378,71 @@ def _teacher_model(
 ) -> ModelConfig | None:
     """Returns the shape of rollout.teacher, None without one. ValueError for another tokenizer, or fewer
     token ids than the policy has."""
-    if not (path := config.rollout.teacher):
+    if not config.rollout.teacher:
         return None
-    teacher, theirs = models.read_config(path), load_tokenizer(path)
-    if teacher.vocab_size < model.vocab_size:
+    teacher = _with_tokenizer(config, "rollout.teacher", model, tokenizer)
+    _check_window(config, teacher, "rollout.teacher")
+    return teacher
+
+
+def _drafter_model(
+    config: ml_collections.ConfigDict, model: ModelConfig, tokenizer: Any
+) -> ModelConfig | None:
+    """Returns the shape of engine.drafter, None without one. ValueError for another tokenizer or number of
+    token ids, or a model that is larger than the policy."""
+    if not config.engine.drafter:
+        return None
+    drafter = _with_tokenizer(config, "engine.drafter", model, tokenizer)
+    if drafter.vocab_size > model.vocab_size:
         raise ValueError(
-            f"rollout.teacher = {path!r} has {teacher.vocab_size} token ids and the policy "
-            f"{model.vocab_size}; name a teacher with the policy's tokenizer"
+            f"engine.drafter = {config.engine.drafter!r} has {drafter.vocab_size} token ids and the policy "
+            f"{model.vocab_size}; name a model with as many"
+        )
+    count = lambda x: sum(math.prod(a.shape) for a in jax.tree.leaves(transformer.abstract_params(x)))
+    theirs, own = count(drafter), count(model)
+    if theirs > own:
+        raise ValueError(
+            f"engine.drafter = {config.engine.drafter!r} has {theirs:,} parameters and the policy {own:,}; "
+            "name a smaller model"
+        )
+    return drafter
+
+
+def _with_tokenizer(
+    config: ml_collections.ConfigDict, field: str, model: ModelConfig, tokenizer: Any
+) -> ModelConfig:
+    """Returns the shape of the model that a field names. ValueError for another tokenizer than the policy's,
+    or fewer token ids or positions."""
+    path = functools.reduce(getattr, field.split("."), config)
+    found, theirs = models.read_config(path), load_tokenizer(path)
+    if found.vocab_size < model.vocab_size:
+        raise ValueError(
+            f"{field} = {path!r} has {found.vocab_size} token ids and the policy {model.vocab_size}; name a "
+            "model with the policy's tokenizer"
         )
     size = len(tokenizer.ids)
     if len(theirs.ids) != size or _texts(theirs, size) != _texts(tokenizer, size):
         raise ValueError(
-            f"rollout.teacher = {path!r} has another tokenizer than the policy; name a teacher with the "
-            "policy's tokenizer"
+            f"{field} = {path!r} has another tokenizer than the policy; name a model with the policy's "
+            "tokenizer"
         )
-    _check_window(config, teacher, "rollout.teacher")
-    _check_positions(config, teacher)
-    return teacher
+    _check_positions(config, found)
+    return found
+
+
+def _drafters(
+    model: ModelConfig | None, sampling: EngineConfig, layouts: Sequence[sharding.Layout]
+) -> tuple[Engine, ...]:
+    """Returns the engines of the model that drafts, with pages at the places of those that sample."""
+    if model is None:
+        return ()
+    config = EngineConfig(
+        slots=sampling.slots, max_length=sampling.max_length, page_size=sampling.page_size,
+        num_pages=sampling.num_pages, dtype=sampling.dtype, cache_dtype=sampling.cache_dtype,
+        fp32_head=sampling.fp32_head, steps=sampling.max_draft + 1, prefill_batch=sampling.prefill_batch,
+        prefill_chunk=sampling.prefill_chunk, unroll=sampling.unroll, penalties=sampling.penalties,
+    )
+    return tuple(Engine(model, config, layout) for layout in layouts)
 
 
 def _check_memory(engine: Engine) -> None:
@@ -397,7 +467,8 @@ def _memory(device: jax.Device) -> float:
 
 def assemble(
     config: ml_collections.ConfigDict, choices: Choices, model: ModelConfig, tokenizer: Any,
-    devices: list | None = None, teacher: ModelConfig | None = None, **sampler,
+    devices: list | None = None, teacher: ModelConfig | None = None,
+    drafter: ModelConfig | None = None, **sampler,
 ) -> Setup:
     """Makes the programs of a checked config.
 
@@ -405,7 +476,7 @@ def assemble(
       choices: of this config, as `validate` returns them.
       devices: where they run, by default those of this machine; they need not exist, see
         jaxrl_tis.aot.
-      teacher: shape of rollout.teacher.
+      teacher: shape of rollout.teacher; drafter: of engine.drafter.
       sampler: further fields of the EngineConfig of the engine that samples.
     """
     _check_model(config, model)
@@ -424,6 +495,7 @@ def assemble(
         config, model, tokenizer,
         engines=tuple(Engine(model, sampling, layout, teacher) for layout in layouts),
         training=training, replay=choices.replay, learner_engine=Engine(model, evaluating, first),
+        drafters=_drafters(drafter, sampling, layouts),
     )
 
 

@@ -32,6 +32,16 @@ def _sizes(config):
     draft = config.engine.max_draft
     if draft > 0 and draft & (draft + 1):
         yield f"engine.max_draft is {draft}; it must be 0, 1, 3, 7, ... (2^n - 1)"
+    if config.engine.drafter and draft < 1:
+        yield (
+            f"engine.drafter = {config.engine.drafter!r} makes drafts of engine.max_draft tokens, which is "
+            f"{draft}; set it to 3"
+        )
+    if config.engine.drafter and window:
+        yield (
+            f"engine.drafter = {config.engine.drafter!r} needs the keys of all tokens, and engine.retention "
+            f"= {config.engine.retention} evicts some; set it to (0, 0)"
+        )
 
 
 def _sampling(config):

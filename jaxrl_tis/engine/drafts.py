@@ -8,9 +8,12 @@ sampled distribution does not change.
 """
 
 import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import numpy as np
 
+from jaxrl_tis.engine.protocol import Chunk, Insertion
 from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sequences import Sequence
 
@@ -56,23 +59,20 @@ def lengths(longest: int) -> list[int]:
     return [2**i - 1 for i in range(1, (longest + 1).bit_length())]
 
 
-def draft_rows(
-    drafts: dict[Sequence, list[int]], slots: int, length: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Lays the drafts of running sequences into the arguments of `verify`.
-
-    Returns: (tokens [slots, length] int32, how many of them each slot has [slots] int32).
-    """
-    tokens, counts = np.zeros((slots, length), np.int32), np.zeros(slots, np.int32)
-    for sequence, draft in drafts.items():
-        if sequence.is_running:
-            tokens[sequence.slot, : len(draft)] = draft
-            counts[sequence.slot] = len(draft)
-    return tokens, counts
-
-
 class NoDrafts:
     """Proposes no drafts: the engine decodes token by token."""
+
+    def start(self) -> None:
+        """Called when there are pages."""
+
+    def release_cache(self) -> None:
+        """Called when there are no pages any more."""
+
+    def prefill(self, chunks: list[Chunk]) -> None:
+        """Called with what the engine prefills."""
+
+    def insert(self, rows: dict[int, Insertion]) -> None:
+        """Called with what the engine puts into slots."""
 
     def forget(self) -> None:
         """Called when the weights have changed."""
@@ -89,33 +89,39 @@ class NoDrafts:
     def extend(self, sequence: Sequence, drawn: np.ndarray) -> None:
         """Called with the newly sampled tokens of a sequence."""
 
-    def propose(self, sequences: list[Sequence]) -> tuple[int, dict[Sequence, list[int]]]:
+    def propose(self, sequences: list[Sequence]) -> tuple[int, Mapping[Sequence, Collection[int]]]:
         """Returns (length, drafts of at most `length` tokens), or (0, {}) if plain decoding is
         expected to sample more tokens in the same time."""
         return 0, {}
+
+    def rows(
+        self, drafts: Mapping[Sequence, Collection[int]], length: int, slots: Any, table: np.ndarray,
+        shift: np.ndarray,
+    ) -> tuple[Any, Any]:
+        """Returns the drafts that `propose` returned as arguments of `verify`: (tokens [slots, length] int32,
+        how many of them each slot has [slots] int32).
+
+        Args:
+          slots: the engine's, see state.Slots; table, shift: as `verify` takes them.
+        """
+        raise NotImplementedError
 
     def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
         """Called with the number of accepted tokens of a draft. The end of a sequence is not
         counted as a rejection."""
 
 
-class Drafts(NoDrafts):
-    """Proposes drafts, with a length that follows the measured acceptance.
+class Paced(NoDrafts):
+    """Drafts for as long as they pay, by the measured acceptance.
 
     Args:
       slots: rows of a pass without drafts.
-      max_length: longest draft, see `lengths`.
       free_batch_rows: the number of rows, slots * (length + 1), up to which a pass takes the same
         time, because it is bound by reading weights. Beyond, its time grows with the rows.
     """
 
-    def __init__(self, slots: int, max_length: int, free_batch_rows: int):
-        if max_length < 1:
-            raise ValueError(f"max_length of drafts is {max_length}; give at least 1")
+    def __init__(self, slots: int, free_batch_rows: int):
         self._slots, self._free_batch_rows = slots, free_batch_rows
-        self._lengths = lengths(max_length)
-        self._groups: dict[bytes, Group] = {}
-        self._tokens: dict[str, list[int]] = {}
         self.forget()
 
     @property
@@ -127,6 +133,41 @@ class Drafts(NoDrafts):
     def forget(self) -> None:
         """Resets the measured acceptance."""
         self._accepted = self._rejected = 0.0
+
+    def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
+        self._accepted += accepted
+        self._rejected += accepted < drafted and not is_ended
+
+    def _fade(self) -> None:
+        """Lets the measured acceptance count less."""
+        self._accepted, self._rejected = MEMORY * self._accepted, MEMORY * self._rejected
+
+    def _speed(self, lengths: np.ndarray, length: int) -> float:
+        """Returns the expected tokens of a pass per unit of its time: 1 + a + a^2 + ... of each
+        sequence, with acceptance a and as many terms as its draft has tokens."""
+        a = self.acceptance
+        accepted = a * (1 - a ** np.minimum(lengths, length)) / (1 - a)
+        return (len(lengths) + accepted.sum()) / self._time(length)
+
+    def _time(self, length: int) -> float:
+        """Returns the time of a pass with drafts of a length, in rows."""
+        return max(self._free_batch_rows, self._slots * (length + 1))
+
+
+class Drafts(Paced):
+    """Proposes drafts of n-grams, with a length that follows the measured acceptance.
+
+    Args:
+      slots, free_batch_rows: see Paced; max_length: longest draft, see `lengths`.
+    """
+
+    def __init__(self, slots: int, max_length: int, free_batch_rows: int):
+        if max_length < 1:
+            raise ValueError(f"max_length of drafts is {max_length}; give at least 1")
+        super().__init__(slots, free_batch_rows)
+        self._lengths = lengths(max_length)
+        self._groups: dict[bytes, Group] = {}
+        self._tokens: dict[str, list[int]] = {}
 
     def add(self, request: Request) -> None:
         prompt = request.prompt.tobytes()
@@ -160,19 +201,15 @@ class Drafts(NoDrafts):
             drafts[s] = group.guess(tokens, min(longest, s.remaining - 1))
         lengths = np.array([len(draft) for draft in drafts.values()])
         length = max((0, *self._lengths), key=lambda n: self._speed(lengths, n))
-        self._accepted, self._rejected = MEMORY * self._accepted, MEMORY * self._rejected
+        self._fade()
         if not length:
             return 0, {}
         return length, {s: draft[:length] for s, draft in drafts.items() if draft}
 
-    def _speed(self, lengths: np.ndarray, length: int) -> float:
-        """Returns the expected tokens of a pass per unit of its time: 1 + a + a^2 + ... of each
-        sequence, with acceptance a and as many terms as its draft has tokens."""
-        a = self.acceptance
-        accepted = a * (1 - a ** np.minimum(lengths, length)) / (1 - a)
-        rows = self._slots * (length + 1)
-        return (len(lengths) + accepted.sum()) / max(self._free_batch_rows, rows)
-
-    def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
-        self._accepted += accepted
-        self._rejected += accepted < drafted and not is_ended
+    def rows(self, drafts, length, slots, table, shift):
+        tokens, counts = np.zeros((self._slots, length), np.int32), np.zeros(self._slots, np.int32)
+        for sequence, draft in drafts.items():
+            if sequence.is_running:
+                tokens[sequence.slot, : len(draft)] = draft
+                counts[sequence.slot] = len(draft)
+        return tokens, counts

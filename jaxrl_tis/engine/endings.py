@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from jaxrl_tis.engine.block_manager import BlockManager
-from jaxrl_tis.engine.drafts import Drafts, NoDrafts
+from jaxrl_tis.engine.drafts import NoDrafts
 from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.engine.routes import PageRoutes
@@ -34,7 +34,7 @@ class Endings:
 
     def __init__(
         self, engine: EngineProtocol, runner: Runner, blocks: BlockManager, waiting: WaitQueue,
-        drafts: Drafts | NoDrafts, routes: PageRoutes, live: dict[str, Sequence],
+        drafts: NoDrafts, routes: PageRoutes, live: dict[str, Sequence],
         decode: Callable[[np.ndarray], str] | None,
     ):
         self._engine, self._runner, self._blocks, self._waiting = engine, runner, blocks, waiting

@@ -270,6 +270,14 @@ class Engine:
         """
         return self._programs.verify(params, state, drafts, counts, table, shift)
 
+    def draft(
+        self, params, state: DecodeState, slots: Slots, table: np.ndarray, shift: np.ndarray
+    ) -> tuple[DecodeState, jax.Array, jax.Array]:
+        """Drafts `steps` - 1 tokens for every running slot of an engine with pages at the same places, see
+        drafter.py. Returns (state, drafts [slots, steps - 1], how many of them each slot has)."""
+        kv, drafts, counts = self._programs.draft(params, state.cache, slots, table, shift)
+        return DecodeState(kv, state.slots), drafts, counts
+
     # Programs from shapes alone
 
     def programs(self, params: transformer.Params | None = None) -> dict[str, tuple[Any, tuple]]:

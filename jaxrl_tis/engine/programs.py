@@ -39,6 +39,8 @@ class Programs:
       insert: (state, arrays of `Engine.insert`) -> state.
       generate: (params, state, table_bp, shift_b) -> (state, ResultTokens).
       verify: (params, state, drafts_bg, counts_b, table_bp, shift_b) -> (state, ResultTokens).
+      draft: (params, keys and values, slots, table_bp, shift_b) -> (keys and values, drafts_bg, counts_b);
+        the slots are another engine's and stay.
     """
 
     def __init__(self, spec: Spec):
@@ -59,6 +61,7 @@ class Programs:
         self.insert = jax.jit(bind(_insert_rows, self.shardings.cache), donate_argnums=(0,))
         self.generate = jax.jit(bind(_decode), donate_argnums=(1,), **options)
         self.verify = jax.jit(bind(_decode_drafts), donate_argnums=(1,), **options)
+        self.draft = jax.jit(bind(_draft), donate_argnums=(1,), **options)
 
 
 # State
@@ -245,6 +248,14 @@ def _decode_drafts(spec: Spec, params, state, drafts_bg, counts_b, table_bp, shi
     state, rows = _pass(spec, params, state, drafts_bg, counts_b, table_bp, shift_b)
     rows = jax.tree.map(lambda x: jnp.swapaxes(x, 0, 1), rows)
     return state, _result(spec.layout, state, *rows)
+
+
+def _draft(spec: Spec, params, kv, slots: Slots, table_bp, shift_b):
+    """Samples a draft of steps - 1 tokens after the last token of each slot. The last step writes the key of
+    the last drafted token alone."""
+    state, drawn = _decode(spec, params, DecodeState(kv, slots), table_bp, shift_b)
+    drafts_bg, counts_b = drawn.tokens[:-1].T, drawn.valid[:-1].sum(axis=0, dtype=jnp.int32)
+    return state.cache, *_replicated(spec.layout, (drafts_bg, counts_b))
 
 
 def _result(layout: Layout, state: DecodeState, drawn: Draw, valid, routes) -> ResultTokens:

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxrl_tis.engine.drafts import NoDrafts
 from jaxrl_tis.engine.fusion import Pair, without_teacher
 from jaxrl_tis.engine.protocol import (
     Chunk, EngineProtocol, Insertion, Prefilled, ResultTokens,
@@ -23,6 +24,7 @@ class Runner:
       version: version of these parameters.
       teacher: version -> serving parameters of the teacher, None without one.
       stats: where the seconds are counted.
+      drafts: are told of prefills and insertions.
 
     Attributes:
       params: the weights; None after `release_params`, until others are set.
@@ -31,9 +33,10 @@ class Runner:
 
     def __init__(
         self, engine: EngineProtocol, params: Any, version: int, stats: Stats,
-        teacher: Callable[[int], Any] = lambda version: None,
+        teacher: Callable[[int], Any] = lambda version: None, drafts: NoDrafts | None = None,
     ):
         self._engine, self._stats, self._teacher = engine, stats, teacher
+        self._drafts = drafts or NoDrafts()
         self.state: Any = None
         self.set_params(params, version)
 
@@ -55,10 +58,12 @@ class Runner:
         if self.state is None:
             self.state = self._engine.init_state()
             self._drop_pages_of_teacher()
+            self._drafts.start()
 
     def release_cache(self) -> None:
         """Frees the memory of slots and pages."""
         self.state = None
+        self._drafts.release_cache()
 
     def release_params(self) -> None:
         """Frees the memory of the weights. Arrays that the learner holds as well stay."""
@@ -66,10 +71,12 @@ class Runner:
 
     def prefill(self, chunks: list[Chunk]) -> Prefilled:
         self.state, result = self._timed(self._engine.prefill, self.params, self.state, chunks)
+        self._drafts.prefill(chunks)
         return result
 
     def insert(self, rows: dict[int, Insertion]) -> None:
         self.state = self._timed(self._engine.insert, self.state, rows)
+        self._drafts.insert(rows)
 
     def release(self, slots: list[int]) -> None:
         """Stops slots."""

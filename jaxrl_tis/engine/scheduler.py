@@ -33,7 +33,7 @@ first.
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ import numpy as np
 from jaxrl_tis.engine import request_check
 from jaxrl_tis.engine.block_manager import BlockManager, KVEviction
 from jaxrl_tis.engine.endings import Endings, aborted
-from jaxrl_tis.engine.drafts import Drafts, NoDrafts, draft_rows
+from jaxrl_tis.engine.drafts import NoDrafts, Paced
 from jaxrl_tis.engine.pages import Pages
 from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefiller import Prefiller
@@ -76,7 +76,7 @@ class Call:
     result: ResultTokens
     rows: dict[Sequence, tuple[int, int]]
     version: int
-    drafts: dict[Sequence, list[int]]
+    drafts: Mapping[Sequence, Collection[int]]
     prefilled: list[Block]
 
 
@@ -109,7 +109,7 @@ class Scheduler:
         self, engine: EngineProtocol, params: Any, version: int = 0, *,
         policy: Policy | None = None, max_wait_admissions: int | None = None,
         max_pending: int | None = None, prefill_calls: int = 4, preempt_after: int = 0,
-        retention: KVEviction | None = None, keeps_pages: bool = True, drafts: Drafts | None = None,
+        retention: KVEviction | None = None, keeps_pages: bool = True, drafts: Paced | None = None,
         decode: Callable[[np.ndarray], str] | None = None, async_scheduling: bool = False,
         teacher: Callable[[int], Any] = lambda version: None,
     ):
@@ -123,7 +123,7 @@ class Scheduler:
         self._blocks = BlockManager(
             engine, self._waiting, self.stats, preempt_after, retention, keeps_pages
         )
-        self._runner = Runner(engine, params, version, self.stats, teacher)
+        self._runner = Runner(engine, params, version, self.stats, teacher, self._drafts)
         self._routes = PageRoutes(engine.shards, engine.page_size)
         self._prefiller = Prefiller(
             engine, self._runner, self._blocks.prefixes, self.stats, self._routes
@@ -349,13 +349,14 @@ class Scheduler:
             self._runner.release(sorted(blocks.to_release))
             blocks.to_release.clear()
         if drafts:
-            result = self._runner.verify(*draft_rows(drafts, engine.slots, length), table, shift)
+            rows = self._drafts.rows(drafts, length, self._runner.state.slots, table, shift)
+            result = self._runner.verify(*rows, table, shift)
         else:
             result = self._runner.generate(table, shift)
-        rows = {s: (s.slot, min(width, s.remaining - s.in_flight)) for s in active}
-        for sequence, (_, most) in rows.items():
+        taken = {s: (s.slot, min(width, s.remaining - s.in_flight)) for s in active}
+        for sequence, (_, most) in taken.items():
             sequence.in_flight += most
-        return Call(result, rows, self._runner.version, drafts, self._routes.pop_unread())
+        return Call(result, taken, self._runner.version, drafts, self._routes.pop_unread())
 
     def _collect(self) -> None:
         """Waits for the call that has not been read, if there is one, and appends its tokens to

@@ -17,7 +17,7 @@ ON_GAP_EXCEEDED = ("warn", "sync", "stop")
 # Of the engine of this program, which driver external does not use.
 OWN_ENGINE = {
     "engine.quantization": "none", "engine.noise_start": 0.0, "engine.injected": "",
-    "engine.max_draft": 0, "engine.retention": (0, 0), "gate.required": False,
+    "engine.max_draft": 0, "engine.drafter": "", "engine.retention": (0, 0), "gate.required": False,
 }
 # Of what a synchronous run does not read.
 DEFAULTS = {"driver": "virtual", "workers": 1, "queue": 0, "update_turns": 0}

@@ -50,7 +50,9 @@ def parameters():
     return weights.drawn(STUDENT, seed=1), weights.drawn(TEACHER, seed=2)
 
 
-SIZES = dict(slots=16, max_length=24, steps=2, prefill_batch=4, page_size=4, num_kept=6)
+SIZES = dict(
+    slots=16, max_length=24, steps=2, prefill_batch=4, prefill_chunk=4, page_size=4, num_kept=6,
+)
 
 
 @functools.cache
@@ -85,7 +87,8 @@ def requests(kinds=KINDS, count=2):
 
 
 def softmax(x, axis=-1):
-    x = np.exp(np.float64(x) - np.max(x, axis=axis, keepdims=True))
+    x = np.asarray(x, np.float64)
+    x = np.exp(x - x.max(axis=axis, keepdims=True))
     return x / x.sum(axis=axis, keepdims=True)
 
 
@@ -110,7 +113,7 @@ def apart(t):
     ({}, {}),
     pytest.param({"mesh": (2, 2, 2)}, {}, marks=pytest.mark.all),
     pytest.param({"max_draft": 3}, {"drafts": Drafts(16, 3, 1000)}, marks=pytest.mark.all),
-    pytest.param({"numerics": "invariant", "page_size": tiles.PAGE}, {}, marks=pytest.mark.all),
+    pytest.param({"numerics": "invariant", "page_size": tiles.PAGE, "prefill_chunk": tiles.PAGE}, {}, marks=pytest.mark.all),
 ], ids=["plain", "mesh", "drafts", "invariant"])
 def test_records_are_those_of_both_models_run_apart(sizes, options):
     found = sampled(engine(**sizes), requests(), **options)
@@ -224,6 +227,6 @@ def test_draws_have_the_fused_distribution():
 
 def test_an_alpha_needs_a_teacher():
     with pytest.raises(ValueError, match="an alpha above 0 needs an engine with a teacher"):
-        sampled(engine(teacher=None), requests(count=1))
+        Scheduler(engine(teacher=None), None).add(requests(count=1)[0])
     with pytest.raises(ValueError, match="alpha=1.5 must be from 0 to 1"):
         SamplingParams(alpha=1.5)

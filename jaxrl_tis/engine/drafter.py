@@ -1,0 +1,95 @@
+"""A small model whose tokens are drafts for a larger one.
+
+Its engine has slots and pages of the same number as the larger one's, and keeps its keys at the same
+places: the same page tables, prefills and copies serve both. It draws with the random numbers that the
+larger model draws with, so equal distributions agree always. What is drawn is the larger model's in
+any case, as with other drafts (drafts.py).
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from jaxrl_tis.engine.drafts import Paced
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.protocol import Chunk, Insertion
+from jaxrl_tis.engine.records import Request
+from jaxrl_tis.engine.sequences import Sequence
+
+
+class Drafter(Paced):
+    """Proposes drafts of a small model, or none while they do not pay.
+
+    Args:
+      engine: of the small model; its `steps` are one more than a draft has tokens.
+      params: its serving parameters.
+      free_batch_rows: see Paced.
+      cost: time of one of its steps, by that of a step of the large model.
+    """
+
+    def __init__(self, engine: Engine, params: Any, free_batch_rows: int, cost: float):
+        super().__init__(engine.slots, free_batch_rows)
+        self._engine, self._params, self._cost = engine, params, cost
+        self._length = engine.steps - 1
+        self._state: Any = None
+        self._known: dict[str, int] = {}  # request -> the number of its tokens with keys
+        self._is_drafting = False
+
+    def start(self) -> None:
+        self._state = self._engine.init_state()
+
+    def release_cache(self) -> None:
+        self._state = None
+
+    def prefill(self, chunks: list[Chunk]) -> None:
+        own = [dataclasses.replace(chunk, targets=None) for chunk in chunks]
+        self._state, _ = self._engine.prefill(self._params, self._state, own)
+
+    def insert(self, rows: dict[int, Insertion]) -> None:
+        self._state = self._engine.insert(self._state, rows)
+        # Others have kept their pages, and what is known of them.
+        filled = [row for row in rows.values() if row.cached == len(row.tokens)]
+        self._known |= {row.request.id: row.cached for row in filled}
+
+    def extend(self, sequence: Sequence, drawn: np.ndarray) -> None:
+        if self._is_drafting:
+            self._known[sequence.request.id] = sequence.length - 1
+
+    def remove(self, request: Request) -> None:
+        self._known.pop(request.id, None)
+
+    def propose(self, sequences: list[Sequence]) -> tuple[int, dict[Sequence, range]]:
+        lengths = np.array([min(self._length, s.remaining - 1) for s in sequences])
+        is_faster = self._speed(lengths, self._length) > self._speed(lengths, 0)
+        self._fade()
+        self._is_drafting = bool(is_faster and lengths.any())
+        if not self._is_drafting:
+            return 0, {}
+        self._catch_up([s for s in sequences if self._known[s.request.id] < s.length - 1])
+        return self._length, {s: range(n) for s, n in zip(sequences, lengths, strict=True) if n}
+
+    def rows(self, drafts, length, slots, table, shift):
+        self._state, *rows = self._engine.draft(self._params, self._state, slots, table, shift)
+        return tuple(rows)
+
+    def _time(self, length: int) -> float:
+        own = self._cost * (length + 1) * super()._time(0) if length else 0.0
+        return super()._time(length) + own
+
+    def _catch_up(self, behind: list[Sequence]) -> None:
+        """Computes the keys of tokens that were sampled without drafts."""
+        engine, known = self._engine, self._known
+        room = engine.prefill_batch // engine.shards
+        while behind:
+            chunks, count = [], [0] * engine.shards
+            for s in behind:
+                if count[s.shard] == room:
+                    continue
+                count[s.shard] += 1
+                start = known[s.request.id] // engine.page_size * engine.page_size
+                tokens = s.tokens()[start : s.length - 1][: engine.prefill_chunk]
+                chunks.append(Chunk(s.shard, tokens, start, s.pages))
+                known[s.request.id] = start + len(tokens)
+            self._state, _ = engine.prefill(self._params, self._state, chunks)
+            behind = [s for s in behind if known[s.request.id] < s.length - 1]

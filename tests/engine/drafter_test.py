@@ -1,0 +1,183 @@
+"""Drafts of a small model: what is drawn stays the large model's, and the small model's keys are whole."""
+
+import dataclasses
+import functools
+from unittest import mock
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from jaxrl_tis import build, export
+from jaxrl_tis.engine import fusion
+from jaxrl_tis.engine.config import EngineConfig
+from jaxrl_tis.engine.drafter import Drafter
+from jaxrl_tis.engine.engine import Engine
+from jaxrl_tis.engine.records import Request, SamplingParams
+from jaxrl_tis.engine.scheduler import Scheduler
+from tests import tiny, weights
+from tests.engine import fusion_test
+from tests.engine.fusion_test import COMMON, STUDENT, TEACHER, softmax
+
+pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
+
+SMALL = dataclasses.replace(STUDENT, family="llama", qkv_bias=False, embed_dim=16, mlp_dim=24)
+LENGTH = 3  # of drafts
+SIZES = dict(slots=16, max_length=32, prefill_batch=4, prefill_chunk=4, page_size=4, penalties=True)
+KINDS = {
+    "plain": SamplingParams(max_tokens=12),
+    "filtered": SamplingParams(temperature=0.8, top_k=6, max_tokens=12),
+    "nucleus": SamplingParams(top_p=0.7, min_p=0.02, max_tokens=12),
+    "penalties": SamplingParams(repetition_penalty=1.4, frequency_penalty=0.5, max_tokens=12),
+    "stops": SamplingParams(stop_ids=(4, 9), max_tokens=12),
+    "greedy": SamplingParams(temperature=0.0, max_tokens=12),
+}
+
+
+@functools.cache
+def engine(model, teacher=None):
+    return Engine(model, EngineConfig(**SIZES, steps=LENGTH + 1), teacher=teacher)
+
+
+@functools.cache
+def parameters(model):
+    return weights.drawn(model, seed=model.embed_dim)
+
+
+class Always(Drafter):
+    """Drafts in every call but those of `off`, whether it pays or not."""
+
+    def __init__(self, model, off=()):
+        own = engine(model)
+        super().__init__(own, own.load(parameters(model)), 1000, 0.1)
+        self.off, self.calls = off, 0
+
+    def propose(self, sequences):
+        self.calls += 1
+        return super().propose(sequences)
+
+    def _speed(self, lengths, length):
+        return length * (-1 if self.calls in self.off else 1)
+
+
+def sampled(requests, drafter=None, teacher=None, pauses=True):
+    """The records by id, and the counts; in the middle all are interrupted and go on."""
+    serving = engine(STUDENT, teacher) if teacher else engine(STUDENT)
+    served = serving.load(parameters(STUDENT))
+    if teacher:
+        served = fusion.Pair(served, serving.load_teacher(parameters(teacher)))
+    scheduler = Scheduler(serving, served, drafts=drafter)
+    known = {request.id: request for request in requests}
+    for request in requests:
+        scheduler.add(request)
+    found = [t for _ in range(4) for t in scheduler.step()]
+    for partial in scheduler.pause("abort") if pauses else ():
+        scheduler.add(dataclasses.replace(known[partial.id], partial=partial))
+    while scheduler.pending:
+        found += scheduler.step()
+    return {t.id: t for t in found}, scheduler.stats
+
+
+def requests(kinds=KINDS, count=4, alpha=0.0):
+    return [
+        Request(f"{name}/{i}", np.array([*COMMON, 11 + i % 2, 2]), i, dataclasses.replace(kind, alpha=alpha))
+        for name, kind in kinds.items() for i in range(count)
+    ]
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for id, t in expected.items():
+        np.testing.assert_array_equal(found[id].tokens, t.tokens)
+        np.testing.assert_allclose(found[id].logp_behav, t.logp_behav, atol=2e-5)
+
+
+@pytest.mark.parametrize("teacher", [None, pytest.param(TEACHER, marks=pytest.mark.all)])
+def test_any_drafter_leaves_every_draw_as_it_was(teacher):
+    asked = requests(alpha=0.5 if teacher else 0.0)
+    expected, _ = sampled(asked, teacher=teacher)
+    found, counts = sampled(asked, Always(SMALL), teacher)
+    assert_same(found, expected)
+    assert 0 < counts.accepted < counts.drafted / 2
+
+
+def test_a_drafter_that_is_the_policy_is_always_right():
+    """Its drafts end at a stop or at the last token alone: prompts that are shared, copied pages,
+    interruptions, and calls without drafts, whose keys it computes later."""
+    drafter = Always(STUDENT, off=(2, 5))
+    asked = requests({name: kind for name, kind in KINDS.items() if name != "penalties"})
+    expected, _ = sampled(asked)
+    found, counts = sampled(asked, drafter)
+    assert_same(found, expected)
+    assert counts.drafted > 50
+    ended = sum(t.stop_reason == "stop" for t in found.values())
+    assert counts.accepted >= counts.drafted - LENGTH * ended
+    assert not drafter._known and drafter._rejected == 0
+
+
+@pytest.mark.all
+def test_draws_have_the_distribution_of_the_policy():
+    """Chi-square of second tokens, which drafts propose, against sums over all first ones."""
+    kind = SamplingParams(max_tokens=3)
+    prompt = np.array([*COMMON, 11, 2])
+    found, counts = sampled([Request(f"r{i}", prompt, i, kind) for i in range(2000)], Always(SMALL))
+    assert counts.accepted > 100
+    rows = np.concatenate([np.tile(prompt, (STUDENT.vocab_size, 1)), np.arange(STUDENT.vocab_size)[:, None]], 1)
+    padded = np.zeros((STUDENT.vocab_size, 16), np.int32)
+    padded[:, : rows.shape[1]] = rows
+    logits = np.asarray(fusion_test.transformer.logits(parameters(STUDENT), STUDENT, padded))
+    p = softmax(logits[0, len(prompt) - 1]) @ softmax(logits[:, len(prompt)])
+    drawn = np.bincount([t.tokens[1] for t in found.values()], minlength=STUDENT.vocab_size)
+    assert stats.chisquare(drawn, 2000 * p).pvalue > 1e-3
+
+
+def test_drafts_end_where_they_do_not_pay():
+    """With acceptance 0 a pass of drafts yields one token, for more time."""
+    drafter = Drafter(engine(SMALL), None, free_batch_rows=64, cost=0.1)
+    drafter.observe(LENGTH, 0, False)
+    for _ in range(9):
+        drafter.observe(LENGTH, 0, False)
+    sequences = [type("S", (), {"remaining": 9})() for _ in range(16)]
+    assert drafter.propose(sequences) == (0, {})
+    # 64 rows take the time of one; four steps of the drafter 0.4 of that.
+    assert drafter._time(0) == 64 and drafter._time(LENGTH) == pytest.approx(64 * 1.4)
+
+
+def test_a_drafter_that_does_not_fit_is_refused():
+    config = dict(engine__drafter="models/small", engine__max_draft=3)
+    model, tokenizer = build._read(tiny.config())
+    for fields, changes, match in [
+        ({}, {"vocab_size": model.vocab_size - 1}, "token ids and the policy"),
+        ({}, {"vocab_size": 99}, "engine.drafter = 'models/small' has 99 token ids and the policy"),
+        ({}, {"num_layers": 2}, "has 16,128 parameters and the policy 8,384; name a smaller model"),
+        ({"engine__max_draft": 0}, {}, "makes drafts of engine.max_draft tokens, which is 0"),
+        ({"engine__retention": (1, 1)}, {}, "needs the keys of all tokens, and engine.retention"),
+        ({"rollout__schedule": "one_step", "rollout__driver": "external"}, {}, "engine.drafter"),
+    ]:
+        shape = dataclasses.replace(model, **changes)
+        with (
+            mock.patch.object(build.models, "read_config", return_value=shape),
+            mock.patch.object(build, "load_tokenizer", return_value=tokenizer),
+            pytest.raises(ValueError, match=match),
+        ):
+            build.build(tiny.config(**config | fields))
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("fields", [
+    {}, dict(rollout__schedule="areal(staleness=2)", train__pack_length=32),
+    dict(rollout__schedule="one_step", rollout__driver="ray", rollout__cpus_per_worker=0.01),
+], ids=["sync", "ahead", "ray"])
+def test_a_run_with_a_drafter_has_no_gap(tmp_path, fields):
+    """With a model of a twentieth of the size, which drafts pay for."""
+    small = dict(model__embed_dim=8, model__num_heads=1, model__head_dim=8, model__mlp_dim=8)
+    tiny.run(tmp_path / "first", steps=1, warmup__steps=60, **small)
+    export.export(str(tmp_path / "first"), str(tmp_path / "model"), dtype="float32")
+    tiny.run(tmp_path / "run", **fields | dict(
+        engine__drafter=str(tmp_path / "model"), engine__max_draft=3, engine__free_batch_rows=1000,
+        engine__quantization="none",
+    ))
+    trained = [r for r in tiny.lines(tmp_path / "run") if r["phase"] == "train"]
+    assert max(r["mismatch/log_ratio_abs_max"] for r in trained) < 3e-5
+    accepted = [r["rollout/draft_acceptance"] for r in trained]
+    assert np.mean(accepted) > 0.1, accepted
