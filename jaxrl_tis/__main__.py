@@ -23,6 +23,7 @@ COMMANDS = {  # name: (module, the question that it answers)
     "export": ("export", "How do I get a Hugging Face folder from a run?"),
     "score": ("score", "What logits does a model give to tokens?"),
     "sweep": ("sweep", "Which of several corrections is best, over seeds?"),
+    "provision": ("provision", "How many samplers, and how far ahead, does a run need?"),
     "serve": ("serve", "How do I query a checkpoint by an OpenAI-style API?"),
     "aot": ("aot", "Does a config fit a TPU slice?"),
 }

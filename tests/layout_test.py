@@ -59,6 +59,7 @@ MAY_IMPORT = {
     "gate": ("build", "cli_flags", "data", "diagnostics", "engine", "estimators", "external",
         "learner", "models", "rollouts", "runtime", "sharding"),
     "score": ("cli_flags", "models"),
+    "provision": ("record", "report", "runtime"),
     "serve": ("build", "cli_flags", "endpoint", "engine", "learner", "runtime"),
     "sweep": ("cli_flags", "record", "report", "runtime", "validate"),
     "audit": ("diagnostics", "doctor", "estimators", "kernels", "report", "runtime"),
@@ -126,7 +127,8 @@ COVERED = {
 }
 
 
-TOOLS = {"aot", "audit", "doctor", "export", "gate", "libtpu_flags", "report", "score", "serve", "sweep"}
+TOOLS = {"aot", "audit", "doctor", "export", "gate", "libtpu_flags", "provision", "report", "score",
+         "serve", "sweep"}
 
 
 def sources() -> list[pathlib.Path]:

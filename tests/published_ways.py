@@ -131,7 +131,7 @@ WAYS: dict[str, Way] = {
     r"python -m jaxrl_tis\.audit dump\.npz --columns": Way(swap=(("dump.npz", "named.npz"),)),
     r"python -m jaxrl_tis\.audit": Way(),
     r"python -m jaxrl_tis\.doctor -$": Way(feed="train.log"),
-    r"python -m jaxrl_tis\.doctor": Way(),
+    r"python -m jaxrl_tis\.(doctor|provision)": Way(),
     r"python -m jaxrl_tis\.evaluate models/mine": Way(
         f"{TINY} --samples=1", (("--config=.*", "--config=configs/quickstart.py"),),
     ),
