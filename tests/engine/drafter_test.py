@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxrl_tis import build, export
+from jaxrl_tis import build, export, sharding
 from jaxrl_tis.engine import fusion
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafter import Drafter
@@ -35,8 +35,9 @@ KINDS = {
 
 
 @functools.cache
-def engine(model, teacher=None):
-    return Engine(model, EngineConfig(**SIZES, steps=LENGTH + 1), teacher=teacher)
+def engine(model, teacher=None, mesh=None):
+    layout = mesh and sharding.layout(mesh, sharding.SERVE_RULES)
+    return Engine(model, EngineConfig(**SIZES, steps=LENGTH + 1), layout, teacher)
 
 
 @functools.cache
@@ -47,8 +48,8 @@ def parameters(model):
 class Always(Drafter):
     """Drafts in every call but those of `off`, whether it pays or not."""
 
-    def __init__(self, model, off=()):
-        own = engine(model)
+    def __init__(self, model, off=(), own=None):
+        own = own or engine(model)
         super().__init__(own, own.load(parameters(model)), 1000, 0.1)
         self.off, self.calls = off, 0
 
@@ -60,9 +61,9 @@ class Always(Drafter):
         return length * (-1 if self.calls in self.off else 1)
 
 
-def sampled(requests, drafter=None, teacher=None, pauses=True):
+def sampled(requests, drafter=None, teacher=None, serving=None):
     """The records by id, and the counts; in the middle all are interrupted and go on."""
-    serving = engine(STUDENT, teacher) if teacher else engine(STUDENT)
+    serving = serving or (engine(STUDENT, teacher) if teacher else engine(STUDENT))
     served = serving.load(parameters(STUDENT))
     if teacher:
         served = fusion.Pair(served, serving.load_teacher(parameters(teacher)))
@@ -71,7 +72,7 @@ def sampled(requests, drafter=None, teacher=None, pauses=True):
     for request in requests:
         scheduler.add(request)
     found = [t for _ in range(4) for t in scheduler.step()]
-    for partial in scheduler.pause("abort") if pauses else ():
+    for partial in scheduler.pause("abort"):
         scheduler.add(dataclasses.replace(known[partial.id], partial=partial))
     while scheduler.pending:
         found += scheduler.step()
@@ -97,6 +98,16 @@ def test_any_drafter_leaves_every_draw_as_it_was(teacher):
     asked = requests(alpha=0.5 if teacher else 0.0)
     expected, _ = sampled(asked, teacher=teacher)
     found, counts = sampled(asked, Always(SMALL), teacher)
+    assert_same(found, expected)
+    assert 0 < counts.accepted < counts.drafted / 2
+
+
+@pytest.mark.all
+def test_a_drafter_is_cut_over_a_mesh_as_the_policy_is():
+    asked = requests({"plain": KINDS["plain"], "penalties": KINDS["penalties"]})
+    on_mesh = functools.partial(engine, mesh=(2, 1, 2))
+    expected, _ = sampled(asked)
+    found, counts = sampled(asked, Always(SMALL, own=on_mesh(SMALL)), serving=on_mesh(STUDENT))
     assert_same(found, expected)
     assert 0 < counts.accepted < counts.drafted / 2
 
