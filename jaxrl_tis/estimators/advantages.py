@@ -26,7 +26,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
-from chex import Array
+from chex import Array, Numeric
 
 from jaxrl_tis.estimators import baselines, ratios, returns
 from jaxrl_tis.kernels.segment import segment_scan
@@ -64,6 +64,38 @@ def grpo(rewards: Array, mask: Array, group: Array, *, eps: float = 1e-6) -> Arr
     adv_b = jnp.where(is_constant, 0.0, (scores_b - mean) / (std + eps))
     mask = returns.compared(scores_b, mask, group)
     return returns.on_tokens(jnp.where(count == 1, scores_b / (1.0 + eps), adv_b), mask)
+
+
+@Traits(needs=("entropy",), of_sequences=True)
+def rl_zvp(
+    rewards: Array, mask: Array, group: Array, *,
+    entropy: Array, zvp_alpha: Numeric = 0.1, zvp_correct: Numeric = 1.0, eps: float = 1e-6,
+) -> Array:
+    """RL-ZVP (arXiv:2509.21880): `grpo`, but groups of equal rewards teach, too.
+
+    If all are correct, A = zvp_alpha H with the entropy H of each token. If none is, A = -zvp_alpha
+    (max H - H) with the largest entropy of the response. A group of one is that of `grpo`.
+
+    Unit: group. Use: rewards of 0 and 1 where many groups are all right or all wrong.
+
+    Args:
+      rewards, mask, group: see the module.
+      entropy: [B, T] of the policy at each sampled token, nats.
+      zvp_alpha: nats to advantage.
+      zvp_correct: least reward of a correct response.
+      eps: see `grpo`.
+
+    Returns adv [B, T].
+    """
+    scores_b = returns.sequence_rewards(rewards, mask)
+    count, mean, _, is_constant = returns.group_moments(scores_b, group)
+    valid_bt = returns.compared(scores_b, mask, group)
+    entropy_bt = jax.lax.stop_gradient(ratios.zero_padding(entropy, valid_bt))
+    most_b1 = jnp.max(entropy_bt, axis=1, keepdims=True)
+    shift_b1 = jnp.where((mean >= zvp_correct)[:, None], 0.0, most_b1)
+    shaped_bt = ratios.zero_padding(zvp_alpha * (entropy_bt - shift_b1), valid_bt)
+    is_shaped_b1 = (is_constant & (count > 1))[:, None]
+    return jnp.where(is_shaped_b1, shaped_bt, grpo(rewards, mask, group, eps=eps))
 
 
 def dr_grpo(rewards: Array, mask: Array, group: Array) -> Array:
@@ -368,6 +400,7 @@ def reinforce_plus_plus_baseline(rewards: Array, mask: Array, group: Array) -> A
 
 ADVANTAGES = {
     "grpo": grpo,
+    "rl_zvp": rl_zvp,
     "dr_grpo": dr_grpo,
     "maxrl": maxrl,
     "grpo_passk": grpo_passk,

@@ -4,7 +4,6 @@ GAE against its sum."""
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -31,7 +30,7 @@ whiten = advantages.whiten
 OWN_GROUP = ["grpo", "dr_grpo", "maxrl", "grpo_passk", "rloo", "oapl", "opo", "opob"]
 OUTCOME = [*OWN_GROUP, "batch_mean", "gpg", "gdpo", "reinforce_plus_plus_baseline"]
 BY_GROUP = [*OWN_GROUP, "otb", "tir_otb"]
-NOT_RELATIVE = ("gae", "remax")  # to the other samples: equal rewards do not give 0
+NOT_RELATIVE = ("gae", "remax", "rl_zvp")  # to the other samples: equal rewards do not give 0
 
 # A ragged batch whose advantages verl 0.9.1 computed: groups of 2, 3 and 1; row 1 has two tokens,
 # row 4 none.
@@ -55,6 +54,20 @@ FIRST_TOKEN = {
 }
 
 
+def test_rl_zvp_by_hand():
+    """A group that differs, one all right, and one all wrong."""
+    entropy = np.array([
+        [9.0, 9, 9, 9], [9, 9, 9, 9], [1, 3, 0, 2], [0.5, 1, 1, 1], [9, 9, 9, 9], [2, 5, 0, 1],
+    ])
+    group, rewards = np.array([0, 0, 1, 1, 2, 2]), np.array([1.0, 0.0, 1.0, 1.0, 0.0, 0.0])
+    fields, differs = make_fields(rewards, MASK != 0) | {"entropy": entropy}, 0.5 / (0.5**0.5 + 1e-6)
+    adv = compute("rl_zvp", rewards, MASK, group, fields)
+    np.testing.assert_allclose(adv, [
+        [differs] * 4, [-differs, -differs, 0, 0], [0.1, 0.3, 0, 0.2], [0.05, 0.1, 0.1, 0.1],
+        [0, 0, 0, 0], [-0.3, 0, -0.5, -0.4],
+    ], atol=1e-6)
+
+
 def make_fields(rewards, mask, seed=3):
     """Every field that an entry may need, NaN outside the mask; one component is the reward."""
     rng = np.random.default_rng(seed)
@@ -63,6 +76,7 @@ def make_fields(rewards, mask, seed=3):
     p = np.exp(logp_old)
     per_token = {
         "values": rng.normal(size=shape),
+        "entropy": rng.exponential(1.0, shape),
         "logp_old": logp_old,
         "logp_prox": logp_old,
         "logp_behav": logp_old + 0.3 * rng.normal(size=shape),
@@ -165,7 +179,7 @@ def test_gdpo_weights_its_components():
 @pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.all) for n in (2, 6))])
 def test_a_constant_group_gives_exactly_zero(name, reward, size):
     mask = np.ones((6, 4), int) * (np.arange(6) < size)[:, None]
-    adv = compute(name, np.full(6, reward), mask, jnp.minimum(np.arange(6) // size, 1))
+    adv = compute(name, np.full(6, reward), mask, np.minimum(np.arange(6) // size, 1))
     np.testing.assert_array_equal(adv, np.zeros((6, 4)))
 
 
@@ -246,10 +260,10 @@ def test_rejecting_the_last_token_does_not_lose_a_sequence_reward(name):
         "greedy_rewards": np.zeros(6),
         "grad_norms": np.ones(6),
         "reward_components": rewards[:, None],
-        "logp_old": jnp.log(half),
-        "logp_prox": jnp.log(half),
-        "logp_behav": jnp.log(half),
-        "sum_pi_squared": half,
+        "logp_old": np.log(half),
+        "logp_prox": np.log(half),
+        "logp_behav": np.log(half),
+        "sum_pi_squared": half, "entropy": half,
         "weights": np.ones((6, 4)),
     }
     adv = compute(name, rewards, rejected, np.array([0, 0, 1, 1, 1, 1]), fields)
@@ -394,7 +408,7 @@ def _dropped_batch():
     fields = {
         "values": normal(), "logp_old": -np.abs(normal()), "logp_prox": -np.abs(normal()),
         "logp_behav": -np.abs(normal()), "weights": np.exp(normal()),
-        "sum_pi_squared": rng.uniform(0.1, 0.9, (11, 5)).astype(np.float32),
+        "sum_pi_squared": rng.uniform(0.1, 0.9, (11, 5)).astype(np.float32), "entropy": np.abs(normal()),
         "greedy_rewards": normal()[:, 0], "grad_norms": np.exp(normal()[:, 0]),
         "reward_components": np.stack([rewards, normal()[:, 0]], axis=1),
     }
