@@ -203,8 +203,7 @@ def get_config() -> ConfigDict:
     c.engine.quantization = "w8a8"
     # Longest draft from n-grams of the response, in tokens: 2^n - 1. 0: no drafts.
     c.engine.max_draft = 0
-    # Small model that makes drafts of max_draft tokens in place of n-grams, named as rollout.teacher.
-    # "": none.
+    # Small model that makes drafts of max_draft tokens: a folder, .gguf file or hf:// path. "": none.
     c.engine.drafter = ""
     # auto: a synchronous run on shared devices frees the sampler's weights and KV cache during the
     # update (docs/engine.md#sleep).

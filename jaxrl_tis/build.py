@@ -75,18 +75,16 @@ class Sampling:
         rollout = self.config.rollout
         if not rollout.teacher:
             return {}
-        load = lambda engine: engine.load_teacher(models.load(rollout.teacher)[1])
+        load = lambda engine: engine.load_teacher(_placed(rollout.teacher, engine, engine.teacher))
         alpha = teaching.parse(rollout.alpha)
         return {engine: Teacher(alpha, functools.partial(load, engine)) for engine in self.engines}
 
     @functools.cached_property
-    def _drafting(self) -> dict[Engine, tuple[Engine, Any]]:
+    def drafting(self) -> dict[Engine, tuple[Engine, Any]]:
         """Engine and serving parameters of the model that drafts for each of `engines`."""
-        if not self.drafters:
-            return {}
-        params = models.load(self.config.engine.drafter)[1]
-        pairs = zip(self.engines, self.drafters, strict=True)
-        return {engine: (drafter, drafter.load(params)) for engine, drafter in pairs}
+        path = self.config.engine.drafter
+        pairs = zip(self.engines, self.drafters, strict=True) if self.drafters else ()
+        return {engine: (own, own.load(_placed(path, own, own.model))) for engine, own in pairs}
 
     @property
     def engine(self) -> Engine:
@@ -221,8 +219,8 @@ class Sampling:
         config = self.config.engine
         drafts: Paced | None = None
         retention = self.retention if engine is self.engine else None
-        if engine in self._drafting:
-            drafter, own = self._drafting[engine]
+        if self.drafters and engine in self.engines:
+            drafter, own = self.drafting[engine]
             sizes = (e.device_bytes()["policy"] for e in (drafter, engine))
             drafts = Drafter(drafter, own, config.free_batch_rows, operator.truediv(*sizes))
         elif config.max_draft:
@@ -332,7 +330,8 @@ def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
     setup = assemble(
         config, choices, model, tokenizer, teacher=teacher, drafter=drafter, **sampler
     )
-    _check_memory(setup.engine)
+    if config.rollout.driver != "ray":  # whose workers load the teacher
+        _check_memory(setup.engine)
     return setup
 
 
@@ -417,8 +416,8 @@ def _with_tokenizer(
     found, theirs = models.read_config(path), load_tokenizer(path)
     if found.vocab_size < model.vocab_size:
         raise ValueError(
-            f"{field} = {path!r} has {found.vocab_size} token ids and the policy {model.vocab_size}; name a "
-            "model with the policy's tokenizer"
+            f"{field} = {path!r} has {found.vocab_size} token ids, unused ones included, and the policy "
+            f"{model.vocab_size}; name a model with as many"
         )
     size = len(tokenizer.ids)
     if len(theirs.ids) != size or _texts(theirs, size) != _texts(tokenizer, size):
@@ -426,7 +425,7 @@ def _with_tokenizer(
             f"{field} = {path!r} has another tokenizer than the policy; name a model with the policy's "
             "tokenizer"
         )
-    _check_positions(config, found)
+    _check_positions(config, found, field)
     return found
 
 
@@ -445,11 +444,17 @@ def _drafters(
     return tuple(Engine(model, config, layout) for layout in layouts)
 
 
+def _placed(path: str, engine: Engine, model: ModelConfig | None) -> transformer.Params:
+    """Reads the parameters of a second model to where the engine serves it."""
+    assert model is not None
+    return models.load(path, placement.shardings(engine.layout, model))[1]
+
+
 def _check_memory(engine: Engine) -> None:
     """Raises ValueError for a teacher that does not fit beside the policy."""
     if not engine.num_teachers:
         return
-    needed, room = engine.device_bytes(), _memory(engine.layout.mesh.devices.flat[0])
+    needed, room = engine.device_bytes(), min(map(_memory, engine.layout.mesh.local_devices), default=math.inf)
     if sum(needed.values()) > room:
         sizes = ", ".join(f"{name} {size / GIB:.3g} GiB" for name, size in needed.items())
         raise ValueError(
@@ -602,20 +607,20 @@ def _check_window(config, model: ModelConfig, name: str) -> None:
             )
 
 
-def _check_positions(config, model: ModelConfig) -> None:
+def _check_positions(config, model: ModelConfig, name: str = "") -> None:
     """Refuses with ValueError sequences that the model has no positions for, and says where it has
-    them by extension alone."""
+    them by extension alone. `name`: the field of a model that is not the policy."""
     length = max_length(config)
     try:
         doubt = model.check_length(length)
     except ValueError as error:
-        field = "" if config.model.path else ", or raise model.max_position"
+        field = "" if config.model.path or name else ", or raise model.max_position"
         raise ValueError(
-            f"{error}: lower task.max_prompt_tokens = {config.task.max_prompt_tokens} or "
+            f"{name and f'{name}: '}{error}: lower task.max_prompt_tokens = {config.task.max_prompt_tokens} or "
             f"rollout.max_new_tokens = {config.rollout.max_new_tokens}{field}"
         ) from error
     if doubt:
-        processes.report(f"warning: {doubt}", sys.stderr)
+        processes.report(f"warning: {name and f'{name}: '}{doubt}", sys.stderr)
 
 
 def small_model(config: ml_collections.ConfigDict, vocab_size: int) -> ModelConfig:

@@ -3,13 +3,14 @@
 Times come from the record of a synchronous run, or from options. A learner that trains on a batch every
 T seconds is never idle under two conditions:
 
-1. Samplers generate a batch in T seconds, apart from the time that weight syncs stop them.
+1. Samplers generate a batch within T seconds, less the time that a weight sync stops them.
 2. Batch v + S, which may start when version v is published, arrives S updates later: S T is at least
    the time of the weight sync plus the time to generate the batch up to its last reward.
 
-This is the overlap of ECHO-2 (arXiv:2602.02192), derived here without ECHO-2's formula. With the record of
-a run ahead, or with --drift, the command also names the lag at which the effective sample size of the
-ratios falls below --bound.
+This is the overlap of ECHO-2 (arXiv:2602.02192), derived here without ECHO-2's formula. A record has the
+times of one sampler: with fewer slots than samples, more samplers also shorten a batch, and S is an upper
+bound. Its whole sync counts as a pause. With the record of a run ahead, or with --drift, the command also
+names the lag at which the effective sample size of the ratios falls below --bound.
 
 Examples:
 
@@ -28,6 +29,7 @@ from matplotlib import figure
 from jaxrl_tis.record import metrics
 from jaxrl_tis.record.provenance import saved_config
 from jaxrl_tis.report.plots import STYLE, palette
+from jaxrl_tis.rollouts import schedules
 from jaxrl_tis.runtime import cli
 
 LEARNER, BATCH = ("update", "score", "data"), ("rollout", "reward")  # phases of a synchronous step
@@ -54,7 +56,7 @@ def least_workers(samples: float, train_s: float, rate: float, pause_s: float = 
     if not 0 <= pause_s < train_s:
         raise ValueError(
             f"a weight sync of {pause_s} s stops a sampler during an update of {train_s} s, and no "
-            "number of samplers is enough; sync weights less often"
+            "number of samplers is enough; sync weights less often, or give the true --pause_s"
         )
     return max(_ceil(samples / (rate * (train_s - pause_s))), 1)
 
@@ -115,14 +117,23 @@ def recorded(workdir: str | os.PathLike) -> dict[str, float]:
     steps = trained[1:] or trained  # the first one compiles
     if config is None or not steps:
         raise ValueError(f"{workdir} has no step yet; give another run, or numbers")
-    mean = lambda name: float(np.median([r[name] for r in steps if name in r]))
-    found = {"tokens": mean("response_length/mean")}
-    rollout = config["rollout"]
-    if any(LAG in r and r[LAG] > 0 for r in steps):
-        # The mean square of a normal number is pi / 2 times the squared mean of its absolute value.
-        found["drift"] = math.pi / 2 * mean(DISTANCE) ** 2 / mean(LAG)
-    if rollout["schedule"] == "sync":
-        times = {name: mean(f"time/{name}_s") for name in (*LEARNER, *BATCH, "sync")}
+    numbers = lambda name: [r[name] for r in steps if math.isfinite(r.get(name, math.nan))]
+    mean = lambda name: float(np.median(numbers(name)))
+    found, rollout = {}, config["rollout"]
+    if numbers("response_length/mean"):
+        found["tokens"] = mean("response_length/mean")
+    # The mean square of a normal number is pi / 2 times the squared mean of its absolute value.
+    behind = [r for r in steps if r.get(LAG, 0) > 0 and math.isfinite(r.get(DISTANCE, math.nan))]
+    if behind:
+        found["drift"] = float(np.median([math.pi / 2 * r[DISTANCE] ** 2 / r[LAG] for r in behind]))
+    if schedules.parse(rollout["schedule"]).is_sync:
+        phases = (*LEARNER, *BATCH, "sync")
+        if missing := [name for name in phases if not numbers(f"time/{name}_s")]:
+            raise ValueError(
+                f"{workdir} has no time/{missing[0]}_s, as with metrics.record = 'compact'; give another run, "
+                "or numbers"
+            )
+        times = {name: mean(f"time/{name}_s") for name in phases}
         found["samples"] = rollout["prompts"] * rollout["group_size"]
         found["train_s"] = sum(times[name] for name in LEARNER)
         found["batch_s"] = sum(times[name] for name in BATCH)
@@ -181,7 +192,9 @@ def answer(times: Mapping[str, float], bound: float, png: str = "") -> list[str]
             f"{times.get('tokens', 1):.0f} tokens: {of(times.get('tokens', 1))}"
         ]
     if not lines:
-        raise ValueError("neither times nor a drift are known; name a run or give --train_s or --drift")
+        raise ValueError(
+            "neither times nor a drift are known; name a synchronous run or one ahead, or give --train_s or --drift"
+        )
     return lines
 
 

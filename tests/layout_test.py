@@ -59,7 +59,7 @@ MAY_IMPORT = {
     "gate": ("build", "cli_flags", "data", "diagnostics", "engine", "estimators", "external",
         "learner", "models", "rollouts", "runtime", "sharding"),
     "score": ("cli_flags", "models"),
-    "provision": ("record", "report", "runtime"),
+    "provision": ("record", "report", "rollouts", "runtime"),
     "serve": ("build", "cli_flags", "endpoint", "engine", "learner", "runtime"),
     "sweep": ("cli_flags", "record", "report", "runtime", "validate"),
     "audit": ("diagnostics", "doctor", "estimators", "kernels", "report", "runtime"),

@@ -105,5 +105,10 @@ def test_refusals(tmp_path):
         provision.answer({}, 0.5)
     run = record(tmp_path / "short", "sync")
     (run / "metrics.jsonl").write_text("")
+    compact = record(tmp_path / "compact", "sync()", **{"time/step_s": 3.0})
+    with pytest.raises(ValueError, match="compact has no time/update_s, as with metrics.record = 'compact'"):
+        provision.recorded(compact)
+    odd = record(tmp_path / "odd", "one_step", **{provision.LAG: 0.0, provision.DISTANCE: math.nan})
+    assert provision.recorded(odd) == {"tokens": 30.0}
     with pytest.raises(ValueError, match="has no step yet"):
         provision.recorded(run)

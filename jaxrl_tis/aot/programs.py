@@ -85,8 +85,13 @@ def setup_for(
     config: ml_collections.ConfigDict, shapes: pathlib.Path, devices: list, layers: int | None = None
 ) -> build.Setup:
     """Returns the Setup of the run on these devices; `layers` replaces the depth of the model and of its
-    teacher."""
+    teacher. ValueError for a config with a drafter."""
     choices = validate(config)
+    if config.engine.drafter:
+        raise ValueError(
+            "the memory and programs of engine.drafter are not counted; leave it out, and add its weights and "
+            "its cache"
+        )
     model, path = model_of(config, shapes), config.rollout.teacher
     teacher = shape_of(path, shapes) if path else None
     if layers is not None:

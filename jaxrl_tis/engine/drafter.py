@@ -1,9 +1,8 @@
 """A small model whose tokens are drafts for a larger one.
 
-Its engine has slots and pages of the same number as the larger one's, and keeps its keys at the same
-places: the same page tables, prefills and copies serve both. It draws with the random numbers that the
-larger model draws with, so equal distributions agree always. What is drawn is the larger model's in
-any case, as with other drafts (drafts.py).
+Its engine has as many slots and pages as the policy's, so one page table serves both. It samples with
+the policy's random numbers: equal distributions always agree. The policy verifies every draft
+(drafts.py), so the samples do not change.
 """
 
 import dataclasses
@@ -25,7 +24,7 @@ class Drafter(Paced):
       engine: of the small model; its `steps` are one more than a draft has tokens.
       params: its serving parameters.
       free_batch_rows: see Paced.
-      cost: time of one of its steps, by that of a step of the large model.
+      cost: time of one of its steps, relative to a step of the policy.
     """
 
     def __init__(self, engine: Engine, params: Any, free_batch_rows: int, cost: float):
@@ -33,7 +32,9 @@ class Drafter(Paced):
         self._engine, self._params, self._cost = engine, params, cost
         self._length = engine.steps - 1
         self._state: Any = None
-        self._known: dict[str, int] = {}  # request -> the number of its tokens with keys
+        self._known: dict[str, int] = {}  # request -> the number of its first tokens with keys
+        self._lacking: set[tuple[int, int]] = set()  # (shard, page): cached, and some keys are missing
+        self._filled: set[str] = set()  # requests inserted after a prefill
         self._is_drafting = False
 
     def start(self) -> None:
@@ -41,16 +42,32 @@ class Drafter(Paced):
 
     def release_cache(self) -> None:
         self._state = None
+        self._lacking.clear()
 
     def prefill(self, chunks: list[Chunk]) -> None:
         own = [dataclasses.replace(chunk, targets=None) for chunk in chunks]
         self._state, _ = self._engine.prefill(self._params, self._state, own)
+        for chunk in chunks:
+            pages = self._pages(chunk.pages, chunk.start, chunk.start + len(chunk.tokens))
+            self._lacking.difference_update((chunk.shard, page) for page in pages)
 
     def insert(self, rows: dict[int, Insertion]) -> None:
         self._state = self._engine.insert(self._state, rows)
-        # Others have kept their pages, and what is known of them.
-        filled = [row for row in rows.values() if row.cached == len(row.tokens)]
-        self._known |= {row.request.id: row.cached for row in filled}
+        # Parked sequences keep their pages and their count.
+        self._filled = {row.request.id for row in rows.values() if row.cached == len(row.tokens)}
+
+    def begin(self, sequence: Sequence) -> None:
+        if sequence.request.id in self._filled:
+            lacking = [(sequence.shard, page) in self._lacking for page in sequence.pages]
+            size = self._engine.page_size
+            first = lacking.index(True) * size if any(lacking) else sequence.length
+            self._known[sequence.request.id] = min(first, sequence.length)
+
+    def keep(self, sequence: Sequence) -> None:
+        known, shard = self._known.get(sequence.request.id, 0), sequence.shard
+        whole = known // self._engine.page_size
+        self._lacking.difference_update((shard, page) for page in sequence.pages[:whole])
+        self._lacking.update((shard, page) for page in sequence.pages[whole:])
 
     def extend(self, sequence: Sequence, drawn: np.ndarray) -> None:
         if self._is_drafting:
@@ -69,9 +86,14 @@ class Drafter(Paced):
         self._catch_up([s for s in sequences if self._known[s.request.id] < s.length - 1])
         return self._length, {s: range(n) for s, n in zip(sequences, lengths, strict=True) if n}
 
-    def rows(self, drafts, length, slots, table, shift):
-        self._state, *rows = self._engine.draft(self._params, self._state, slots, table, shift)
+    def rows(self, drafts, length, state, table, shift):
+        self._state, *rows = self._engine.draft(self._params, self._state, state.slots, table, shift)
         return tuple(rows)
+
+    def _pages(self, pages: list[int], start: int, end: int) -> list[int]:
+        """Returns the pages of the positions from `start` on."""
+        size = self._engine.page_size
+        return pages[start // size : -(-end // size)]
 
     def _time(self, length: int) -> float:
         own = self._cost * (length + 1) * super()._time(0) if length else 0.0
@@ -88,8 +110,8 @@ class Drafter(Paced):
                     continue
                 count[s.shard] += 1
                 start = known[s.request.id] // engine.page_size * engine.page_size
-                tokens = s.tokens()[start : s.length - 1][: engine.prefill_chunk]
+                tokens = s.tokens()[start : len(s.pages) * engine.page_size][: engine.prefill_chunk]
                 chunks.append(Chunk(s.shard, tokens, start, s.pages))
                 known[s.request.id] = start + len(tokens)
-            self._state, _ = engine.prefill(self._params, self._state, chunks)
+            self.prefill(chunks)
             behind = [s for s in behind if known[s.request.id] < s.length - 1]

@@ -86,6 +86,9 @@ class NoDrafts:
     def begin(self, sequence: Sequence) -> None:
         """Called when a sequence is inserted, with all its tokens so far."""
 
+    def keep(self, sequence: Sequence) -> None:
+        """Called before the pages of a sequence stay in the cache for later ones."""
+
     def extend(self, sequence: Sequence, drawn: np.ndarray) -> None:
         """Called with the newly sampled tokens of a sequence."""
 
@@ -95,14 +98,14 @@ class NoDrafts:
         return 0, {}
 
     def rows(
-        self, drafts: Mapping[Sequence, Collection[int]], length: int, slots: Any, table: np.ndarray,
+        self, drafts: Mapping[Sequence, Collection[int]], length: int, state: Any, table: np.ndarray,
         shift: np.ndarray,
     ) -> tuple[Any, Any]:
         """Returns the drafts that `propose` returned as arguments of `verify`: (tokens [slots, length] int32,
         how many of them each slot has [slots] int32).
 
         Args:
-          slots: the engine's, see state.Slots; table, shift: as `verify` takes them.
+          state: of the engine; table, shift: as `verify` takes them.
         """
         raise NotImplementedError
 
@@ -206,7 +209,7 @@ class Drafts(Paced):
             return 0, {}
         return length, {s: draft[:length] for s, draft in drafts.items() if draft}
 
-    def rows(self, drafts, length, slots, table, shift):
+    def rows(self, drafts, length, state, table, shift):
         tokens, counts = np.zeros((self._slots, length), np.int32), np.zeros(self._slots, np.int32)
         for sequence, draft in drafts.items():
             if sequence.is_running:

@@ -103,6 +103,7 @@ class Endings:
 
     def keep_pages(self, sequence: Sequence) -> None:
         """Leaves the full pages of a sequence that ends in the cache, where `extend` finds them."""
+        self._drafts.keep(sequence)
         new = self._blocks.keep(sequence, self._runner.version)
         if new and sequence.routes is not None:
             self._routes.keep(sequence.shard, new, sequence.routes)

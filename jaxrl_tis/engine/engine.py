@@ -256,7 +256,7 @@ class Engine:
         return self._programs.generate(params, state, table, shift)
 
     def verify(
-        self, params, state: DecodeState, drafts: np.ndarray, counts: np.ndarray,
+        self, params, state: DecodeState, drafts: np.ndarray | jax.Array, counts: np.ndarray | jax.Array,
         table: np.ndarray, shift: np.ndarray,
     ) -> tuple[DecodeState, ResultTokens]:
         """Runs one pass over the last token of every running slot and its draft.

@@ -349,7 +349,7 @@ class Scheduler:
             self._runner.release(sorted(blocks.to_release))
             blocks.to_release.clear()
         if drafts:
-            rows = self._drafts.rows(drafts, length, self._runner.state.slots, table, shift)
+            rows = self._drafts.rows(drafts, length, self._runner.state, table, shift)
             result = self._runner.verify(*rows, table, shift)
         else:
             result = self._runner.generate(table, shift)

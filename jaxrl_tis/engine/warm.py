@@ -17,24 +17,35 @@ def prefill_lengths(engine: Engine) -> list[int]:
     return sorted({engine.bucket(length) for length in range(1, longest + 1)})
 
 
-def warm_up(engine: Engine, params: Any) -> None:
+def warm_up(engine: Engine, params: Any, drafting: tuple[Engine, Any] | None = None) -> None:
     """Runs every program of the engine in every shape, on a temporary state with free slots. No
     token is sampled, and prefilled keys go to page 0, which is never read.
 
     Args:
       params: serving parameters; later weights have the same shapes.
+      drafting: (engine, serving parameters) of the model that drafts for it, see drafter.py.
     """
-    state = engine.init_state()
     table = np.zeros((engine.slots, engine.pages_per_slot), np.int32)
     nothing = np.zeros(engine.slots, np.int32)
-    for length in prefill_lengths(engine):
-        tokens = np.zeros(length, np.int32)
-        for targets in (None, tokens):
-            state, _ = engine.prefill(params, state, [Chunk(0, tokens, 0, [], targets)])
-    state = engine.insert(state, {})
+    state = _filled(engine, params, has_targets=True)
     state = engine.release(state, [])
     state, _ = engine.generate(params, state, table, nothing)
-    for length in drafts.lengths(engine.config.max_draft):
+    if drafting:
+        drafter, own = drafting
+        filled = _filled(drafter, own, has_targets=False)
+        _, proposed, counts = drafter.draft(own, filled, state.slots, table, nothing)
+        state, _ = engine.verify(params, state, proposed, counts, table, nothing)
+    for length in drafts.lengths(0 if drafting else engine.config.max_draft):
         guesses = np.zeros((engine.slots, length), np.int32)
         state, _ = engine.verify(params, state, guesses, nothing, table, nothing)
     jax.block_until_ready(state)
+
+
+def _filled(engine: Engine, params: Any, has_targets: bool) -> Any:
+    """Returns a state after prefills of every length and an insertion."""
+    state = engine.init_state()
+    for length in prefill_lengths(engine):
+        tokens = np.zeros(length, np.int32)
+        for targets in (None, tokens)[: 1 + has_targets]:
+            state, _ = engine.prefill(params, state, [Chunk(0, tokens, 0, [], targets)])
+    return engine.insert(state, {})

@@ -54,7 +54,7 @@ def make_app(
         load=functools.partial(_load, setup, start), token=token, is_closed=not is_loopback(host),
         hosts=hosts, facts=_facts(setup, limits),
     ))
-    warm_up(setup.engine, params)
+    warm_up(setup.engine, params, setup.drafting.get(setup.engine))
     return application
 
 

@@ -115,7 +115,7 @@ def test_a_drafter_is_cut_over_a_mesh_as_the_policy_is():
 def test_a_drafter_that_is_the_policy_is_always_right():
     """Its drafts end at a stop or at the last token alone: prompts that are shared, copied pages,
     interruptions, and calls without drafts, whose keys it computes later."""
-    drafter = Always(STUDENT, off=(2, 5))
+    drafter = Always(STUDENT, off=(2, 3))
     asked = requests({name: kind for name, kind in KINDS.items() if name != "penalties"})
     expected, _ = sampled(asked)
     found, counts = sampled(asked, drafter)
@@ -158,7 +158,7 @@ def test_a_drafter_that_does_not_fit_is_refused():
     config = dict(engine__drafter="models/small", engine__max_draft=3)
     model, tokenizer = build._read(tiny.config())
     for fields, changes, match in [
-        ({}, {"vocab_size": model.vocab_size - 1}, "token ids and the policy"),
+        ({}, {"vocab_size": model.vocab_size - 1}, "token ids, unused ones included, and the policy"),
         ({}, {"vocab_size": 99}, "engine.drafter = 'models/small' has 99 token ids and the policy"),
         ({}, {"num_layers": 2}, "has 16,128 parameters and the policy 8,384; name a smaller model"),
         ({"engine__max_draft": 0}, {}, "makes drafts of engine.max_draft tokens, which is 0"),

@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import protocol, sampling
+from jaxrl_tis.engine.drafter import Drafter
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
@@ -104,6 +105,21 @@ def test_no_request_compiles_anything(monkeypatch):
     assert not found
     stats = scheduler.stats
     assert stats.drafted and stats.shared and stats.calls > 20 and stats.prefilled > 100, stats
+
+
+@pytest.mark.compiles
+@pytest.mark.all
+def test_no_request_compiles_a_program_of_the_drafter():
+    sizes = dict(slots=4, max_length=LENGTH, page_size=4, num_pages=12, prefill_batch=2, penalties=True)
+    engine, own = (Engine(MODEL, EngineConfig(**sizes, steps=4, max_draft=n)) for n in (3, 0))
+    zeros = lambda x: np.zeros(x.shape, x.dtype)
+    params = jax.tree.map(zeros, transformer.abstract_params(MODEL))
+    served, drafting = engine.load(params), (own, own.load(params))
+    warm_up(engine, served, drafting)
+    scheduler = Scheduler(engine, served, drafts=Drafter(*drafting, 1000, 0.0))
+    with compilations() as found:
+        serve(scheduler, served)
+    assert not found and scheduler.stats.accepted > 20
 
 
 def test_prefills_have_the_lengths_of_all_chunks():

@@ -72,10 +72,10 @@ def test_a_teacher_that_does_not_fit_is_refused():
     model, tokenizer = build._read(config)
     other = mock.Mock(ids=tokenizer.ids, decode=lambda ids: f"<{ids}>")
     for changes, theirs, match in [
-        ({"vocab_size": 3}, tokenizer, "has 3 token ids and the policy 1"),
+        ({"vocab_size": 3}, tokenizer, "has 3 token ids, unused ones included, and the policy 1"),
         ({}, other, "another tokenizer than the policy"),
         ({"sliding": SlidingConfig(8, (0,), model.rope)}, tokenizer, "layers of rollout.teacher have a sliding window"),
-        ({"max_position": 4}, tokenizer, "exceed max_position_embeddings = 4"),
+        ({"max_position": 4}, tokenizer, "rollout.teacher: sequences .* exceed max_position_embeddings = 4"),
         ({"mlp_dim": 10**9}, tokenizer, r"policy 1.06e-05 GiB, .*, teacher \d+ GiB on each device of"),
     ]:
         shape = dataclasses.replace(model, **changes)
