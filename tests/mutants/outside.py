@@ -59,6 +59,8 @@ MUTANTS = [
         ("keys of calls without drafts are missing",
          "        self._catch_up([s for s in sequences if self._known[s.request.id] < s.length - 1])\n", ""),
         ("copied pages are the policy's alone", "self._state = self._engine.insert(self._state, rows)", "pass"),
+        ("cached pages have all keys",
+         "self._lacking.update((shard, page) for page in sequence.pages[whole:])", "pass"),
         ("calls without drafts leave keys, too", "if self._is_drafting:", "if True:"),
         ("a drafter costs no time", "own = self._cost * (length + 1) * super()._time(0) if length else 0.0",
          "own = 0.0"),
