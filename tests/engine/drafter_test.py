@@ -115,7 +115,7 @@ def test_a_drafter_is_cut_over_a_mesh_as_the_policy_is():
 def test_a_drafter_that_is_the_policy_is_always_right():
     """Its drafts end at a stop or at the last token alone: prompts that are shared, copied pages,
     interruptions, and calls without drafts, whose keys it computes later."""
-    drafter = Always(STUDENT, off=(2, 3))
+    drafter = Always(STUDENT, off=(3, 4))
     asked = requests({name: kind for name, kind in KINDS.items() if name != "penalties"})
     expected, _ = sampled(asked)
     found, counts = sampled(asked, drafter)
