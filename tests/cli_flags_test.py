@@ -260,7 +260,7 @@ print("told", json.dumps(told))
 # Words of the command line -> what is said of them.
 REFUSED = {
     ("jaxrl_tis", "gat"): "'gat' is no command of jaxrl-tis; there are train, gate, doctor, audit, report, "
-    "evaluate, export, score, sweep, serve, aot",
+    "evaluate, export, score, sweep, provision, serve, aot",
     ("jaxrl_tis", "score", "--model=m"): "--tokens, --out not given; --help shows every flag",
     ("jaxrl_tis.score", "--model=m"): "--tokens, --out not given; --help shows every flag",
     ("jaxrl_tis.main", "--workdir=w"): "--config not given; --help shows every flag",
