@@ -326,9 +326,12 @@ def runs_table(found: Found) -> str:
         "reward, last steps": parts.of("reward/mean"),
         "largest |dp|": lambda run: float(run.series["training/rollout_probs_diff_max"].max()),
         "mean |d|, last steps": parts.of("mismatch/engine/log_ratio_abs_mean"),
-        "seconds a step": parts.of("time/step_s", 1.0),
     }
-    of = tuple((name, parts.mean_of(measure, ".3g")) for name, measure in columns.items())
+
+    def cell(measure: parts.Measure) -> parts.Column:
+        return lambda arm, arms: f"{np.mean([measure(run) for run in arms[arm]]):.3g}"
+
+    of = tuple((name, cell(measure)) for name, measure in columns.items())
     return parts.of_arms(parts.ARM, parts.SEEDS, *of)(found[1])
 
 
