@@ -217,6 +217,7 @@ def config_of(shape: dict):
         max_position=2048, norm_eps=1e-5, qkv_bias=False, qk_norm=moe is not None, tie_embeddings=True, moe=moe,
     )
 
+
 def oversubscribed(args: argparse.Namespace) -> dict:
     import numpy as np
 

@@ -10,7 +10,7 @@ learner, between two log-probs by the same sampler:
   chunks  the next token after long prompts, read in chunks by another start of the server
 
 Then runs of `configs/fig_engines.py` train with each. `./launch/figures.sh engines` does all of it, on
-CPUs without AVX-512 and AMX for hours. vLLM has float8 weights and a float8 cache on others alone.
+CPUs without AVX-512 and AMX for hours. vLLM's float8 cache needs AVX-512, its float8 weights AMX.
 
 Examples:
 
@@ -54,7 +54,8 @@ from jaxrl_tis.runtime import cli
 
 CONFIG = "configs/smollm2_135m.py"
 NAME = "engines_gap.jsonl"  # a line for each sampler and format
-FORMATS = ("float32", "bfloat16", "int8")  # int8: W8A8 products, the rest in bfloat16
+# int8: W8A8 products, float8: keys and values in float8_e4m3, the rest in bfloat16.
+FORMATS = ("float32", "bfloat16", "int8", "float8")
 SAMPLERS = ("vLLM", "own")
 LEARNERS = ("float32", "bfloat16")
 CONDITIONS = ("repeat", "alone", "cache", "chunks")
@@ -126,12 +127,13 @@ def command(sampler: str, form: str, chunk: int, venv: str, port: int) -> list[s
         return [
             "launch/vllm.sh", "serve", venv, str(folder_of(form)), str(port), "--dtype", dtype,
             "--skip-tokenizer-init", "--max-model-len", "256", "--max-num-seqs", str(4 * AT_ONCE),
-            "--block-size", "32", *(("--max-num-batched-tokens", str(chunk)) if chunk else ()),
+            "--block-size", "32", *(("--kv-cache-dtype", "fp8_e4m3") if form == "float8" else ()),
+            *(("--max-num-batched-tokens", str(chunk)) if chunk else ()),
         ]
     fields = {
         "engine.quantization": "w8a8" if form == "int8" else "none", "engine.dtype": dtype,
-        "engine.cache_dtype": dtype, "engine.slots": AT_ONCE, "engine.prefill_chunk": chunk or 256,
-        "task.max_prompt_tokens": LONG,
+        "engine.cache_dtype": "float8_e4m3fn" if form == "float8" else dtype,
+        "engine.slots": AT_ONCE, "engine.prefill_chunk": chunk or 256, "task.max_prompt_tokens": LONG,
     }
     return [
         sys.executable, "-m", "jaxrl_tis.serve", f"--config={CONFIG}", f"--port={port}",

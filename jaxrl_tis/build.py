@@ -221,7 +221,7 @@ class Sampling:
         retention = self.retention if engine is self.engine else None
         if self.drafters and engine in self.engines:
             drafter, own = self.drafting[engine]
-            sizes = (e.device_bytes()["policy"] for e in (drafter, engine))
+            sizes = (e.device_bytes["policy"] for e in (drafter, engine))
             drafts = Drafter(drafter, own, config.free_batch_rows, operator.truediv(*sizes))
         elif config.max_draft:
             drafts = Drafts(engine.slots, config.max_draft, config.free_batch_rows)
@@ -454,7 +454,7 @@ def _check_memory(engine: Engine) -> None:
     """Raises ValueError for a teacher that does not fit beside the policy."""
     if not engine.num_teachers:
         return
-    needed, room = engine.device_bytes(), min(map(_memory, engine.layout.mesh.local_devices), default=math.inf)
+    needed, room = engine.device_bytes, min(map(_memory, engine.layout.mesh.local_devices), default=math.inf)
     if sum(needed.values()) > room:
         sizes = ", ".join(f"{name} {size / GIB:.3g} GiB" for name, size in needed.items())
         raise ValueError(

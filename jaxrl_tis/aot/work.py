@@ -103,15 +103,13 @@ def work(name: str, setup: Setup, args: tuple) -> Work:
     if name in ("quantize", "reshard"):
         return Work(weight_bytes=device_bytes(args))
     if name.startswith("eval_"):
-        return _sampling(name.removeprefix("eval_"), setup.model, setup.learner_engine, args)
+        return _sampling(name.removeprefix("eval_"), setup.learner_engine, args)
     if name in ("prefill", "insert", "decode", "verify"):
-        return _sampling(name, setup.model, setup.engine, args, setup.engine.teacher)
+        return _sampling(name, setup.engine, args)
     return _learning(name, setup, args)
 
 
-def _sampling(
-    name: str, model: ModelConfig, engine: Engine, args: tuple, teacher: ModelConfig | None = None
-) -> Work:
+def _sampling(name: str, engine: Engine, args: tuple) -> Work:
     """Returns the work of a sampler's program.
 
     Prefill writes the first chunk of its prompts, and insert copies one page for each slot. A
@@ -124,8 +122,9 @@ def _sampling(
         copied = 2 * slots * engine.page_size * position
         return Work(kv_bytes=copied, activation_bytes=device_bytes((state.slots, args[1:])))
     weights = device_bytes(args[0])
-    models = [model] if teacher is None else [model, teacher]
-    served = [args[0]] if teacher is None else [args[0].student, args[0].teacher]
+    models, served = [engine.model], [args[0]]
+    if engine.teacher is not None:
+        models, served = [engine.model, engine.teacher], [args[0].student, args[0].teacher]
     if name == "prefill":
         rows, length = args[2].shape
         tokens = rows // engine.shards * length

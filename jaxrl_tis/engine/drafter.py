@@ -47,8 +47,10 @@ class Drafter(Paced):
     def prefill(self, chunks: list[Chunk]) -> None:
         own = [dataclasses.replace(chunk, targets=None) for chunk in chunks]
         self._state, _ = self._engine.prefill(self._params, self._state, own)
+        size = self._engine.page_size
         for chunk in chunks:
-            pages = self._pages(chunk.pages, chunk.start, chunk.start + len(chunk.tokens))
+            end = chunk.start + len(chunk.tokens)
+            pages = chunk.pages[chunk.start // size : -(-end // size)]
             self._lacking.difference_update((chunk.shard, page) for page in pages)
 
     def insert(self, rows: dict[int, Insertion]) -> None:
@@ -89,11 +91,6 @@ class Drafter(Paced):
     def rows(self, drafts, length, state, table, shift):
         self._state, *rows = self._engine.draft(self._params, self._state, state.slots, table, shift)
         return tuple(rows)
-
-    def _pages(self, pages: list[int], start: int, end: int) -> list[int]:
-        """Returns the pages of the positions from `start` on."""
-        size = self._engine.page_size
-        return pages[start // size : -(-end // size)]
 
     def _time(self, length: int) -> float:
         own = self._cost * (length + 1) * super()._time(0) if length else 0.0

@@ -6,6 +6,7 @@ then the first input of decode, so one decode program samples every token, the f
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -123,9 +124,10 @@ class Engine:
         assert self.teacher is not None and self._of_teacher is not None
         return _served(self._of_teacher, self._abstract(self.teacher))
 
+    @functools.cached_property
     def device_bytes(self) -> dict[str, int]:
-        """Returns what serving takes on each device, in bytes, by name: "policy", "teacher" and
-        "keys and values", which are those of both."""
+        """What serving takes on each device, in bytes, by name: "policy", "teacher" and "keys and
+        values", which are those of both."""
         trees = {"policy": self.abstract_params(), "keys and values": self._abstract_state().cache}
         if self.num_teachers:
             trees["teacher"] = self._abstract_teacher()

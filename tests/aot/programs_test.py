@@ -353,7 +353,7 @@ def test_a_teacher_is_a_part_of_decode():
     topology = Topology.parse("v5e:2x2")
     config = small("smollm2_135m", rollout__teacher="models/Qwen3-8B")
     setup = aot.setup_for(config, SHAPES, topology.devices(), layers=1)
-    found, parts = aot.report(setup, topology, ["decode"]), setup.engine.device_bytes()
+    found, parts = aot.report(setup, topology, ["decode"]), setup.engine.device_bytes
     assert found["resident_bytes"]["serving weights"] == parts["policy"] + parts["teacher"]
     assert parts["teacher"] > 10 * parts["policy"]
     made = work.work("decode", setup, aot.programs(setup)["decode"][1])

@@ -179,7 +179,7 @@ def test_programs_from_shapes_are_those_that_run():
     of = lambda tree: jax.tree.map(lambda x: (x.shape, x.dtype), tree)
     assert of(params) == of(served) and of(state) == of(serving.init_state())
     size = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
-    assert serving.device_bytes() == {
+    assert serving.device_bytes == {
         "policy": size(served.student), "teacher": size(served.teacher),
         "keys and values": size(serving.init_state().cache),
     }
