@@ -201,6 +201,7 @@ def get_config() -> ConfigDict:
     c.engine.num_pages = 0  # of each data shard; 0: enough for the longest sequences
     # Format of the products: int8 (w8a16, w8a8) or float8_e4m3 (fp8_w8a16, fp8_w8a8).
     c.engine.quantization = "w8a8"
+    c.engine.numerics = ""  # as model.numerics, for the sampler alone; "": the learner's
     # Longest draft from n-grams of the response, in tokens: 2^n - 1. 0: no drafts.
     c.engine.max_draft = 0
     # Small model that makes drafts of max_draft tokens: a folder, .gguf file or hf:// path. "": none.

@@ -66,6 +66,7 @@ LONG, LONG_COUNT, CHUNK, TOP = 200, 32, 64, 5  # tokens, prompts, tokens, likely
 WORK = pathlib.Path("runs/figures/engines")
 START_S = 600.0  # in which a server answers
 MEASURES = ("log_ratio_abs_mean", "token_fraction")  # of a bucket of entropy or position
+VECTORS = {"amx_bf16": "AMX", "avx512f": "AVX-512", "avx2": "AVX2"}  # flag of a CPU: its name
 BUCKETS = {"entropy": "entropy, nats, from", "position": "position in the answer, from"}
 
 Line = Mapping[str, Any]
@@ -243,6 +244,12 @@ def scored(setup: Setup, params: Any, rows: dict[str, np.ndarray]) -> dict[str, 
     return measured(flat(of["logp"]), rows["logp_behav"], flat(of["entropy"]), rows["mask"])
 
 
+def cpu() -> str:
+    """Returns the widest of VECTORS that this machine's cores have."""
+    words = set(pathlib.Path("/proc/cpuinfo").read_text().split())
+    return next((name for flag, name in VECTORS.items() if flag in words), "other")
+
+
 def line_of(sampler: str, form: str, venv: str, port: int) -> Line:
     """Starts a sampler twice and returns its line of the file NAME."""
     url, setup = f"http://127.0.0.1:{port}", learner("float32")
@@ -273,7 +280,7 @@ def line_of(sampler: str, form: str, venv: str, port: int) -> Line:
         other = learner(dtype)
         gap[dtype] = scored(other, initial_policy(other.training), rows)
     return {
-        "sampler": sampler, "format": form, "sequences": len(answers),
+        "sampler": sampler, "format": form, "cpu": cpu(), "sequences": len(answers),
         "tokens": int(rows["mask"].sum()), "program": program, "gap": gap,
         "conditions": {name: difference(of) for name, of in pairs.items()},
     }
@@ -300,22 +307,25 @@ def gap_table(found: Found) -> str:
         "chi2, answers": "chi2_seq",
     }
     cells = [
-        [line["sampler"], line["format"], dtype, *(f"{gap[name]:.2g}" for name in columns.values())]
+        [
+            line["sampler"], line["format"], line["cpu"], dtype,
+            *(f"{gap[name]:.2g}" for name in columns.values()),
+        ]
         for line in found[0] for dtype, gap in line["gap"].items()
     ]
-    return parts.rows(["sampler", "format", "learner", *columns], cells)
+    return parts.rows(["sampler", "format", "CPU", "learner", *columns], cells)
 
 
 def conditions_table(found: Found) -> str:
     """Returns the table of what a sampler's own batching does: mean and largest difference in nats."""
     cells = [
-        [line["sampler"], line["format"]] + [
+        [line["sampler"], line["format"], line["cpu"]] + [
             f"{of['mean']:.2g}, {of['max']:.2g} ({of['count']})"
             for of in map(line["conditions"].__getitem__, CONDITIONS)
         ]
         for line in found[0]
     ]
-    return parts.rows(["sampler", "format", *CONDITIONS], cells)
+    return parts.rows(["sampler", "format", "CPU", *CONDITIONS], cells)
 
 
 def runs_table(found: Found) -> str:

@@ -17,6 +17,7 @@ from jaxrl_tis import models, sharding
 from jaxrl_tis.data.tokenizer import fitted
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.engine.block_manager import KVEviction
+from jaxrl_tis.engine.check import sampler_numerics
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.drafter import Drafter
 from jaxrl_tis.engine.drafts import Drafts, Paced
@@ -510,7 +511,7 @@ def _check_serving(
     """Raises ValueError for a mesh.serve that does not divide the model, or that LoRA does not fit."""
     placement.shardings(layout, model)
     if choices.lora is not None:
-        check_whole_factors(config.model.numerics == "invariant", layout, "mesh.serve")
+        check_whole_factors(sampler_numerics(config) == "invariant", layout, "mesh.serve")
 
 
 def _engine_configs(
@@ -528,7 +529,7 @@ def _engine_configs(
         EngineConfig, slots=e.slots, max_length=max_length(config), page_size=e.page_size,
         num_pages=e.num_pages or None, fp32_head=config.model.fp32_head,
         steps=e.steps_per_call, max_draft=e.max_draft, prefill_batch=e.prefill_batch,
-        prefill_chunk=e.prefill_chunk, unroll=e.unroll, numerics=config.model.numerics,
+        prefill_chunk=e.prefill_chunk, unroll=e.unroll,
     )
     # Of a smaller vocabulary the head is all that a device has of it.
     top_n = min(
@@ -536,7 +537,7 @@ def _engine_configs(
         vocab_size // layout.count(layout.axes("vocab")),
     )
     sampling = sizes(
-        dtype=e.dtype, cache_dtype=e.cache_dtype, quantization=e.quantization,
+        numerics=sampler_numerics(config), dtype=e.dtype, cache_dtype=e.cache_dtype, quantization=e.quantization,
         unquantized=tuple(e.unquantized),
         records_logits="logits_behav" in choices.correction.needs,
         teacher_quantization=e.teacher_quantization,
@@ -545,7 +546,7 @@ def _engine_configs(
         **{"top_n": top_n, **sampler},
     )
     evaluating = sizes(
-        dtype=config.model.dtype, cache_dtype=config.model.dtype,
+        numerics=config.model.numerics, dtype=config.model.dtype, cache_dtype=config.model.dtype,
         quantization=config.model.quantization, unquantized=tuple(config.model.unquantized),
     )
     return sampling, evaluating
@@ -596,10 +597,11 @@ def _check_window(config, model: ModelConfig, name: str) -> None:
     """Refuses with ValueError settings that a sliding window rules out."""
     if model.sliding is not None:
         what = f"and some layers of {name} have a sliding window"
-        if config.model.numerics == "invariant":
-            raise ValueError(
-                f"model.numerics is 'invariant', which needs all keys, {what}; set it to 'fast'"
-            )
+        for field in ("model", "engine"):
+            if config[field].numerics == "invariant":
+                raise ValueError(
+                    f"{field}.numerics is 'invariant', which needs all keys, {what}; set it to 'fast'"
+                )
         if any(config.engine.retention):
             raise ValueError(
                 f"engine.retention is {config.engine.retention} and evicts keys of all layers alike, "

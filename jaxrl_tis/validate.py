@@ -15,7 +15,7 @@ from jaxrl_tis.data.graders import REWARDS, names
 from jaxrl_tis.data.rewards import DROP
 from jaxrl_tis.data.signatures import LARGEST, SIGNATURES
 from jaxrl_tis.engine import injection
-from jaxrl_tis.engine.check import EIGHT_BIT, engine_problems
+from jaxrl_tis.engine.check import EIGHT_BIT, engine_problems, sampler_numerics
 from jaxrl_tis.engine.injection import Injection
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.estimators import loss, presets, reduce, turn_credit
@@ -51,6 +51,7 @@ ALLOWED = {
     "model.quantization": quant.SCHEMES,
     "engine.dtype": COMPUTE_DTYPES,
     "engine.cache_dtype": (*COMPUTE_DTYPES, *EIGHT_BIT),
+    "engine.numerics": ("", *transformer.NUMERICS),
     "engine.policy": tuple(POLICIES),
     "engine.sleep": ("auto", "never"),
     "model.dtype": COMPUTE_DTYPES,
@@ -189,7 +190,8 @@ def doubts(
         )
     train = config.train
     is_stale = replay.max_age(schedule, way, config.rollout.max_age) > 0
-    is_same = config.model.numerics == "invariant" and config.engine.quantization == "none"
+    numerics = {config.model.numerics, sampler_numerics(config)}
+    is_same = numerics == {"invariant"} and config.engine.quantization == "none"
     has_gap = not is_same or bool(config.engine.injected)
     num_updates = train.minibatches * train.epochs
     sentences += factors.doubts(c, is_stale, has_gap, num_updates)

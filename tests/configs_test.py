@@ -81,7 +81,7 @@ def get_config(name):
     "quickstart_tool", "quickstart_tool:gap_tis", "quickstart_tool:gap_turn", "quickstart_tool:gap_off",
     "quickstart_moe", "quickstart_moe:none", "quickstart_moe:icepop", "quickstart_moe:r2",
     "async_local", "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing",
-    "fig_lora", "fig_referee", "dapo_qwen25_32b:async", "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b_v5e",
+    "fig_lora", "fig_fusion", "fig_referee", "dapo_qwen25_32b:async", "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b_v5e",
     "gsm8k_one_chip", "gsm8k_one_chip:gemma3_1b", "gsm8k_one_chip:qwen3_1p7b",
     "gsm8k_qwen3_8b_lora", *LARGE,
 ])
@@ -105,7 +105,7 @@ def test_every_file_in_configs_is_tested_here():
     figures = {f"fig_{name}" for name in ("rescue", "threshold", "formats", "lora_smollm2", "engines")}
     assert files - figures == {
         "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing", "fig_lora",
-        "fig_referee", "default", "quickstart", "quickstart_moe", "quickstart_tool", "quickstart_vllm",
+        "fig_fusion", "fig_referee", "default", "quickstart", "quickstart_moe", "quickstart_tool", "quickstart_vllm",
         "smollm2_135m", "async_local",
         "gsm8k_qwen25_0p5b", "gsm8k_one_chip", "gsm8k_qwen3_8b_lora", "dapo_qwen25_32b",
         "dapo_qwen3_8b", "dapo_qwen3_30b_a3b",

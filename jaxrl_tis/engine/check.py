@@ -76,18 +76,32 @@ def _sampling(config):
         )
 
 
+def sampler_numerics(config: ml_collections.ConfigDict) -> str:
+    """Returns the numerics of the engines that sample."""
+    return config.engine.numerics or config.model.numerics
+
+
 def _numerics(config):
-    """Finds settings with which sampler and learner cannot agree bit by bit in invariant
-    numerics."""
-    if config.model.numerics != "invariant":
-        return
-    for name in ("dtype", "quantization", "unquantized"):
-        sampler, learner = config.engine[name], config.model[name]
-        if sampler != learner:
-            yield (
-                f"model.numerics is 'invariant', but engine.{name} is {sampler!r} and "
-                f"model.{name} is {learner!r}: set both alike"
-            )
+    """Finds settings that invariant numerics lack, in the learner, in the sampler, and where both have
+    them to agree bit by bit."""
+    is_learner, is_sampler = (
+        numerics == "invariant" for numerics in (config.model.numerics, sampler_numerics(config))
+    )
+    if (is_learner or is_sampler) and config.engine.page_size != tiles.PAGE:
+        name = "model.numerics" if is_learner else "engine.numerics"
+        yield (
+            f"{name} is 'invariant' with pages of {tiles.PAGE} positions, but "
+            f"engine.page_size is {config.engine.page_size}; set it to {tiles.PAGE}"
+        )
+    if is_learner:
+        yield from _of_learner(config)
+    if is_sampler:
+        yield from _of_sampler(config)
+    if is_learner and is_sampler:
+        yield from _of_both(config)
+
+
+def _of_learner(config):
     if config.model.dtype == "float16":
         yield (
             "model.numerics is 'invariant' and model.dtype is 'float16'; set model.dtype to "
@@ -98,6 +112,32 @@ def _numerics(config):
             "model.numerics is 'invariant' and sums gradients in float32, but train.grad_reduce_dtype is "
             f"{config.train.grad_reduce_dtype!r}; set it to float32"
         )
+
+
+def _of_sampler(config):
+    dtype, name = config.engine.dtype, "engine.numerics" if config.engine.numerics else "model.numerics"
+    if dtype == "float16":
+        yield f"{name} is 'invariant' and engine.dtype is 'float16'; set engine.dtype to float32 or bfloat16"
+    if any(config.engine.retention):
+        yield (
+            f"{name} is 'invariant' and needs all keys, but engine.retention is "
+            f"{config.engine.retention}; set it to (0, 0)"
+        )
+    if config.engine.cache_dtype not in (dtype, "float32"):
+        yield (
+            f"{name} is 'invariant', but engine.cache_dtype = {config.engine.cache_dtype} "
+            f"rounds keys of engine.dtype = {dtype}: set both alike"
+        )
+
+
+def _of_both(config):
+    for name in ("dtype", "quantization", "unquantized"):
+        sampler, learner = config.engine[name], config.model[name]
+        if sampler != learner:
+            yield (
+                f"model.numerics is 'invariant', but engine.{name} is {sampler!r} and "
+                f"model.{name} is {learner!r}: set both alike, or engine.numerics to 'fast'"
+            )
     if config.engine.noise_start > 0:
         yield (
             f"model.numerics is 'invariant', but engine.noise_start = {config.engine.noise_start} "
@@ -107,19 +147,4 @@ def _numerics(config):
         yield (
             f"model.numerics is 'invariant', but engine.injected = {config.engine.injected!r} "
             "changes the sampler only; leave it empty"
-        )
-    if any(config.engine.retention):
-        yield (
-            "model.numerics is 'invariant' and needs all keys, but engine.retention is "
-            f"{config.engine.retention}; set it to (0, 0)"
-        )
-    if config.engine.page_size != tiles.PAGE:
-        yield (
-            f"model.numerics is 'invariant' with pages of {tiles.PAGE} positions, but "
-            f"engine.page_size is {config.engine.page_size}; set it to {tiles.PAGE}"
-        )
-    if config.engine.cache_dtype not in (config.model.dtype, "float32"):
-        yield (
-            f"model.numerics is 'invariant', but engine.cache_dtype = {config.engine.cache_dtype} "
-            f"rounds keys of model.dtype = {config.model.dtype}: set both alike"
         )

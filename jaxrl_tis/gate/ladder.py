@@ -14,6 +14,7 @@ but the last two are the learner's program over whole rows, with ever more of th
   weights           quantised weights, with the learner's treatment of activations
   activations       quantised activations
   kv_dtype          keys and values as the cache stores them
+  numerics          model.numerics -> engine.numerics: sums in the compiler's order, or in a fixed one
   route             the routers' own choice of experts -> the sampler's, as the engine recorded it
   decode            rows of whole sequences -> what the engine recorded: chunks of prompts, pages,
                     one token at a time, other tiles and batch shapes, its own excess precision
@@ -70,6 +71,7 @@ class Settings:
     layout: sharding.Layout
     quantization: quant.Recipe
     kv_dtype: str | None = None
+    numerics: str = "fast"
     replays: bool = False
 
 
@@ -98,7 +100,7 @@ def learner_settings(setup: Setup) -> Settings:
         program.dtype, setup.config.model.param_dtype,
         excess_precision=options is None or options[EXCESS_PRECISION],  # XLA allows it by default
         rows=setup.config.train.microbatch_rows, layout=setup.training.layout,
-        quantization=program.quantization, replays=setup.training.correction.replays_routes,
+        quantization=program.quantization, numerics=program.numerics, replays=setup.training.correction.replays_routes,
     )
 
 
@@ -121,6 +123,7 @@ def changes(setup: Setup) -> dict[str, dict[str, Any]]:
         "weights": dict(quantization=_weights_alone(learner.quantization, engine.config.recipe)),
         "activations": dict(quantization=engine.config.recipe),
         "kv_dtype": dict(kv_dtype=None if is_stored else engine.config.cache_dtype),
+        "numerics": dict(numerics=engine.config.numerics),
         "route": dict(replays=learner.replays or engine.config.record_routes),
     }
 
@@ -170,7 +173,7 @@ def score(setup: Setup, settings: Settings, params: Any, micro: dict) -> np.ndar
         micro = without_replay(micro)
     program = dataclasses.replace(
         setup.training.learner.program, dtype=settings.dtype, layout=settings.layout,
-        quantization=settings.quantization, kv_dtype=settings.kv_dtype,
+        quantization=settings.quantization, kv_dtype=settings.kv_dtype, numerics=settings.numerics,
     )
     learner = dataclasses.replace(setup.training.update_learner, program=program)
     params = placement.put(_with_norms(params, settings.norm_dtype), settings.layout, setup.model)

@@ -161,7 +161,7 @@ def is_free(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def messages(fields: Mapping[str, list], numerics: str) -> list[str]:
-    """Returns the lines that announce changes to the user; `numerics` is config.model.numerics."""
+    """Returns the lines that announce changes to the user; `numerics` is the sampler's."""
     lines = [f"changed: {Changes(fields=fields)}"] if fields else []
     rounded = [name for name in fields if name in ROUNDED and numerics != "invariant"]
     if rounded:

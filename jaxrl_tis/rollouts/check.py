@@ -16,7 +16,7 @@ LEAST_TIMEOUT = 5.0  # of rollout.worker_timeout; a report takes a second (ray_w
 ON_GAP_EXCEEDED = ("warn", "sync", "stop")
 # Of the engine of this program, which driver external does not use.
 OWN_ENGINE = {
-    "engine.quantization": "none", "engine.noise_start": 0.0, "engine.injected": "",
+    "engine.quantization": "none", "engine.numerics": "", "engine.noise_start": 0.0, "engine.injected": "",
     "engine.max_draft": 0, "engine.drafter": "", "engine.retention": (0, 0), "gate.required": False,
 }
 # Of what a synchronous run does not read.

@@ -66,17 +66,17 @@ def test_tables_and_pictures_of_made_lines(tmp_path):
     gap |= {f"{b}/log_ratio_abs_mean": 0.5 for b in ("entropy_0.5", "entropy_0", "position_4")}
     of = {"count": 9, "mean": 0.25, "max": 2.0}
     line = {
-        "sampler": "vLLM", "format": "int8", "gap": {"float32": gap},
+        "sampler": "vLLM", "format": "int8", "cpu": "AVX2", "gap": {"float32": gap},
         "conditions": dict.fromkeys(engines.CONDITIONS, of),
     }
     (tmp_path / engines.NAME).write_text(json.dumps(line) + "\n")
     found = engines.read(tmp_path)
     assert engines.gap_table(found).splitlines()[2] == (
-        "| vLLM | int8 | float32 | 0.12 | 0.25 | 0.38 | 0.5 | 0.62 | 0.75 | 0.88 | 1 |"
+        "| vLLM | int8 | AVX2 | float32 | 0.12 | 0.25 | 0.38 | 0.5 | 0.62 | 0.75 | 0.88 | 1 |"
     )
     cell = "0.25, 2 (9)"
     assert engines.conditions_table(found).splitlines()[2] == (
-        f"| vLLM | int8 | {cell} | {cell} | {cell} | {cell} |"
+        f"| vLLM | int8 | AVX2 | {cell} | {cell} | {cell} | {cell} |"
     )
     assert len(engines.runs_table(found).splitlines()) == 2  # no run
     axes = figure.Figure().subplots()

@@ -14,6 +14,7 @@ import pytest
 from jaxrl_tis import build, train
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.gate import ladder, report
+from jaxrl_tis.kernels import tiles
 from jaxrl_tis.learner.batch_layout import trajectory_rows
 from jaxrl_tis.learner.scoring import make_logits, make_score
 from jaxrl_tis.learner.setup import LearnerSetup
@@ -126,6 +127,15 @@ def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
 
 
 @pytest.mark.all
+@BY_JAX
+def test_numerics_of_the_sampler_alone_are_the_whole_gap_of_two_programs(sampled):
+    """A learner with fast numerics, a sampler with invariant ones: nothing is left for `decode`."""
+    result = report.gap_report(*sampled(**SAME, engine__numerics="invariant", engine__page_size=tiles.PAGE))
+    by_cause = {r["cause"]: r for r in result["rungs"]}
+    assert 0 < by_cause["numerics"]["d_max"] < 2e-5 and by_cause["decode"]["d_max"] == 0
+
+
+@pytest.mark.all
 @pytest.mark.cases("overrides0-causes0", "overrides1-causes1")
 @pytest.mark.parametrize("overrides, causes", [
     ({}, ["batch_shape", "weights", "activations", "decode"]),
@@ -161,6 +171,8 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
         mesh__train=(1, 1, 1, 2), model__num_kv_heads=2, model__num_heads=4,
         model__num_experts=4, model__expert_dim=16, engine__record_routes=True,
     )
+    # Such a sampler cannot be built: it needs keys in its own dtype.
+    setup.engine.config = dataclasses.replace(setup.engine.config, numerics="invariant")
     used = []
     score = lambda setup, settings, params, micro: used.append(settings) or micro["mask"]
     nothing = {"mask": np.zeros((1, 8)), "logp_behav": np.zeros((1, 8))}
@@ -179,12 +191,12 @@ def test_each_pair_of_programs_differs_in_what_its_rung_says():
         "batch_shape": ["rows"],
         "sequence_parallel": ["layout"], "tensor_parallel": ["layout"],
         "weights": ["quantization"], "activations": ["quantization"], "kv_dtype": ["kv_dtype"],
-        "route": ["replays"],
+        "numerics": ["numerics"], "route": ["replays"],
     }
     assert used[0] == ladder.learner_settings(setup)
     meshes = [tuple(settings.layout.mesh.shape.values()) for settings in used]
-    assert meshes == [(1, 1, 1, 2, 1)] * 4 + [(1, 1, 1, 1, 1)] + [(1, 1, 2, 1, 1)] * 5
-    assert [settings.replays for settings in used] == [False] * 9 + [True]
+    assert meshes == [(1, 1, 1, 2, 1)] * 4 + [(1, 1, 1, 1, 1)] + [(1, 1, 2, 1, 1)] * 6
+    assert [settings.replays for settings in used] == [False] * 10 + [True]
 
 
 def meshes_of(**meshes):
