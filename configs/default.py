@@ -148,8 +148,8 @@ def get_config() -> ConfigDict:
     # Folder of weight versions, which the learner and the engines see at the same path.
     c.rollout.weights_folder = ""
     c.rollout.engine_token_file = ""  # file with the token of the engines' API
-    # Replay of groups: uniform(uses=2, most=4), newest(uses=2, most=4) or fresh(uses=2, most=4,
-    # tau=500). A batch has prompts / uses new groups. "": none (docs/async.md).
+    # Replay of groups: uniform(uses=2, most=4), newest, fresh_by_ess or fresh(uses=2, most=4, tau=500).
+    # A batch has prompts / uses new groups. "": none (docs/async.md).
     c.rollout.replay = ""
     # For experts
     # Most tokens of a recorded sampling mask (of top_k, top_p and min_p), over which the learner

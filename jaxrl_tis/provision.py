@@ -29,11 +29,10 @@ from matplotlib import figure
 from jaxrl_tis.record import metrics
 from jaxrl_tis.record.provenance import saved_config
 from jaxrl_tis.report.plots import STYLE, palette
-from jaxrl_tis.rollouts import schedules
+from jaxrl_tis.rollouts import replay, schedules
 from jaxrl_tis.runtime import cli
 
 LEARNER, BATCH = ("update", "score", "data"), ("rollout", "reward")  # phases of a synchronous step
-LAG, DISTANCE = "training/off_policy/trajectory_staleness/mean", "mismatch/staleness/log_ratio_abs_mean"
 OPTIONS = {
     "samples": "samples of a batch",
     "train_s": "seconds of an update, with its scoring",
@@ -122,10 +121,8 @@ def recorded(workdir: str | os.PathLike) -> dict[str, float]:
     found, rollout = {}, config["rollout"]
     if numbers("response_length/mean"):
         found["tokens"] = mean("response_length/mean")
-    # The mean square of a normal number is pi / 2 times the squared mean of its absolute value.
-    behind = [r for r in steps if r.get(LAG, 0) > 0 and math.isfinite(r.get(DISTANCE, math.nan))]
-    if behind:
-        found["drift"] = float(np.median([math.pi / 2 * r[DISTANCE] ** 2 / r[LAG] for r in behind]))
+    if drifts := [square for r in steps if (square := replay.drift(r)) is not None]:
+        found["drift"] = float(np.median(drifts))
     if schedules.parse(rollout["schedule"]).is_sync:
         phases = (*LEARNER, *BATCH, "sync")
         if missing := [name for name in phases if not numbers(f"time/{name}_s")]:

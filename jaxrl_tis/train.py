@@ -563,6 +563,7 @@ def run(
                     r.alive,
                 )
                 values |= probed | measured | sample_metrics(drawn, rows, config)
+                source.observe(values)
                 values |= r.data_metrics(drawn)
                 check_finite(
                     step, values, r.saved, functools.partial(trainer.non_finite, r.state, rows)

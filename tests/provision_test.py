@@ -10,7 +10,7 @@ import pytest
 from experiments.virtual_clock import simulate
 from jaxrl_tis import provision
 from jaxrl_tis.provision import lag_law, least_staleness, least_workers
-from jaxrl_tis.rollouts import schedules
+from jaxrl_tis.rollouts import replay, schedules
 from tests.experiments.virtual_clock_test import TINY
 
 
@@ -83,7 +83,7 @@ def test_the_answers_to_records(tmp_path, capsys):
     assert ["1", "70%", "53%", "53%", "53%", "53%"] in lines and ["2", "70%", "41%", "11%", "11%", "11%"] in lines
     assert (tmp_path / "wait.png").stat().st_size > 1000
     # A distance of 0.2 at two versions: pi / 2 0.04 / 2 a version, -log(0.5) / 0.0309 = 22.4
-    ahead = record(tmp_path / "ahead", "one_step", **{provision.LAG: 2.0, provision.DISTANCE: 0.2})
+    ahead = record(tmp_path / "ahead", "one_step", **{replay.LAG: 2.0, replay.DISTANCE: 0.2})
     provision.main([str(ahead)])
     assert "up to 22 versions behind; of sequence weights over 30 tokens: 0\n" in capsys.readouterr().out
 
@@ -108,7 +108,7 @@ def test_refusals(tmp_path):
     compact = record(tmp_path / "compact", "sync()", **{"time/step_s": 3.0})
     with pytest.raises(ValueError, match="compact has no time/update_s, as with metrics.record = 'compact'"):
         provision.recorded(compact)
-    odd = record(tmp_path / "odd", "one_step", **{provision.LAG: 0.0, provision.DISTANCE: math.nan})
+    odd = record(tmp_path / "odd", "one_step", **{replay.LAG: 0.0, replay.DISTANCE: math.nan})
     assert provision.recorded(odd) == {"tokens": 30.0}
     with pytest.raises(ValueError, match="has no step yet"):
         provision.recorded(run)

@@ -212,6 +212,8 @@ def test_a_run_may_measure_and_not_train(name):
      ["objective 'ppo'", "rollout.old_logp_source is 'none'"]),
     (dict(rollout__replay="newest", rollout__schedule="areal", rollout__old_logp_source="replica"),
      ["'replica'", "rollout.replay = 'newest'", "rollout.old_logp_source to ring"]),
+    (dict(rollout__replay="fresh_by_ess", rollout__old_logp_source="ewma", rollout__snapshots=0),
+     ["what age does to the ratio", "set it to ring"]),
     (dict(rollout__replay="newest", rollout__snapshots=4), ["snapshots = 4", "up to 4 versions old"]),
     (dict(rollout__replay="newest", correction__objective="reinforce"), ["'newest'", "factor staleness", "correction.staleness_weight"]),
     (dict(rollout__replay="newest", correction__centre="behav", correction__objective="gpg",

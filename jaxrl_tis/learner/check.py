@@ -361,6 +361,7 @@ def staleness_problems(
     staleness = replay.max_age(schedule, way, config.rollout.max_age)
     if staleness:
         yield from _old_logp(config.rollout, schedule, staleness)
+        yield from _measured(config.rollout, way)
         yield from _without_old(c, config.rollout)
         yield from _averaged(c, config.rollout)
         yield from _of_several_versions(c, config.rollout)
@@ -437,6 +438,16 @@ def _old_logp(rollout, schedule: Schedule, staleness: float):
             "rollout.old_logp_source = 'replica' needs all samples of the old weights before a weight "
             f"sync, and with rollout.schedule = {rollout.schedule!r} some samples finish later with the "
             "old weights; set rollout.old_logp_source to ring"
+        )
+
+
+def _measured(rollout, way: replay.Way | None):
+    """Finds a measurement of the age of tokens without the log-probs that it compares."""
+    if way is not None and way.is_measured and rollout.old_logp_source in ("ewma", "none"):
+        yield (
+            f"rollout.replay = {rollout.replay!r} measures what age does to the ratio, and with "
+            f"rollout.old_logp_source = {rollout.old_logp_source!r} that is not known; set it to ring, or "
+            "choose fresh(tau=...)"
         )
 
 

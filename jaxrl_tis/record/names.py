@@ -348,6 +348,7 @@ ROLLOUTS = (
            "Batches that a group was in, with this one.", "2604.16918"),
     Metric("replay/age_mean", "versions", "Versions since a group was first trained on."),
     Metric("replay/size", "groups", "Groups in the replay buffer."),
+    Metric("replay/tau", "versions", "Measured versions in which the ESS falls to 1 / e, with fresh_by_ess."),
     Metric("rollout/unknown_ids", "tokens",
            "Sampled ids that the tokenizer lacks, of a padded embedding."),
     Metric("rollout/{kept_overflow,kept_overflow_mass}", "share",

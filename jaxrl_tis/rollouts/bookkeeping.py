@@ -113,6 +113,7 @@ class AsyncBookkeeping:
             "queue": {str(g): sorted(e.columns) for g, e in self.queue.entries.items()},
             "in_flight": sorted(self.keys), "examples": len(self._examples),
             "replay": {str(g): s.uses for g, s in self._replay.stored.items()} if self._replay else {},
+            "replay_tau": self._replay.tau if self._replay is not None else None,
         }
 
     # Samplers
@@ -269,6 +270,8 @@ class AsyncBookkeeping:
             "replay/age_mean": float(np.mean([version - each.stored_at for each in batch])),
             "replay/size": len(buffer),
         }
+        if buffer.way.is_measured:
+            self._replay_metrics["replay/tau"] = buffer.tau
         numbered = enumerate(replayed, first)
         return [s for number, each in numbered for s in self._samples(each.samples, number)]
 
@@ -276,6 +279,10 @@ class AsyncBookkeeping:
         """Records that the learner has trained on the batch, which gave this version."""
         self.controller.published(version)
         self.taken, self._replay_before = [], None
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        if self._replay is not None:
+            self._replay.observe(values)
 
     def reduce_staleness(self) -> str:
         before = self.controller.schedule.ahead
@@ -343,6 +350,7 @@ class AsyncBookkeeping:
         partials = self._partials | {k: in_flight[k] for k in continued if k in in_flight}
         return {
             "replay": [] if buffer is None else buffer.get_state(serialize.written),
+            "replay_measured": [] if self._replay is None else list(self._replay.measured),
             "batches": self._batches.get_state(), "examples": self._examples,
             "groups": self._groups.get_state(),
             "controller": controller,
@@ -368,6 +376,7 @@ class AsyncBookkeeping:
         self.controller.set_state(state["controller"])
         if self._replay is not None:
             self._replay.set_state(state["replay"], serialize.read)
+            self._replay.measured = tuple(state.get("replay_measured", self._replay.measured))
         self._partials = {
             tuple(key): serialize.read_trajectory(text) for key, text in state["partials"]
         }

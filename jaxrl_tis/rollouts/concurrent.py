@@ -122,6 +122,10 @@ class ConcurrentSource:
             self._synced, self._last_batch = (0.0, 0), now
             return values | {"sync/bytes": size, "sync/seconds": seconds}
 
+    def observe(self, values: Mapping[str, float]) -> None:
+        with self._shared.changed:
+            self.books.observe(values)
+
     def reduce_staleness(self) -> str:
         with self._shared.changed:
             return self.books.reduce_staleness()

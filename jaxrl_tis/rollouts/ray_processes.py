@@ -142,6 +142,10 @@ class ProcessesSource:
         plain = lambda: {name: float(x) for name, x in self._source.metrics().items()}
         return processes.first(plain)
 
+    def observe(self, values: Mapping[str, float]) -> None:
+        if self._source is not None:
+            self._source.observe(values)
+
     def reduce_staleness(self) -> str:
         return processes.first(lambda: self._source.reduce_staleness())
 

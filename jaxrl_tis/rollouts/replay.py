@@ -9,12 +9,16 @@ exp(-age / tau). The age is the present version minus `stored_at`. Up to a const
 share, log p is therefore log(|r| + 1e-6) + stored_at / tau, a key that never changes. Adding Gumbel
 noise to the keys and taking the largest samples in proportion to p without replacement.
 
+In "fresh_by_ess" a priority falls as the effective sample size of sequences does. From version to
+version the log-ratio of a token is taken as normal with variance s^2, so after k versions that size is
+exp(-n k s^2) of n tokens (`drift`), and tau is 1 / (n s^2), by the mean of the run's last steps.
+
 There is no clock, thread or random state here: a choice depends on the seed and the version only.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -24,6 +28,10 @@ from jaxrl_tis.rollouts import schedules
 
 EPSILON = 1e-6  # added to priorities
 STREAM = 0x5EED  # of random numbers, apart from those of prompts and minibatches
+START = 500.0  # tau before the first measurement
+MEMORY = 0.9  # decay of a measurement per step
+LAG, DISTANCE = "training/off_policy/trajectory_staleness/mean", "mismatch/staleness/log_ratio_abs_mean"
+LENGTH = "response_length/mean"
 DEFAULT_AGE = 4  # versions beyond what the schedule allows, where rollout.max_age is 0
 
 
@@ -36,12 +44,14 @@ class Way:
       uses: average number of batches that a group is in; 1 replays nothing.
       most: largest number of batches that a group is in.
       tau: number of versions in which a priority falls to 1 / e.
+      is_measured: whether the run's record replaces tau.
     """
 
     order: str
     uses: int
     most: int
     tau: float = math.inf
+    is_measured: bool = False
 
     def __post_init__(self):
         for name in ("uses", "most"):
@@ -72,7 +82,14 @@ def fresh(*, uses=2, most=4, tau=500) -> Way:
     return Way("fresh", uses, most, float(tau))
 
 
-WAYS: dict[str, Callable[..., Way]] = {"uniform": uniform, "newest": newest, "fresh": fresh}
+def fresh_by_ess(*, uses=2, most=4) -> Way:
+    """Chooses as `fresh`, with the tau at which the run's own effective sample size falls."""
+    return Way("fresh", uses, most, START, is_measured=True)
+
+
+WAYS: dict[str, Callable[..., Way]] = {
+    "uniform": uniform, "newest": newest, "fresh": fresh, "fresh_by_ess": fresh_by_ess,
+}
 
 
 def parse(text: str) -> Way | None:
@@ -93,6 +110,18 @@ def max_age(schedule: schedules.Schedule, way: Way | None, age: int) -> float:
     if way is None or way.uses == 1:
         return schedule.staleness
     return age or schedule.staleness + DEFAULT_AGE
+
+
+def drift(values: Mapping[str, float]) -> float | None:
+    """Returns the mean squared log-ratio of a token between two consecutive versions, nats squared, by the
+    metrics of a step; None where nothing is old or known.
+
+    The mean square of a normal number is pi / 2 times the squared mean of its absolute value.
+    """
+    lag, distance = float(values.get(LAG, 0.0)), float(values.get(DISTANCE, math.nan))
+    if not (lag > 0 and math.isfinite(distance)):
+        return None
+    return math.pi / 2 * distance**2 / lag
 
 
 def priority(rewards: Iterable[float]) -> float:
@@ -130,9 +159,24 @@ class Replay:
     def __init__(self, way: Way, age: float, seed: int):
         self.way, self._age, self._seed = way, age, seed
         self.stored: dict[int, Stored] = {}
+        self.measured = 0.0, 0.0  # fading sums of 1 / tau by step, and of their number
 
     def __len__(self) -> int:
         return len(self.stored)
+
+    @property
+    def tau(self) -> float:
+        total, count = self.measured
+        return count / total if total else self.way.tau
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        """Measures tau by the metrics of a step."""
+        if not self.way.is_measured or (square := drift(values)) is None:
+            return
+        # A ratio of mean 1 has a log-ratio of mean -s^2 / 2, and mean square s^2 + s^4 / 4.
+        variance = 2 * (math.sqrt(1 + square) - 1)
+        total, count = self.measured
+        self.measured = MEMORY * total + float(values[LENGTH]) * variance, MEMORY * count + 1
 
     def add(self, group: int, samples: Any, oldest: int, version: int, priority: float) -> Stored:
         """Stores a group that `version` trains on for the first time."""
@@ -182,11 +226,12 @@ class Replay:
         """Returns the logarithm of a group's priority, up to a constant that all groups share."""
         if self.way.order == "uniform":
             return 0.0
-        return math.log(stored.priority + EPSILON) + stored.stored_at / self.way.tau
+        return math.log(stored.priority + EPSILON) + stored.stored_at / self.tau
 
     def copy(self) -> "Replay":
         """Returns a buffer of the same groups with independent counts."""
         other = Replay(self.way, self._age, self._seed)
+        other.measured = self.measured
         other.stored = {group: dataclasses.replace(s) for group, s in self.stored.items()}
         return other
 

@@ -5,7 +5,7 @@ token's record has the weight version that sampled it.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
 import ml_collections
@@ -57,6 +57,9 @@ class RolloutSource(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics since the last call. Call it after all parts of a batch."""
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        """Takes the metrics of the step that trained on the last batch."""
 
     def reduce_staleness(self) -> str:
         """Lowers the staleness bound by one version if possible; returns a message for the user."""

@@ -1,7 +1,7 @@
 """The synchronous rollout source: the learner waits while its batch is sampled."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -75,6 +75,9 @@ class SyncSource:
         """Returns metrics of the last batch: discarded groups, failed rewards, slot occupancy,
         cache hits of prompt tokens, and acceptance of drafted tokens."""
         return self._metrics
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        """Does nothing: every batch is new."""
 
     def reduce_staleness(self) -> str:
         return "every token is of the weights that are updated already"

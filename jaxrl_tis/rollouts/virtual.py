@@ -5,7 +5,7 @@ In a turn each sampler with pending sequences makes one call of its engine. An u
 and a run can be repeated bit by bit.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -62,6 +62,9 @@ class VirtualSource:
 
     def metrics(self) -> dict[str, float]:
         return self.books.metrics(self._stats())
+
+    def observe(self, values: Mapping[str, float]) -> None:
+        self.books.observe(values)
 
     def reduce_staleness(self) -> str:
         return self.books.reduce_staleness()

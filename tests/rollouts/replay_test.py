@@ -86,6 +86,32 @@ def test_the_share_of_samples_that_counts_falls_with_age():
     assert shares[0] > 0.999 and 0.7 < shares[1] < 0.8 and 0.2 < shares[2] < 0.3
 
 
+def step_of(square, lag=2.0, tokens=50.0):
+    """Metrics of a step whose tokens are `lag` versions old, by draws of a normal log-ratio of mean ratio 1."""
+    draws = np.random.default_rng(3).normal(-square * lag / 2, math.sqrt(square * lag), 40000)
+    return {replay.LAG: lag, replay.DISTANCE: float(np.abs(draws).mean()), replay.LENGTH: tokens}
+
+
+def test_a_measured_priority_falls_as_the_effective_sample_size():
+    """Tokens drift by a variance of 4e-4 a version: of sequences of 50 the size falls to 1 / e in 50."""
+    buffer = Replay(replay.fresh_by_ess(), age=1000, seed=0)
+    buffer.observe({replay.LAG: 0.0, replay.DISTANCE: 0.0, replay.LENGTH: 50.0})  # nothing is old
+    buffer.observe({replay.LAG: 1.0, replay.DISTANCE: math.nan, replay.LENGTH: 50.0})
+    assert buffer.tau == 500
+    buffer.observe(step_of(4e-4))
+    assert buffer.tau == pytest.approx(50, rel=0.02)
+    age = round(buffer.tau)
+    logs = np.random.default_rng(4).normal(-2e-4 * age * 50, math.sqrt(4e-4 * age * 50), 400000)
+    weights = np.exp(logs)
+    assert weights.mean() ** 2 / (weights**2).mean() == pytest.approx(math.exp(-1), rel=0.05)
+    for _ in range(30):
+        buffer.observe(step_of(1e-4))
+    assert buffer.tau == pytest.approx(200, rel=0.15) and buffer.copy().tau == buffer.tau
+    constant = Replay(replay.fresh(tau=7), age=1000, seed=0)
+    constant.observe(step_of(4e-4))
+    assert constant.tau == 7
+
+
 def test_a_group_is_used_so_often_and_dropped_when_it_is_too_old():
     buffer = Replay(replay.uniform(uses=2, most=3), age=4, seed=0)
     uses = collections.Counter()
@@ -146,7 +172,6 @@ def test_draws_differ_by_version_and_seed():
 
 @pytest.mark.parametrize("text, why", [
     ("uniform(uses=0)", "uses is 0; give a whole number from 1"),
-    ("uniform(uses=2.5)", "uses is 2.5"),
     ("uniform(uses=4)", "at most 4 times and 4 times on average"),
     ("fresh(tau=0)", "tau is 0.0"),
     ("oldest", "replay 'oldest' is unknown"),
@@ -203,15 +228,17 @@ def test_a_batch_is_whole_and_within_its_age(schedule, text):
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("at", ["a step", "the middle of a step"])
 def test_a_run_that_replays_goes_on_from_its_state(schedule, at):
-    c, params = made(schedule, "fresh(uses=2, most=4, tau=5)", **turns(schedule))
+    text = "fresh_by_ess(uses=2, most=4)"
+    c, params = made(schedule, text, **turns(schedule))
     for step in range(1, 4):
         c.publish(params, step - 1)
         next_batch(c, step)
+        c.observe(step_of(0.1 * step))
     if at == "the middle of a step":
         c.publish(params, 3)
         expected = [s.trajectory.id for s in next_batch(c, 4)[0]]
     state = json.loads(json.dumps(c.get_state(3)))
-    resumed, _ = made(schedule, "fresh(uses=2, most=4, tau=5)", **turns(schedule))
+    resumed, _ = made(schedule, text, **turns(schedule))
     resumed.set_state(state)
     for step in range(4, 7):
         resumed.publish(params, step - 1)
@@ -226,6 +253,7 @@ def test_a_run_that_replays_goes_on_from_its_state(schedule, at):
             for name in ("tokens", "logp_behav", "version"):
                 np.testing.assert_array_equal(
                     getattr(a.trajectory, name), getattr(b.trajectory, name))
+        assert 0 < own["replay/tau"] < 1
         assert {n: v for n, v in own.items() if n.startswith("replay/")} == {
             n: v for n, v in values.items() if n.startswith("replay/")}
 
@@ -248,9 +276,10 @@ def test_to_use_groups_once_is_not_to_replay(schedule, tmp_path):
 @pytest.mark.compiles
 def test_a_synchronous_run_that_replays_scores_old_tokens_at_the_weights_that_drew_them(tmp_path):
     tiny.run(
-        tmp_path / "run", steps=4, rollout__replay="uniform(uses=2, most=4)", rollout__max_age=3,
+        tmp_path / "run", steps=4, rollout__replay="fresh_by_ess(uses=2, most=4)", rollout__max_age=3,
         train__minibatches=1, train__epochs=1,
     )
     steps = [line for line in tiny.lines(tmp_path / "run") if line["phase"] == "train"]
     assert steps[0]["replay/uses_mean"] == 2 and steps[0]["replay/age_mean"] == 0
     assert steps[3]["replay/age_mean"] > 0
+    assert steps[0]["replay/tau"] == 500 != steps[3]["replay/tau"] > 0
