@@ -6,7 +6,9 @@ This file imports the standard library only, because it runs in the process of c
 import functools
 import importlib
 import json
+import os
 import re
+import urllib.request
 from collections.abc import Callable, Mapping
 from decimal import Decimal
 from typing import Any
@@ -16,6 +18,13 @@ from jaxrl_tis.data import confined
 Example = Mapping[str, Any]
 
 PARSE_SECONDS, COMPARE_SECONDS = 1, 2  # of one expression, of a pair; math-verify takes whole ones
+
+JUDGE_URL, UNSURE = "JUDGE_URL", "unsure"
+VERDICTS: dict[str, float | str] = {"correct": 1.0, "wrong": 0.0, UNSURE: UNSURE}
+QUESTION = (
+    "Judge an answer by the reference.\n\nProblem:\n{prompt}\n\nReference:\n{answer}\n\nAnswer:\n{text}\n\n"
+    "End with one word: correct, wrong, or unsure if you cannot tell."
+)
 
 _NUMBER = re.compile(
     r"(?P<sign>(?<![0-9)])[-+])?(?:\$(?P<sign2>[-+])?)?"
@@ -181,8 +190,40 @@ def reasoning_gym(text: str, example: Example) -> float:
     return float(_reasoning_gym_scorer(metadata["source_dataset"])(text.strip(), entry))
 
 
-REWARDS: dict[str, Callable[[str, Example], float]] = {
+def judge(text: str, example: Example) -> float | str:
+    """Asks a generative reward model: 1 for correct, 0 for wrong, UNSURE where it cannot tell.
+
+    JUDGE_URL is the address of an OpenAI-compatible server, JUDGE_MODEL the model's name there if it has
+    several, JUDGE_TOKEN its key. The last verdict of the reply counts. After CompassMax
+    (arXiv:2512.07710), whose prompt is not published.
+
+    Raises:
+        OSError: the server does not answer.
+        ValueError: the reply names no verdict.
+    """
+    prompt = example["prompt"]
+    if not isinstance(prompt, str):
+        prompt = "\n".join(str(message["content"]) for message in prompt)
+    content = QUESTION.format(prompt=prompt, answer=answer_of(example), text=text)
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "temperature": 0}
+    if model := os.environ.get("JUDGE_MODEL"):
+        body["model"] = model
+    headers = {"Content-Type": "application/json"}
+    if token := os.environ.get("JUDGE_TOKEN"):
+        headers["Authorization"] = f"Bearer {token}"
+    url = f"{os.environ[JUDGE_URL].rstrip('/')}/v1/chat/completions"
+    asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
+    with urllib.request.urlopen(asked) as reply:
+        said = json.load(reply)["choices"][0]["message"]["content"]
+    found = re.findall(r"\b(correct|wrong|unsure)\b", said.lower())
+    if not found:
+        raise ValueError(f"the judge says none of {', '.join(VERDICTS)}: {said[-200:]!r}")
+    return VERDICTS[found[-1]]
+
+
+REWARDS: dict[str, Callable[[str, Example], float | str]] = {
     "exact": exact,
+    "judge": judge,
     "last_number": last_number,
     "math": math,
     "parts": parts,
@@ -209,6 +250,8 @@ def resolve(name: str) -> Callable:
             importlib.import_module(package)
         except ImportError as error:
             raise ImportError(f"{error}: pip install 'jaxrl_tis[{extra}]'") from error
+    if name == "judge" and not os.environ.get(JUDGE_URL):
+        raise ValueError(f"reward 'judge' asks the server that {JUDGE_URL} names, and it is not set")
     if name in REWARDS:
         return REWARDS[name]
     if ":" not in name:

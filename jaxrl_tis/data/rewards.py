@@ -13,6 +13,7 @@ from typing import Any
 import ml_collections
 
 from jaxrl_tis.data import confined
+from jaxrl_tis.data.graders import UNSURE
 from jaxrl_tis.data.signatures import LARGEST, SCORE
 from jaxrl_tis.record.failures import Failures
 
@@ -83,7 +84,7 @@ class RewardWorker:
         self._weights, self._timeout, self._workers = weights, timeout, workers
         self._share, self._heartbeat = share, heartbeat
         self.failures = Failures() if failures is None else failures
-        self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0}
+        self.counts = {"timeouts": 0, "errors": 0, "non_finite": 0, "dropped": 0, "unsure": 0}
         self._names: dict[str, None] = {}  # of the components that were seen
         self._is_closed = False
         self.last_error = ""
@@ -118,8 +119,9 @@ class RewardWorker:
         for functions that ask for them; a text that no model wrote has bytes instead.
 
         A number is the reward, with the components {"reward": number}. Of named components "score"
-        is the reward if present, else their weighted sum; components that are None are left out. A
-        failed answer has the components of the others, each NaN or an equal part of `on_error`.
+        is the reward if present, else their weighted sum; components that are None are left out. The
+        text "unsure" is no reward and no failure. A failed answer has the components of the others,
+        each NaN or an equal part of `on_error`.
         """
         ids: list = [None] * len(texts)
         if self._confined[0].traits["tokens"]:
@@ -132,8 +134,9 @@ class RewardWorker:
         if any(s is None for s in scored):
             self.failures.write()
         names = self._names or {"reward": None}
-        failed = Scored(self.on_error, dict.fromkeys(names, self.on_error / len(names)), True)
-        return [failed if s is None else s for s in scored]
+        without = lambda score: Scored(score, dict.fromkeys(names, score / len(names)), True)
+        of = {None: without(self.on_error), UNSURE: without(math.nan)}
+        return [s if isinstance(s, Scored) else of[s] for s in scored]
 
     def failed(
         self, fault: str, error: str, text: str, example: Mapping[str, Any], kind: str = "",
@@ -204,12 +207,15 @@ class RewardWorker:
 
     # Results
 
-    def _scored(self, item: list, outcome: Outcome) -> Scored | None:
-        """Returns the result of an item, None for a failed item."""
+    def _scored(self, item: list, outcome: Outcome) -> Scored | str | None:
+        """Returns the result of an item, None for a failed item, UNSURE where nobody can tell."""
         if "value" not in outcome:
             self._failed(item, **outcome)
             return None
         value = outcome["value"]
+        if UNSURE in value:
+            self.counts[UNSURE] += 1
+            return UNSURE
         if "bad" in value:
             error = f"the reward returned {value['bad']}"
             self._failed(item, "errors", error, error)

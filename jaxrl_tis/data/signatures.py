@@ -386,11 +386,14 @@ def metrics(values: Any, who: str) -> dict[str, float]:
 
 
 def reading(value: Any) -> dict[str, Any]:
-    """Reads the result of a reward: {"parts": {name: number or None}}, or {"bad": description}.
+    """Reads the result of a reward: {"parts": {name: number or None}}, {"unsure": True}, or
+    {"bad": description}.
 
     A number is named "reward". In a mapping, numbers and booleans are components and None is a
     missing one. Texts and other values are ignored, except for "score".
     """
+    if isinstance(value, str) and value == graders.UNSURE:
+        return {graders.UNSURE: True}
     if not isinstance(value, Mapping):
         number = _number(value)
         return {"bad": _named(value)} if number is None else {"parts": {"reward": number}}

@@ -58,6 +58,8 @@ LEARNING = (
     compact("reward/dropped", "answers",
             'Failed rewards that stay unknown, with reward.on_error="drop"; counted as those '
             "above."),
+    compact("reward/unsure", "answers", "Answers of which the reward could not tell; dropped, and no failure.",
+            "2512.07710"),
     compact("reward/learner_snis", "reward",
             "Estimated reward of the learner itself: Σ w R / Σ w with w = Π ρ, and w = 1 for "
             "truncated answers that the loss leaves out.", "SNIS"),

@@ -1,6 +1,9 @@
 """The rewards of the package, called as plain functions."""
 
+import http.server
+import json
 import sys
+import threading
 from unittest import mock
 
 import pytest
@@ -183,6 +186,46 @@ def test_reasoning_gym_uses_the_score_of_the_package():
     assert REWARDS["reasoning_gym"]("999", example) == 0.0
     # A text that only holds the answer gets len("1000") / len("it is 1000") = 4 / 10.
     assert REWARDS["reasoning_gym"]("it is 1000", example) == pytest.approx(0.4)
+
+
+class Judge(http.server.BaseHTTPRequestHandler):
+    """Says what the answer says, and keeps what it was asked."""
+
+    asked: list = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append((self.path, self.headers["Authorization"], body))
+        content = body["messages"][0]["content"].partition("Answer:\n")[2].partition("\n\n")[0]
+        reply = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *_):
+        pass
+
+
+def test_a_judge_is_asked_and_its_last_verdict_counts(monkeypatch):
+    monkeypatch.delenv("JUDGE_URL", raising=False)
+    with pytest.raises(ValueError, match="asks the server that JUDGE_URL names, and it is not set"):
+        graders.resolve("judge")
+    with http.server.HTTPServer(("127.0.0.1", 0), Judge) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/")
+        monkeypatch.setenv("JUDGE_MODEL", "m")
+        monkeypatch.setenv("JUDGE_TOKEN", "t")
+        example = {"id": "x", "prompt": "2+3=", "answer": "five"}
+        ask = lambda text, **more: graders.resolve("judge")(text, example | more)
+        assert [ask(x) for x in ("Not wrong. Correct.", "incorrect: WRONG", "correct? I am unsure")] == [1, 0, "unsure"]
+        with pytest.raises(ValueError, match="none of correct, wrong, unsure: 'incorrect'"):
+            ask("incorrect")
+        ask("wrong", prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}])
+        server.shutdown()
+    path, token, body = Judge.asked[-1]
+    assert (path, token, body["model"], body["temperature"]) == ("/v1/chat/completions", "Bearer t", "m", 0)
+    content = body["messages"][0]["content"]
+    assert "Problem:\nBe brief.\n2+3?\n" in content and "Reference:\nfive\n" in content
 
 
 @pytest.mark.parametrize("name", ["exact", "last_number", "math", "parts"])

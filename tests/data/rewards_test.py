@@ -23,6 +23,8 @@ def length(text, example):
     return len(text) + len(example["answer"])
 
 def parts(text, example):
+    if text == "unsure":
+        return text
     if text == "other":
         return {"size": 1}
     if text == "nothing":
@@ -191,7 +193,7 @@ def test_components_without_a_score_are_summed_by_their_weights(user_module, in_
         assert found[3].score == 0.5 and math.isnan(found[3].components["length"])
         assert found[4].is_failed and set(found[4].components) == {"length", "format", "size"}
         assert all(map(math.isnan, found[4].components.values()))
-        assert worker.counts == {"timeouts": 0, "errors": 0, "non_finite": 1, "dropped": 1}
+        assert worker.counts == {"timeouts": 0, "errors": 0, "non_finite": 1, "dropped": 1, "unsure": 0}
         assert "'length': nan" in worker.last_error
         assert worker.results(["nothing"], [EXAMPLE])[0].is_failed
         assert worker.last_error == "the reward returned a mapping without any number"
@@ -202,12 +204,14 @@ def test_components_without_a_score_are_summed_by_their_weights(user_module, in_
 def test_a_failure_is_dropped_or_gets_the_score_that_is_asked_for(user_module, in_threads):
     with RewardWorker(f"{user_module}:faulty", timeout=10) as worker:
         assert [math.isnan(x) for x in worker.score(["a", "raise"], [EXAMPLE] * 2)] == [False, True]
-        assert worker.counts == {"timeouts": 0, "errors": 1, "non_finite": 0, "dropped": 1}
+        assert worker.counts == {"timeouts": 0, "errors": 1, "non_finite": 0, "dropped": 1, "unsure": 0}
     with RewardWorker(f"{user_module}:parts", timeout=10, on_error="-1.0") as worker:
-        failed = worker.results(["ab", "nan"], [EXAMPLE] * 2)[1]
+        _, failed, unsure = worker.results(["ab", "nan", "unsure"], [EXAMPLE] * 3)
         # An equal part of it in every component.
         assert failed == Scored(-1.0, {"length": -0.5, "format": -0.5}, is_failed=True)
         assert worker.counts["dropped"] == 0
+        assert unsure.is_failed and all(map(math.isnan, [unsure.score, *unsure.components.values()]))
+        assert worker.counts["unsure"] == 1 and worker.counts["errors"] == 0
     with RewardWorker(f"{user_module}:length", timeout=10, on_error="-1.0") as worker:
         assert worker.results(["a"], [EXAMPLE]) == [Scored(2.0, {"reward": 2.0})]
 
@@ -330,7 +334,7 @@ def test_faulty_items_score_on_error_and_the_rest_go_on(user_module):
         scores = worker.score(texts, [EXAMPLE] * len(texts))
         assert scores == [1.0 if len(text) == 1 else -0.25 for text in texts]
         # errors: two crashes, KeyError, SystemExit, and None that is no number
-        assert worker.counts == {"timeouts": 1, "errors": 5, "non_finite": 2, "dropped": 0}
+        assert worker.counts == {"timeouts": 1, "errors": 5, "non_finite": 2, "dropped": 0, "unsure": 0}
         assert worker.last_error == "the reward returned None"
         assert worker.score(["read", "a"], [EXAMPLE] * 2) == [0.0, 1.0]
     assert time.monotonic() - start < 60

@@ -111,11 +111,11 @@ def test_every_group_is_trained_on_once_within_its_staleness(schedule):
     assert 0 <= o.learner_idle < 1 and 0 <= o.sampler_idle < 1
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_a_sampler_pauses_no_longer_than_a_call_and_a_swap(seed):
-    o = simulate(schedules.in_flight(staleness=2), SMALL, steps=12, skip=0, seed=seed)
-    assert 0 < o.longest_pause <= o.longest_call + SMALL.sync_s
-    assert o.counts.reprefilled_tokens == 0
+def test_a_sampler_pauses_no_longer_than_a_call_and_a_swap():
+    for seed in range(8):
+        o = simulate(schedules.in_flight(staleness=2), SMALL, steps=12, skip=0, seed=seed)
+        assert 0 < o.longest_pause <= o.longest_call + SMALL.sync_s
+        assert o.counts.reprefilled_tokens == 0
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -52,7 +52,6 @@ MUTANTS = [
         ("a batch arrives an update later", "/ (staleness + 1)", "/ (staleness + 2)"),
         ("samplers sample during a sync", ' + times["pause_s"]', ""),
         ("the step that compiles counts", "trained[1:] or trained", "trained"),
-        ("the distance of two versions is that of one", " / r[LAG] for", " for"),
         ("a sync takes nothing from the samplers", "(rate * (train_s - pause_s))", "(rate * train_s)"),
         tests="provision_test.py"),
     *of("engine/drafter.py",
