@@ -351,17 +351,20 @@ def panel(kind: str) -> parts.Panel:
     """Makes the panel of the gap to the float32 learner by the buckets of a kind."""
 
     def draw(axes, found):
+        named = set()
         for line in found[0]:
-            gap = line["gap"]["float32"]
+            gap, name = line["gap"]["float32"], f"{line['sampler']}, {line['format']}"
             start = lambda name: float(name.partition("/")[0].rpartition("_")[2])
-            names = [x for x in gap if x.startswith(kind) and x.endswith(MEASURES[0])]
-            names.sort(key=start)
+            buckets = [x for x in gap if x.startswith(kind) and x.endswith(MEASURES[0])]
+            buckets.sort(key=start)
             axes.plot(
-                [f"{start(x):g}" for x in names], [gap[x] for x in names], marker="o",
+                [f"{start(x):g}" for x in buckets], [gap[x] for x in buckets],
                 color=COLORS[FORMATS.index(line["format"])],
+                marker="s" if line["cpu"] == "AVX2" else "o",
                 linestyle="-" if line["sampler"] == "vLLM" else "--",
-                label=f"{line['sampler']}, {line['format']}",
+                label=None if name in named else name,
             )
+            named.add(name)
         axes.set(yscale="log", xlabel=BUCKETS[kind], ylabel="mean |log ratio|, nats")
 
     return draw
@@ -369,7 +372,7 @@ def panel(kind: str) -> parts.Panel:
 
 FIGURE = parts.Figure(
     tables=(gap_table, conditions_table, runs_table),
-    pictures={"engines": parts.Picture((10, 3.8), [panel("entropy"), panel("position")],
+    pictures={"engines": parts.Picture((12, 3.8), [panel("entropy"), panel("position")],
                                        has_legend_below=True)},
     read=read,
 )

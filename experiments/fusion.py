@@ -19,7 +19,7 @@ from jaxrl_tis.runtime import cli
 
 ACCURACY = "eval/sampled_accuracy"
 CONFIG = "configs/fig_fusion.py"
-SIZE = {"train": 4096, "eval": 256, "student": 4096, "teacher": 4096}
+SIZE = {"train": 4096, "eval": 256}
 
 
 def example(digits: str, mark: str, rng: random.Random, is_random: bool) -> dict[str, str]:
@@ -33,8 +33,8 @@ def example(digits: str, mark: str, rng: random.Random, is_random: bool) -> dict
 def examples(length: str) -> dict[str, list[dict[str, str]]]:
     """Returns the examples of each file, half of them with either mark; all digits differ."""
     rng, width = random.Random(length), fig_fusion.DIGITS[length]
-    drawn = iter(rng.sample(range(10**width), SIZE["train"] + SIZE["eval"]))
-    of = {name: [f"{next(drawn):0{width}d}" for _ in range(SIZE[name])] for name in ("train", "eval")}
+    drawn = iter(rng.sample(range(10**width), sum(SIZE.values())))
+    of = {name: [f"{next(drawn):0{width}d}" for _ in range(count)] for name, count in SIZE.items()}
     of |= dict.fromkeys(("student", "teacher"), of["train"])
     return {
         name: [example(x, "=+"[i % 2], rng, name == "student") for i, x in enumerate(digits)]

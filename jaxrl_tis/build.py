@@ -31,7 +31,7 @@ from jaxrl_tis.environments.pool import Lender, Pool, SharedPool
 from jaxrl_tis.estimators import centering
 from jaxrl_tis.harness.process import HarnessProcess
 from jaxrl_tis.learner.setup import (
-    LearnerSetup, check_whole_factors, make_learner_setup, max_length,
+    LearnerSetup, check_invariant, make_learner_setup, max_length,
 )
 from jaxrl_tis.models import lora, overflow, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
@@ -510,8 +510,11 @@ def _check_serving(
 ) -> None:
     """Raises ValueError for a mesh.serve that does not divide the model, or that LoRA does not fit."""
     placement.shardings(layout, model)
-    if choices.lora is not None:
-        check_whole_factors(sampler_numerics(config) == "invariant", layout, "mesh.serve")
+    fields = [field for field in ("model", "engine") if config[field].numerics == "invariant"]
+    if choices.lora is not None and fields:
+        adapter = lora.Adapter.of(choices.lora, model, transformer.abstract_params(model))
+        for field in fields:
+            check_invariant(f"{field}.numerics", adapter, layout, "mesh.serve")
 
 
 def _engine_configs(

@@ -411,6 +411,13 @@ def _reward(reward):
                 f"reward.name is {reward.name!r}; choose one of {', '.join(REWARDS)} or give "
                 "'module:function'"
             )
+    if ("judge" in names(reward.name)) != bool(reward.judge):
+        yield (
+            f"reward.name is {reward.name!r} and reward.judge {reward.judge!r}; the reward 'judge' needs the "
+            "address of its server, and no other reads it"
+        )
+    if reward.judge and not reward.network:
+        yield "the reward 'judge' asks a server, and reward.network is False; set it to True"
     if reward.on_error != DROP and not _is_number(reward.on_error):
         yield f"reward.on_error is {reward.on_error!r}; it must be {DROP!r} or a number of float32"
     for name, weight in reward.weights.items():

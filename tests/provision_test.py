@@ -82,8 +82,8 @@ def test_the_answers_to_records(tmp_path, capsys):
     lines = [line.split() for line in out.splitlines()]
     assert ["1", "70%", "53%", "53%", "53%", "53%"] in lines and ["2", "70%", "41%", "11%", "11%", "11%"] in lines
     assert (tmp_path / "wait.png").stat().st_size > 1000
-    # A distance of 0.2 at two versions: pi / 2 0.04 / 2 a version, -log(0.5) / 0.0309 = 22.4
-    ahead = record(tmp_path / "ahead", "one_step", **{replay.LAG: 2.0, replay.DISTANCE: 0.2})
+    # A mean square of 0.0628 at two versions: 0.0314 a version, -log(0.5) / 0.0312 = 22.2
+    ahead = record(tmp_path / "ahead", "one_step", **{replay.LAG: 2.0, replay.SQUARE: 0.0628})
     provision.main([str(ahead)])
     assert "up to 22 versions behind; of sequence weights over 30 tokens: 0\n" in capsys.readouterr().out
 
@@ -108,7 +108,7 @@ def test_refusals(tmp_path):
     compact = record(tmp_path / "compact", "sync()", **{"time/step_s": 3.0})
     with pytest.raises(ValueError, match="compact has no time/update_s, as with metrics.record = 'compact'"):
         provision.recorded(compact)
-    odd = record(tmp_path / "odd", "one_step", **{replay.LAG: 0.0, replay.DISTANCE: math.nan})
+    odd = record(tmp_path / "odd", "one_step", **{replay.LAG: 0.0, replay.SQUARE: math.nan})
     assert provision.recorded(odd) == {"tokens": 30.0}
     with pytest.raises(ValueError, match="has no step yet"):
         provision.recorded(run)

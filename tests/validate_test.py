@@ -75,7 +75,7 @@ def test_a_reward_of_ones_own_needs_a_module():
     validate(tiny.config(reward__name="my.module:function"))
     validate(tiny.config(reward__name="my.module:function, exact"))
     [problem] = problems(reward__name="my.module:function,exactly")
-    assert "choose one of exact, last_number, math, parts" in problem
+    assert "choose one of exact, judge, last_number, math, parts" in problem
 
 
 @pytest.mark.parametrize("text", ["drop", "0", "-1.5"])
@@ -271,7 +271,9 @@ def test_a_run_may_measure_and_not_train(name):
           correction__masks="trm(trm_delta=0.1)"), ["full distribution", "rollout.sampling_mask_size to 0"]),
     (dict(engine__retention=(1, 0)), ["engine.retention is (1, 0)", "at least one last page"]),
     (dict(engine__retention=(-1, 2)), ["engine.retention is (-1, 2)"]),
-    (dict(engine__retention=(1, 2), model__numerics="invariant", engine__quantization="none",
+    (dict(reward__name="judge", reward__network=True), ["reward.judge ''", "needs the address"]),
+    (dict(reward__name="judge", reward__judge="http://localhost:1"), ["reward.network is False", "set it to True"]),
+    (dict(engine__retention=(1, 2), model__numerics="invariant", engine__numerics="fast",
           engine__page_size=tiles.PAGE), ["'invariant'", "engine.retention is (1, 2); set it to (0, 0)"]),
     (dict(engine__noise_start=0.1, model__numerics="invariant", engine__quantization="none",
           engine__page_size=tiles.PAGE),

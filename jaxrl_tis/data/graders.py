@@ -19,7 +19,8 @@ Example = Mapping[str, Any]
 
 PARSE_SECONDS, COMPARE_SECONDS = 1, 2  # of one expression, of a pair; math-verify takes whole ones
 
-JUDGE_URL, UNSURE = "JUDGE_URL", "unsure"
+UNSURE = "unsure"
+_VERDICT = re.compile(r"(?P<no>(\bnot|n't) +)?\b(?P<word>correct|wrong|unsure)\W*$")
 VERDICTS: dict[str, float | str] = {"correct": 1.0, "wrong": 0.0, UNSURE: UNSURE}
 QUESTION = (
     "Judge an answer by the reference.\n\nProblem:\n{prompt}\n\nReference:\n{answer}\n\nAnswer:\n{text}\n\n"
@@ -190,40 +191,49 @@ def reasoning_gym(text: str, example: Example) -> float:
     return float(_reasoning_gym_scorer(metadata["source_dataset"])(text.strip(), entry))
 
 
-def judge(text: str, example: Example) -> float | str:
+class Judge:
     """Asks a generative reward model: 1 for correct, 0 for wrong, UNSURE where it cannot tell.
 
-    JUDGE_URL is the address of an OpenAI-compatible server, JUDGE_MODEL the model's name there if it has
-    several, JUDGE_TOKEN its key. The last verdict of the reply counts. After CompassMax
-    (arXiv:2512.07710), whose prompt is not published.
+    The last word of the reply is the verdict. After CompassMax (arXiv:2512.07710), whose prompt is not
+    published. JUDGE_TOKEN in the environment is the server's key.
+
+    Args:
+        address: "http://host:port", of an OpenAI-compatible server, or "http://host:port MODEL" for one of
+            its models.
 
     Raises:
         OSError: the server does not answer.
-        ValueError: the reply names no verdict.
+        ValueError: the reply ends without a verdict.
     """
-    prompt = example["prompt"]
-    if not isinstance(prompt, str):
-        prompt = "\n".join(str(message["content"]) for message in prompt)
-    content = QUESTION.format(prompt=prompt, answer=answer_of(example), text=text)
-    body: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "temperature": 0}
-    if model := os.environ.get("JUDGE_MODEL"):
-        body["model"] = model
-    headers = {"Content-Type": "application/json"}
-    if token := os.environ.get("JUDGE_TOKEN"):
-        headers["Authorization"] = f"Bearer {token}"
-    url = f"{os.environ[JUDGE_URL].rstrip('/')}/v1/chat/completions"
-    asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
-    with urllib.request.urlopen(asked) as reply:
-        said = json.load(reply)["choices"][0]["message"]["content"]
-    found = re.findall(r"\b(correct|wrong|unsure)\b", said.lower())
-    if not found:
-        raise ValueError(f"the judge says none of {', '.join(VERDICTS)}: {said[-200:]!r}")
-    return VERDICTS[found[-1]]
+
+    def __init__(self, address: str):
+        self._url, _, self._model = address.partition(" ")
+
+    def __call__(self, text: str, example: Example) -> float | str:
+        prompt = example["prompt"]
+        if not isinstance(prompt, str):
+            prompt = "\n".join(str(message["content"]) for message in prompt)
+        content = QUESTION.format(prompt=prompt, answer=answer_of(example), text=text)
+        body: dict[str, Any] = {"messages": [{"role": "user", "content": content}], "temperature": 0}
+        if self._model:
+            body["model"] = self._model
+        headers = {"Content-Type": "application/json"}
+        if token := os.environ.get("JUDGE_TOKEN"):
+            headers["Authorization"] = f"Bearer {token}"
+        url = f"{self._url.rstrip('/')}/v1/chat/completions"
+        asked = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        with urllib.request.urlopen(asked) as reply:
+            choice = json.load(reply)["choices"][0]
+        said = choice["message"]["content"] or ""
+        found = _VERDICT.search(said.lower())
+        if choice.get("finish_reason") == "length" or found is None or found["no"]:
+            raise ValueError(f"the judge's reply ends with none of {', '.join(VERDICTS)}: {said[-200:]!r}")
+        return VERDICTS[found["word"]]
 
 
-REWARDS: dict[str, Callable[[str, Example], float | str]] = {
+REWARDS: dict[str, Callable] = {
     "exact": exact,
-    "judge": judge,
+    "judge": Judge,
     "last_number": last_number,
     "math": math,
     "parts": parts,
@@ -237,8 +247,8 @@ def names(rewards: str) -> list[str]:
     return [name.strip() for name in rewards.split(",")]
 
 
-def resolve(name: str) -> Callable:
-    """Returns the reward function of a name in REWARDS, or of "module:function".
+def resolve(name: str, judge: str = "") -> Callable:
+    """Returns the reward function of a name in REWARDS, or of "module:function"; `judge`: see Judge.
 
     Raises:
         ImportError, AttributeError: the module or function cannot be imported.
@@ -250,10 +260,8 @@ def resolve(name: str) -> Callable:
             importlib.import_module(package)
         except ImportError as error:
             raise ImportError(f"{error}: pip install 'jaxrl_tis[{extra}]'") from error
-    if name == "judge" and not os.environ.get(JUDGE_URL):
-        raise ValueError(f"reward 'judge' asks the server that {JUDGE_URL} names, and it is not set")
     if name in REWARDS:
-        return REWARDS[name]
+        return Judge(judge) if name == "judge" else REWARDS[name]
     if ":" not in name:
         raise ValueError(
             f"unknown reward {name!r}; use one of {', '.join(REWARDS)} or 'module:function'"

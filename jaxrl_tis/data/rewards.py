@@ -69,6 +69,7 @@ class RewardWorker:
             each calls f with its part and receives all results.
         heartbeat: called whenever results arrive.
         failures: counts, prints and keeps failures; by default they are printed only.
+        judge: address and model of the reward "judge", see graders.Judge.
 
     Raises:
         ValueError: the function cannot be loaded, or has no known signature.
@@ -78,7 +79,7 @@ class RewardWorker:
         self, function: str, *, timeout: float, on_error: str | float = DROP,
         signature: str = "auto", weights: Mapping[str, float] = {}, network: bool = False,
         workers: int = 1, share: Callable[[list, Callable], list] = lambda items, f: f(items),
-        heartbeat: Callable[[], None] = lambda: None, failures: Failures | None = None,
+        heartbeat: Callable[[], None] = lambda: None, failures: Failures | None = None, judge: str = "",
     ):
         self.on_error = math.nan if on_error == DROP else float(on_error)
         self._weights, self._timeout, self._workers = weights, timeout, workers
@@ -89,6 +90,7 @@ class RewardWorker:
         self._is_closed = False
         self.last_error = ""
         setup = {"name": function, "signature": signature, "timeout": timeout, "workers": workers}
+        setup["judge"] = judge
         make = lambda _: confined.Confined(
             "jaxrl_tis.data.signatures:make", setup, what=f"the reward {function!r}",
             timeout=timeout, network=network,
@@ -134,8 +136,8 @@ class RewardWorker:
         if any(s is None for s in scored):
             self.failures.write()
         names = self._names or {"reward": None}
-        without = lambda score: Scored(score, dict.fromkeys(names, score / len(names)), True)
-        of = {None: without(self.on_error), UNSURE: without(math.nan)}
+        without = lambda score, *is_failed: Scored(score, dict.fromkeys(names, score / len(names)), *is_failed)
+        of = {None: without(self.on_error, True), UNSURE: without(math.nan)}
         return [s if isinstance(s, Scored) else of[s] for s in scored]
 
     def failed(
@@ -256,5 +258,6 @@ def _outcome(result: dict[str, Any]) -> Outcome:
 
 def worker(reward: ml_collections.ConfigDict, **more: Any) -> RewardWorker:
     """Returns the RewardWorker of a config's section `reward`."""
-    fields = {name: reward[name] for name in ("timeout", "on_error", "signature", "network", "workers")}
+    names = "timeout", "on_error", "signature", "network", "workers", "judge"
+    fields = {name: reward[name] for name in names}
     return RewardWorker(reward.name, weights=reward.weights.to_dict(), **fields, **more)

@@ -46,7 +46,7 @@ Item = tuple[str, dict[str, Any], list[int] | None]  # text, example, tokens of 
 
 def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]]]:
     """Returns a function that scores a list of items, for a setting {"name", "signature", "timeout",
-    "workers"}.
+    "workers", "judge"}.
 
     The function never raises. It returns for each item {"value": see `reading`} or {"fault", "kind",
     "error", "traceback"}. Its attribute `traits` says whether it takes several items: "batched" in
@@ -58,7 +58,7 @@ def make(setup: Mapping[str, Any]) -> Callable[[list[Item]], list[dict[str, Any]
     """
     rewards, names = {}, graders.names(setup["name"])
     for name in names:
-        function: Any = graders.resolve(name)
+        function: Any = graders.resolve(name, setup.get("judge", ""))
         function = function() if inspect.isclass(function) else function
         short = name.rpartition(":")[2]
         # The component "score" of a function's own mapping stands for all others.
@@ -392,12 +392,14 @@ def reading(value: Any) -> dict[str, Any]:
     A number is named "reward". In a mapping, numbers and booleans are components and None is a
     missing one. Texts and other values are ignored, except for "score".
     """
-    if isinstance(value, str) and value == graders.UNSURE:
+    if _is_unsure(value):
         return {graders.UNSURE: True}
     if not isinstance(value, Mapping):
         number = _number(value)
         return {"bad": _named(value)} if number is None else {"parts": {"reward": number}}
     score = value.get("score")
+    if _is_unsure(score):
+        return {graders.UNSURE: True}
     if score is not None and _number(score) is None:
         return {"bad": f"{_named(score)} as the score"}
     parts = {confined.printable(str(n)): x if x is None else _number(x) for n, x in value.items()
@@ -406,11 +408,18 @@ def reading(value: Any) -> dict[str, Any]:
 
 
 def together(values: dict[str, Any]) -> dict[str, Any]:
-    """Reads the results of several functions, each a number or None; see `reading`."""
+    """Reads the results of several functions, each a number, None or "unsure", which all are then; see
+    `reading`."""
+    if any(map(_is_unsure, values.values())):
+        return {graders.UNSURE: True}
     for name, value in values.items():
         if value is not None and _number(value) is None:
             return {"bad": f"{_named(value)} from {name}, one of several functions"}
     return reading(values)
+
+
+def _is_unsure(value: Any) -> bool:
+    return isinstance(value, str) and value == graders.UNSURE
 
 
 def _named(value: Any) -> str:

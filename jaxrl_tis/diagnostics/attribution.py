@@ -60,14 +60,15 @@ def factor_metrics(
     """Measures how much each factor adds to the drift; arguments as in `split_ratio`.
 
     Returns means over tokens, for each factor f and for their product l, the sum of the l_f:
-    mismatch/<factor>/log_ratio_abs_mean in nats, and mismatch/<factor>/log_ratio_part, mean(l_f l)
-    in nats^2. The parts add up to mean(l^2), the product's; one may be negative where two cancel.
+    mismatch/<factor>/log_ratio_abs_mean in nats, log_ratio_square_mean, and log_ratio_part, mean(l_f l),
+    both in nats^2. The parts add up to mean(l^2), the product's; one may be negative where two cancel.
     """
     log_bt = split_ratio(logp, logp_prox, logp_old, logp_behav, mask, logp_student)
     total_bt = sum(log_bt.values())
     metrics = {}
     for factor, x_bt in (log_bt | {"product": total_bt}).items():
         metrics[f"{factor}/log_ratio_abs_mean"] = ratios.masked_mean(jnp.abs(x_bt), mask)
+        metrics[f"{factor}/log_ratio_square_mean"] = ratios.masked_mean(x_bt**2, mask)
         metrics[f"{factor}/log_ratio_part"] = ratios.masked_mean(x_bt * total_bt, mask)
     return mismatch.detached(metrics, "mismatch/")
 

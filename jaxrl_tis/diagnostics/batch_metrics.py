@@ -122,7 +122,8 @@ def staleness_metrics(
 
     Returns training/off_policy/<metric>/{mean,max,min} over sequences for the metrics
     trajectory_spans (versions from oldest to newest token, 1 for a single version),
-    trajectory_staleness (lag of the newest token) and trajectory_staleness_worst (of the oldest).
+    trajectory_staleness (lag of the newest token) and trajectory_staleness_worst (of the oldest), and
+    training/off_policy/token_staleness/mean over tokens.
     """
     chex.assert_rank([version, mask], 2)
     lag_bt = jnp.where(ratios.as_bool(mask), current_version - version, 0)
@@ -133,6 +134,7 @@ def staleness_metrics(
         _summary("trajectory_spans", worst_bs - least_bs + 1.0, is_sequence_bs)
         | _summary("trajectory_staleness", least_bs, is_sequence_bs)
         | _summary("trajectory_staleness_worst", worst_bs, is_sequence_bs)
+        | {"token_staleness/mean": ratios.masked_mean(lag_bt, mask)}
     )
     return mismatch.detached(metrics, "training/off_policy/")
 

@@ -87,8 +87,13 @@ def _numerics(config):
     is_learner, is_sampler = (
         numerics == "invariant" for numerics in (config.model.numerics, sampler_numerics(config))
     )
+    name = "model.numerics" if is_learner else "engine.numerics"
+    if (is_learner or is_sampler) and any(config.engine.retention):
+        yield (
+            f"{name} is 'invariant' and needs all keys, but engine.retention is "
+            f"{config.engine.retention}; set it to (0, 0)"
+        )
     if (is_learner or is_sampler) and config.engine.page_size != tiles.PAGE:
-        name = "model.numerics" if is_learner else "engine.numerics"
         yield (
             f"{name} is 'invariant' with pages of {tiles.PAGE} positions, but "
             f"engine.page_size is {config.engine.page_size}; set it to {tiles.PAGE}"
@@ -118,11 +123,6 @@ def _of_sampler(config):
     dtype, name = config.engine.dtype, "engine.numerics" if config.engine.numerics else "model.numerics"
     if dtype == "float16":
         yield f"{name} is 'invariant' and engine.dtype is 'float16'; set engine.dtype to float32 or bfloat16"
-    if any(config.engine.retention):
-        yield (
-            f"{name} is 'invariant' and needs all keys, but engine.retention is "
-            f"{config.engine.retention}; set it to (0, 0)"
-        )
     if config.engine.cache_dtype not in (dtype, "float32"):
         yield (
             f"{name} is 'invariant', but engine.cache_dtype = {config.engine.cache_dtype} "

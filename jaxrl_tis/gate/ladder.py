@@ -14,7 +14,9 @@ but the last two are the learner's program over whole rows, with ever more of th
   weights           quantised weights, with the learner's treatment of activations
   activations       quantised activations
   kv_dtype          keys and values as the cache stores them
-  numerics          model.numerics -> engine.numerics: sums in the compiler's order, or in a fixed one
+  numerics          model.numerics -> engine.numerics: sums in the compiler's order, or in a fixed one;
+                    the first rung where the learner's alone are invariant, whose program lacks some of
+                    the sampler's settings
   route             the routers' own choice of experts -> the sampler's, as the engine recorded it
   decode            rows of whole sequences -> what the engine recorded: chunks of prompts, pages,
                     one token at a time, other tiles and batch shapes, its own excess precision
@@ -110,7 +112,9 @@ def changes(setup: Setup) -> dict[str, dict[str, Any]]:
     engine, learner = setup.engine, learner_settings(setup)
     is_exact = engine.config.dtype == "float32"  # it holds every norm
     is_stored = engine.config.cache_dtype in ("float32", engine.config.dtype)
-    return {
+    numerics: dict[str, dict[str, Any]] = {"numerics": dict(numerics=engine.config.numerics)}
+    is_alone = learner.numerics == "invariant" != engine.config.numerics
+    return (numerics if is_alone else {}) | {
         "dtype": dict(
             dtype=engine.config.dtype,
             norm_dtype=learner.norm_dtype if is_exact else engine.config.dtype,
@@ -123,9 +127,7 @@ def changes(setup: Setup) -> dict[str, dict[str, Any]]:
         "weights": dict(quantization=_weights_alone(learner.quantization, engine.config.recipe)),
         "activations": dict(quantization=engine.config.recipe),
         "kv_dtype": dict(kv_dtype=None if is_stored else engine.config.cache_dtype),
-        "numerics": dict(numerics=engine.config.numerics),
-        "route": dict(replays=learner.replays or engine.config.record_routes),
-    }
+    } | numerics | {"route": dict(replays=learner.replays or engine.config.record_routes)}
 
 
 def _of_whole_rows(layout: sharding.Layout) -> sharding.Layout:

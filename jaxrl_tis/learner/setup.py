@@ -336,12 +336,8 @@ def check_adapter(
     """Raises ValueError for a mesh or numerics that the factors do not fit."""
     placement.of_factors(layout, adapter)
     ranks, width = dict(adapter.ranks), layout.count(layout.axes("embed"))
-    check_whole_factors(program.is_invariant, layout, "mesh.train")
-    if program.is_invariant and lora.HEAD in ranks:
-        raise ValueError(
-            "model.lora targets the head, which model.numerics = 'invariant' does not support; leave "
-            "it out of targets"
-        )
+    if program.is_invariant:
+        check_invariant("model.numerics", adapter, layout, "mesh.train")
     if ranks.get(lora.HEAD, 0) % width:
         raise ValueError(
             f"model.lora has rank {ranks[lora.HEAD]} at the head, which {width} shards of the "
@@ -349,13 +345,18 @@ def check_adapter(
         )
 
 
-def check_whole_factors(is_invariant: bool, layout: Layout, mesh: str) -> None:
-    """Raises ValueError where tensor shards would cut factors in invariant numerics; `mesh` is the field
-    of the config."""
-    count = layout.mesh.shape["tensor"]
-    if is_invariant and count > 1:
+def check_invariant(numerics: str, adapter: lora.Adapter, layout: Layout, mesh: str) -> None:
+    """Raises ValueError for factors at the head, or cut by tensor shards, in invariant numerics; `numerics`
+    and `mesh` are fields of the config."""
+    if lora.HEAD in dict(adapter.ranks):
         raise ValueError(
-            "model.lora with model.numerics = 'invariant' needs whole factors on a device, and "
+            f"model.lora targets the head, which {numerics} = 'invariant' does not support; leave "
+            "it out of targets"
+        )
+    count = layout.mesh.shape["tensor"]
+    if count > 1:
+        raise ValueError(
+            f"model.lora with {numerics} = 'invariant' needs whole factors on a device, and "
             f"{mesh} has {count} tensor shards; set its tensor entry to 1"
         )
 

@@ -6,14 +6,14 @@ rollout.max_age are dropped. Every group is trained on when it arrives, so none 
 
 "fresh" is experience replay with aging priorities (arXiv:2604.16918): p = (|r| + 1e-6)
 exp(-age / tau). The age is the present version minus `stored_at`. Up to a constant that all groups
-share, log p is therefore log(|r| + 1e-6) + stored_at / tau, a key that never changes. Adding Gumbel
+share, log p is therefore log(|r| + 1e-6) + stored_at / tau, a key that changes only with tau. Adding Gumbel
 noise to the keys and taking the largest samples in proportion to p without replacement.
 
 In "fresh_by_ess" a priority falls as the effective sample size of sequences does. From version to
 version the log-ratio of a token is taken as normal with variance s^2, so after k versions that size is
 exp(-n k s^2) of n tokens (`drift`), and tau is 1 / (n s^2), by the mean of the run's last steps.
 
-There is no clock, thread or random state here: a choice depends on the seed and the version only.
+There is no clock, thread or random state here: a choice depends on the seed, the version and tau only.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ EPSILON = 1e-6  # added to priorities
 STREAM = 0x5EED  # of random numbers, apart from those of prompts and minibatches
 START = 500.0  # tau before the first measurement
 MEMORY = 0.9  # decay of a measurement per step
-LAG, DISTANCE = "training/off_policy/trajectory_staleness/mean", "mismatch/staleness/log_ratio_abs_mean"
+LAG, SQUARE = "training/off_policy/token_staleness/mean", "mismatch/staleness/log_ratio_square_mean"
 LENGTH = "response_length/mean"
 DEFAULT_AGE = 4  # versions beyond what the schedule allows, where rollout.max_age is 0
 
@@ -114,14 +114,9 @@ def max_age(schedule: schedules.Schedule, way: Way | None, age: int) -> float:
 
 def drift(values: Mapping[str, float]) -> float | None:
     """Returns the mean squared log-ratio of a token between two consecutive versions, nats squared, by the
-    metrics of a step; None where nothing is old or known.
-
-    The mean square of a normal number is pi / 2 times the squared mean of its absolute value.
-    """
-    lag, distance = float(values.get(LAG, 0.0)), float(values.get(DISTANCE, math.nan))
-    if not (lag > 0 and math.isfinite(distance)):
-        return None
-    return math.pi / 2 * distance**2 / lag
+    metrics of a step; None where nothing is old or known. Tokens may be of any ages."""
+    lag, square = float(values.get(LAG, 0.0)), float(values.get(SQUARE, math.nan))
+    return square / lag if lag > 0 and math.isfinite(square) else None
 
 
 def priority(rewards: Iterable[float]) -> float:

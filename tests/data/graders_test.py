@@ -197,7 +197,9 @@ class Judge(http.server.BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         self.asked.append((self.path, self.headers["Authorization"], body))
         content = body["messages"][0]["content"].partition("Answer:\n")[2].partition("\n\n")[0]
-        reply = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
+        reason = "length" if content.startswith("cut") else "stop"
+        choice = {"message": {"content": content}, "finish_reason": reason}
+        reply = json.dumps({"choices": [choice]}).encode()
         self.send_response(200)
         self.end_headers()
         self.wfile.write(reply)
@@ -206,20 +208,17 @@ class Judge(http.server.BaseHTTPRequestHandler):
         pass
 
 
-def test_a_judge_is_asked_and_its_last_verdict_counts(monkeypatch):
-    monkeypatch.delenv("JUDGE_URL", raising=False)
-    with pytest.raises(ValueError, match="asks the server that JUDGE_URL names, and it is not set"):
-        graders.resolve("judge")
+def test_a_judge_is_asked_and_its_last_word_counts(monkeypatch):
+    monkeypatch.setenv("JUDGE_TOKEN", "t")
     with http.server.HTTPServer(("127.0.0.1", 0), Judge) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        monkeypatch.setenv("JUDGE_URL", f"http://127.0.0.1:{server.server_port}/")
-        monkeypatch.setenv("JUDGE_MODEL", "m")
-        monkeypatch.setenv("JUDGE_TOKEN", "t")
+        judge = graders.resolve("judge", f"http://127.0.0.1:{server.server_port}/ m")
         example = {"id": "x", "prompt": "2+3=", "answer": "five"}
-        ask = lambda text, **more: graders.resolve("judge")(text, example | more)
-        assert [ask(x) for x in ("Not wrong. Correct.", "incorrect: WRONG", "correct? I am unsure")] == [1, 0, "unsure"]
-        with pytest.raises(ValueError, match="none of correct, wrong, unsure: 'incorrect'"):
-            ask("incorrect")
+        ask = lambda text, **more: judge(text, example | more)
+        assert [ask(x) for x in ("Not wrong. Correct.", "incorrect: **WRONG**", "correct? unsure")] == [1, 0, "unsure"]
+        for said in ("incorrect", "It is not correct.", "It isn't correct", "The correct answer is 7, and this", "cut: wrong"):
+            with pytest.raises(ValueError, match="the judge's reply ends with none of correct, wrong, unsure"):
+                ask(said)
         ask("wrong", prompt=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+3?"}])
         server.shutdown()
     path, token, body = Judge.asked[-1]

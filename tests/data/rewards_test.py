@@ -210,7 +210,7 @@ def test_a_failure_is_dropped_or_gets_the_score_that_is_asked_for(user_module, i
         # An equal part of it in every component.
         assert failed == Scored(-1.0, {"length": -0.5, "format": -0.5}, is_failed=True)
         assert worker.counts["dropped"] == 0
-        assert unsure.is_failed and all(map(math.isnan, [unsure.score, *unsure.components.values()]))
+        assert not unsure.is_failed and all(map(math.isnan, [unsure.score, *unsure.components.values()]))
         assert worker.counts["unsure"] == 1 and worker.counts["errors"] == 0
     with RewardWorker(f"{user_module}:length", timeout=10, on_error="-1.0") as worker:
         assert worker.results(["a"], [EXAMPLE]) == [Scored(2.0, {"reward": 2.0})]

@@ -222,6 +222,10 @@ def test_several_functions_are_the_parts_of_one_reward(score, module):
     module.parts = lambda text, example: {"score": 1.0}
     [found] = score("exact,given:parts", ["5"], raw=True)
     assert found == {"value": {"bad": "a dict from parts, one of several functions"}}
+    module.judged = lambda text, example: "unsure" if text == "?" else 1.0
+    module.scored = lambda text, example: {"score": "unsure", "length": 1}
+    unsure = {"value": {"unsure": True}}
+    assert score("exact,given:judged", ["?"], raw=True) == score("given:scored", ["5"], raw=True) == [unsure]
 
 
 def test_a_text_that_breaks_a_batch_fails_alone(score):

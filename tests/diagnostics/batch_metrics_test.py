@@ -86,6 +86,7 @@ def test_staleness_metrics():
     expected = summary("training/off_policy/trajectory_spans", [3, 1])
     expected |= summary("training/off_policy/trajectory_staleness", [2, 3])
     expected |= summary("training/off_policy/trajectory_staleness_worst", [4, 3])
+    expected["training/off_policy/token_staleness/mean"] = (4 + 4 + 2 + 3) / 4
     assert_metrics(staleness_metrics(version, 9, mask), expected)
     seg = np.array([[1, 1, 1, 1, 2, 0, 0, 0, 0, 0, 0, 0]])
     packed = staleness_metrics(version.reshape(1, 12), 9, mask.reshape(1, 12), seg)

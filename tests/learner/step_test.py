@@ -552,6 +552,8 @@ def test_the_drift_is_split_into_its_factors():
         for name, x in (factors | {"product": total}).items():
             assert metrics[f"mismatch/{name}/log_ratio_abs_mean"] == pytest.approx(
                 np.abs(x)[mask].mean(), rel=1e-3, abs=1e-6), (centre, name)
+            assert metrics[f"mismatch/{name}/log_ratio_square_mean"] == pytest.approx(
+                np.square(x)[mask].mean(), rel=1e-3, abs=1e-6), (centre, name)
             assert metrics[f"mismatch/{name}/log_ratio_part"] == pytest.approx(
                 (x * total)[mask].mean(), rel=1e-3, abs=1e-6), (centre, name)
 

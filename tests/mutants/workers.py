@@ -100,7 +100,7 @@ MUTANTS = [
          "version - s.stored_at <= self._age", "test_the_age_is_that_of_the_oldest_token"),
         ("tau is of a token's weight", "float(values[LENGTH]) * variance", "variance",
          "test_a_measured_priority_falls_as_the_effective_sample_size"),
-        ("the lag adds nothing to the distance", "distance**2 / lag", "distance**2",
+        ("the lag adds nothing to the distance", "return square / lag if", "return square if",
          "test_a_measured_priority_falls_as_the_effective_sample_size"),
         ("what is in the batch is drawn once more", "set(others), []", "set(), []",
          "test_a_group_is_used_so_often_and_dropped_when_it_is_too_old"),

@@ -86,17 +86,18 @@ def test_the_share_of_samples_that_counts_falls_with_age():
     assert shares[0] > 0.999 and 0.7 < shares[1] < 0.8 and 0.2 < shares[2] < 0.3
 
 
-def step_of(square, lag=2.0, tokens=50.0):
-    """Metrics of a step whose tokens are `lag` versions old, by draws of a normal log-ratio of mean ratio 1."""
-    draws = np.random.default_rng(3).normal(-square * lag / 2, math.sqrt(square * lag), 40000)
-    return {replay.LAG: lag, replay.DISTANCE: float(np.abs(draws).mean()), replay.LENGTH: tokens}
+def step_of(square, lags=(0.0, 4.0), tokens=50.0):
+    """Metrics of a step whose tokens have one of some lags, by draws of a normal log-ratio of mean ratio 1."""
+    rng = np.random.default_rng(3)
+    draws = [rng.normal(-square * lag / 2, math.sqrt(square * lag), 40000) for lag in lags]
+    return {replay.LAG: float(np.mean(lags)), replay.SQUARE: float(np.mean(np.square(draws))), replay.LENGTH: tokens}
 
 
 def test_a_measured_priority_falls_as_the_effective_sample_size():
     """Tokens drift by a variance of 4e-4 a version: of sequences of 50 the size falls to 1 / e in 50."""
     buffer = Replay(replay.fresh_by_ess(), age=1000, seed=0)
-    buffer.observe({replay.LAG: 0.0, replay.DISTANCE: 0.0, replay.LENGTH: 50.0})  # nothing is old
-    buffer.observe({replay.LAG: 1.0, replay.DISTANCE: math.nan, replay.LENGTH: 50.0})
+    buffer.observe({replay.LAG: 0.0, replay.SQUARE: 0.0, replay.LENGTH: 50.0})  # nothing is old
+    buffer.observe({replay.LAG: 1.0, replay.SQUARE: math.nan, replay.LENGTH: 50.0})
     assert buffer.tau == 500
     buffer.observe(step_of(4e-4))
     assert buffer.tau == pytest.approx(50, rel=0.02)
@@ -171,7 +172,7 @@ def test_draws_differ_by_version_and_seed():
 
 
 @pytest.mark.parametrize("text, why", [
-    ("uniform(uses=0)", "uses is 0; give a whole number from 1"),
+    ("uniform(uses=2.5)", "uses is 2.5"),
     ("uniform(uses=4)", "at most 4 times and 4 times on average"),
     ("fresh(tau=0)", "tau is 0.0"),
     ("oldest", "replay 'oldest' is unknown"),
