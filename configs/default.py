@@ -91,7 +91,7 @@ def get_config() -> ConfigDict:
     # A reward of jaxrl_tis/data/graders.py or "module:function". Commas join several, which are
     # summed with reward.weights.
     c.reward.name = "exact"
-    c.reward.judge = ""  # address of the reward judge, "http://host:port", and after a space a model there
+    c.reward.judge = ""  # server of the reward judge, as "http://host:port MODEL"
     c.reward.timeout = 5.0  # seconds for one response
     # Reward where the function raises, hangs or returns no finite number: a number as text, or
     # drop, which takes the response out of the loss and its group.
