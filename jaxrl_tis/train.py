@@ -18,7 +18,6 @@ from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data import tasks
 from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, worker
-from jaxrl_tis.engine.check import sampler_numerics
 from jaxrl_tis.gate import canary, probe
 from jaxrl_tis.gate.report import require
 from jaxrl_tis.learner import arriving
@@ -235,7 +234,7 @@ class Run:
         processes.first(lambda: self._describe(fields))
         self._open_record(self.done)
         processes.report(f"continuing {workdir} after step {self.done}")
-        for line in changes.messages(fields, sampler_numerics(training.config)) + rates:
+        for line in changes.messages(fields, self.setup.engine.config.numerics) + rates:
             processes.report(line)
 
     def _describe(self, fields: Mapping[str, list]) -> None:
