@@ -3,6 +3,7 @@
 Examples:
 
     python -m experiments.fusion
+    python -m experiments.fusion short
 """
 
 import json
@@ -73,10 +74,14 @@ FIGURE = Figure(
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    cli.parser("experiments.fusion", "Makes what configs/fig_fusion.py needs.", __doc__).parse_args(argv)
+    parser = cli.parser("experiments.fusion", "Makes what configs/fig_fusion.py needs.", __doc__)
+    parser.add_argument("lengths", nargs="*", metavar="LENGTH", help="of answers; default: short long")
+    lengths = parser.parse_args(argv).lengths or [*fig_fusion.DIGITS]
+    if unknown := {*lengths} - {*fig_fusion.DIGITS}:
+        parser.error(f"no length is called {', '.join(sorted(unknown))}; give {' or '.join(fig_fusion.DIGITS)}")
     folder = pathlib.Path(fig_fusion.FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
-    for length in fig_fusion.DIGITS:
+    for length in lengths:
         for name, lines in examples(length).items():
             text = "".join(json.dumps(line) + "\n" for line in lines)
             pathlib.Path(fig_fusion.path(length, name)).write_text(text)
