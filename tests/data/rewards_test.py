@@ -430,7 +430,7 @@ def test_the_worker_ends_when_its_owner_is_killed(user_module, tmp_path):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("guess", "unknown reward 'guess'; use one of exact, last_number, math"),
+        ("guess", "unknown reward 'guess'; use one of exact, judge, last_number, math"),
         ("no_such_module:f", "'no_such_module:f' cannot be loaded: ModuleNotFoundError"),
         ("math:no_such_function", "AttributeError"),
         ("dying:f", "cannot be loaded: EOFError: its process ended; its output is above"),
