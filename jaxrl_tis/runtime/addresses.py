@@ -21,13 +21,16 @@ def parse(text: str) -> tuple[str, int]:
 
 
 def urls(text: str) -> list[str]:
-    """Returns the addresses in a list with commas. ValueError where one is no http address, or stands
-    twice."""
+    """Returns the addresses in a list with commas. ValueError where there is none, one is no http address or
+    one stands twice."""
     found = [part.strip().rstrip("/") for part in text.split(",") if part.strip()]
-    if not found or len(set(found)) < len(found) or not all(map(is_url, found)):
-        raise ValueError(
-            f"{text!r} names no different addresses as 'http://host:8000,http://other:8000'"
-        )
+    for url in found:
+        if not is_url(url):
+            raise ValueError(f"{url!r} is no address; give one as 'http://host:8000'")
+        if found.count(url) > 1:
+            raise ValueError(f"{url!r} stands twice in {text!r}")
+    if not found:
+        raise ValueError("it names no address; give one or more as 'http://host:8000,http://other:8000'")
     return found
 
 
