@@ -109,6 +109,7 @@ COVERED = {
     "external/weights": "external/fleet_test",
     "gate/__main__": "gate/report_test",
     "gate/ladder": "gate/report_test",
+    "gate/pages": "gate/report_test",
     "harness/protocol": "harness/host_test",
     "kernels/head": "kernels/logprob_test",
     "kernels/logprob_chunked": "kernels/logprob_test",

@@ -154,12 +154,12 @@ class Engine:
         return min(pages * self.page_size, self.prefill_chunk)
 
     def prefill(
-        self, params, state: DecodeState, chunks: list[Chunk]
+        self, params, state: DecodeState, chunks: list[Chunk], temperature: float = 1.0
     ) -> tuple[DecodeState, Prefilled]:
         """Writes the keys of the chunks, at most prefill_batch / shards of each shard.
 
         Chunks have targets or have none, all alike. The log-probs of targets are those of the
-        model's own logits at temperature 1.
+        model's own logits at this temperature.
         """
         rows, arrays = self._chunk_rows(chunks)
         if chunks[0].targets is None:
@@ -172,7 +172,7 @@ class Engine:
             if chunk.targets is not None:
                 targets[row, : len(chunk.targets)] = chunk.targets
         state, logps, routes = self._programs.prefill_scored(
-            params, state, *arrays, self.layout.put(targets, ("batch", None))
+            params, state, *arrays, self.layout.put(targets, ("batch", None)), np.float32(temperature)
         )
         logps = np.asarray(logps)
         of_chunks = [

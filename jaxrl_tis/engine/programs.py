@@ -34,8 +34,8 @@ class Programs:
       init: () -> state of free slots.
       prefill: (params, state, tokens_rt, starts_r, lengths_r, table_rp, number of blocks) ->
         (state, routes_rtlk or None).
-      prefill_scored: (params, state, tokens_rt, starts_r, lengths_r, table_rp, targets_rt) ->
-        (state, logp_rt, routes_rtlk or None).
+      prefill_scored: (params, state, tokens_rt, starts_r, lengths_r, table_rp, targets_rt, temperature)
+        -> (state, logp_rt, routes_rtlk or None).
       insert: (state, arrays of `Engine.insert`) -> state.
       generate: (params, state, table_bp, shift_b) -> (state, ResultTokens).
       verify: (params, state, drafts_bg, counts_b, table_bp, shift_b) -> (state, ResultTokens).
@@ -55,7 +55,7 @@ class Programs:
             donate_argnums=(1,), **options,
         )
         self.prefill_scored = jax.jit(
-            bind(_prefill_scored_rows), in_shardings=(None, None, rows, row, row, rows, rows),
+            bind(_prefill_scored_rows), in_shardings=(None, None, rows, row, row, rows, rows, None),
             donate_argnums=(1,), **options,
         )
         self.insert = jax.jit(bind(_insert_rows, self.shardings.cache), donate_argnums=(0,))
@@ -133,12 +133,12 @@ def _prefill_rows(spec: Spec, params, state, *arrays_and_blocks) -> tuple:
 
 def _prefill_scored_rows(spec: Spec, params, state, *rows_and_targets):
     """Prefills all rows and returns (state, log-probs of the targets [R,T], routes)."""
-    *rows, targets_rt = rows_and_targets
+    *rows, targets_rt, temperature = rows_and_targets
     state, x_rtd, routes = _forward_rows(spec, params, state, *rows)
     head, x_rtd = transformer.output_head(fusion.of_policy(params), spec.program, x_rtd)
     logp_rt = token_logprob(
-        head, x_rtd, targets_rt, jnp.ones(targets_rt.shape), LOGPROB_CHUNK, layout=spec.layout,
-        numerics=spec.program.numerics,
+        head, x_rtd, targets_rt, jnp.full(targets_rt.shape, temperature), LOGPROB_CHUNK,
+        layout=spec.layout, numerics=spec.program.numerics,
     ).logp
     return state, *_replicated(spec.layout, (logp_rt, routes))
 

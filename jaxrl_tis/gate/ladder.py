@@ -1,7 +1,7 @@
 """Splits the gap of learner and sampler into causes, by one change of settings at a time.
 
 Every rung is a pair of log-probs of the same tokens by two programs that differ in one thing. All
-but the last two are the learner's program over whole rows, with ever more of the sampler's settings:
+but the last four are the learner's program over whole rows, with ever more of the sampler's settings:
 
   adapter           the learner's factors of LoRA -> the factors that the sampler serves, here and in
                     all that follow, beside the learner's base
@@ -18,14 +18,20 @@ but the last two are the learner's program over whole rows, with ever more of th
                     the first rung where the learner's alone are invariant, whose program lacks some of
                     the sampler's settings
   route             the routers' own choice of experts -> the sampler's, as the engine recorded it
-  decode            rows of whole sequences -> what the engine recorded: chunks of prompts, pages,
-                    one token at a time, other tiles and batch shapes, its own excess precision
+  pages             rows of whole sequences -> the sampler's prefill of whole sequences: its pages, tiles
+                    and excess precision
+  chunks            whole sequences -> chunks of engine.prefill_chunk tokens
+  decode            prefill -> what the engine recorded: one token at a time
   filter            the whole distribution -> what the sampling filters kept of it, for tokens that
                     the learner does not score over their kept set
 
 `route` is "same" for a dense model and without recorded routes. It is also "same" where
 `correction.routing` is r3 or keep: the learner then replays the recorded routes on every rung, and
 other experts are no part of its gap.
+
+`pages` and `chunks` are "same" with experts, which prefill chooses anew, with recorded sampling sets and
+with evicted keys. `decode` then has their parts. Cached pages are pages that a chunk wrote: they have no
+rung.
 
 `adapter` is "same" where the served factors have the bits of the learner's, and without LoRA. The
 quantization of the base is in `weights` and `activations`.
@@ -34,7 +40,8 @@ The signed differences of the rungs add up to logp_old - logp_behav at every tok
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -46,6 +53,7 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.diagnostics import divergences, mismatch
 from jaxrl_tis.engine.records import SamplingParams, Trajectory
 from jaxrl_tis.estimators import ratios
+from jaxrl_tis.gate import pages
 from jaxrl_tis.learner.batch_layout import without_replay
 from jaxrl_tis.learner.scoring import make_score
 from jaxrl_tis.models import lora, placement, quant
@@ -251,8 +259,13 @@ def climb(
         rungs.append(Rung(cause, before, after, is_same))
         heartbeat()
         settings, before = following, after
+    for cause, logps in _prefills(setup, params, trajectories, served, heartbeat).items():
+        after = before if logps is None else _rows_of(setup, trajectories, logps)
+        rungs.append(Rung(cause, before, after, logps is None))
+        before = after
     behav, is_biased = rows["logp_behav"], _is_biased(setup, rows)
-    decoded = np.where(is_biased, _raw(setup, trajectories), behav)
+    raw = _rows_of(setup, trajectories, [t.logp_raw for t in trajectories])
+    decoded = np.where(is_biased, raw, behav)
     rungs.append(Rung("decode", before, decoded, False))
     rungs.append(Rung("filter", decoded, behav, not is_biased.any()))
     return rungs
@@ -267,10 +280,31 @@ def _is_biased(setup: Setup, rows: dict[str, np.ndarray]) -> np.ndarray:
     return rows["mask"] & np.all(rows["kept"] < 0, axis=-1)
 
 
-def _raw(setup: Setup, trajectories: list[Trajectory]) -> np.ndarray:
-    """Returns logp_raw [N,T] in the layout of `batch_layout.trajectory_rows`."""
-    unfiltered = [dataclasses.replace(t, logp_behav=t.logp_raw) for t in trajectories]
-    return setup.training.rows(unfiltered)["logp_behav"]
+def _prefills(
+    setup: Setup, params: Any, trajectories: list[Trajectory], served: Any, heartbeat: Callable[[], None]
+) -> dict[str, list[np.ndarray] | None]:
+    """Returns cause -> log-probs [n] of each trajectory by the sampler's prefill; None where nothing differs
+    from the rung before, or where it is not measured. Arguments as in `climb`."""
+    is_partial = setup.config.rollout.sampling_mask_size > 0 or setup.retention is not None
+    if setup.model.moe is not None or is_partial or not trajectories:
+        return {"pages": None, "chunks": None}
+    engine = setup.engine
+    served = engine.load(params) if served is None else served
+    is_cut = max(len(t.prompt) + len(t.tokens) for t in trajectories) > engine.prefill_chunk
+    logps = functools.partial(pages.log_probs, setup, served, trajectories, heartbeat=heartbeat)
+    whole = logps(chunk=engine.max_length, rows=engine.shards if is_cut else engine.prefill_batch)
+    cut = logps(chunk=engine.prefill_chunk, rows=engine.prefill_batch) if is_cut else None
+    return {"pages": whole, "chunks": cut}
+
+
+def _rows_of(
+    setup: Setup, trajectories: list[Trajectory], logps: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Lays log-probs [n] of trajectories into [N,T], see `batch_layout.trajectory_rows`."""
+    changed = [
+        dataclasses.replace(t, logp_behav=logp) for t, logp in zip(trajectories, logps, strict=True)
+    ]
+    return setup.training.rows(changed)["logp_behav"]
 
 
 def gap(logp_old: np.ndarray, logp_behav: np.ndarray, mask: np.ndarray) -> dict[str, float]:

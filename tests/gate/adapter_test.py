@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxrl_tis.gate import ladder, report
+from jaxrl_tis.gate import ladder, pages, report
 from jaxrl_tis.learner.scoring import make_score
 from jaxrl_tis.learner.state import initial_params, initial_state, policy
 from jaxrl_tis.models import lora, peft
@@ -24,11 +24,12 @@ LORA = dict(model__lora="lora(rank=4, alpha=32)")
 
 @pytest.fixture(autouse=True)
 def _scores(monkeypatch):
-    """A learner's program is traced once."""
+    """Programs of learner and sampler are traced once."""
     monkeypatch.setattr(ladder, "make_score", make_score)
+    monkeypatch.setattr(pages, "Engine", shared_engine)
 
 
-make_score = functools.cache(make_score)
+make_score, shared_engine = functools.cache(make_score), functools.cache(pages.Engine)
 
 
 @functools.cache
