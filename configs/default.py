@@ -126,8 +126,8 @@ def get_config() -> ConfigDict:
     c.rollout.overlong_buffer = 0  # soft overlong penalty over the last n tokens (DAPO); 0: off
     # How far samplers run ahead of the learner (docs/async.md): sync, periodic, one_step,
     # fully_async(trigger=4, threshold=0.5, partial=True), areal(staleness=4),
-    # in_flight(staleness=4), dora(staleness=2), roll_flash(alpha=1, redundant=0) or
-    # laminar(staleness=4, repack=0.5).
+    # in_flight(staleness=4), dora(staleness=2), roll_flash(alpha=1, redundant=0),
+    # laminar(staleness=4, repack=0.5) or oapl(lag=400).
     c.rollout.schedule = "sync"
     # Where samplers run ahead. virtual: in turns with the learner, reproducible; threads: on other
     # devices of this process; ray: in Ray actors; external: in engines of others (docs/engines.md), also

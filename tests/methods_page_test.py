@@ -44,7 +44,7 @@ def test_a_row_by_hand():
         "[`espo`](../jaxrl_tis/estimators/sequence_clipped.py) [2512.00499](https://arxiv.org/abs/2512.00499), "
         "[2512.07710](https://arxiv.org/abs/2512.07710)"
     )
-    assert table["oapl"][3] == "`oapl_beta`; needs `logp_behav`" and table["gpg"][3] == ""
+    assert table["oapl"][3] == "`oapl_beta=0.001`; needs `logp_behav`" and table["gpg"][3] == ""
     assert table["ppo"][0].startswith("[`ppo`](../jaxrl_tis/estimators/ppo.py) (`ppo_clip`) [1707.06347]")
     masks = {cells[0].split("`")[1]: cells for cells in rows("Masks")}
     assert masks["seq_sum_ratio"][0].endswith(") verl")  # the source of seq_sum_k1

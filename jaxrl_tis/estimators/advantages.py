@@ -265,19 +265,19 @@ def gdpo(
 
 
 @Traits(example={"oapl_beta_value": 0.5})
-def oapl(rewards: Array, mask: Array, group: Array, *, oapl_beta_value: float) -> Array:
+def oapl(rewards: Array, mask: Array, group: Array, *, oapl_beta_value: float = 1.0) -> Array:
     """Advantage of OAPL (arXiv:2602.19362), A = R - V with V = beta' log mean_j exp(R_j / beta').
 
     V is the soft value of the prompt from its group: between the mean of the rewards (beta' ->
-    infinity) and their maximum (beta' -> 0). The formula is taken from secondary notes, and they do
-    not agree on the constant, which is therefore required. A group whose rewards are all equal
-    gives exactly 0; so does a group of one, whose value is its own reward.
+    infinity) and their maximum (beta' -> 0). Formula and constant agree with the authors' code
+    (danieldritter/OAPL at 6153219b). A group whose rewards are all equal gives exactly 0; so does a
+    group of one, whose value is its own reward.
 
     Unit: group. Use: the objective `oapl`; it needs many samples per prompt.
 
     Args:
       rewards, mask, group: see the module.
-      oapl_beta_value: beta', temperature of the value in reward units, > 0.
+      oapl_beta_value: beta', temperature of the value in reward units, > 0; the authors' run.
 
     Returns adv [B, T].
     """

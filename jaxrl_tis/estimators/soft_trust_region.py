@@ -223,24 +223,23 @@ def quatro(
 @Traits(needs=("logp_behav",), is_per_sequence=True, example={"oapl_beta": 0.5})
 def oapl(
     logp: Array, logp_old: Array, adv: Array, mask: Array, seg: Array | None = None, *,
-    logp_behav: Array, oapl_beta: float,
+    logp_behav: Array, oapl_beta: float = 1e-3,
 ) -> ppo.Loss:
     """OAPL (arXiv:2602.19362), l = (oapl_beta log(pi(y) / mu(y)) - A)^2 of a sequence, on each of
     its valid tokens.
 
     A regression on A = R - V, the advantage "oapl"; use weight "none". logp_old is not used. The
-    gradient under seq-mean-token-mean, the paper's aggregation, is 2 beta (beta log(pi / mu) - A)
-    per token: on policy 2 beta times the usual one. The formula is taken from a survey and
-    confirmed by secondary notes; beta, and whether the paper averages over a group, were not read,
-    so beta is required.
+    gradient under seq-mean-token-mean, the authors' aggregation, is 2 beta (beta log(pi / mu) - A)
+    per token: on policy 2 beta times the usual one. Formula, aggregation and beta agree with the
+    authors' code (danieldritter/OAPL at 6153219b).
 
     Unit: sequence. Trust region: soft, log(pi / mu) is drawn to A / oapl_beta. Gradient: through
     the sequence's log pi; 0 at log(pi / mu) = A / oapl_beta. Use: samplers far behind (by the
-    authors beyond 400 updates), without ratios or critic; beta must be found.
+    authors beyond 400 updates), without ratios or critic, under the schedule `oapl`.
 
     Args:
       logp_behav: [B, T] log-probs of the sampler as it reported them, nats.
-      oapl_beta: reward per nat of log-ratio, > 0.
+      oapl_beta: reward per nat of log-ratio, > 0; the authors' default.
 
     Returns loss_bt; actor/ppo_kl is taken against the sampler.
     """

@@ -153,6 +153,14 @@ def laminar(*, staleness=4, repack=0.5) -> Schedule:
     return Schedule(ahead=_versions(staleness), repack=repack)
 
 
+def oapl(*, lag=400) -> Schedule:
+    """OAPL (2602.19362): a sampler keeps its weights for `lag` updates. The learner trains on all its
+    samples before the next sync."""
+    if not _is_whole(lag, 1):
+        raise ValueError(f"lag is {lag}; give a whole number of updates from 1")
+    return Schedule(ahead=lag - 1.0, sync_every=lag)
+
+
 SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "sync": sync,
     "periodic": periodic,
@@ -163,6 +171,7 @@ SCHEDULES: dict[str, Callable[..., Schedule]] = {
     "dora": dora,
     "roll_flash": roll_flash,
     "laminar": laminar,
+    "oapl": oapl,
 }
 
 

@@ -26,7 +26,7 @@ pytestmark = [
 LENGTHS = np.array(samples.make()[1]["mask"]).sum(1, keepdims=True)
 # Objectives whose on-policy gradient is not -A: the factor, by the formula of each.
 ON_POLICY_FACTOR = {
-    "oapl": 2 * 0.5 * LENGTHS,  # 2 beta n
+    "oapl": 2 * 1e-3 * LENGTHS,  # 2 beta n
     "seq_ppo": LENGTHS,  # the sequence's loss is on each of its n tokens
     "fusion_shaped": 0.1 / 1.1**2,  # gamma / (1 + gamma)^2
 }

@@ -29,7 +29,7 @@ CASES = [
     "fully_async(trigger=2, threshold=0.5, partial=False)", "fully_async",
     "fully_async(trigger=1, threshold=0.3)", "fully_async(trigger=2, threshold=inf)",
     "areal(staleness=0)", "areal(staleness=1)", "areal", "areal(staleness=inf)",
-    "in_flight(staleness=1)", "in_flight",
+    "in_flight", "oapl(lag=3)",
     "dora(staleness=1)", "dora", "dora(staleness=3)",
     "roll_flash", "roll_flash(alpha=0.5)", "roll_flash(alpha=2, redundant=2)",
     "laminar", "laminar(staleness=2, repack=0.99)",

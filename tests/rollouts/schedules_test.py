@@ -17,6 +17,7 @@ from jaxrl_tis.rollouts.schedules import SCHEDULES, Schedule
     ("dora", 2, 1, 2, "drain"),
     ("roll_flash(alpha=0.5)", 0.5, 1, 1, "interrupt"),
     ("laminar(staleness=3)", 3, 1, 3, "drain"),
+    ("oapl(lag=800)", 799, 800, 799, "drain"),
     # verl: (1 + threshold) * trigger batches begin between two syncs.
     ("fully_async", 5, 4, 5, "interrupt"),  # 1.5 * 4 - 1
     ("fully_async(trigger=1, threshold=0)", 0, 1, 0, "interrupt"),
@@ -48,6 +49,7 @@ def test_what_else_tells_modes_apart():
     ("fully_async(trigger=0)", "trigger is 0; give a whole number of updates from 1"),
     ("fully_async(trigger=2.0)", "trigger is 2.0"),
     ("fully_async(threshold=-0.5)", "threshold is -0.5"),
+    ("oapl(lag=0)", "lag is 0; give a whole number of updates from 1"),
     ("roll_flash(redundant=-1)", "-1 redundant candidates"),
     ("laminar(repack=1.0)", "repack is 1.0; give a share of the slots from 0 to below 1"),
     ("sync(ahead=1)", "has no parameter 'ahead'"),
@@ -58,17 +60,17 @@ def test_a_mode_that_cannot_be_is_refused_with_its_text(text, problem):
     assert problem in str(error.value) and text.partition("(")[0] in str(error.value)
 
 
-@pytest.mark.parametrize("numbers, problem", [
-    (dict(ahead=math.nan), "it runs nan batches ahead"),
-    (dict(on_sync="later"), "on_sync is 'later', none of drain, interrupt, in_place"),
-    (dict(sync_every=0), "every 0 updates"),
-    (dict(sync_every=True), "every True updates"),
-    (dict(ahead=1.0, on_arrival=True), "use older ones"),
-    (dict(ahead=1.5, sync_every=3), "every 3 updates, and samplers may start only 2.5 batches"),
-])
-def test_numbers_that_contradict_each_other_are_refused(numbers, problem):
-    with pytest.raises(ValueError, match=problem):
-        Schedule(**numbers)
+def test_numbers_that_contradict_each_other_are_refused():
+    for numbers, problem in (
+        (dict(ahead=math.nan), "it runs nan batches ahead"),
+        (dict(on_sync="later"), "on_sync is 'later', none of drain, interrupt, in_place"),
+        (dict(sync_every=0), "every 0 updates"),
+        (dict(sync_every=True), "every True updates"),
+        (dict(ahead=1.0, on_arrival=True), "use older ones"),
+        (dict(ahead=1.5, sync_every=3), "every 3 updates, and samplers may start only 2.5 batches"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            Schedule(**numbers)
 
 
 def test_a_sync_may_be_as_rare_as_the_groups_that_are_begun_last():
