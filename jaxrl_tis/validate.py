@@ -73,7 +73,8 @@ ALLOWED = {
 }
 POSITIVE = (
     "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens",
-    "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
+    "rollout.max_rounds", "rollout.extend_equal", "engine.slots", "engine.steps_per_call",
+    "engine.prefill_batch",
     "engine.page_size", "engine.prefill_chunk", "engine.free_batch_rows",
     "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
     "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",

@@ -318,6 +318,8 @@ ROLLOUTS = (
     Metric("response/aborted_ratio", "share", "Answers without a token.", VERL),
     Metric("num_turns/{mean,max,min}", "turns", "Turns of a conversation.", VERL),
     Metric("rollout/discarded_groups", "groups", "Groups replaced by dynamic sampling.", "DAPO"),
+    Metric("rollout/extended_groups", "groups", "Groups of the batch that extend_equal made larger.",
+           "2512.07710"),
     Metric("rollout/occupancy", "share", "Slots that sampled, of all slots of all decode steps."),
     Metric("rollout/preempted", "sequences", "Sequences preempted to make room for others."),
     Metric("rollout/evicted", "pages", "Pages evicted, with engine.retention."),

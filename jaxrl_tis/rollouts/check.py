@@ -30,6 +30,7 @@ def rollout_problems(
     rollout = config.rollout
     yield from _replay(rollout, schedule, way)
     yield from _numbers(rollout)
+    yield from _extended(config, schedule, way)
     yield from _budget(rollout, schedule)
     yield from _driver(config, rollout)
     yield from _teacher(config)
@@ -44,6 +45,22 @@ def _numbers(rollout) -> Iterator[str]:
         yield f"rollout.update_turns is {rollout.update_turns}; it must not be below 0"
     if rollout.gap_probe_every < 0:
         yield f"rollout.gap_probe_every is {rollout.gap_probe_every}; it must not be below 0"
+
+
+def _extended(config, schedule: schedules.Schedule, way: replay.Way | None) -> Iterator[str]:
+    """Finds settings with which no group can grow."""
+    rollout, setting = config.rollout, f"rollout.extend_equal = {config.rollout.extend_equal}"
+    if rollout.extend_equal <= 1:
+        return
+    if not rollout.dynamic_sampling:
+        yield f"{setting} needs rollout.dynamic_sampling, which is False; set it to True"
+    if not schedule.is_sync or way is not None:
+        yield (
+            f"{setting} is of synchronous batches of new samples; set rollout.schedule to 'sync' and "
+            "rollout.replay to '', or extend_equal to 1"
+        )
+    if config.correction.advantage == "remax":
+        yield f"{setting} asks for more than the one greedy answer of advantage 'remax'; set it to 1"
 
 
 def _budget(rollout, schedule: schedules.Schedule) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """The synchronous rollout source: the learner waits while its batch is sampled."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -26,6 +26,7 @@ class SyncSource:
         self._config, self._groups, self._batches = parts.config, parts.groups, parts.batches
         self._timer, self._heartbeat = parts.timer, parts.heartbeat
         self._serving_params, self._start, self._sleeps = parts.serving_params, start, sleeps
+        self._size = parts.config.rollout.prompts * parts.config.rollout.group_size
         self._scheduler: Any = None
         self._published: tuple[int | None, dict[str, Any]] = None, {}  # version, state before it
         self._metrics: dict[str, float] = {}
@@ -47,20 +48,23 @@ class SyncSource:
         """
         rollout, scheduler = self._config.rollout, self._scheduler
         failed, before = dict(self._groups.counts), dataclasses.replace(scheduler.stats)
-        useful: list[list[Sample]] = []
-        others: list[list[Sample]] = []
+        groups: list[list[Sample]] = []
+        chosen: list[list[Sample]] = []
         for round_index in range(rollout.max_rounds if rollout.dynamic_sampling else 1):
-            groups = self._sample_groups((step, round_index))
+            groups += self._sample_groups((step, round_index))
             is_useful = lambda g: not (rollout.dynamic_sampling and is_equal(g))
-            useful += [g for g in groups if is_useful(g)]
-            others += [g for g in groups if not is_useful(g)]
-            if len(useful) >= rollout.prompts:
+            chosen = self._fitting(g for g in groups if is_useful(g))
+            if sum(map(len, chosen)) == self._size:
                 break
-        chosen = (useful + others)[: rollout.prompts]
+        else:
+            smallest = [g[: rollout.group_size] for g in groups if not any(g is c for c in chosen)]
+            chosen = self._fitting([*chosen, *sorted(smallest, key=is_equal)])
         metrics: dict[str, float] = {
             f"reward/{name}": n - failed[name] for name, n in self._groups.counts.items()
         }
-        metrics["rollout/discarded_groups"] = len(useful) + len(others) - len(chosen)
+        metrics["rollout/discarded_groups"] = len(groups) - len(chosen)
+        if rollout.extend_equal > 1:
+            metrics["rollout/extended_groups"] = sum(len(g) > rollout.group_size for g in chosen)
         self._metrics = metrics | engine_metrics(self._config.engine, scheduler.stats.since(before))
         if self._sleeps:
             scheduler.sleep()
@@ -107,14 +111,40 @@ class SyncSource:
         if self._scheduler is not None:
             self._scheduler.close()
 
+    def _fitting(self, groups: Iterable[list[Sample]]) -> list[list[Sample]]:
+        """Returns the first groups that fit into a batch."""
+        room, fitting = self._size, []
+        for group in groups:
+            if len(group) <= room:
+                room -= len(group)
+                fitting.append(group)
+        return fitting
+
     def _sample_groups(self, tag: tuple[int, int]) -> list[list[Sample]]:
+        """Samples a group of each of the next prompts. One of equal rewards grows by more samples of its
+        prompt, up to extend_equal times group_size."""
         with self._timer("data"):
-            examples = self._batches.next_whole()
+            named = dict(enumerate(self._batches.next_whole()))
+        step, round_index = tag
+        groups = self._sample(named, step, f"{step}/{round_index}")
+        for extension in range(1, self._config.rollout.extend_equal):
+            equal = {i: named[i] for i, group in groups.items() if is_equal(group)}
+            if not equal:
+                break
+            for i, more in self._sample(equal, step, f"{step}/{round_index}+{extension}").items():
+                groups[i] = groups[i] + more
+        return [*groups.values()]
+
+    def _sample(
+        self, examples: dict[int, dict[str, Any]], step: int, name: str
+    ) -> dict[int, list[Sample]]:
+        """Returns a rewarded group for each example, by its number; `name` is unique in a run."""
         requests = [
-            request for i, example in enumerate(examples)
-            for request in self._groups.requests(example, f"{tag[0]}/{tag[1]}/{i}", tag[0] - 1)
+            request for i, example in examples.items()
+            for request in self._groups.requests(example, f"{name}/{i}", step - 1)
         ]
         with self._timer("rollout"):
             trajectories = generate(self._scheduler, requests, heartbeat=self._heartbeat)
         with self._timer("reward"):
-            return self._groups.rewarded(examples, trajectories)
+            rewarded = self._groups.rewarded([*examples.values()], trajectories)
+        return dict(zip(examples, rewarded, strict=True))

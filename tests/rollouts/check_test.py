@@ -56,10 +56,9 @@ def test_a_contradiction_is_named(changes, why):
     assert re.search(why, "\n".join(problems(config)))
 
 
-@pytest.mark.parametrize("queue", [3, -1])
-def test_a_queue_that_is_too_small_is_one_problem(queue):
-    config = tiny.config(rollout__schedule="areal", rollout__queue=queue)
-    assert len(problems(config)) == 1
+def test_a_queue_that_is_too_small_is_one_problem():
+    for queue in (3, -1):
+        assert len(problems(tiny.config(rollout__schedule="areal", rollout__queue=queue))) == 1
 
 
 def test_a_queue_of_one_batch_is_enough():
@@ -72,6 +71,12 @@ def test_other_sections_that_a_mode_excludes():
     config = tiny.config(
         rollout__schedule="roll_flash(redundant=1)", correction__advantage="remax")
     assert "needs its greedy answer" in " ".join(problems(config))
+    found = problems(tiny.config(
+        rollout__schedule="areal", rollout__extend_equal=2, correction__advantage="remax"
+    ))
+    for words in ("needs rollout.dynamic_sampling", "is of synchronous batches", "more than the one greedy"):
+        assert words in " ".join(found)
+    assert not problems(tiny.config(rollout__dynamic_sampling=True, rollout__extend_equal=2))
 
 
 @pytest.mark.parametrize("replay", ["uniform(uses=1)", "newest", "fresh(uses=4, most=9, tau=50)"])
@@ -80,9 +85,9 @@ def test_replay_goes_with_every_mode(replay):
         assert not problems(tiny.config(rollout__schedule=schedule, rollout__replay=replay))
 
 
-@pytest.mark.parametrize("schedule", ["sync", "periodic", "one_step", "areal(staleness=2)"])
-def test_modes_as_they_are(schedule):
-    assert not problems(tiny.config(rollout__schedule=schedule))
+def test_modes_as_they_are():
+    for schedule in ("sync", "periodic", "one_step", "areal(staleness=2)"):
+        assert not problems(tiny.config(rollout__schedule=schedule))
 
 
 @pytest.mark.parametrize("changes, why", [

@@ -1,5 +1,6 @@
 """The collection of rewarded groups, with a sampler made of arithmetic."""
 
+import collections
 import contextlib
 import functools
 import gc
@@ -211,8 +212,34 @@ def test_equal_groups_are_kept_when_the_rounds_are_used_up():
     assert [s.example["id"] for s in samples] == ["3"] * 3 + ["0"] * 3  # a full batch either way
 
 
-def test_without_dynamic_sampling_equal_groups_stay():
+    # Without dynamic sampling there is one round.
     samples, _ = next_batch(sync_source(fields(), lambda *_: 1.0), 1)
+    assert [s.example["id"] for s in samples] == ["0"] * 3 + ["1"] * 3
+
+
+def test_a_group_of_equal_rewards_grows_before_it_is_replaced():
+    """Prompt 0 has its first other reward among its seventh to ninth answers; 1 has none among nine. The
+    batch of 12 has the nine answers of 0 and three of 2, and no room for the six of 3."""
+    calls = collections.Counter()
+
+    def reward(text, example):
+        calls[example["id"]] += 1
+        last = {"0": 7, "2": 3, "3": 5}.get(example["id"], 99)
+        return float(calls[example["id"]] == last)
+
+    config = fields(rollout__dynamic_sampling=True, rollout__extend_equal=3)
+    config.rollout.prompts = 4
+    scheduler = FakeScheduler()
+    samples, values = next_batch(sync_source(config, reward, scheduler), 1)
+    assert [s.example["id"] for s in samples] == ["0"] * 9 + ["2"] * 3
+    assert [s.group for s in samples] == [0] * 9 + [1] * 3
+    assert calls == {"0": 9, "1": 9, "2": 3, "3": 6}
+    assert len({r.hash for r in scheduler.requests}) == 27  # all with noise of their own
+    assert values["rollout/discarded_groups"] == 2 and values["rollout/extended_groups"] == 1
+    # The last round: groups that do not fit are cut, those with different rewards first.
+    calls.clear()
+    config.rollout.max_rounds, config.rollout.prompts = 1, 2
+    samples, _ = next_batch(sync_source(config, reward), 1)
     assert [s.example["id"] for s in samples] == ["0"] * 3 + ["1"] * 3
 
 
