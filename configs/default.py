@@ -266,6 +266,9 @@ def get_config() -> ConfigDict:
     c.correction.kl_placement = "loss"  # add the KL to the loss, or subtract it from token rewards
     # Coefficient of the KL to the sampler, (logp - logp_behav)^2 / 2.
     c.correction.sampler_kl_coeff = 0.0
+    # Coefficient of the KL of the policy with all keys to the one with those that engine.retention
+    # keeps (Shadow Mask, which uses 0.1).
+    c.correction.dense_kl_coeff = 0.0
     c.correction.entropy_coeff = 0.0  # coefficient of the entropy bonus
     # Coefficient of the cross-entropy on tokens of an environment or an agent (ECHO). 0: they are in
     # no loss.

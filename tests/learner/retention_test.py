@@ -83,8 +83,11 @@ def test_evaluation_keeps_all_keys():
 
 @pytest.mark.all
 def test_the_run_measures_no_gap(tmp_path):
-    """Sampled, scored and updated in packed rows."""
-    tiny.run(tmp_path / "dropped", steps=1, warmup__steps=0, **DROPPED)
+    """Sampled, scored and updated in packed rows, and the dense policy pulled to what was seen."""
+    tiny.run(
+        tmp_path / "dropped", steps=1, warmup__steps=0, correction__dense_kl_coeff=0.1, **DROPPED
+    )
     (record,) = (r for r in tiny.lines(tmp_path / "dropped") if "rollout/occupancy" in r)
     assert record["rollout/evicted"] > 0
     assert record["mismatch/log_ratio_abs_max"] < 1e-4
+    assert record["actor/dense_kl_loss"] > 0
