@@ -215,6 +215,8 @@ def get_config() -> ConfigDict:
     # For experts
     # KV eviction: (first, last) full pages that a sequence keeps, for the learner, too. (0, 0): all.
     c.engine.retention = (0, 0)
+    # Pages between these that a sequence also keeps, those with the most attention so far (H2O).
+    c.engine.heavy_pages = 0
     c.engine.teacher_quantization = "none"  # as engine.quantization, of rollout.teacher
     c.engine.unquantized = ()  # layers to leave unquantized: q, k, v, o, gate, up, down, expert_*
     c.engine.noise_start = 0.0  # first standard deviation of noise on the norms (QeRL); 0: off

@@ -87,7 +87,7 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
-    "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length",
+    "engine.noise_start", "engine.heavy_pages", "warmup.steps", "task.max_context_tokens", "train.pack_length",
     "rollout.top_k",
     "rollout.sampling_mask_size", "rollout.fork_rows", "rollout.overlong_buffer", "rollout.snapshots",
     "correction.kl_coeff", "correction.sampler_kl_coeff", "correction.dense_kl_coeff",
