@@ -26,7 +26,8 @@ def token_kl(
       chunk: positions per chunk, summed over the rows.
       kept: token sets that restrict both distributions.
     """
-    split, join = chunks(mask_bn.shape, chunk)
+    b, n = mask_bn.shape
+    split, join = chunks((b, n), chunk)
     inputs = (
         split(x_bnd), split(jax.lax.stop_gradient(target_bnd)), split(temperature_bn, 1),
         split(mask_bn), split_kept(split, kept),

@@ -131,7 +131,7 @@ def _score_targets(
         head,
         gather_hidden(x_btd),
         gather(batch["tokens"]),
-        gather(jnp.where(batch["mask"], batch["temperature"], 1.0)),
+        gather(_temperature(batch)),
         learner.chunk,
         kept=kept,
         ids_bnk=gather(batch["top_ids"]) if "top_ids" in batch else None,
@@ -160,9 +160,13 @@ def _dense_kl(params: Any, learner: Learner, batch: Batch, shadow_btd: jax.Array
     _, shadow_btd = transformer.output_head(params, learner.program, shadow_btd)
     return scatter(token_kl(
         head, gather_hidden(x_btd), gather_hidden(shadow_btd),
-        gather(jnp.where(batch["mask"], batch["temperature"], 1.0)), gather(batch["mask"]), learner.chunk,
+        gather(_temperature(batch)), gather(batch["mask"]), learner.chunk,
         _kept(gather(batch["kept"])) if "kept" in batch else None,
     ))
+
+
+def _temperature(batch: Batch) -> jax.Array:
+    return jnp.where(batch["mask"], batch["temperature"], 1.0)
 
 
 def _kept(ids_bnk: jax.Array) -> Kept:
