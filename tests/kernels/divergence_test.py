@@ -46,7 +46,8 @@ def test_value_and_gradient_are_those_of_the_enumerated_vocabulary():
     ids = np.full((B, N, 2), -1)
     ids[0, 0], ids[1, 2] = (2, 5), (6, 0)
     some = Kept(ids, np.all(ids < 0, axis=-1)), {(0, 0): (2, 5), (1, 2): (6, 0)}
-    for kept, sets in ((None, {}), some):
+    whole = Kept(ids, np.ones((B, N), bool)), {}
+    for kept, sets in (whole, some):
         value, gradients = found(x, target, np.float32(WEIGHT), kept)
         expected, pulls = enumerated(sets)
         assert expected[MASK].min() > 1e-3

@@ -36,17 +36,22 @@ def params(**more):
 
 
 @functools.cache
-def sampled(**more):
+def sampled(count=16, **more):
     made = setup(**more)
     scheduler = made.scheduler(made.engine, made.engine.load(params(**more)), 0)
     sampling = sampling_params(made.config, made.tokenizer, 1.0, is_filtered=True)
     prompts = [np.array(made.tokenizer.encode(text), np.int32) for text in ("1+2=", "7+5=")]
-    return generate(scheduler, [Request(f"r{i}", prompts[i % 2], i, sampling) for i in range(16)])
+    return generate(scheduler, [Request(f"r{i}", prompts[i % 2], i, sampling) for i in range(count)])
+
+
+@functools.cache
+def score(**more):
+    return make_score(setup(**more).training.learner)
 
 
 def scored(rows, **more):
     one = {name: x[None] for name, x in forward_fields(rows).items()}
-    return np.asarray(make_score(setup(**more).training.learner)(params(**more), one)["logp"][0])
+    return np.asarray(score(**more)(params(**more), one)["logp"][0])
 
 
 @BY_JAX
@@ -56,7 +61,7 @@ def test_the_learner_that_drops_the_same_keys_agrees():
     assert 4 <= dropped and any(not len(t.evict_step) for t in sampled())
     mask = rows["mask"]
     np.testing.assert_allclose(scored(rows)[mask], rows["logp_behav"][mask], atol=2e-5)
-    whole = {name: x for name, x in rows.items() if name != "evict_step"}
+    whole = rows | {"evict_step": np.full_like(rows["evict_step"], mask.shape[1])}
     gap = np.abs(scored(whole) - rows["logp_behav"])[mask]
     assert gap.max() > 0.01 and np.mean(gap > 1e-3) > 0.1
 
@@ -132,10 +137,12 @@ def decoded(t, params, model, size, heavy, temperature):
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("draft", [0, 1])
-def test_heavy_pages_are_those_of_an_oracle_and_the_learner_attends_to_them(draft):
-    more = HEAVY | dict(engine__max_draft=draft)
-    made, records = setup(**more), sampled(**more)
+@pytest.mark.parametrize("way", [
+    {}, dict(engine__max_draft=3), dict(mesh__serve=(1, 1, 2)), dict(mesh__serve=(2, 1, 1)),
+])
+def test_heavy_pages_are_those_of_an_oracle_and_the_learner_attends_to_them(way):
+    more = HEAVY | way
+    made, records = setup(**more), sampled(64, **more)
     rows = made.training.rows(records)
     mask = rows["mask"]
     np.testing.assert_allclose(scored(rows, **more)[mask], rows["logp_behav"][mask], atol=2e-5)

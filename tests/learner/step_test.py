@@ -19,6 +19,7 @@ import optax
 import pytest
 
 from configs import default
+from jaxrl_tis import sharding
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.learner import correction
@@ -30,7 +31,7 @@ from jaxrl_tis.learner.step import (
     MicroLoss, TrainState, accumulate_gradients, make_arriving_step, make_critic_step,
     make_supervised_step, make_train_step,
 )
-from jaxrl_tis.models import lora, transformer
+from jaxrl_tis.models import lora, placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import jitted
 
@@ -416,6 +417,31 @@ def test_the_dense_policy_is_pulled_to_the_shadow_that_the_sampler_kept():
     ours, metrics = updated(correction.parse(fields()), data, 1)
     assert "actor/dense_kl_loss" not in metrics
     assert_trees_close(ours, jax.tree.map(lambda p, g: p - np.asarray(g), params(), plain), atol=1e-5)
+
+
+@pytest.mark.all
+def test_a_mesh_changes_no_pull_on_the_dense_policy():
+    """Rows, widths, heads with the vocabulary, and positions cut in two, compared with one device."""
+    config = dataclasses.replace(CONFIG, num_kv_heads=2, vocab_size=20)
+    whole = jax.device_get(transformer.init(config, jax.random.key(0)))
+    data = {n: np.pad(x, ((0, 0), (0, 12 - T))) for n, x in batch().items() if x.shape == (B, T)}
+    data |= {"temperature": np.maximum(data["temperature"], 0.5), "adv": 0 * data["adv"]}
+    data["evict_step"] = np.full((B, 12), 12, np.int32)
+    data["evict_step"][:, 1:3] = 4
+    found = []
+    for mesh in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1, 2)):
+        layout = sharding.layout(mesh, sharding.TRAIN_RULES, vocab_size=20)
+        learner = Learner(config, transformer.Program(layout=layout), max_targets=12, chunk=10)
+        train_step = make_train_step(learner, correction.parse(fields(dense_kl_coeff=0.7)), SGD)
+        state, metrics = train_step(
+            start(placement.put(whole, layout, config), SGD), layout.put_batch(cut(data, 2))
+        )
+        found.append((jax.device_get(state.params), metrics["actor/dense_kl_loss"]))
+    (one, kl), *others = found
+    assert kl > 1e-3 and difference(one, whole) > 1e-3
+    for params, same in others:
+        assert same == pytest.approx(float(kl), rel=1e-5)
+        assert_trees_close(params, one, atol=1e-6)
 
 
 @pytest.mark.all
