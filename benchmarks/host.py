@@ -36,7 +36,7 @@ class Engine:
     num_pages = SLOTS * LENGTH // page_size + 2
     prefill_batch, prefill_chunk, quant_id, vocab_size = 64, 512, "none", VOCAB
     max_stop_ids, num_penalised, num_logits, top_n, num_kept = 8, 0, 0, 0, 0
-    route_shape, num_experts = (0, 0), 0
+    route_shape, num_experts, weighs_pages = (0, 0), 0, False
 
     def __init__(self):
         self.random, self.remaining = np.random.default_rng(0), np.zeros(SLOTS, np.int32)

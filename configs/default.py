@@ -218,6 +218,8 @@ def get_config() -> ConfigDict:
     # For experts
     # KV eviction: (first, last) full pages that a sequence keeps, for the learner, too. (0, 0): all.
     c.engine.retention = (0, 0)
+    # Pages that a sequence keeps between these, by their attention so far (H2O). 0: none.
+    c.engine.heavy_pages = 0
     c.engine.teacher_quantization = "none"  # as engine.quantization, of rollout.teacher
     c.engine.unquantized = ()  # layers to leave unquantized: q, k, v, o, gate, up, down, expert_*
     c.engine.noise_start = 0.0  # first standard deviation of noise on the norms (QeRL); 0: off
@@ -269,6 +271,8 @@ def get_config() -> ConfigDict:
     c.correction.kl_placement = "loss"  # add the KL to the loss, or subtract it from token rewards
     # Coefficient of the KL to the sampler, (logp - logp_behav)^2 / 2.
     c.correction.sampler_kl_coeff = 0.0
+    # Coefficient of the KL of the policy with all keys to that with engine.retention (Shadow Mask: 0.1).
+    c.correction.dense_kl_coeff = 0.0
     c.correction.entropy_coeff = 0.0  # coefficient of the entropy bonus
     # Coefficient of the cross-entropy on tokens of an environment or an agent (ECHO). 0: they are in
     # no loss.

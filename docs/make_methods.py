@@ -105,10 +105,11 @@ A fork of a session counts in the prompt of the session. An update with `prompt-
 |---|---|---|---|
 | `correction.kl_coeff` | KL to the reference, by `correction.kl` | in the loss | the [KL estimators](#kl-estimators) |
 | `correction.sampler_kl_coeff` | `(log(pi / mu))^2 / 2` | in the loss, rejected ones too | prime-rl, whose `kl_tau` is half of it |
+| `correction.dense_kl_coeff` | KL of all keys to those of `engine.retention` | in the loss | Shadow Mask, [2605.06850](https://arxiv.org/abs/2605.06850), 0.1 |
 | `correction.entropy_coeff` | minus the entropy of `pi` | in the loss | |
 | `correction.environment_ce_coeff` | `-log pi` at temperature 1 | written by an [environment](environments.md) or an agent between two answers, and the chat template's around them | ECHO, [2605.24517](https://arxiv.org/abs/2605.24517) |
 
-`correction.aggregation` reduces the first three. The last is the mean over the environment's tokens of the minibatch.
+`correction.aggregation` reduces all but the last, a mean over the environment's tokens of the minibatch.
 
 ## Rejected and unscored responses
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from configs import fig_lora, fig_lora_smollm2
 from experiments import (
-    budget, causes, engines, fusion, lora, parallelism, parts, predictor, records, referee,
+    budget, causes, contexts, engines, fusion, lora, parallelism, parts, predictor, records, referee,
     referee_factors, reuse, router_noise, router_noise_trained, threshold, turns,
 )
 from experiments.parts import (
@@ -333,7 +333,7 @@ TRAINED = {
     "lora_smollm2": lora.figure("lora_smollm2", fig_lora_smollm2, lora.recorded_runs),
 }
 STORED = {  # read runs of others
-    "engines": engines.FIGURE, "predictor": predictor.FIGURE, "referee": referee.FIGURE,
+    "contexts": contexts.FIGURE, "engines": engines.FIGURE, "predictor": predictor.FIGURE, "referee": referee.FIGURE,
     "referee_factors": referee_factors.FIGURE,
 }
 COMPUTED = {

@@ -96,7 +96,7 @@ class Sampling:
     def retention(self) -> KVEviction | None:
         """The KV eviction of `engine`; None if sequences keep all pages."""
         sinks, window = self.config.engine.retention
-        return KVEviction(sinks, window) if window else None
+        return KVEviction(sinks, window, self.config.engine.heavy_pages) if window else None
 
     @functools.cached_property
     def adapter(self) -> lora.Adapter | None:
@@ -545,7 +545,7 @@ def _engine_configs(
         records_logits="logits_behav" in choices.correction.needs,
         teacher_quantization=e.teacher_quantization,
         num_kept=config.rollout.sampling_mask_size, injected=choices.injected,
-        record_routes=e.record_routes,
+        record_routes=e.record_routes, weighs_pages=e.heavy_pages > 0,
         **{"top_n": top_n, **sampler},
     )
     evaluating = sizes(

@@ -88,10 +88,10 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
-    "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length",
+    "engine.noise_start", "engine.heavy_pages", "warmup.steps", "task.max_context_tokens", "train.pack_length",
     "rollout.top_k",
     "rollout.sampling_mask_size", "rollout.fork_rows", "rollout.overlong_buffer", "rollout.snapshots",
-    "correction.kl_coeff", "correction.sampler_kl_coeff",
+    "correction.kl_coeff", "correction.sampler_kl_coeff", "correction.dense_kl_coeff",
     "correction.environment_ce_coeff", "correction.scale", "optimizer.lr", "critic.lr",
     "optimizer.warmup", "optimizer.weight_decay", "critic.warmup", "critic.weight_decay",
     "gate.max_d_mean", "gate.max_d_p99", "gate.max_d_max", "gate.max_dp_max", "gate.max_k3",

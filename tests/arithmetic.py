@@ -30,6 +30,11 @@ def drawn(total, request, position, weights):
     return total % VOCAB, float(-(total % PRECISION))
 
 
+def attention(query, position):
+    """What the query at a position gives to the key at another one."""
+    return (7 * query + 13 * position) % 11
+
+
 def routed(totals, positions, weights, shape, num_experts=EXPERTS):
     """The experts [n,L,k] of tokens, from the sums of all keys up to each token's own."""
     layers, chosen = shape
@@ -171,8 +176,9 @@ class Engine:
     def __init__(
         self, slots=3, steps=2, shards=1, max_length=40, page_size=4, num_pages=None,
         prefill_batch=2, prefill_chunk=8, is_read_late=False, route_shape=(0, 0),
-        num_experts=EXPERTS,
+        num_experts=EXPERTS, weighs_pages=False,
     ):
+        self.weighs_pages = weighs_pages
         self.route_shape, self.num_experts = route_shape, num_experts if any(route_shape) else 0
         self.passes = []
         self.slots, self.steps, self.shards, self.max_length = slots, steps, shards, max_length
@@ -280,6 +286,7 @@ class Engine:
         tokens, logp = np.full(shape, -9), np.full(shape, np.nan)
         valid, remaining = np.zeros(shape, bool), np.zeros(self.slots, int)
         routes = self._no_routes(*shape)
+        mass = np.zeros((self.slots, len(table[0])), np.float32)
         late, state.ended = state.ended, set()
         for b in range(self.slots):
             if state.slots[b] is None:
@@ -292,6 +299,9 @@ class Engine:
                     drawn_bk = self._draw(params, state, b, table[b], int(shift[b]))
                     tokens[k, b], logp[k, b], routes[k, b] = drawn_bk
                     valid[k, b] = True
+                    query = state.slots[b].position - 1
+                    for i, position in enumerate(self.reads[state.slots[b].request.id, query]):
+                        mass[b, i // self.page_size] += attention(query, position)
             remaining[b] = state.slots[b].remaining
             if not remaining[b]:
                 state.slots[b] = None
@@ -300,6 +310,7 @@ class Engine:
         return state, ResultTokens(
             tokens, logp, logp - 0.5, -logp, logits, valid=valid, remaining=remaining,
             routes=routes if any(self.route_shape) else None,
+            page_mass=mass if self.weighs_pages else None,
         )
 
     def verify(self, params, state, drafts, counts, table, shift):

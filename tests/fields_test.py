@@ -20,7 +20,7 @@ def names(cls) -> list[str]:
 
 def test_a_draw_its_result_and_its_record_hold_the_fields_of_the_table():
     assert names(Draw) == list(DRAWN)
-    assert set(names(ResultTokens)) == {*DRAWN, "valid", "remaining", "routes"}
+    assert set(names(ResultTokens)) == {*DRAWN, "valid", "remaining", "routes", "page_mass"}
     assert DRAWN.keys() <= set(names(Trajectory))
 
 

@@ -48,7 +48,7 @@ RUNS = {
     },
     "kept": {
         "rollout__top_k": 9, "rollout__sampling_mask_size": 9, "engine__retention": (1, 1),
-        "engine__page_size": 2, "engine__quantization": "none",
+        "engine__page_size": 2, "engine__quantization": "none", "correction__dense_kl_coeff": 0.1,
     },
     "asynchronous": {
         "rollout__schedule": "areal(staleness=1)", "rollout__gap_probe_every": 1,

@@ -150,6 +150,7 @@ WAYS: dict[str, Way] = {
     r"python -m jaxrl_tis\.sweep": Way("--dry_run"),  # sweep_test.py runs a small one
     # Studies.
     r"python -m experiments\.engines": help_for("needs vLLM, and hours"),
+    r"python -m experiments\.contexts": help_for("trains and samples for minutes; its test does a small part"),
     r"python -m experiments\.figures router_noise_trained": help_for(
         "computes for many minutes; its test computes a small part"
     ),

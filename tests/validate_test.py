@@ -269,8 +269,6 @@ def test_a_run_may_measure_and_not_train(name):
     (dict(rollout__sampling_mask_size=4, rollout__top_k=5), ["sampling_mask_size = 4 is below rollout.top_k", "top_k = 5"]),
     (dict(rollout__sampling_mask_size=8, rollout__top_k=5, correction__weight="none",
           correction__masks="trm(trm_delta=0.1)"), ["full distribution", "rollout.sampling_mask_size to 0"]),
-    (dict(engine__retention=(1, 0)), ["engine.retention is (1, 0)", "at least one last page"]),
-    (dict(engine__retention=(-1, 2)), ["engine.retention is (-1, 2)"]),
     (dict(reward__name="judge", reward__network=True), ["reward.judge ''", "needs the address"]),
     (dict(reward__name="judge", reward__judge="http://localhost:1"), ["reward.network is False", "set it to True"]),
     (dict(engine__retention=(1, 2), model__numerics="invariant", engine__numerics="fast",
@@ -379,6 +377,30 @@ def test_a_run_may_measure_and_not_train(name):
      ["task.environment_params must hold JSON values only"]),
 ])
 def test_each_contradiction(changes, words):
+    assert_refused(changes, words)
+
+
+HEAVY = dict(engine__retention=(1, 2), engine__heavy_pages=2)
+
+
+def test_contradictions_of_sparse_contexts():
+    for changes, words in [
+        (dict(engine__retention=(1, 0)), ["engine.retention is (1, 0)", "at least one last page"]),
+        (dict(engine__retention=(-1, 2)), ["engine.retention is (-1, 2)"]),
+        (dict(correction__dense_kl_coeff=0.1), ["correction.dense_kl_coeff = 0.1",
+         "engine.retention = (0, 0) keeps all; set engine.retention to (1, 8)"]),
+        (dict(correction__dense_kl_coeff=-0.1, engine__retention=(1, 2)), ["correction.dense_kl_coeff is -0.1"]),
+        (dict(engine__heavy_pages=-1), ["engine.heavy_pages is -1"]),
+        (dict(engine__heavy_pages=2), ["engine.heavy_pages = 2 keeps pages between", "engine.retention to (1, 4)"]),
+        (HEAVY | dict(engine__unroll=False), ["engine.heavy_pages = 2 needs", "set engine.unroll to True"]),
+        (HEAVY | dict(rollout__teacher="models/mine"),
+         ["engine.heavy_pages = 2 needs the attention of one model", "rollout.teacher = 'models/mine'"]),
+    ]:
+        assert_refused(changes, words)
+    validate(tiny.config(**HEAVY, correction__dense_kl_coeff=0.1))
+
+
+def assert_refused(changes, words):
     [problem] = problems(**changes)
     for word in words:
         assert word in problem

@@ -25,17 +25,26 @@ ORDER = operator.attrgetter("order")  # the oldest sequence first
 
 @dataclasses.dataclass(frozen=True)
 class KVEviction:
-    """Which pages a sequence keeps: its first `sinks` and its last `window` full ones.
+    """Which full pages a sequence keeps: its first `sinks`, its last `window`, and `heavy` between.
 
-    StreamingLLM, arXiv:2309.17453. The other pages are evicted and recorded as evict_step.
+    The first and last are those of StreamingLLM (arXiv:2309.17453). Those between have the most
+    attention so far, as in H2O (arXiv:2306.14048): summed over all layers, heads and decode steps.
+    H2O also counts the queries of the prompt, and evicts single keys in each head. The other pages are
+    evicted in all layers and recorded as evict_step.
     """
 
     sinks: int
     window: int
+    heavy: int = 0
 
     def __post_init__(self):
-        if self.sinks < 0 or self.window < 1:
-            raise ValueError(f"{self}: keep at least one page of the window and no negative sinks")
+        if self.sinks < 0 or self.window < 1 or self.heavy < 0:
+            raise ValueError(f"{self}: keep at least one page of the window, and no negative number")
+
+    @property
+    def most(self) -> int:
+        """The number of full pages that a sequence keeps."""
+        return self.sinks + self.heavy + self.window
 
 
 class BlockManager:
@@ -59,6 +68,11 @@ class BlockManager:
         self, engine: EngineProtocol, waiting: WaitQueue, stats: Stats, preempt_after: int = 0,
         retention: KVEviction | None = None, keeps_pages: bool = True,
     ):
+        if retention is not None and retention.heavy and not engine.weighs_pages:
+            raise ValueError(
+                f"{retention} keeps pages by their attention, which the engine does not record; set "
+                "EngineConfig.weighs_pages, or heavy to 0"
+            )
         self._engine, self._waiting, self._stats = engine, waiting, stats
         self._preempt_after, self._retention = preempt_after, retention
         self._slots: dict[int, Sequence] = {}
@@ -310,9 +324,10 @@ class BlockManager:
         """Frees the pages that `retention` does not keep."""
         if self._retention is None:
             return
-        size, most = self._engine.page_size, self._retention.sinks + self._retention.window
-        while (sequence.length - 1 - sequence.shift) // size > most:
-            page = sequence.evict(self._retention.sinks, size, self._engine.max_length)
+        size, kept = self._engine.page_size, self._retention
+        while (full := (sequence.length - 1 - sequence.shift) // size) > kept.most:
+            index = sequence.lightest(kept.sinks, full - kept.window)
+            page = sequence.evict(index, size, self._engine.max_length)
             self.pages[sequence.shard].release([page])
             self._stats.evicted += 1
             self.shift[sequence.slot] = sequence.shift

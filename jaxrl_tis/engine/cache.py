@@ -198,7 +198,8 @@ def axes(x: jax.Array) -> tuple:
 
 
 def _on_devices(
-    layout: Layout, step: Callable, cache: Any, arrays: tuple, window: attention.Window | None
+    layout: Layout, step: Callable, cache: Any, arrays: tuple, window: attention.Window | None,
+    weighs: bool = False,
 ) -> Callable:
     """Runs step(q, k, v, cache, window, *arrays by row) on each device's rows, heads and pages."""
     spec = lambda *names: layout.sharding(names).spec
@@ -206,7 +207,8 @@ def _on_devices(
     pools = jax.tree.map(lambda x: spec(*axes(x)) if x.ndim else PartitionSpec(), cache)
     by_row = tuple(spec("batch", *(None,) * (x.ndim - 1)) for x in arrays)
     specs = heads, kv_heads, kv_heads, pools, PartitionSpec(), *by_row
-    run = layout.shard(step, specs, (heads, pools))
+    results = (heads, pools, spec("batch", None, None)) if weighs else (heads, pools)
+    run = layout.shard(step, specs, results)
     return lambda q, k, v, cache: run(q, k, v, cache, window, *arrays)
 
 
@@ -246,14 +248,17 @@ def fill(
 
 def append(
     index_bt: jax.Array, is_written_bt: jax.Array, table_bp: jax.Array, layout: Layout,
-    numerics: str = "fast",
+    numerics: str = "fast", weighs: bool = False,
 ):
     """Returns the `attend` function of a decode: T new tokens of every slot, at places index_bt of
     its pages. A token with is_written False writes to page 0: its key is in the pages already, or
-    its slot is free."""
+    its slot is free. With `weighs`, of unrolled layers, the carried output is (cache, attention
+    [B,T,P] of each token to each page, summed over heads)."""
     paged: Callable = PAGED[numerics]
     if numerics == "fast":
         paged = FAST_DECODE.get(layout.platform, paged)
+    if weighs:
+        paged = functools.partial(paged, weighs=True)
 
     def step(q_bthk, k_btnk, v_btnk, cache, window, index_bt, is_written_bt, table_bp):
         page_bt = jnp.take_along_axis(table_bp, index_bt // cache.size, axis=1)
@@ -265,7 +270,11 @@ def append(
                 flat(page_bt), flat(index_bt) % cache.size, flat(k_btnk), flat(v_btnk)
             )
             of_layer = () if window is None else (window,)
-            return paged(q_bthk, new.read, table_bp, index_bt, *of_layer), new
+            out = paged(q_bthk, new.read, table_bp, index_bt, *of_layer)
+            if not weighs:
+                return out, new
+            out, mass_btp = out
+            return out, new, layout.summed(mass_btp, "heads")
 
         first_bt = None if window is None else window.first(index_bt)
         args = q_bthk, k_btnk, v_btnk, cache, first_bt, index_bt, page_bt, table_bp
@@ -278,8 +287,8 @@ def append(
 
     def attend(q, k, v, cache, window=None):
         cache, rows = _layer_cache(cache), (index_bt, is_written_bt, table_bp)
-        out, cache = _on_devices(layout, step, cache, rows, window)(q, k, v, cache)
-        return out, _handed_on(cache)
+        out, cache, *mass = _on_devices(layout, step, cache, rows, window, weighs)(q, k, v, cache)
+        return out, (cache, *mass) if weighs else _handed_on(cache)
 
     return attend
 

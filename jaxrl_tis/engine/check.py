@@ -13,6 +13,7 @@ EIGHT_BIT = tuple(dtype.name for dtype in quant.BOUND)  # with scales
 def engine_problems(config: ml_collections.ConfigDict) -> Iterator[str]:
     """Yields a sentence for each problem of config.engine, and of the filters of config.rollout."""
     yield from _sizes(config)
+    yield from _heavy(config)
     yield from _sampling(config)
     yield from _numerics(config)
 
@@ -41,6 +42,28 @@ def _sizes(config):
         yield (
             f"engine.drafter = {config.engine.drafter!r} needs the keys of all tokens, and engine.retention "
             f"= {config.engine.retention} evicts some; set it to (0, 0)"
+        )
+
+
+def _heavy(config):
+    """Finds settings without the attention to each page by which pages are kept."""
+    engine, setting = config.engine, f"engine.heavy_pages = {config.engine.heavy_pages}"
+    if engine.heavy_pages <= 0:
+        return
+    if not any(engine.retention):
+        yield (
+            f"{setting} keeps pages between the first and last ones, and engine.retention = "
+            f"{engine.retention} keeps all; set engine.retention to (1, 4)"
+        )
+    if not engine.unroll:
+        yield (
+            f"{setting} needs the attention to each page, which the kernel of scanned layers does not "
+            "return; set engine.unroll to True"
+        )
+    if config.rollout.teacher:
+        yield (
+            f"{setting} needs the attention of one model, and rollout.teacher = "
+            f"{config.rollout.teacher!r} has its own; set rollout.teacher to ''"
         )
 
 

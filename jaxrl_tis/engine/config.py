@@ -31,6 +31,8 @@ class EngineConfig:
       top_n: number of likeliest tokens recorded per sampled token.
       num_kept: record the tokens that the filters kept, if they are at most this many.
       record_routes: record the experts of every token, for a model that has some.
+      weighs_pages: record the attention of decode steps to each page, for `KVEviction.heavy`. Only with
+        unrolled layers: the kernel of scanned ones does not return it.
       numerics: "fast", or "invariant": the log-probs of a token do not depend on the other slots,
         the chunks of its prompt or the mesh, and equal those of a learner with these numerics.
       injected: an artificial gap, see injection.py.
@@ -56,6 +58,7 @@ class EngineConfig:
     top_n: int = 0
     num_kept: int = 0
     record_routes: bool = False
+    weighs_pages: bool = False
     numerics: str = "fast"
     injected: Injection = Injection()
 

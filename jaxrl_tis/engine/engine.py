@@ -63,7 +63,7 @@ class Engine:
         self.shards, self.vocab_size = self.layout.shards, model.vocab_size
         self.num_pages, self.num_logits = self._spec.num_pages, self._spec.num_logits
         self.num_penalised, self.route_shape = self._spec.num_penalised, self._spec.route_shape
-        self.num_teachers = self._spec.num_teachers
+        self.num_teachers, self.weighs_pages = self._spec.num_teachers, config.weighs_pages
         self.num_experts = model.moe.num_experts if model.moe else 0
         self.quant_id = config.recipe.id if config.quantization != "none" else config.dtype
         self._weights = Weights(

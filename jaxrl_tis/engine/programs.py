@@ -258,8 +258,12 @@ def _draft(spec: Spec, params, kv, slots: Slots, table_bp, shift_b):
     return state.cache, *_replicated(spec.layout, (drafts_bg, counts_b))
 
 
-def _result(layout: Layout, state: DecodeState, drawn: Draw, valid, routes) -> ResultTokens:
+def _result(
+    layout: Layout, state: DecodeState, drawn: Draw, valid, routes, mass_kbp
+) -> ResultTokens:
     fields = {name: getattr(drawn, name) for name in DRAWN} | {"routes": routes}
+    if mass_kbp is not None:
+        fields["page_mass"] = jnp.sum(jnp.where(valid[..., None], mass_kbp, 0), axis=0)
     return _replicated(
         layout, ResultTokens(valid=valid, remaining=state.slots.remaining, **fields)
     )
@@ -272,9 +276,9 @@ def _replicated(layout: Layout, result: Any) -> Any:
     return jax.lax.with_sharding_constraint(result, layout.replicated())
 
 
-def _empty_draws(spec: Spec) -> tuple[Draw, jax.Array, jax.Array | None]:
+def _empty_draws(spec: Spec) -> tuple[Draw, jax.Array, jax.Array | None, jax.Array | None]:
     """Returns zeros in the shape of the results of a whole call: (sampled tokens with their
-    fields, which of them are valid, routes)."""
+    fields, which of them are valid, routes, attention to pages)."""
     shape, widths = (spec.config.steps, spec.config.slots), spec.widths
 
     def zeros(field):
@@ -282,7 +286,8 @@ def _empty_draws(spec: Spec) -> tuple[Draw, jax.Array, jax.Array | None]:
         return None if 0 in width else jnp.zeros((*shape, *width), field.dtype)
 
     drawn = Draw(**{name: zeros(f) for name, f in DRAWN.items()})
-    return drawn, jnp.zeros(shape, bool), _empty_routes(spec, *shape)
+    mass = jnp.zeros((*shape, spec.config.pages_per_slot)) if spec.config.weighs_pages else None
+    return drawn, jnp.zeros(shape, bool), _empty_routes(spec, *shape), mass
 
 
 def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp, shift_b):
@@ -290,7 +295,8 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
 
     A sampled token is valid as long as the draft before it equals the sampled tokens.
 
-    Returns: (state, (sampled tokens [B,T] as a Draw, is_valid [B,T], routes of the inputs)).
+    Returns: (state, (sampled tokens [B,T] as a Draw, is_valid [B,T], routes of the inputs, their
+      attention [B,T,P] to each page or None)).
     """
     slots, config, numerics = state.slots, spec.config, spec.program.numerics
     width = drafts_bg.shape[1] + 1
@@ -301,10 +307,16 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
     position_bt = slots.position[:, None] + step_t
     index_bt = jnp.where(is_live_bt, position_bt - shift_b[:, None], 0)
     is_written_bt = is_live_bt & (position_bt >= slots.cached[:, None])
-    attend = cache.append(index_bt, is_written_bt, table_bp, spec.layout, numerics)
+    attend = cache.append(
+        index_bt, is_written_bt, table_bp, spec.layout, numerics, config.weighs_pages
+    )
     x_btd, theirs_btd, kv, routed = _hidden(
         spec, params, tokens_bt, position_bt, attend, state.cache
     )
+    mass_btp = None
+    if config.weighs_pages:
+        kv, masses = zip(*kv, strict=True)
+        mass_btp = sum(masses)
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     each = lambda x: jnp.repeat(x, width, axis=0)
     sampling_m, student_mv = jax.tree.map(each, slots.rows), None
@@ -326,7 +338,7 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
         drawn_m = dataclasses.replace(drawn_m, logits=logits_mv)
     drawn = jax.tree.map(lambda x: x.reshape(config.slots, width, *x.shape[1:]), drawn_m)
     slots, is_valid_bt = _advance(spec.layout, slots, drawn.tokens, drafts_bg, is_live_bt)
-    return DecodeState(kv, slots), (drawn, is_valid_bt, _routes(spec, routed))
+    return DecodeState(kv, slots), (drawn, is_valid_bt, _routes(spec, routed), mass_btp)
 
 
 def _penalties_along(layout: Layout, penalties: Penalties | None, drafts_bg, is_live_bt):

@@ -102,11 +102,14 @@ class ResultTokens(Draw):
       remaining: [B] tokens left after the call; 0 in a slot that sampled tokens: it has finished.
       routes: [K,B,L,k] the experts of the token before each sampled one, the input of its pass;
         None unless recorded.
+      page_mass: [B,P] attention to each page of a slot's table, summed over layers, heads and the
+        queries of valid tokens; None unless recorded.
     """
 
     valid: Array
     remaining: Array
     routes: Array | None = None
+    page_mass: Array | None = None
 
 
 class EngineProtocol(Protocol):
@@ -118,7 +121,8 @@ class EngineProtocol(Protocol):
     tokens of the vocabulary, which are all or none. Results have `num_logits`, `top_n` and
     `num_kept` entries per sampled token, and routes of `route_shape` (layers, experts) with ids
     below `num_experts`; (0, 0) records none. `non_finite` says where the values of a sequence stop
-    being finite. With `num_teachers` = 1 requests may have an alpha.
+    being finite. With `num_teachers` = 1 requests may have an alpha. `weighs_pages`: results have
+    `page_mass`.
     """
 
     slots: int
@@ -131,6 +135,7 @@ class EngineProtocol(Protocol):
     top_n: int
     num_kept: int
     num_teachers: int
+    weighs_pages: bool
     route_shape: tuple[int, int]
     num_experts: int
     steps: int

@@ -367,7 +367,8 @@ class Scheduler:
         result: Any = self._runner.read(call.result)  # arrays of numpy
         drafts = call.drafts
         # Pieces of sequences keep the result, and so the tokens of all slots.
-        routes, result = result.routes, dataclasses.replace(result, routes=None)
+        routes, page_mass = result.routes, result.page_mass
+        result = dataclasses.replace(result, routes=None, page_mass=None)
         self._routes.read(call.prefilled)
         counts = result.valid.sum(axis=0)
         is_bad = result.valid & ~np.isfinite(result.logp_behav)
@@ -381,6 +382,8 @@ class Scheduler:
             ), most)
             if routes is not None and sequence.routes is not None and count:
                 sequence.routes.sampled(sequence.length - count - 1, routes[:count, slot])
+            if page_mass is not None:
+                sequence.weigh(page_mass[slot])
             self.stats.tokens += count
             tokens, is_last = result.tokens[:count, slot], result.remaining[slot] == 0
             self._drafts.extend(sequence, tokens)

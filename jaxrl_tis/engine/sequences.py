@@ -47,6 +47,7 @@ class Sequence:
       shard, pages: its pages and their shard. A sequence without pages may get another shard.
       page_numbers: the index in the whole sequence of each of its pages.
       is_running: its slot decodes. False while its pages are being filled.
+      page_mass: attention to each of its pages so far, see `weigh`; of the first ones, or empty.
       shift: positions evicted from its pages.
       evict_step: see Trajectory.
       segment: how often its pages were rebuilt.
@@ -77,6 +78,7 @@ class Sequence:
     shard: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     page_numbers: list[int] = dataclasses.field(default_factory=list)
+    page_mass: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
     shift: int = 0
     evict_step: np.ndarray | None = None
     kv_version: int = 0
@@ -165,11 +167,24 @@ class Sequence:
             self.pieces, self.count, self.segment = new.pieces, new.count, new.segment
             self.read, self.page_keys = {}, []
             self.shift, self.evict_step, self.search, self.stop = 0, None, None, None
+            self.page_mass = np.zeros(0)
 
     def filled(self, version: int) -> None:
         """Called when a prefill with weights of this version wrote the keys of all its tokens."""
         self.kv_version = version
         self.segment += self.count > 0
+
+    def weigh(self, mass_p: np.ndarray) -> None:
+        """Adds the attention [P] of a call to its pages, see `ResultTokens.page_mass`."""
+        mass, before = mass_p[: len(self.pages)].astype(np.float64), self.page_mass[: len(self.pages)]
+        mass[: len(before)] += before
+        self.page_mass = mass
+
+    def lightest(self, first: int, stop: int) -> int:
+        """Returns which of its pages first..stop-1 has the least attention so far, the oldest of
+        equal ones."""
+        mass = self.page_mass[first:stop]
+        return first + int(np.argmin(mass)) if len(mass) else first
 
     def evict(self, index: int, size: int, capacity: int) -> int:
         """Removes page `index` and returns it. Queries from the last token on do not see its
@@ -179,6 +194,7 @@ class Sequence:
         first = self.page_numbers.pop(index) * size
         self.evict_step[first : first + size] = self.length - 1
         self.shift += size
+        self.page_mass = np.concatenate([self.page_mass[:index], self.page_mass[index + 1 :]])
         return self.pages.pop(index)
 
     def found_stop(self) -> int | None:

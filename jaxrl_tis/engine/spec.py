@@ -125,10 +125,23 @@ class Spec:
                 f"top_n = {config.top_n} is above the {vocab} vocabulary entries of a device; "
                 "lower it"
             )
+        self._check_weighing()
         if self.program.is_invariant:
             for model, recipe in models:
                 invariant.check(model, mesh, recipe.scheme)
             self._check_invariant()
+
+    def _check_weighing(self) -> None:
+        reasons = {
+            "scanned layers, whose kernel returns none; set engine.unroll to True":
+                not self.config.unroll,
+            "invariant numerics; set engine.numerics to 'fast'": self.program.is_invariant,
+            "a teacher, which has attention of its own; set rollout.teacher to ''":
+                self.teacher is not None,
+        }
+        for reason, is_so in reasons.items():
+            if self.config.weighs_pages and is_so:
+                raise ValueError(f"engine.heavy_pages needs the attention to each page, not with {reason}")
 
     def _check_invariant(self) -> None:
         config = self.config

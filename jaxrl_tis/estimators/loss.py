@@ -86,6 +86,8 @@ class LossSpec:
       kl_coeff: weight of the KL term per nat.
       sampler_kl_coeff: weight of the KL to the sampler, k2 = (logp - logp_behav)^2 / 2, on all
         tokens of the mask, rejected ones too. It is twice prime-rl's kl_tau.
+      dense_kl_coeff: weight per nat of the KL of the policy with all keys to the one with the
+        sampler's (Shadow Mask, arXiv:2605.06850, there 0.1).
       entropy_coeff: weight of the entropy bonus per nat.
       environment_ce_coeff: weight of the cross-entropy on the tokens of `environment`, whose
         log-probs are in `logp`, too (ECHO, arXiv:2605.24517). It is a mean over all these tokens, as
@@ -104,6 +106,7 @@ class LossSpec:
     kl: Method | None = None
     kl_coeff: chex.Numeric = 0.0
     sampler_kl_coeff: float = 0.0
+    dense_kl_coeff: float = 0.0
     entropy_coeff: float = 0.0
     environment_ce_coeff: float = 0.0
     scale: chex.Numeric | None = None
@@ -296,11 +299,12 @@ def _apply_at_update(batch, spec):
 
 def policy_loss(
     logp: chex.Array, batch: dict[str, chex.Array], *, entropy: chex.Array | None = None,
-    logp_top: chex.Array | None = None, num_tokens: chex.Numeric | None = None,
-    num_seqs: chex.Numeric | None = None, **spec: Any,
+    logp_top: chex.Array | None = None, dense_kl: chex.Array | None = None,
+    num_tokens: chex.Numeric | None = None, num_seqs: chex.Numeric | None = None, **spec: Any,
 ) -> tuple[chex.Array, dict[str, chex.Array]]:
     """aggregate(w * objective) + kl_coeff * aggregate(kl) + sampler_kl_coeff * aggregate(k2)
-    - entropy_coeff * aggregate(entropy) + environment_ce_coeff * mean(-logp of the environment).
+    + dense_kl_coeff * aggregate(dense_kl) - entropy_coeff * aggregate(entropy)
+    + environment_ce_coeff * mean(-logp of the environment).
 
     `spec` are the fields of `LossSpec`, of which `objective` is required. A method is text as in a
     config, "token_tis(cap=2.0)", or a pair ("token_tis", {"cap": 2.0}); masks in text are joined by
@@ -308,7 +312,7 @@ def policy_loss(
 
     Args:
       logp: [B,T] log-probs of the sampled tokens under the policy that is trained, nats; the
-        gradient flows through it (and through entropy and logp_top).
+        gradient flows through it (and through entropy, logp_top and dense_kl).
       batch: [B,T] arrays. Always `logp_old`, `adv`, `mask`; `seg` for packed rows; `logp_behav`
         with a weight or masks; `logp_ref` with kl; and the fields of `methods.needs`. `weights`
         replaces `weight` and the masks of the gap by what was computed once for the rollout batch.
@@ -319,6 +323,8 @@ def policy_loss(
       logp_top: [B,T,K] log-probs of the tokens `top_ids` under the policy that is trained, nats.
         With it scores are centred, see `centering`: the batch then has `tokens`, `top_ids`,
         `top_logps` and `logp_behav`, and rejected tokens must be counted.
+      dense_kl: [B,T] KL of the policy with all keys to the one with the sampler's, nats; required if
+        dense_kl_coeff is not 0.
       num_tokens, num_seqs: denominators of the full batch, see `reduce.aggregate`.
 
     Returns (scalar loss, metrics). With global denominators the loss and the *_loss metrics of
@@ -338,15 +344,16 @@ def policy_loss(
     if isinstance(spec.get("masks"), str):
         spec["masks"] = methods.parse_all("mask", spec["masks"])
     return compute_loss(
-        logp, batch, LossSpec(**spec), entropy=entropy, logp_top=logp_top, num_tokens=num_tokens,
-        num_seqs=num_seqs,
+        logp, batch, LossSpec(**spec), entropy=entropy, logp_top=logp_top, dense_kl=dense_kl,
+        num_tokens=num_tokens, num_seqs=num_seqs,
     )
 
 
 def compute_loss(
     logp: chex.Array, batch: dict[str, chex.Array], spec: LossSpec, *,
     entropy: chex.Array | None = None, logp_top: chex.Array | None = None,
-    num_tokens: chex.Numeric | None = None, num_seqs: chex.Numeric | None = None,
+    dense_kl: chex.Array | None = None, num_tokens: chex.Numeric | None = None,
+    num_seqs: chex.Numeric | None = None,
 ) -> tuple[chex.Array, dict[str, chex.Array]]:
     """Computes `policy_loss` for a `LossSpec`; the other arguments are those of `policy_loss`."""
     name, parameters = spec.objective
@@ -390,6 +397,12 @@ def compute_loss(
         sampler_kl_loss = aggregate(0.5 * jnp.square(gap_bt), trained_bt)
         loss = loss + spec.sampler_kl_coeff * sampler_kl_loss
         metrics |= {"actor/sampler_kl_loss": sampler_kl_loss}
+    if spec.dense_kl_coeff != 0.0:
+        if dense_kl is None:
+            raise ValueError(f"dense_kl_coeff is {spec.dense_kl_coeff}, so pass dense_kl [B,T] too.")
+        dense_kl_loss = aggregate(dense_kl, mask)
+        loss = loss + spec.dense_kl_coeff * dense_kl_loss
+        metrics |= {"actor/dense_kl_loss": dense_kl_loss}
     if spec.environment_ce_coeff != 0.0:
         given_bt = _field(batch, "environment", "environment_ce_coeff")
         count = batch["num_environment_tokens"][0] if "num_environment_tokens" in batch else None

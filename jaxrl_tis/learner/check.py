@@ -24,6 +24,7 @@ def method_problems(config: ml_collections.ConfigDict, c: Correction) -> Iterato
     yield from _rejected(c)
     yield from _kl(c)
     yield from _sampler_kl(c)
+    yield from _dense_kl(c, config)
     yield from _environment_ce(c, config)
     yield from _turn_credit(c)
     yield from _forks(c, config)
@@ -290,6 +291,16 @@ def _sampler_kl(c: Correction):
             f"correction.sampler_kl_coeff = {c.sampler_kl_coeff:g} is for rejected tokens, too, and "
             f"the mask {before[0][0]!r} takes them out of the batch; set "
             "correction.rejected_in_denominator to True"
+        )
+
+
+def _dense_kl(c: Correction, config):
+    """Finds a KL to the policy with evicted keys in a run that evicts none."""
+    if c.dense_kl_coeff and not any(config.engine.retention):
+        yield (
+            f"correction.dense_kl_coeff = {c.dense_kl_coeff:g} compares with the keys that the sampler "
+            f"evicts, and engine.retention = {config.engine.retention} keeps all; set engine.retention to "
+            "(1, 8), or the coefficient to 0"
         )
 
 

@@ -181,6 +181,7 @@ def parse(
         kl_coeff=fields.kl_coeff,
         kl_placement=fields.kl_placement,
         sampler_kl_coeff=fields.sampler_kl_coeff,
+        dense_kl_coeff=fields.dense_kl_coeff,
         entropy_coeff=fields.entropy_coeff,
         environment_ce_coeff=fields.environment_ce_coeff,
         controllers=methods.parse_all("controller", fields.controllers),
@@ -405,6 +406,7 @@ def check(c: Correction) -> None:
         loss.compute_loss(
             rows["logp_prox"], batch, loss_spec(c, batch), entropy=rows["entropy"], num_tokens=1.0,
             num_seqs=1.0, logp_top=rows["top_logps"] if c.is_centered else None,
+            dense_kl=rows["entropy"],
         )
 
     try:

@@ -15,6 +15,7 @@ import optax
 
 from jaxrl_tis.estimators import ratios
 from jaxrl_tis.fields import route_dtype
+from jaxrl_tis.kernels.divergence import token_kl
 from jaxrl_tis.kernels.logprob import Scores, token_logprob
 from jaxrl_tis.kernels.logprob_chunked import Kept
 from jaxrl_tis.learner.batch_layout import without_replay
@@ -112,17 +113,16 @@ def _of_rows(routed: moe.Routed) -> moe.Routed:
 
 
 def _score_targets(
-    params: Any, learner: Learner, batch: Batch, asked: moe.Asked = moe.NOTHING, **options
-) -> tuple[Scores, moe.Routed | None]:
+    params: Any, learner: Learner, batch: Batch, x_btd: jax.Array, **options
+) -> Scores:
     """Computes `token_logprob` of the masked tokens at their temperatures, and of `top_ids` where the
-    batch has them, [B,T] and [B,T,K]; 0 elsewhere. Also returns what was asked of the routers. Tokens
-    of the field `environment` count as masked, at temperature 1.
+    batch has them, [B,T] and [B,T,K]; 0 elsewhere. `x_btd` is that of `_forward`. Tokens of the
+    field `environment` count as masked, at temperature 1.
 
     With recorded supports all distributions are restricted to the supports, as in the sampler. This
     includes the entropy, the collisions and both sides of the KL to the reference. Its estimators are
     means over the sampler's tokens.
     """
-    x_btd, _, routed = _forward(params, learner, batch, asked)
     mask = targets(batch)
     gather_hidden, gather, scatter = _targets(mask, learner.max_targets)
     kept = _kept(gather(batch["kept"])) if "kept" in batch else None
@@ -131,7 +131,7 @@ def _score_targets(
         head,
         gather_hidden(x_btd),
         gather(batch["tokens"]),
-        gather(jnp.where(batch["mask"], batch["temperature"], 1.0)),
+        gather(_temperature(batch)),
         learner.chunk,
         kept=kept,
         ids_bnk=gather(batch["top_ids"]) if "top_ids" in batch else None,
@@ -141,8 +141,32 @@ def _score_targets(
     )
     *single, others = map(scatter, scores)
     single = [ratios.zero_padding(x, mask) for x in single]
-    scores = Scores._make([*single, ratios.zero_padding(others, mask[..., None])])
-    return scores, None if routed is None else _of_rows(routed)
+    return Scores._make([*single, ratios.zero_padding(others, mask[..., None])])
+
+
+def _dense_kl(params: Any, learner: Learner, batch: Batch, shadow_btd: jax.Array) -> jax.Array:
+    """Computes KL(dense || shadow) [B,T] of the masked tokens at their temperatures; 0 elsewhere.
+
+    The dense policy attends to all keys, the shadow to those that the sampler kept. Routes and noise
+    of the batch, and recorded supports, are those of both. The gradient flows through the dense policy
+    alone.
+
+    Args:
+      shadow_btd: [B,T,D] hidden states under `evict_step`.
+    """
+    x_btd = _forward(params, learner, {k: x for k, x in batch.items() if k != "evict_step"}).x
+    gather_hidden, gather, scatter = _targets(batch["mask"], learner.max_targets)
+    head, x_btd = transformer.output_head(params, learner.program, x_btd)
+    _, shadow_btd = transformer.output_head(params, learner.program, shadow_btd)
+    return scatter(token_kl(
+        head, gather_hidden(x_btd), gather_hidden(shadow_btd),
+        gather(_temperature(batch)), gather(batch["mask"]), learner.chunk,
+        _kept(gather(batch["kept"])) if "kept" in batch else None,
+    ))
+
+
+def _temperature(batch: Batch) -> jax.Array:
+    return jnp.where(batch["mask"], batch["temperature"], 1.0)
 
 
 def _kept(ids_bnk: jax.Array) -> Kept:
@@ -178,18 +202,20 @@ def _targets(mask_bt: jax.Array, max_targets: int):
 
 def response_scores(
     params: Any, learner: Learner, batch: Batch, with_entropy: bool, pulls_entropy: bool = True,
-    asked: moe.Asked = moe.NOTHING,
+    asked: moe.Asked = moe.NOTHING, with_dense_kl: bool = False,
 ) -> Batch:
     """Computes `logp` and `entropy` [B,T] of the masked tokens at their temperatures and, where the
     batch has `top_ids`, `logp_top` [B,T,K] of these; 0 elsewhere. The tokens of `environment` count
     as masked, at temperature 1. Without `pulls_entropy` the entropies have no gradient. What was
-    asked of the routers is under `routed`, a row first."""
-    scores, routed = _score_targets(
-        params, learner, batch, asked, with_entropy=with_entropy, pulls_entropy=pulls_entropy
+    asked of the routers is under `routed`, a row first. With `with_dense_kl` also `dense_kl` [B,T]."""
+    x_btd, _, routed = _forward(params, learner, batch, asked)
+    scores = _score_targets(
+        params, learner, batch, x_btd, with_entropy=with_entropy, pulls_entropy=pulls_entropy
     )
     fields: dict[str, Any] = {"logp": scores.logp, "entropy": scores.entropy}
     fields |= {"logp_top": scores.others} if "top_ids" in batch else {}
-    return fields | ({} if routed is None else {"routed": routed})
+    fields |= {"dense_kl": _dense_kl(params, learner, batch, x_btd)} if with_dense_kl else {}
+    return fields | ({} if routed is None else {"routed": _of_rows(routed)})
 
 
 def response_logprobs(params: Any, learner: Learner, batch: Batch) -> jax.Array:
@@ -261,7 +287,8 @@ def make_collisions(learner: Learner) -> Callable[[Any, Batch], jax.Array]:
     [M, rows, T], 0 elsewhere."""
 
     def collisions(params, micro):
-        return _score_targets(params, learner, micro, with_collision=True)[0].collision
+        x_btd = _forward(params, learner, micro).x
+        return _score_targets(params, learner, micro, x_btd, with_collision=True).collision
 
     return _by_micro_batch(learner, collisions)
 

@@ -277,6 +277,7 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
     scores_of = functools.partial(
         response_scores, with_entropy=pulls_entropy or c.is_centered or not is_scored,
         pulls_entropy=pulls_entropy, asked=moe.Asked(statistics=c.counts_experts),
+        with_dense_kl=c.dense_kl_coeff != 0,
     )
 
     def forward(params, batch):
@@ -303,7 +304,8 @@ def _policy_loss(learner: Learner, c: Correction, is_scored: bool) -> MicroLoss:
         spec = loss_spec(c, batch)
         value, metrics = loss.compute_loss(
             scores["logp"], with_key(c, batch), spec, entropy=scores["entropy"],
-            logp_top=scores.get("logp_top"), num_tokens=num_tokens, num_seqs=num_seqs,
+            logp_top=scores.get("logp_top"), dense_kl=scores.get("dense_kl"), num_tokens=num_tokens,
+            num_seqs=num_seqs,
         )
         metrics |= method_counts | drift_metrics(scores["logp"], batch)
         if "routed" in scores:

@@ -270,8 +270,8 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
 
 def paged_attention(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
-    window: Window | None = None, block_size: int = PAGED_BLOCK,
-) -> jax.Array:
+    window: Window | None = None, block_size: int = PAGED_BLOCK, weighs: bool = False,
+) -> Any:
     """Returns attention to keys and values in pages, [B,T,H,K].
 
     Blocks are processed in the order of the table, from the first to the last block that a query
@@ -285,12 +285,14 @@ def paged_attention(
         own. Positions after a row's last query have no influence, NaN included.
       window: of the layer.
       block_size: positions of a block, if pages are not larger.
+      weighs: also return the attention [B,T,P] float32 of each query to each page, summed over heads.
 
     Returns: [B,T,H,K] in q's dtype; softmax and sums are float32.
     """
     b, t, h, k = q_bthk.shape
     first_bt = None if window is None else window.first(index_bt)
     n, size = jax.eval_shape(read, table_bp).k.shape[2:4]
+    num_pages = table_bp.shape[1]
     count = min(max(block_size // size, 1), table_bp.shape[1])
     table_bp = jnp.pad(table_bp, ((0, 0), (0, -table_bp.shape[1] % count)))
     q_btngk = q_bthk.reshape(b, t, n, h // n, k)
@@ -299,7 +301,7 @@ def paged_attention(
     product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
 
     def block(i, carry):
-        top_bntg, total_bntg, out_bntgk = carry
+        top_bntg, total_bntg, out_bntgk, mass_bntgp = carry
         pages = read(jax.lax.dynamic_slice_in_dim(table_bp, i * count, count, axis=1))
         side_by_side = lambda x: jnp.moveaxis(x, 1, 2).reshape(b, n, -1, *x.shape[4:])
         kv = jax.tree.map(side_by_side, pages)
@@ -315,42 +317,51 @@ def paged_attention(
         probs = jnp.exp(scores - new_top[..., None])
         shrink = jnp.exp(top_bntg - new_top)
         total_bntg = total_bntg * shrink + jnp.sum(probs, axis=-1)
+        if weighs:
+            mass_bntgp = jax.lax.dynamic_update_slice_in_dim(
+                mass_bntgp * shrink[..., None],
+                jnp.sum(probs.reshape(*probs.shape[:-1], count, size), axis=-1), i * count, axis=-1,
+            )
         is_live = (place_s[None] <= last_b[:, None])[:, None, :, None]
         v_bnsk = jnp.where(is_live, cast(kv.v), 0)
         if kv.v_scale is not None:
             scale = jnp.where(is_live[..., 0], kv.v_scale, 0)
             probs = probs * scale[:, :, None, None]
         new = product("bntgs,bnsk->bntgk", cast(probs), v_bnsk)
-        return new_top, total_bntg, out_bntgk * shrink[..., None] + new
+        return new_top, total_bntg, out_bntgk * shrink[..., None] + new, mass_bntgp
 
     shape = b, n, t, h // n
-    carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, k))
+    mass_bntgp = jnp.zeros((*shape, table_bp.shape[1])) if weighs else None
+    carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, k)), mass_bntgp
     if table_bp.shape[1] == count:
-        _, total_bntg, out_bntgk = block(0, carry)
+        _, total_bntg, out_bntgk, mass_bntgp = block(0, carry)
     else:
         blocks = jnp.max(last_b) // (count * size) + 1
         start = 0 if first_bt is None else jnp.min(first_bt) // (count * size)
-        _, total_bntg, out_bntgk = jax.lax.fori_loop(start, blocks, block, carry)
+        _, total_bntg, out_bntgk, mass_bntgp = jax.lax.fori_loop(start, blocks, block, carry)
     out_bntgk = out_bntgk / total_bntg[..., None]
-    return cast(jnp.moveaxis(out_bntgk, 1, 2).reshape(b, t, h, k))
+    out = cast(jnp.moveaxis(out_bntgk, 1, 2).reshape(b, t, h, k))
+    if mass_bntgp is None:
+        return out
+    return out, jnp.sum(mass_bntgp / total_bntg[..., None], axis=(1, 3))[..., :num_pages]
 
 
 def paged_attention_by_length(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
-    window: Window | None = None,
-) -> jax.Array:
+    window: Window | None = None, weighs: bool = False,
+) -> Any:
     """Returns `paged_attention` of rows of any lengths, computed for a few similar rows at a time.
 
     It is for CPU, where small operations have little overhead. The computation depends only on
     shapes: no row's result depends on the batch composition."""
     b, room = len(q_bthk), table_bp.shape[1] * jax.eval_shape(read, table_bp).k.shape[3]
     if b < GROUPED_FROM or room <= 2 * PAGED_BLOCK:
-        return paged_attention(q_bthk, read, table_bp, index_bt, window)
+        return paged_attention(q_bthk, read, table_bp, index_bt, window, weighs=weighs)
     order_b = jnp.argsort(jnp.max(index_bt, axis=1))
     # The longest row fills up the last group.
     groups = order_b[jnp.minimum(jnp.arange(b + -b % GROUP), b - 1)].reshape(-1, GROUP)
     attend = lambda rows: paged_attention(
-        q_bthk[rows], read, table_bp[rows], index_bt[rows], window
+        q_bthk[rows], read, table_bp[rows], index_bt[rows], window, weighs=weighs
     )
-    out = jax.lax.map(attend, groups).reshape(-1, *q_bthk.shape[1:])
-    return out[jnp.argsort(order_b)]
+    in_order = lambda x: x.reshape(-1, *x.shape[2:])[jnp.argsort(order_b)]
+    return jax.tree.map(in_order, jax.lax.map(attend, groups))

@@ -112,6 +112,7 @@ UPDATE = (
             "Entropy of the learner at π_prox. A fall to 0 is a collapse.", VERL),
     compact("actor/sampler_kl_loss", "nats/token",
             "KL to the sampler by k2, with sampler_kl_coeff.", "prime-rl"),
+    compact("actor/dense_kl_loss", "nats/token", "KL of all keys to the kept ones, with dense_kl_coeff."),
     compact("actor/environment_ce_loss", "nats/token",
             "Cross-entropy of the environment's tokens, with environment_ce_coeff.", "ECHO"),
     compact("actor/entropy_loss", "nats/token", "Entropy term, with entropy_coeff.", VERL),

@@ -12,7 +12,8 @@ from jaxrl_tis.engine.policies import LongestFirst
 from jaxrl_tis.engine.records import NEVER
 from jaxrl_tis.engine.scheduler import Scheduler
 from tests.arithmetic import (
-    Engine, alone, assert_as_alone, assert_replays, being_filled, drain, request, started, text_of,
+    Engine, alone, assert_as_alone, assert_replays, attention, being_filled, drain, request, started,
+    text_of,
 )
 
 
@@ -524,6 +525,33 @@ def test_the_engine_read_what_evict_step_says(steps, sinks, window):
             if query >= start + steps:
                 assert len(seen) <= (sinks + window + 1) * 4 + steps
         assert_replays(t, r)
+    # And two pages between, by their attention.
+    engine = Engine(slots=2, steps=steps, page_size=4, max_length=60, weighs_pages=True)
+    scheduler = started(engine, requests, retention=KVEviction(sinks, window, heavy=2))
+    for t, r in zip(sorted(drain(scheduler), key=lambda t: t.id), requests, strict=True):
+        by_age = np.sort(t.evict_step[t.evict_step < NEVER])
+        assert not np.array_equal(t.evict_step[: len(by_age)], by_age), "some old page is kept"
+        assert t.evict_step.tolist() == evictions_by_attention(t, steps, 4, sinks, window, heavy=2)
+        assert_replays(t, r)
+
+
+def evictions_by_attention(t, steps, size, sinks, window, heavy):
+    """evict_step of a record in calls of `steps` tokens, one query and one key at a time."""
+    start, length = len(t.prompt), len(t.prompt) + len(t.tokens)
+    evicted, mass = [NEVER] * length, dict.fromkeys(range(length // size + 1), 0.0)
+    for query in range(start - 1, length - 1):
+        for position in range(query + 1):
+            if evicted[position] == NEVER:
+                mass[position // size] += attention(query, position)
+        if (query - start + 2) % steps or query == length - 2:
+            continue  # the call goes on, or is the last one
+        while True:
+            full = [p for p in range((query + 1) // size) if evicted[p * size] == NEVER]
+            if len(full) <= sinks + heavy + window:
+                break
+            page = min(full[sinks : len(full) - window], key=lambda p: (mass[p], p))
+            evicted[page * size : (page + 1) * size] = [query + 1] * size
+    return evicted
 
 
 def test_nothing_is_evicted_of_short_sequences():
@@ -570,6 +598,10 @@ def test_a_sequence_that_starts_again_forgets_what_was_found_in_its_old_text():
 def test_a_retention_that_keeps_nothing_is_refused(sinks, window):
     with pytest.raises(ValueError, match="keep at least one page of the window"):
         KVEviction(sinks, window)
+    with pytest.raises(ValueError, match="no negative number"):
+        KVEviction(1, 1, heavy=-1)
+    with pytest.raises(ValueError, match="heavy=1.* which the engine does not record; set"):
+        started(Engine(), [], retention=KVEviction(1, 1, heavy=1))
 
 
 # Memory between two phases of a run

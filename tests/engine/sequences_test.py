@@ -100,12 +100,16 @@ def test_evicted_pages_are_unseen_from_the_last_token_on():
 
 def test_only_a_sequence_that_saw_evicted_keys_starts_again():
     s = sequence()
+    s.page_mass = np.ones(3)
     s.forget()
+    assert len(s.page_mass) == 3, "its tokens and what they attended to stay"
     assert s.count == 5 and len(s.pieces) == 2
     s.pages, s.page_numbers, s.segment = [31, 32], [0, 1], 1
     s.evict(0, size=2, capacity=9)
+    assert len(s.page_mass) == 2
     s.forget()
     assert (s.count, s.pieces, s.shift, s.evict_step, s.segment) == (0, [], 0, None, 0)
+    assert not len(s.page_mass)
 
 
 def test_a_resumed_sequence_starts_again_from_its_partial():

@@ -9,14 +9,14 @@ from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.spec import Spec
 
 
-def made(platform="cpu", shards=2, tensor=1, is_invariant=False, **sizes):
+def made(platform="cpu", shards=2, tensor=1, is_invariant=False, teacher=None, **sizes):
     mesh = types.SimpleNamespace(shape={"expert": 1, "tensor": tensor}, size=tensor * shards)
     layout = types.SimpleNamespace(
         shards=shards, platform=platform, mesh=mesh, rules={"vocab": "tensor"})
     model = types.SimpleNamespace(vocab_size=64, moe=None)
     config = EngineConfig(**{"slots": 4, "max_length": 30, **sizes})
     program = types.SimpleNamespace(layout=layout, is_invariant=is_invariant)
-    return Spec(model, config, program, lambda logits, positions: logits)
+    return Spec(model, config, program, lambda logits, positions: logits, teacher)
 
 
 def test_pages_and_blocks_of_a_shard():
@@ -27,7 +27,7 @@ def test_pages_and_blocks_of_a_shard():
     assert made(platform="tpu").block_rows(300) == 4
 
 
-@pytest.mark.parametrize("sizes, why", [
+REFUSED = [
     (dict(slots=3), "engine.slots=3 cannot be cut into the 2 data shards"),
     (dict(prefill_batch=5), "engine.prefill_batch=5 cannot be cut"),
     (dict(num_pages=3), "3 pages of 16 positions cannot hold a sequence of 30; .* at least 4"),
@@ -35,9 +35,17 @@ def test_pages_and_blocks_of_a_shard():
     (dict(record_routes=True), "the model has no experts"),
     (dict(is_invariant=True, page_size=8), "needs pages of 16 positions, and engine.page_size is 8"),
     (dict(is_invariant=True, cache_dtype="int8"), "a cache in float32 or float32, and .* is int8"),
-])
-def test_sizes_that_do_not_fit_are_refused(sizes, why, monkeypatch):
+    (dict(weighs_pages=True, unroll=False), "engine.heavy_pages .* set engine.unroll to True"),
+    (dict(weighs_pages=True, is_invariant=True), "engine.heavy_pages .* set engine.numerics to 'fast'"),
+    (dict(weighs_pages=True, teacher=types.SimpleNamespace(moe=None)), "engine.heavy_pages .* rollout.teacher"),
+]
+
+
+def test_sizes_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr(spec.invariant, "check", lambda *_: None)
+    monkeypatch.setattr(spec.placement, "shardings", lambda *_: None)
     made(top_n=32, num_pages=4, is_invariant=True).check()
-    with pytest.raises(ValueError, match=why):
-        made(**sizes).check()
+    made(weighs_pages=True).check()
+    for sizes, why in REFUSED:
+        with pytest.raises(ValueError, match=why):
+            made(**sizes).check()

@@ -57,11 +57,16 @@ def test_kl_and_entropy_terms():
     np.testing.assert_allclose(metrics["actor/pg_loss"], base, rtol=1e-6)
     assert "actor/kl_loss" not in policy_loss(LOGP, BATCH, **parts)[1]
 
-    def total(entropy):
-        return policy_loss(LOGP, BATCH, entropy=entropy, entropy_coeff=0.01, **parts)[0]
+    def total(entropy, kl):  # the KL of all keys to the kept ones is one number a token, as the entropy
+        return policy_loss(
+            LOGP, BATCH, entropy=entropy, entropy_coeff=0.01, dense_kl=kl, dense_kl_coeff=0.1, **parts
+        )[0]
 
-    gradient = jitted.grad(total)(entropy)
+    gradient, pulled = jitted.grad(total, (0, 1))(entropy, entropy)
     np.testing.assert_allclose(gradient, -0.01 / 5 * BATCH["mask"], rtol=1e-5)
+    np.testing.assert_allclose(pulled, 0.1 / 5 * BATCH["mask"], rtol=1e-5)
+    with pytest.raises(ValueError, match="dense_kl_coeff is 0.1, so pass dense_kl"):
+        policy_loss(LOGP, BATCH, dense_kl_coeff=0.1, **parts)
 
 
 def test_the_cross_entropy_of_the_environment_by_hand():

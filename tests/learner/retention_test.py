@@ -26,27 +26,32 @@ DROPPED = dict(
 
 
 @functools.cache
-def setup():
-    return build(tiny.config(**DROPPED))
+def setup(**more):
+    return build(tiny.config(**DROPPED, **more))
 
 
 @functools.cache
-def params():
-    return jax.tree.map(lambda x: 1.4 * x, initial_params(setup().training))
+def params(**more):
+    return jax.tree.map(lambda x: 1.4 * x, initial_params(setup(**more).training))
 
 
 @functools.cache
-def sampled():
-    made = setup()
-    scheduler = made.scheduler(made.engine, made.engine.load(params()), 0)
+def sampled(count=16, **more):
+    made = setup(**more)
+    scheduler = made.scheduler(made.engine, made.engine.load(params(**more)), 0)
     sampling = sampling_params(made.config, made.tokenizer, 1.0, is_filtered=True)
     prompts = [np.array(made.tokenizer.encode(text), np.int32) for text in ("1+2=", "7+5=")]
-    return generate(scheduler, [Request(f"r{i}", prompts[i % 2], i, sampling) for i in range(16)])
+    return generate(scheduler, [Request(f"r{i}", prompts[i % 2], i, sampling) for i in range(count)])
 
 
-def scored(rows):
+@functools.cache
+def score(**more):
+    return make_score(setup(**more).training.learner)
+
+
+def scored(rows, **more):
     one = {name: x[None] for name, x in forward_fields(rows).items()}
-    return np.asarray(make_score(setup().training.learner)(params(), one)["logp"][0])
+    return np.asarray(score(**more)(params(**more), one)["logp"][0])
 
 
 @BY_JAX
@@ -56,7 +61,7 @@ def test_the_learner_that_drops_the_same_keys_agrees():
     assert 4 <= dropped and any(not len(t.evict_step) for t in sampled())
     mask = rows["mask"]
     np.testing.assert_allclose(scored(rows)[mask], rows["logp_behav"][mask], atol=2e-5)
-    whole = {name: x for name, x in rows.items() if name != "evict_step"}
+    whole = rows | {"evict_step": np.full_like(rows["evict_step"], mask.shape[1])}
     gap = np.abs(scored(whole) - rows["logp_behav"])[mask]
     assert gap.max() > 0.01 and np.mean(gap > 1e-3) > 0.1
 
@@ -81,10 +86,85 @@ def test_evaluation_keeps_all_keys():
     assert max(len(t.tokens) for t in found) > 6 and not any(len(t.evict_step) for t in found)
 
 
+HEAVY = dict(engine__heavy_pages=2, model__num_layers=2, model__num_kv_heads=2)
+
+
+def decoded(t, params, model, size, heavy, temperature):
+    """(log-probs, evict_step) of a record by a float64 decoder in NumPy, one query at a time.
+
+    It reads the record's tokens, adds up what each query of a decode step gives to each page, and
+    evicts the lightest pages at the ends of calls, which are the steps of the record's evictions.
+    """
+    p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    tokens, start = np.concatenate([t.prompt, t.tokens]), len(t.prompt)
+    evicted, mass = np.full(len(tokens), NEVER), np.zeros(len(tokens) // size + 1)
+    shape = model.num_heads, model.head_dim
+    keys, values = np.zeros((2, model.num_layers, len(tokens), *shape))
+    norm = lambda x, w: x / np.sqrt(np.mean(x * x) + 1e-6) * w
+    speed = model.rope.theta ** (-np.arange(0, shape[1], 2) / shape[1])
+
+    def turned(x, position):
+        x1, x2 = np.split(x.reshape(shape), 2, axis=-1)
+        cos, sin = np.cos(position * speed), np.sin(position * speed)
+        return np.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin], axis=-1)
+
+    logps = []
+    for query, token in enumerate(tokens[:-1]):
+        x = p["embed"][token]
+        seen = np.flatnonzero(query < evicted[: query + 1])
+        for i in range(model.num_layers):
+            w = {name: leaf[i] for name, leaf in p["layers"].items()}
+            h = norm(x, w["attn_norm"])
+            q, keys[i, query] = (turned(h @ w[name], query) for name in "qk")
+            values[i, query] = (h @ w["v"]).reshape(shape)
+            weights = np.exp(np.einsum("hk,shk->hs", q, keys[i, seen]) / shape[1] ** 0.5)
+            weights /= weights.sum(axis=1, keepdims=True)
+            if query >= start - 1:
+                np.add.at(mass, seen // size, weights.sum(axis=0))
+            x = x + np.einsum("hs,shk->hk", weights, values[i, seen]).reshape(-1) @ w["o"]
+            h = norm(x, w["mlp_norm"])
+            gate = h @ w["gate"]
+            x = x + (gate / (1 + np.exp(-gate)) * (h @ w["up"])) @ w["down"]
+        logits = norm(x, p["final_norm"]) @ (p["head"] if "head" in p else p["embed"].T) / temperature
+        if query >= start - 1:
+            logps.append(logits[tokens[query + 1]] - np.log(np.sum(np.exp(logits))))
+        full = [n for n in range((query + 1) // size) if evicted[n * size] == NEVER]
+        while query + 1 in t.evict_step and len(full) > 1 + heavy + 1:
+            page = min(full[1:-1], key=lambda n: mass[n])
+            full.remove(page)
+            evicted[page * size : (page + 1) * size] = query + 1
+    return np.array(logps), evicted.tolist()
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("way", [
+    {}, dict(engine__max_draft=3), dict(mesh__serve=(1, 1, 2)), dict(mesh__serve=(2, 1, 1)),
+])
+def test_heavy_pages_are_those_of_an_oracle_and_the_learner_attends_to_them(way):
+    more = HEAVY | way
+    made, records = setup(**more), sampled(64, **more)
+    rows = made.training.rows(records)
+    mask = rows["mask"]
+    np.testing.assert_allclose(scored(rows, **more)[mask], rows["logp_behav"][mask], atol=2e-5)
+    long = [t for t in records if len(t.evict_step)]
+    assert len(long) > 3
+    kept_old = 0
+    for t in long:
+        logps, evict_step = decoded(t, params(**more), made.model, 2, 2, t.temperature)
+        np.testing.assert_allclose(logps, t.logp_behav, atol=2e-5)
+        assert t.evict_step.tolist() == evict_step
+        gone = t.evict_step[2:] < NEVER
+        kept_old += np.any(~gone[: np.flatnonzero(gone)[-1]])
+    assert kept_old > 1, "some page is older than an evicted one"
+
+
 @pytest.mark.all
 def test_the_run_measures_no_gap(tmp_path):
-    """Sampled, scored and updated in packed rows."""
-    tiny.run(tmp_path / "dropped", steps=1, warmup__steps=0, **DROPPED)
+    """Sampled, scored and updated in packed rows, and the dense policy pulled to what was seen."""
+    tiny.run(
+        tmp_path / "dropped", steps=1, warmup__steps=0, correction__dense_kl_coeff=0.1, **DROPPED
+    )
     (record,) = (r for r in tiny.lines(tmp_path / "dropped") if "rollout/occupancy" in r)
     assert record["rollout/evicted"] > 0
     assert record["mismatch/log_ratio_abs_max"] < 1e-4
+    assert record["actor/dense_kl_loss"] > 0

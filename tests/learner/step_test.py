@@ -19,6 +19,7 @@ import optax
 import pytest
 
 from configs import default
+from jaxrl_tis import sharding
 from jaxrl_tis.estimators import reduce
 from jaxrl_tis.estimators.counts import is_count
 from jaxrl_tis.learner import correction
@@ -30,7 +31,7 @@ from jaxrl_tis.learner.step import (
     MicroLoss, TrainState, accumulate_gradients, make_arriving_step, make_critic_step,
     make_supervised_step, make_train_step,
 )
-from jaxrl_tis.models import lora, transformer
+from jaxrl_tis.models import lora, placement, transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from tests import jitted
 
@@ -370,6 +371,77 @@ def test_an_exact_kl_is_that_of_the_whole_logits():
     ours, metrics = updated(chosen, given, 2)
     assert metrics["actor/kl_loss"] == pytest.approx(float(value), rel=1e-4)
     assert_trees_close(ours, expected, atol=1e-5)
+
+
+@pytest.mark.all
+def test_the_dense_policy_is_pulled_to_the_shadow_that_the_sampler_kept():
+    """Shadow Mask: the RL loss of the kept keys, and the exact KL of all keys to them, which pulls the
+    pass with all keys alone. Keys 1 and 2 of a row are unseen from position 4 on."""
+    data, mask = dict(batch()), batch()["mask"]
+    data["evict_step"] = np.full((B, T), T, np.int32)
+    data["evict_step"][:, 1:3] = 4
+    before = lambda x: jnp.pad(x[:, :-1], ((0, 0), (1, 0), (0, 0)))
+
+    def behind(p, evict_step):
+        x = transformer.rows_hidden(
+            p, CONFIG, LEARNER.program, data["tokens"], data["positions"], data["segment_ids"],
+            evict_step,
+        )
+        return jax.nn.log_softmax(before(x @ p["head"]) / data["temperature"][:, :1, None])
+
+    def total(p, rate, is_pulling):
+        logq = behind(p, data["evict_step"])
+        logp = behind(p, None)
+        logp_bt = jnp.take_along_axis(logq, data["tokens"][..., None], axis=-1)[..., 0]
+        ratio = jnp.exp(logp_bt - data["logp_old"])
+        clipped = jnp.clip(ratio, 1 - LOW, 1 + HIGH)
+        policy = -jnp.minimum(ratio * data["adv"], clipped * data["adv"]) * data["weights"]
+        logq = logq if is_pulling else jax.lax.stop_gradient(logq)
+        kl = jnp.sum(jnp.exp(logp) * (logp - logq), axis=-1)
+        mean = lambda x: jnp.sum(jnp.where(mask, x, 0)) / mask.sum()
+        return mean(policy) + rate * mean(kl), mean(kl)
+
+    gradient = jax.jit(jax.grad(total, has_aux=True), static_argnums=2)
+    expected, kl = gradient(params(), 0.7, False)
+    pulled, _ = gradient(params(), 0.7, True)
+    plain, _ = gradient(params(), 0.0, False)
+    assert kl > 1e-3
+    for other in (pulled, plain):  # both would be seen
+        assert difference(jax.device_get(expected), jax.device_get(other)) > 1e-3
+    chosen = correction.parse(fields(dense_kl_coeff=0.7))
+    for count in (1, 4):
+        ours, metrics = updated(chosen, with_nan_padding(data), count)
+        assert metrics["actor/dense_kl_loss"] == pytest.approx(float(kl), rel=1e-4)
+        wanted = jax.tree.map(lambda p, g: p - np.asarray(g), params(), expected)
+        assert_trees_close(ours, wanted, atol=1e-5)
+    ours, metrics = updated(correction.parse(fields()), data, 1)
+    assert "actor/dense_kl_loss" not in metrics
+    assert_trees_close(ours, jax.tree.map(lambda p, g: p - np.asarray(g), params(), plain), atol=1e-5)
+
+
+@pytest.mark.all
+def test_a_mesh_changes_no_pull_on_the_dense_policy():
+    """Rows, widths, heads with the vocabulary, and positions cut in two, compared with one device."""
+    config = dataclasses.replace(CONFIG, num_kv_heads=2, vocab_size=20)
+    whole = jax.device_get(transformer.init(config, jax.random.key(0)))
+    data = {n: np.pad(x, ((0, 0), (0, 12 - T))) for n, x in batch().items() if x.shape == (B, T)}
+    data |= {"temperature": np.maximum(data["temperature"], 0.5), "adv": 0 * data["adv"]}
+    data["evict_step"] = np.full((B, 12), 12, np.int32)
+    data["evict_step"][:, 1:3] = 4
+    found = []
+    for mesh in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (1, 1, 1, 2)):
+        layout = sharding.layout(mesh, sharding.TRAIN_RULES, vocab_size=20)
+        learner = Learner(config, transformer.Program(layout=layout), max_targets=12, chunk=10)
+        train_step = make_train_step(learner, correction.parse(fields(dense_kl_coeff=0.7)), SGD)
+        state, metrics = train_step(
+            start(placement.put(whole, layout, config), SGD), layout.put_batch(cut(data, 2))
+        )
+        found.append((jax.device_get(state.params), metrics["actor/dense_kl_loss"]))
+    (one, kl), *others = found
+    assert kl > 1e-3 and difference(one, whole) > 1e-3
+    for params, same in others:
+        assert same == pytest.approx(float(kl), rel=1e-5)
+        assert_trees_close(params, one, atol=1e-6)
 
 
 @pytest.mark.all

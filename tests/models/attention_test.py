@@ -62,13 +62,41 @@ def test_pages_in_blocks_equal_numpy(size, block):
             kept = np.where(np.arange(pages * size)[:, None, None] <= last, x[row], np.nan)
             pool[i, table[row]] = np.swapaxes(kept.reshape(pages, size, 2, 8), 1, 2)
     read = lambda numbers: cache.KV(*jnp.asarray(pool), None, None).read(numbers)
-    attend = lambda q: attention.paged_attention(
-        q, read, jnp.asarray(table), jnp.asarray(places), block_size=block
+    attend = lambda q, **weighs: attention.paged_attention(
+        q, read, jnp.asarray(table), jnp.asarray(places), block_size=block, **weighs
     )
     has_loop = "while" in str(jax.make_jaxpr(attend)(q))
     assert has_loop == (block < pages * size)
     mask = np.arange(pages * size) <= places[..., None]
-    np.testing.assert_allclose(jax.jit(attend)(q), reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
+    out, (weighed, mass) = jax.jit(lambda q: (attend(q), attend(q, weighs=True)))(q)
+    np.testing.assert_allclose(out, reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(weighed, out)
+    np.testing.assert_allclose(mass, page_mass(q, k, mask, size), rtol=1e-4, atol=1e-5)
+
+
+def page_mass(q, k, mask, size):
+    """The attention [B,T,P] to each page of `size` positions, summed over heads."""
+    k = np.repeat(k.astype(np.float64), q.shape[2] // k.shape[2], axis=2)
+    scores = np.einsum("bthk,bshk->bhts", q.astype(np.float64), k) * q.shape[-1] ** -0.5
+    weights = np.where(mask[:, None], np.exp(scores), 0)
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights.sum(axis=1).reshape(*q.shape[:2], -1, size).sum(axis=-1)
+
+
+@pytest.mark.all
+def test_rows_by_length_give_the_attention_to_each_page():
+    b, pages, size = 33, 9, 32
+    places = (np.arange(b) * 8 % (pages * size))[:, None]
+    q, k, v = arrays(b, 1, pages * size, 2, 1, 4)
+    pool = np.stack([np.swapaxes(x.reshape(b * pages, size, 1, 4), 1, 2) for x in (k, v)])
+    kv = cache.KV(*jnp.asarray(pool), None, None)
+    table = jnp.arange(b * pages).reshape(b, pages)
+    out, mass = jax.jit(lambda q: attention.paged_attention_by_length(
+        q, kv.read, table, jnp.asarray(places), weighs=True
+    ))(q)
+    mask = np.arange(pages * size) <= places[..., None]
+    np.testing.assert_allclose(out, reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(mass, page_mass(q, k, mask, size), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.cases("32-9")

@@ -1,6 +1,6 @@
 """Mutants of the sampler: scheduler, pages, draws, records, drafts, the programs."""
 
-from tests.mutants import of
+from tests.mutants import IN_ALL, of
 
 INTERRUPTIONS = "engine/scheduler_interruptions_test.py"
 OVERLAP = "engine/scheduler_async_test.py"
@@ -10,7 +10,18 @@ VERSIONS = (
     INTERRUPTIONS + "::test_every_token_carries_the_weights_that_drew_it_and_the_oldest_it_read"
 )
 
+HEAVY = (
+    "learner/retention_test.py::test_heavy_pages_are_those_of_an_oracle_and_the_learner_attends_to_them"
+)
+
 MUTANTS = [
+    *of("engine/check.py",
+        ("heavy pages of scanned layers", "if not engine.unroll:", "if False:",
+         "validate_test.py::test_contradictions_of_sparse_contexts"),
+        ("heavy pages without first and last ones",
+         "if not any(engine.retention):", "if False:",
+         "validate_test.py::test_contradictions_of_sparse_contexts"),
+        tests="validate_test.py"),
     *of("engine/pages.py",
         ("a page is free when its first holder gives it back",
          "            if self._references[page]:\n                continue\n", ""),
@@ -79,6 +90,15 @@ MUTANTS = [
          "engine/extend_test.py::test_a_turn_of_every_length_continues_the_sequence"),
         ("a first admission begins a second segment", "self.segment += self.count > 0",
          "self.segment += 1", VERSIONS),
+        ("the heaviest page is evicted", "np.argmin(mass)", "np.argmax(mass)",
+         INTERRUPTIONS + "::test_the_engine_read_what_evict_step_says"),
+        ("attention of earlier calls is forgotten", "mass[: len(before)] += before", "pass",
+         INTERRUPTIONS + "::test_the_engine_read_what_evict_step_says"),
+        ("the page after an evicted one has its attention",
+         "np.concatenate([self.page_mass[:index], self.page_mass[index + 1 :]])", "self.page_mass",
+         INTERRUPTIONS + "::test_the_engine_read_what_evict_step_says"),
+        ("attention outlives the tokens that gave it", "            self.page_mass = np.zeros(0)\n", "",
+         "test_only_a_sequence_that_saw_evicted_keys_starts_again"),
         ("evicted keys are unseen one token late", "first : first + size] = self.length - 1",
          "first : first + size] = self.length"),
         ("the record goes on behind the stop string", "self.field(name)[:count] for",
@@ -222,6 +242,10 @@ MUTANTS = [
         ("the last prompt token has no row of its prefill", "filled(blocks, len(prefix.tokens))",
          "filled(blocks, len(prefix.tokens) - 1)", "test_a_group_shares_the_rows_of_its_prompt"),
         tests=ROUTES),
+    *of("engine/cache.py",
+        ("a page has the attention of one device's heads", 'layout.summed(mass_btp, "heads")', "mass_btp",
+         HEAVY, IN_ALL),
+        tests="engine/cache_test.py"),
     *of("engine/programs.py",
         ("rows have their layers in the reverse order", "jnp.moveaxis(routed.ids, 0, 2)",
          "jnp.moveaxis(routed.ids[::-1], 0, 2)",
@@ -264,9 +288,13 @@ MUTANTS = [
          "self.prefixes.new_pages(sequence, shard) + running:",
          "self.prefixes.new_pages(sequence, shard):",
          "engine/scheduler_test.py::test_a_request_leaves_a_page_to_each_of_those_that_run"),
-        ("a page is evicted one token early", "- sequence.shift) // size > most:",
-         "- sequence.shift + 1) // size > most:",
+        ("a page is evicted one token early", "- sequence.shift) // size) > kept.most:",
+         "- sequence.shift + 1) // size) > kept.most:",
          INTERRUPTIONS + "::test_evicted_positions_are_recorded_as_the_engine_saw_them"),
+        ("the newest page may be the lightest", "full - kept.window)", "full)",
+         INTERRUPTIONS + "::test_the_engine_read_what_evict_step_says"),
+        ("heavy pages are asked of an engine without attention", "not engine.weighs_pages:", "False:",
+         INTERRUPTIONS + "::test_a_retention_that_keeps_nothing_is_refused"),
         ("a sequence keeps its slot one call too long", "s.since_admission >= self._preempt_after",
          "s.since_admission > self._preempt_after",
          INTERRUPTIONS + "::test_a_sequence_draws_its_share_each_time_it_gets_a_slot"),
@@ -406,6 +434,10 @@ MUTANTS = [
         ("evicted positions leave a hole in the pages", "position_bt - shift_b[:, None], 0)",
          "position_bt, 0)",
          "learner/retention_test.py::test_the_learner_that_drops_the_same_keys_agrees"),
+        ("rejected drafts give attention to pages", "jnp.where(valid[..., None], mass_kbp, 0)", "mass_kbp",
+         HEAVY, IN_ALL),
+        ("the last layer alone gives attention to pages", "mass_btp = sum(masses)", "mass_btp = masses[-1]",
+         HEAVY, IN_ALL),
         ("a stop token does not end a sequence", "is_ended = last(is_stop_bt) | (count_b == 0)",
          "is_ended = count_b == 0", "test_a_stop_token_ends_the_sequence_and_belongs_to_it"),
         tests="engine/engine_test.py"),

@@ -144,6 +144,8 @@ MUTANTS = [
          "if spec.rejected_in_denominator:"),
         ("the entropy bonus is a penalty", "loss - spec.entropy_coeff * entropy_loss",
          "loss + spec.entropy_coeff * entropy_loss"),
+        ("the KL to the kept keys has no coefficient", "loss + spec.dense_kl_coeff * dense_kl_loss",
+         "loss + dense_kl_loss", "test_kl_and_entropy_terms"),
         ("weights count twice in objectives that use them", 'if "weights" not in extra:',
          "if True:"),
         ("the KL term has no coefficient", "loss + spec.kl_coeff * kl_loss", "loss + kl_loss"),

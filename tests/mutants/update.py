@@ -3,6 +3,15 @@
 from tests.mutants import IN_ALL, of
 
 MUTANTS = [
+    *of("learner/scoring.py",
+        ("the dense policy has the keys of the shadow", 'if k != "evict_step"', 'if k != ""',
+         "learner/step_test.py::test_the_dense_policy_is_pulled_to_the_shadow_that_the_sampler_kept",
+         IN_ALL),
+        tests="learner/step_test.py"),
+    *of("learner/check.py",
+        ("a KL to all keys without evictions", "if c.dense_kl_coeff and not any(config.engine.retention)",
+         "if False", "validate_test.py::test_contradictions_of_sparse_contexts"),
+        tests="validate_test.py"),
     *of("learner/correction.py",
         ("the reward of a truncated answer is lost to the mask",
          'function(rewards, batch["sampled"], batch["group"]',
@@ -114,8 +123,7 @@ MUTANTS = [
          "(b, -1, *(1,) * (ndim - 2))\n",
          "learner/step_test.py::test_log_probs_and_entropies_are_those_of_the_whole_logits"),
         ("the temperature is ignored",
-         'gather(jnp.where(batch["mask"], batch["temperature"], 1.0))',
-         'gather(jnp.ones_like(batch["temperature"]))',
+         'jnp.where(batch["mask"], batch["temperature"], 1.0)', 'jnp.ones_like(batch["temperature"])',
          "learner/step_test.py::test_log_probs_and_entropies_are_those_of_the_whole_logits"),
         ("recorded logits are those after the token",
          "jnp.pad(logits_btv, ((0, 0), (1, 0), (0, 0)))[:, :-1]", "logits_btv",
