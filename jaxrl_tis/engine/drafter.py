@@ -17,25 +17,44 @@ from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sequences import Sequence
 
 
+@dataclasses.dataclass
+class Drafting:
+    """The small model that drafts for one engine.
+
+    Attributes:
+      engine: of the small model; its `steps` are one more than a draft has tokens.
+      served: (its serving parameters, their version, see Trajectory.drafter_version). A Drafter takes
+        new ones when the policy's weights change.
+    """
+
+    engine: Engine
+    served: tuple[Any, int]
+
+
 class Drafter(Paced):
     """Proposes drafts of a small model, or none while they do not pay.
 
     Args:
-      engine: of the small model; its `steps` are one more than a draft has tokens.
-      params: its serving parameters.
+      drafting: the small model.
       free_batch_rows: see Paced.
       cost: time of one of its steps, relative to a step of the policy.
     """
 
-    def __init__(self, engine: Engine, params: Any, free_batch_rows: int, cost: float):
-        super().__init__(engine.slots, free_batch_rows)
-        self._engine, self._params, self._cost = engine, params, cost
-        self._length = engine.steps - 1
+    def __init__(self, drafting: Drafting, free_batch_rows: int, cost: float):
+        self._drafting, self._engine, self._cost = drafting, drafting.engine, cost
+        super().__init__(self._engine.slots, free_batch_rows)
+        self._length = self._engine.steps - 1
         self._state: Any = None
         self._known: dict[str, int] = {}  # request -> the number of its first tokens with keys
         self._lacking: set[tuple[int, int]] = set()  # (shard, page): cached, and some keys are missing
         self._filled: set[str] = set()  # requests inserted after a prefill
         self._is_drafting = False
+
+    def forget(self) -> None:
+        """Resets the measured acceptance, and takes new weights. Keys of older ones stay: they change
+        which drafts are made, and no sample."""
+        super().forget()
+        self._params, self.version = self._drafting.served
 
     def start(self) -> None:
         self._state = self._engine.init_state()

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.protocol import Chunk, Insertion
-from jaxrl_tis.engine.records import Request
+from jaxrl_tis.engine.records import NO_DRAFTER, Request
 from jaxrl_tis.engine.sequences import Sequence
 
 NGRAMS = (3, 2)  # lengths of the matches, the longer one first
@@ -59,8 +59,31 @@ def lengths(longest: int) -> list[int]:
     return [2**i - 1 for i in range(1, (longest + 1).bit_length())]
 
 
+def verified(
+    drafts_bg: np.ndarray, drafted_b: np.ndarray, drawn_tb: np.ndarray, counts_b: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how many tokens of each slot's draft a pass compared with a sampled token, and how many
+    of these are equal [slots]. The last comparison is the first that fails, or that at the end of the
+    sequence.
+
+    Args:
+      drafts_bg: drafted tokens; drafted_b: how many each slot has.
+      drawn_tb: sampled tokens, T at least G + 1; counts_b: how many each slot has.
+    """
+    compared_b = np.minimum(drafted_b, counts_b)
+    is_equal_bg = drafts_bg == drawn_tb[: drafts_bg.shape[1]].T
+    is_compared_bg = np.arange(drafts_bg.shape[1])[None] < compared_b[:, None]
+    return compared_b, np.sum(is_equal_bg & is_compared_bg, axis=1)
+
+
 class NoDrafts:
-    """Proposes no drafts: the engine decodes token by token."""
+    """Proposes no drafts: the engine decodes token by token.
+
+    Attributes:
+      version: of the model that drafts, see Trajectory.drafter_version.
+    """
+
+    version: int = NO_DRAFTER
 
     def start(self) -> None:
         """Called when there are pages."""
@@ -109,9 +132,8 @@ class NoDrafts:
         """
         raise NotImplementedError
 
-    def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
-        """Called with the number of accepted tokens of a draft. The end of a sequence is not
-        counted as a rejection."""
+    def observe(self, verified: int, accepted: int) -> None:
+        """Called with the sums of what `verified` returns of a pass."""
 
 
 class Paced(NoDrafts):
@@ -137,9 +159,9 @@ class Paced(NoDrafts):
         """Resets the measured acceptance."""
         self._accepted = self._rejected = 0.0
 
-    def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
+    def observe(self, verified: int, accepted: int) -> None:
         self._accepted += accepted
-        self._rejected += accepted < drafted and not is_ended
+        self._rejected += verified - accepted
 
     def _fade(self) -> None:
         """Lets the measured acceptance count less."""

@@ -33,7 +33,7 @@ first.
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ import numpy as np
 from jaxrl_tis.engine import request_check
 from jaxrl_tis.engine.block_manager import BlockManager, KVEviction
 from jaxrl_tis.engine.endings import Endings, aborted
-from jaxrl_tis.engine.drafts import NoDrafts, Paced
+from jaxrl_tis.engine.drafts import NoDrafts, Paced, verified
 from jaxrl_tis.engine.pages import Pages
 from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefiller import Prefiller
@@ -69,14 +69,15 @@ class Call:
       result: arrays on the device.
       rows: {sequence: (its slot, the most tokens that it samples)}.
       version: version of the weights.
-      drafts: the drafts that the call verifies.
+      drafts: tokens [slots, n] of the drafts that the call verifies, and how many each slot has [slots];
+        () without drafts.
       prefilled: the routes that prefill calls wrote between the call before and this one.
     """
 
     result: ResultTokens
     rows: dict[Sequence, tuple[int, int]]
     version: int
-    drafts: Mapping[Sequence, Collection[int]]
+    drafts: tuple
     prefilled: list[Block]
 
 
@@ -348,6 +349,7 @@ class Scheduler:
         if blocks.to_release:
             self._runner.release(sorted(blocks.to_release))
             blocks.to_release.clear()
+        rows: tuple = ()
         if drafts:
             rows = self._drafts.rows(drafts, length, self._runner.state, table, shift)
             result = self._runner.verify(*rows, table, shift)
@@ -356,7 +358,7 @@ class Scheduler:
         taken = {s: (s.slot, min(width, s.remaining - s.in_flight)) for s in active}
         for sequence, (_, most) in taken.items():
             sequence.in_flight += most
-        return Call(result, taken, self._runner.version, drafts, self._routes.pop_unread())
+        return Call(result, taken, self._runner.version, rows, self._routes.pop_unread())
 
     def _collect(self) -> None:
         """Waits for the call that has not been read, if there is one, and appends its tokens to
@@ -365,28 +367,31 @@ class Scheduler:
         if not call:
             return
         result: Any = self._runner.read(call.result)  # arrays of numpy
-        drafts = call.drafts
         # Pieces of sequences keep the result, and so the tokens of all slots.
         routes, result = result.routes, dataclasses.replace(result, routes=None)
         self._routes.read(call.prefilled)
         counts = result.valid.sum(axis=0)
         is_bad = result.valid & ~np.isfinite(result.logp_behav)
-        self.stats.add_call(result.valid[:1] if drafts else result.valid)
+        self.stats.add_call(result.valid[:1] if call.drafts else result.valid)
+        compared = accepted = np.zeros_like(counts)
+        if call.drafts:
+            guessed, drafted = map(np.asarray, call.drafts)
+            compared, accepted = verified(guessed, drafted, result.tokens, counts)
+            self._drafts.observe(int(compared.sum()), int(accepted.sum()))
+            self.stats.add_drafts(drafted, compared, accepted)
         for sequence, (slot, most) in call.rows.items():
             if sequence.has_ended:
                 continue  # by a stop string, in the call before
             count = int(counts[slot])
             sequence.append(Drawn(
-                result, slot, count, call.version, sequence.kv_version, sequence.segment
+                result, slot, count, call.version, sequence.kv_version, sequence.segment,
+                self._drafts.version, int(compared[slot]), int(accepted[slot]),
             ), most)
             if routes is not None and sequence.routes is not None and count:
                 sequence.routes.sampled(sequence.length - count - 1, routes[:count, slot])
             self.stats.tokens += count
             tokens, is_last = result.tokens[:count, slot], result.remaining[slot] == 0
             self._drafts.extend(sequence, tokens)
-            if draft := drafts.get(sequence):
-                self._drafts.observe(len(draft), count - 1, is_last)
-                self.stats.add_draft(len(draft), count - 1)
             if is_bad[:, slot].any():
                 index = sequence.count - count + int(is_bad[:, slot].argmax())
                 self._endings.fail(sequence, index)

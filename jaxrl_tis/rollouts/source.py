@@ -132,5 +132,5 @@ def engine_metrics(engine: ml_collections.ConfigDict, stats: Stats) -> dict[str,
     if any(engine.retention):
         metrics["rollout/evicted"] = stats.evicted
     if engine.max_draft:
-        metrics["rollout/draft_acceptance"] = stats.accepted / max(stats.drafted, 1)
+        metrics["rollout/draft_acceptance"] = stats.accepted / max(stats.verified, 1)
     return metrics

@@ -11,7 +11,7 @@ from scipy import stats
 from jaxrl_tis import build, export, sharding
 from jaxrl_tis.engine import fusion
 from jaxrl_tis.engine.config import EngineConfig
-from jaxrl_tis.engine.drafter import Drafter
+from jaxrl_tis.engine.drafter import Drafter, Drafting
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.engine.scheduler import Scheduler
@@ -50,7 +50,7 @@ class Always(Drafter):
 
     def __init__(self, model, off=(), own=None):
         own = own or engine(model)
-        super().__init__(own, own.load(parameters(model)), 1000, 0.1)
+        super().__init__(Drafting(own, (own.load(parameters(model)), 0)), 1000, 0.1)
         self.off, self.calls = off, 0
 
     def propose(self, sequences):
@@ -120,9 +120,10 @@ def test_a_drafter_that_is_the_policy_is_always_right():
     expected, _ = sampled(asked)
     found, counts = sampled(asked, drafter)
     assert_same(found, expected)
-    assert counts.drafted > 50
-    ended = sum(t.stop_reason == "stop" for t in found.values())
-    assert counts.accepted >= counts.drafted - LENGTH * ended
+    assert 50 < counts.accepted == counts.verified <= counts.drafted
+    drafted = np.concatenate([t.drafter_version for t in found.values()])
+    accepted = np.concatenate([t.accepted for t in found.values()])
+    assert set(drafted) == {-1, 0} and counts.accepted == accepted.sum() == (drafted == 0).sum()
     assert not drafter._known and drafter._rejected == 0
 
 
@@ -144,10 +145,8 @@ def test_draws_have_the_distribution_of_the_policy():
 
 def test_drafts_end_where_they_do_not_pay():
     """With acceptance 0 a pass of drafts yields one token, for more time."""
-    drafter = Drafter(engine(SMALL), None, free_batch_rows=64, cost=0.1)
-    drafter.observe(LENGTH, 0, False)
-    for _ in range(9):
-        drafter.observe(LENGTH, 0, False)
+    drafter = Drafter(Drafting(engine(SMALL), (None, 0)), free_batch_rows=64, cost=0.1)
+    drafter.observe(10, 0)
     sequences = [type("S", (), {"remaining": 9})() for _ in range(16)]
     assert drafter.propose(sequences) == (0, {})
     # 64 rows take the time of one; four steps of the drafter 0.4 of that.

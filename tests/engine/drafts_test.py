@@ -10,7 +10,7 @@ import pytest
 import scipy.stats
 
 from jaxrl_tis import sharding
-from jaxrl_tis.engine.drafts import Drafts, Group
+from jaxrl_tis.engine.drafts import Drafts, Group, verified
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
@@ -95,17 +95,24 @@ def test_drafts_of_no_token_are_refused():
         Drafts(1, 0, 1000)
 
 
+def test_a_draft_is_verified_up_to_its_first_wrong_token_or_the_end():
+    """Slots: two right and one wrong of three; all right; the first is a stop, right and then wrong;
+    no draft."""
+    drafts = np.array([[5, 6, 9], [5, 6, 7], [5, 6, 7], [8, 6, 7], [7, 0, 0]])
+    drawn = np.array([[5, 6, 7, 0], [5, 6, 7, 8], [5, 0, 0, 0], [5, 0, 0, 0], [7, 0, 0, 0]]).T
+    compared, accepted = verified(drafts, np.array([3, 3, 3, 3, 0]), drawn, np.array([3, 4, 1, 1, 1]))
+    assert compared.tolist() == [3, 3, 1, 1, 0] and accepted.tolist() == [2, 3, 1, 0, 0]
+
+
 # How far
 
 
 def test_acceptance_is_measured_and_forgotten():
     drafts = made()
     assert drafts.acceptance == 1 / 2
-    drafts.observe(7, 7, False)
+    drafts.observe(7, 7)
     assert drafts.acceptance == 8 / 9
-    drafts.observe(7, 2, False)
-    assert drafts.acceptance == 10 / 12
-    drafts.observe(7, 0, is_ended=True)  # no draw contradicted it
+    drafts.observe(3, 2)
     assert drafts.acceptance == 10 / 12
     drafts.propose([])
     assert drafts.acceptance == pytest.approx((1 + 9 * 0.95) / (2 + 10 * 0.95))
@@ -122,18 +129,15 @@ def best(acceptance, slots, free_batch_rows):
 
 @pytest.mark.parametrize("slots, free_batch_rows, expected", [
     (1, 1000, 7), (1, 4, 3), (1, 2, 1), (1, 1, 0), (16, 128, 7), (64, 128, 1), (128, 128, 0)])
-@pytest.mark.parametrize("accepted, rejected", [(30, 1), (2, 2), (0, 30)])
-def test_the_length_gives_the_most_tokens(slots, free_batch_rows, expected, accepted, rejected):
-    drafts = made(slots, 7, free_batch_rows)
-    sequence = begun(drafts, "a", (5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6), (7,))
-    for _ in range(accepted):
-        drafts.observe(1, 1, False)
-    for _ in range(rejected):
-        drafts.observe(1, 0, False)
-    length, _ = drafts.propose([sequence])
-    assert length == best((1 + accepted) / (2 + accepted + rejected), slots, free_batch_rows)
-    if accepted > rejected:
-        assert length == expected
+def test_the_length_gives_the_most_tokens(slots, free_batch_rows, expected):
+    for accepted, rejected in ((30, 1), (2, 2), (0, 30)):
+        drafts = made(slots, 7, free_batch_rows)
+        sequence = begun(drafts, "a", (5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6), (7,))
+        drafts.observe(accepted + rejected, accepted)
+        length, _ = drafts.propose([sequence])
+        assert length == best((1 + accepted) / (2 + accepted + rejected), slots, free_batch_rows)
+        if accepted > rejected:
+            assert length == expected
 
 
 def test_few_sequences_with_a_draft_do_not_make_all_others_pay():
@@ -157,7 +161,7 @@ def test_tokens_are_those_without_drafts(shards, steps):
     scheduler = arithmetic.started(engine, requests, drafts=drafts)
     arithmetic.assert_as_alone(arithmetic.drain(scheduler), requests)
     stats = scheduler.stats
-    assert 0 < stats.accepted < stats.drafted == sum(map(sum, engine.verified))
+    assert 0 < stats.accepted < stats.verified < stats.drafted == sum(map(sum, engine.verified))
     assert stats.busy < stats.tokens and 0 < stats.occupancy <= 1
     assert_empty(drafts)
 
@@ -276,6 +280,7 @@ def test_a_stop_token_ends_a_draft():
         tokens = plain[r.id].tokens.tolist()
         end = tokens.index(r.sampling.stop_ids[0]) + 1
         assert (drafted[r.id].tokens.tolist(), drafted[r.id].stop_reason) == (tokens[:end], "stop")
+        assert not len(drafted[r.id].drafter_version)  # n-grams are of no model
 
 
 def test_in_invariant_numerics_drafts_change_no_bit():
