@@ -207,6 +207,10 @@ def get_config() -> ConfigDict:
     c.engine.max_draft = 0
     # Small model that makes drafts of max_draft tokens: a folder, .gguf file or hf:// path. "": none.
     c.engine.drafter = ""
+    # Steps between trainings of the drafter, on the samples of a step (docs/engine.md). 0: never.
+    c.engine.drafter_every = 0
+    c.engine.drafter_lr = 1e-3  # learning rate of the drafter
+    c.engine.drafter_weighting = "none"  # weight of a sample there: none, or reward
     # auto: a synchronous run on shared devices frees the sampler's weights and KV cache during the
     # update (docs/engine.md#sleep).
     c.engine.sleep = "auto"

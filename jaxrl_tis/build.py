@@ -399,6 +399,11 @@ def _drafter_model(
     token ids, or a model that is larger than the policy."""
     if not config.engine.drafter:
         return None
+    if config.engine.drafter_every and (count := jax.process_count()) > 1:
+        raise ValueError(
+            f"engine.drafter_every = {config.engine.drafter_every} trains the drafter of a run of one "
+            f"process, and this one has {count}; set it to 0"
+        )
     drafter = _with_tokenizer(config, "engine.drafter", model, tokenizer)
     if drafter.vocab_size > model.vocab_size:
         raise ValueError(
@@ -498,7 +503,8 @@ def assemble(
     if doubt := overflow.doubt(model, dtypes):
         processes.report(f"warning: {doubt}", sys.stderr)
     training = make_learner_setup(
-        config, choices.correction, choices.schedule, choices.replay, model, devices, choices.lora
+        config, choices.correction, choices.schedule, choices.replay, model, devices, choices.lora,
+        drafter if config.engine.drafter_every else None,
     )
     layouts = _serving_layouts(config, training.layout, devices, model.vocab_size)
     first = layouts[0]

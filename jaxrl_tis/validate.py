@@ -54,6 +54,7 @@ ALLOWED = {
     "engine.numerics": ("", *transformer.NUMERICS),
     "engine.policy": tuple(POLICIES),
     "engine.sleep": ("auto", "never"),
+    "engine.drafter_weighting": ("none", "reward"),
     "model.dtype": COMPUTE_DTYPES,
     "model.numerics": transformer.NUMERICS,
     "model.param_dtype": DTYPES,
@@ -87,7 +88,7 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
-    "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length",
+    "engine.drafter_every", "engine.drafter_lr", "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length",
     "rollout.top_k",
     "rollout.sampling_mask_size", "rollout.fork_rows", "rollout.overlong_buffer", "rollout.snapshots",
     "correction.kl_coeff", "correction.sampler_kl_coeff",

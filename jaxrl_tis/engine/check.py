@@ -13,6 +13,7 @@ EIGHT_BIT = tuple(dtype.name for dtype in quant.BOUND)  # with scales
 def engine_problems(config: ml_collections.ConfigDict) -> Iterator[str]:
     """Yields a sentence for each problem of config.engine, and of the filters of config.rollout."""
     yield from _sizes(config)
+    yield from _distillation(config)
     yield from _sampling(config)
     yield from _numerics(config)
 
@@ -41,6 +42,17 @@ def _sizes(config):
         yield (
             f"engine.drafter = {config.engine.drafter!r} needs the keys of all tokens, and engine.retention "
             f"= {config.engine.retention} evicts some; set it to (0, 0)"
+        )
+
+
+def _distillation(config):
+    every = config.engine.drafter_every
+    if every and not config.engine.drafter:
+        yield f"engine.drafter_every = {every} trains engine.drafter, and there is none; name a model"
+    if every and config.rollout.driver == "ray":
+        yield (
+            f"engine.drafter_every = {every} trains a drafter for samplers of this process, and "
+            "rollout.driver is 'ray'; set it to 'virtual' or 'threads', or engine.drafter_every to 0"
         )
 
 

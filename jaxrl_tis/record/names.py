@@ -353,6 +353,8 @@ ROLLOUTS = (
     Metric("rollout/draft_acceptance_lag_<n>", "share",
            "The same from n policy versions of age of the drafter to twice that.", "2510.26475"),
     Metric("rollout/drafter_lag", "versions", "Mean age of the drafter at verified tokens."),
+    Metric("drafter/kl", "nats/token", "Mean log μ − log-prob of the drafter, before its updates."),
+    Metric("drafter/{grad_norm,lr}", "its own", "Gradient norm and learning rate of the drafter."),
     Metric("replay/uses_mean", "batches",
            "Batches that a group was in, with this one.", "2604.16918"),
     Metric("replay/age_mean", "versions", "Versions since a group was first trained on."),
@@ -394,7 +396,7 @@ ASYNC = (
 
 MACHINE = (
     compact("time/step_s", "s", "Wall-clock time of a step."),
-    Metric("time/{data,sync,rollout,reward,score,update}_s", "s",
+    Metric("time/{data,sync,rollout,reward,score,update,distill}_s", "s",
            "Phases of a step. Score is almost 0 if the update scores its batch itself."),
     Metric("time/environment_s", "s", "Time that samplers waited for environments or agents."),
     Metric("time/compile_s", "s",
