@@ -399,11 +399,6 @@ def _drafter_model(
     token ids, or a model that is larger than the policy."""
     if not config.engine.drafter:
         return None
-    if config.engine.drafter_every and (count := jax.process_count()) > 1:
-        raise ValueError(
-            f"engine.drafter_every = {config.engine.drafter_every} trains the drafter of a run of one "
-            f"process, and this one has {count}; set it to 0"
-        )
     drafter = _with_tokenizer(config, "engine.drafter", model, tokenizer)
     if drafter.vocab_size > model.vocab_size:
         raise ValueError(
@@ -418,6 +413,21 @@ def _drafter_model(
             "name a smaller model"
         )
     return drafter
+
+
+def _check_processes(config: ml_collections.ConfigDict) -> None:
+    """Raises ValueError for drafts that a run of several processes cannot make."""
+    engine, count = config.engine, jax.process_count()
+    if count > 1 and engine.drafter_every:
+        raise ValueError(
+            f"engine.drafter_every = {engine.drafter_every} trains the drafter of a run of one process, "
+            f"and this one has {count}; set it to 0"
+        )
+    if count > 1 and engine.max_draft and not engine.free_batch_rows:
+        raise ValueError(
+            f"engine.free_batch_rows = 0 has each process measure its own times, and this run has {count} "
+            "that must take equal steps; set it to 128"
+        )
 
 
 def _with_tokenizer(
@@ -497,6 +507,7 @@ def assemble(
       teacher: shape of rollout.teacher; drafter: of engine.drafter.
       sampler: further fields of the EngineConfig of the engine that samples.
     """
+    _check_processes(config)
     _check_model(config, model)
     _check_positions(config, model)
     dtypes = {"model.dtype": config.model.dtype, "engine.dtype": config.engine.dtype}

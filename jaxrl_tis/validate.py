@@ -75,7 +75,7 @@ ALLOWED = {
 POSITIVE = (
     "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens",
     "rollout.max_rounds", "engine.slots", "engine.steps_per_call", "engine.prefill_batch",
-    "engine.page_size", "engine.prefill_chunk", "engine.free_batch_rows",
+    "engine.page_size", "engine.prefill_chunk",
     "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
     "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
     "metrics.diagnostics_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
@@ -88,7 +88,7 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
-    "engine.drafter_every", "engine.drafter_lr", "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length",
+    "engine.drafter_every", "engine.drafter_lr", "engine.free_batch_rows", "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length",
     "rollout.top_k",
     "rollout.sampling_mask_size", "rollout.fork_rows", "rollout.overlong_buffer", "rollout.snapshots",
     "correction.kl_coeff", "correction.sampler_kl_coeff",

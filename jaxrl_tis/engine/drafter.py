@@ -99,9 +99,9 @@ class Drafter(Paced):
 
     def propose(self, sequences: list[Sequence]) -> tuple[int, dict[Sequence, range]]:
         lengths = np.array([min(self._length, s.remaining - 1) for s in sequences])
-        is_faster = self._speed(lengths, self._length) > self._speed(lengths, 0)
+        length = self._best(lengths, (self._length,))
         self._fade()
-        self._is_drafting = bool(is_faster and lengths.any())
+        self._is_drafting = bool(length and lengths.any())
         if not self._is_drafting:
             return 0, {}
         self._catch_up([s for s in sequences if self._known[s.request.id] < s.length - 1])
@@ -111,9 +111,9 @@ class Drafter(Paced):
         self._state, *rows = self._engine.draft(self._params, self._state, state.slots, table, shift)
         return tuple(rows)
 
-    def _time(self, length: int) -> float:
-        own = self._cost * (length + 1) * super()._time(0) if length else 0.0
-        return super()._time(length) + own
+    def _rows_time(self, length: int) -> float:
+        own = self._cost * (length + 1) * super()._rows_time(0) if length else 0.0
+        return super()._rows_time(length) + own
 
     def _catch_up(self, behind: list[Sequence]) -> None:
         """Computes the keys of tokens that were sampled without drafts."""

@@ -7,7 +7,9 @@ token if it equals the sampled one. So the acceptance rate is that of rejection 
 sampled distribution does not change.
 """
 
+import collections
 import dataclasses
+import statistics
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,6 +21,7 @@ from jaxrl_tis.engine.sequences import Sequence
 
 NGRAMS = (3, 2)  # lengths of the matches, the longer one first
 MEMORY = 0.95  # decay of the measured acceptance per pass
+LAST, FEW = 5, 3  # passes whose median time counts, and the fewest of them; the first one may compile
 
 
 @dataclasses.dataclass
@@ -135,6 +138,9 @@ class NoDrafts:
     def observe(self, verified: int, accepted: int) -> None:
         """Called with the sums of what `verified` returns of a pass."""
 
+    def timed(self, length: int, seconds: float) -> None:
+        """Called with the time of a pass with drafts of a length, or without drafts, length 0."""
+
 
 class Paced(NoDrafts):
     """Drafts for as long as they pay, by the measured acceptance.
@@ -142,11 +148,15 @@ class Paced(NoDrafts):
     Args:
       slots: rows of a pass without drafts.
       free_batch_rows: the number of rows, slots * (length + 1), up to which a pass takes the same
-        time, because it is bound by reading weights. Beyond, its time grows with the rows.
+        time, because it is bound by reading weights. Beyond, its time grows with the rows. 0: the
+        measured times of passes decide.
     """
 
     def __init__(self, slots: int, free_batch_rows: int):
         self._slots, self._free_batch_rows = slots, free_batch_rows
+        self._seconds: dict[int, collections.deque[float]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=LAST)
+        )
         self.forget()
 
     @property
@@ -163,6 +173,22 @@ class Paced(NoDrafts):
         self._accepted += accepted
         self._rejected += verified - accepted
 
+    def timed(self, length: int, seconds: float) -> None:
+        self._seconds[length].append(seconds)
+
+    def _best(self, lengths: np.ndarray, allowed: Collection[int]) -> int:
+        """Returns the length of most expected tokens per time; one whose time is to be measured first.
+
+        Args:
+          lengths: tokens that the draft of each sequence may have.
+          allowed: lengths of drafts beside 0, no draft.
+        """
+        if not self._free_batch_rows:
+            for length in (0, *allowed):
+                if len(self._seconds[length]) < FEW:
+                    return length
+        return max((0, *allowed), key=lambda n: self._speed(lengths, n))
+
     def _fade(self) -> None:
         """Lets the measured acceptance count less."""
         self._accepted, self._rejected = MEMORY * self._accepted, MEMORY * self._rejected
@@ -175,6 +201,12 @@ class Paced(NoDrafts):
         return (len(lengths) + accepted.sum()) / self._time(length)
 
     def _time(self, length: int) -> float:
+        """Returns the time of a pass with drafts of a length, in rows or seconds."""
+        if not self._free_batch_rows:
+            return statistics.median(self._seconds[length])
+        return self._rows_time(length)
+
+    def _rows_time(self, length: int) -> float:
         """Returns the time of a pass with drafts of a length, in rows."""
         return max(self._free_batch_rows, self._slots * (length + 1))
 
@@ -225,7 +257,7 @@ class Drafts(Paced):
             group, tokens = self._groups[s.request.prompt.tobytes()], self._tokens[s.request.id]
             drafts[s] = group.guess(tokens, min(longest, s.remaining - 1))
         lengths = np.array([len(draft) for draft in drafts.values()])
-        length = max((0, *self._lengths), key=lambda n: self._speed(lengths, n))
+        length = self._best(lengths, self._lengths)
         self._fade()
         if not length:
             return 0, {}

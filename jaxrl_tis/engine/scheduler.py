@@ -72,6 +72,7 @@ class Call:
       drafts: tokens [slots, n] of the drafts that the call verifies, and how many each slot has [slots];
         () without drafts.
       prefilled: the routes that prefill calls wrote between the call before and this one.
+      start: seconds of the clock before its drafts were made.
     """
 
     result: ResultTokens
@@ -79,6 +80,7 @@ class Call:
     version: int
     drafts: tuple
     prefilled: list[Block]
+    start: float
 
 
 class Scheduler:
@@ -104,6 +106,7 @@ class Scheduler:
         effect with drafts or retention, which depend on the tokens.
       teacher: version of the weights -> serving parameters of the teacher whose logits are mixed in,
         None without one.
+      clock: tells seconds; drafts may depend on the times of calls.
     """
 
     def __init__(
@@ -113,8 +116,9 @@ class Scheduler:
         retention: KVEviction | None = None, keeps_pages: bool = True, drafts: Paced | None = None,
         decode: Callable[[np.ndarray], str] | None = None, async_scheduling: bool = False,
         teacher: Callable[[int], Any] = lambda version: None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        self.stats = Stats()
+        self.stats, self._clock = Stats(), clock
         self._engine = engine
         self._policy, self._drafts = policy or FirstCome(), drafts or NoDrafts()
         self._max_pending, self._preempt_after = max_pending, preempt_after
@@ -335,7 +339,7 @@ class Scheduler:
     def _generate(self) -> Call | None:
         """Sends off one decode call of all running sequences, with drafts if there are any. None if
         every sequence has all its tokens in flight."""
-        engine, blocks = self._engine, self._blocks
+        engine, blocks, start = self._engine, self._blocks, self._clock()
         length, drafts = self._drafts.propose(blocks.running())
         width = length + 1 if drafts else engine.steps
         if not blocks.can_grow(width):
@@ -358,7 +362,7 @@ class Scheduler:
         taken = {s: (s.slot, min(width, s.remaining - s.in_flight)) for s in active}
         for sequence, (_, most) in taken.items():
             sequence.in_flight += most
-        return Call(result, taken, self._runner.version, rows, self._routes.pop_unread())
+        return Call(result, taken, self._runner.version, rows, self._routes.pop_unread(), start)
 
     def _collect(self) -> None:
         """Waits for the call that has not been read, if there is one, and appends its tokens to
@@ -374,6 +378,9 @@ class Scheduler:
         is_bad = result.valid & ~np.isfinite(result.logp_behav)
         self.stats.add_call(result.valid[:1] if call.drafts else result.valid)
         compared = accepted = np.zeros_like(counts)
+        width = call.drafts[0].shape[1] if call.drafts else 0
+        passes = 1 if call.drafts else int(result.valid.any(axis=1).sum())
+        self._drafts.timed(width, (self._clock() - call.start) / max(passes, 1))
         if call.drafts:
             guessed, drafted = map(np.asarray, call.drafts)
             compared, accepted = verified(guessed, drafted, result.tokens, counts)

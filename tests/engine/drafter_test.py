@@ -177,11 +177,15 @@ def test_a_drafter_that_does_not_fit_is_refused():
             pytest.raises(ValueError, match=match),
         ):
             build.build(tiny.config(**config | fields))
-    with (
-        mock.patch.object(build.jax, "process_count", lambda: 2),
-        pytest.raises(ValueError, match="of a run of one process, and this one has 2; set it to 0"),
-    ):
-        build._drafter_model(tiny.config(**config, engine__drafter_every=4), model, tokenizer)
+    for fields, match in [
+        ({"engine__drafter_every": 4}, "of a run of one process, and this one has 2; set it to 0"),
+        ({"engine__free_batch_rows": 0}, "measure its own times, and this run has 2 that must take equal"),
+    ]:
+        with (
+            mock.patch.object(build.jax, "process_count", lambda: 2),
+            pytest.raises(ValueError, match=match),
+        ):
+            build._check_processes(tiny.config(**config | fields))
 
 
 def small_model(folder):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +141,25 @@ def test_the_length_gives_the_most_tokens(slots, free_batch_rows, expected):
             assert length == expected
 
 
+def test_measured_times_decide_once_each_kind_of_pass_has_some():
+    """Each kind is measured three times, in order of the lengths; the first, which compiles, is no
+    median. At acceptance 1/2 drafts of 1 and 3 tokens give 1.5 and 1.875. The last five of each count."""
+    drafts = made(max_length=3, free_batch_rows=0)
+    sequence = begun(drafts, "a", (5, 6, 7, 8, 9, 5, 6), (7,))
+    tried, seconds = [], {0: 1.0, 1: 1.4, 3: 1.7}
+    for i in range(9):
+        tried.append(drafts.propose([sequence])[0])
+        drafts.timed(tried[-1], 100.0 if i % 3 == 0 else seconds[tried[-1]])
+    assert tried == [0] * 3 + [1] * 3 + [3] * 3
+    assert drafts.propose([sequence])[0] == 3  # 1, 1.07 and 1.10 tokens per second
+    for _ in range(3):
+        drafts.timed(3, 2.0)
+    assert drafts.propose([sequence])[0] == 1  # 0.94
+    for _ in range(3):
+        drafts.timed(1, 1.6)
+    assert drafts.propose([sequence])[0] == 0
+
+
 def test_few_sequences_with_a_draft_do_not_make_all_others_pay():
     drafts = made(slots=128, free_batch_rows=64)
     guessing = begun(drafts, "a", (5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6), (7,))
@@ -164,6 +184,18 @@ def test_tokens_are_those_without_drafts(shards, steps):
     assert 0 < stats.accepted < stats.verified < stats.drafted == sum(map(sum, engine.verified))
     assert stats.busy < stats.tokens and 0 < stats.occupancy <= 1
     assert_empty(drafts)
+
+
+def test_the_scheduler_measures_the_time_of_a_pass(monkeypatch):
+    """A clock that ticks at each look: a call of a few steps is a tick, and each of its steps a part."""
+    monkeypatch.setattr(Group, "guess", lambda group, tokens, n: [0] * n)
+    request = arithmetic.request("a", (1, 2, 3, 1, 2), max_tokens=34)
+    ticks, times, drafts = itertools.count(), [], made(1, 3, free_batch_rows=0)
+    drafts.timed = lambda *args: (times.append(args), Drafts.timed(drafts, *args))
+    engine = arithmetic.Engine(slots=1, steps=4)
+    scheduler = arithmetic.started(engine, [request], drafts=drafts, clock=lambda: float(next(ticks)))
+    arithmetic.assert_as_alone(arithmetic.drain(scheduler), [request])
+    assert times[:3] == [(0, 0.25)] * 3 and set(times[3:]) >= {(1, 1.0), (3, 1.0)}
 
 
 def assert_empty(drafts):
