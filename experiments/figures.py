@@ -17,7 +17,7 @@ import numpy as np
 
 from configs import fig_lora, fig_lora_smollm2
 from experiments import (
-    budget, causes, engines, fusion, lora, parallelism, parts, predictor, records, referee,
+    budget, causes, drafter, engines, fusion, lora, parallelism, parts, predictor, records, referee,
     referee_factors, router_noise, router_noise_trained, threshold, turns,
 )
 from experiments.parts import (
@@ -329,7 +329,7 @@ TRAINED = {
     "rescue": RESCUE,
     "critic": dataclasses.replace(RESCUE, pictures={"critic": RESCUE.pictures["rescue"]}),
     "threshold": threshold.FIGURE, "staleness": STALENESS, "formats": FORMATS, "causes": causes.FIGURE,
-    "routing": ROUTING, "fusion": fusion.FIGURE, "lora": lora.figure("lora", fig_lora),
+    "routing": ROUTING, "fusion": fusion.FIGURE, "drafter": drafter.FIGURE, "lora": lora.figure("lora", fig_lora),
     "lora_smollm2": lora.figure("lora_smollm2", fig_lora_smollm2, lora.recorded_runs),
 }
 STORED = {  # read runs of others

@@ -88,7 +88,8 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
-    "engine.drafter_every", "engine.drafter_lr", "engine.free_batch_rows", "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length",
+    "engine.drafter_every", "engine.drafter_lr", "engine.free_batch_rows",
+    "engine.noise_start", "warmup.steps", "task.max_context_tokens", "train.pack_length",
     "rollout.top_k",
     "rollout.sampling_mask_size", "rollout.fork_rows", "rollout.overlong_buffer", "rollout.snapshots",
     "correction.kl_coeff", "correction.sampler_kl_coeff",

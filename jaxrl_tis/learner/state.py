@@ -40,7 +40,7 @@ class DrafterState:
     """The drafter as it is trained, and the policy's version when it was made, int32."""
 
     network: TrainState
-    version: jax.Array
+    version: Any
 
 
 def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
