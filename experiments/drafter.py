@@ -1,8 +1,9 @@
 """Trains the drafter of configs/fig_drafter.py, half a minute; has its figure.
 
-Example:
+Examples:
 
     python -m experiments.drafter
+    python -m experiments.drafter runs/figures/drafter-model
 """
 
 import pathlib
@@ -33,17 +34,23 @@ FIGURE = Figure(
         ]),
     ),
     pictures={"drafter": Picture((10, 4), [
-        curves(ACCEPTANCE, DRAFTED, has_legend=True, title="Drafted tokens", ylabel="share accepted"),
-        curves(SPEED, {"none": "none"} | DRAFTED, title="Sampling", ylabel="tokens per second"),
+        curves(ACCEPTANCE, DRAFTED, title="Drafted tokens", ylabel="share accepted", ylim=(0, 1)),
+        curves(
+            SPEED, DRAFTED | {"none": "none"}, has_legend=True, title="Sampling", ylabel="tokens per second",
+            ylim=(0, 3000),
+        ),
     ])},
-    seeds="0,1,2",
+    seeds="0,1",
 )
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Command line: see the top of the file."""
-    cli.parser("experiments.drafter", "Trains the drafter of configs/fig_drafter.py.", __doc__).parse_args(argv)
-    folder = pathlib.Path(fig_drafter.FOLDER)
+    parser = cli.parser("experiments.drafter", "Trains the drafter of configs/fig_drafter.py.", __doc__)
+    parser.add_argument(
+        "folder", nargs="?", default=fig_drafter.FOLDER, help="where to write it; default: %(default)s"
+    )
+    folder = pathlib.Path(parser.parse_args(argv).folder)
     if folder.exists():
         return
     run = folder.with_name(f"{folder.name}-run")

@@ -209,7 +209,7 @@ def test_a_run_with_a_drafter_has_no_gap(tmp_path, fields):
     tiny.run(tmp_path / "run", **small_model(tmp_path) | fields)
     trained = [r for r in tiny.lines(tmp_path / "run") if r["phase"] == "train"]
     assert max(r["mismatch/log_ratio_abs_max"] for r in trained) < 3e-5
-    accepted = [r["rollout/draft_acceptance"] for r in trained]
+    accepted = [r["rollout/draft_acceptance"] for r in trained if "rollout/draft_acceptance" in r]
     assert np.mean(accepted) > 0.1, accepted
 
 
