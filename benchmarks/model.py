@@ -102,7 +102,7 @@ def setup(
         config=config, correction=chosen, schedule=schedules.sync(), staleness=0,
         model=sizes.model, layout=layout,
         learner=Learner(sizes.model, program, sizes.new_tokens, config.train.logprob_chunk),
-        packer=None, optimizer=tx, critic_optimizer=tx,
+        packer=None, optimizer=tx, critic_optimizer=tx, drafter_optimizer=tx,
     )
     made = build.Setup(
         config=config, model=sizes.model, training=training, replay=None, tokenizer=None,

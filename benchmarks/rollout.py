@@ -407,7 +407,7 @@ def drafts(args: argparse.Namespace) -> dict:
                 seconds, stats = time.perf_counter() - start, scheduler.stats.since(before)
             found = {
                 "tokens/s": stats.tokens / seconds,
-                "acceptance": stats.accepted / max(stats.drafted, 1),
+                "acceptance": stats.accepted / max(stats.verified, 1),
             }
             out[f"{slots} slots, drafts of {length}"] = found
             shown = ", ".join(f"{name} {value:.3g}" for name, value in found.items())

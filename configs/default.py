@@ -210,6 +210,9 @@ def get_config() -> ConfigDict:
     c.engine.max_draft = 0
     # Small model that makes drafts of max_draft tokens: a folder, .gguf file or hf:// path. "": none.
     c.engine.drafter = ""
+    c.engine.drafter_every = 0  # steps between trainings of the drafter; 0: never
+    c.engine.drafter_lr = 1e-3  # its learning rate
+    c.engine.drafter_weighting = "none"  # weight of a sample there
     # auto: a synchronous run on shared devices frees the sampler's weights and KV cache during the
     # update (docs/engine.md#sleep).
     c.engine.sleep = "auto"
@@ -239,7 +242,8 @@ def get_config() -> ConfigDict:
     c.engine.max_wait_admissions = 0
     # Tokens until a sequence gives its slot to a waiting one that comes first. 0: never.
     c.engine.preempt_after = 0
-    # Rows, slots * (draft + 1), that one pass computes in the time of one row; sets draft lengths.
+    # Rows, slots * (draft + 1), that one pass computes in the time of one row; sets draft lengths. 0:
+    # measured times do.
     c.engine.free_batch_rows = 128
 
     # The correction of the gap, and the loss. docs/methods.md lists every method. A method is

@@ -17,8 +17,8 @@ import numpy as np
 
 from configs import fig_lora, fig_lora_smollm2
 from experiments import (
-    budget, causes, contexts, engines, fusion, lora, parallelism, parts, predictor, records, referee,
-    referee_factors, reuse, router_noise, router_noise_trained, threshold, turns,
+    budget, causes, contexts, drafter, engines, fusion, lora, parallelism, parts, predictor, records,
+    referee, referee_factors, reuse, router_noise, router_noise_trained, threshold, turns,
 )
 from experiments.parts import (
     ARM, SEEDS, Arms, Figure, Interval, Picture, compared, curves, gain, interval, mean_of,
@@ -329,7 +329,8 @@ TRAINED = {
     "rescue": RESCUE,
     "critic": dataclasses.replace(RESCUE, pictures={"critic": RESCUE.pictures["rescue"]}),
     "threshold": threshold.FIGURE, "staleness": STALENESS, "formats": FORMATS, "causes": causes.FIGURE,
-    "routing": ROUTING, "fusion": fusion.FIGURE, "replay": reuse.FIGURE, "lora": lora.figure("lora", fig_lora),
+    "routing": ROUTING, "fusion": fusion.FIGURE, "drafter": drafter.FIGURE, "replay": reuse.FIGURE,
+    "lora": lora.figure("lora", fig_lora),
     "lora_smollm2": lora.figure("lora_smollm2", fig_lora_smollm2, lora.recorded_runs),
 }
 STORED = {  # read runs of others

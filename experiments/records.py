@@ -30,7 +30,8 @@ METRICS = (
     "rollout_corr/chi2_seq", "rollout_corr/chi2_token",
     "rollout_corr/k3_kl", "rollout_corr/kept_eff_sample_size", "rollout_corr/kl",
     "training/off_policy/trajectory_staleness/mean", "training/rollout_probs_diff_max",
-    "training/rollout_probs_diff_mean", "time/step_s", "time/host_peak_gib",
+    "training/rollout_probs_diff_mean", "rollout/draft_acceptance", "drafter/kl",
+    "time/rollout_tokens_per_s", "time/step_s", "time/host_peak_gib",
 )
 ACCURACIES = ("eval/greedy_accuracy", "eval/sampled_accuracy")
 NAME = re.compile(r"(.+)-seed(\d+)")  # of a workdir

@@ -19,13 +19,13 @@ from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.check import sampler_numerics
 from jaxrl_tis.engine.config import EngineConfig
-from jaxrl_tis.engine.drafter import Drafter
+from jaxrl_tis.engine.drafter import Drafter, Drafting
 from jaxrl_tis.engine.drafts import Drafts, Paced
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.policies import POLICIES
 from jaxrl_tis.engine.records import MAX_STOP_IDS, Trajectory
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.engine.weights import sent
+from jaxrl_tis.engine.weights import apart, sent
 from jaxrl_tis.environments.continuity import Suffixes
 from jaxrl_tis.environments.pool import Lender, Pool, SharedPool
 from jaxrl_tis.estimators import centering
@@ -81,11 +81,18 @@ class Sampling:
         return {engine: Teacher(alpha, functools.partial(load, engine)) for engine in self.engines}
 
     @functools.cached_property
-    def drafting(self) -> dict[Engine, tuple[Engine, Any]]:
-        """Engine and serving parameters of the model that drafts for each of `engines`."""
+    def drafting(self) -> dict[Engine, Drafting]:
+        """The model that drafts for each of `engines`."""
         path = self.config.engine.drafter
         pairs = zip(self.engines, self.drafters, strict=True) if self.drafters else ()
-        return {engine: (own, own.load(_placed(path, own, own.model))) for engine, own in pairs}
+        load = lambda own: own.load(_placed(path, own, own.model))
+        return {engine: Drafting(own, (load(own), 0)) for engine, own in pairs}
+
+    def sync_drafter(self, params: Any, version: int) -> None:
+        """Gives each of `drafters` trained parameters, which drafts are made of from the next weight sync
+        on."""
+        for drafting in self.drafting.values():
+            drafting.served = apart(drafting.engine.load(params), params), version
 
     @property
     def engine(self) -> Engine:
@@ -221,9 +228,9 @@ class Sampling:
         drafts: Paced | None = None
         retention = self.retention if engine is self.engine else None
         if self.drafters and engine in self.engines:
-            drafter, own = self.drafting[engine]
-            sizes = (e.device_bytes["policy"] for e in (drafter, engine))
-            drafts = Drafter(drafter, own, config.free_batch_rows, operator.truediv(*sizes))
+            drafting = self.drafting[engine]
+            sizes = (e.device_bytes["policy"] for e in (drafting.engine, engine))
+            drafts = Drafter(drafting, config.free_batch_rows, operator.truediv(*sizes))
         elif config.max_draft:
             drafts = Drafts(engine.slots, config.max_draft, config.free_batch_rows)
         if (teacher := self._teachers.get(engine)) is not None:
@@ -408,6 +415,21 @@ def _drafter_model(
     return drafter
 
 
+def _check_processes(config: ml_collections.ConfigDict) -> None:
+    """Raises ValueError for drafts that a run of several processes cannot make."""
+    engine, count = config.engine, jax.process_count()
+    if count > 1 and engine.drafter_every:
+        raise ValueError(
+            f"engine.drafter_every = {engine.drafter_every} trains the drafter of a run of one process, "
+            f"and this one has {count}; set it to 0"
+        )
+    if count > 1 and engine.max_draft and not engine.free_batch_rows:
+        raise ValueError(
+            f"engine.free_batch_rows = 0 has each process measure its own times, and this run has {count} "
+            "that must take equal steps; set it to 128"
+        )
+
+
 def _with_tokenizer(
     config: ml_collections.ConfigDict, field: str, model: ModelConfig, tokenizer: Any
 ) -> ModelConfig:
@@ -485,13 +507,15 @@ def assemble(
       teacher: shape of rollout.teacher; drafter: of engine.drafter.
       sampler: further fields of the EngineConfig of the engine that samples.
     """
+    _check_processes(config)
     _check_model(config, model)
     _check_positions(config, model)
     dtypes = {"model.dtype": config.model.dtype, "engine.dtype": config.engine.dtype}
     if doubt := overflow.doubt(model, dtypes):
         processes.report(f"warning: {doubt}", sys.stderr)
     training = make_learner_setup(
-        config, choices.correction, choices.schedule, choices.replay, model, devices, choices.lora
+        config, choices.correction, choices.schedule, choices.replay, model, devices, choices.lora,
+        drafter if config.engine.drafter_every else None,
     )
     layouts = _serving_layouts(config, training.layout, devices, model.vocab_size)
     first = layouts[0]

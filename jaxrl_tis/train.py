@@ -22,6 +22,7 @@ from jaxrl_tis.gate import canary, probe
 from jaxrl_tis.gate.report import require
 from jaxrl_tis.learner import arriving
 from jaxrl_tis.learner.batch_layout import Rows
+from jaxrl_tis.learner.distill import Distiller
 from jaxrl_tis.learner.state import (
     initial_params, initial_state, keep_base, policy, starting_factors,
 )
@@ -123,6 +124,7 @@ class Run:
         self._taught = examples(training, self._prompter, watchdog.heartbeat) if is_new else None
         self._factors = starting_factors(training) if is_new else None
         self.trainer = Trainer(training)
+        self._distiller = Distiller(training) if training.drafter is not None else None
         self.snapshots = self.trainer.weight_snapshots()
         self.source = self._make_source()
         self.accumulates = setup.schedule.on_arrival and arriving.accumulation_blocker(training) is None
@@ -193,6 +195,7 @@ class Run:
             self._start()
         else:
             self._continue()
+        self._sync_drafter()
         self.stop_if_asked()
         if self.is_due(self.done) and not processes.first(self._has_evaluation):
             self.evaluate()
@@ -310,6 +313,22 @@ class Run:
                 sys.stderr,
             )
         self._is_rewarded = True
+
+    def distill(self, step: int, rows: Rows) -> dict[str, float]:
+        """Trains the drafter on the samples of a step, where that is due, and returns metrics."""
+        if self._distiller is None:
+            return {}
+        with self.phase("distill"):
+            drafter, values = self._distiller.update(self.state["drafter"], rows, step, self.version)
+            self.state = self.state | {"drafter": drafter}
+            if values:
+                self._sync_drafter()
+        return values
+
+    def _sync_drafter(self) -> None:
+        if self._distiller is not None:
+            drafter = self.state["drafter"]
+            self.setup.sync_drafter(drafter.network.params, int(drafter.version))
 
     def compare(self, step: int, rows: Rows) -> None:
         """Raises RuntimeError where the processes do not hold the same batch."""
@@ -555,6 +574,7 @@ def run(
                         with r.phase("update"):
                             r.state, rows, measured = trainer.update(r.state, rows, step, r.version)
                     r.version += 1
+                    values |= r.distill(step, rows)
 
                 # Measure
                 probed, too_far = probe.of_step(

@@ -54,6 +54,7 @@ ALLOWED = {
     "engine.numerics": ("", *transformer.NUMERICS),
     "engine.policy": tuple(POLICIES),
     "engine.sleep": ("auto", "never"),
+    "engine.drafter_weighting": ("none", "reward"),
     "model.dtype": COMPUTE_DTYPES,
     "model.numerics": transformer.NUMERICS,
     "model.param_dtype": DTYPES,
@@ -74,8 +75,7 @@ ALLOWED = {
 POSITIVE = (
     "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens",
     "rollout.max_rounds", "rollout.extend_equal", "engine.slots", "engine.steps_per_call",
-    "engine.prefill_batch",
-    "engine.page_size", "engine.prefill_chunk", "engine.free_batch_rows",
+    "engine.prefill_batch", "engine.page_size", "engine.prefill_chunk",
     "train.minibatches", "train.epochs", "train.microbatch_rows", "train.logprob_chunk",
     "eval.every", "eval.prompts", "checkpoint.every", "checkpoint.keep", "warmup.rows",
     "metrics.diagnostics_every", "model.uaq_scale", "engine.noise_end", "engine.noise_stages",
@@ -88,7 +88,8 @@ POSITIVE = (
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",
-    "engine.noise_start", "engine.heavy_pages", "warmup.steps", "task.max_context_tokens", "train.pack_length",
+    "engine.drafter_every", "engine.drafter_lr", "engine.free_batch_rows", "engine.noise_start",
+    "engine.heavy_pages", "warmup.steps", "task.max_context_tokens", "train.pack_length",
     "rollout.top_k",
     "rollout.sampling_mask_size", "rollout.fork_rows", "rollout.overlong_buffer", "rollout.snapshots",
     "correction.kl_coeff", "correction.sampler_kl_coeff", "correction.dense_kl_coeff",

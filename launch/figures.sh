@@ -55,8 +55,7 @@ for name in "$@"; do
         launch/vllm.sh install .venv-vllm
         "$PY" -m experiments.engines .venv-vllm || failed=1
         ;;
-      contexts) "$PY" -m experiments.contexts || { failed=1 && continue; } ;;
-      fusion) "$PY" -m experiments.fusion || { failed=1 && continue; } ;;
+      contexts | drafter | fusion) "$PY" -m "experiments.$name" || { failed=1 && continue; } ;;
       referee) referee PARTS && referee GRADIENT_PARTS --gradients ;;
       referee_factors) referee FACTOR_PARTS --factors ;;
     esac

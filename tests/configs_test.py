@@ -102,7 +102,8 @@ def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
 def test_every_file_in_configs_is_tested_here():
     files = {p.stem for p in (ROOT / "configs").glob("*.py")} - {"__init__"}
     # They have another's config.
-    figures = {f"fig_{name}" for name in ("rescue", "threshold", "formats", "lora_smollm2", "engines", "replay")}
+    names = ("rescue", "threshold", "formats", "lora_smollm2", "engines", "replay", "drafter")
+    figures = {f"fig_{name}" for name in names}
     assert files - figures == {
         "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing", "fig_lora",
         "fig_fusion", "fig_referee", "default", "quickstart", "quickstart_moe", "quickstart_tool", "quickstart_vllm",

@@ -11,6 +11,7 @@ from jaxrl_tis.diagnostics import correction_metrics
 from jaxrl_tis.estimators import masks, rank_masks
 from jaxrl_tis.record import goodput, metrics, names
 from tests import tiny
+from tests.engine import drafter_test
 from tests.resume_test import cut_at
 
 pytestmark = pytest.mark.compiles
@@ -74,6 +75,8 @@ def written(request, tmp_path_factory):
         tiny.run(folder / name, steps=1, **{"warmup__steps": 0} | RUNS[name])
     if request.param == "all":
         continued(folder / "continued")
+        drafter = drafter_test.small_model(tmp_path_factory.mktemp("drafter"))
+        tiny.run(folder / "drafted", **drafter, steps=1, engine__drafter_every=1)
     records = [record for path in folder.iterdir() for record in metrics.read(path)]
     return {name for record in records for name in record} - {"step", "phase"} | further()
 

@@ -7,6 +7,7 @@ their engine's part comes from a fresh batch, and the rest of the gap is at leas
 
 import itertools
 import math
+import statistics
 
 from jaxrl_tis.doctor.case import (
     CHI2, KL, LAG, LENGTH, Case, Clause, Finding, approximates_old_logp, has_older, has_own_weight,
@@ -21,6 +22,7 @@ MEAN_LAG = "training/off_policy/trajectory_staleness/mean"
 IDLE, QUEUE, IN_FLIGHT = "async/learner_idle", "async/queue_groups", "async/in_flight"
 AHEAD, RESUMED = "async/batches_ahead", "async/resumed_tokens"
 DISCARDED, REPLACED = "async/discarded", "rollout/discarded_groups"
+ACCEPTANCE, DRAFTER_LAG = "rollout/draft_acceptance", "rollout/drafter_lag"
 MEASURES = ("d_mean", "d_p99", "d_max", "dp_max", "k3")  # of probes, each with a bound
 
 
@@ -149,6 +151,15 @@ def _read_again(case):
     return case.mean(RESUMED) / max(samples * case.mean(LENGTH), 1.0)
 
 
+def _draft_fall(case):
+    """Returns (the part of the first steps' acceptance of drafts that is lost, from what to what)."""
+    last, lag = case.mean(ACCEPTANCE), case.mean(DRAFTER_LAG)
+    few = int(case.thresholds["min_steps"])
+    first = statistics.fmean(x for _, x in sorted(case.series[ACCEPTANCE].items())[:few])
+    fall = 1 - last / first if first else 0.0
+    return fall, f"part of {ACCEPTANCE} lost, from {first:.2f} to {last:.2f} at lag {lag:.3g}"
+
+
 FACTS = {
     "run/staleness_share": _staleness_share,
     "run/engine_gap": lambda c: _gaps(c)[0],
@@ -162,6 +173,8 @@ FACTS = {
     "run/read_again": _read_again,
     "run/discarded": _per_group(DISCARDED),
     "run/replaced": _per_group(REPLACED),
+    "run/draft_fall": _draft_fall,
+    "config/has_drafter": lambda c: c.setting("engine.drafter") != "",
     "config/is_ahead": is_ahead,
     "config/approximates_old_logp": approximates_old_logp,
     "config/corrects_staleness": corrects_staleness,
@@ -317,5 +330,15 @@ SETUP = (
         any_of=(
             is_so("config/is_redundant"), Clause("run/replaced", ">", "selected"),
         ),
+    ),
+    Finding(
+        "async.drafter", "the drafter is stale: fewer of its tokens are accepted than at the start",
+        "Distil it on the samples of each step with engine.drafter_every (arXiv:2510.26475), or leave it "
+        "out. The samples are right: only the time of drafts is lost.",
+        all_of=(
+            is_so("config/has_drafter"), Clause(DRAFTER_LAG, ">=", 1, absent=False),
+            Clause("run/draft_fall", ">", "draft_fall"),
+        ),
+        changes={"engine.drafter_every": lambda c: 1 if c.setting("engine.drafter_every") != 1 else None},
     ),
 )

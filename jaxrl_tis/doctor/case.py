@@ -90,6 +90,7 @@ THRESHOLDS = {
     "cache_alike": 1.3,  # of the gap of tokens of each entropy, from the first sixth to the last (ours)
     "cache_order": 0.6,  # rank correlation with the steps of the ratio of the two gaps below (ours)
     "cache_first": 1.3,  # of that growth in a response's first tokens over that in its last ones (ours)
+    "draft_fall": 0.2,  # of the acceptance of drafts in the first steps of the record (ours)
     "depth_least": 512.0,  # first position of the deepest tokens (ours)
     "depth_share": 0.01,  # of the tokens, those of the deepest octave (ours)
     "depth_gap": 0.02,  # mean |log ratio| of the deepest tokens, nats (ours)

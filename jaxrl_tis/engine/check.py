@@ -14,6 +14,7 @@ def engine_problems(config: ml_collections.ConfigDict) -> Iterator[str]:
     """Yields a sentence for each problem of config.engine, and of the filters of config.rollout."""
     yield from _sizes(config)
     yield from _heavy(config)
+    yield from _distillation(config)
     yield from _sampling(config)
     yield from _numerics(config)
 
@@ -64,6 +65,17 @@ def _heavy(config):
         yield (
             f"{setting} needs the attention of one model, and rollout.teacher = "
             f"{config.rollout.teacher!r} has its own; set rollout.teacher to ''"
+        )
+
+
+def _distillation(config):
+    every = config.engine.drafter_every
+    if every and not config.engine.drafter:
+        yield f"engine.drafter_every = {every} trains engine.drafter, and there is none; name a model"
+    if every and config.rollout.driver == "ray":
+        yield (
+            f"engine.drafter_every = {every} trains a drafter for samplers of this process, and "
+            "rollout.driver is 'ray'; set it to 'virtual' or 'threads', or engine.drafter_every to 0"
         )
 
 

@@ -17,25 +17,44 @@ from jaxrl_tis.engine.records import Request
 from jaxrl_tis.engine.sequences import Sequence
 
 
+@dataclasses.dataclass
+class Drafting:
+    """The small model that drafts for one engine.
+
+    Attributes:
+      engine: of the small model; its `steps` are one more than a draft has tokens.
+      served: (its serving parameters, their version, see Trajectory.drafter_version). A Drafter takes
+        new ones when the policy's weights change.
+    """
+
+    engine: Engine
+    served: tuple[Any, int]
+
+
 class Drafter(Paced):
     """Proposes drafts of a small model, or none while they do not pay.
 
     Args:
-      engine: of the small model; its `steps` are one more than a draft has tokens.
-      params: its serving parameters.
+      drafting: the small model.
       free_batch_rows: see Paced.
       cost: time of one of its steps, relative to a step of the policy.
     """
 
-    def __init__(self, engine: Engine, params: Any, free_batch_rows: int, cost: float):
-        super().__init__(engine.slots, free_batch_rows)
-        self._engine, self._params, self._cost = engine, params, cost
-        self._length = engine.steps - 1
+    def __init__(self, drafting: Drafting, free_batch_rows: int, cost: float):
+        self._drafting, self._engine, self._cost = drafting, drafting.engine, cost
+        super().__init__(self._engine.slots, free_batch_rows)
+        self._length = self._engine.steps - 1
         self._state: Any = None
         self._known: dict[str, int] = {}  # request -> the number of its first tokens with keys
         self._lacking: set[tuple[int, int]] = set()  # (shard, page): cached, and some keys are missing
         self._filled: set[str] = set()  # requests inserted after a prefill
         self._is_drafting = False
+
+    def forget(self) -> None:
+        """Resets the measured acceptance, and takes new weights. Keys of older ones stay: they change
+        which drafts are made, and no sample."""
+        super().forget()
+        self._params, self.version = self._drafting.served
 
     def start(self) -> None:
         self._state = self._engine.init_state()
@@ -80,9 +99,9 @@ class Drafter(Paced):
 
     def propose(self, sequences: list[Sequence]) -> tuple[int, dict[Sequence, range]]:
         lengths = np.array([min(self._length, s.remaining - 1) for s in sequences])
-        is_faster = self._speed(lengths, self._length) > self._speed(lengths, 0)
+        length = self._best(lengths, (self._length,))
         self._fade()
-        self._is_drafting = bool(is_faster and lengths.any())
+        self._is_drafting = bool(length and lengths.any())
         if not self._is_drafting:
             return 0, {}
         self._catch_up([s for s in sequences if self._known[s.request.id] < s.length - 1])
@@ -92,9 +111,9 @@ class Drafter(Paced):
         self._state, *rows = self._engine.draft(self._params, self._state, state.slots, table, shift)
         return tuple(rows)
 
-    def _time(self, length: int) -> float:
-        own = self._cost * (length + 1) * super()._time(0) if length else 0.0
-        return super()._time(length) + own
+    def _rows_time(self, length: int) -> float:
+        own = self._cost * (length + 1) * super()._rows_time(0) if length else 0.0
+        return super()._rows_time(length) + own
 
     def _catch_up(self, behind: list[Sequence]) -> None:
         """Computes the keys of tokens that were sampled without drafts."""

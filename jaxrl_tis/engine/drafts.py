@@ -7,18 +7,21 @@ token if it equals the sampled one. So the acceptance rate is that of rejection 
 sampled distribution does not change.
 """
 
+import collections
 import dataclasses
+import statistics
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrl_tis.engine.protocol import Chunk, Insertion
-from jaxrl_tis.engine.records import Request
+from jaxrl_tis.engine.records import NO_DRAFTER, Request
 from jaxrl_tis.engine.sequences import Sequence
 
 NGRAMS = (3, 2)  # lengths of the matches, the longer one first
 MEMORY = 0.95  # decay of the measured acceptance per pass
+LAST, FEW = 5, 3  # passes whose median time counts, and the fewest of them; the first one may compile
 
 
 @dataclasses.dataclass
@@ -59,8 +62,31 @@ def lengths(longest: int) -> list[int]:
     return [2**i - 1 for i in range(1, (longest + 1).bit_length())]
 
 
+def verified(
+    drafts_bg: np.ndarray, drafted_b: np.ndarray, drawn_tb: np.ndarray, counts_b: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how many tokens of each slot's draft a pass compared with a sampled token, and how many
+    of these are equal [slots]. The last comparison is the first that fails, or that at the end of the
+    sequence.
+
+    Args:
+      drafts_bg: drafted tokens; drafted_b: how many each slot has.
+      drawn_tb: sampled tokens, T at least G + 1; counts_b: how many each slot has.
+    """
+    compared_b = np.minimum(drafted_b, counts_b)
+    is_equal_bg = drafts_bg == drawn_tb[: drafts_bg.shape[1]].T
+    is_compared_bg = np.arange(drafts_bg.shape[1])[None] < compared_b[:, None]
+    return compared_b, np.sum(is_equal_bg & is_compared_bg, axis=1)
+
+
 class NoDrafts:
-    """Proposes no drafts: the engine decodes token by token."""
+    """Proposes no drafts: the engine decodes token by token.
+
+    Attributes:
+      version: of the model that drafts, see Trajectory.drafter_version.
+    """
+
+    version: int = NO_DRAFTER
 
     def start(self) -> None:
         """Called when there are pages."""
@@ -109,9 +135,11 @@ class NoDrafts:
         """
         raise NotImplementedError
 
-    def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
-        """Called with the number of accepted tokens of a draft. The end of a sequence is not
-        counted as a rejection."""
+    def observe(self, verified: int, accepted: int) -> None:
+        """Called with the sums of what `verified` returns of a pass."""
+
+    def timed(self, length: int, seconds: float) -> None:
+        """Called with the time of a pass with drafts of a length, or without drafts, length 0."""
 
 
 class Paced(NoDrafts):
@@ -120,11 +148,15 @@ class Paced(NoDrafts):
     Args:
       slots: rows of a pass without drafts.
       free_batch_rows: the number of rows, slots * (length + 1), up to which a pass takes the same
-        time, because it is bound by reading weights. Beyond, its time grows with the rows.
+        time, because it is bound by reading weights. Beyond, its time grows with the rows. 0: the
+        measured times of passes decide.
     """
 
     def __init__(self, slots: int, free_batch_rows: int):
         self._slots, self._free_batch_rows = slots, free_batch_rows
+        self._seconds: dict[int, collections.deque[float]] = collections.defaultdict(
+            lambda: collections.deque(maxlen=LAST)
+        )
         self.forget()
 
     @property
@@ -137,9 +169,25 @@ class Paced(NoDrafts):
         """Resets the measured acceptance."""
         self._accepted = self._rejected = 0.0
 
-    def observe(self, drafted: int, accepted: int, is_ended: bool) -> None:
+    def observe(self, verified: int, accepted: int) -> None:
         self._accepted += accepted
-        self._rejected += accepted < drafted and not is_ended
+        self._rejected += verified - accepted
+
+    def timed(self, length: int, seconds: float) -> None:
+        self._seconds[length].append(seconds)
+
+    def _best(self, lengths: np.ndarray, allowed: Collection[int]) -> int:
+        """Returns the length of most expected tokens per time; one whose time is to be measured first.
+
+        Args:
+          lengths: tokens that the draft of each sequence may have.
+          allowed: lengths of drafts beside 0, no draft.
+        """
+        if not self._free_batch_rows:
+            for length in (0, *allowed):
+                if len(self._seconds[length]) < FEW:
+                    return length
+        return max((0, *allowed), key=lambda n: self._speed(lengths, n))
 
     def _fade(self) -> None:
         """Lets the measured acceptance count less."""
@@ -153,6 +201,12 @@ class Paced(NoDrafts):
         return (len(lengths) + accepted.sum()) / self._time(length)
 
     def _time(self, length: int) -> float:
+        """Returns the time of a pass with drafts of a length, in rows or seconds."""
+        if not self._free_batch_rows:
+            return statistics.median(self._seconds[length])
+        return self._rows_time(length)
+
+    def _rows_time(self, length: int) -> float:
         """Returns the time of a pass with drafts of a length, in rows."""
         return max(self._free_batch_rows, self._slots * (length + 1))
 
@@ -203,7 +257,7 @@ class Drafts(Paced):
             group, tokens = self._groups[s.request.prompt.tobytes()], self._tokens[s.request.id]
             drafts[s] = group.guess(tokens, min(longest, s.remaining - 1))
         lengths = np.array([len(draft) for draft in drafts.values()])
-        length = max((0, *self._lengths), key=lambda n: self._speed(lengths, n))
+        length = self._best(lengths, self._lengths)
         self._fade()
         if not length:
             return 0, {}

@@ -14,7 +14,9 @@ MAX_STOP_IDS = 32
 NEVER = 2**31 - 1  # evict_step of a key that stayed
 OUTCOMES = ("", "done", "max_turns", "overlong", "failed", "timeout")  # of an episode
 JOINS = ("append", "realign", "fork", "replace")
-PER_TOKEN = (*DRAWN, "version", "kv_version", "segment", "mask", "turn")  # fields of a record
+NO_DRAFTER = -1  # drafter_version of a token without a verified draft
+OF_DRAFTS = {"drafter_version": ("int32", NO_DRAFTER), "accepted": ("bool", False)}  # dtypes, paddings
+PER_TOKEN = (*DRAWN, "version", "kv_version", "segment", "mask", "turn", *OF_DRAFTS)  # fields of a record
 MAX_INT = 2**31 - 1
 FILLED: Any = None  # the default of a field that __post_init__ fills
 # Programs take smaller float32 for 0, so that larger ones than 1 / TINY have no reciprocal.
@@ -150,7 +152,7 @@ class Trajectory:
 
     The policy sampled these tokens, except the ones that an environment gave between two turns.
     Given tokens have mask False, log-probs and entropy 0, the padding of fields.FIELDS in wider
-    fields, and the version, kv_version and segment of the last token before them.
+    fields, no draft, and the version, kv_version and segment of the last token before them.
 
     Attributes:
       id, prompt, seed, temperature: of the request; request: its hash.
@@ -168,6 +170,10 @@ class Trajectory:
       kv_version: int32, weights that filled the cache when the token's segment began. All keys
         that it attended to are of these weights or newer ones.
       segment: int32, how often the sequence's cache had been rebuilt before the token.
+      drafter_version: int32, version of the model of engine.drafter whose draft for the token was
+        verified: that of the policy when the drafter's weights were made, 0 for those that it started
+        with. -1 without a verified draft; empty if the record has none.
+      accepted: bool, the token equals this draft; as long as drafter_version.
       logits: [n,V] float32 log-probs of the sampling distribution; V = 0 unless recorded.
       evict_step: [prompt + n] int32: a query at position t saw position s iff
         s <= t < evict_step[s]; empty if nothing was evicted.
@@ -221,6 +227,8 @@ class Trajectory:
     turn: np.ndarray = FILLED
     kv_version: np.ndarray = _no(np.int32)
     segment: np.ndarray = _no(np.int32)
+    drafter_version: np.ndarray = _no(np.int32)
+    accepted: np.ndarray = _no(bool)
     logits: np.ndarray = _no(np.float32, 2)
     evict_step: np.ndarray = _no(np.int32)
     top_ids: np.ndarray = _no(np.int32, 2)
@@ -256,6 +264,13 @@ class Trajectory:
         return len(self.mask) - (int(sampled[-1]) + 1 if len(sampled) else 0)
 
 
+def draft_fields(trajectory: Trajectory) -> dict[str, np.ndarray]:
+    """Returns drafter_version and accepted of every token [n], also of a record without drafts."""
+    count = len(trajectory.tokens)
+    empty = {name: np.full(count, value, dtype) for name, (dtype, value) in OF_DRAFTS.items()}
+    return {n: x if len(own := getattr(trajectory, n)) == 0 else own for n, x in empty.items()}
+
+
 def extended(trajectory: Trajectory, tokens: Sequence[int] | np.ndarray) -> Trajectory:
     """Returns the record with tokens of an environment after it, to be continued as a
     `Request.partial` of the same request.
@@ -288,6 +303,8 @@ def extended(trajectory: Trajectory, tokens: Sequence[int] | np.ndarray) -> Traj
         "tokens": given, "mask": np.zeros(count, bool),
         "turn": np.full(count, trajectory.turn[-1] + 1),
     }
+    if len(trajectory.drafter_version):
+        values |= {name: np.full(count, value) for name, (_, value) in OF_DRAFTS.items()}
     old = {name: getattr(trajectory, name) for name in values}
     joined: dict[str, Any] = {
         n: np.concatenate([x, values[n].astype(x.dtype)]) for n, x in old.items()

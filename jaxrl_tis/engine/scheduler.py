@@ -33,7 +33,7 @@ first.
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,7 @@ import numpy as np
 from jaxrl_tis.engine import request_check
 from jaxrl_tis.engine.block_manager import BlockManager, KVEviction
 from jaxrl_tis.engine.endings import Endings, aborted
-from jaxrl_tis.engine.drafts import NoDrafts, Paced
+from jaxrl_tis.engine.drafts import NoDrafts, Paced, verified
 from jaxrl_tis.engine.pages import Pages
 from jaxrl_tis.engine.policies import FirstCome, Policy
 from jaxrl_tis.engine.prefiller import Prefiller
@@ -69,15 +69,18 @@ class Call:
       result: arrays on the device.
       rows: {sequence: (its slot, the most tokens that it samples)}.
       version: version of the weights.
-      drafts: the drafts that the call verifies.
+      drafts: tokens [slots, n] of the drafts that the call verifies, and how many each slot has [slots];
+        () without drafts.
       prefilled: the routes that prefill calls wrote between the call before and this one.
+      start: seconds of the clock before its drafts were made.
     """
 
     result: ResultTokens
     rows: dict[Sequence, tuple[int, int]]
     version: int
-    drafts: Mapping[Sequence, Collection[int]]
+    drafts: tuple
     prefilled: list[Block]
+    start: float
 
 
 class Scheduler:
@@ -103,6 +106,7 @@ class Scheduler:
         effect with drafts or retention, which depend on the tokens.
       teacher: version of the weights -> serving parameters of the teacher whose logits are mixed in,
         None without one.
+      clock: tells seconds; drafts may depend on the times of calls.
     """
 
     def __init__(
@@ -112,8 +116,9 @@ class Scheduler:
         retention: KVEviction | None = None, keeps_pages: bool = True, drafts: Paced | None = None,
         decode: Callable[[np.ndarray], str] | None = None, async_scheduling: bool = False,
         teacher: Callable[[int], Any] = lambda version: None,
+        clock: Callable[[], float] = time.perf_counter,
     ):
-        self.stats = Stats()
+        self.stats, self._clock = Stats(), clock
         self._engine = engine
         self._policy, self._drafts = policy or FirstCome(), drafts or NoDrafts()
         self._max_pending, self._preempt_after = max_pending, preempt_after
@@ -334,7 +339,7 @@ class Scheduler:
     def _generate(self) -> Call | None:
         """Sends off one decode call of all running sequences, with drafts if there are any. None if
         every sequence has all its tokens in flight."""
-        engine, blocks = self._engine, self._blocks
+        engine, blocks, start = self._engine, self._blocks, self._clock()
         length, drafts = self._drafts.propose(blocks.running())
         width = length + 1 if drafts else engine.steps
         if not blocks.can_grow(width):
@@ -348,6 +353,7 @@ class Scheduler:
         if blocks.to_release:
             self._runner.release(sorted(blocks.to_release))
             blocks.to_release.clear()
+        rows: tuple = ()
         if drafts:
             rows = self._drafts.rows(drafts, length, self._runner.state, table, shift)
             result = self._runner.verify(*rows, table, shift)
@@ -356,7 +362,7 @@ class Scheduler:
         taken = {s: (s.slot, min(width, s.remaining - s.in_flight)) for s in active}
         for sequence, (_, most) in taken.items():
             sequence.in_flight += most
-        return Call(result, taken, self._runner.version, drafts, self._routes.pop_unread())
+        return Call(result, taken, self._runner.version, rows, self._routes.pop_unread(), start)
 
     def _collect(self) -> None:
         """Waits for the call that has not been read, if there is one, and appends its tokens to
@@ -365,20 +371,29 @@ class Scheduler:
         if not call:
             return
         result: Any = self._runner.read(call.result)  # arrays of numpy
-        drafts = call.drafts
         # Pieces of sequences keep the result, and so the tokens of all slots.
         routes, page_mass = result.routes, result.page_mass
         result = dataclasses.replace(result, routes=None, page_mass=None)
         self._routes.read(call.prefilled)
         counts = result.valid.sum(axis=0)
         is_bad = result.valid & ~np.isfinite(result.logp_behav)
-        self.stats.add_call(result.valid[:1] if drafts else result.valid)
+        self.stats.add_call(result.valid[:1] if call.drafts else result.valid)
+        compared = accepted = np.zeros_like(counts)
+        width = call.drafts[0].shape[1] if call.drafts else 0
+        passes = 1 if call.drafts else int(result.valid.any(axis=1).sum())
+        self._drafts.timed(width, (self._clock() - call.start) / max(passes, 1))
+        if call.drafts:
+            guessed, drafted = map(np.asarray, call.drafts)
+            compared, accepted = verified(guessed, drafted, result.tokens, counts)
+            self._drafts.observe(int(compared.sum()), int(accepted.sum()))
+            self.stats.add_drafts(drafted, compared, accepted)
         for sequence, (slot, most) in call.rows.items():
             if sequence.has_ended:
                 continue  # by a stop string, in the call before
             count = int(counts[slot])
             sequence.append(Drawn(
-                result, slot, count, call.version, sequence.kv_version, sequence.segment
+                result, slot, count, call.version, sequence.kv_version, sequence.segment,
+                self._drafts.version, int(compared[slot]), int(accepted[slot]),
             ), most)
             if routes is not None and sequence.routes is not None and count:
                 sequence.routes.sampled(sequence.length - count - 1, routes[:count, slot])
@@ -387,9 +402,6 @@ class Scheduler:
             self.stats.tokens += count
             tokens, is_last = result.tokens[:count, slot], result.remaining[slot] == 0
             self._drafts.extend(sequence, tokens)
-            if draft := drafts.get(sequence):
-                self._drafts.observe(len(draft), count - 1, is_last)
-                self.stats.add_draft(len(draft), count - 1)
             if is_bad[:, slot].any():
                 index = sequence.count - count + int(is_bad[:, slot].argmax())
                 self._endings.fail(sequence, index)

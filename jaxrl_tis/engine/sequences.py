@@ -8,7 +8,9 @@ import numpy as np
 
 from jaxrl_tis.engine.pages import NULL, content_keys
 from jaxrl_tis.engine.protocol import Insertion, ResultTokens
-from jaxrl_tis.engine.records import NEVER, Request, SamplingParams, Trajectory
+from jaxrl_tis.engine.records import (
+    NEVER, NO_DRAFTER, OF_DRAFTS, Request, SamplingParams, Trajectory, draft_fields,
+)
 from jaxrl_tis.engine.routes import SequenceRoutes
 from jaxrl_tis.engine.text import StopSearch
 from jaxrl_tis.fields import DRAWN
@@ -18,7 +20,12 @@ OF_RUN = ("version", "kv_version", "segment")  # the same for all tokens of a ca
 
 @dataclasses.dataclass(frozen=True)
 class Drawn:
-    """The tokens of one slot in one `generate` call, the first `count` of its arrays."""
+    """The tokens of one slot in one `generate` call, the first `count` of its arrays.
+
+    Attributes:
+      drafter_version: see Trajectory; of the first `verified` tokens, if the slot had a draft.
+      accepted: the number of these that equal the draft.
+    """
 
     result: ResultTokens
     slot: int
@@ -26,6 +33,16 @@ class Drawn:
     version: int
     kv_version: int
     segment: int
+    drafter_version: int = NO_DRAFTER
+    verified: int = 0
+    accepted: int = 0
+
+    def of_draft(self, name: str) -> np.ndarray:
+        """Returns a field of OF_DRAFTS of its tokens."""
+        index = np.arange(self.count)
+        if name == "accepted":
+            return index < self.accepted
+        return np.where(index < self.verified, self.drafter_version, NO_DRAFTER)
 
 
 @dataclasses.dataclass(eq=False)
@@ -210,6 +227,8 @@ class Sequence:
         evict_step = np.zeros(0, np.int32)
         if self.evict_step is not None:
             evict_step = self.evict_step[: len(request.prompt) + count]
+        if (self.field("drafter_version")[:count] != NO_DRAFTER).any():
+            fields |= {name: self.field(name)[:count] for name in OF_DRAFTS}
         if self.prompt_logps is not None:
             fields["prompt_logps"] = self.prompt_logps
         if (partial := request.partial) is not None and len(partial.tokens):
@@ -227,6 +246,8 @@ class Sequence:
 
 
 def _dtype(name: str) -> str:
+    if name in OF_DRAFTS:
+        return OF_DRAFTS[name][0]
     return "int32" if name in OF_RUN else DRAWN[name].dtype
 
 
@@ -235,12 +256,18 @@ def _joined(pieces: list, name: str) -> np.ndarray:
     if not isinstance(pieces[0], Trajectory):
         return _drawn(pieces, name)
     earlier = getattr(pieces[0], name).astype(_dtype(name), copy=False)
+    if name in OF_DRAFTS:
+        earlier = draft_fields(pieces[0])[name]
     return np.concatenate([earlier, _drawn(pieces[1:], name)]) if pieces[1:] else earlier
 
 
 def _drawn(pieces: list[Drawn], name: str) -> np.ndarray:
     """Returns a field of the tokens of at least one piece."""
     dtype, counts = _dtype(name), [p.count for p in pieces]
+    if name in OF_DRAFTS:
+        if all(p.drafter_version == NO_DRAFTER for p in pieces):
+            return np.full(sum(counts), OF_DRAFTS[name][1], dtype)
+        return np.concatenate([p.of_draft(name) for p in pieces], dtype=dtype, casting="unsafe")
     if name in OF_RUN:
         return np.array([getattr(p, name) for p in pieces], dtype).repeat(counts)
     if getattr(pieces[0].result, name) is None:

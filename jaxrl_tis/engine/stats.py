@@ -15,7 +15,7 @@ class Stats:
       tokens: sampled tokens.
       busy: decode steps in which a slot sampled a token, summed over slots.
       slot_steps: decode steps times all slots.
-      drafted, accepted: tokens of drafts.
+      drafted: tokens of drafts; verified: those compared with a sampled token; accepted: equal to it.
       prefilled: prompt tokens that were computed.
       shared: prompt tokens whose pages another sample of the group computes.
       cached: tokens of prompts and earlier turns that were cache hits.
@@ -36,6 +36,7 @@ class Stats:
     busy: int = 0
     slot_steps: int = 0
     drafted: int = 0
+    verified: int = 0
     accepted: int = 0
     prefilled: int = 0
     shared: int = 0
@@ -63,9 +64,11 @@ class Stats:
         self.busy += int(is_drawn_kb.sum())
         self.slot_steps += int(is_drawn_kb.any(axis=1).sum()) * is_drawn_kb.shape[1]
 
-    def add_draft(self, drafted: int, accepted: int) -> None:
-        """Counts the tokens of one draft."""
+    def add_drafts(self, *counts_b: np.ndarray) -> None:
+        """Counts the tokens of the drafts of a call: drafted, verified and accepted ones of each slot [B]."""
+        drafted, verified, accepted = (int(count_b.sum()) for count_b in counts_b)
         self.drafted += drafted
+        self.verified += verified
         self.accepted += accepted
 
     @property

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 
 from jaxrl_tis.engine import drafts
+from jaxrl_tis.engine.drafter import Drafting
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.protocol import Chunk
 
@@ -17,13 +18,13 @@ def prefill_lengths(engine: Engine) -> list[int]:
     return sorted({engine.bucket(length) for length in range(1, longest + 1)})
 
 
-def warm_up(engine: Engine, params: Any, drafting: tuple[Engine, Any] | None = None) -> None:
+def warm_up(engine: Engine, params: Any, drafting: Drafting | None = None) -> None:
     """Runs every program of the engine in every shape, on a temporary state with free slots. No
     token is sampled, and prefilled keys go to page 0, which is never read.
 
     Args:
       params: serving parameters; later weights have the same shapes.
-      drafting: (engine, serving parameters) of the model that drafts for it, see drafter.py.
+      drafting: the model that drafts for it.
     """
     table = np.zeros((engine.slots, engine.pages_per_slot), np.int32)
     nothing = np.zeros(engine.slots, np.int32)
@@ -31,7 +32,7 @@ def warm_up(engine: Engine, params: Any, drafting: tuple[Engine, Any] | None = N
     state = engine.release(state, [])
     state, _ = engine.generate(params, state, table, nothing)
     if drafting:
-        drafter, own = drafting
+        drafter, (own, _) = drafting.engine, drafting.served
         filled = _filled(drafter, own, has_targets=False)
         _, proposed, counts = drafter.draft(own, filled, state.slots, table, nothing)
         state, _ = engine.verify(params, state, proposed, counts, table, nothing)

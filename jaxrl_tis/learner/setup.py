@@ -41,6 +41,7 @@ class LearnerSetup:
       layout: mesh and sharding rules of training.
       learner: programs for rows of one sequence each.
       packer: lays several sequences into a row of an update; None where each has its own.
+      drafter: programs of engine.drafter, if it is trained; drafter_optimizer: its own.
     """
 
     config: ml_collections.ConfigDict
@@ -53,6 +54,8 @@ class LearnerSetup:
     packer: Packer | None
     optimizer: optax.GradientTransformation
     critic_optimizer: optax.GradientTransformation
+    drafter_optimizer: optax.GradientTransformation
+    drafter: Learner | None = None
 
     @property
     def adapter(self) -> lora.Adapter | None:
@@ -230,6 +233,7 @@ def make_learner_setup(
     config: ml_collections.ConfigDict, correction: Correction, schedule: Schedule,
     way: replay.Way | None,
     model: ModelConfig, devices: list | None = None, recipe: lora.Recipe | None = None,
+    drafter: ModelConfig | None = None,
 ) -> LearnerSetup:
     """Makes the learner of a checked config.
 
@@ -238,6 +242,7 @@ def make_learner_setup(
         that of rollout.replay.
       devices: where it trains, by default this machine's; they need not exist, see jaxrl_tis.aot.
       recipe: of model.lora.
+      drafter: shape of engine.drafter; None without one or if it is not trained.
 
     Raises:
       ValueError: a method or the model does not fit the shapes or the mesh.
@@ -270,17 +275,39 @@ def make_learner_setup(
         scale = correction.scale or float(max_length(config))
         correction = dataclasses.replace(correction, scale=scale)
     scaled = functools.partial(scaled_for, program.dtype)
+    learner = Learner(
+        model, program, max_response(config), config.train.logprob_chunk, adapter=adapter
+    )
     return LearnerSetup(
         config=config, correction=correction, schedule=schedule,
         staleness=replay.max_age(schedule, way, config.rollout.max_age),
         model=model, layout=layout,
-        learner=Learner(
-            model, program, max_response(config), config.train.logprob_chunk, adapter=adapter
-        ),
+        learner=learner,
         packer=packer,
         optimizer=scaled(_policy_optimizer(config, correction, model.num_layers)),
         critic_optimizer=scaled(make_optimizer(config.critic, total_updates(config))),
+        drafter_optimizer=scaled(_drafter_optimizer(config)),
+        drafter=None if drafter is None else _drafter(learner, drafter),
     )
+
+
+def _drafter(learner: Learner, drafter: ModelConfig) -> Learner:
+    """Returns the programs that train a drafter, in fast numerics and without quantization. ValueError
+    for a mesh that does not divide it."""
+    layout = learner.program.layout
+    assert layout is not None
+    placement.check_tensor_parallel(drafter, layout.mesh.shape["tensor"])
+    placement.check_experts(drafter, layout.mesh.shape["expert"])
+    program = dataclasses.replace(
+        learner.program, quantization=quant.Recipe("none"), numerics="fast"
+    )
+    return dataclasses.replace(learner, config=drafter, program=program, adapter=None)
+
+
+def _drafter_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
+    """Makes the drafter's optimizer: that of the policy, at the constant rate engine.drafter_lr."""
+    own = {"lr": config.engine.drafter_lr, "schedule": "constant", "warmup": 0}
+    return make_optimizer(ml_collections.ConfigDict({**config.optimizer, **own}), 1)
 
 
 def _policy_optimizer(

@@ -6,9 +6,11 @@
 * "base": parameters, with LoRA. The policy and the critic then hold factors, and the base is the
   reference too: it is one copy;
 * "controllers": their states, if one has a state;
-* "ewma": an average of the policy, if it replaces older policies.
+* "ewma": an average of the policy, if it replaces older policies;
+* "drafter": a DrafterState, if engine.drafter is trained.
 """
 
+import dataclasses
 import math
 import os
 import sys
@@ -30,6 +32,15 @@ from jaxrl_tis.models import lora, peft, peft_config, placement, quant, transfor
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import date, saved
 from jaxrl_tis.runtime import hub, processes, storage
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DrafterState:
+    """The drafter as it is trained, and the policy's version when it was made, int32."""
+
+    network: TrainState
+    version: Any
 
 
 def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
@@ -69,6 +80,13 @@ def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
     states = jax.eval_shape(lambda: control.init(setup.correction))
     if states:
         state["controllers"] = place(states, jax.tree.map(lambda _: replicated, states))
+    if setup.drafter is not None:
+        model = setup.drafter.config
+        own = transformer.abstract_params(model, setup.config.model.param_dtype)
+        state["drafter"] = DrafterState(
+            network(own, placement.shardings(setup.layout, model), setup.drafter_optimizer),
+            jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
+        )
     return state
 
 
@@ -177,7 +195,7 @@ def initial_state(setup: LearnerSetup, params: Any, factors: Any = None) -> dict
     shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
     on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings)
 
-    def make(params, factors):
+    def make(params, factors, drafter):
         state = {}
         if setup.adapter is not None:
             state["base"] = frozen(setup.learner.program, params)
@@ -198,9 +216,21 @@ def initial_state(setup: LearnerSetup, params: Any, factors: Any = None) -> dict
             state["ewma"] = Average.of(params)
         if states := control.init(setup.correction):
             state["controllers"] = states
+        if drafter is not None:
+            network = TrainState(drafter, setup.drafter_optimizer.init(drafter))
+            state["drafter"] = DrafterState(network, jnp.int32(0))
         return state
 
-    return jax.device_put(jax.jit(make, out_shardings=on_device)(params, factors), shardings)
+    made = jax.jit(make, out_shardings=on_device)(params, factors, _initial_drafter(setup))
+    return jax.device_put(made, shardings)
+
+
+def _initial_drafter(setup: LearnerSetup) -> Any:
+    """Returns the parameters of engine.drafter in the training layout; None if it is not trained."""
+    if setup.drafter is None:
+        return None
+    shardings = placement.shardings(setup.layout, setup.drafter.config)
+    return models.load(setup.config.engine.drafter, shardings, setup.config.model.param_dtype)[1]
 
 
 def initial_policy(setup: LearnerSetup) -> Any:

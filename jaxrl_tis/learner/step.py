@@ -408,6 +408,21 @@ def make_critic_step(learner: Learner, clip: float, optimizer: optax.GradientTra
     return _make_step(learner, MicroLoss(forward, value_loss), optimizer, "critic")
 
 
+def make_distillation_step(learner: Learner, optimizer: optax.GradientTransformation):
+    """Makes the update of a model pi that shall draft for the sampler mu, with the loss mean of
+    w (log mu - log pi) over the masked tokens. With w = 1 this is an unbiased estimate of
+    KL(mu || pi) on samples of mu. The gradient passes through log pi alone. The minibatch has
+    "logp_behav" and "weights", w [accumulation, rows, T]."""
+
+    def forward_kl(logp, inputs):
+        batch, num_tokens, _ = inputs
+        mean = lambda x: reduce.aggregate(x, batch["mask"], "token-mean", num_tokens=num_tokens)
+        gap = batch["logp_behav"] - logp
+        return mean(batch["weights"] * gap), ({"drafter/kl": mean(gap)}, {})
+
+    return _make_step(learner, MicroLoss(_log_probs(learner), forward_kl), optimizer, "drafter")
+
+
 def make_supervised_step(learner: Learner, optimizer: optax.GradientTransformation):
     """Makes the supervised update: mean cross-entropy over the masked tokens."""
 

@@ -26,7 +26,9 @@ from jaxrl_tis.learner.state import abstract_params, base, joined, policy as pol
 from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
 from jaxrl_tis.models import lora, overflow, placement
 from jaxrl_tis.rollouts.episodes import episode_metrics
-from jaxrl_tis.rollouts.groups import Sample, components, kept_metrics, reroute_metrics
+from jaxrl_tis.rollouts.groups import (
+    Sample, components, draft_metrics, kept_metrics, reroute_metrics,
+)
 
 WITHOUT_ROUTES = "moe/samples_without_routes"
 # Whose log-probs these fields are.
@@ -477,7 +479,7 @@ def sample_metrics(
         means["actor/entropy"] = rows["entropy"][scored].mean()
     trajectories = [s.trajectory for s in samples]
     recorded = kept_metrics(trajectories) | reroute_metrics(trajectories)
-    recorded |= episode_metrics(trajectories)
+    recorded |= episode_metrics(trajectories) | draft_metrics(trajectories)
     return means | recorded | _length_metrics(
         prompts, lengths, max_prompt_length=config.task.max_prompt_tokens,
         max_response_length=config.rollout.max_new_tokens, num_turns=turns,

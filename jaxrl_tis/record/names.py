@@ -351,7 +351,13 @@ ROLLOUTS = (
     Metric("harness/left_out_tokens", "tokens", "Sampled tokens of these forks."),
     Metric("harness/realigned_tokens", "tokens",
            "Sampled tokens that the next prompt of a session changed, not trained on."),
-    Metric("rollout/draft_acceptance", "share", "Drafted tokens that were accepted."),
+    Metric("rollout/draft_acceptance", "share",
+           "Drafted tokens, of each draft up to its first rejection, that were accepted."),
+    Metric("rollout/draft_acceptance_lag_<n>", "share",
+           "The same at a lag of the drafter from n to twice that."),
+    Metric("rollout/drafter_lag", "versions", "Mean lag of the drafter."),
+    Metric("drafter/kl", "nats/token", "KL from the sampler to the drafter, before its updates."),
+    Metric("drafter/{grad_norm,lr}", "its own", "Of the drafter's update."),
     Metric("replay/uses_mean", "batches",
            "Batches that a group was in, with this one.", "2604.16918"),
     Metric("replay/age_mean", "versions", "Versions since a group was first trained on."),
@@ -393,7 +399,7 @@ ASYNC = (
 
 MACHINE = (
     compact("time/step_s", "s", "Wall-clock time of a step."),
-    Metric("time/{data,sync,rollout,reward,score,update}_s", "s",
+    Metric("time/{data,sync,rollout,reward,score,update,distill}_s", "s",
            "Phases of a step. Score is almost 0 if the update scores its batch itself."),
     Metric("time/environment_s", "s", "Time that samplers waited for environments or agents."),
     Metric("time/compile_s", "s",

@@ -23,7 +23,7 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
 INTERVALS = ("eval/greedy_accuracy", "eval/sampled_accuracy")  # fractions of eval/n problems
 MOST_NAMED = 24  # runs; more leave a plot no room, and stand in the report's table alone
 LINE_STYLES = ("-", "--", ":", "-.")
-STEP_PHASES = ("sync", "data", "rollout", "reward", "score", "update")  # parts of time/step_s
+STEP_PHASES = ("sync", "data", "rollout", "reward", "score", "update", "distill")  # parts of time/step_s
 # Beside it, or, compilation, in it or not; lost: steps that were taken again after a fault.
 OTHER_PHASES = ("eval", "checkpoint", "compile", "init", "restore", "warm-up", "lost")
 GOOD_PHASES = ("rollout", "reward", "score", "update")

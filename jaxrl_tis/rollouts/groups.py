@@ -12,7 +12,9 @@ import numpy as np
 from jaxrl_tis.data.rewards import SCORE, RewardWorker, Scored, soft_overlong_penalty
 from jaxrl_tis.data.signatures import LARGEST
 from jaxrl_tis.data.tokenizer import Tokenizer
-from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
+from jaxrl_tis.engine.records import (
+    NO_DRAFTER, OF_DRAFTS, Request, SamplingParams, Trajectory, draft_fields,
+)
 from jaxrl_tis.rollouts import teaching
 from jaxrl_tis.rollouts.episodes import FAULTS
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -92,6 +94,24 @@ def reroute_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     counts = [t.rerouted for t in trajectories if len(t.rerouted)]
     again, changed = np.sum(counts, axis=0) if counts else (0, 0)
     return {"moe/reroute_rate": changed / again} if again else {}
+
+
+def draft_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Returns the mean lag of the drafter behind the policy over the tokens with a verified draft, and
+    the share of accepted ones from each lag on to twice that: 0, 1, 2 to 3, 4 to 7, ... {} without
+    drafts of engine.drafter."""
+    drafts = [draft_fields(t) for t in trajectories]
+    drafter, accepted = (np.concatenate([d[name] for d in drafts]) for name in OF_DRAFTS)
+    lag = np.concatenate([t.version for t in trajectories]) - drafter
+    is_drafted = drafter != NO_DRAFTER
+    if not is_drafted.any():
+        return {}
+    lag, accepted = lag[is_drafted], accepted[is_drafted]
+    starts = np.where(lag > 0, 2 ** np.log2(np.maximum(lag, 1)).astype(int), 0)
+    shares = {start: accepted[starts == start].mean() for start in np.unique(starts)}
+    return {"rollout/drafter_lag": lag.mean()} | {
+        f"rollout/draft_acceptance_lag_{start}": share for start, share in shares.items()
+    }
 
 
 def unknown_ids(trajectories: list[Trajectory], tokenizer: Tokenizer) -> dict[str, float]:

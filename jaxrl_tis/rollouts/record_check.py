@@ -6,7 +6,9 @@ from typing import Any
 import numpy as np
 
 from jaxrl_tis.engine.protocol import EngineProtocol
-from jaxrl_tis.engine.records import JOINS, OUTCOMES, PER_TOKEN, Request, Trajectory
+from jaxrl_tis.engine.records import (
+    JOINS, NO_DRAFTER, OF_DRAFTS, OUTCOMES, PER_TOKEN, Request, Trajectory, draft_fields,
+)
 from jaxrl_tis.fields import DRAWN, route_dtype
 
 ROUNDING = 1e-3  # by which a log-prob may be above 0
@@ -129,6 +131,12 @@ def problem(
         "kv_version": len(record.kv_version) != count or np.any(record.kv_version > record.version),
         "segment": len(record.segment) != count or np.any(np.diff(record.segment) < 0),
     }
+    drafts = draft_fields(record)
+    is_drafted = drafts["drafter_version"] != NO_DRAFTER
+    wrong["drafter_version"] = np.any(drafts["drafter_version"] < NO_DRAFTER) or np.any(
+        drafts["drafter_version"] > record.version
+    )
+    wrong["accepted"] = np.any(drafts["accepted"] & ~is_drafted)
     wrong["routes"] = (
         record.routes.shape[1:] != engine.route_shape
         or any(engine.route_shape) and record.routes.dtype != route_dtype(engine.num_experts)
@@ -146,9 +154,12 @@ def problem(
         }
     if begun and request.partial is not None:
         routes = request.partial.routes[: max(len(request.partial.routes) - replaced, 0)]
+        fields = [
+            {name: getattr(t, name) for name in PER_TOKEN if name not in OF_DRAFTS} | draft_fields(t)
+            for t in (record, request.partial)
+        ]
         wrong["beginning"] = not all(
-            np.array_equal(getattr(record, name)[:begun], getattr(request.partial, name)[:begun])
-            for name in PER_TOKEN
+            np.array_equal(*(of[name][:begun] for of in fields)) for name in PER_TOKEN
         ) or not np.array_equal(record.routes[: len(routes)], routes)
     named = [name for name, is_so in wrong.items() if is_so]
     return f"{request.id}: wrong {', '.join(named)}" if named else None

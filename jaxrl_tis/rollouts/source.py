@@ -131,6 +131,6 @@ def engine_metrics(engine: ml_collections.ConfigDict, stats: Stats) -> dict[str,
         }
     if any(engine.retention):
         metrics["rollout/evicted"] = stats.evicted
-    if engine.max_draft:
-        metrics["rollout/draft_acceptance"] = stats.accepted / max(stats.drafted, 1)
+    if stats.verified:
+        metrics["rollout/draft_acceptance"] = stats.accepted / stats.verified
     return metrics

@@ -8,13 +8,14 @@ import pytest
 
 from jaxrl_tis.doctor import asynchrony, case as cases
 from jaxrl_tis.doctor.asynchrony import (
-    AHEAD, DISCARDED, IN_FLIGHT, ENGINE_GAP, IDLE, MEAN_LAG, QUEUE, REPLACED, RESUMED,
+    ACCEPTANCE, AHEAD, DISCARDED, DRAFTER_LAG, IN_FLIGHT, ENGINE_GAP, IDLE, MEAN_LAG, QUEUE, REPLACED, RESUMED,
     STALENESS_GAP,
     lag_correlation,
 )
 from jaxrl_tis.doctor.case import CHI2, ENGINE_SHARE, KL, LAG, LENGTH, THRESHOLDS, Case
 from jaxrl_tis.doctor.diagnose import diagnose
-from jaxrl_tis.rollouts import bookkeeping
+from jaxrl_tis.rollouts import bookkeeping, groups
+from jaxrl_tis.rollouts import source as sources
 from jaxrl_tis.validate import validate
 from tests.doctor.runs import config_of, late, names, write_run
 
@@ -32,6 +33,7 @@ DIRECT = {"correction.preset": "ppo_is", "correction.objective": "dis"}
 WHOLE = {"correction.preset": "bypass_pg_is"}  # weights of the whole drift
 GAP = {KL: 0.03}
 IN_PLACE = {"rollout.schedule": "in_flight(staleness=4)"}
+DRAFTER = {"engine.drafter": "models/small", "engine.max_draft": 3}
 REDUNDANT = {"rollout.schedule": "roll_flash(alpha=4, redundant=2)"}
 
 
@@ -106,6 +108,8 @@ CASES = {
     "async.shorter, by replacing": ({LENGTH: late(100.0, 89.0), REPLACED: 5.0}, {},
         {"training.async", "async.replaced", "async.shorter"}),
     "shorter by itself": ({LENGTH: late(100.0, 89.0)}, {}, {"training.async"}),
+    "async.drafter": ({ACCEPTANCE: late(0.5, 0.39), DRAFTER_LAG: 40.0}, DRAFTER,
+        {"training.async", "async.drafter"}),
     "budget.engine": (probes(total_d_mean=0.06, engine_d_mean=0.06), {},
         {"training.async", "budget", "budget.engine"}),
     "budget.staleness": (probes(total_k3=0.003, staleness_k3=0.003), {},
@@ -180,6 +184,16 @@ def test_evidence_has_the_numbers(tmp_path):
     assert evidence(diagnosis, "async.samplers") == {"run/ahead_share": pytest.approx(0.6)}
     assert evidence(diagnosis, "async.interrupted") == {"run/read_again": pytest.approx(2.0)}
     assert evidence(diagnosis, "budget") == {"gate/total/dp_max by its bound": pytest.approx(2.0)}
+    for last, lag in ((0.39, 40.0), (0.41, 40.0), (0.39, 0.5)):
+        drafted = {ACCEPTANCE: late(0.5, last), DRAFTER_LAG: lag}
+        diagnosis = diagnose(write_run(tmp_path, STALE | drafted, RUN | DRAFTER))
+        if (last, lag) == (0.39, 40.0):
+            named = f"part of {ACCEPTANCE} lost, from 0.50 to 0.39 at lag 40"
+            assert evidence(diagnosis, "async.drafter") == {
+                "config/has_drafter": 1, DRAFTER_LAG: pytest.approx(40.0), named: pytest.approx(0.22),
+            }
+        else:
+            assert "async.drafter" not in names(diagnosis["setup"])
 
 
 def test_the_correlation_is_that_of_the_changes(tmp_path):
@@ -213,6 +227,8 @@ def test_the_metrics_it_reads_are_those_that_the_source_measures():
     source = inspect.getsource(bookkeeping)
     for name in (IDLE, QUEUE, IN_FLIGHT, AHEAD, RESUMED, DISCARDED, REPLACED):
         assert f'"{name}":' in source, name
+    assert f'"{ACCEPTANCE}"' in inspect.getsource(sources)
+    assert f'"{DRAFTER_LAG}":' in inspect.getsource(groups)
 
 
 def test_a_bound_of_zero_is_exceeded_by_any_gap(tmp_path):
@@ -229,12 +245,11 @@ def test_few_lags_are_too_few_for_a_correlation():
         lag_correlation(Case(series, {}, THRESHOLDS | {"min_steps": 1.0}, 3), "gap", "lag")
 
 
-@pytest.mark.parametrize("noise, found", [(0.5, 0.0), (0.3, 0.913)])
-def test_few_steps_make_no_correlation(noise, found):
+def test_few_steps_make_no_correlation():
     """11 steps. A correlation of 0.79 is 2.8 standard errors of Fisher's z, one of 0.91 is 4.1."""
     lag = [0.0, 1.0] * 5 + [0.0]
     other = [0.0, 0.0, 1.0, 1.0] * 2 + [0.0, 0.0, 1.0]
-    series = {"lag": dict(enumerate(lag, 1)),
-              "gap": {s: x + noise * 2 * y for s, (x, y) in enumerate(zip(lag, other, strict=True), 1)}}
-    case = Case(series, {}, THRESHOLDS, 11)
-    assert lag_correlation(case, "gap", "lag") == pytest.approx(found, abs=1e-3)
+    for noise, found in ((0.5, 0.0), (0.3, 0.913)):
+        gap = {s: x + noise * 2 * y for s, (x, y) in enumerate(zip(lag, other, strict=True), 1)}
+        case = Case({"lag": dict(enumerate(lag, 1)), "gap": gap}, {}, THRESHOLDS, 11)
+        assert lag_correlation(case, "gap", "lag") == pytest.approx(found, abs=1e-3)

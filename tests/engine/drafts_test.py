@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import pytest
 import scipy.stats
 
 from jaxrl_tis import sharding
-from jaxrl_tis.engine.drafts import Drafts, Group
+from jaxrl_tis.engine.drafts import Drafts, Group, verified
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, SamplingParams
@@ -95,17 +96,24 @@ def test_drafts_of_no_token_are_refused():
         Drafts(1, 0, 1000)
 
 
+def test_a_draft_is_verified_up_to_its_first_wrong_token_or_the_end():
+    """Slots: two right and one wrong of three; all right; the first is a stop, right and then wrong;
+    no draft."""
+    drafts = np.array([[5, 6, 9], [5, 6, 7], [5, 6, 7], [8, 6, 7], [7, 0, 0]])
+    drawn = np.array([[5, 6, 7, 0], [5, 6, 7, 8], [5, 0, 0, 0], [5, 0, 0, 0], [7, 0, 0, 0]]).T
+    compared, accepted = verified(drafts, np.array([3, 3, 3, 3, 0]), drawn, np.array([3, 4, 1, 1, 1]))
+    assert compared.tolist() == [3, 3, 1, 1, 0] and accepted.tolist() == [2, 3, 1, 0, 0]
+
+
 # How far
 
 
 def test_acceptance_is_measured_and_forgotten():
     drafts = made()
     assert drafts.acceptance == 1 / 2
-    drafts.observe(7, 7, False)
+    drafts.observe(7, 7)
     assert drafts.acceptance == 8 / 9
-    drafts.observe(7, 2, False)
-    assert drafts.acceptance == 10 / 12
-    drafts.observe(7, 0, is_ended=True)  # no draw contradicted it
+    drafts.observe(3, 2)
     assert drafts.acceptance == 10 / 12
     drafts.propose([])
     assert drafts.acceptance == pytest.approx((1 + 9 * 0.95) / (2 + 10 * 0.95))
@@ -122,18 +130,34 @@ def best(acceptance, slots, free_batch_rows):
 
 @pytest.mark.parametrize("slots, free_batch_rows, expected", [
     (1, 1000, 7), (1, 4, 3), (1, 2, 1), (1, 1, 0), (16, 128, 7), (64, 128, 1), (128, 128, 0)])
-@pytest.mark.parametrize("accepted, rejected", [(30, 1), (2, 2), (0, 30)])
-def test_the_length_gives_the_most_tokens(slots, free_batch_rows, expected, accepted, rejected):
-    drafts = made(slots, 7, free_batch_rows)
-    sequence = begun(drafts, "a", (5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6), (7,))
-    for _ in range(accepted):
-        drafts.observe(1, 1, False)
-    for _ in range(rejected):
-        drafts.observe(1, 0, False)
-    length, _ = drafts.propose([sequence])
-    assert length == best((1 + accepted) / (2 + accepted + rejected), slots, free_batch_rows)
-    if accepted > rejected:
-        assert length == expected
+def test_the_length_gives_the_most_tokens(slots, free_batch_rows, expected):
+    for accepted, rejected in ((30, 1), (2, 2), (0, 30)):
+        drafts = made(slots, 7, free_batch_rows)
+        sequence = begun(drafts, "a", (5, 6, 7, 8, 9, 1, 2, 3, 4, 5, 6), (7,))
+        drafts.observe(accepted + rejected, accepted)
+        length, _ = drafts.propose([sequence])
+        assert length == best((1 + accepted) / (2 + accepted + rejected), slots, free_batch_rows)
+        if accepted > rejected:
+            assert length == expected
+
+
+def test_measured_times_decide_once_each_kind_of_pass_has_some():
+    """Each kind is measured three times, in order of the lengths; the first, which compiles, is no
+    median. At acceptance 1/2 drafts of 1 and 3 tokens give 1.5 and 1.875. The last five of each count."""
+    drafts = made(max_length=3, free_batch_rows=0)
+    sequence = begun(drafts, "a", (5, 6, 7, 8, 9, 5, 6), (7,))
+    tried, seconds = [], {0: 1.0, 1: 1.4, 3: 1.7}
+    for i in range(9):
+        tried.append(drafts.propose([sequence])[0])
+        drafts.timed(tried[-1], 100.0 if i % 3 == 0 else seconds[tried[-1]])
+    assert tried == [0] * 3 + [1] * 3 + [3] * 3
+    assert drafts.propose([sequence])[0] == 3  # 1, 1.07 and 1.10 tokens per second
+    for _ in range(3):
+        drafts.timed(3, 2.0)
+    assert drafts.propose([sequence])[0] == 1  # 0.94
+    for _ in range(3):
+        drafts.timed(1, 1.6)
+    assert drafts.propose([sequence])[0] == 0
 
 
 def test_few_sequences_with_a_draft_do_not_make_all_others_pay():
@@ -157,9 +181,21 @@ def test_tokens_are_those_without_drafts(shards, steps):
     scheduler = arithmetic.started(engine, requests, drafts=drafts)
     arithmetic.assert_as_alone(arithmetic.drain(scheduler), requests)
     stats = scheduler.stats
-    assert 0 < stats.accepted < stats.drafted == sum(map(sum, engine.verified))
+    assert 0 < stats.accepted < stats.verified < stats.drafted == sum(map(sum, engine.verified))
     assert stats.busy < stats.tokens and 0 < stats.occupancy <= 1
     assert_empty(drafts)
+
+
+def test_the_scheduler_measures_the_time_of_a_pass(monkeypatch):
+    """A clock that ticks at each look: a call of a few steps is a tick, and each of its steps a part."""
+    monkeypatch.setattr(Group, "guess", lambda group, tokens, n: [0] * n)
+    request = arithmetic.request("a", (1, 2, 3, 1, 2), max_tokens=34)
+    ticks, times, drafts = itertools.count(), [], made(1, 3, free_batch_rows=0)
+    drafts.timed = lambda *args: (times.append(args), Drafts.timed(drafts, *args))
+    engine = arithmetic.Engine(slots=1, steps=4)
+    scheduler = arithmetic.started(engine, [request], drafts=drafts, clock=lambda: float(next(ticks)))
+    arithmetic.assert_as_alone(arithmetic.drain(scheduler), [request])
+    assert times[:3] == [(0, 0.25)] * 3 and set(times[3:]) >= {(1, 1.0), (3, 1.0)}
 
 
 def assert_empty(drafts):
@@ -276,6 +312,7 @@ def test_a_stop_token_ends_a_draft():
         tokens = plain[r.id].tokens.tolist()
         end = tokens.index(r.sampling.stop_ids[0]) + 1
         assert (drafted[r.id].tokens.tolist(), drafted[r.id].stop_reason) == (tokens[:end], "stop")
+        assert not len(drafted[r.id].drafter_version)  # n-grams are of no model
 
 
 def test_in_invariant_numerics_drafts_change_no_bit():

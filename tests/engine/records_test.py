@@ -133,6 +133,7 @@ def test_given_tokens_follow_the_record():
         logits=floats([-1, -2], [-3, -4]), top_ids=ints([3], [9]), top_logps=floats([-1], [-2]),
         kept=ints([3, -1], [3, 9]), routes=np.ones((3, 1, 1), np.uint8), rerouted=ints(1, 0),
         prompt_logps=floats(np.nan, -1), logp_student=floats([-1], [-4]),
+        drafter_version=ints(-1, 3), accepted=np.array([False, True]),
     )
     first, before = extended(record, [8, 7]), dataclasses.asdict(record)
     whole = {
@@ -140,6 +141,7 @@ def test_given_tokens_follow_the_record():
         "logp_raw": floats(-1, -3, 0, 0), "entropy": floats(1, 2, 0, 0),
         "version": ints(3, 4, 4, 4), "kv_version": ints(2, 3, 3, 3), "segment": ints(0, 1, 1, 1),
         "mask": np.array([True, True, False, False]), "turn": ints(0, 0, 1, 1),
+        "drafter_version": ints(-1, 3, -1, -1), "accepted": np.array([False, True, False, False]),
         "logits": floats([-1, -2], [-3, -4], [0, 0], [0, 0]), "top_ids": ints([3], [9], [-1], [-1]),
         "top_logps": floats([-1], [-2], [0], [0]),
         "logp_student": floats([-1], [-4], [0], [0]),

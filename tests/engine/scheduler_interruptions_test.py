@@ -148,7 +148,7 @@ def test_retract_takes_the_pages_that_are_being_filled():
 def test_new_weights_make_acceptance_unknown():
     drafts = Drafts(slots=1, max_length=3, free_batch_rows=4)
     scheduler = started(Engine(slots=1), [], drafts=drafts)
-    drafts.observe(3, 3, False)
+    drafts.observe(3, 3)
     assert drafts.acceptance > 0.5
     scheduler.set_params(1, 1)
     assert drafts.acceptance == 0.5

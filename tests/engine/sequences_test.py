@@ -50,6 +50,32 @@ def test_what_was_read_grows_with_what_is_drawn():
     assert s.field("tokens").tolist() == [40]
 
 
+def test_drafts_stand_on_the_tokens_that_they_were_compared_with():
+    """A call of the drafter of version 4: three of three tokens verified and two accepted; then two of
+    which one was verified, and a call without drafts. The record of the first call's tokens alone, a
+    record that goes on, and one without a draft."""
+    s = Sequence.of(request("a", (1, 2)), 0, 0)
+    s.pieces = [Drawn(result(10), 1, 3, 7, 6, 0, 4, 3, 2), Drawn(result(20), 0, 2, 8, 6, 0, 5, 1, 1)]
+    s.count = 5
+    t = s.trajectory("abort", "", 5)
+    assert t.drafter_version.tolist() == [4, 4, 4, 5, -1] and t.drafter_version.dtype == np.int32
+    assert t.accepted.tolist() == [True, True, False, True, False] and t.accepted.dtype == bool
+    assert s.trajectory("stop", "", 2).drafter_version.tolist() == [4, 4]
+    again = Sequence.of(request("a", (1, 2), partial=t), 0, 0)
+    again.pieces.append(Drawn(result(30), 0, 2, 9, 6, 1, 5, 0, 0))
+    assert again.trajectory("stop", "", 7).drafter_version.tolist() == [4, 4, 4, 5, -1, -1, -1]
+    plain = sequence()
+    assert [len(x) for x in (plain.trajectory("stop", "", 5).drafter_version, t.tokens)] == [0, 5]
+    later = Sequence.of(request("a", (1, 2), partial=plain.trajectory("abort", "", 5)), 0, 0)
+    later.pieces.append(Drawn(result(30), 0, 1, 9, 6, 1, 5, 1, 1))
+    t = later.trajectory("stop", "", 6)
+    assert t.drafter_version.tolist() == [-1] * 5 + [5] and t.accepted.tolist() == [False] * 5 + [True]
+    # n-grams, of no version
+    plain.pieces.append(Drawn(result(30), 0, 1, 9, 6, 1, -1, 1, 1))
+    t = plain.trajectory("stop", "", 6)
+    assert not len(t.drafter_version) and not len(t.accepted)
+
+
 def test_the_record_holds_the_first_tokens_alone():
     t = sequence().trajectory("stop", "w8", 3)
     assert (t.tokens.tolist(), t.stop_reason, t.quant_id) == ([110, 111, 20], "stop", "w8")
@@ -58,9 +84,13 @@ def test_the_record_holds_the_first_tokens_alone():
     assert t.evict_step.shape == (0,) and t.seed == 5
 
 
-def test_a_request_without_tokens_has_an_empty_record():
+def test_a_request_without_tokens_has_an_empty_record_which_is_no_partial():
     t = Sequence.of(request("a"), 0, 0).trajectory("abort", "", 0)
     assert t.tokens.shape == (0,) and t.tokens.dtype == np.int32 and t.logits.shape == (0, 0)
+    s = Sequence.of(request("a", partial=t), 0, 0)
+    s.filled(version=3)
+    s.pieces.append(Drawn(result(10), 0, 2, 3, 3, s.segment))
+    assert s.field("logits").shape == (2, 1) and s.field("segment").tolist() == [0, 0]
 
 
 def test_a_resumed_request_has_the_tokens_and_the_segment_of_its_partial():
@@ -75,14 +105,6 @@ def test_a_resumed_request_has_the_tokens_and_the_segment_of_its_partial():
     assert t.tokens.tolist() == [110, 111, 20, 21, 22, 30]
     assert t.segment.tolist() == [0, 0, 1, 1, 1, 2] and t.kv_version.tolist() == [6] * 5 + [9]
     assert isinstance(s.pieces[0], Trajectory)
-
-
-def test_an_empty_partial_is_as_good_as_none():
-    empty = Sequence.of(request("a"), 0, 0).trajectory("abort", "", 0)
-    s = Sequence.of(request("a", partial=empty), 0, 0)
-    s.filled(version=3)
-    s.pieces.append(Drawn(result(10), 0, 2, 3, 3, s.segment))
-    assert s.field("logits").shape == (2, 1) and s.field("segment").tolist() == [0, 0]
 
 
 def test_evicted_pages_are_unseen_from_the_last_token_on():

@@ -11,6 +11,8 @@ def test_steps_in_which_a_slot_samples_count():
     stats = Stats()
     stats.add_call(np.array([[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]], bool))
     assert (stats.calls, stats.busy, stats.slot_steps, stats.occupancy) == (1, 4, 8, 0.5)
+    stats.add_drafts(np.array([3, 0, 2]), np.array([2, 0, 2]), np.array([1, 0, 2]))
+    assert (stats.drafted, stats.verified, stats.accepted) == (5, 4, 3)
 
 
 def test_counts_of_several_and_since():

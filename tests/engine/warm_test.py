@@ -10,7 +10,7 @@ import pytest
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import protocol, sampling
-from jaxrl_tis.engine.drafter import Drafter
+from jaxrl_tis.engine.drafter import Drafter, Drafting
 from jaxrl_tis.engine.drafts import Drafts
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
@@ -114,9 +114,9 @@ def test_no_request_compiles_a_program_of_the_drafter():
     engine, own = (Engine(MODEL, EngineConfig(**sizes, steps=4, max_draft=n)) for n in (3, 0))
     zeros = lambda x: np.zeros(x.shape, x.dtype)
     params = jax.tree.map(zeros, transformer.abstract_params(MODEL))
-    served, drafting = engine.load(params), (own, own.load(params))
+    served, drafting = engine.load(params), Drafting(own, (own.load(params), 0))
     warm_up(engine, served, drafting)
-    scheduler = Scheduler(engine, served, drafts=Drafter(*drafting, 1000, 0.0))
+    scheduler = Scheduler(engine, served, drafts=Drafter(drafting, 1000, 0.0))
     with compilations() as found:
         serve(scheduler, served)
     assert not found and scheduler.stats.accepted > 20

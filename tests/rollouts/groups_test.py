@@ -9,7 +9,7 @@ import pytest
 from jaxrl_tis.data.rewards import Scored
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.rollouts.groups import (
-    components, kept_metrics, reroute_metrics, sampling_params, unknown_ids,
+    components, draft_metrics, kept_metrics, reroute_metrics, sampling_params, unknown_ids,
 )
 from jaxrl_tis.rollouts.source import next_batch
 from tests.rollouts.synchronous_test import TOKENIZER, FakeScheduler, fields, sync_source
@@ -69,14 +69,28 @@ def test_the_mass_that_sets_too_wide_to_record_have_dropped():
                      "rollout/kept_overflow_mass": pytest.approx(0.4 / 2)}
 
 
-def test_the_rate_of_choices_that_a_later_pass_changed():
-    """Of 8 + 4 choices made again, 1 + 2 chose another set; a sample without routes adds none."""
+def test_what_records_say_of_routes_and_drafts():
+    """Of 8 + 4 choices made again, 1 + 2 chose another set; a sample without routes adds none. Drafts are
+    of lags 0, 0, 3, 2, 1, 4: of the two from 2 to 3 the first is accepted."""
     plain = FakeScheduler()._trajectory(Request("3", np.array([3]), 0, SamplingParams()))
     routed = [
         dataclasses.replace(plain, rerouted=np.array(counts, np.int32)) for counts in ((8, 1), (4, 2))
     ]
     assert reroute_metrics([*routed, plain]) == {"moe/reroute_rate": 0.25}
     assert reroute_metrics([plain]) == {}
+    ints = lambda *values: np.array(values, np.int32)
+    of = lambda version, drafter, *accepted: dataclasses.replace(
+        plain, tokens=version, version=version, drafter_version=drafter, accepted=np.array(accepted, bool)
+    )
+    drafted = [
+        of(ints(5, 5, 6), ints(5, 5, 3), True, False, True), of(ints(6, 7, 7, 8), ints(4, 6, 3, -1), 0, 1, 0, 0)
+    ]
+    assert draft_metrics([*drafted, of(ints(9), ints())]) == {
+        "rollout/drafter_lag": 10 / 6, "rollout/draft_acceptance_lag_0": 0.5,
+        "rollout/draft_acceptance_lag_1": 1.0, "rollout/draft_acceptance_lag_2": 0.5,
+        "rollout/draft_acceptance_lag_4": 0.0,
+    }
+    assert draft_metrics([of(ints(9), ints())]) == {}
 
 
 def test_overlong_penalty_counts_tokens_and_leaves_the_score():

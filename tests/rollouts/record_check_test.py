@@ -95,6 +95,11 @@ LIES = {
     "none of the likeliest": (dict(top_logps=np.zeros((0, 0), np.float32)), "top_logps"),
     "logits that nobody records": (dict(logits=np.zeros((3, 10), np.float32)), "logits"),
     "a mask that nobody records": (dict(kept=np.zeros((3, 4), np.int32)), "kept"),
+    "a drafter newer than the weights": (dict(
+        drafter_version=ints(-1, 4, 2), accepted=np.zeros(3, bool)), "drafter_version"),
+    "a draft below no draft": (dict(
+        drafter_version=ints(-2, 3, 2), accepted=np.zeros(3, bool)), "drafter_version"),
+    "an accepted token without a draft": (dict(accepted=np.array([True, False, False])), "accepted"),
     "a fork": (dict(forks=(RECORD,)), "forks"),
     "the number of a fork": (dict(fork=1), "forks"),
     "two": (dict(seed=12, quant_id="none"), "request, quant_id"),
@@ -107,17 +112,24 @@ def test_a_record_that_cannot_be_of_its_request(lie):
     assert why(changed(**fields)) == f"7/0: wrong {named}"
 
 
-@pytest.mark.parametrize("name", [
-    "tokens", "logp_behav", "logp_raw", "entropy", "top_ids", "top_logps", "version", "kv_version",
-    "segment",
-])
-def test_a_record_has_to_continue_its_partial(name):
+def test_a_record_has_to_continue_its_partial():
     partial = first(2)
     assert why(RECORD, dataclasses.replace(REQUEST, partial=partial)) is None
-    other = np.array(getattr(partial, name))
-    other[0] += 1
-    request = dataclasses.replace(REQUEST, partial=dataclasses.replace(partial, **{name: other}))
-    assert why(RECORD, request) == "7/0: wrong beginning"
+    for name in (
+        "tokens", "logp_behav", "logp_raw", "entropy", "top_ids", "top_logps", "version", "kv_version",
+        "segment",
+    ):
+        other = np.array(getattr(partial, name))
+        other[0] += 1
+        request = dataclasses.replace(REQUEST, partial=dataclasses.replace(partial, **{name: other}))
+        assert why(RECORD, request) == "7/0: wrong beginning", name
+
+
+def test_a_first_draft_may_come_after_the_partial():
+    request = dataclasses.replace(REQUEST, partial=first(2))
+    of = lambda *versions: changed(drafter_version=ints(*versions), accepted=ints(*versions) > 0)
+    assert why(of(-1, -1, 4), request) is None
+    assert why(of(-1, 3, 4), request) == "7/0: wrong beginning"
 
 
 def test_versions_bound_the_new_tokens_alone_and_so_does_the_stop_token():

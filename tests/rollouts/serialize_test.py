@@ -107,6 +107,7 @@ def trajectories(draw):
         entropy=bits("float32", n), version=bits("int32", n), mask=mask,
         turn=turn, kv_version=bits("int32", rows()), segment=bits("int32", rows()),
         logits=bits("float32", rows(), width()),
+        drafter_version=bits("int32", rows()), accepted=draw(hnp.arrays(bool, rows())),
         evict_step=bits("int32", draw(st.sampled_from((0, prompt + n)))),
         top_ids=bits("int32", rows(), width()), top_logps=bits("float32", rows(), width()),
         kept=bits("int32", rows(), width()),
