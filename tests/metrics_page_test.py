@@ -40,7 +40,9 @@ RUNS = {
         "correction__objective": "quatro(quatro_delta=0.1, quatro_floor=0.1)",
         "train__microbatch_rows": 16, "train__minibatches": 1,
     },
-    "by factor": {"correction__preset": "capped_ratio"},
+    "by factor": {
+        "correction__preset": "capped_ratio", "rollout__dynamic_sampling": True, "rollout__extend_equal": 2,
+    },
     "centred": {"correction__preset": "centered_tis_2"},
     "experts": {
         "model__num_experts": 4, "model__expert_dim": 16, "engine__record_routes": True,
@@ -53,7 +55,7 @@ RUNS = {
     },
     "asynchronous": {
         "rollout__schedule": "areal(staleness=1)", "rollout__gap_probe_every": 1,
-        "rollout__replay": "uniform(uses=2)",
+        "rollout__replay": "fresh_by_ess(uses=2)",
     },
     "episodes": tiny.EPISODES | {"correction__environment_ce_coeff": 0.01},
     "lora": {"model__lora": "lora(rank=4)"},
@@ -76,7 +78,8 @@ def written(request, tmp_path_factory):
     if request.param == "all":
         continued(folder / "continued")
         drafter = drafter_test.small_model(tmp_path_factory.mktemp("drafter"))
-        tiny.run(folder / "drafted", **drafter, steps=1, engine__drafter_every=1)
+        taught = dict(rollout__teacher=drafter["engine__drafter"], rollout__alpha="linear(start=0.5, steps=4)")
+        tiny.run(folder / "drafted", **drafter, **taught, steps=1, engine__drafter_every=1)
     records = [record for path in folder.iterdir() for record in metrics.read(path)]
     return {name for record in records for name in record} - {"step", "phase"} | further()
 
