@@ -167,7 +167,8 @@ def get_config() -> ConfigDict:
     c.rollout.fork_rows = 0
     c.rollout.max_rounds = 4  # most rounds of new prompts with dynamic_sampling
     # With dynamic_sampling, first sample more answers of a prompt whose rewards are all equal, up to this
-    # many times group_size; such a group takes the place of several. 1: never.
+    # many times group_size; such a group takes the place of several, and is cut where there is no room. 1:
+    # never.
     c.rollout.extend_equal = 1
     c.rollout.worker_timeout = 30.0  # seconds without an answer until a worker is restarted
     c.rollout.start_timeout = 1800.0  # seconds to wait for the first worker, driver ray

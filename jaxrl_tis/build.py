@@ -89,8 +89,7 @@ class Sampling:
         return {engine: Drafting(own, (load(own), 0)) for engine, own in pairs}
 
     def sync_drafter(self, params: Any, version: int) -> None:
-        """Gives each of `drafters` trained parameters, which drafts are made of from the next weight sync
-        on."""
+        """Gives each of `drafters` trained parameters, which make the drafts from the next weight sync on."""
         for drafting in self.drafting.values():
             drafting.served = apart(drafting.engine.load(params), params), version
 
@@ -425,8 +424,8 @@ def _check_processes(config: ml_collections.ConfigDict) -> None:
         )
     if count > 1 and engine.max_draft and not engine.free_batch_rows:
         raise ValueError(
-            f"engine.free_batch_rows = 0 has each process measure its own times, and this run has {count} "
-            "that must take equal steps; set it to 128"
+            f"engine.free_batch_rows = 0 has each process measure its own times, and the evaluations of this "
+            f"run have {count} that must take equal steps; set it to 128"
         )
 
 

@@ -52,7 +52,8 @@ def check_finite(
     which log-probs are not finite and why, "" if all are."""
     bad = {name: float(v) for name, v in values.items() if not math.isfinite(v)}
     # An unclamped divergence may overflow by itself; only what moves the weights stops the run.
-    terms = {n: v for n, v in bad.items() if n.endswith(("_loss", "grad_norm", "reward/mean"))}
+    is_term = lambda n: n.endswith(("_loss", "grad_norm", "reward/mean")) and not n.startswith("drafter/")
+    terms = {n: v for n, v in bad.items() if is_term(n)}
     if terms:
         named = ", ".join(f"{n} is {v}" for n, v in terms.items())
         why = cause()
@@ -125,6 +126,7 @@ class Run:
         self._factors = starting_factors(training) if is_new else None
         self.trainer = Trainer(training)
         self._distiller = Distiller(training) if training.drafter is not None else None
+        self._drafted: int | None = None  # version at which the samplers got the drafter
         self.snapshots = self.trainer.weight_snapshots()
         self.source = self._make_source()
         self.accumulates = setup.schedule.on_arrival and arriving.accumulation_blocker(training) is None
@@ -195,7 +197,6 @@ class Run:
             self._start()
         else:
             self._continue()
-        self._sync_drafter()
         self.stop_if_asked()
         if self.is_due(self.done) and not processes.first(self._has_evaluation):
             self.evaluate()
@@ -321,13 +322,14 @@ class Run:
         with self.phase("distill"):
             drafter, values = self._distiller.update(self.state["drafter"], rows, step, self.version)
             self.state = self.state | {"drafter": drafter}
-            if values:
-                self._sync_drafter()
         return values
 
-    def _sync_drafter(self) -> None:
-        if self._distiller is not None:
-            drafter = self.state["drafter"]
+    def sync_drafter(self) -> None:
+        """Gives the samplers the trained drafter, where the policy's next version may sync."""
+        if self._distiller is None:
+            return
+        if self._drafted is None or self.version - self._drafted >= self.setup.schedule.sync_every:
+            drafter, self._drafted = self.state["drafter"], self.version
             self.setup.sync_drafter(drafter.network.params, int(drafter.version))
 
     def compare(self, step: int, rows: Rows) -> None:
@@ -544,6 +546,7 @@ def run(
                     # Sync weights
                     with r.phase("sync"):
                         params = r.policy
+                        r.sync_drafter()
                         if source.publish(params, r.version):
                             snapshots.publish(params, r.version)
 

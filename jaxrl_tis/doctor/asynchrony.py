@@ -160,6 +160,12 @@ def _draft_fall(case):
     return fall, f"part of {ACCEPTANCE} lost, from {first:.2f} to {last:.2f} at lag {lag:.3g}"
 
 
+def _distillation(case):
+    """Returns the engine.drafter_every to set; None where it is set, or cannot be."""
+    is_possible = case.setting("rollout.driver") != "ray" and case.setting("engine.drafter_every") != 1
+    return 1 if is_possible else None
+
+
 FACTS = {
     "run/staleness_share": _staleness_share,
     "run/engine_gap": lambda c: _gaps(c)[0],
@@ -333,12 +339,13 @@ SETUP = (
     ),
     Finding(
         "async.drafter", "the drafter is stale: fewer of its tokens are accepted than at the start",
-        "Distil it on the samples of each step with engine.drafter_every (arXiv:2510.26475), or leave it "
-        "out. The samples are right: only the time of drafts is lost.",
+        "Distil it on the samples of each step of a new run with engine.drafter_every (arXiv:2510.26475; not "
+        "with workers on Ray), with a higher engine.drafter_lr if it is distilled already, or leave it out. "
+        "The samples are right: only the time of drafts is lost.",
         all_of=(
             is_so("config/has_drafter"), Clause(DRAFTER_LAG, ">=", 1, absent=False),
             Clause("run/draft_fall", ">", "draft_fall"),
         ),
-        changes={"engine.drafter_every": lambda c: 1 if c.setting("engine.drafter_every") != 1 else None},
+        changes={"engine.drafter_every": _distillation},
     ),
 )

@@ -166,8 +166,11 @@ class Paced(NoDrafts):
         return (1 + self._accepted) / (2 + self._accepted + self._rejected)
 
     def forget(self) -> None:
-        """Resets the measured acceptance."""
+        """Resets the measured acceptance, and has each length measured again, once."""
         self._accepted = self._rejected = 0.0
+        for seconds in self._seconds.values():
+            while len(seconds) >= FEW:
+                seconds.popleft()
 
     def observe(self, verified: int, accepted: int) -> None:
         self._accepted += accepted

@@ -71,8 +71,8 @@ class RingSnapshots(Mapping):
         if count * size > max_bytes:
             raise ValueError(
                 f"{count} snapshots of {size:,} bytes of parameters are {count * size:,} bytes, and "
-                f"rollout.snapshot_gib allows {int(max_bytes):,}: raise it, or lower "
-                "rollout.snapshots"
+                f"rollout.snapshot_gib allows {int(max_bytes):,}: raise it, set "
+                "rollout.snapshots lower, or rollout.old_logp_source to 'none'"
             )
         self._count, self._kept = count, {}
         self._newest: tuple[int, Any] | None = None

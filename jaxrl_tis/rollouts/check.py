@@ -191,6 +191,12 @@ def _ahead(config, schedule: schedules.Schedule) -> Iterator[str]:
             f"rollout.schedule = {rollout.schedule!r} has no bound; set rollout.queue to the largest "
             "number of groups"
         )
+    if config.engine.max_draft and not config.engine.free_batch_rows and rollout.driver == "virtual":
+        yield (
+            "engine.free_batch_rows = 0 lets measured times decide how many tokens a turn of "
+            "rollout.driver = 'virtual' samples, which repeats bit by bit; set it to 128, or the driver to "
+            "'threads'"
+        )
     if any(config.engine.retention):
         yield (
             f"rollout.schedule = {rollout.schedule!r} interrupts sequences, and sequences with evicted "

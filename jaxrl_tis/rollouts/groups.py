@@ -60,6 +60,11 @@ def is_equal(samples: list[Sample]) -> bool:
     return len({s.reward for s in samples if not math.isnan(s.reward)}) < 2
 
 
+def are_known(samples: list[Sample]) -> bool:
+    """Whether all rewards of a group are known."""
+    return not any(math.isnan(s.reward) for s in samples)
+
+
 def sampling_params(
     config: ml_collections.ConfigDict, tokenizer: Tokenizer, temperature: float, is_filtered: bool
 ) -> SamplingParams:
@@ -102,7 +107,8 @@ def draft_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     drafts of engine.drafter."""
     drafts = [draft_fields(t) for t in trajectories]
     drafter, accepted = (np.concatenate([d[name] for d in drafts]) for name in OF_DRAFTS)
-    lag = np.concatenate([t.version for t in trajectories]) - drafter
+    # Samplers in threads may have a drafter newer than their weights for a moment.
+    lag = np.maximum(np.concatenate([t.version for t in trajectories]) - drafter, 0)
     is_drafted = drafter != NO_DRAFTER
     if not is_drafted.any():
         return {}

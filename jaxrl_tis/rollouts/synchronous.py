@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxrl_tis.engine.scheduler import Scheduler
-from jaxrl_tis.rollouts.groups import Sample, is_equal
+from jaxrl_tis.rollouts.groups import Sample, are_known, is_equal
 from jaxrl_tis.rollouts.source import SourceParts, engine_metrics, generate
 
 
@@ -128,7 +128,7 @@ class SyncSource:
         step, round_index = tag
         groups = self._sample(named, step, f"{step}/{round_index}")
         for extension in range(1, self._config.rollout.extend_equal):
-            equal = {i: named[i] for i, group in groups.items() if is_equal(group)}
+            equal = {i: named[i] for i, g in groups.items() if is_equal(g) and are_known(g)}
             if not equal:
                 break
             for i, more in self._sample(equal, step, f"{step}/{round_index}+{extension}").items():

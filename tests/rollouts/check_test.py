@@ -68,6 +68,10 @@ def test_a_queue_of_one_batch_is_enough():
 def test_other_sections_that_a_mode_excludes():
     config = tiny.config(rollout__schedule="areal", engine__retention=(1, 2))
     assert "sequences with evicted keys" in " ".join(problems(config))
+    for schedule, count in (("areal", 1), ("sync", 0)):
+        timed = tiny.config(rollout__schedule=schedule, engine__max_draft=1, engine__free_batch_rows=0)
+        found = problems(timed)
+        assert len(found) == count and all("measured times decide" in problem for problem in found)
     config = tiny.config(
         rollout__schedule="roll_flash(redundant=1)", correction__advantage="remax")
     assert "needs its greedy answer" in " ".join(problems(config))

@@ -241,6 +241,10 @@ def test_a_group_of_equal_rewards_grows_before_it_is_replaced():
     config.rollout.max_rounds, config.rollout.prompts = 1, 2
     samples, _ = next_batch(sync_source(config, reward), 1)
     assert [s.example["id"] for s in samples] == ["0"] * 3 + ["1"] * 3
+    # A reward that fails is no reason for more answers.
+    scheduler = FakeScheduler()
+    next_batch(sync_source(config, lambda text, example: math.nan if text == "1" else 0.0, scheduler), 1)
+    assert len(scheduler.requests) == 6
 
 
 # Sleep
