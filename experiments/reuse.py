@@ -41,6 +41,7 @@ def panel(axes, arms: Arms) -> None:
         steps = runs[0].steps(ACCURACY) / uses(arm)
         axes.plot(steps, sum(run.series[ACCURACY] for run in runs) / len(runs), label=arm)
     axes.set(xlabel="samples, in batches", ylabel="sampled accuracy", title="Accuracy by samples")
+    axes.legend()
 
 
 FIGURE = Figure(
@@ -60,6 +61,6 @@ FIGURE = Figure(
             ),
         ),
     ),
-    pictures={"replay": Picture((6, 4), [panel], has_legend_below=True)},
+    pictures={"replay": Picture((7, 4), [panel])},
     needed=(FRESH,), seeds="0,1,2,3", order=[*fig_replay.sweep()].index,
 )

@@ -15,7 +15,7 @@ from tests.experiments import made
 
 @pytest.mark.parametrize("names", [
     ("rescue", "critic", "staleness", "formats", "causes", "routing", "referee", "referee_factors", "engines",
-     "fusion", "contexts", "drafter"),
+     "fusion", "contexts", "drafter", "replay"),
     pytest.param(("threshold", "lora", "predictor"), marks=pytest.mark.all),
 ])
 def test_the_stored_rows_give_the_stored_pages(names):
