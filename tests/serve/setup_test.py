@@ -106,7 +106,7 @@ def test_a_run_with_a_harness_is_served_without_it(monkeypatch):
     """Its module need not be installed where the run is served."""
     harnessed = tiny.config(rollout__harness="not_here:play")
     made = dataclasses.replace(setup(), config=harnessed)
-    monkeypatch.setattr(serving, "warm_up", lambda engine, params: None)
+    monkeypatch.setattr(serving, "warm_up", lambda engine, params, drafting: None)
     monkeypatch.setattr(Sampling, "sessions", property(lambda self: pytest.fail("it began sessions")))
     serving.make_app(made, start_params(), LIMITS, 4, None, "127.0.0.1")
 
