@@ -28,7 +28,7 @@ COMMAND = [
 ON_RAY = [
     *COMMAND, "--config.rollout.driver=ray", "--config.rollout.workers=2",
     f"--config.rollout.schedule=in_flight(staleness={STALENESS})",
-    "--config.rollout.cpus_per_worker=0.5", "--config.rollout.worker_timeout=10",
+    "--config.rollout.worker_timeout=10",
 ]
 # Holds more objects than the object store has room for.
 FILLING = """
@@ -84,9 +84,10 @@ def assert_whole(workdir, *options: str) -> None:
 class Learner(forked.Command):
     """A run in FOLDER/run, killed at the end of the block."""
 
-    def __init__(self, folder, *options, address="", number=0, **environment):
+    def __init__(self, folder, *options, address="", number=0, cpus=0.5, **environment):
         self.workdir, log = folder / "run", folder / f"learner{number}.log"
-        command = [*ON_RAY, f"--workdir={self.workdir}", *options]
+        needed = f"--config.rollout.cpus_per_worker={cpus}"
+        command = [*ON_RAY, needed, f"--workdir={self.workdir}", *options]
         environment = ray_nodes.ENVIRONMENT | {"RAY_ADDRESS": address or "local"} | environment
         super().__init__(command, log, environment)
 
@@ -102,6 +103,12 @@ class Learner(forked.Command):
         path = self.workdir / "metrics.jsonl"
         steps = lambda: path.read_text().count('"train"') if path.exists() else 0
         ray_nodes.wait_for(lambda: steps() >= step or self.poll() is not None, forked.SECONDS)
+        assert self.poll() is None, self.text()[-3000:]
+
+    def until_joined(self) -> None:
+        """Waits until both workers have joined, or the end of the run."""
+        joined = lambda: self.text().count("joined on node") == 2
+        ray_nodes.wait_for(lambda: joined() or self.poll() is not None, forked.SECONDS)
         assert self.poll() is None, self.text()[-3000:]
 
     def end(self) -> int:
@@ -122,7 +129,7 @@ def of_steps(workdir, name) -> float:
 def test_a_worker_that_is_killed_or_hangs_twice_costs_time_alone(tmp_path, number):
     with Learner(tmp_path) as learner:
         # One that is killed before it joined has not left.
-        ray_nodes.wait_for(lambda: learner.text().count("joined on node") == 2, forked.SECONDS)
+        learner.until_joined()
         workers = ray_nodes.named(learner.pid, "ray::RolloutWorker")
         for step, worker in zip((2, 6), workers, strict=True):
             learner.until_step(step)
@@ -135,7 +142,7 @@ def test_a_worker_that_is_killed_or_hangs_twice_costs_time_alone(tmp_path, numbe
 
 def test_the_episodes_of_killed_workers_continue_elsewhere(tmp_path):
     with Learner(tmp_path, *EPISODES) as learner:
-        ray_nodes.wait_for(lambda: learner.text().count("joined on node") == 2, forked.SECONDS)
+        learner.until_joined()
         workers = ray_nodes.named(learner.pid, "ray::RolloutWorker")
         for step, worker in zip((2, 6), workers, strict=True):
             learner.until_step(step)
@@ -155,9 +162,9 @@ def test_lost_nodes_cost_time_alone_and_another_takes_their_place(tmp_path):
         node("--num-cpus=0") as head,
         node("--num-cpus=1", head=head.address) as first,
         node("--num-cpus=1", head=head.address) as second,
-        Learner(tmp_path, "--config.rollout.cpus_per_worker=1", address=head.address) as learner,
+        Learner(tmp_path, address=head.address, cpus=1) as learner,
     ):
-        ray_nodes.wait_for(lambda: learner.text().count("joined on node") == 2, forked.SECONDS)
+        learner.until_joined()
         learner.until_step(2)
         first.kill()
         learner.until_step(4)
