@@ -11,6 +11,8 @@ from jaxrl_tis.runtime.cli import SamplerLost
 
 SHOWN = 300  # characters of an unexpected answer in a message
 BUSY = (408, 429)  # what an engine answers that may take the request later
+# vLLM and SGLang close a connection that is idle for 5 s, and lose what is sent at that moment.
+IDLE_SECONDS = 2.0
 
 
 class EngineError(SamplerLost):
@@ -40,7 +42,9 @@ class Client:
 
     def __init__(self, url: str, timeout: float | None = 60.0, token: str | None = None):
         self.url = url.rstrip("/")
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(
+            max_connections=None, max_keepalive_connections=64, keepalive_expiry=IDLE_SECONDS
+        )
         # Without proxies of the environment: an engine is beside the learner.
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http = httpx.Client(
