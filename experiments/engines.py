@@ -384,6 +384,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("venv", help="folder that launch/vllm.sh install made")
     parser.add_argument("folder", nargs="?", default=parts.FOLDER, help="default: %(default)s")
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # `serving` then ends its server
     folder = pathlib.Path(args.folder)
     port = int(fig_engines.URL.rpartition(":")[2])
     done = {(line["sampler"], line["format"]) for line in read(folder)[0]}
