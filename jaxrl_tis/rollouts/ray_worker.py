@@ -62,16 +62,37 @@ class Joined:
 
 
 def pieces(tree: Any) -> Pieces:
-    """Returns the parts of a tree that this process holds. All processes together return each
-    number once."""
+    """Returns the parts of a tree that this process sends. All processes together return each number
+    once. Of an array with copies at several processes each device sends the same share."""
     parts = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
+        name, copies = jax.tree_util.keystr(path), _num_copies(leaf)
         for shard in leaf.addressable_shards:
-            if shard.replica_id == 0:
-                data = np.ascontiguousarray(shard.data)
-                box = box_of(shard.index, leaf.shape)
-                parts[jax.tree_util.keystr(path), box] = data.reshape(-1).view(np.uint8)
+            box = box_of(shard.index, leaf.shape)
+            if (share := _share(box, shard.replica_id, copies)) is not None:
+                part = shard.data if share == box else shard.data[within(share, box)]
+                parts[name, share] = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
     return parts
+
+
+def _num_copies(leaf: jax.Array) -> int:
+    """Returns how many devices hold each number, 1 where one process sends them all."""
+    if jax.process_count() == 1:
+        return 1
+    held = math.prod(leaf.sharding.shard_shape(leaf.shape))
+    return len(leaf.sharding.device_set) * held // max(leaf.size, 1)
+
+
+def _share(box: Box, number: int, copies: int) -> Box | None:
+    """Returns the part of a box that one of its copies sends, None for nothing. It is cut along its
+    longest axis."""
+    sizes = [end - first for first, end in box]
+    if copies == 1 or max(sizes, default=0) < copies:
+        return box if number == 0 else None
+    axis = sizes.index(max(sizes))
+    start, size = box[axis][0], sizes[axis]
+    share = start + size * number // copies, start + size * (number + 1) // copies
+    return (*box[:axis], share, *box[axis + 1 :])
 
 
 def assemble(like: Any, parts: Sequence[Pieces]) -> Any:

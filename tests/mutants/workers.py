@@ -1,7 +1,7 @@
 """Mutants of what samples and serves: drivers of samplers, weights that are kept, locks and
 fingerprints, small parts of the engine, the server, environments."""
 
-from tests.mutants import of
+from tests.mutants import IN_ALL, of
 
 MUTANTS = [
     *of("rollouts/ray_source.py",
@@ -46,6 +46,8 @@ MUTANTS = [
         ("commands of another session are executed",
          "            if session == self._session:\n                self._held",
          "            if True:\n                self._held", "test_other_sessions_are_not_served"),
+        ("one process sends all that others hold copies of", "    if jax.process_count() == 1:\n        return 1\n",
+         "    return 1\n", "test_a_worker_assembles_what_its_mesh_needs", IN_ALL),
         ("a part that is missing is not noticed", "missing -= part.size", "missing = 0",
          "test_a_missing_piece_is_refused_by_the_name_of_its_weight"),
         ("reports of unfinished sequences pile up", "if is_late or time", "if time",

@@ -61,11 +61,15 @@ WORKERS = [(), (), (), (), ()], [
 @pytest.mark.all
 @pytest.mark.parametrize("sent_as", LEARNERS)
 @pytest.mark.parametrize("used_as", WORKERS)
-def test_a_worker_assembles_what_its_mesh_needs(sent_as, used_as):
+def test_a_worker_assembles_what_its_mesh_needs(sent_as, used_as, monkeypatch):
+    """From a learner of several processes, whose devices share what they have copies of."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
     sent = placed(tree(), mesh(4, 2), *sent_as)
     like = abstract(placed(tree(), mesh(2, 4), *used_as))
     parts = pieces(sent)
     assert sum(x.nbytes for x in parts.values()) == sum(x.nbytes for x in jax.tree.leaves(sent))
+    boxes = sorted(box for name, box in parts if name.endswith(".q"))
+    assert boxes == [((2 * i, 2 * i + 2), (0, 8)) for i in range(8)]
     found = assemble(like, [parts])
     jax.tree.map(np.testing.assert_array_equal, found, tree())
     jax.tree.map(lambda x, y: x.sharding == y.sharding or pytest.fail("sharding"), found, like)
