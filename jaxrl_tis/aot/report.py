@@ -105,7 +105,7 @@ def _alive(
 
     From `reshard` on an evaluation has its own weights and cache. The caches of sampler and drafter are
     freed during this time, and no weights arrive. A sampler that sleeps has weights and caches in its own
-    programs alone; the drafter's weights stay.
+    programs alone, those of its drafter included.
     """
     caches = {"decode state", "drafter state"}
     arriving = {"arriving weights", "arriving drafter weights"}
@@ -113,7 +113,7 @@ def _alive(
     if program == "reshard":
         absent |= set(OF_EVALUATION)
     if sleeps and program not in OF_SAMPLER:
-        absent |= {"serving weights", *caches}
+        absent |= {"serving weights", "drafter weights", *caches}
     here = _devices(args)
     return {
         name: tree for name, tree in resident.items()

@@ -380,7 +380,7 @@ def test_a_drafter_has_memory_of_its_own(made):
     awake = sum(n for name, n in held.items() if name not in report.OF_EVALUATION)
     assert beside["verify"] == awake - held["serving weights"] - held["decode state"]
     assert beside["draft"] == awake - held["drafter weights"] - held["drafter state"]
-    asleep = sum(held[name] for name in ("policy", "critic", "drafter", "drafter weights"))
+    asleep = sum(held[name] for name in ("policy", "critic", "drafter"))
     network = sharding.device_bytes(aot.programs(setup)["distill"][1][0])
     assert beside["values"] + sharding.device_bytes(aot.programs(setup)["values"][1][0]) == asleep
     assert beside["distill"] == asleep - network
@@ -507,13 +507,18 @@ def test_what_stays_beside_a_program():
     assert report._beside((), kept) == 4 * (2 * 256 + 512)
 
 
+SAMPLING = {"policy", "serving weights", "decode state", "drafter weights", "drafter state"}
+
+
 @pytest.mark.parametrize("program, alive, asleep", [
-    ("train", {"policy", "serving weights", "decode state"}, {"policy"}),
-    ("quantize", {"policy", "serving weights", "decode state"}, {"policy"}),
-    ("decode", {"policy", "serving weights", "decode state"},
-     {"policy", "serving weights", "decode state"}),
-    ("reshard", {"policy", "serving weights"}, {"policy"}),
-    ("eval_decode", {"policy", "serving weights", "evaluation weights", "evaluation state"},
+    ("train", SAMPLING, {"policy"}),
+    ("quantize", SAMPLING, {"policy"}),
+    ("decode", SAMPLING, SAMPLING),
+    ("draft", SAMPLING, SAMPLING),
+    ("distill", SAMPLING, {"policy"}),
+    ("reshard", {"policy", "serving weights", "drafter weights"}, {"policy"}),
+    ("eval_decode",
+     {"policy", "serving weights", "drafter weights", "evaluation weights", "evaluation state"},
      {"policy", "evaluation weights", "evaluation state"}),
 ])
 def test_what_is_in_memory_while_a_program_runs(program, alive, asleep):
@@ -521,7 +526,6 @@ def test_what_is_in_memory_while_a_program_runs(program, alive, asleep):
     mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=whole)
-    names = "policy", "serving weights", "decode state", *report.OF_EVALUATION
-    kept = {name: [x] for name in names}
+    kept = {name: [x] for name in (*SAMPLING, *report.OF_EVALUATION)}
     assert report._alive(program, (x,), kept, sleeps=False).keys() == alive
     assert report._alive(program, (x,), kept, sleeps=True).keys() == asleep

@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import sys
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from scipy import stats
@@ -142,6 +144,28 @@ def test_draws_have_the_distribution_of_the_policy():
     p = softmax(logits[0, len(prompt) - 1]) @ softmax(logits[:, len(prompt)])
     drawn = np.bincount([t.tokens[1] for t in found.values()], minlength=STUDENT.vocab_size)
     assert stats.chisquare(drawn, 2000 * p).pvalue > 1e-3
+
+
+@pytest.mark.all
+def test_a_drafter_sleeps_and_wakes_with_the_policy():
+    """Asleep its weights are in the memory of the host alone."""
+    drafter, served = Always(SMALL), engine(STUDENT).load(parameters(STUDENT))
+    scheduler, drafts, found = Scheduler(engine(STUDENT), served, drafts=drafter), [], []
+    for version in range(2):
+        for request in requests({"plain": KINDS["plain"]}):
+            scheduler.add(request)
+        found.append({})
+        while scheduler.pending:
+            found[-1] |= {t.id: t for t in scheduler.step()}
+        drafts.append(scheduler.stats.drafted)
+        on_device = jax.tree.leaves(drafter._params)
+        scheduler.sleep()
+        asleep = jax.tree.leaves(drafter._drafting.served[0])
+        assert {x.sharding.memory_kind for x in asleep} == {"pinned_host"}
+        assert drafter._params is None and all(sys.getrefcount(x) <= 3 for x in on_device)
+        scheduler.set_params(served, version + 1)
+    assert_same(found[1], found[0])
+    assert drafts[1] == 2 * drafts[0] > 0
 
 
 def test_drafts_end_where_they_do_not_pay():
