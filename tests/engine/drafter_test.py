@@ -260,6 +260,25 @@ def test_a_distilled_drafter_changes_no_bit_of_a_run_and_survives_a_restart(tmp_
 
 
 @pytest.mark.all
+def test_the_training_of_a_drafter_begins_and_ends_by_a_change(tmp_path):
+    exact = dict(model__numerics="invariant", engine__page_size=16)
+    run = functools.partial(tiny.run, **small_model(tmp_path) | exact)
+    change = ["engine.drafter_every"]
+    for step, every in enumerate((0, 1, 1, 0), 1):
+        run(tmp_path / "changed", change=change, steps=step, engine__drafter_every=every, engine__drafter_lr=1e-2)
+    run(tmp_path / "frozen", steps=4)
+    found, frozen = ([r for r in tiny.lines(tmp_path / name) if r["phase"] == "train"]
+                     for name in ("changed", "frozen"))
+    assert ["drafter/kl" in r for r in found] == [False, True, True, False]
+    assert [r["rollout/drafter_lag"] for r in found] == [0, 1, 0, 3]
+    for ours, theirs in zip(found, frozen, strict=True):
+        names = {n for n in theirs if "draft" not in n and n != "rollout/occupancy"}
+        assert {n: ours[n] for n in names} == {n: theirs[n] for n in names}
+    with pytest.raises(ValueError, match="--change=engine.drafter_every"):
+        run(tmp_path / "changed", steps=5, engine__drafter_every=1, engine__drafter_lr=1e-2)
+
+
+@pytest.mark.all
 def test_acceptance_falls_with_the_age_of_a_drafter_and_stays_where_it_is_distilled(tmp_path):
     drafter = small_model(tmp_path) | dict(steps=8, checkpoint__every=8)
     tiny.run(tmp_path / "frozen", **drafter)
