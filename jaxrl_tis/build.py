@@ -399,7 +399,14 @@ def _drafter_model(
     if not config.engine.drafter:
         return None
     drafter = _with_tokenizer(config, "engine.drafter", model, tokenizer)
-    if drafter.vocab_size > model.vocab_size:
+    check_drafter(config, model, drafter)
+    return drafter
+
+
+def check_drafter(config: ml_collections.ConfigDict, model: ModelConfig, drafter: ModelConfig) -> None:
+    """Raises ValueError for a drafter with another number of token ids than the policy, or more
+    parameters."""
+    if drafter.vocab_size != model.vocab_size:
         raise ValueError(
             f"engine.drafter = {config.engine.drafter!r} has {drafter.vocab_size} token ids and the policy "
             f"{model.vocab_size}; name a model with as many"
@@ -411,7 +418,6 @@ def _drafter_model(
             f"engine.drafter = {config.engine.drafter!r} has {theirs:,} parameters and the policy {own:,}; "
             "name a smaller model"
         )
-    return drafter
 
 
 def _check_processes(config: ml_collections.ConfigDict) -> None:

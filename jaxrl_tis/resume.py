@@ -16,7 +16,7 @@ from jaxrl_tis.data.pipeline import Batches
 from jaxrl_tis.learner import optimizer
 from jaxrl_tis.learner.setup import LearnerSetup
 from jaxrl_tis.learner.snapshots import WeightSnapshots
-from jaxrl_tis.learner.state import abstract_state, joined, read_base
+from jaxrl_tis.learner.state import abstract_state, initial_drafter, joined, read_base
 from jaxrl_tis.record import changes
 from jaxrl_tis.record.changes import Changes
 from jaxrl_tis.record.checkpoint import Checkpoints, Misfit
@@ -51,7 +51,8 @@ def restore(
     checkpoints: Checkpoints, setup: LearnerSetup, snapshots: WeightSnapshots, changed: Changes,
     workdir: str | pathlib.Path,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Reads the newest checkpoint: returns (state, meta), and restores `snapshots`.
+    """Reads the newest checkpoint: returns (state, meta), and restores `snapshots`. A drafter that was not
+    trained before begins anew, and one that is trained no more is left out.
 
     Raises:
       ValueError: the checkpoint does not fit a field that --change names, or is of another version
@@ -65,7 +66,7 @@ def restore(
         return shapes | ({"snapshots": of_snapshots} if of_snapshots else {})
 
     try:
-        state, meta = checkpoints.restore(abstract)
+        state, meta = checkpoints.restore(abstract, optional=("drafter",))
     except Misfit as error:
         if not (named := changed.named_fields()):
             raise
@@ -78,6 +79,8 @@ def restore(
             f"the checkpoints in {workdir} have no {' and '.join(missing)}: another version of "
             "jaxrl_tis wrote them; use that version, or a new workdir"
         )
+    if setup.drafter is not None and "drafter" not in state:
+        state["drafter"] = initial_drafter(setup)
     kept = state.pop("snapshots", {})
     if setup.adapter is not None:
         state["base"] = read_base(setup, workdir)

@@ -7,6 +7,7 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.learner import control
 from jaxrl_tis.learner.batch_layout import forward_fields
 from jaxrl_tis.learner.correction import make_prepare, make_unscored
+from jaxrl_tis.learner.distill import READ
 
 Structs = dict[str, jax.ShapeDtypeStruct]
 
@@ -29,6 +30,18 @@ def abstract_minibatch(setup: Setup) -> Structs:
     batch |= jax.eval_shape(prepare, batch)
     in_update = {name: x for name, x in batch.items() if c.is_in_update(name, is_scored)}
     return _in_rows(setup, in_update, setup.config.train.minibatches)
+
+
+def abstract_distillation(setup: Setup) -> Structs:
+    """Returns the fields [1,R,T] of one update of the drafter, as `Distiller` lays them out."""
+    training, rows = setup.training, setup.config.train.microbatch_rows
+    context = training.layout.mesh.shape["context"]
+    shape = 1, rows, -(-training.row_length // context) * context
+    place = lambda name: training.layout.sharding(fields.logical_axes(name, len(shape)))
+    return {
+        name: jax.ShapeDtypeStruct(shape, fields.FIELDS[name].dtype, sharding=place(name))
+        for name in (*READ, "mask", "weights")
+    }
 
 
 def _rollout_batch(setup: Setup) -> Structs:

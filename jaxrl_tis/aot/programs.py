@@ -14,25 +14,25 @@ import ml_collections
 
 from jaxrl_tis import build, models
 from jaxrl_tis.aot import weight_sync
-from jaxrl_tis.aot.batches import abstract_microbatches, abstract_minibatch
+from jaxrl_tis.aot.batches import abstract_distillation, abstract_microbatches, abstract_minibatch
 from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.aot.hlo import Module
-from jaxrl_tis.aot.report import EVALUATION, entry, header
+from jaxrl_tis.aot.report import EVALUATION, OF_DRAFTER, entry, header
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.engine.fusion import of_policy
 from jaxrl_tis.engine.weights import moving
 from jaxrl_tis.learner.batch_layout import without_replay
 from jaxrl_tis.learner.scoring import make_score, make_values
 from jaxrl_tis.learner.state import abstract_state, base, joined, policy
-from jaxrl_tis.learner.step import make_critic_step, make_train_step
+from jaxrl_tis.learner.step import make_critic_step, make_distillation_step, make_train_step
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.runtime import hub
 from jaxrl_tis.validate import validate
 
 PROGRAMS = (
-    "train", "critic", "score", "values", "quantize", "prefill", "insert", "decode", "verify",
-    *EVALUATION,
+    "train", "critic", "score", "values", "distill", "quantize", "prefill", "insert", "decode", "verify",
+    *OF_DRAFTER, *EVALUATION,
 )
 
 
@@ -84,20 +84,18 @@ def shape_of(model: str, shapes: pathlib.Path) -> ModelConfig:
 def setup_for(
     config: ml_collections.ConfigDict, shapes: pathlib.Path, devices: list, layers: int | None = None
 ) -> build.Setup:
-    """Returns the Setup of the run on these devices; `layers` replaces the depth of the model and of its
-    teacher. ValueError for a config with a drafter."""
-    choices = validate(config)
-    if config.engine.drafter:
-        raise ValueError(
-            "the memory and programs of engine.drafter are not counted; leave it out, and add its weights and "
-            "its cache"
-        )
-    model, path = model_of(config, shapes), config.rollout.teacher
-    teacher = shape_of(path, shapes) if path else None
+    """Returns the Setup of the run on these devices; `layers` replaces the depth of the model, of its
+    teacher and of its drafter. ValueError for a drafter that does not fit the model; tokenizers are not
+    compared."""
+    choices, model = validate(config), model_of(config, shapes)
+    paths = config.rollout.teacher, config.engine.drafter
+    teacher, drafter = (shape_of(path, shapes) if path else None for path in paths)
+    if drafter is not None:
+        build.check_drafter(config, model, drafter)
     if layers is not None:
         model = model.first_layers(layers)
-        teacher = teacher and teacher.first_layers(layers)
-    return build.assemble(config, choices, model, None, devices, teacher)
+        teacher, drafter = (c and c.first_layers(layers) for c in (teacher, drafter))
+    return build.assemble(config, choices, model, None, devices, teacher, drafter)
 
 
 def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
@@ -127,6 +125,12 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
         by_name["critic"] = update, (state["critic"], mini, *of_base)
         critic = joined(training, state, state["critic"].params)
         by_name["values"] = make_values(learner), (critic, micro)
+    if setup.drafters:
+        drafting = setup.drafters[0].programs(slots=sampling["decode"][1][1].slots)
+        by_name |= {name: drafting[name.removeprefix("draft_")] for name in OF_DRAFTER}
+    if training.drafter is not None:
+        update = make_distillation_step(training.drafter, training.drafter_optimizer)
+        by_name["distill"] = update, (state["drafter"].network, abstract_distillation(setup))
     return {name: by_name[name] for name in PROGRAMS if name in by_name}
 
 
@@ -169,6 +173,11 @@ def resident(setup: build.Setup) -> dict[str, Any]:
         arrays.pop("reference", None)
     if setup.is_apart:  # the next ones come while samplers draw on
         arrays["arriving weights"], _ = moving(of_policy(sampling[0]))
+    if setup.drafters:
+        params, kept, *_ = setup.drafters[0].programs()["decode"][1]
+        arrays |= {"drafter weights": params, "drafter state": kept}
+        if setup.is_apart and setup.training.drafter is not None:
+            arrays["arriving drafter weights"] = params
     return arrays | {
         "serving weights": sampling[0], "decode state": sampling[1],
         "evaluation weights": evaluating[0], "evaluation state": evaluating[1],

@@ -15,8 +15,9 @@ from jaxrl_tis.sharding import MESH_AXES, device_bytes
 # Programs of an evaluation, see programs.py.
 EVALUATION = ("reshard", "eval_prefill", "eval_insert", "eval_decode")
 OF_EVALUATION = ("evaluation weights", "evaluation state")
-OF_SAMPLER = ("prefill", "insert", "decode", "verify")
-OF_LEARNER = ("train", "critic", "score", "values")
+OF_DRAFTER = ("draft_prefill", "draft_insert", "draft")
+OF_SAMPLER = ("prefill", "insert", "decode", "verify", *OF_DRAFTER)
+OF_LEARNER = ("train", "critic", "score", "values", "distill")
 BETWEEN = ("quantize", "reshard")  # begin in the learner's layout, and end in the sampler's
 LARGEST = 8  # arrays named of a program
 LARGE_DOT = 0.01  # share of a program's FLOPs from which on a product is listed
@@ -102,15 +103,17 @@ def _alive(
 ) -> dict[str, Any]:
     """Returns the arrays that a run keeps on the devices of a program while the program runs.
 
-    From `reshard` on an evaluation has its own weights and cache. The sampler's cache is freed
-    during this time, and no weights arrive. A sampler that sleeps has weights and cache in its own
-    programs alone.
+    From `reshard` on an evaluation has its own weights and cache. The caches of sampler and drafter are
+    freed during this time, and no weights arrive. A sampler that sleeps has weights and caches in its own
+    programs alone, those of its drafter included.
     """
-    absent = {"decode state", "arriving weights"} if program in EVALUATION else set(OF_EVALUATION)
+    caches = {"decode state", "drafter state"}
+    arriving = {"arriving weights", "arriving drafter weights"}
+    absent = caches | arriving if program in EVALUATION else set(OF_EVALUATION)
     if program == "reshard":
         absent |= set(OF_EVALUATION)
     if sleeps and program not in OF_SAMPLER:
-        absent |= {"serving weights", "decode state"}
+        absent |= {"serving weights", "drafter weights", *caches}
     here = _devices(args)
     return {
         name: tree for name, tree in resident.items()
@@ -217,7 +220,8 @@ def _hlo(setup: Setup, topology: Topology, compiled: Any, job: work.Work) -> dic
     layout = setup.training.layout if is_learners else setup.engine.layout
     collectives, dots = module.collectives(dict(layout.mesh.shape)), module.dots()
     kernels = [c for c in module.custom_calls() if c.target == MOSAIC]
-    flops_of = {k.name: work.kernel_flops(k, setup, layout) for k in kernels}
+    model = work.model_of(compiled.name, setup)
+    flops_of = {k.name: work.kernel_flops(k, model, layout) for k in kernels}
     kernel_flops = sum(flops_of[k.name] * k.runs for k in kernels)
     passes = sum(flops_of[k.name] * k.runs * work.kernel_passes(k, setup) for k in kernels)
     flops = (module.flops() + kernel_flops) * layout.mesh.size
@@ -283,11 +287,14 @@ def title(setup: Setup, topology: Topology) -> str:
     train, serve = ("x".join(str(n) for n in m.values()) for m in meshes)
     where = " on other devices" if setup.is_apart else ""
     sleeps = " The sampler sleeps." if setup.sleeps else ""
+    drafts = ""
+    if setup.drafters:
+        drafts = f" {setup.config.engine.drafter} drafts, {setup.drafters[0].model.num_layers} layers."
     return (
         f"{setup.config.name} for {topology.num_chips} chips {topology.name} "
         f"({topology.product_name}), {setup.model.num_layers} layers. "
         f"Mesh {' x '.join(MESH_AXES)}: {train} to train, {serve} to serve{where}."
-        f"{sleeps}"
+        f"{sleeps}{drafts}"
     )
 
 

@@ -68,9 +68,15 @@ def decode_flops(c: ModelConfig, tokens: int, length: int) -> int:
     return products + 4 * length * c.num_heads * c.head_dim * c.num_layers * tokens
 
 
-def kernel_flops(call: CustomCall, setup: Setup, layout: Layout) -> int:
-    """Returns the FLOPs of one run of a Pallas kernel on a device of a layout, by the kernel's own
-    estimate.
+def model_of(name: str, setup: Setup) -> ModelConfig:
+    """Returns the model that the program `name` of `programs.programs` computes."""
+    is_drafters = name == "distill" or name.startswith("draft")
+    return setup.drafters[0].model if is_drafters else setup.model
+
+
+def kernel_flops(call: CustomCall, model: ModelConfig, layout: Layout) -> int:
+    """Returns the FLOPs of one run of a Pallas kernel of a model on a device of a layout, by the kernel's
+    own estimate.
 
     Splash attention has none and counts half of its squares. A product with experts estimates a full
     buffer, of which an even load fills one part in as many as devices share the experts. Other
@@ -86,7 +92,7 @@ def kernel_flops(call: CustomCall, setup: Setup, layout: Layout) -> int:
     *rows, _, length, width = longest[0]
     if kind == "dkv" and len(longest) == 1:  # no dk and dv, but a dq [(rows,) blocks, heads, T, K]
         kind, rows = "fused", rows[:-1]
-    heads = setup.model.num_heads // layout.mesh.shape["tensor"]
+    heads = model.num_heads // layout.mesh.shape["tensor"]
     return SPLASH_PRODUCTS[kind] * math.prod(rows) * heads * length**2 * width
 
 
@@ -104,6 +110,8 @@ def work(name: str, setup: Setup, args: tuple) -> Work:
         return Work(weight_bytes=device_bytes(args))
     if name.startswith("eval_"):
         return _sampling(name.removeprefix("eval_"), setup.learner_engine, args)
+    if name.startswith("draft"):
+        return _sampling(name.removeprefix("draft_"), setup.drafters[0], args)
     if name in ("prefill", "insert", "decode", "verify"):
         return _sampling(name, setup.engine, args)
     return _learning(name, setup, args)
@@ -116,7 +124,8 @@ def _sampling(name: str, engine: Engine, args: tuple) -> Work:
     decode step reads the keys and values of every slot at max_length, once for each verified token.
     """
     state = args[0] if name == "insert" else args[1]
-    position = device_bytes(state.cache) // (engine.num_pages * engine.page_size)
+    cache = state if name == "draft" else state.cache
+    position = device_bytes(cache) // (engine.num_pages * engine.page_size)
     slots = engine.slots // engine.shards
     if name == "insert":
         copied = 2 * slots * engine.page_size * position
@@ -146,12 +155,14 @@ def _learning(name: str, setup: Setup, args: tuple) -> Work:
     gradients and optimizer states once, and each pass moves each layer's input once. With an adapter
     the FLOPs are still those of an update of all weights.
     """
-    c, training = setup.model, setup.training
+    c, training = model_of(name, setup), setup.training
     mesh, program = training.layout.mesh.shape, training.learner.program
     micro, rows, length = args[1]["tokens"].shape
-    targets = min(training.update_learner.max_targets, length - 1)
+    # The drafter's rows are not packed.
+    learner = training.learner if name == "distill" else training.update_learner
+    targets = min(learner.max_targets, length - 1)
     targets = 0 if name in ("critic", "values") else targets
-    is_update = name in ("train", "critic")
+    is_update = name in ("train", "critic", "distill")
     flops = forward_flops(c, rows, length, targets) * micro * (3 if is_update else 1)
     width = jax.numpy.dtype(program.dtype).itemsize
     passes = 1 + is_update * (1 + (program.remat != "none"))

@@ -8,6 +8,7 @@ the policy's random numbers: equal distributions always agree. The policy verifi
 import dataclasses
 from typing import Any
 
+import jax
 import numpy as np
 
 from jaxrl_tis.engine.drafts import Paced
@@ -29,6 +30,20 @@ class Drafting:
 
     engine: Engine
     served: tuple[Any, int]
+
+    def offload(self) -> None:
+        """Moves the parameters to the memory of the host."""
+        self._move("pinned_host")
+
+    def awake(self) -> tuple[Any, int]:
+        """Returns `served`, on the devices."""
+        self._move("device")
+        return self.served
+
+    def _move(self, memory: str) -> None:
+        params, version = self.served
+        move = lambda x: jax.device_put(x, x.sharding.with_memory_kind(memory))
+        self.served = jax.block_until_ready(jax.tree.map(move, params)), version
 
 
 class Drafter(Paced):
@@ -54,7 +69,11 @@ class Drafter(Paced):
         """Resets the measured acceptance, and takes new weights. Keys of older ones stay: they change
         which drafts are made, and no sample."""
         super().forget()
-        self._params, self.version = self._drafting.served
+        self._params, self.version = self._drafting.awake()
+
+    def release_params(self) -> None:
+        self._params = None
+        self._drafting.offload()
 
     def start(self) -> None:
         self._state = self._engine.init_state()

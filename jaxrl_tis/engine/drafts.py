@@ -94,6 +94,9 @@ class NoDrafts:
     def release_cache(self) -> None:
         """Called when there are no pages any more."""
 
+    def release_params(self) -> None:
+        """Called when the weights are freed, until `forget`."""
+
     def prefill(self, chunks: list[Chunk]) -> None:
         """Called with what the engine prefills."""
 

@@ -282,18 +282,22 @@ class Engine:
 
     # Programs from shapes alone
 
-    def programs(self, params: transformer.Params | None = None) -> dict[str, tuple[Any, tuple]]:
+    def programs(
+        self, params: transformer.Params | None = None, slots: Slots | None = None
+    ) -> dict[str, tuple[Any, tuple]]:
         """Returns every jitted program with abstract arguments: `fn.lower(*args)` allocates
         nothing.
 
         Args:
           params: the learner's abstract parameters with their shardings; None takes float32 in the
             serving layout.
+          slots: of another engine for which this one drafts; None: it does not.
 
         With LoRA "load" is that of the base, which runs once.
 
-        Returns: {"load", "prefill", "insert", "decode", "verify" if there are drafts} -> (jitted
-        function, arguments). Prompts are of the largest bucket, drafts as long as they may be.
+        Returns: {"load", "prefill", "insert", "decode", "verify" if there are drafts, "draft" with
+        `slots`} -> (jitted function, arguments). Prompts are of the largest bucket, drafts as long as they
+        may be.
         """
         if params is None:
             params = self._abstract(self.model)
@@ -320,6 +324,8 @@ class Engine:
         }
         if self.config.max_draft:
             named["verify"] = programs.verify, (serving, state, *drafts, *pages)
+        if slots is not None:
+            named["draft"] = programs.draft, (serving, state.cache, slots, *pages)
         return named
 
 

@@ -66,8 +66,10 @@ class Runner:
         self._drafts.release_cache()
 
     def release_params(self) -> None:
-        """Frees the memory of the weights. Arrays that the learner holds as well stay."""
+        """Frees the memory of the weights, and of those that draft. Arrays that the learner holds as well
+        stay."""
         self.params = None
+        self._drafts.release_params()
 
     def prefill(self, chunks: list[Chunk]) -> Prefilled:
         self.state, result = self._timed(self._engine.prefill, self.params, self.state, chunks)

@@ -195,7 +195,7 @@ def initial_state(setup: LearnerSetup, params: Any, factors: Any = None) -> dict
     shardings = jax.tree.map(lambda s: s.sharding, abstract_state(setup))
     on_device = jax.tree.map(lambda s: s.with_memory_kind("device"), shardings)
 
-    def make(params, factors, drafter):
+    def make(params, factors):
         state = {}
         if setup.adapter is not None:
             state["base"] = frozen(setup.learner.program, params)
@@ -216,21 +216,22 @@ def initial_state(setup: LearnerSetup, params: Any, factors: Any = None) -> dict
             state["ewma"] = Average.of(params)
         if states := control.init(setup.correction):
             state["controllers"] = states
-        if drafter is not None:
-            network = TrainState(drafter, setup.drafter_optimizer.init(drafter))
-            state["drafter"] = DrafterState(network, jnp.int32(0))
         return state
 
-    made = jax.jit(make, out_shardings=on_device)(params, factors, _initial_drafter(setup))
-    return jax.device_put(made, shardings)
+    of_drafter = {} if setup.drafter is None else {"drafter": initial_drafter(setup)}
+    shardings, on_device = ({n: x for n, x in s.items() if n not in of_drafter} for s in (shardings, on_device))
+    made = jax.jit(make, out_shardings=on_device)(params, factors)
+    return jax.device_put(made, shardings) | of_drafter
 
 
-def _initial_drafter(setup: LearnerSetup) -> Any:
-    """Returns the parameters of engine.drafter in the training layout; None if it is not trained."""
-    if setup.drafter is None:
-        return None
-    shardings = placement.shardings(setup.layout, setup.drafter.config)
-    return models.load(setup.config.engine.drafter, shardings, setup.config.model.param_dtype)[1]
+def initial_drafter(setup: LearnerSetup) -> DrafterState:
+    """Returns the model of engine.drafter as its training begins."""
+    assert setup.drafter is not None
+    places = jax.tree.map(lambda s: s.sharding, abstract_state(setup)["drafter"])
+    config = setup.config
+    params = models.load(config.engine.drafter, places.network.params, config.model.param_dtype)[1]
+    make = lambda p: DrafterState(TrainState(p, setup.drafter_optimizer.init(p)), jnp.int32(0))
+    return jax.jit(make, out_shardings=places)(params)
 
 
 def initial_policy(setup: LearnerSetup) -> Any:

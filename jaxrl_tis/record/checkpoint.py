@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent import futures
 from typing import Any
 
@@ -140,7 +140,7 @@ class Checkpoints:
         return newest
 
     def restore(self, abstract_state: Any, step: int | None = None, is_part: bool = False,
-                ) -> tuple[Any, dict[str, Any]]:
+                optional: Collection[str] = ()) -> tuple[Any, dict[str, Any]]:
         """Returns (state, meta) of the newest intact step, or of `step` and no other.
 
         Args:
@@ -150,6 +150,8 @@ class Checkpoints:
           is_part: abstract_state is a part of the saved state, with nested dicts in place of
             classes; no other arrays are read, and nothing in the folder changes, where a run may
             still save.
+          optional: first names of parts that are left out where only the checkpoint or only
+            abstract_state has them.
 
         Raises:
           FileNotFoundError: there is no checkpoint, or not the one asked for.
@@ -161,13 +163,17 @@ class Checkpoints:
         saved = self._manager.restore(step, args=ocp.args.Composite(meta=ocp.args.JsonRestore()))
         if callable(abstract_state):
             abstract_state = abstract_state(saved["meta"]["meta"])
-        wanted, leaves = describe_leaves(abstract_state), saved["meta"]["leaves"]
-        if is_part:
-            leaves = {name: leaf for name, leaf in leaves.items() if name in wanted}
+        leaves, first = saved["meta"]["leaves"], lambda name: name.partition("/")[0]
+        if lacking := set(optional) - set(map(first, leaves)):
+            abstract_state = {n: x for n, x in abstract_state.items() if n not in lacking}
+        wanted = describe_leaves(abstract_state)
+        unread = set(optional) - set(map(first, wanted))
+        leaves = {name: leaf for name, leaf in leaves.items()
+                  if name in wanted or not (is_part or first(name) in unread)}
         path = self._directory / str(step)
         check_leaves(leaves, wanted, path)
         restored = ocp.args.PyTreeRestore(
-            abstract_state, partial_restore=is_part,
+            abstract_state, partial_restore=is_part or bool(unread),
             restore_args=ocp.checkpoint_utils.construct_restore_args(abstract_state))
         with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
             return reader.restore(path / "state", restored), saved["meta"]["meta"]

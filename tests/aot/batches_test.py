@@ -10,9 +10,11 @@ import pytest
 from jaxrl_tis.aot import batches
 from jaxrl_tis.aot.batches import abstract_minibatch
 from jaxrl_tis.fields import route_dtype
+from jaxrl_tis.learner.distill import Distiller
 from jaxrl_tis.learner.state import initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
 from tests import tiny
+from tests.learner import distill_test
 from tests.learner.routing_test import R3, samples_with_routes
 from tests.learner.trainer_test import fake_samples
 
@@ -66,6 +68,20 @@ def test_the_minibatch_is_that_of_a_run(overrides):
     expected = abstract_minibatch(setup)
     kinds = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
     assert kinds(reached.value.args[0]) == kinds(expected)
+
+
+@pytest.mark.all
+def test_the_minibatch_of_a_drafter_is_that_of_a_run():
+    setup, _, state, rows = distill_test.made()
+    distiller, seen = Distiller(setup), []
+    with (
+        mock.patch.object(distiller, "_step", lambda _, batch: seen.append(batch)),
+        pytest.raises(TypeError),  # no pair is returned
+    ):
+        distiller.update(state(), rows, 4, 7)
+    expected = batches.abstract_distillation(types.SimpleNamespace(training=setup, config=setup.config))
+    kinds = lambda batch: {name: (x.shape, x.dtype, x.sharding) for name, x in batch.items()}
+    assert kinds(seen[0]) == kinds(expected)
 
 
 def test_rows_of_a_minibatch_by_hand():

@@ -34,6 +34,7 @@ SMALL = {
         "engine__slots": 64, "engine__prefill_batch": 8,
     },
     "gsm8k_qwen25_0p5b:ppo": {
+        "engine__drafter": "models/Qwen2.5-0.5B-Instruct", "engine__max_draft": 3, "engine__drafter_every": 1,
         "rollout__max_new_tokens": 32, "task__max_prompt_tokens": 32,
         "train__microbatch_rows": 8, "train__pack_length": 128,
         "engine__slots": 64, "engine__prefill_batch": 8,
@@ -61,7 +62,7 @@ COMPILED = {
     "quickstart": ("critic", "decode", "verify", "eval_prefill", "eval_insert", "eval_decode"),
     "smollm2_135m": ("reshard", "prefill", "insert"),
     "gsm8k_qwen25_0p5b:grpo": ("train", "score", "quantize"),
-    "gsm8k_qwen25_0p5b:ppo": ("values",),
+    "gsm8k_qwen25_0p5b:ppo": ("values", "distill", "verify", "draft_prefill", "draft_insert", "draft"),
     "dapo_qwen25_32b": ("decode",),
     "dapo_qwen25_32b:async": ("score", "quantize", "insert"),
     "dapo_qwen3_8b": ("train",),
@@ -105,7 +106,7 @@ def made():
             setup = aot.setup_for(small(name), SHAPES, topology.devices(), layers)
             programs = {}
             for program in COMPILED[name]:
-                has_gradient = program in ("train", "critic")
+                has_gradient = program in ("train", "critic", "distill")
                 effort = contextlib.nullcontext() if has_gradient else little_effort(topology)
                 with effort, mock.patch.object(report, "LARGEST", 10**6):
                     made_now = aot.report(setup, topology, [program])
@@ -365,6 +366,34 @@ def test_a_teacher_is_a_part_of_decode():
     assert made.weight_bytes == own.weight_bytes + steps * parts["teacher"]
 
 
+@pytest.mark.all
+def test_a_drafter_has_memory_of_its_own(made):
+    """A model of the policy's shape: keys of its own, weights that are not quantized, and with
+    engine.drafter_every float32 weights with two moments on the learner's devices."""
+    setup, found = made("gsm8k_qwen25_0p5b:ppo")
+    held, own = found["resident_bytes"], setup.drafters[0]
+    assert held["drafter state"] == held["decode state"]
+    assert held["drafter weights"] > held["serving weights"]
+    count = sum(x.size for x in jax.tree.leaves(own.abstract_params()))
+    assert 12 * count / 8 <= held["drafter"] < 12.5 * count / 8  # cut over eight devices
+    beside = {name: x["memory"]["beside_bytes"] for name, x in found["programs"].items()}
+    awake = sum(n for name, n in held.items() if name not in report.OF_EVALUATION)
+    assert beside["verify"] == awake - held["serving weights"] - held["decode state"]
+    assert beside["draft"] == awake - held["drafter weights"] - held["drafter state"]
+    asleep = sum(held[name] for name in ("policy", "critic", "drafter"))
+    network = sharding.device_bytes(aot.programs(setup)["distill"][1][0])
+    assert beside["values"] + sharding.device_bytes(aot.programs(setup)["values"][1][0]) == asleep
+    assert beside["distill"] == asleep - network
+
+
+@pytest.mark.all
+def test_a_drafter_of_another_vocabulary_is_refused():
+    devices = tpu.devices("v5p:4x4x4")
+    config = small("dapo_qwen25_32b", engine__drafter="models/Qwen2.5-0.5B-Instruct", engine__max_draft=1)
+    with pytest.raises(ValueError, match="151936 token ids and the policy 152064; name a model with as many"):
+        aot.setup_for(config, SHAPES, devices)
+
+
 # What does not fit
 
 
@@ -478,13 +507,18 @@ def test_what_stays_beside_a_program():
     assert report._beside((), kept) == 4 * (2 * 256 + 512)
 
 
+SAMPLING = {"policy", "serving weights", "decode state", "drafter weights", "drafter state"}
+
+
 @pytest.mark.parametrize("program, alive, asleep", [
-    ("train", {"policy", "serving weights", "decode state"}, {"policy"}),
-    ("quantize", {"policy", "serving weights", "decode state"}, {"policy"}),
-    ("decode", {"policy", "serving weights", "decode state"},
-     {"policy", "serving weights", "decode state"}),
-    ("reshard", {"policy", "serving weights"}, {"policy"}),
-    ("eval_decode", {"policy", "serving weights", "evaluation weights", "evaluation state"},
+    ("train", SAMPLING, {"policy"}),
+    ("quantize", SAMPLING, {"policy"}),
+    ("decode", SAMPLING, SAMPLING),
+    ("draft", SAMPLING, SAMPLING),
+    ("distill", SAMPLING, {"policy"}),
+    ("reshard", {"policy", "serving weights", "drafter weights"}, {"policy"}),
+    ("eval_decode",
+     {"policy", "serving weights", "drafter weights", "evaluation weights", "evaluation state"},
      {"policy", "evaluation weights", "evaluation state"}),
 ])
 def test_what_is_in_memory_while_a_program_runs(program, alive, asleep):
@@ -492,7 +526,6 @@ def test_what_is_in_memory_while_a_program_runs(program, alive, asleep):
     mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=whole)
-    names = "policy", "serving weights", "decode state", *report.OF_EVALUATION
-    kept = {name: [x] for name in names}
+    kept = {name: [x] for name in (*SAMPLING, *report.OF_EVALUATION)}
     assert report._alive(program, (x,), kept, sleeps=False).keys() == alive
     assert report._alive(program, (x,), kept, sleeps=True).keys() == asleep

@@ -1,5 +1,6 @@
 """What a program has to do, by hand."""
 
+import dataclasses
 
 import pytest
 
@@ -9,6 +10,7 @@ from jaxrl_tis.aot.chips import CHIPS
 from jaxrl_tis.aot.hlo import Collective, CustomCall, Dot
 from jaxrl_tis.aot.hlo_text import Shape
 from jaxrl_tis.aot.work import Work
+from jaxrl_tis.validate import validate
 from tests import tiny
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("libtpu compiles the programs")]
@@ -52,7 +54,7 @@ def test_a_kernel_of_experts_counts_an_even_load():
     """Its buffer has room for the rows of all devices that share the experts."""
     call = CustomCall("grouped_product.2", "tpu_custom_call", (), 80, "c", 1, "")
     setup = tiny_setup(**EXPERTS, mesh__train=(1, 1, 1, 1, 2), train__microbatch_rows=4)
-    count = lambda layout: work.kernel_flops(call, setup, layout)
+    count = lambda layout: work.kernel_flops(call, setup.model, layout)
     assert (count(setup.engine.layout), count(setup.training.layout)) == (80, 40)
 
 
@@ -78,6 +80,30 @@ def test_bytes_that_a_decode_call_must_move():
     assert moved.weight_bytes == 2 * sharding.device_bytes(args[0])
 
 
+@pytest.mark.all
+def test_the_work_of_a_drafter():
+    """Three drafted tokens and the key of the last one are four steps; an update is three forward passes."""
+    config = tiny.config(
+        engine__drafter="models/small", engine__max_draft=3, engine__drafter_every=1,
+        engine__quantization="none", train__microbatch_rows=4,
+    )
+    model, tokenizer = build._read(config)
+    small = dataclasses.replace(model, embed_dim=16)
+    setup = build.assemble(config, validate(config), model, tokenizer, drafter=small)
+    found = aot.programs(setup)
+    made = lambda name: work.work(name, setup, found[name][1])
+    args, cache = found["draft"][1], 2 * 8 * 1 * 8 * 16 * 4
+    assert args[2] == found["decode"][1][1].slots
+    assert made("draft").kv_bytes == 4 * cache
+    assert made("draft").weight_bytes == 4 * sharding.device_bytes(args[0])
+    assert made("draft").flops == 4 * work.decode_flops(small, 8, 8)
+    length = setup.training.row_length
+    targets = min(setup.training.learner.max_targets, length - 1)
+    assert made("distill").flops == 3 * work.forward_flops(small, 4, length, targets)
+    assert made("draft_prefill").kv_bytes == made("prefill").kv_bytes
+    assert made("draft_prefill").flops < made("prefill").flops
+
+
 def test_bytes_of_pages_that_prefill_and_insert_must_move():
     setup = tiny_setup()
     found, page = aot.programs(setup), 2 * 1 * 16 * 16 * 4  # a page of 16 positions
@@ -93,7 +119,7 @@ def test_flops_of_kernels():
     )
     setup, q, kv = tiny_setup(), Shape("bf16", (3, 2, 64, 16)), Shape("bf16", (3, 1, 64, 16))
     square = 3 * 2 * (64 * 64 // 2) * 2 * 16  # of one product: rows, heads, half of T x T, K
-    count = lambda *args: work.kernel_flops(call(*args), setup, setup.training.layout)
+    count = lambda *args: work.kernel_flops(call(*args), setup.model, setup.training.layout)
     assert count("splash_mha_fwd_segmented_residuals.4", q, None) == 2 * square
     assert count("splash_mha_dkv_segmented_no_residuals", kv, None, kv) == 4 * square
     dq_by_block = Shape("bf16", (3, 4, 2, 64, 16))
@@ -101,7 +127,7 @@ def test_flops_of_kernels():
     assert count("splash_mha_dq_segmented_no_residuals.2", q, None) == 3 * square
     alone = CustomCall("splash_mha_fwd", "tpu_custom_call", (
         Shape("f32", (512, 128)), Shape("bf16", (2, 64, 16))), None, "c", 1, "")  # a single row
-    assert work.kernel_flops(alone, setup, setup.training.layout) == 2 * square // 3
+    assert work.kernel_flops(alone, setup.model, setup.training.layout) == 2 * square // 3
     assert count("shard_map.3", q, 77) == 77 and count("shard_map.3", q, None) == 0
 
 

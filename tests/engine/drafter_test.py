@@ -2,8 +2,10 @@
 
 import dataclasses
 import functools
+import sys
 from unittest import mock
 
+import jax
 import numpy as np
 import pytest
 from scipy import stats
@@ -144,6 +146,28 @@ def test_draws_have_the_distribution_of_the_policy():
     assert stats.chisquare(drawn, 2000 * p).pvalue > 1e-3
 
 
+@pytest.mark.all
+def test_a_drafter_sleeps_and_wakes_with_the_policy():
+    """Asleep its weights are in the memory of the host alone."""
+    drafter, served = Always(SMALL), engine(STUDENT).load(parameters(STUDENT))
+    scheduler, drafts, found = Scheduler(engine(STUDENT), served, drafts=drafter), [], []
+    for version in range(2):
+        for request in requests({"plain": KINDS["plain"]}):
+            scheduler.add(request)
+        found.append({})
+        while scheduler.pending:
+            found[-1] |= {t.id: t for t in scheduler.step()}
+        drafts.append(scheduler.stats.drafted)
+        on_device = jax.tree.leaves(drafter._params)
+        scheduler.sleep()
+        asleep = jax.tree.leaves(drafter._drafting.served[0])
+        assert {x.sharding.memory_kind for x in asleep} == {"pinned_host"}
+        assert drafter._params is None and all(sys.getrefcount(x) <= 3 for x in on_device)
+        scheduler.set_params(served, version + 1)
+    assert_same(found[1], found[0])
+    assert drafts[1] == 2 * drafts[0] > 0
+
+
 def test_drafts_end_where_they_do_not_pay():
     """With acceptance 0 a pass of drafts yields one token, for more time."""
     drafter = Drafter(Drafting(engine(SMALL), (None, 0)), free_batch_rows=64, cost=0.1)
@@ -233,6 +257,25 @@ def test_a_distilled_drafter_changes_no_bit_of_a_run_and_survives_a_restart(tmp_
     assert common(drafted) == common(plain)
     samples = [(tmp_path / name / "samples.jsonl").read_text() for name in ("plain", "drafted")]
     assert samples[0] == samples[1] and samples[0].count("\n") > 4
+
+
+@pytest.mark.all
+def test_the_training_of_a_drafter_begins_and_ends_by_a_change(tmp_path):
+    exact = dict(model__numerics="invariant", engine__page_size=16)
+    run = functools.partial(tiny.run, **small_model(tmp_path) | exact)
+    change = ["engine.drafter_every"]
+    for step, every in enumerate((0, 1, 1, 0), 1):
+        run(tmp_path / "changed", change=change, steps=step, engine__drafter_every=every, engine__drafter_lr=1e-2)
+    run(tmp_path / "frozen", steps=4)
+    found, frozen = ([r for r in tiny.lines(tmp_path / name) if r["phase"] == "train"]
+                     for name in ("changed", "frozen"))
+    assert ["drafter/kl" in r for r in found] == [False, True, True, False]
+    assert [r["rollout/drafter_lag"] for r in found] == [0, 1, 0, 3]
+    for ours, theirs in zip(found, frozen, strict=True):
+        names = {n for n in theirs if "draft" not in n and n != "rollout/occupancy"}
+        assert {n: ours[n] for n in names} == {n: theirs[n] for n in names}
+    with pytest.raises(ValueError, match="--change=engine.drafter_every"):
+        run(tmp_path / "changed", steps=5, engine__drafter_every=1, engine__drafter_lr=1e-2)
 
 
 @pytest.mark.all

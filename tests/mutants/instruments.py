@@ -1,6 +1,6 @@
 """Mutants of the instruments: doctor, audit, gate, report, and the reading of compiled programs."""
 
-from tests.mutants import of
+from tests.mutants import IN_ALL, of
 
 HLO_TEXT = "aot/hlo_text_test.py"
 
@@ -182,13 +182,17 @@ MUTANTS = [
          '        if "RESOURCE_EXHAUSTED" not in str(error):\n            raise\n', "",
          "test_a_refusal_that_is_not_of_memory_is_an_error"),
         ("a revision is a part of the name of a shape", 'model.partition("@")[0]', "model",
-         "test_a_shape_has_the_name_of_its_model")),
+         "test_a_shape_has_the_name_of_its_model"),
+        ("a drafter of any vocabulary is compiled", "        build.check_drafter(config, model, drafter)\n",
+         "        pass\n", "test_a_drafter_of_another_vocabulary_is_refused", IN_ALL)),
     *of("aot/weight_sync.py",
         ("one device receives all bytes", "device_bytes * arrays[0].target.mesh.size",
          "device_bytes", "test_arrays_add_up"),
         ("a device receives what the learner's holds", "x.target.shard_shape(x.shape)",
          "x.source.shard_shape(x.shape)", "test_an_array_is_counted_on_each_device_and_once")),
     *of("aot/work.py",
+        ("a drafter's programs are the policy's", 'return _sampling(name.removeprefix("draft_"), setup.drafters[0],',
+         'return _sampling(name.removeprefix("draft_"), setup.engine,', "test_the_work_of_a_drafter", IN_ALL),
         ("causal attention computes its whole square", "attention = 2 * length**2",
          "attention = 4 * length**2", "test_model_flops_of_a_forward_pass"),
         ("a token meets all experts", "layers_weights(c, c.moe.top_k if c.moe else None)",

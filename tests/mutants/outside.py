@@ -84,8 +84,12 @@ MUTANTS = [
          "test_an_update_descends_the_forward_kl[reward-weight_n1]", IN_ALL),
         tests="learner/distill_test.py"),
     *of("engine/drafter.py",
+        ("a drafter forgets the policy's change of its weights", "return self.served", "return self.served[0], 0",
+         "test_acceptance_falls_with_the_age_of_a_drafter_and_stays_where_it_is_distilled", IN_ALL),
+        ("a drafter that sleeps keeps its weights", '        self._move("pinned_host")\n', "        pass\n",
+         "test_a_drafter_sleeps_and_wakes_with_the_policy", IN_ALL),
         ("a drafter keeps the weights of its start",
-         "        self._params, self.version = self._drafting.served\n",
+         "        self._params, self.version = self._drafting.awake()\n",
          "        self._params, self.version = self.__dict__.get(\"_params\", self._drafting.served[0]), "
          "self._drafting.served[1]\n",
          "test_acceptance_falls_with_the_age_of_a_drafter_and_stays_where_it_is_distilled", IN_ALL),
