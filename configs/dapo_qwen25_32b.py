@@ -6,8 +6,8 @@
 replaced. A soft penalty covers the last 4,096 of 20,480 response tokens. TIS cap 8, as in the 32B runs
 of Yao et al. (2025). Never run here, so there is no expected result.
 
-`:async` divides the chips: 32 learn, and 32 sample up to two batches ahead. One process has to drive
-all chips, but this slice has 16 hosts. The variant is compiled only (docs/tpu.md) and cannot run as it is.
+`:async` learns on a v5p-64 and samples up to two batches ahead, with eight workers on Ray of four chips
+each; `launch/tpu_vm.py` asks for these machines.
 
 Put the model's Hugging Face folder at models/Qwen2.5-32B and the problems at
 data/dapo/train.jsonl and data/dapo/aime2024.jsonl, lines of {"prompt", "answer", "id"} whose prompt
@@ -66,10 +66,12 @@ def get_config(variant: str = "sync"):
     if variant == "async":
         c.name = "dapo_qwen25_32b-async"
         c.rollout.schedule = "areal(staleness=2)"
-        c.rollout.driver = "threads"
+        c.rollout.driver = "ray"
+        c.rollout.workers = 8
+        c.rollout.tpus_per_worker = 4.0
         c.rollout.snapshot_gib = 400.0  # three snapshots of 122 GiB, on the eight hosts of the learner
-        c.engine.slots = 384  # these chips hold no learner state
-        c.mesh.train = (1, 32, 1)
-        c.mesh.serve = (4, 1, 8)
+        c.engine.slots = 48  # of each worker, whose chips hold no learner state
+        c.engine.prefill_batch = 8
+        c.mesh.serve = (-1, 1, 4)
         c.train.microbatch_rows = 32
     return c

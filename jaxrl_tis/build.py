@@ -534,6 +534,17 @@ def assemble(
     )
 
 
+def on_workers(setup: Setup, devices: list, drafter: ModelConfig | None = None) -> Setup:
+    """Returns a Setup whose engine is one of a worker on Ray with these devices, see jaxrl_tis.aot."""
+    old, vocab_size = setup.engine, setup.model.vocab_size
+    layout = sharding.layout(
+        setup.config.mesh.serve, sharding.SERVE_RULES, devices=devices, vocab_size=vocab_size
+    )
+    engine = Engine(setup.model, old.config, layout, old.teacher)
+    drafters = _drafters(drafter, old.config, [layout])
+    return dataclasses.replace(setup, engines=(engine,), drafters=drafters)
+
+
 def _check_serving(
     config: ml_collections.ConfigDict, choices: Choices, model: ModelConfig, layout: sharding.Layout
 ) -> None:

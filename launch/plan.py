@@ -15,7 +15,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from jaxrl_tis.runtime import cli  # noqa: E402
-from jaxrl_tis.aot.chips import TOPOLOGIES, Topology  # noqa: E402
+from jaxrl_tis.aot.chips import TOPOLOGIES, WORKERS, Topology, name_of  # noqa: E402
 import external  # noqa: E402
 
 OF_MAIN = ("--config.", "--change=", "--connect_seconds=")  # what is passed on to jaxrl_tis.main
@@ -88,8 +88,8 @@ def parser(about: str, commands: Iterable[str]) -> argparse.ArgumentParser:
 def add_workers(made: argparse.ArgumentParser) -> None:
     """Adds the flags for the machines of an asynchronous run's rollout workers."""
     made.add_argument("--worker_accelerator", help="machine of a rollout worker, as v5litepod-4; sets "
-                      "--config.rollout.driver=ray, without --engine_kind")
-    made.add_argument("--num_workers", type=int, help="number of these machines; default: 1")
+                      "--config.rollout.driver=ray, without --engine_kind; default: the config's")
+    made.add_argument("--num_workers", type=int, help="number of these machines; default: the config's, or 1")
 
 
 def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool) -> Plan:
@@ -114,16 +114,16 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
         raise ValueError("--reservation is empty; give a name, or leave it out")
     if given.num_slices < 1:
         raise ValueError(f"--num_slices={given.num_slices} is below 1; give at least 1")
-    accelerator = given.accelerator
-    if accelerator is None and stem in TOPOLOGIES:
-        accelerator = Topology.parse(TOPOLOGIES[stem]).accelerator
+    accelerator, known = given.accelerator, name_of(given.config)
+    if accelerator is None and known in TOPOLOGIES:
+        accelerator = Topology.parse(TOPOLOGIES[known]).accelerator
     if accelerator is None and needs_slice:
         raise ValueError(
             f"--accelerator is missing, and {path} has no slice of its own; give one, as in "
             "v5litepod-8"
         )
     topology = Topology.rented(accelerator, given.num_slices) if accelerator else None
-    workers, found = _workers(given), None
+    workers, found = _workers(given, known), None
     name = given.name or re.sub(r"[^a-z0-9]+", "-", f"{stem}-{variant}".lower()).strip("-")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise ValueError(
@@ -139,8 +139,12 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
     return Plan(given.config, tuple(overrides), workdir, topology, name, workers, found)
 
 
-def _workers(given: argparse.Namespace) -> Topology | None:
-    """Returns the machines of the rollout workers, one slice of one host each."""
+def _workers(given: argparse.Namespace, known: str) -> Topology | None:
+    """Returns the machines of the rollout workers, one slice of one host each. `known` is the config's
+    name in WORKERS."""
+    if given.worker_accelerator is None and known in WORKERS:
+        name, count = WORKERS[known]
+        return Topology.parse(name, count if given.num_workers is None else given.num_workers)
     if given.worker_accelerator is None:
         if given.num_workers is not None:
             raise ValueError(

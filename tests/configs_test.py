@@ -13,6 +13,7 @@ import pytest
 import tokenizers
 
 from jaxrl_tis import train
+from jaxrl_tis.aot.chips import TOPOLOGIES, WORKERS, Topology
 from jaxrl_tis.engine.protocol import Chunk, Insertion
 from jaxrl_tis.engine.records import Request, SamplingParams
 from jaxrl_tis.learner import correction
@@ -112,6 +113,18 @@ def test_every_file_in_configs_is_tested_here():
         "dapo_qwen3_8b", "dapo_qwen3_30b_a3b",
         "dapo_qwen3_30b_a3b_v5e",
     }
+
+
+def test_the_machines_of_a_config_can_run_it():
+    """One process has the samplers of threads, and those of Ray have machines of their own."""
+    for name, shape in TOPOLOGIES.items():
+        rollout, slice_ = get_config(name).rollout, Topology.parse(shape)
+        machine, workers = WORKERS.get(name, ("v5e:1x1", 0))
+        chips = Topology.parse(machine).num_chips if workers else 0
+        assert (rollout.driver == "ray") == (name in WORKERS)
+        assert rollout.driver != "ray" or (workers, chips) == (rollout.workers, rollout.tpus_per_worker)
+        assert rollout.driver != "threads" or slice_.hosts_per_slice == 1
+        assert rollout.driver != "external"
 
 
 @pytest.mark.parametrize("name", [

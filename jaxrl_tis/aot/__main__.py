@@ -22,7 +22,7 @@ from ml_collections import config_flags
 
 from jaxrl_tis import cli_flags
 from jaxrl_tis.aot import fit, programs, report, weight_sync
-from jaxrl_tis.aot.chips import TOPOLOGIES, Topology
+from jaxrl_tis.aot.chips import TOPOLOGIES, Topology, name_of
 from jaxrl_tis.runtime import cli
 
 CONFIG = cli_flags.define_config()
@@ -48,7 +48,7 @@ def main() -> None:
     jax.config.update("jax_enable_compilation_cache", False)  # it cannot hold these programs
     path = pathlib.Path(config_flags.get_config_filename(flags.FLAGS["config"]))
     shapes = path.parent / "shapes"
-    name = TOPOLOGY.value or TOPOLOGIES.get(path.stem)
+    name = TOPOLOGY.value or TOPOLOGIES.get(name_of(f"{path}"))
     if name is None:
         raise ValueError(f"{path} has no slice of its own; give --topology, as in v5e:2x4")
     if FIT.value and (NAMES.value or JSON.value or MARKDOWN.value):
@@ -62,7 +62,8 @@ def main() -> None:
         part = "" if search.is_whole else f" of the first {len(rows)} settings; there are more"
         print(f"\nlargest that fits{part}\n{fit.advice(rows)}")
         sys.exit(0 if len(fit.largest(rows)) == 2 else 1)
-    setup = programs.setup_for(CONFIG.value, shapes, topology.devices(), LAYERS.value)
+    workers = programs.workers(CONFIG.value, topology)
+    setup = programs.setup_for(CONFIG.value, shapes, topology.devices(), LAYERS.value, workers)
     print(report.title(setup, topology), flush=True)
     result = programs.report(
         setup, topology, NAMES.value,

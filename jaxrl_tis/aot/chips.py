@@ -9,6 +9,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import pathlib
 import re
 from typing import Any
 
@@ -23,6 +24,7 @@ class Chip:
       hbm_bytes, hbm_rate: memory available to programs, and its bandwidth.
       bf16_rate, int8_rate: rates of dense matrix products.
       ici_rate: rate of all links of the chip in one direction, half the published figure for both.
+      dcn_rate: the chip's share of the data center network in one direction; None is not published.
       cores_per_chip: cores in the names of v4 and v5p slices: v5p-128 has 64 chips.
     """
 
@@ -31,23 +33,24 @@ class Chip:
     bf16_rate: float
     int8_rate: float
     ici_rate: float
+    dcn_rate: float | None
     cores_per_chip: int
 
 
 # Memory is what libtpu lets a program take, less than the published size but for v5p.
 CHIPS = {
     # ICI: 6 links of 50 GB/s each way (arXiv:2304.01433).
-    "v4": Chip(61 * GIB // 2, 1.2e12, 275e12, 275e12, 300e9, 2),
-    # "16 GB", "819 GBps", 197 TFLOPs, 393 TOPs, ICI 400 GBps both ways.
-    "v5e": Chip(63 * GIB // 4, 819e9, 197e12, 393e12, 200e9, 1),
-    # 95 GiB, 2765 GBps, 459 TFLOPs, ICI 1200 GBps both ways; 918 int8 TOPs from the announcement
+    "v4": Chip(61 * GIB // 2, 1.2e12, 275e12, 275e12, 300e9, None, 2),
+    # "16 GB", "819 GBps", 197 TFLOPs, 393 TOPs, ICI 400 GBps both ways, 2 x 100 Gbps for 8 chips.
+    "v5e": Chip(63 * GIB // 4, 819e9, 197e12, 393e12, 200e9, 3.125e9, 1),
+    # 95 GiB, 2765 GBps, 459 TFLOPs, ICI 1200 GBps both ways, DCN 50 Gbps; 918 int8 TOPs from the announcement
     # (cloud.google.com/blog, "Introducing Cloud TPU v5p", December 2023).
-    "v5p": Chip(95 * GIB, 2765e9, 459e12, 918e12, 600e9, 2),
-    # "32 GB", 1638 GBps, 918 TFLOPs, 1836 TOPs, ICI 800 GBps both ways.
-    "v6e": Chip(125 * GIB // 4, 1638e9, 918e12, 1836e12, 400e9, 1),
-    # 192 GiB, 7380 GBps, 2307 TFLOPs, ICI 1200 GBps both ways. 4614 TFLOPs are for fp8; no int8
+    "v5p": Chip(95 * GIB, 2765e9, 459e12, 918e12, 600e9, 6.25e9, 2),
+    # "32 GB", 1638 GBps, 918 TFLOPs, 1836 TOPs, ICI 800 GBps both ways, DCN 100 Gbps.
+    "v6e": Chip(125 * GIB // 4, 1638e9, 918e12, 1836e12, 400e9, 12.5e9, 1),
+    # 192 GiB, 7380 GBps, 2307 TFLOPs, ICI 1200 GBps both ways, DCN 100 Gbps. 4614 TFLOPs are for fp8; no int8
     # rate is published, so that of bfloat16 stands here.
-    "tpu7x": Chip(379 * GIB // 2, 7380e9, 2307e12, 2307e12, 600e9, 2),
+    "tpu7x": Chip(379 * GIB // 2, 7380e9, 2307e12, 2307e12, 600e9, 12.5e9, 2),
 }
 
 
@@ -85,7 +88,7 @@ CUBE_SHAPES = {
     512: "8x8x8", 1024: "8x8x16", 2048: "8x16x16",
 }
 
-# Name of a file in configs/ -> the slice that it is meant for.
+# Name of a file in configs/, or of a variant of it -> the slice that it is meant for.
 TOPOLOGIES = {
     "quickstart": "v5e:2x2",
     "quickstart_moe": "v5e:2x2",
@@ -95,10 +98,20 @@ TOPOLOGIES = {
     "gsm8k_one_chip": "v5e:1x1",
     "gsm8k_qwen3_8b_lora": "v5e:2x4",
     "dapo_qwen25_32b": "v5p:4x4x4",
+    "dapo_qwen25_32b:async": "v5p:2x4x4",
     "dapo_qwen3_8b": "v5e:4x4",
     "dapo_qwen3_30b_a3b": "v5p:4x4x2",
     "dapo_qwen3_30b_a3b_v5e": "v5e:8x8",
 }
+# A config whose samplers are Ray's -> machine of a worker, and number of workers.
+WORKERS = {"dapo_qwen25_32b:async": ("v5p:2x2x1", 8)}
+
+
+def name_of(config: str) -> str:
+    """Returns the name in TOPOLOGIES of a config as --config=configs/FILE.py:VARIANT has it."""
+    path, _, variant = config.partition(":")
+    stem = pathlib.PurePath(path).stem
+    return f"{stem}:{variant}" if f"{stem}:{variant}" in TOPOLOGIES else stem
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,6 +156,20 @@ class Topology:
                 f"{', '.join(f'{prefix}-{n}' for n in names)}"
             )
         return cls.parse(f"{kinds[prefix]}:{names[int(count)]}", num_slices)
+
+    def host(self, chips: int) -> "Topology":
+        """Returns the topology of one host with this number of chips, 0 for all that a host can have.
+        ValueError where no host has so many."""
+        chips, shapes = chips or self.offer.host_chips, FLAT_SHAPES
+        if self.kind not in ("v5e", "v6e"):
+            shapes = CUBE_SHAPES
+        fitting = [n for n in shapes if n <= self.offer.host_chips]
+        if chips not in fitting:
+            raise ValueError(
+                f"a worker has the chips of one host, {' or '.join(map(str, fitting))} of {self.kind}, and "
+                f"rollout.tpus_per_worker = {chips:g}"
+            )
+        return Topology.parse(f"{self.kind}:{shapes[chips]}")
 
     @property
     def offer(self) -> Offer:

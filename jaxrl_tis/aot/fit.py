@@ -81,7 +81,7 @@ class Search:
 
     def _num_devices(self) -> tuple[int, int]:
         """Returns the numbers of devices to train and to serve: all, or the config's shares."""
-        if self._config.rollout.driver != "threads":
+        if self._config.rollout.driver not in ("threads", "ray"):
             return (len(self._topology.devices()),) * 2
         setup = self._setup({})
         return setup.training.layout.mesh.size, setup.engine.layout.mesh.size
@@ -117,8 +117,11 @@ class Search:
         config = self._config.copy_and_resolve_references()
         with config.unlocked():
             config.update(changes)
-        setup = programs.setup_for(config, self._shapes, self._topology.devices(), self._layers)
-        for layout in (setup.training.layout, setup.engine.layout):
+        setup = programs.setup_for(
+            config, self._shapes, self._topology.devices(), self._layers,
+            programs.workers(config, self._topology),
+        )
+        for layout in (setup.training.layout, setup.engine.layout, setup.learner_engine.layout):
             placement.shardings(layout, setup.model)
         return setup
 

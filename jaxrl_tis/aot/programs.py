@@ -20,6 +20,7 @@ from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.aot.hlo import Module
 from jaxrl_tis.aot.report import EVALUATION, OF_DRAFTER, entry, header
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
+from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.fusion import of_policy
 from jaxrl_tis.engine.weights import moving
 from jaxrl_tis.learner.batch_layout import without_replay
@@ -82,11 +83,18 @@ def shape_of(model: str, shapes: pathlib.Path) -> ModelConfig:
 
 
 def setup_for(
-    config: ml_collections.ConfigDict, shapes: pathlib.Path, devices: list, layers: int | None = None
+    config: ml_collections.ConfigDict, shapes: pathlib.Path, devices: list, layers: int | None = None,
+    workers: list | None = None,
 ) -> build.Setup:
-    """Returns the Setup of the run on these devices; `layers` replaces the depth of the model, of its
-    teacher and of its drafter. ValueError for a drafter that does not fit the model; tokenizers are not
-    compared."""
+    """Returns the Setup of the run on these devices.
+
+    Args:
+      layers: in place of the depth of the model, of its teacher and of its drafter.
+      workers: devices of one worker on Ray. The first of `engines` is then the worker's.
+
+    Raises:
+      ValueError: a drafter does not fit the model. Tokenizers are not compared.
+    """
     choices, model = validate(config), model_of(config, shapes)
     paths = config.rollout.teacher, config.engine.drafter
     teacher, drafter = (shape_of(path, shapes) if path else None for path in paths)
@@ -95,7 +103,16 @@ def setup_for(
     if layers is not None:
         model = model.first_layers(layers)
         teacher, drafter = (c and c.first_layers(layers) for c in (teacher, drafter))
-    return build.assemble(config, choices, model, None, devices, teacher, drafter)
+    setup = build.assemble(config, choices, model, None, devices, teacher, drafter)
+    return setup if workers is None else build.on_workers(setup, workers, drafter)
+
+
+def workers(config: ml_collections.ConfigDict, topology: Topology) -> list | None:
+    """Returns the devices of one worker on Ray, a host of the learner's kind of chip; None with
+    another driver."""
+    if config.rollout.driver != "ray":
+        return None
+    return topology.host(int(config.rollout.tpus_per_worker)).devices()
 
 
 def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
@@ -114,7 +131,7 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
     by_name = {
         "train": (update, (state["policy"], mini, *of_base)),
         **({"score": (score, (params, scored))} if is_scored or has_reference else {}),
-        "quantize": sampling["load"],
+        "quantize": _published(setup).programs(params)["load"],
         "reshard": evaluating["load"],
         **{name: sampling[name] for name in sampling if name != "load"},
         **{f"eval_{name}": evaluating[name] for name in ("prefill", "insert", "decode")},
@@ -132,6 +149,14 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
         update = make_distillation_step(training.drafter, training.drafter_optimizer)
         by_name["distill"] = update, (state["drafter"].network, abstract_distillation(setup))
     return {name: by_name[name] for name in PROGRAMS if name in by_name}
+
+
+def _published(setup: build.Setup) -> Engine:
+    """Returns the engine in whose format the learner publishes weights. For workers on Ray it lays
+    them out on its own devices first, as evaluations do."""
+    if setup.config.rollout.driver != "ray":
+        return setup.engine
+    return Engine(setup.model, setup.engine.config, setup.learner_engine.layout, setup.engine.teacher)
 
 
 def compiled(name: str, function: Any, args: tuple, options: dict[str, str]) -> Compiled:
@@ -201,5 +226,5 @@ def report(
         program = compiled(name, *available[name], FLAGS[topology.kind])
         entries[name] = entry(setup, topology, program, kept)
         on_program(entries[name])
-    moved = {"weight_sync": weight_sync.by_format(setup)} if setup.is_apart else {}
+    moved = {"weight_sync": weight_sync.by_format(setup, topology)} if setup.is_apart else {}
     return header(setup, topology, kept) | moved | {"programs": entries}

@@ -10,7 +10,7 @@ from jaxrl_tis.aot import work
 from jaxrl_tis.aot.chips import GIB, Topology
 from jaxrl_tis.aot.hlo import MOSAIC, Module
 from jaxrl_tis.build import Setup
-from jaxrl_tis.sharding import MESH_AXES, device_bytes
+from jaxrl_tis.sharding import MESH_AXES, Layout, device_bytes
 
 # Programs of an evaluation, see programs.py.
 EVALUATION = ("reshard", "eval_prefill", "eval_insert", "eval_decode")
@@ -75,10 +75,22 @@ def entry(
 
 
 def runs_on(setup: Setup, program: str) -> str:
-    """Returns the mesh of a program, "train" or "serve". If learner and sampler share no device,
-    programs between them run on the learner's mesh, and the run moves their results."""
-    is_learners = program in OF_LEARNER or (setup.is_apart and program in BETWEEN)
+    """Returns the mesh of a program, "train" or "serve". Where evaluations have devices of the samplers
+    alone, programs between them and the learner run on the learner's mesh, and the run moves their
+    results."""
+    learning, evaluating = (
+        set(layout.mesh.devices.flat) for layout in (setup.training.layout, setup.learner_engine.layout)
+    )
+    is_learners = program in OF_LEARNER or (program in BETWEEN and learning.isdisjoint(evaluating))
     return "train" if is_learners else "serve"
+
+
+def _layout(setup: Setup, program: str) -> Layout:
+    """Returns the layout of a program: the learner's, the sampler's, or that of evaluations."""
+    if runs_on(setup, program) == "train":
+        return setup.training.layout
+    is_samplers = program not in (*EVALUATION, *BETWEEN)
+    return (setup.engine if is_samplers else setup.learner_engine).layout
 
 
 def _devices_per_chip(setup: Setup, topology: Topology) -> int:
@@ -216,8 +228,7 @@ def _allocations(refusal: str) -> list[dict[str, Any]]:
 
 def _hlo(setup: Setup, topology: Topology, compiled: Any, job: work.Work) -> dict[str, Any]:
     module = compiled.module
-    is_learners = runs_on(setup, compiled.name) == "train"
-    layout = setup.training.layout if is_learners else setup.engine.layout
+    layout = _layout(setup, compiled.name)
     collectives, dots = module.collectives(dict(layout.mesh.shape)), module.dots()
     kernels = [c for c in module.custom_calls() if c.target == MOSAIC]
     model = work.model_of(compiled.name, setup)
@@ -286,6 +297,8 @@ def title(setup: Setup, topology: Topology) -> str:
     meshes = (setup.training.layout.mesh.shape, setup.engine.layout.mesh.shape)
     train, serve = ("x".join(str(n) for n in m.values()) for m in meshes)
     where = " on other devices" if setup.is_apart else ""
+    if setup.config.rollout.driver == "ray":
+        where = f" on each of {setup.config.rollout.workers} workers"
     sleeps = " The sampler sleeps." if setup.sleeps else ""
     drafts = ""
     if setup.drafters:

@@ -1,15 +1,17 @@
 """Counts the bytes of one weight sync, from the learner's devices to the devices of a sampler.
 
-Bytes are counted from the shardings of each array in the learner's and the sampler's layout.
-Nothing is compiled, and time is not estimated.
+Bytes are counted from the shardings of each array in the learner's and the sampler's layout. Nothing is
+compiled. Seconds are a model: bytes of a host by the published rate of its network.
 """
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
 
+from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.report import grid
 from jaxrl_tis.build import Setup
 from jaxrl_tis.engine.engine import Engine
@@ -26,10 +28,10 @@ class Moved:
     target: NamedSharding
 
 
-def by_format(setup: Setup) -> dict[str, dict[str, int]]:
+def by_format(setup: Setup, topology: Topology) -> dict[str, dict[str, Any]]:
     """Returns the bytes of one sync by number format: the engine's dtype without quantization, and
-    the engine's own format (w8a8 if it has none). `count` explains the keys. The first sampler
-    sends `passed_on_bytes` to the other samplers."""
+    the engine's own format (w8a8 if it has none). `count` and `over_network` explain the keys. With
+    threads the first sampler sends `passed_on_bytes` to the other samplers."""
     config = setup.engine.config
     plain = dataclasses.replace(config, quantization="none", unquantized=())
     if config.quantization == "none":
@@ -37,10 +39,31 @@ def by_format(setup: Setup) -> dict[str, dict[str, int]]:
     counts = {}
     for choice in (plain, config):
         engine = Engine(setup.model, choice, setup.engine.layout)
-        counted = count(moved(setup, engine))
-        others = len(setup.engines) - 1
-        counts[engine.quant_id] = counted | {"passed_on_bytes": others * counted["bytes"]}
+        counted: dict[str, Any] = count(moved(setup, engine))
+        if setup.config.rollout.driver == "ray":
+            workers, chips = setup.config.rollout.workers, engine.layout.mesh.size
+            counted |= over_network(counted["distinct_bytes"], topology, workers, chips)
+        else:
+            counted["passed_on_bytes"] = (len(setup.engines) - 1) * counted["bytes"]
+        counts[engine.quant_id] = counted
     return counts
+
+
+def over_network(num_bytes: int, topology: Topology, workers: int, chips: int) -> dict[str, Any]:
+    """Returns what a sync of so many bytes takes on the network between hosts.
+
+    Args:
+      topology: of the learner. Each of its hosts has one process, which sends an equal share.
+      chips: of each worker, which receives all bytes once.
+
+    Returns: `sent_bytes` by each host of the learner, `received_bytes` by each worker, and `seconds`
+    (model), those of the slower of both; None where no rate is published.
+    """
+    hosts = topology.hosts_per_slice * topology.num_slices
+    sent, rate, seconds = workers * num_bytes // hosts, topology.chip.dcn_rate, None
+    if rate is not None:
+        seconds = max(sent / (rate * topology.chips_per_host), num_bytes / (rate * chips))
+    return {"sent_bytes": sent, "received_bytes": num_bytes, "seconds": seconds}
 
 
 def moved(setup: Setup, engine: Engine) -> list[Moved]:
@@ -76,13 +99,16 @@ def count(arrays: list[Moved]) -> dict[str, int]:
 COLUMNS = {  # a heading of the table -> a key of the counts
     "distinct bytes": "distinct_bytes", "bytes on each device": "device_bytes",
     "bytes on all devices": "bytes", "passed on to other samplers": "passed_on_bytes",
+    "sent by each host": "sent_bytes", "received by each worker": "received_bytes", "seconds (model)": "seconds",
 }
 
 
-def table(counts: dict[str, dict[str, int]], markdown: bool = False) -> str:
+def table(counts: dict[str, dict[str, Any]], markdown: bool = False) -> str:
     """Returns the table with one line for each format."""
+    first = next(iter(counts.values()))
+    columns = {title: key for title, key in COLUMNS.items() if first.get(key) is not None}
+    shown = lambda x: f"{x:,}" if isinstance(x, int) else f"{x:.3g}"
     rows = [
-        (name, *(f"{counted[key]:,}" for key in COLUMNS.values()))
-        for name, counted in counts.items()
+        (name, *(shown(counted[key]) for key in columns.values())) for name, counted in counts.items()
     ]
-    return grid([("weight sync", *COLUMNS), *rows], markdown)
+    return grid([("weight sync", *columns), *rows], markdown)

@@ -305,6 +305,11 @@ def main() -> None:
     if given.xpk and not given.cluster:
         raise ValueError("--xpk needs a cluster; give --cluster=NAME")
     plan = checked_plan(given, overrides)
+    if plan.workers is not None:
+        raise ValueError(
+            f"--config={given.config} samples on {plan.workers.num_slices} workers, and a JobSet has none; "
+            "use launch/gke/raycluster.py"
+        )
     COMMANDS[given.command](plans.Shell(given.dry_run), plan, given)
 
 

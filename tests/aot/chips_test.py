@@ -77,18 +77,25 @@ def test_several_slices():
     assert (topology.num_chips, topology.product_name) == (32, "2 x v5litepod-16")
 
 
-@pytest.mark.parametrize("name", ["v5e", "v5e:8", "v9:2x2", "v5e:2x2x2x2", "v5e:ax2"])
-def test_a_name_of_nothing_is_refused(name):
-    with pytest.raises(ValueError, match=f"topology '{name}' is unknown; give one of the chips v4, v5e"):
-        Topology.parse(name)
+def test_a_name_of_nothing_is_refused():
+    for name in ("v5e", "v5e:8", "v9:2x2", "v5e:2x2x2x2", "v5e:ax2"):
+        with pytest.raises(ValueError, match=f"topology '{name}' is unknown; give one of the chips v4, v5e"):
+            Topology.parse(name)
 
 
 def test_every_config_has_a_topology():
     folder = pathlib.Path(__file__).parents[2] / "configs"
     of_cpus = {"__init__", "default", "async_local", "quickstart_vllm"} | {p.stem for p in folder.glob("fig_*.py")}
-    assert TOPOLOGIES.keys() == {p.stem for p in folder.glob("*.py")} - of_cpus
+    assert {name.partition(":")[0] for name in TOPOLOGIES} == {p.stem for p in folder.glob("*.py")} - of_cpus
     for name in TOPOLOGIES.values():
         Topology.parse(name)
+
+
+def test_a_host_of_a_worker():
+    assert [Topology.parse("v5p:4x4x4").host(n).name for n in (0, 4)] == ["v5p:2x2x1"] * 2
+    assert [Topology.parse("v5e:4x4").host(n).name for n in (0, 1, 4)] == ["v5e:2x4", "v5e:1x1", "v5e:2x2"]
+    with pytest.raises(ValueError, match="4 of v5p, and rollout.tpus_per_worker = 8"):
+        Topology.parse("v5p:4x4x4").host(8)
 
 
 def test_every_chip_has_flags():

@@ -1,17 +1,21 @@
 """Bytes of a weight sync, by hand on eight devices, and as the run moves them."""
 
+import functools
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from jaxrl_tis.aot import weight_sync
+from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.weight_sync import Moved
 from jaxrl_tis.learner.state import abstract_state
 from jaxrl_tis.sharding import make_mesh
 from tests import tiny
 
 FSDP, BOTH = (1, 4, 1), (1, 2, 2)  # four devices that learn
+V5P = Topology.parse("v5p:2x2x4")
 
 
 def moved(shape, itemsize, *target):
@@ -79,7 +83,7 @@ def test_serving_parameters_are_counted_from_where_they_are_to_where_they_go(set
     for x, before, after in rows:
         assert same(before, x.source) and same(after, x.target)
         assert (x.shape, x.itemsize) == (after.shape, after.dtype.itemsize)
-    found = weight_sync.by_format(setup)["w8a8"]
+    found = weight_sync.by_format(setup, V5P)["w8a8"]
     nbytes = lambda tree: sum(x.nbytes for x in jax.tree.leaves(tree))
     arrived = lambda tree: sum(s.data.nbytes for x in jax.tree.leaves(tree) for s in x.addressable_shards)
     assert found["distinct_bytes"] == nbytes(served[0])  # sync/bytes, for each sampler
@@ -90,9 +94,19 @@ def test_serving_parameters_are_counted_from_where_they_are_to_where_they_go(set
     assert set(on_each.values()) == {found["device_bytes"]}
 
 
+def test_bytes_between_hosts_by_hand():
+    """16 chips of v5p are four hosts of 200 Gbps. Eight workers get twice what each host has, and a
+    worker of one chip has a quarter of a host's rate."""
+    send = functools.partial(weight_sync.over_network, 10**9, V5P)
+    assert send(8, 4) == {"sent_bytes": 2 * 10**9, "received_bytes": 10**9, "seconds": 2 / 25}
+    assert send(8, 1)["seconds"] == 1 / 6.25
+    assert send(1, 4) == {"sent_bytes": 10**9 // 4, "received_bytes": 10**9, "seconds": 1 / 25}
+    assert weight_sync.over_network(8, Topology.parse("v4:2x2x1"), 1, 4)["seconds"] is None
+
+
 def test_formats(setup):
     """Full precision is the engine's dtype: of all but the quantised layers it stays."""
-    found = weight_sync.by_format(setup)
+    found = weight_sync.by_format(setup, V5P)
     assert list(found) == ["bfloat16", "w8a8"]
     c = setup.model
     matrices = c.embed_dim * c.head_dim * (2 * c.num_heads + 2 * c.num_kv_heads)
@@ -104,4 +118,4 @@ def test_formats(setup):
     plain = tiny.setup(
         rollout__schedule="one_step", rollout__driver="threads", engine__quantization="none",
     )
-    assert list(weight_sync.by_format(plain)) == ["float32", "w8a8"]
+    assert list(weight_sync.by_format(plain, V5P)) == ["float32", "w8a8"]

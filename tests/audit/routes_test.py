@@ -465,4 +465,4 @@ def test_the_page_has_what_the_command_prints(monkeypatch, capsys):
     main(command[1].split()[3:])
     lines = iter(capsys.readouterr().out.splitlines())
     missing = [line for line in printed[1:] if line not in ("...", "") and line not in lines]
-    assert len(printed) > 20 and missing == []
+    assert len(printed) > 15 and missing == []

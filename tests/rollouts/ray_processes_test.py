@@ -1,5 +1,6 @@
 """A learner of two processes whose samplers are Ray actors."""
 
+import os
 import signal
 from unittest import mock
 
@@ -11,7 +12,7 @@ from jaxrl_tis.record import metrics
 from jaxrl_tis.rollouts import ray_processes
 from jaxrl_tis.rollouts.ray_processes import ProcessesSource
 from jaxrl_tis.runtime import fingerprint, processes
-from tests import hosts
+from tests import hosts, ray_nodes
 
 STEPS = 8
 FIELDS = {
@@ -112,8 +113,10 @@ def test_both_processes_train_on_the_same_batches_and_stop_together(tmp_path, lo
         assert pair.codes() == [42, 42], pair.text(0) + pair.text(1)
         assert all("Traceback" not in pair.text(i) for i in range(2))
     with hosts.Hosts(tmp_path / "second", command, devices=2) as pair:
+        pair.wait_for("step 4: held-out accuracy")
+        os.kill(ray_nodes.named(os.getpid(), "ray::RolloutWorker")[0], signal.SIGKILL)
         assert pair.codes() == [0, 0], pair.text(0) + pair.text(1)
-        assert "continuing" in pair.text(0)
+        assert "continuing" in pair.text(0) and "sequences continue elsewhere" in pair.text(0)
     records = [r for r in metrics.read(tmp_path / "run") if r["phase"] == "train"]
     assert [r["step"] for r in records] == list(range(1, STEPS + 1))
     assert {r["async/workers"] for r in records} <= {1.0, 2.0}
