@@ -1,4 +1,5 @@
-"""Measures the check of all data before a run, and the next start, which reads its cache.
+"""Measures the check of all data before a run, the next start, which reads its cache, and how long a
+step waits for prompts that are made when they are read.
 
     python -m benchmarks.data [--lines=100000] [--tokenizer=models/smollm2-135m-instruct/X.gguf]
 
@@ -19,12 +20,13 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from benchmarks import arguments
 from configs import default
-from jaxrl_tis.data import tasks
+from jaxrl_tis.data import pipeline, tasks
 from jaxrl_tis.data.tokenizer_files import load_tokenizer
 from jaxrl_tis.rollouts.prompts import Prompter
 from jaxrl_tis.runtime import cli
 
 MEAN_WORDS, WORDS = 45, 4000
+BATCH, STEPS, STEP_S, MADE_S = 64, 10, 1.0, 0.01  # a prompt takes MADE_S to make, and a step STEP_S
 TEMPLATE = (
     "{% if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nYou are a helpful assistant."
     "<|im_end|>\\n' }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + "
@@ -65,11 +67,47 @@ def write_tokenizer(folder: pathlib.Path, texts: list[str]) -> str:
     return f"{folder}"
 
 
+class Slow:
+    """Examples of a task, each of which takes a while to make."""
+
+    bad = ()
+
+    def __init__(self, source: tasks.Source, is_late: bool):
+        self._source, self.is_late = source, is_late
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    def __getitem__(self, index: int) -> dict:
+        time.sleep(MADE_S)
+        return self._source[index]
+
+    def digest(self) -> str:
+        return self._source.digest()
+
+
+def waits(is_late: bool, steps: int) -> float:
+    """Returns the mean seconds that a step after the first waits for its prompts."""
+    batches = pipeline.Batches(
+        "arithmetic", {"size": 2**40, "digits": 2}, batch_size=BATCH, seed=0,
+        check=lambda source: Slow(source, is_late),
+    )
+    next(batches)
+    waited = 0.0
+    for _ in range(steps):
+        time.sleep(STEP_S)
+        start = time.monotonic()
+        next(batches)
+        waited += time.monotonic() - start
+    return waited / steps
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--lines", type=int, default=100_000)
     parser.add_argument("--tokenizer", default="")
-    args = arguments.parse(parser, lines=2000)
+    parser.add_argument("--steps", type=int, default=STEPS)
+    args = arguments.parse(parser, lines=2000, steps=2)
     config = default.get_config()
     config.task.chat, config.task.max_prompt_tokens = True, 1024
     with tempfile.TemporaryDirectory() as folder:
@@ -89,6 +127,10 @@ def main() -> None:
             lengths = [len(prompter.ids(checked[i])) for i in range(0, len(checked), 997)]
             mean = sum(lengths) / len(lengths)
             print(f"| {name} | {read - start:.1f} | {seconds:.1f} | {busy:.1f} | {mean:.0f} |")
+    print(f"\n{BATCH} prompts of {1000 * MADE_S:.0f} ms each for steps of {STEP_S:g} s\n")
+    print("| read | a step waits, s |\n|---|---|")
+    for name, is_late in (("when wanted", False), ("ahead", True)):
+        print(f"| {name} | {waits(is_late, args.steps):.2f} |")
 
 
 if __name__ == "__main__":

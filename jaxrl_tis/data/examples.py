@@ -34,6 +34,8 @@ class Bad:
 class FileExamples:
     """Examples of files with their places, and the digest of the files."""
 
+    is_late = False
+
     examples: list[dict[str, Any]]
     rows: list[tuple[int, str]]  # of each example: its index over all files, and its place
     of_files: str

@@ -15,7 +15,8 @@ from jaxrl_tis.data.examples import listed
 from jaxrl_tis.data.tasks import Examples, Source, make
 from jaxrl_tis.runtime import processes
 
-EPOCHS = 2**31  # Grain's own endless repeat overflows in batch(1).
+AHEAD = 2  # batches
+EPOCHS, MOST = 2**31, 2**62  # and examples in all: Grain's own endless repeat overflows in batch(1)
 # The field of the configuration that each part of a fingerprint belongs to.
 FIELDS = {
     "task": "task.name", "params": "task.params", "length": "task.params", "examples": "task.params",
@@ -68,12 +69,14 @@ class Batches:
             grain.MapDataset.source(self.source)
             .seed(seed)
             .shuffle()
-            .repeat(EPOCHS)
+            .repeat(min(EPOCHS, MOST // len(self.source)))
             .batch(batch_size // shard_count, batch_fn=list)
             .slice(slice(shard_index, None, shard_count))
         )
-        # No threads: examples are cheap, and a reader thread would compete with CPU decoding.
+        # A thread reads ahead where that takes time. It would only compete with decoding elsewhere.
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+        if self.source.is_late:
+            options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=AHEAD)
         self._iterator = iter(batches.to_iter_dataset(options))
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:

@@ -27,7 +27,12 @@ MAX_DRAWS = 512
 # reasoning-gym seeds problem i with seed + i, so seeds closer than a size share problems.
 SEED_STRIDE = 2**20
 class Examples(Protocol):
-    """A sequence of examples; `bad` are unusable ones, which are not in it."""
+    """A sequence of examples; `bad` are unusable ones, which are not in it, and `is_late` says whether
+    an example is made and rendered when it is read."""
+
+    @property
+    def is_late(self) -> bool:
+        return False
 
     @property
     def bad(self) -> Sequence[Bad]: ...

@@ -4,6 +4,7 @@ Every example is rendered and tokenized once before a run starts, so bad data ca
 later. The ids are cached in memory for the run, and on disk for the next start with the same data.
 """
 
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -29,6 +30,7 @@ from jaxrl_tis.runtime import processes, storage
 
 GENERATED = 20_000  # examples of a generated task that are checked: such a task can be endless
 CHUNK, CHUNK_CHARACTERS = 1000, 1 << 22  # of prompts that are rendered and tokenised together
+RECENT = 4096  # prompts that were rendered after the check, for their second use
 CACHED = 2000  # prompts; fewer take less than a second, and are not kept on disk
 KEPT_FILES = 16  # on disk
 PASSING = ("TimeoutError", "EOFError")  # faults of the template's process, not of a prompt
@@ -94,6 +96,7 @@ class Prompter:
     Attributes:
       opening: gives the prompts of examples; None without an environment.
       known: the ids of the checked prompts.
+      recent: the outcomes of the RECENT last other examples.
     """
 
     tokenizer: Tokenizer
@@ -101,6 +104,9 @@ class Prompter:
     opening: Opening | None = None
     known: dict[str, np.ndarray] = dataclasses.field(
         default_factory=dict, repr=False, compare=False
+    )
+    recent: "collections.OrderedDict[str, Outcome]" = dataclasses.field(
+        default_factory=collections.OrderedDict, repr=False, compare=False
     )
 
     def close(self) -> None:
@@ -158,7 +164,8 @@ class Prompter:
                 self.known[self._key(example)] = outcome
         bad.sort(key=lambda b: b.row)
         self._tell(bad, count + len(source.bad), what, is_any_good=bool(good))
-        return Checked(source, good, bad, count, lambda e: self._why_bad(e) or reject(e))
+        why_bad = lambda example: self._why_bad(example) or reject(example)
+        return Checked(source, good, bad, count, why_bad, is_plain=self.opening is None)
 
     def _why_bad(self, example: dict[str, Any]) -> str:
         return self._reason(self._outcome(example))
@@ -180,7 +187,11 @@ class Prompter:
             return error
 
     def _outcome(self, example: dict[str, Any]) -> Outcome:
-        [outcome] = self._outcomes(self._prompts([example]))
+        if (outcome := self.recent.get(key := self._key(example))) is None:
+            [outcome] = self._outcomes(self._prompts([example]))
+            self.recent[key] = outcome
+            if len(self.recent) > RECENT:
+                self.recent.popitem(last=False)
         return outcome
 
     def _tell(self, bad: list[Bad], total: int, what: str, is_any_good: bool) -> None:
@@ -322,7 +333,13 @@ class Checked:
     bad: list[Bad]
     count: int
     why_bad: Callable[[dict[str, Any]], str]
+    is_plain: bool = True  # prompts need no environment, whose calls are of one thread
     replaced: int = 0  # examples that were bad when they were read
+
+    @property
+    def is_late(self) -> bool:
+        """Whether examples are made and rendered when they are read, by any thread."""
+        return self.is_plain and not self._is_whole
 
     @property
     def _is_whole(self) -> bool:

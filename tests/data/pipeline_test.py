@@ -1,4 +1,5 @@
 import json
+import time
 
 import pytest
 
@@ -55,6 +56,40 @@ def test_state_restored_at_every_position_across_epochs(path):
         restored.set_state(state)
         assert ids(restored, 3) == whole[position : position + 3]
         assert ids(running, 1) == whole[position : position + 1]
+
+
+class Late:
+    """Examples that are made when they are read, each listed in `read`."""
+
+    is_late, bad = True, ()
+
+    def __init__(self, source):
+        self._source, self.read = source, []
+
+    def __len__(self):
+        return len(self._source)
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return self._source[index]
+
+    def digest(self):
+        return self._source.digest()
+
+
+def test_late_examples_are_read_ahead_and_a_state_counts_none_that_was_not_given(path):
+    make = lambda **more: Batches("jsonl", {"path": path}, batch_size=4, seed=3, **more)
+    whole, ahead = ids(make(), 12), make(check=Late)
+    for position in range(4):
+        state = json.loads(json.dumps(ahead.get_state()))
+        assert ids(ahead, 1) == whole[position : position + 1]
+        end = time.monotonic() + 20
+        while len(ahead.source.read) < 4 * (position + 2):  # the batch after this one
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        restored = make(check=Late)
+        restored.set_state(state)
+        assert ids(restored, 3) == whole[position : position + 3]
 
 
 @pytest.mark.parametrize("shard_count", [2, 4])

@@ -280,9 +280,24 @@ def test_a_bad_example_that_is_checked_ends_the_start():
     ]
 
 
+class Counting(Chat):
+    """Counts the prompts that are encoded; the first of a check is tried by itself."""
+
+    count = 0
+
+    def encodes(self, texts, add_special=False):
+        Counting.count += len(texts)
+        return super().encodes(texts, add_special)
+
+
 def test_a_generated_task_of_a_million_is_checked_in_part():
+    """The others are rendered once, when they are read."""
     source = tasks.make("arithmetic", {"size": 2**40, "digits": 1})
-    assert prompter().checked(source, "training data", limit=30).count == 30
+    p = prompter(Counting(ALPHABET))
+    checked = p.checked(source, "training data", limit=30)
+    assert checked.count == 30 and checked.is_late
+    Counting.count = 0
+    assert len(p.ids(checked[1000])) and Counting.count == 1
 
 
 # The cache
@@ -293,16 +308,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(prompts, "CACHED", 3)
     return tmp_path / "cache" / "jaxrl_tis" / "prompts"
-
-
-class Counting(Chat):
-    """Counts the prompts that are encoded; the first of a check is tried by itself."""
-
-    count = 0
-
-    def encodes(self, texts, add_special=False):
-        Counting.count += len(texts)
-        return super().encodes(texts, add_special)
 
 
 def encoded(source, alphabet=ALPHABET, **changes):
