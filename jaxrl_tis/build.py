@@ -322,8 +322,11 @@ class Setup(Sampling):
         address = ray_cluster.connect(self.config.rollout)
         from jaxrl_tis.rollouts import ray_processes, ray_source  # which need Ray
 
-        make = ray_source.ray_source if processes.is_alone() else ray_processes.ProcessesSource
-        return make(parts, self.engine, self.abstract_served, self.identity, build_sampling, address)
+        arguments = parts, self.engine, self.abstract_served, self.identity, build_sampling, address
+        if not processes.is_alone():
+            return ray_processes.ProcessesSource(*arguments)
+        drafting = None if self.training.drafter is None else self.drafting[self.engine]
+        return ray_source.ray_source(*arguments, drafting=drafting)
 
 
 def build(config: ml_collections.ConfigDict, **sampler) -> Setup:

@@ -72,11 +72,6 @@ def _distillation(config):
     every = config.engine.drafter_every
     if every and not config.engine.drafter:
         yield f"engine.drafter_every = {every} trains engine.drafter, and there is none; name a model"
-    if every and config.rollout.driver == "ray":
-        yield (
-            f"engine.drafter_every = {every} trains a drafter for samplers of this process, and "
-            "rollout.driver is 'ray'; set it to 'virtual' or 'threads', or engine.drafter_every to 0"
-        )
 
 
 def _sampling(config):
