@@ -102,7 +102,8 @@ class Sampling:
     def retention(self) -> KVEviction | None:
         """The KV eviction of `engine`; None if sequences keep all pages."""
         sinks, window = self.config.engine.retention
-        return KVEviction(sinks, window, self.config.engine.heavy_pages) if window else None
+        e = self.config.engine
+        return KVEviction(sinks, window, e.heavy_pages, e.heavy_groups) if window else None
 
     @functools.cached_property
     def adapter(self) -> lora.Adapter | None:
@@ -578,6 +579,7 @@ def _engine_configs(
         teacher_quantization=e.teacher_quantization,
         num_kept=config.rollout.sampling_mask_size, injected=choices.injected,
         record_routes=e.record_routes, weighs_pages=e.heavy_pages > 0,
+        page_groups=e.heavy_groups,
         **{"top_n": top_n, **sampler},
     )
     evaluating = sizes(

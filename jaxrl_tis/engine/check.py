@@ -49,6 +49,11 @@ def _sizes(config):
 def _heavy(config):
     """Finds settings without the attention to each page by which pages are kept."""
     engine, setting = config.engine, f"engine.heavy_pages = {config.engine.heavy_pages}"
+    if engine.heavy_groups > 1 and not engine.heavy_pages:
+        yield (
+            f"engine.heavy_groups = {engine.heavy_groups} chooses heavy pages in each group of layers, and "
+            "engine.heavy_pages is 0; set it to 4, or engine.heavy_groups to 1"
+        )
     if engine.heavy_pages <= 0:
         return
     if not any(engine.retention):
