@@ -224,6 +224,7 @@ def get_config() -> ConfigDict:
     c.engine.retention = (0, 0)
     # Pages that a sequence keeps between these, by their attention so far (H2O). 0: none.
     c.engine.heavy_pages = 0
+    c.engine.heavy_groups = 1  # groups of consecutive layers, each of which chooses these alone
     c.engine.teacher_quantization = "none"  # as engine.quantization, of rollout.teacher
     c.engine.unquantized = ()  # layers to leave unquantized: q, k, v, o, gate, up, down, expert_*
     c.engine.noise_start = 0.0  # first standard deviation of noise on the norms (QeRL); 0: off

@@ -98,7 +98,7 @@ def measured(params: transformer.Params, records: list[Trajectory], length: int)
     """Returns MEASURES of the records: the means of |log ratio|, and of the exact KL, in nats per
     token, of the tokens of each of CONTEXTS up to `length`."""
     learner = Learner(MODEL, transformer.Program(), max_targets=length, chunk=1024)
-    rows = trajectory_rows(records, length, has_evictions=True)
+    rows = trajectory_rows(records, length, evict_axes=())
     score = jax.jit(lambda batch: response_scores(params, learner, batch, False, with_dense_kl=True))
     batch = {name: jnp.asarray(x) for name, x in forward_fields(rows).items()}
     under = score(batch)

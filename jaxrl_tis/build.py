@@ -102,7 +102,8 @@ class Sampling:
     def retention(self) -> KVEviction | None:
         """The KV eviction of `engine`; None if sequences keep all pages."""
         sinks, window = self.config.engine.retention
-        return KVEviction(sinks, window, self.config.engine.heavy_pages) if window else None
+        e = self.config.engine
+        return KVEviction(sinks, window, e.heavy_pages, e.heavy_groups) if window else None
 
     @functools.cached_property
     def adapter(self) -> lora.Adapter | None:
@@ -322,8 +323,11 @@ class Setup(Sampling):
         address = ray_cluster.connect(self.config.rollout)
         from jaxrl_tis.rollouts import ray_processes, ray_source  # which need Ray
 
-        make = ray_source.ray_source if processes.is_alone() else ray_processes.ProcessesSource
-        return make(parts, self.engine, self.abstract_served, self.identity, build_sampling, address)
+        arguments = parts, self.engine, self.abstract_served, self.identity, build_sampling, address
+        if not processes.is_alone():
+            return ray_processes.ProcessesSource(*arguments)
+        drafting = None if self.training.drafter is None else self.drafting[self.engine]
+        return ray_source.ray_source(*arguments, drafting=drafting)
 
 
 def build(config: ml_collections.ConfigDict, **sampler) -> Setup:
@@ -586,6 +590,7 @@ def _engine_configs(
         teacher_quantization=e.teacher_quantization,
         num_kept=config.rollout.sampling_mask_size, injected=choices.injected,
         record_routes=e.record_routes, weighs_pages=e.heavy_pages > 0,
+        page_groups=e.heavy_groups,
         **{"top_n": top_n, **sampler},
     )
     evaluating = sizes(

@@ -84,7 +84,7 @@ POSITIVE = (
     "rollout.snapshot_gib", "rollout.harness_timeout", "optimizer.clip_norm", "critic.clip_norm", "warmup.lr",
     "model.experts_per_token", "model.expert_dim", "optimizer.router_bias_rate",
     "model.num_layers", "model.embed_dim", "model.num_heads", "model.num_kv_heads", "model.head_dim",
-    "optimizer.eps", "critic.eps", "processes.consistency_every",
+    "optimizer.eps", "critic.eps", "processes.consistency_every", "engine.heavy_groups",
 )
 NOT_NEGATIVE = (
     "engine.num_pages", "engine.max_wait_admissions", "engine.preempt_after", "engine.max_draft",

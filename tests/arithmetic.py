@@ -310,7 +310,7 @@ class Engine:
         return state, ResultTokens(
             tokens, logp, logp - 0.5, -logp, logits, valid=valid, remaining=remaining,
             routes=routes if any(self.route_shape) else None,
-            page_mass=mass if self.weighs_pages else None,
+            page_mass=mass[:, None] if self.weighs_pages else None,
         )
 
     def verify(self, params, state, drafts, counts, table, shift):

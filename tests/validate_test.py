@@ -392,6 +392,8 @@ def test_contradictions_of_sparse_contexts():
         (dict(correction__dense_kl_coeff=-0.1, engine__retention=(1, 2)), ["correction.dense_kl_coeff is -0.1"]),
         (dict(engine__heavy_pages=-1), ["engine.heavy_pages is -1"]),
         (dict(engine__heavy_pages=2), ["engine.heavy_pages = 2 keeps pages between", "engine.retention to (1, 4)"]),
+        (dict(engine__heavy_groups=2), ["engine.heavy_groups = 2", "engine.heavy_pages is 0; set it to 4"]),
+        (HEAVY | dict(engine__heavy_groups=0), ["engine.heavy_groups is 0"]),
         (HEAVY | dict(engine__unroll=False), ["engine.heavy_pages = 2 needs", "set engine.unroll to True"]),
         (HEAVY | dict(rollout__teacher="models/mine"),
          ["engine.heavy_pages = 2 needs the attention of one model", "rollout.teacher = 'models/mine'"]),

@@ -71,9 +71,11 @@ def _rollout_batch(setup: Setup) -> Structs:
     dtypes = {}
     if moe:
         dtypes = dict.fromkeys(("routes", "routes_behav"), fields.route_dtype(moe.num_experts))
+    more = {"evict_step": training.evict_axes}
     return {
         name: jax.ShapeDtypeStruct(
-            fields.shape(name, count, training.row_length, widths), dtypes.get(name, field.dtype)
+            fields.shape(name, count, training.row_length, widths) + more.get(name, ()),
+            dtypes.get(name, field.dtype),
         )
         for name, field in fields.FIELDS.items()
         if is_there(name, field) and fields.is_recorded(name, widths)

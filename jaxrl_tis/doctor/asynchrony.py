@@ -161,9 +161,8 @@ def _draft_fall(case):
 
 
 def _distillation(case):
-    """Returns the engine.drafter_every to set; None where it is set, or cannot be."""
-    is_possible = case.setting("rollout.driver") != "ray" and case.setting("engine.drafter_every") != 1
-    return 1 if is_possible else None
+    """Returns the engine.drafter_every to set; None where it is set."""
+    return 1 if case.setting("engine.drafter_every") != 1 else None
 
 
 FACTS = {
@@ -339,8 +338,8 @@ SETUP = (
     ),
     Finding(
         "async.drafter", "the drafter is stale: fewer of its tokens are accepted than at the start",
-        "Distil it on the samples of each step of a new run with engine.drafter_every (arXiv:2510.26475; not "
-        "with workers on Ray), with a higher engine.drafter_lr if it is distilled already, or leave it out. "
+        "Distil it on the samples of each step with engine.drafter_every (arXiv:2510.26475), with a higher "
+        "engine.drafter_lr if it is distilled already, or leave it out. "
         "The samples are right: only the time of drafts is lost.",
         all_of=(
             is_so("config/has_drafter"), Clause(DRAFTER_LAG, ">=", 1, absent=False),

@@ -30,15 +30,18 @@ class KVEviction:
     The first and last are those of StreamingLLM (arXiv:2309.17453). Those between have the most
     attention so far, as in H2O (arXiv:2306.14048): summed over all layers, heads and decode steps.
     H2O also counts the queries of the prompt, and evicts single keys in each head. The other pages are
-    evicted in all layers and recorded as evict_step.
+    evicted in all layers and recorded as evict_step. With `groups` > 1 each of so many groups of
+    consecutive layers keeps as many pages, chosen by its own attention. A page is free once no group keeps
+    it.
     """
 
     sinks: int
     window: int
     heavy: int = 0
+    groups: int = 1
 
     def __post_init__(self):
-        if self.sinks < 0 or self.window < 1 or self.heavy < 0:
+        if self.sinks < 0 or self.window < 1 or self.heavy < 0 or self.groups < 1:
             raise ValueError(f"{self}: keep at least one page of the window, and no negative number")
 
     @property
@@ -58,7 +61,7 @@ class BlockManager:
 
     Attributes:
       to_release: slots that are free here but still decode in the engine.
-      table: [slots, n] int32, pages of each slot in order.
+      table: [slots, n] int32, pages of each slot in order; [slots, G, n] with G > 1 groups of layers.
       shift: [slots] int32, positions evicted from each slot.
       pages: the pages of each shard.
       prefixes: tokens whose pages several sequences share.
@@ -78,7 +81,9 @@ class BlockManager:
         self._slots: dict[int, Sequence] = {}
         self.to_release: set[int] = set()
         per_slot = -(-engine.max_length // engine.page_size)
-        self.table = np.zeros((engine.slots, per_slot), np.int32)
+        self._groups = retention.groups if retention is not None else 1
+        of_groups = (self._groups,) if self._groups > 1 else ()
+        self.table = np.zeros((engine.slots, *of_groups, per_slot), np.int32)
         self.shift = np.zeros(engine.slots, np.int32)
         self.pages = [Pages(engine.num_pages) for _ in range(engine.shards)]
         self.prefixes = Prefixes(self.pages, engine.page_size, keeps_pages)
@@ -271,8 +276,10 @@ class BlockManager:
         self._tabulate(sequence)
 
     def _tabulate(self, sequence: Sequence) -> None:
-        self.table[sequence.slot] = NULL
-        self.table[sequence.slot, : len(sequence.pages)] = sequence.pages
+        rows = self.table[sequence.slot].reshape(self._groups, -1)  # a view
+        rows[:] = NULL
+        for group in range(self._groups):
+            rows[group, : sequence.width] = [sequence.pages[i] for i in sequence.kept(group)]
 
     # More pages, and fewer
 
@@ -287,7 +294,7 @@ class BlockManager:
         """Returns the number of pages that it lacks for `width` tokens after those in flight."""
         drawn = min(sequence.in_flight + width, sequence.remaining)
         end = sequence.length - 1 + drawn - sequence.shift
-        return max(0, -(-end // self._engine.page_size) - len(sequence.pages))
+        return max(0, -(-end // self._engine.page_size) - sequence.width)
 
     def grow(self, width: int) -> None:
         """Gives every running sequence the pages of its next `width` tokens, the oldest first. One
@@ -326,9 +333,10 @@ class BlockManager:
             return
         size, kept = self._engine.page_size, self._retention
         while (full := (sequence.length - 1 - sequence.shift) // size) > kept.most:
-            index = sequence.lightest(kept.sinks, full - kept.window)
-            page = sequence.evict(index, size, self._engine.max_length)
-            self.pages[sequence.shard].release([page])
+            stop = full - kept.window
+            indices = [sequence.lightest(g, kept.sinks, stop) for g in range(self._groups)]
+            released = sequence.evict(indices, size, self._engine.max_length)
+            self.pages[sequence.shard].release(released)
             self._stats.evicted += 1
             self.shift[sequence.slot] = sequence.shift
             self._tabulate(sequence)

@@ -252,8 +252,9 @@ def append(
 ):
     """Returns the `attend` function of a decode: T new tokens of every slot, at places index_bt of
     its pages. A token with is_written False writes to page 0: its key is in the pages already, or
-    its slot is free. With `weighs`, of unrolled layers, the carried output is (cache, attention
-    [B,T,P] of each token to each page, summed over heads)."""
+    its slot is free. With `weighs`, of unrolled layers, each has its own table, its cache is (cache,
+    table_bp), and the carried output is (cache, attention [B,T,P] of each token to each page, summed over
+    heads)."""
     paged: Callable = PAGED[numerics]
     if numerics == "fast":
         paged = FAST_DECODE.get(layout.platform, paged)
@@ -286,7 +287,8 @@ def append(
         return jax.lax.platform_dependent(*args, tpu=_append_kernel, default=generic)
 
     def attend(q, k, v, cache, window=None):
-        cache, rows = _layer_cache(cache), (index_bt, is_written_bt, table_bp)
+        cache, own_bp = cache if weighs else (_layer_cache(cache), table_bp)
+        rows = index_bt, is_written_bt, own_bp
         out, cache, *mass = _on_devices(layout, step, cache, rows, window, weighs)(q, k, v, cache)
         return out, (cache, *mass) if weighs else _handed_on(cache)
 

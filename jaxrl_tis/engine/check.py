@@ -49,6 +49,11 @@ def _sizes(config):
 def _heavy(config):
     """Finds settings without the attention to each page by which pages are kept."""
     engine, setting = config.engine, f"engine.heavy_pages = {config.engine.heavy_pages}"
+    if engine.heavy_groups > 1 and not engine.heavy_pages:
+        yield (
+            f"engine.heavy_groups = {engine.heavy_groups} chooses heavy pages in each group of layers, and "
+            "engine.heavy_pages is 0; set it to 4, or engine.heavy_groups to 1"
+        )
     if engine.heavy_pages <= 0:
         return
     if not any(engine.retention):
@@ -72,11 +77,6 @@ def _distillation(config):
     every = config.engine.drafter_every
     if every and not config.engine.drafter:
         yield f"engine.drafter_every = {every} trains engine.drafter, and there is none; name a model"
-    if every and config.rollout.driver == "ray":
-        yield (
-            f"engine.drafter_every = {every} trains a drafter for samplers of this process, and "
-            "rollout.driver is 'ray'; set it to 'virtual' or 'threads', or engine.drafter_every to 0"
-        )
 
 
 def _sampling(config):

@@ -33,6 +33,7 @@ class EngineConfig:
       record_routes: record the experts of every token, for a model that has some.
       weighs_pages: record the attention of decode steps to each page, for `KVEviction.heavy`. Only with
         unrolled layers: the kernel of scanned ones does not return it.
+      page_groups: groups of consecutive layers with page tables of their own, see `KVEviction.groups`.
       numerics: "fast", or "invariant": the log-probs of a token do not depend on the other slots,
         the chunks of its prompt or the mesh, and equal those of a learner with these numerics.
       injected: an artificial gap, see injection.py.
@@ -59,6 +60,7 @@ class EngineConfig:
     num_kept: int = 0
     record_routes: bool = False
     weighs_pages: bool = False
+    page_groups: int = 1
     numerics: str = "fast"
     injected: Injection = Injection()
 
@@ -69,6 +71,12 @@ class EngineConfig:
     @property
     def pages_per_slot(self) -> int:
         return -(-self.max_length // self.page_size)
+
+    @property
+    def table_shape(self) -> tuple[int, ...]:
+        """The shape of the page table of all slots."""
+        of_groups = (self.page_groups,) if self.page_groups > 1 else ()
+        return self.slots, *of_groups, self.pages_per_slot
 
     @property
     def whole_chunk(self) -> int:

@@ -314,7 +314,7 @@ class Engine:
         r, table = self.prefill_batch, (self.pages_per_slot,)
         host = lambda *shape: np.zeros(shape, np.int32)
         rows = host(r, self.prefill_chunk), host(r), host(r), host(r, *table)
-        pages = host(self.slots, *table), host(self.slots)
+        pages = host(*self.config.table_shape), host(self.slots)
         drafts = host(self.slots, self.config.max_draft), host(self.slots)
         named = {
             "load": (load, (learned,)),

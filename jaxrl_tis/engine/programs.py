@@ -259,11 +259,11 @@ def _draft(spec: Spec, params, kv, slots: Slots, table_bp, shift_b):
 
 
 def _result(
-    layout: Layout, state: DecodeState, drawn: Draw, valid, routes, mass_kbp
+    layout: Layout, state: DecodeState, drawn: Draw, valid, routes, mass_kbgp
 ) -> ResultTokens:
     fields = {name: getattr(drawn, name) for name in DRAWN} | {"routes": routes}
-    if mass_kbp is not None:
-        fields["page_mass"] = jnp.sum(jnp.where(valid[..., None], mass_kbp, 0), axis=0)
+    if mass_kbgp is not None:
+        fields["page_mass"] = jnp.sum(jnp.where(valid[..., None, None], mass_kbgp, 0), axis=0)
     return _replicated(
         layout, ResultTokens(valid=valid, remaining=state.slots.remaining, **fields)
     )
@@ -286,7 +286,8 @@ def _empty_draws(spec: Spec) -> tuple[Draw, jax.Array, jax.Array | None, jax.Arr
         return None if 0 in width else jnp.zeros((*shape, *width), field.dtype)
 
     drawn = Draw(**{name: zeros(f) for name, f in DRAWN.items()})
-    mass = jnp.zeros((*shape, spec.config.pages_per_slot)) if spec.config.weighs_pages else None
+    of_pages = *shape, spec.config.page_groups, spec.config.pages_per_slot
+    mass = jnp.zeros(of_pages) if spec.config.weighs_pages else None
     return drawn, jnp.zeros(shape, bool), _empty_routes(spec, *shape), mass
 
 
@@ -296,7 +297,7 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
     A sampled token is valid as long as the draft before it equals the sampled tokens.
 
     Returns: (state, (sampled tokens [B,T] as a Draw, is_valid [B,T], routes of the inputs, their
-      attention [B,T,P] to each page or None)).
+      attention [B,T,G,P] to each page or None)).
     """
     slots, config, numerics = state.slots, spec.config, spec.program.numerics
     width = drafts_bg.shape[1] + 1
@@ -310,13 +311,16 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
     attend = cache.append(
         index_bt, is_written_bt, table_bp, spec.layout, numerics, config.weighs_pages
     )
-    x_btd, theirs_btd, kv, routed = _hidden(
-        spec, params, tokens_bt, position_bt, attend, state.cache
-    )
-    mass_btp = None
+    caches, mass_btgp = state.cache, None
+    groups, layers = config.page_groups, spec.model.num_layers
+    if config.weighs_pages:
+        table_bgp = table_bp.reshape(config.slots, groups, -1)
+        caches = tuple((kv, table_bgp[:, i * groups // layers]) for i, kv in enumerate(caches))
+    x_btd, theirs_btd, kv, routed = _hidden(spec, params, tokens_bt, position_bt, attend, caches)
     if config.weighs_pages:
         kv, masses = zip(*kv, strict=True)
-        mass_btp = sum(masses)
+        of_group = lambda g: sum(m for i, m in enumerate(masses) if i * groups // layers == g)
+        mass_btgp = jnp.stack([of_group(g) for g in range(groups)], axis=2)
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     each = lambda x: jnp.repeat(x, width, axis=0)
     sampling_m, student_mv = jax.tree.map(each, slots.rows), None
@@ -338,7 +342,7 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
         drawn_m = dataclasses.replace(drawn_m, logits=logits_mv)
     drawn = jax.tree.map(lambda x: x.reshape(config.slots, width, *x.shape[1:]), drawn_m)
     slots, is_valid_bt = _advance(spec.layout, slots, drawn.tokens, drafts_bg, is_live_bt)
-    return DecodeState(kv, slots), (drawn, is_valid_bt, _routes(spec, routed), mass_btp)
+    return DecodeState(kv, slots), (drawn, is_valid_bt, _routes(spec, routed), mass_btgp)
 
 
 def _penalties_along(layout: Layout, penalties: Penalties | None, drafts_bg, is_live_bt):

@@ -102,8 +102,8 @@ class ResultTokens(Draw):
       remaining: [B] tokens left after the call; 0 in a slot that sampled tokens: it has finished.
       routes: [K,B,L,k] the experts of the token before each sampled one, the input of its pass;
         None unless recorded.
-      page_mass: [B,P] attention to each page of a slot's table, summed over layers, heads and the
-        queries of valid tokens; None unless recorded.
+      page_mass: [B,G,P] attention to each page of a slot's table, summed over the layers of a group, heads
+        and the queries of valid tokens; None unless recorded.
     """
 
     valid: Array
@@ -116,9 +116,9 @@ class EngineProtocol(Protocol):
     """The methods and sizes that the scheduler uses. Tests drive it with an engine of arithmetic.
 
     Slots, prefill rows and pages are cut into `shards` equal parts in order, and a sequence lives
-    in one of them. `table` [slots, n] holds the pages of each slot in order, `shift` [slots] the
-    number of its evicted positions. Requests may change the logits of the first `num_penalised`
-    tokens of the vocabulary, which are all or none. Results have `num_logits`, `top_n` and
+    in one of them. `table` [slots, n] holds the pages of each slot in order, or [slots, G, n] those of each
+    group of layers; `shift` [slots] the number of its evicted positions. Requests may change the logits of
+    the first `num_penalised` tokens of the vocabulary, which are all or none. Results have `num_logits`, `top_n` and
     `num_kept` entries per sampled token, and routes of `route_shape` (layers, experts) with ids
     below `num_experts`; (0, 0) records none. `non_finite` says where the values of a sequence stop
     being finite. With `num_teachers` = 1 requests may have an alpha. `weighs_pages`: results have

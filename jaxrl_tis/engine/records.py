@@ -176,7 +176,8 @@ class Trajectory:
       accepted: bool, the token equals this draft; as long as drafter_version.
       logits: [n,V] float32 log-probs of the sampling distribution; V = 0 unless recorded.
       evict_step: [prompt + n] int32: a query at position t saw position s iff
-        s <= t < evict_step[s]; empty if nothing was evicted.
+        s <= t < evict_step[s]; empty if nothing was evicted. [prompt + n, G] with G groups of layers
+        that see other keys.
       top_ids, top_logps: [n,k] int32 and float32, the k likeliest tokens of the sampling
         distribution; -1 and -inf where fewer were possible; k = 0 unless recorded.
       kept: [n,K] int32 tokens with positive probability, ascending, padded with -1. A row of -1

@@ -1,6 +1,7 @@
 """The host's state of a live request: its tokens, its slot and its pages."""
 
 import dataclasses
+import itertools
 from concurrent.futures import Future
 from typing import Any
 
@@ -64,7 +65,9 @@ class Sequence:
       shard, pages: its pages and their shard. A sequence without pages may get another shard.
       page_numbers: the index in the whole sequence of each of its pages.
       is_running: its slot decodes. False while its pages are being filled.
-      page_mass: attention to each of its pages so far, see `weigh`; of the first ones, or empty.
+      gone: of each group of layers, the numbers of its pages that the group has evicted and another keeps.
+      page_mass: [G,P] attention of each group of layers to each page that it keeps so far, see `weigh`; of
+        the first pages, or empty.
       shift: positions evicted from its pages.
       evict_step: see Trajectory.
       segment: how often its pages were rebuilt.
@@ -95,7 +98,8 @@ class Sequence:
     shard: int = -1
     pages: list[int] = dataclasses.field(default_factory=list)
     page_numbers: list[int] = dataclasses.field(default_factory=list)
-    page_mass: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0))
+    gone: tuple[set[int], ...] = ()
+    page_mass: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((1, 0)))
     shift: int = 0
     evict_step: np.ndarray | None = None
     kv_version: int = 0
@@ -184,35 +188,57 @@ class Sequence:
             self.pieces, self.count, self.segment = new.pieces, new.count, new.segment
             self.read, self.page_keys = {}, []
             self.shift, self.evict_step, self.search, self.stop = 0, None, None, None
-            self.page_mass = np.zeros(0)
+            self.page_mass, self.gone = np.zeros((1, 0)), ()
 
     def filled(self, version: int) -> None:
         """Called when a prefill with weights of this version wrote the keys of all its tokens."""
         self.kv_version = version
         self.segment += self.count > 0
 
-    def weigh(self, mass_p: np.ndarray) -> None:
-        """Adds the attention [P] of a call to its pages, see `ResultTokens.page_mass`."""
-        mass, before = mass_p[: len(self.pages)].astype(np.float64), self.page_mass[: len(self.pages)]
-        mass[: len(before)] += before
+    def kept(self, group: int) -> list[int]:
+        """Returns the indices of its pages that a group of layers keeps: as many in every group."""
+        gone = self.gone[group] if self.gone else set()
+        return [i for i, number in enumerate(self.page_numbers) if number not in gone]
+
+    @property
+    def width(self) -> int:
+        """The number of pages that each group of layers keeps."""
+        return len(self.pages) - len(self.gone[0] if self.gone else ())
+
+    def weigh(self, mass_gp: np.ndarray) -> None:
+        """Adds the attention [G,P] of a call to its pages, see `ResultTokens.page_mass`."""
+        mass, before = mass_gp[:, : self.width].astype(np.float64), self.page_mass[:, : self.width]
+        mass[:, : before.shape[1]] += before
         self.page_mass = mass
 
-    def lightest(self, first: int, stop: int) -> int:
-        """Returns which of its pages first..stop-1 has the least attention so far, the oldest of
-        equal ones."""
-        mass = self.page_mass[first:stop]
+    def lightest(self, group: int, first: int, stop: int) -> int:
+        """Returns which page first..stop-1 of those that a group of layers keeps has the group's least
+        attention so far, the oldest of equal ones."""
+        mass = self.page_mass[group, first:stop]
         return first + int(np.argmin(mass)) if len(mass) else first
 
-    def evict(self, index: int, size: int, capacity: int) -> int:
-        """Removes page `index` and returns it. Queries from the last token on do not see its
-        keys."""
+    def evict(self, indices: list[int], size: int, capacity: int) -> list[int]:
+        """Evicts one page of each group of layers, by its index among those that the group keeps. Queries
+        from the last token on do not see its keys. Returns the pages that no group keeps any more, without
+        which the sequence goes on."""
         if self.evict_step is None:
-            self.evict_step = np.full(capacity, NEVER, np.int32)
-        first = self.page_numbers.pop(index) * size
-        self.evict_step[first : first + size] = self.length - 1
+            self.evict_step = np.full((capacity, len(indices)), NEVER, np.int32)
+            self.gone = tuple(set() for _ in indices)
+        for group, index in enumerate(indices):
+            number = self.page_numbers[self.kept(group)[index]]
+            self.gone[group].add(number)
+            self.evict_step[number * size : (number + 1) * size, group] = self.length - 1
         self.shift += size
-        self.page_mass = np.concatenate([self.page_mass[:index], self.page_mass[index + 1 :]])
-        return self.pages.pop(index)
+        without = lambda mass_p, index: np.concatenate([mass_p[:index], mass_p[index + 1 :]])
+        self.page_mass = np.stack([*map(without, self.page_mass, indices)])
+        unread = set.intersection(*self.gone)
+        is_left = [number not in unread for number in self.page_numbers]
+        released = [page for page, is_in in zip(self.pages, is_left, strict=True) if not is_in]
+        self.pages = [*itertools.compress(self.pages, is_left)]
+        self.page_numbers = [*itertools.compress(self.page_numbers, is_left)]
+        for numbers in self.gone:
+            numbers -= unread
+        return released
 
     def found_stop(self) -> int | None:
         """Waits for the last search and returns the number of tokens up to the end of a stop
@@ -224,9 +250,10 @@ class Sequence:
         """Returns the record of its first `count` tokens."""
         request = self.request
         fields: dict[str, Any] = {name: self.field(name)[:count] for name in (*DRAWN, *OF_RUN)}
-        evict_step = np.zeros(0, np.int32)
+        evict_step: np.ndarray = np.zeros(0, np.int32)
         if self.evict_step is not None:
             evict_step = self.evict_step[: len(request.prompt) + count]
+            evict_step = evict_step[:, 0] if len(self.gone) == 1 else evict_step
         if (self.field("drafter_version")[:count] != NO_DRAFTER).any():
             fields |= {name: self.field(name)[:count] for name in OF_DRAFTS}
         if self.prompt_logps is not None:

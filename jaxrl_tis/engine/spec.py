@@ -132,6 +132,11 @@ class Spec:
             self._check_invariant()
 
     def _check_weighing(self) -> None:
+        if (groups := self.config.page_groups) > self.model.num_layers:
+            raise ValueError(
+                f"engine.heavy_groups = {groups} is above the {self.model.num_layers} layers of the model; "
+                "lower it"
+            )
         reasons = {
             "scanned layers, whose kernel returns none; set engine.unroll to True":
                 not self.config.unroll,

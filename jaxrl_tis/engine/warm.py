@@ -26,7 +26,7 @@ def warm_up(engine: Engine, params: Any, drafting: Drafting | None = None) -> No
       params: serving parameters; later weights have the same shapes.
       drafting: the model that drafts for it.
     """
-    table = np.zeros((engine.slots, engine.pages_per_slot), np.int32)
+    table = np.zeros(engine.config.table_shape, np.int32)
     nothing = np.zeros(engine.slots, np.int32)
     state = _filled(engine, params, has_targets=True)
     state = engine.release(state, [])

@@ -15,19 +15,20 @@ Rows = dict[str, np.ndarray]
 
 
 def trajectory_rows(
-    trajectories: list[Trajectory], length: int, has_evictions: bool = False
+    trajectories: list[Trajectory], length: int, evict_axes: tuple[int, ...] | None = None
 ) -> Rows:
     """Lays each sequence into a row of its own: prompt, response, padding.
 
     Args:
       trajectories: N records of sampled sequences.
       length: T; ValueError when a sequence is longer.
-      has_evictions: the sampler evicts keys, and the learner has to mask the same keys.
+      evict_axes: of the records' evict_step after its tokens; None: the sampler evicts no keys. Else the
+        learner has to mask the same ones.
 
     Returns: arrays [N,T], aligned with the token index: `tokens`, `positions`, `segment_ids` (1 on
       the sequence, 0 on padding), `temperature`, and every field of `FIELDS` that is copied from a
       record; response fields are on the response's tokens. Fields with several numbers per token
-      are included if the sampler recorded them. With has_evictions also `evict_step`, the first
+      are included if the sampler recorded them. With evict_axes also `evict_step`, the first
       position whose query did not see the token; T if every query did. With recorded routes also
       `routes_behav` [N,T,L,k], and `routed_behav`, the tokens that have one.
     """
@@ -37,8 +38,8 @@ def trajectory_rows(
         widths = max(getattr(t, attribute).shape[1:] for t in trajectories)
         if 0 not in widths:
             out[name] = _padded(name, (len(trajectories), length, *widths))
-    if has_evictions:
-        out["evict_step"] = np.full((len(trajectories), length), length, np.int32)
+    if evict_axes is not None:
+        out["evict_step"] = np.full((len(trajectories), length, *evict_axes), length, np.int32)
     if routed := [t.routes for t in trajectories if len(t.routes)]:
         shape = (len(trajectories), length, *routed[0].shape[1:])
         out["routes_behav"] = np.zeros(shape, routed[0].dtype)

@@ -97,6 +97,13 @@ class LearnerSetup:
         return window > 0
 
     @property
+    def evict_axes(self) -> tuple[int, ...]:
+        """The axes of the field evict_step after those of the tokens: the groups of layers, if there are
+        several."""
+        groups = self.config.engine.heavy_groups
+        return (groups,) if groups > 1 else ()
+
+    @property
     def row_length(self) -> int:
         """Tokens of a row with one sequence: the longest prompt plus the longest response."""
         return max_length(self.config)
@@ -125,7 +132,9 @@ class LearnerSetup:
             of another model.
         """
         _check_routes(trajectories, self.model)
-        rows = trajectory_rows(trajectories, self.row_length, self.has_evictions)
+        rows = trajectory_rows(
+            trajectories, self.row_length, self.evict_axes if self.has_evictions else None
+        )
         if not self.correction.replays_routes:
             return rows
         missing = without_routes(trajectories)

@@ -466,7 +466,7 @@ def hidden(
       cache: a tuple with the cache of every unrolled layer. Scanned layers carry one cache from
         layer to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
       seed_b: [B] uint32 of the noise on the input of the layers, where the parameters have
-        "perturbation" [L], the log of its deviations; layers are then scanned without a cache.
+        "perturbation" [L], the log of its deviations; layers are then scanned.
       replay: routes [L,B,T,k] of the layers with experts, in place of the routers' own.
       asked: what is returned of the routers; statistics count the tokens of `is_token_bt`.
     """
@@ -582,12 +582,12 @@ def _scanned(layer, params, config, x_btd, cache, ids_lbtk):
             carried.append(out)
         else:
             def step(carry, inputs):
-                of_layer, ids, is_sliding, index = inputs
+                of_layer, noise, ids, is_sliding, index = inputs
                 of_cache = carry[1], index
-                x_btd, kv, own = layer(carry[0], of_layer, of_cache, None, ids, is_sliding)
+                x_btd, kv, own = layer(carry[0], of_layer, of_cache, noise, ids, is_sliding)
                 return (x_btd, kv), own
 
-            inputs = layers, ids, is_sliding, index_l
+            inputs = layers, noise, ids, is_sliding, index_l
             (x_btd, cache), own = jax.lax.scan(step, (x_btd, cache), inputs)
         routed += [own] if own is not None else []
     return x_btd, _joined(carried) if cache is None else cache, _joined(routed)
@@ -636,7 +636,8 @@ def rows_hidden(
     seed_b=None, replay=None,
 ) -> jax.Array:
     """Returns the hidden states [B,T,D] of whole rows. Tokens attend within their segment. With
-    `evict_step_bt` they attend only to tokens with a step above their own position. `hidden`
+    `evict_step_bt` they attend only to tokens with a step above their own position, or with
+    [B,T,G] to those of the layer's group. `hidden`
     explains `seed_b` and `replay`."""
     return rows_routed(
         params, config, program, tokens_bt, positions_bt, segment_ids_bt, evict_step_bt, seed_b,
@@ -649,23 +650,33 @@ def rows_routed(
     seed_b=None, replay=None, asked=moe.NOTHING,
 ) -> Hidden:
     """Returns `rows_hidden` and what the routers did. Statistics count the tokens of a segment."""
-    unseen_bt = None
+    unseen_bt = cache = None
     if evict_step_bt is not None:
-        unseen_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt + evict_step_bt
-    attend = _row_attention(program, segment_ids_bt, unseen_bt)
+        start_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt
+        has_groups = evict_step_bt.ndim == 3
+        unseen_bt = (start_bt[..., None] if has_groups else start_bt) + evict_step_bt
+        if has_groups:  # a layer's "cache" is its number alone
+            is_unrolled = isinstance(params["layers"], tuple)
+            cache = tuple(((), i) for i in range(config.num_layers)) if is_unrolled else ()
+    attend = _row_attention(program, segment_ids_bt, unseen_bt, config.num_layers)
     return hidden(
-        params, config, program, tokens_bt, positions_bt, attend, seed_b=seed_b, replay=replay,
+        params, config, program, tokens_bt, positions_bt, attend, cache, seed_b=seed_b, replay=replay,
         asked=asked, is_token_bt=segment_ids_bt > 0,
     )
 
 
-def _row_attention(program, segment_ids_bt, unseen_bt) -> Callable:
-    """Returns the `attend` of `hidden` for whole rows."""
+def _row_attention(program, segment_ids_bt, unseen_bt, num_layers: int = 1) -> Callable:
+    """Returns the `attend` of `hidden` for whole rows. `unseen_bt` may have groups of consecutive layers
+    [B,T,G]; the cache of a layer is then ((), its number)."""
 
-    def attend(q, k, v, _, window):
+    def attend(q, k, v, cache, window):
         if program.kv_dtype is not None:
             k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
-        return program.row_attention(q, k, v, segment_ids_bt, unseen_bt, window), None
+        own_bt = unseen_bt
+        if cache is not None:
+            own_bt = jnp.take(unseen_bt, cache[1] * unseen_bt.shape[2] // num_layers, axis=2)
+        out = program.row_attention(q, k, v, segment_ids_bt, own_bt, window)
+        return out, None if cache is None else ()
 
     return attend
 

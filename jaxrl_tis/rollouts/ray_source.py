@@ -18,6 +18,7 @@ import jax
 import numpy as np
 import ray
 
+from jaxrl_tis.engine.drafter import Drafting
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
@@ -46,12 +47,14 @@ class Invalid(ValueError):
 class Weights:
     """The serving parameters of a version in the object store: references to the `pieces` of each
     process of the learner, and the fingerprint of the tree. With LoRA these are the factors, and the
-    `base` of all versions is (references, fingerprint)."""
+    `base` of all versions is (references, fingerprint). A drafter that is trained is (version of the drafter,
+    fingerprint, references)."""
 
     version: int
     refs: tuple[ray.ObjectRef, ...]
     fingerprint: str
     base: tuple[tuple[ray.ObjectRef, ...], str] | None = None
+    drafter: tuple[int, str, tuple[ray.ObjectRef, ...]] | None = None
 
 
 @dataclasses.dataclass
@@ -147,6 +150,7 @@ def _stored_bytes(served: Any) -> int:
 def ray_source(
     parts: SourceParts, engine: Engine, served: Any, facts: Mapping[str, Any], build: Callable,
     address: str | None = None, put: Callable[[Any], tuple[ray.ObjectRef, ...]] = _put,
+    drafting: Drafting | None = None,
 ) -> ConcurrentSource:
     """Makes a source whose samplers are Ray actors.
 
@@ -158,12 +162,13 @@ def ray_source(
       address: that `ray_cluster.connect` returned; without one the connection stays when the source
         is closed.
       put: serving parameters -> references to their pieces in the object store.
+      drafting: the drafter, where the learner trains it.
 
     Raises:
       ValueError: the cluster lacks resources or memory.
     """
     shared = Shared(AsyncBookkeeping(parts))
-    driver = RayDriver(parts, shared, engine, served, facts, build, address, put)
+    driver = RayDriver(parts, shared, engine, served, facts, build, address, put, drafting)
     return ConcurrentSource(parts, shared, driver)
 
 
@@ -183,12 +188,16 @@ class RayDriver:
     def __init__(
         self, parts: SourceParts, shared: Shared, engine: Engine, served: Any,
         facts: Mapping[str, Any], build: Callable, address: str | None, put: Callable,
+        drafting: Drafting | None = None,
     ):
         config = parts.config
         self._rollout, self._shared, self._engine = config.rollout, shared, engine
         self._books, self._changed, self._heartbeat = shared.books, shared.changed, parts.heartbeat
         self._facts, self._reports = facts, Reports(shared.books, engine)
         self._stored_bytes = _stored_bytes(served)
+        self._drafting = drafting
+        if drafting is not None:
+            self._stored_bytes += 2 * _num_bytes(drafting.engine.abstract_params())
         self._sessions: dict[str, Session] = {}
         self._ended: dict[str, str] = {}  # workers that do not come back, with the reason
         self._newest: Any = None  # Weights, once some are published
@@ -245,7 +254,7 @@ class RayDriver:
                 digest = fingerprint.hex(fingerprint.digest(base))
                 self._base = base, (self._put(base), digest)
             of_base = None if self._base is None else self._base[1]
-            return Weights(version, self._put(moved), sent, of_base)
+            return Weights(version, self._put(moved), sent, of_base, self._drafter())
         except (ray.exceptions.ObjectStoreFullError, ray.exceptions.OutOfDiskError) as error:
             size = _num_bytes(moved if self._base is not None else (moved, base))
             raise Unwritable(
@@ -253,6 +262,15 @@ class RayDriver:
                 f"{size / 2**20:.0f} MiB; free memory or the disk of /tmp/ray. The same command "
                 "continues the run"
             ) from error
+
+    def _drafter(self) -> tuple[int, str, tuple[ray.ObjectRef, ...]] | None:
+        """Returns `Weights.drafter`: what is in the object store already, until the drafter changes."""
+        if self._drafting is None:
+            return None
+        (params, version), sent = self._drafting.served, self._newest and self._newest.drafter
+        if sent and sent[0] == version:
+            return sent
+        return version, fingerprint.hex(fingerprint.digest(params)), self._put(params)
 
     def _await_room(self) -> None:
         """Waits until the object store has at most one version."""
@@ -365,7 +383,7 @@ class RayDriver:
 
     def _sync_worker(self, session: Session) -> None:
         new = self._newest
-        what = session.id, new.version, new.fingerprint, new.refs, new.base
+        what = session.id, new.version, new.fingerprint, new.refs, new.base, new.drafter
         session.calls[session.actor.sync.remote(*what)] = new.version
 
     # Threads of workers

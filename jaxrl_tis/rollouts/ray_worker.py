@@ -38,6 +38,13 @@ class Sync:
 
 
 @dataclasses.dataclass(frozen=True)
+class Arrived(SetParams):
+    """Weights that have arrived, with those of a trained drafter and their version."""
+
+    drafter: tuple[Any, int] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Event:
     """What happened at a worker.
 
@@ -156,7 +163,8 @@ class RolloutWorker:
         self._held: list[Sync | Command] = []  # commands that wait for weights
         self._inbox: list[Command] = []
         self._wanted = -1  # version that commands wait for
-        self._arrived: SetParams | None = None
+        self._arrived: Arrived | None = None
+        self._drafter: tuple[Any, int] | None = None  # the newest that has arrived
         self._error: BaseException | None = None
         self._since = math.inf  # when the thread began what it does
         self._loading_since = math.inf
@@ -174,6 +182,7 @@ class RolloutWorker:
         setup = self._build()
         self._sampler = Sampler(functools.partial(setup.scheduler, setup.engine))
         self._like, self._session = setup.engine.abstract_params(), uuid.uuid4().hex
+        self._drafting = setup.drafting.get(setup.engine)
         self._adapter, self._base = setup.adapter, None
         if self._adapter is not None:
             self._factors_like = setup.engine.abstract_factors(self._adapter)
@@ -184,9 +193,11 @@ class RolloutWorker:
     def sync(
         self, session: str, version: int, sent: str, refs: Sequence[ray.ObjectRef],
         base: tuple[Sequence[ray.ObjectRef], str] | None = None,
+        drafter: tuple[int, str, Sequence[ray.ObjectRef]] | None = None,
     ) -> None:
         """Takes the weights of a version, whose `Pieces` have these references. `sent`: the
         learner's fingerprint of them. `base`: the same of the base of LoRA, which the worker keeps.
+        `drafter`: the same of a trained drafter, after its version.
 
         Raises:
           RuntimeError: the weights on a device are not those that were sent.
@@ -195,11 +206,14 @@ class RolloutWorker:
         self._loading_since = time.monotonic()
         try:
             params = self._params(refs, sent, base)
+            if drafter is not None and (self._drafter is None or self._drafter[1] != drafter[0]):
+                like, (version_of_it, digest, its_refs) = self._drafting.engine.abstract_params(), drafter
+                self._drafter = _received(like, its_refs, digest), version_of_it
         finally:
             self._loading_since = math.inf
         with self._changed:
             if session == self._session:
-                self._arrived = SetParams(params, version)
+                self._arrived = Arrived(params, version, self._drafter)
                 self._move_held()
 
     def _params(
@@ -268,6 +282,8 @@ class RolloutWorker:
             self._changed.wait_for(lambda: self._inbox or self._sampler.pending)
             self._since, commands, self._inbox = time.monotonic(), self._inbox, []
         for command in commands:
+            if isinstance(command, Arrived) and command.drafter is not None:
+                self._drafting.served = command.drafter
             self._say([Event("done", t) for t in self._sampler.execute(command)])
             if isinstance(command, SetParams):
                 self._say([Event("synced", command.version)])

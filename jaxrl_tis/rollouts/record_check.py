@@ -27,6 +27,8 @@ def malformed(record: Any) -> str | None:
     if type(record) is not Trajectory:
         return f"a record is a {type(record).__name__}, not a Trajectory"
     for name, like in vars(EMPTY).items():
+        if name == "evict_step" and np.ndim(getattr(record, name, 0)) == 2:
+            like = like[:, None]  # of groups of layers
         if why := _mistyped(getattr(record, name, None), like):
             return f"{name} {why}"
     prompt, count = len(record.prompt), len(record.tokens)

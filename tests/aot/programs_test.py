@@ -502,22 +502,21 @@ def test_what_stays_beside_a_program():
 SAMPLING = {"policy", "serving weights", "decode state", "drafter weights", "drafter state"}
 
 
-@pytest.mark.parametrize("program, alive, asleep", [
-    ("train", SAMPLING, {"policy"}),
+@pytest.mark.parametrize("programs, alive, asleep", [
+    ("train distill", SAMPLING, {"policy"}),
     ("quantize", SAMPLING, {"policy"}),
-    ("decode", SAMPLING, SAMPLING),
-    ("draft", SAMPLING, SAMPLING),
-    ("distill", SAMPLING, {"policy"}),
+    ("decode draft", SAMPLING, SAMPLING),
     ("reshard", {"policy", "serving weights", "drafter weights"}, {"policy"}),
     ("eval_decode",
      {"policy", "serving weights", "drafter weights", "evaluation weights", "evaluation state"},
      {"policy", "evaluation weights", "evaluation state"}),
 ])
-def test_what_is_in_memory_while_a_program_runs(program, alive, asleep):
+def test_what_is_in_memory_while_a_program_runs(programs, alive, asleep):
     """A sampler that sleeps has weights and cache in its own programs alone."""
     mesh = jax.sharding.Mesh(jax.devices()[:1], "x")
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=whole)
     kept = {name: [x] for name in (*SAMPLING, *report.OF_EVALUATION)}
-    assert report._alive(program, (x,), kept, sleeps=False).keys() == alive
-    assert report._alive(program, (x,), kept, sleeps=True).keys() == asleep
+    for program in programs.split():
+        assert report._alive(program, (x,), kept, sleeps=False).keys() == alive
+        assert report._alive(program, (x,), kept, sleeps=True).keys() == asleep

@@ -190,8 +190,6 @@ def test_a_drafter_that_does_not_fit_is_refused():
         ({"rollout__schedule": "one_step", "rollout__driver": "external"}, {}, "engine.drafter"),
         ({"engine__drafter_every": 4, "engine__drafter": ""}, {},
          "engine.drafter_every = 4 trains engine.drafter, and there is none; name a model"),
-        ({"engine__drafter_every": 4, "rollout__schedule": "one_step", "rollout__driver": "ray"}, {},
-         "engine.drafter_every = 4 trains a drafter for samplers of this process, and rollout.driver is 'ray'"),
         ({"engine__drafter_weighting": "length"}, {}, "engine.drafter_weighting"),
     ]:
         shape = dataclasses.replace(model, **changes)
@@ -227,14 +225,18 @@ def small_model(folder):
 @pytest.mark.parametrize("fields", [
     {}, dict(rollout__schedule="areal(staleness=2)", train__pack_length=32, engine__drafter_every=1),
     dict(rollout__schedule="one_step", rollout__driver="ray", rollout__cpus_per_worker=0.01),
+    dict(rollout__schedule="one_step", rollout__driver="ray", rollout__cpus_per_worker=0.01, engine__drafter_every=1),
     dict(rollout__schedule="one_step", rollout__driver="threads", engine__drafter_every=1),
-], ids=["sync", "ahead", "ray", "threads"])
+], ids=["sync", "ahead", "ray", "ray, distilled", "threads"])
 def test_a_run_with_a_drafter_has_no_gap(tmp_path, fields):
     tiny.run(tmp_path / "run", **small_model(tmp_path) | fields)
     trained = [r for r in tiny.lines(tmp_path / "run") if r["phase"] == "train"]
     assert max(r["mismatch/log_ratio_abs_max"] for r in trained) < 3e-5
     accepted = [r["rollout/draft_acceptance"] for r in trained if "rollout/draft_acceptance" in r]
     assert np.mean(accepted) > 0.1, accepted
+    # One step ahead, the drafter of a sampler is that of its policy.
+    if fields.get("engine__drafter_every"):
+        assert max(r.get("rollout/drafter_lag", 0) for r in trained) == 0
 
 
 @pytest.mark.all

@@ -110,28 +110,40 @@ def test_a_resumed_request_has_the_tokens_and_the_segment_of_its_partial():
 def test_evicted_pages_are_unseen_from_the_last_token_on():
     s = sequence()
     s.pages, s.page_numbers = [31, 32, 33, 34], [0, 1, 2, 3]
-    assert s.evict(1, size=2, capacity=9) == 32
+    assert s.evict([1], size=2, capacity=9) == [32]
     # Position 6 is the next query.
     assert (s.pages, s.page_numbers, s.shift) == ([31, 33, 34], [0, 2, 3], 2)
     s.count += 1
-    assert s.evict(1, size=2, capacity=9) == 33 and s.shift == 4
-    assert s.evict_step.tolist() == [NEVER] * 2 + [6, 6, 7, 7] + [NEVER] * 3
+    assert s.evict([1], size=2, capacity=9) == [33] and s.shift == 4
+    assert s.evict_step[:, 0].tolist() == [NEVER] * 2 + [6, 6, 7, 7] + [NEVER] * 3
     recorded = s.trajectory("abort", "", 6).evict_step
     assert recorded.tolist() == [NEVER] * 2 + [6, 6, 7, 7] + [NEVER] * 2
+    # Groups of layers keep other pages, and each page is free once the last group has evicted it.
+    s = sequence()
+    s.pages, s.page_numbers = [31, 32, 33, 34], [0, 1, 2, 3]
+    s.page_mass = np.array([[9, 1, 2, 3], [9, 3, 1, 2]])
+    lightest = lambda: [s.lightest(group, 1, s.width) for group in range(2)]
+    assert s.evict(lightest(), size=2, capacity=9) == [] and (s.width, s.shift) == (3, 2)
+    assert [s.kept(0), s.kept(1)] == [[0, 2, 3], [0, 1, 3]] and s.pages == [31, 32, 33, 34]
+    s.count += 1
+    s.weigh(np.array([[0, 0, 0, 0], [0, 0, 4, 0]]))
+    assert s.evict(lightest(), size=2, capacity=9) == [32, 33] and (s.pages, s.width) == ([31, 34], 2)
+    assert s.kept(0) == s.kept(1) == [0, 1] and s.page_numbers == [0, 3]
+    assert s.trajectory("abort", "", 6).evict_step[2:6].tolist() == [[6, 7], [6, 7], [7, 6], [7, 6]]
 
 
 def test_only_a_sequence_that_saw_evicted_keys_starts_again():
     s = sequence()
-    s.page_mass = np.ones(3)
+    s.page_mass = np.ones((1, 3))
     s.forget()
-    assert len(s.page_mass) == 3, "its tokens and what they attended to stay"
+    assert s.page_mass.size == 3, "its tokens and what they attended to stay"
     assert s.count == 5 and len(s.pieces) == 2
     s.pages, s.page_numbers, s.segment = [31, 32], [0, 1], 1
-    s.evict(0, size=2, capacity=9)
-    assert len(s.page_mass) == 2
+    s.evict([0], size=2, capacity=9)
+    assert s.page_mass.size == 2
     s.forget()
     assert (s.count, s.pieces, s.shift, s.evict_step, s.segment) == (0, [], 0, None, 0)
-    assert not len(s.page_mass)
+    assert not s.page_mass.size
 
 
 def test_a_resumed_sequence_starts_again_from_its_partial():
@@ -140,6 +152,6 @@ def test_a_resumed_sequence_starts_again_from_its_partial():
     s.filled(version=9)
     s.pieces.append(Drawn(result(30), 0, 1, 9, s.kv_version, s.segment))
     s.count, s.pages, s.page_numbers = 6, [31, 32, 33], [0, 1, 2]
-    s.evict(0, size=2, capacity=9)
+    s.evict([0], size=2, capacity=9)
     s.forget()
     assert (s.count, s.pieces, s.segment, s.shift) == (5, [r.partial], 1, 0)

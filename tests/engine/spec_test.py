@@ -13,7 +13,7 @@ def made(platform="cpu", shards=2, tensor=1, is_invariant=False, teacher=None, *
     mesh = types.SimpleNamespace(shape={"expert": 1, "tensor": tensor}, size=tensor * shards)
     layout = types.SimpleNamespace(
         shards=shards, platform=platform, mesh=mesh, rules={"vocab": "tensor"})
-    model = types.SimpleNamespace(vocab_size=64, moe=None)
+    model = types.SimpleNamespace(vocab_size=64, moe=None, num_layers=2)
     config = EngineConfig(**{"slots": 4, "max_length": 30, **sizes})
     program = types.SimpleNamespace(layout=layout, is_invariant=is_invariant)
     return Spec(model, config, program, lambda logits, positions: logits, teacher)
@@ -35,6 +35,7 @@ REFUSED = [
     (dict(record_routes=True), "the model has no experts"),
     (dict(is_invariant=True, page_size=8), "needs pages of 16 positions, and engine.page_size is 8"),
     (dict(is_invariant=True, cache_dtype="int8"), "a cache in float32 or float32, and .* is int8"),
+    (dict(weighs_pages=True, page_groups=9), "engine.heavy_groups = 9 is above the . layers of the model"),
     (dict(weighs_pages=True, unroll=False), "engine.heavy_pages .* set engine.unroll to True"),
     (dict(weighs_pages=True, is_invariant=True), "engine.heavy_pages .* set engine.numerics to 'fast'"),
     (dict(weighs_pages=True, teacher=types.SimpleNamespace(moe=None)), "engine.heavy_pages .* rollout.teacher"),

@@ -89,15 +89,16 @@ def test_evaluation_keeps_all_keys():
 HEAVY = dict(engine__heavy_pages=2, model__num_layers=2, model__num_kv_heads=2)
 
 
-def decoded(t, params, model, size, heavy, temperature):
+def decoded(t, params, model, size, heavy, temperature, groups=1):
     """(log-probs, evict_step) of a record by a float64 decoder in NumPy, one query at a time.
 
     It reads the record's tokens, adds up what each query of a decode step gives to each page, and
-    evicts the lightest pages at the ends of calls, which are the steps of the record's evictions.
+    evicts the lightest pages at the ends of calls, which are the steps of the record's evictions. Groups of
+    layers have masses and evictions of their own.
     """
     p = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     tokens, start = np.concatenate([t.prompt, t.tokens]), len(t.prompt)
-    evicted, mass = np.full(len(tokens), NEVER), np.zeros(len(tokens) // size + 1)
+    evicted, mass = np.full((groups, len(tokens)), NEVER), np.zeros((groups, len(tokens) // size + 1))
     shape = model.num_heads, model.head_dim
     keys, values = np.zeros((2, model.num_layers, len(tokens), *shape))
     norm = lambda x, w: x / np.sqrt(np.mean(x * x) + 1e-6) * w
@@ -111,8 +112,9 @@ def decoded(t, params, model, size, heavy, temperature):
     logps = []
     for query, token in enumerate(tokens[:-1]):
         x = p["embed"][token]
-        seen = np.flatnonzero(query < evicted[: query + 1])
         for i in range(model.num_layers):
+            group = i * groups // model.num_layers
+            seen = np.flatnonzero(query < evicted[group, : query + 1])
             w = {name: leaf[i] for name, leaf in p["layers"].items()}
             h = norm(x, w["attn_norm"])
             q, keys[i, query] = (turned(h @ w[name], query) for name in "qk")
@@ -120,7 +122,7 @@ def decoded(t, params, model, size, heavy, temperature):
             weights = np.exp(np.einsum("hk,shk->hs", q, keys[i, seen]) / shape[1] ** 0.5)
             weights /= weights.sum(axis=1, keepdims=True)
             if query >= start - 1:
-                np.add.at(mass, seen // size, weights.sum(axis=0))
+                np.add.at(mass[group], seen // size, weights.sum(axis=0))
             x = x + np.einsum("hs,shk->hk", weights, values[i, seen]).reshape(-1) @ w["o"]
             h = norm(x, w["mlp_norm"])
             gate = h @ w["gate"]
@@ -128,17 +130,20 @@ def decoded(t, params, model, size, heavy, temperature):
         logits = norm(x, p["final_norm"]) @ (p["head"] if "head" in p else p["embed"].T) / temperature
         if query >= start - 1:
             logps.append(logits[tokens[query + 1]] - np.log(np.sum(np.exp(logits))))
-        full = [n for n in range((query + 1) // size) if evicted[n * size] == NEVER]
-        while query + 1 in t.evict_step and len(full) > 1 + heavy + 1:
-            page = min(full[1:-1], key=lambda n: mass[n])
-            full.remove(page)
-            evicted[page * size : (page + 1) * size] = query + 1
-    return np.array(logps), evicted.tolist()
+        for group in range(groups):
+            full = [n for n in range((query + 1) // size) if evicted[group, n * size] == NEVER]
+            while query + 1 in t.evict_step and len(full) > 1 + heavy + 1:
+                page = min(full[1:-1], key=lambda n, own=mass[group]: own[n])
+                full.remove(page)
+                evicted[group, page * size : (page + 1) * size] = query + 1
+    return np.array(logps), (evicted[0] if groups == 1 else evicted.T).tolist()
 
 
 @pytest.mark.all
 @pytest.mark.parametrize("way", [
     {}, dict(engine__max_draft=3), dict(mesh__serve=(1, 1, 2)), dict(mesh__serve=(2, 1, 1)),
+    dict(engine__heavy_groups=2, model__num_layers=3),
+    dict(engine__heavy_groups=2, engine__max_draft=3, mesh__serve=(2, 1, 2)),
 ])
 def test_heavy_pages_are_those_of_an_oracle_and_the_learner_attends_to_them(way):
     more = HEAVY | way
@@ -148,21 +153,31 @@ def test_heavy_pages_are_those_of_an_oracle_and_the_learner_attends_to_them(way)
     np.testing.assert_allclose(scored(rows, **more)[mask], rows["logp_behav"][mask], atol=2e-5)
     long = [t for t in records if len(t.evict_step)]
     assert len(long) > 3
-    kept_old = 0
+    kept_old = differing = 0
     for t in long:
-        logps, evict_step = decoded(t, params(**more), made.model, 2, 2, t.temperature)
+        groups = more.get("engine__heavy_groups", 1)
+        logps, evict_step = decoded(t, params(**more), made.model, 2, 2, t.temperature, groups)
         np.testing.assert_allclose(logps, t.logp_behav, atol=2e-5)
         assert t.evict_step.tolist() == evict_step
-        gone = t.evict_step[2:] < NEVER
-        kept_old += np.any(~gone[: np.flatnonzero(gone)[-1]])
+        gone = t.evict_step.reshape(-1, groups)[2:] < NEVER
+        kept_old += np.any(~gone[: np.flatnonzero(gone[:, 0])[-1], 0])
+        differing += np.any(gone != gone[:, :1])
     assert kept_old > 1, "some page is older than an evicted one"
+    assert (differing > 1) == (groups > 1)
+
+
+GROUPS = HEAVY | dict(engine__heavy_pages=1, engine__heavy_groups=2, rollout__max_new_tokens=20)
 
 
 @pytest.mark.all
-def test_the_run_measures_no_gap(tmp_path):
+@pytest.mark.parametrize("way", [
+    {}, GROUPS,
+    GROUPS | dict(model__remat="full", train__pack_length=0, correction__controllers="layerwise_perturbation"),
+], ids=["all layers", "groups", "groups, perturbed"])
+def test_the_run_measures_no_gap(tmp_path, way):
     """Sampled, scored and updated in packed rows, and the dense policy pulled to what was seen."""
     tiny.run(
-        tmp_path / "dropped", steps=1, warmup__steps=0, correction__dense_kl_coeff=0.1, **DROPPED
+        tmp_path / "dropped", steps=1, warmup__steps=0, correction__dense_kl_coeff=0.1, **DROPPED | way
     )
     (record,) = (r for r in tiny.lines(tmp_path / "dropped") if "rollout/occupancy" in r)
     assert record["rollout/evicted"] > 0

@@ -1,6 +1,6 @@
 """Mutants of the model: attention, RoPE, 8-bit products, checkpoints of others."""
 
-from tests.mutants import of
+from tests.mutants import IN_ALL, of
 
 GEMMA = "models/gemma_test.py"
 MUTANTS = [
@@ -58,9 +58,12 @@ MUTANTS = [
         ("Q has the bias of K", "q = project(self.q, biases[0], config.num_heads)",
          "q = project(self.q, None, config.num_heads)"),
         ("evicted keys of packed rows are counted from the row's start",
-         "jnp.arange(tokens_bt.shape[1])[None] - positions_bt + evict_step_bt",
-         "evict_step_bt + 0 * positions_bt",
+         "start_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt",
+         "start_bt = 0 * positions_bt",
          "learner/retention_test.py::test_packed_rows_drop_them_too"),
+        ("all layers of the learner see what the first sees", "cache[1] * unseen_bt.shape[2] // num_layers", "0",
+         "learner/retention_test.py::test_heavy_pages_are_those_of_an_oracle_and_the_learner_attends_to_them",
+         IN_ALL),
         ("the learner's keys are not rounded like the sampler's",
          "if program.kv_dtype is not None:", "if program.kv_dtype is not None and False:",
          "gate/report_test.py::test_a_float_cache_of_fewer_bits_is_seen"),

@@ -6,10 +6,12 @@ import types
 from unittest import mock
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import ray
 
+from jaxrl_tis.engine.drafter import Drafting
 from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.rollouts import ray_cluster, record_check, ray_source as ray_module
@@ -30,7 +32,7 @@ def driver():
     driver._rollout = types.SimpleNamespace(worker_timeout=9.0, start_timeout=9.0)
     driver._actors, driver._sessions, driver._ended = {"0": mock.Mock()}, {}, {}
     driver._newest, driver._base, driver._facts = None, None, {"model": "a"}
-    driver._engine, driver._stored_bytes = None, 1
+    driver._engine, driver._stored_bytes, driver._drafting = None, 1, None
     driver._reports = ray_module.Reports(driver._books, None)
     driver._is_closed, driver._has_joined = False, False
     driver._gone, driver._left, driver._evicted = Stats(), 0, 0
@@ -51,6 +53,20 @@ def test_a_third_version_waits_for_who_reads_the_first(driver):
     assert session.calls == {"b": 1, "c": None}
     driver._await_room()
     assert driver._heartbeat.call_count == 1
+
+
+@pytest.mark.all
+def test_a_drafter_is_sent_once_for_each_of_its_versions(driver):
+    sent = []
+    driver._put = lambda tree: sent.append(tree) or (f"reference {len(sent)}",)
+    assert driver._drafter() is None
+    driver._drafting = Drafting(None, ({"w": jnp.ones(2)}, 3))
+    first = driver._drafter()
+    driver._newest = Weights(4, (), "", None, first)
+    assert driver._drafter() is first and (first[0], first[2]) == (3, ("reference 1",))
+    driver._drafting.served = {"w": jnp.zeros(2)}, 5
+    second = driver._drafter()
+    assert (second[0], second[2], len(sent)) == (5, ("reference 2",), 2) and second[1] != first[1]
 
 
 def test_a_worker_syncs_to_what_was_published_alone(driver):

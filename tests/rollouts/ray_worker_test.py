@@ -5,6 +5,7 @@ import os
 import threading
 import time
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxrl_tis.engine.drafter import Drafting
 from jaxrl_tis.models import quant
 from jaxrl_tis.rollouts import ray_worker
 from jaxrl_tis.rollouts.ray_worker import RolloutWorker, Sync, assemble, pieces
@@ -128,9 +130,10 @@ def worker(monkeypatch):
         return made[-1]
 
     like = {"w": jax.ShapeDtypeStruct((2,), jnp.float32, sharding=jnp.zeros(2).sharding)}
-    engine = types.SimpleNamespace(abstract_params=lambda: like)
+    engine = mock.Mock(abstract_params=lambda: like)
     setup = types.SimpleNamespace(
-        engine=engine, scheduler=scheduler, identity={"model": "a"}, adapter=None
+        engine=engine, scheduler=scheduler, identity={"model": "a"}, adapter=None,
+        drafting={engine: Drafting(engine, (None, 0))},
     )
     worker = RolloutWorker(lambda config: setup, tiny.config(watchdog__timeout=0.0).to_dict(), True)
     joined = worker.join()
@@ -138,10 +141,11 @@ def worker(monkeypatch):
     return worker, joined.session, made
 
 
-def load(worker, session, version):
+def load(worker, session, version, drafter=None):
     tree = {"w": jnp.full(2, version, jnp.float32)}
     sent = fingerprint.hex(fingerprint.digest(tree))
-    worker.sync(session, version, sent, [pieces(tree)])
+    of_drafter = None if drafter is None else (drafter, sent, [pieces(tree)])
+    worker.sync(session, version, sent, [pieces(tree)], None, of_drafter)
 
 
 def reported(worker, session, count, kinds=("done", "synced")):
@@ -168,17 +172,21 @@ def test_commands_wait_for_their_weights_in_order(worker):
 
 
 def test_commands_wait_for_no_newer_weights(worker):
-    """Weights may be there before the command that uses them, and newer ones serve as well."""
+    """Weights may be there before the command that uses them, and newer ones serve as well. Those of a
+    drafter are used with the policy's."""
     worker, session, made = worker
-    load(worker, session, 0)
+    drafting = worker._drafting
+    load(worker, session, 0, drafter=0)
+    assert drafting.served[0] is None
     worker.receive(session, Sync(), 0)
-    assert reported(worker, session, 1) == [("synced", 0)]
+    assert reported(worker, session, 1) == [("synced", 0)] and drafting.served[0] is not None
     worker.receive(session, NewRequests(requests("1")))
     worker.receive(session, Preempt(), 1)
     worker.receive(session, Sync(), 1)
     assert reported(worker, session, 0) == []  # "1" goes on until the weights are there
-    load(worker, session, 2)
+    load(worker, session, 2, drafter=1)
     assert reported(worker, session, 2) == [("done", "1"), ("synced", 2)]
+    assert drafting.served[1] == 1 and drafting.served[0]["w"].tolist() == [2, 2]
     worker.receive(session, NewRequests(requests("2", "3")))
     worker.receive(session, Cancel(("2",)))
     worker.receive(session, Preempt(), 2)

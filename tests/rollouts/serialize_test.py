@@ -108,7 +108,7 @@ def trajectories(draw):
         turn=turn, kv_version=bits("int32", rows()), segment=bits("int32", rows()),
         logits=bits("float32", rows(), width()),
         drafter_version=bits("int32", rows()), accepted=draw(hnp.arrays(bool, rows())),
-        evict_step=bits("int32", draw(st.sampled_from((0, prompt + n)))),
+        evict_step=bits("int32", *draw(st.sampled_from(((0,), (prompt + n,), (prompt + n, 2))))),
         top_ids=bits("int32", rows(), width()), top_logps=bits("float32", rows(), width()),
         kept=bits("int32", rows(), width()),
         prompt_logps=bits("float32", draw(st.sampled_from((0, prompt)))),
