@@ -114,6 +114,8 @@ MUTANTS = [
          "slice(0, None, shard_count)"),
         ("a position in another data set is taken", "if changed := self.differing(state):",
          "if (changed := self.differing(state)) and False:"),
+        ("late examples are read when they are wanted", "if self.source.is_late:", "if False:",
+         "data/pipeline_test.py::test_late_examples_are_read_ahead_and_a_state_counts_none_that_was_not_given"),
         ("a position in other data is read again", "-(-read // self.fingerprint",
          "(read // self.fingerprint",
          "data/pipeline_test.py::test_a_position_in_other_data_is_the_number_of_examples_read"),
