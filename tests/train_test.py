@@ -1,11 +1,14 @@
 """The loop: what each step records, at which weights, and what stops it."""
 
+import collections
 import contextlib
 import dataclasses
 import io
 import json
+import logging
 import math
 import pathlib
+import re
 from unittest import mock
 
 import jax
@@ -39,17 +42,20 @@ def learner_logp(config, params, rows):
 
 @dataclasses.dataclass
 class Recorded:
-    """A run with its report, whose rewards are of a process of their own, and (parameters that
-    sampled, rows, samples) of each of its steps."""
+    """A run with its report, whose rewards are of a process of their own, (parameters that sampled,
+    rows, samples) of each of its steps, and the names of the programs that were compiled for it."""
 
     workdir: pathlib.Path
     steps: list
+    programs: list
     returned: dict
 
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory):
-    workdir, steps = tmp_path_factory.mktemp("recorded"), []
+    workdir, steps, programs = tmp_path_factory.mktemp("recorded"), [], []
+    found = lambda record: programs.extend(re.findall(r"^Compiling jit\((\w+)\)", record.getMessage()))
+    logger = logging.getLogger("jax._src.interpreters.pxla")
 
     def score(self, state, samples, *given):
         rows = _score(self, state, samples, *given)
@@ -61,8 +67,9 @@ def recorded(tmp_path_factory):
         mock.patch.object(Trainer, "score", score),
         tiny.one_device(contextlib.nullcontext),
         mock.patch.object(page, "write", write),
+        mock.patch.object(logger, "handle", found), jax.log_compiles(),
     ):
-        return Recorded(workdir, steps, train.run(tiny.config(), str(workdir)))
+        return Recorded(workdir, steps, programs, train.run(tiny.config(), str(workdir)))
 
 
 # The policies are kept apart
@@ -90,6 +97,13 @@ def test_the_sampler_ran_with_those_weights_too(recorded):
             assert set(sample.trajectory.version) == {index}
             assert sample.trajectory.quant_id == "w8a8"
             assert sample.trajectory.temperature == 0.8
+
+
+def test_updates_make_no_program_anew(recorded):
+    """The engines that sample and evaluate have a program each; warm-up and update share the name."""
+    counts = collections.Counter(recorded.programs)
+    assert counts["prepare"] == 1
+    assert max(counts[name] for name in ("load", "_prefill_rows", "_decode", "train_step")) == 2
 
 
 def test_rows_hold_the_samples_in_order(recorded):

@@ -315,7 +315,19 @@ def apart(serving: Any, params: Any) -> Any:
 
 def _homes(params: transformer.Params) -> tuple[NamedSharding, ...]:
     """Returns the sharding of each parameter, in the order of the tree; () if any of them has no
-    mesh."""
+    mesh. Equal ones are spelled alike: XLA leaves out of an update's results what cuts nothing, and
+    that must not make another program."""
     found = [getattr(x, "sharding", None) for x in jax.tree.leaves(params)]
-    shardings = tuple(s for s in found if isinstance(s, NamedSharding))
+    shardings = tuple(_canonical(s) for s in found if isinstance(s, NamedSharding))
     return shardings if len(shardings) == len(found) else ()
+
+
+def _canonical(sharding: NamedSharding) -> NamedSharding:
+    sizes, spec = sharding.mesh.shape, []
+    for entry in sharding.spec:
+        names = (entry,) if isinstance(entry, str) else entry or ()
+        cutting = tuple(name for name in names if sizes[name] > 1)
+        spec.append(cutting[0] if len(cutting) == 1 else cutting or None)
+    while spec and spec[-1] is None:
+        spec.pop()
+    return sharding.update(spec=PartitionSpec(*spec))

@@ -53,6 +53,8 @@ MUTANTS = [
         ("layers_pattern is ignored", 'fields.get("layers_pattern") or [r"[^.]*"]', '[r"[^.]*"]',
          "test_the_modules_that_are_targeted")),
     *of("engine/weights.py",
+        ("an update's shardings make another program", "tuple(_canonical(s) for s", "tuple(s for s",
+         "train_test.py::test_updates_make_no_program_anew"),
         ("the base is quantised at every sync",
          "served = self._base.served(base) if self._base is not None else None", "served = None",
          "test_the_sampler_has_the_new_adapter_and_the_same_base"),
