@@ -23,7 +23,7 @@ from jaxrl_tis.sharding import Layout
 
 # Weights of one matrix: those of experts gain nothing.
 TRANSPOSED = tuple(name for name in quant.QUANTIZED if not name.startswith("expert_"))
-FLOAT32 = ("router", "router_bias")  # in every engine
+FLOAT32 = ("router", "router_bias", "router_logits_bias")  # in every engine
 
 
 class Weights:

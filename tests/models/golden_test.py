@@ -20,7 +20,7 @@ pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 CASES = sorted(path.name for path in GOLDEN.iterdir() if path.is_dir())
-EXPERTS = [name for name in CASES if "moe" in name]
+EXPERTS = [name for name in CASES if "moe" in name or "oss" in name]
 ONE_OF_A_KIND = [name for name in CASES if "moe_" not in name]
 
 
@@ -61,8 +61,8 @@ def interleave(params, head_dim):
 def test_the_cases_are_the_published_families_and_rope_types():
     dense = ["llama_default", "llama_linear", "llama_llama3", "llama_yarn", "qwen2_tied",
              "qwen2_untied", "qwen3"]
-    assert CASES == ["gemma3", "gemma3_linear", "glm4_moe", "glm4_moe_norm", *dense, "qwen3_moe", "qwen3_moe_raw",
-                     "qwen3_moe_step", "qwen3_moe_ties"]
+    assert CASES == ["gemma3", "gemma3_linear", "glm4_moe", "glm4_moe_norm", "gpt_oss", "gpt_oss_mxfp4",
+                     *dense, "qwen3_moe", "qwen3_moe_raw", "qwen3_moe_step", "qwen3_moe_ties"]
     kinds = [golden(name)[0].rope.kind for name in dense]
     assert kinds == ["default", "linear", "llama3", "yarn", "default", "default", "default"]
     qwen3 = golden("qwen3")[0]
@@ -162,7 +162,7 @@ def run(name, replay=None):
 def test_the_cases_with_experts():
     configs = {name: golden(name)[0] for name in EXPERTS}
     dense = {name: config.moe.dense_layers for name, config in configs.items()}
-    assert dense == {"glm4_moe": (0,), "glm4_moe_norm": (0,), "qwen3_moe": (),
+    assert dense == {"glm4_moe": (0,), "glm4_moe_norm": (0,), "gpt_oss": (), "gpt_oss_mxfp4": (), "qwen3_moe": (),
                      "qwen3_moe_raw": (1,), "qwen3_moe_step": (0, 2), "qwen3_moe_ties": ()}
     assert [name for name in EXPERTS if not configs[name].moe.normalizes_top_k] == [
         "glm4_moe_norm", "qwen3_moe_raw"]
