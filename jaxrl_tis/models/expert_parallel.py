@@ -107,7 +107,7 @@ def _specs(layout: Layout, weights: tuple) -> tuple[Any, tuple]:
             a, b = spec(*axes[:2], None), spec(axes[0], None, axes[2])
             return lora.Adapted(of(w.w, axes), a, b, w.scale)
         if isinstance(w, quant.QuantArray):
-            scale = spec(axes[0], None, axes[2])  # of whole columns
+            scale = spec(*quant.scale_axes(axes, w.scheme))
             return quant.QuantArray(spec(*axes), scale, scheme=w.scheme)
         if isinstance(w, quant.Master):
             return quant.Master(spec(*axes), scheme=w.scheme)

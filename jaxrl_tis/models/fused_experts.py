@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl_tis.models import mxfp4
+from jaxrl_tis.kernels import mxfp4
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.stacking import Tensor, experts_of
 

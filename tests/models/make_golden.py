@@ -93,9 +93,9 @@ GPT_OSS = SMALL | {
     "num_hidden_layers": 3, "intermediate_size": 32, "attention_bias": True,
     "num_local_experts": 8, "num_experts_per_tok": 3, "experts_per_token": 3, "sliding_window": 9,
     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
-    "initial_context_length": 16, "rope_theta": 150000, "rope_scaling": {
+    "initial_context_length": 64, "rope_theta": 150000, "rope_scaling": {
         "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
-        "original_max_position_embeddings": 16, "truncate": False},
+        "original_max_position_embeddings": 64, "truncate": False},
     "swiglu_limit": 1.25, "tie_word_embeddings": False, "router_aux_loss_coef": 0.9,
     "output_router_logits": False,
 }
