@@ -71,17 +71,17 @@ def _of_gpt_oss(config, tensors, name: str, parts: int, source) -> list[list[Ten
     for key, shape in shapes.items():
         _check(key, tensors[key], shape, "GPT-OSS", source)
     stored = [tensors.pop(key).read for key in shapes]
-    shape = (out // parts,) if read is _bias else (out // parts, width)
+    own_shape = (out // parts, width)[: 1 if read is _bias else 2]
 
     def tensor(part: int, expert: int) -> Tensor:
         own = slice(expert, expert + 1)
 
         def of_expert(index):
-            first, stop, _ = index[0].indices(shape[0])
+            first, stop, _ = index[0].indices(own_shape[0])
             rows = slice(first * parts, stop * parts)
             return read(stored, own, rows, slice(part, None, parts), *index[1:])
 
-        return Tensor(shape, of_expert)
+        return Tensor(own_shape, of_expert)
 
     return [[tensor(part, expert) for expert in range(e)] for part in range(parts)]
 

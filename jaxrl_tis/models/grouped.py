@@ -154,7 +154,8 @@ def _grouped_bwd(split, cut, operands, y_mo):
     values, is_transposed = _values(w), _is_transposed(w)
     inner = w.w if is_transposed else w
     if _is_mxfp4(inner):
-        whole = jax.vmap(lambda *x: mxfp4.dequantize(*x, y_mo.dtype))(inner.q, inner.scale)
+        dequantize = functools.partial(mxfp4.dequantize, dtype=y_mo.dtype)
+        whole = jax.vmap(dequantize)(inner.q, inner.scale)
         return _product(y_mo, quant.Transposed(whole), sizes_e), None, None
     if isinstance(inner, quant.QuantArray):
         group_m = group_of_rows(sizes_e, len(x_mi))

@@ -189,7 +189,8 @@ def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-class ClampedSwiglu(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
     """The unit of GPT-OSS (arXiv:2508.10925): g sigmoid(alpha g) (u + 1), where g is the gate of at
     most `limit` and u the other input within +-limit. Clamped inputs get no gradient."""
 
@@ -204,7 +205,9 @@ class ClampedSwiglu(NamedTuple):
 
 def unit(moe: MoeConfig) -> Callable:
     """Returns the function of gate and up of a model's experts."""
-    return ClampedSwiglu(moe.swiglu_limit, moe.swiglu_alpha) if moe.swiglu_limit else swiglu
+    if not moe.swiglu_limit:
+        return swiglu
+    return ClampedSwiglu(moe.swiglu_limit, moe.swiglu_alpha)
 
 
 def multiplied(

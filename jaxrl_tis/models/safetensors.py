@@ -277,7 +277,7 @@ def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Store
     structure, expected = jax.tree.structure(params), jax.tree.structure(abstract)
     if structure != expected:  # type: ignore[operator]
         raise ValueError(f"Parameters {structure} are not those of the config: {expected}.")
-    stored = []
+    stored: list[_Stored | fused_experts.Joined] = []
     trees = slots(config, names(config)), abstract, params
     for slot, leaf, param in zip(*map(jax.tree.leaves, trees), strict=True):
         if param.shape != leaf.shape:
@@ -289,7 +289,7 @@ def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Store
             _Stored(name, slot, param, place, nbytes) for place, name in np.ndenumerate(slot.names)
         ]
     if config.family == "gpt_oss":
-        alone = [x for x in stored if len(x.place) < 2]
+        alone = [x for x in stored if isinstance(x, _Stored) and len(x.place) < 2]
         return [*alone, *fused_experts.joined(config, params)]
     return stored
 

@@ -298,7 +298,7 @@ class MoeBlock(Block):
         ids_btk, gates_btk, routed = moe.route(
             logits_bte, bias_e, config.moe, replay, asked, is_token_bt, program.by_row
         )
-        weights = self.expert_gate, self.expert_up, self.expert_down
+        weights: tuple = self.expert_gate, self.expert_up, self.expert_down
         if config.moe.has_biases:
             weights += self.expert_gate_bias, self.expert_up_bias
         values = tuple(w.get_value() for w in weights)
