@@ -48,6 +48,7 @@ def test_grouped_queries_equal_numpy(h, n):
     np.testing.assert_allclose(out, reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cases("16-64", "24-64", "24-96", "16-4096")
 @pytest.mark.parametrize("size, block", [
     (16, 64), (24, 64), (64, 64), (100, 64), (24, 96), (16, 4096),
 ])

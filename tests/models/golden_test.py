@@ -99,6 +99,7 @@ def test_control_interleaved_rotation(name):
     assert miss(name, config, interleave(params, config.head_dim)) > 1e-2
 
 
+@pytest.mark.cases("llama_yarn")
 @pytest.mark.parametrize("name", ["llama_linear", "llama_llama3", "llama_yarn"])
 def test_control_no_rope_scaling(name):
     config, params, _, _ = golden(name)
@@ -110,6 +111,7 @@ def test_control_no_yarn_attention_factor():
     assert miss("llama_yarn", with_rope(config, attention_factor=1.0), params) > 1e-2
 
 
+@pytest.mark.cases("q_bias-qwen2_tied", "k_bias-qwen2_tied", "v_bias-qwen2_tied")
 @pytest.mark.parametrize("name", ["qwen2_tied", "qwen2_untied"])
 @pytest.mark.parametrize("bias", ["q_bias", "k_bias", "v_bias"])
 def test_control_no_bias(name, bias):
@@ -125,6 +127,7 @@ def test_control_no_qk_norm():
                 {**params, "layers": layers}) > 1e-2
 
 
+@pytest.mark.cases("q_norm")
 @pytest.mark.parametrize("scale", ["attn_norm", "mlp_norm", "q_norm", "k_norm"])
 def test_control_unit_norm_scale(scale):
     config, params, _, _ = golden("qwen3")
@@ -232,17 +235,20 @@ def test_control_renormalisation(name):
     assert miss(name, *of_experts(name, normalizes_top_k=other)) > 1e-2
 
 
+@pytest.mark.cases("glm4_moe")
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_norm"])
 def test_control_no_scale(name):
     assert miss(name, *of_experts(name, scale=1.0)) > 1e-2
 
 
+@pytest.mark.cases("glm4_moe")
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_norm"])
 def test_control_whole_rotation(name):
     config, params, _, _ = golden(name)
     assert miss(name, with_rope(config, fraction=1.0), params) > 1e-2
 
 
+@pytest.mark.cases("glm4_moe")
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_norm"])
 def test_control_no_shared_experts(name):
     config, params = of_experts(name, shared_dim=0)
@@ -254,6 +260,7 @@ def test_control_no_bound_of_groups():
     assert miss("glm4_moe", *of_experts("glm4_moe", num_groups=1, top_groups=1)) > 1e-2
 
 
+@pytest.mark.cases("glm4_moe")
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_norm"])
 def test_control_no_bias_in_the_choice(name):
     config, params, _, _ = golden(name)
@@ -261,6 +268,7 @@ def test_control_no_bias_in_the_choice(name):
     assert miss(name, config, with_layers(params, router_bias=bias)) > 1e-2
 
 
+@pytest.mark.cases("glm4_moe")
 @pytest.mark.parametrize("name", ["glm4_moe", "glm4_moe_norm"])
 def test_control_bias_in_the_gates(name, monkeypatch):
     choose, gates, biases = moe.choose, moe.gates, []
@@ -304,6 +312,7 @@ def test_control_other_dense_layers():
     assert miss("qwen3_moe_step", *of_experts("qwen3_moe_step", dense_layers=(1, 3))) > 1e-2
 
 
+@pytest.mark.cases("qwen3_moe")
 @pytest.mark.parametrize("name", ["glm4_moe_norm", "qwen3_moe", "qwen3_moe_step"])
 def test_control_gate_and_up_exchanged(name):
     config, params, _, _ = golden(name)
