@@ -204,7 +204,7 @@ def get_config() -> ConfigDict:
     c.engine.cache_dtype = "float32"  # dtype of the KV cache
     c.engine.page_size = 16  # tokens per page of the KV cache
     c.engine.num_pages = 0  # of each data shard; 0: enough for the longest sequences
-    # Format of the products: int8 (w8a16, w8a8) or float8_e4m3 (fp8_w8a16, fp8_w8a8).
+    # Format of the products: int8 (w8a16, w8a8), float8_e4m3 (fp8_w8a16, fp8_w8a8) or, of experts alone, mxfp4.
     c.engine.quantization = "w8a8"
     c.engine.numerics = ""  # as model.numerics, for the sampler alone; "": the learner's
     # Longest draft from n-grams of the response, in tokens: 2^n - 1. 0: no drafts.

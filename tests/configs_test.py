@@ -20,7 +20,7 @@ from jaxrl_tis.learner import correction
 from jaxrl_tis.learner.scoring import make_score, make_values
 from jaxrl_tis.learner.state import abstract_state, initial_params
 from jaxrl_tis.learner.step import make_critic_step, make_train_step
-from jaxrl_tis.models import transformer
+from jaxrl_tis.models import quant, transformer
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.models.quant import QuantArray
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -83,6 +83,7 @@ def get_config(name):
     "quickstart_moe", "quickstart_moe:none", "quickstart_moe:icepop", "quickstart_moe:r2",
     "async_local", "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing",
     "fig_lora", "fig_fusion", "fig_referee", "dapo_qwen25_32b:async", "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b_v5e",
+    "dapo_gpt_oss_20b",
     "gsm8k_one_chip", "gsm8k_one_chip:gemma3_1b", "gsm8k_one_chip:qwen3_1p7b",
     "gsm8k_qwen3_8b_lora", *LARGE,
 ])
@@ -111,7 +112,7 @@ def test_every_file_in_configs_is_tested_here():
         "smollm2_135m", "async_local",
         "gsm8k_qwen25_0p5b", "gsm8k_one_chip", "gsm8k_qwen3_8b_lora", "dapo_qwen25_32b",
         "dapo_qwen3_8b", "dapo_qwen3_30b_a3b",
-        "dapo_qwen3_30b_a3b_v5e",
+        "dapo_qwen3_30b_a3b_v5e", "dapo_gpt_oss_20b",
     }
 
 
@@ -266,6 +267,16 @@ def test_experts_are_divided_evenly_over_the_chips(name, chips, parts):
     assert config.train.microbatch_rows % chips == 0  # every chip has rows
     assert config.engine.slots % (chips // config.mesh.serve[2]) == 0
     assert config.engine.record_routes and config.correction.routing == "r3"
+
+
+def test_experts_of_gpt_oss_have_whole_blocks_on_16_chips():
+    config = get_config("dapo_gpt_oss_20b")
+    shape = ROOT / "configs" / "shapes" / "gpt-oss-20b.json"
+    model = ModelConfig.from_hf(json.loads(shape.read_text()))
+    quant.Recipe(config.engine.quantization).check(model, config.mesh.serve[2])
+    for mesh in (config.mesh.train, config.mesh.serve):
+        assert model.moe.num_experts % mesh[4] == 0 and 16 % (mesh[2] * mesh[4]) == 0
+    assert config.train.microbatch_rows % 16 == config.engine.slots % 8 == 0
 
 
 # Shapes, on a checkpoint folder without weights

@@ -199,17 +199,18 @@ def axes(x: jax.Array) -> tuple:
 
 def _on_devices(
     layout: Layout, step: Callable, cache: Any, arrays: tuple, window: attention.Window | None,
-    weighs: bool = False,
+    sinks_h: jax.Array | None, weighs: bool = False,
 ) -> Callable:
-    """Runs step(q, k, v, cache, window, *arrays by row) on each device's rows, heads and pages."""
+    """Runs step(q, k, v, cache, window, sinks, *arrays by row) on each device's rows, heads and
+    pages."""
     spec = lambda *names: layout.sharding(names).spec
     heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
     pools = jax.tree.map(lambda x: spec(*axes(x)) if x.ndim else PartitionSpec(), cache)
     by_row = tuple(spec("batch", *(None,) * (x.ndim - 1)) for x in arrays)
-    specs = heads, kv_heads, kv_heads, pools, PartitionSpec(), *by_row
+    specs = heads, kv_heads, kv_heads, pools, PartitionSpec(), spec("heads"), *by_row
     results = (heads, pools, spec("batch", None, None)) if weighs else (heads, pools)
     run = layout.shard(step, specs, results)
-    return lambda q, k, v, cache: run(q, k, v, cache, window, *arrays)
+    return lambda q, k, v, cache: run(q, k, v, cache, window, sinks_h, *arrays)
 
 
 def _layer_cache(cache: Any) -> Any:
@@ -227,7 +228,7 @@ def fill(
     """Returns the `attend` function of a prefill: row r holds lengths_r[r] tokens from position
     starts_r[r] on, a multiple of the page size."""
 
-    def step(q_rthk, k_rtnk, v_rtnk, cache, window, starts_r, lengths_r, table_rp):
+    def step(q_rthk, k_rtnk, v_rtnk, cache, window, sinks_h, starts_r, lengths_r, table_rp):
         r, t, n, k = k_rtnk.shape
         first = starts_r[:, None] + jnp.arange(0, t, cache.size)[None]
         pages_rm = jnp.take_along_axis(table_rp, first // cache.size, axis=1, mode="clip")
@@ -235,12 +236,12 @@ def fill(
         paged = lambda x: jnp.swapaxes(x.reshape(-1, cache.size, n, k), 1, 2)
         cache = cache.write(pages_rm.reshape(-1), paged(k_rtnk), paged(v_rtnk))
         index_rt = starts_r[:, None] + jnp.minimum(jnp.arange(t)[None], lengths_r[:, None] - 1)
-        of_layer = () if window is None else (window,)
-        return PAGED[numerics](q_rthk, cache.read, table_rp, index_rt, *of_layer), cache
+        of_layer = _of_layer(window, sinks_h)
+        return PAGED[numerics](q_rthk, cache.read, table_rp, index_rt, **of_layer), cache
 
-    def attend(q, k, v, cache, window=None):
+    def attend(q, k, v, cache, window=None, sinks_h=None):
         cache, rows = _layer_cache(cache), (starts_r, lengths_r, table_rp)
-        out, cache = _on_devices(layout, step, cache, rows, window)(q, k, v, cache)
+        out, cache = _on_devices(layout, step, cache, rows, window, sinks_h)(q, k, v, cache)
         return out, _handed_on(cache)
 
     return attend
@@ -261,24 +262,23 @@ def append(
     if weighs:
         paged = functools.partial(paged, weighs=True)
 
-    def step(q_bthk, k_btnk, v_btnk, cache, window, index_bt, is_written_bt, table_bp):
+    def step(q_bthk, k_btnk, v_btnk, cache, window, sinks_h, index_bt, is_written_bt, table_bp):
         page_bt = jnp.take_along_axis(table_bp, index_bt // cache.size, axis=1)
         page_bt = jnp.where(is_written_bt, page_bt, 0)
 
-        def generic(q_bthk, k_btnk, v_btnk, cache, first_bt, index_bt, page_bt, table_bp):
+        def generic(q_bthk, k_btnk, v_btnk, cache, first_bt, sinks_h, index_bt, page_bt, table_bp):
             flat = lambda x: x.reshape(-1, *x.shape[2:])
             new = cache.append(
                 flat(page_bt), flat(index_bt) % cache.size, flat(k_btnk), flat(v_btnk)
             )
-            of_layer = () if window is None else (window,)
-            out = paged(q_bthk, new.read, table_bp, index_bt, *of_layer)
+            out = paged(q_bthk, new.read, table_bp, index_bt, **_of_layer(window, sinks_h))
             if not weighs:
                 return out, new
             out, mass_btp = out
             return out, new, layout.summed(mass_btp, "heads")
 
         first_bt = None if window is None else window.first(index_bt)
-        args = q_bthk, k_btnk, v_btnk, cache, first_bt, index_bt, page_bt, table_bp
+        args = q_bthk, k_btnk, v_btnk, cache, first_bt, sinks_h, index_bt, page_bt, table_bp
         has_kernel = numerics == "fast" and isinstance(cache, LayerOf) and (
             decode_attention.is_supported(cache.size, q_bthk.dtype, cache.pool.kv.dtype)
         )
@@ -286,16 +286,25 @@ def append(
             return generic(*args)
         return jax.lax.platform_dependent(*args, tpu=_append_kernel, default=generic)
 
-    def attend(q, k, v, cache, window=None):
+    def attend(q, k, v, cache, window=None, sinks_h=None):
         cache, own_bp = cache if weighs else (_layer_cache(cache), table_bp)
         rows = index_bt, is_written_bt, own_bp
-        out, cache, *mass = _on_devices(layout, step, cache, rows, window, weighs)(q, k, v, cache)
+        run = _on_devices(layout, step, cache, rows, window, sinks_h, weighs)
+        out, cache, *mass = run(q, k, v, cache)
         return out, (cache, *mass) if weighs else _handed_on(cache)
 
     return attend
 
 
-def _append_kernel(q_bthk, k_btnk, v_btnk, cache: LayerOf, first_bt, index_bt, page_bt, table_bp):
+def _of_layer(window: attention.Window | None, sinks_h: jax.Array | None) -> dict[str, Any]:
+    """Returns the arguments of attention that only some models have; none of them is invariant."""
+    found = {"window": window, "sinks_h": sinks_h}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def _append_kernel(
+    q_bthk, k_btnk, v_btnk, cache: LayerOf, first_bt, sinks_h, index_bt, page_bt, table_bp
+):
     """Runs the kernel, which takes one token of every slot, for each of the T tokens in turn."""
     b, _, h, k = q_bthk.shape
 
@@ -304,7 +313,7 @@ def _append_kernel(q_bthk, k_btnk, v_btnk, cache: LayerOf, first_bt, index_bt, p
         new = pool.beside(k_bnk, v_bnk)
         out_bngk, kv, scale = decode_attention.decode_attention(
             q_bhk.reshape(b, k_bnk.shape[1], -1, k), new.kv, new.scale, pool.kv, pool.scale,
-            cache.index, index_b, page_b, table_bp, first_b,
+            cache.index, index_b, page_b, table_bp, first_b, sinks_h,
         )
         return StackedKV(kv, scale), out_bngk.reshape(b, h, k)
 

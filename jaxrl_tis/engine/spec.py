@@ -105,8 +105,9 @@ class Spec:
         if self.teacher is not None:
             models += [(self.teacher, quant.Recipe(config.teacher_quantization))]
             placement.shardings(self.layout, self.teacher)
-        for model, _ in models:
+        for model, recipe in models:
             placement.check_experts(model, mesh["expert"])
+            recipe.check(model, mesh["tensor"])
         for name in ("slots", "prefill_batch"):
             count = getattr(config, name)
             if count % self.shards:

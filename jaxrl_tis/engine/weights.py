@@ -23,7 +23,7 @@ from jaxrl_tis.sharding import Layout
 
 # Weights of one matrix: those of experts gain nothing.
 TRANSPOSED = tuple(name for name in quant.QUANTIZED if not name.startswith("expert_"))
-FLOAT32 = ("router", "router_bias")  # in every engine
+FLOAT32 = ("router", "router_bias", "router_logits_bias")  # in every engine
 
 
 class Weights:
@@ -195,7 +195,7 @@ class Weights:
     def shardings_in(self, layout: Layout) -> Any:
         """Returns the shardings of the serving parameters in a layout. In the learner's layout these
         are the shardings before the move to other devices. A scale has no input axis to split."""
-        scale = lambda axes: layout.sharding((*axes[:-2], None, axes[-1]))
+        scale = lambda axes: layout.sharding(quant.scale_axes(axes, self._recipe.scheme))
 
         def place(path, axes):
             name, is_layer = path[-1].key, path[0].key in STACKS
@@ -257,6 +257,8 @@ class Weights:
         quantized = quant.quantize_params({"layers": layers}, self._recipe)["layers"]
 
         def stay(w, home):
+            if isinstance(w, quant.QuantArray) and w.is_mxfp4:
+                return w  # a learner's cut need not be one of whole bytes
             if isinstance(w, quant.QuantArray):
                 return dataclasses.replace(w, q=jax.lax.with_sharding_constraint(w.q, home))
             return jax.lax.with_sharding_constraint(w, home)

@@ -11,7 +11,8 @@ but the last four are the learner's program over whole rows, with ever more of t
   batch_shape       micro-batches as the learner takes them -> of one row for each part of the batch
   sequence_parallel rows cut over the training mesh's context axis -> whole rows
   tensor_parallel   the training mesh -> a mesh of the sampler's tensor-parallel degree
-  weights           quantised weights, with the learner's treatment of activations
+  weights           quantised weights, with the learner's treatment of activations: with "mxfp4" the
+                    experts in 4 bits
   activations       quantised activations
   kv_dtype          keys and values as the cache stores them
   numerics          model.numerics -> engine.numerics: sums in the compiler's order, or in a fixed one;
@@ -164,10 +165,11 @@ def _weights_alone(learner: quant.Recipe, sampler: quant.Recipe) -> quant.Recipe
     """Returns the recipe of the sampler's weights with the learner's activations."""
     if sampler.scheme == "none":
         return sampler
-    wanted = quant.Scheme(
-        quant.SCHEMES[sampler.scheme].dtype, quant.SCHEMES[learner.scheme].has_activations
+    wanted = quant.SCHEMES[sampler.scheme]._replace(
+        has_activations=quant.SCHEMES[learner.scheme].has_activations
     )
-    [scheme] = [name for name, found in quant.SCHEMES.items() if found == wanted]
+    schemes = (name for name, found in quant.SCHEMES.items() if found == wanted)
+    scheme = next(schemes, sampler.scheme)  # MXFP4 has no quantized activations
     return dataclasses.replace(sampler, scheme=scheme)
 
 

@@ -27,7 +27,8 @@ def is_supported(page_size: int, *dtypes: jnp.dtype) -> bool:
 def decode_attention(
     q_bngk: jax.Array, new_bnc: jax.Array, new_scale_bn2: jax.Array | None, cache_lpnsc: jax.Array,
     scale_lpn2s: jax.Array | None, layer: jax.Array, index_b: jax.Array, page_b: jax.Array,
-    table_bp: jax.Array, first_b: jax.Array | None = None, interpret: bool = False,
+    table_bp: jax.Array, first_b: jax.Array | None = None, sinks_h: jax.Array | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
     """Writes each slot's new key and value into one layer of the cache and returns its attention.
 
@@ -49,6 +50,7 @@ def decode_attention(
         and the slot still attends to the new token.
       table_bp: [B,n] int32 pages of each slot in order.
       first_b: [B] int32 the first position that each slot attends to; None: all positions.
+      sinks_h: [N*G] one more logit in the softmax of each query, without a value; None: none.
       interpret: run as a program of any device instead of a TPU's kernel.
 
     Returns: ([B,N,G,K] in q's dtype, the cache, the scales). Softmax and sums are float32; the
@@ -69,21 +71,26 @@ def decode_attention(
     of_slot = lambda x: pl.BlockSpec(
         (1, *x.shape[1:]), lambda core, i, *_: (core * (b // cores) + i, 0, 0, 0)
     )
+    sinks = []
+    if sinks_h is not None:
+        by_head = sinks_h.astype(jnp.float32).reshape(n, g, 1)
+        sinks = [jnp.broadcast_to(by_head, (n, g, LANES))]
+    whole = lambda x: pl.BlockSpec(x.shape, lambda core, i, *_: (0, 0, 0))
     in_place = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Flat: the last axis of a table would be padded to whole lanes in scalar memory.
     scalars = [layer.reshape(1), index_b, page_b, table_bp.reshape(-1)]
     scalars += [] if first_b is None else [first_b]
-    first = len(scalars) + len(rows)
+    first = len(scalars) + len(rows) + len(sinks)
     out_bngc, *pools = narrow.pallas_call(
         functools.partial(
             _kernel, softmax_scale=k**-0.5, parts=len(pools), columns=table_bp.shape[1],
-            has_first=first_b is not None,
+            has_first=first_b is not None, has_sinks=sinks_h is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(cores, b // cores),
-            in_specs=[*map(of_slot, rows), *in_place],
+            in_specs=[*map(of_slot, rows), *map(whole, sinks), *in_place],
             out_specs=[of_slot(q_bngc), *in_place],
             scratch_shapes=[
                 *blocks,
@@ -103,7 +110,7 @@ def decode_attention(
         ),
         interpret=interpret,
         name="decode_attention",
-    )(*scalars, *rows, *pools)
+    )(*scalars, *rows, *sinks, *pools)
     return out_bngc[..., k:], pools[0], pools[1] if len(pools) > 1 else None
 
 
@@ -164,14 +171,17 @@ def _accumulate(q_ref, blocks, axes, running, buffer, first, limit, softmax_scal
 
 
 def _kernel(
-    layer_ref, index_ref, page_ref, table_ref, *refs, softmax_scale, parts, columns, has_first
+    layer_ref, index_ref, page_ref, table_ref, *refs, softmax_scale, parts, columns, has_first,
+    has_sinks,
 ):
     """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values)
     has its pages in HBM and two blocks in VMEM. The running softmax lives in scratch, as does
     `turn`: how many blocks this core took before, which says where the next one goes."""
     first_ref: Any = refs[0] if has_first else None
     q_ref, *rest = refs[has_first:]
-    new_refs, rest = rest[:parts], rest[2 * parts:]  # the cache is read where it is written
+    new_refs, rest = rest[:parts], rest[parts:]
+    sinks_ref: Any = rest[0] if has_sinks else None
+    rest = rest[has_sinks + parts:]  # the cache is read where it is written
     out_ref, pools, blocks, rest = rest[0], rest[1:][:parts], rest[1 + parts:][:parts], (
         rest[1 + 2 * parts:]
     )
@@ -243,8 +253,8 @@ def _kernel(
         turn_ref[0] = 0
         each_copy(slot, begin, 0, lambda copy: copy.start())
 
-    max_ref[...] = jnp.full_like(max_ref, MASKED)
-    sum_ref[...] = jnp.zeros_like(sum_ref)
+    max_ref[...] = sinks_ref[...] if has_sinks else jnp.full_like(max_ref, MASKED)
+    sum_ref[...] = jnp.ones_like(sum_ref) if has_sinks else jnp.zeros_like(sum_ref)
     acc_ref[...] = jnp.zeros_like(acc_ref)
     jax.lax.fori_loop(begin, last, lambda block, _: accumulate(block, take(block), None), None)
     buffer = take(last)

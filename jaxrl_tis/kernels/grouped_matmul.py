@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jaxrl_tis.kernels import narrow
+from jaxrl_tis.kernels import mxfp4, narrow
 
 SMALLEST_TILE, LARGEST_TILE = (8, 64), 512  # rows of a tile on CPU; the smallest has two bounds
 TPU_SMALLEST_TILE, TPU_LARGEST_TILE = 32, 512  # int8 has 32 rows in a register
@@ -307,6 +307,7 @@ def _call(kernel, visits: _Visits, grid, in_specs, out_specs, out_shape, arrays,
 def product_kernel(
     x_mi: jax.Array, w: jax.Array, sizes_e: jax.Array, in_axis: int, dtype: jnp.dtype,
     x_scale_m1: jax.Array | None = None, scale_e1o: jax.Array | None = None,
+    exponents_ebo: jax.Array | None = None,
 ) -> jax.Array:
     """Returns each row's product with the matrix of its group times the scales, [M,o] in `dtype`.
 
@@ -314,17 +315,23 @@ def product_kernel(
       x_mi: [M,i] float rows, or 8-bit rows of the dtype of w.
       w: [E,i,o], or [E,o,i] with in_axis = 1; converted to the dtype of x in VMEM.
       x_scale_m1: [M,1] float32 scales of rows; scale_e1o: [E,1,o] float32 scales of columns.
+      exponents_ebo: [E,i/32,o] uint8 of a matrix in MXFP4, whose bytes w are [E,i/2,o], see mxfp4.py.
     """
+    if exponents_ebo is not None:  # a byte has an even and an odd input
+        x_mi = jnp.concatenate([x_mi[:, ::2], x_mi[:, 1::2]], axis=1)
     x_mi, w = _without_float16(x_mi), _without_float16(w)
     (num_rows, width), num_groups, columns = x_mi.shape, w.shape[0], w.shape[2 - in_axis]
     tile = _rows(num_rows, num_groups, width * x_mi.dtype.itemsize)
-    column_bytes = width * max(x_mi.dtype.itemsize, w.dtype.itemsize)
+    height = w.shape[1 + in_axis]
+    itemsize = w.dtype.itemsize if exponents_ebo is None else 4  # of the numbers in VMEM
+    column_bytes = width * max(x_mi.dtype.itemsize, itemsize)
     block = min(columns, max(BLOCK_BYTES // column_bytes // LANES, 1) * LANES)
     accumulator = jnp.int32 if x_mi.dtype == jnp.int8 else jnp.float32
     stored = jnp.float32 if dtype == jnp.float16 else dtype
 
     def kernel(*refs):
         v, (x_ref, w_ref, *scale_refs, out_ref) = _Visits(*refs[:4]), refs[4:]
+        exponents_ref: Any = scale_refs.pop() if exponents_ebo is not None else None
         visit = pl.program_id(1)
 
         @pl.when(_is_new(v.tile, visit))
@@ -333,9 +340,11 @@ def product_kernel(
 
         @pl.when(v.begin[visit] < v.end[visit])
         def _():
-            x = x_ref[...]
+            x, w = x_ref[...], w_ref[0]
+            if exponents_ref is not None:
+                w = jnp.concatenate(mxfp4.halves(w, exponents_ref[0]), axis=0)
             y = jax.lax.dot_general(
-                x, w_ref[0].astype(x.dtype), (((1,), (in_axis,)), ((), ())),
+                x, w.astype(x.dtype), (((1,), (in_axis,)), ((), ())),
                 preferred_element_type=accumulator,
             )
             y = y.astype(jnp.float32)
@@ -346,11 +355,16 @@ def product_kernel(
 
     rows = lambda width: pl.BlockSpec((tile, width), lambda c, i, group, at, *_: (at[i], 0))
     matrix = pl.BlockSpec(
-        (1, width, block) if in_axis == 0 else (1, block, width),
+        (1, height, block) if in_axis == 0 else (1, block, height),
         lambda c, i, group, *_: (group[i], 0, c) if in_axis == 0 else (group[i], c, 0),
     )
     column = pl.BlockSpec((1, 1, block), lambda c, i, group, *_: (group[i], 0, c))
     optional = [(x_scale_m1, rows(1)), (scale_e1o, column)]
+    if exponents_ebo is not None:
+        of_block = pl.BlockSpec(
+            (1, exponents_ebo.shape[1], block), lambda c, i, group, *_: (group[i], 0, c)
+        )
+        optional.append((exponents_ebo, of_block))
     optional = [(scale, spec) for scale, spec in optional if scale is not None]
     visits = _visits(sizes_e, num_rows, tile, visits_empty=False)
     out = _call(

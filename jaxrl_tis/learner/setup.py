@@ -268,6 +268,7 @@ def make_learner_setup(
         quant.Recipe(config.model.quantization, tuple(config.model.unquantized)),
         config.model.numerics,
     )
+    program.quantization.check(model, layout.mesh.shape["tensor"])
     if program.is_invariant:
         invariant.check(model, dict(layout.mesh.shape), program.quantization.scheme)
     adapter = None

@@ -129,12 +129,11 @@ def frozen(program: transformer.Program, params: Any) -> Any:
     matrices that are quantised.
     """
     heads = ("embed", "head")
-    is_quantized = program.quantization.scheme != "none"
 
     def leaf(path, x):
         name = path[-1].key
         is_matrix = name in heads or name in quant.QUANTIZED
-        is_rounded = not (program.fp32_head if name in heads else is_quantized)
+        is_rounded = not (program.fp32_head if name in heads else program.quantization.covers(name))
         is_rounded &= is_matrix and program.dtype == "bfloat16"
         # A copy in any case, as the updates donate the policy's buffers.
         return jnp.copy(x.astype(program.dtype) if is_rounded else x)

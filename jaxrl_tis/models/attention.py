@@ -79,7 +79,7 @@ def _causal_mask(
 def row_attention(
     q_bthk: jax.Array, k_btnk: jax.Array, v_btnk: jax.Array, segment_ids_bt: jax.Array,
     layout: Layout | None = None, unseen_bt: jax.Array | None = None,
-    window: Window | None = None,
+    window: Window | None = None, sinks_h: jax.Array | None = None,
 ) -> jax.Array:
     """Returns causal attention within the segments of packed rows, [B,T,H,K].
 
@@ -92,6 +92,8 @@ def row_attention(
         such limits. TPU's kernel does not support limits: rows then use the path of other
         platforms.
       window: of the layer; None: a token attends to all before it.
+      sinks_h: [H] a logit of each head that takes part in its softmax and has no value, the
+        attention sinks of GPT-OSS (arXiv:2508.10925); None: no head has one.
 
     Returns: [B,T,H,K] in q's dtype.
     """
@@ -99,29 +101,31 @@ def row_attention(
     if layout is None or layout.mesh.size == 1:
         segments = segment_ids_bt, segment_ids_bt
         kernels = _splash_kernels(length, 1, unseen_bt, window)
-        return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, kernels, window)
+        return _attend(q_bthk, k_btnk, v_btnk, sinks_h, *segments, unseen_bt, 0, kernels, window)
     axis = layout.rules["length"]
     kernels = _splash_kernels(length, layout.mesh.shape[axis] if axis else 1, unseen_bt, window)
 
-    def attend_locally(q_bthk, k_btnk, v_btnk, segments_bt, unseen_bt, kernels, window):
+    def attend_locally(q_bthk, k_btnk, v_btnk, sinks_h, segments_bt, unseen_bt, kernels, window):
         if axis is None:
             segments = segments_bt, segments_bt
-            return _attend(q_bthk, k_btnk, v_btnk, *segments, unseen_bt, 0, kernels, window)
+            return _attend(
+                q_bthk, k_btnk, v_btnk, sinks_h, *segments, unseen_bt, 0, kernels, window
+            )
         gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
         first = jax.lax.axis_index(axis) * q_bthk.shape[1]
         segments_bs, unseen_bs = jax.tree.map(gather, (segments_bt, unseen_bt))
 
         def attend(heads):
-            q_bthk, k_btnk, v_btnk = heads
+            q_bthk, k_btnk, v_btnk, sinks_h = heads
             return _attend(
-                q_bthk, gather(k_btnk), gather(v_btnk), segments_bt, segments_bs, unseen_bs,
-                first, kernels, window,
+                q_bthk, gather(k_btnk), gather(v_btnk), sinks_h, segments_bt, segments_bs,
+                unseen_bs, first, kernels, window,
             )
 
         is_small = k_btnk.size * layout.mesh.shape[axis] <= q_bthk.size
         if is_small or k_btnk.shape[2] == 1:
-            return attend((q_bthk, k_btnk, v_btnk))
-        return _by_kv_head(attend, q_bthk, k_btnk, v_btnk)
+            return attend((q_bthk, k_btnk, v_btnk, sinks_h))
+        return _by_kv_head(attend, q_bthk, k_btnk, v_btnk, sinks_h)
 
     queries = layout.sharding(("batch", "length", "heads", None)).spec
     keys = layout.sharding(("batch", "length", "kv_heads", None)).spec
@@ -130,12 +134,15 @@ def row_attention(
     blocks = tuple(kernel.manual_sharding_spec(on_mesh) for kernel in kernels)
     return jax.shard_map(
         attend_locally, mesh=layout.mesh,
-        in_specs=(queries, keys, keys, tokens, tokens, blocks, PartitionSpec()),
+        in_specs=(
+            queries, keys, keys, layout.sharding(("heads",)).spec, tokens, tokens, blocks,
+            PartitionSpec(),
+        ),
         out_specs=queries, check_vma=False,
-    )(q_bthk, k_btnk, v_btnk, segment_ids_bt, unseen_bt, kernels, window)
+    )(q_bthk, k_btnk, v_btnk, sinks_h, segment_ids_bt, unseen_bt, kernels, window)
 
 
-def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
+def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk, sinks_h) -> jax.Array:
     """Returns attention computed for one key/value head and its queries at a time. The backward
     pass recomputes values that splash attention does not keep."""
     n = k_btnk.shape[2]
@@ -143,14 +150,19 @@ def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk) -> jax.Array:
         attend, policy=jax.checkpoint_policies.save_only_these_names(SPLASH_RESIDUALS)
     )
     split = lambda x: jnp.moveaxis(x.reshape(*x.shape[:2], n, -1, x.shape[3]), 2, 0)
-    out_nbtgk = jax.lax.map(one, (split(q_bthk), split(k_btnk), split(v_btnk)))
+    sinks_ng = None if sinks_h is None else sinks_h.reshape(n, -1)
+    out_nbtgk = jax.lax.map(one, (split(q_bthk), split(k_btnk), split(v_btnk), sinks_ng))
     return jnp.moveaxis(out_nbtgk, 0, 2).reshape(q_bthk.shape)
 
 
-def _attend(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, window):
+def _attend(
+    q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, first, kernels, window
+):
     """Returns the attention of T queries from position `first` in rows of S tokens, on one
     device."""
-    arrays = (q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, window)
+    arrays = (
+        q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, first, kernels, window
+    )
     if not kernels:
         return _scores_attention(*arrays)
     return jax.lax.platform_dependent(*arrays, tpu=_splash, default=_scores_attention)
@@ -196,7 +208,9 @@ def _splash_kernel(length: int, shards: int, window: int | None = None, interpre
         )
 
 
-def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, window):
+def _splash(
+    q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, first, kernels, window
+):
     """Returns attention by a splash kernel; its mask contains `first`, and `unseen_bs` is None.
     float16 inputs are computed in float32, because TPU kernels cannot store float16."""
     dtype = jnp.float32 if q_bthk.dtype == jnp.float16 else q_bthk.dtype
@@ -204,7 +218,7 @@ def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, 
     scaled = q_bthk.astype(jnp.float32) * q_bthk.shape[-1] ** -0.5
     segments = splash_attention.SegmentIds(segments_bt, segments_bs)
     inputs = heads_first(scaled), heads_first(k_bsnk), heads_first(v_bsnk), segments
-    run = lambda kernel: jax.vmap(kernel)(*inputs)
+    run = lambda kernel: jax.vmap(functools.partial(kernel, sinks=sinks_h))(*inputs)
     if window is None:
         out = run(kernels[0])
     else:
@@ -213,14 +227,14 @@ def _splash(q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, 
 
 
 def _scores_attention(
-    q_bthk, k_bsnk, v_bsnk, segments_bt, segments_bs, unseen_bs, first, kernels, window
+    q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, first, kernels, window
 ):
     """Returns attention from its scores: all scores of a short row, one chunk at a time of a long
     row."""
 
     def attend(q_bthk, k_bsnk, v_bsnk, segments_bt, first):
         mask_bts = _causal_mask(segments_bt, segments_bs, unseen_bs, first, window)
-        return attention(q_bthk, k_bsnk, v_bsnk, mask_bts)
+        return attention(q_bthk, k_bsnk, v_bsnk, mask_bts, sinks_h)
 
     length = q_bthk.shape[1]
     if k_bsnk.shape[1] <= LONG_ROW:
@@ -241,7 +255,10 @@ def _scores_attention(
     return out[:, :length]
 
 
-def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts: jax.Array):
+def attention(
+    q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts: jax.Array,
+    sinks_h: jax.Array | None = None,
+):
     """Returns softmax attention, computed in float32, of H query heads that share N key/value
     heads.
 
@@ -249,6 +266,7 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
       q_bthk: [B,T,H,K] queries; k_bsnk, v_bsnk: [B,S,N,K] keys and values, H a multiple of N.
       mask_bts: [B,T,S] bool, True if t may attend to s. A query without keys gets a finite,
         meaningless row.
+      sinks_h: as of `row_attention`.
 
     Returns: [B,T,H,K] in q's dtype.
     """
@@ -260,7 +278,12 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
         preferred_element_type=jnp.float32,
     )
     scores = jnp.where(mask_bts[:, None, :, None], scores * k**-0.5, MASKED)
-    probs = jax.nn.softmax(scores, axis=-1).astype(q_bthk.dtype)
+    if sinks_h is None:
+        probs = jax.nn.softmax(scores, axis=-1).astype(q_bthk.dtype)
+    else:
+        sinks = jnp.broadcast_to(_by_head(sinks_h, n)[..., None], (*scores.shape[:-1], 1))
+        logits = jnp.concatenate([scores, sinks], axis=-1)
+        probs = jax.nn.softmax(logits, axis=-1)[..., :-1].astype(q_bthk.dtype)
     out = jnp.einsum(
         "bntgs,bsnk->btngk", probs, v_bsnk.astype(q_bthk.dtype),
         preferred_element_type=jnp.float32,
@@ -268,9 +291,15 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
     return out.reshape(b, t, h, k).astype(q_bthk.dtype)
 
 
+def _by_head(sinks_h: jax.Array, n: int) -> jax.Array:
+    """Returns sinks as [1,N,1,G] float32."""
+    return sinks_h.astype(jnp.float32).reshape(1, n, 1, -1)
+
+
 def paged_attention(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
-    window: Window | None = None, block_size: int = PAGED_BLOCK, weighs: bool = False,
+    window: Window | None = None, sinks_h: jax.Array | None = None, block_size: int = PAGED_BLOCK,
+    weighs: bool = False,
 ) -> Any:
     """Returns attention to keys and values in pages, [B,T,H,K].
 
@@ -284,6 +313,7 @@ def paged_attention(
       index_bt: [B,T] int32 position of each query in its pages; it attends to positions up to its
         own. Positions after a row's last query have no influence, NaN included.
       window: of the layer.
+      sinks_h: as of `row_attention`.
       block_size: positions of a block, if pages are not larger.
       weighs: also return the attention [B,T,P] float32 of each query to each page, summed over heads.
 
@@ -332,7 +362,11 @@ def paged_attention(
 
     shape = b, n, t, h // n
     mass_bntgp = jnp.zeros((*shape, table_bp.shape[1])) if weighs else None
-    carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, k)), mass_bntgp
+    top_bntg, total_bntg = jnp.full(shape, MASKED), jnp.zeros(shape)
+    if sinks_h is not None:
+        top_bntg = jnp.broadcast_to(_by_head(sinks_h, n), shape)
+        total_bntg = jnp.ones(shape)
+    carry = top_bntg, total_bntg, jnp.zeros((*shape, k)), mass_bntgp
     if table_bp.shape[1] == count:
         _, total_bntg, out_bntgk, mass_bntgp = block(0, carry)
     else:
@@ -348,7 +382,7 @@ def paged_attention(
 
 def paged_attention_by_length(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
-    window: Window | None = None, weighs: bool = False,
+    window: Window | None = None, sinks_h: jax.Array | None = None, weighs: bool = False,
 ) -> Any:
     """Returns `paged_attention` of rows of any lengths, computed for a few similar rows at a time.
 
@@ -356,12 +390,12 @@ def paged_attention_by_length(
     shapes: no row's result depends on the batch composition."""
     b, room = len(q_bthk), table_bp.shape[1] * jax.eval_shape(read, table_bp).k.shape[3]
     if b < GROUPED_FROM or room <= 2 * PAGED_BLOCK:
-        return paged_attention(q_bthk, read, table_bp, index_bt, window, weighs=weighs)
+        return paged_attention(q_bthk, read, table_bp, index_bt, window, sinks_h, weighs=weighs)
     order_b = jnp.argsort(jnp.max(index_bt, axis=1))
     # The longest row fills up the last group.
     groups = order_b[jnp.minimum(jnp.arange(b + -b % GROUP), b - 1)].reshape(-1, GROUP)
     attend = lambda rows: paged_attention(
-        q_bthk[rows], read, table_bp[rows], index_bt[rows], window, weighs=weighs
+        q_bthk[rows], read, table_bp[rows], index_bt[rows], window, sinks_h, weighs=weighs
     )
     in_order = lambda x: x.reshape(-1, *x.shape[2:])[jnp.argsort(order_b)]
     return jax.tree.map(in_order, jax.lax.map(attend, groups))

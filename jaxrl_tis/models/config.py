@@ -114,6 +114,8 @@ class MoeConfig:
       num_groups, top_groups: the experts are cut into `num_groups` equal groups, and a token chooses
         among those of `top_groups` groups. A group's score is the sum of its two highest.
       scale: what the gates are multiplied by.
+      has_biases: the logits of the router and the products of the experts have biases.
+      swiglu_limit, swiglu_alpha: of the clamped unit of GPT-OSS, `moe.ClampedSwiglu`; 0: SwiGLU.
     """
 
     num_experts: int
@@ -126,6 +128,9 @@ class MoeConfig:
     num_groups: int = 1
     top_groups: int = 1
     scale: float = 1.0
+    has_biases: bool = False
+    swiglu_limit: float = 0.0
+    swiglu_alpha: float = 1.702
 
     def __post_init__(self):
         for name in ("num_experts", "top_k", "expert_dim", "num_groups", "top_groups"):
@@ -154,6 +159,10 @@ class MoeConfig:
                 "experts each, and a group's score is that of two.")
         if not self.scale > 0:
             raise ValueError(f"scale={self.scale} must be positive.")
+        if not (0 <= self.swiglu_limit < math.inf and 0 < self.swiglu_alpha < math.inf):
+            raise ValueError(
+                f"swiglu_limit={self.swiglu_limit} must be at least 0 and swiglu_alpha="
+                f"{self.swiglu_alpha} above 0, both finite.")
 
     @property
     def has_bias(self) -> bool:
@@ -171,6 +180,8 @@ class ModelConfig:
       max_position: context length the checkpoint claims, in tokens; see `check_length`.
       mlp_dim: width of the MLP of a layer without experts.
       qkv_bias: biases on the query, key and value projections.
+      o_bias: a bias on the output projection of attention.
+      has_sinks: a head has one more logit in its softmax, whose probability goes to no token.
       qk_norm: RMSNorm over head_dim of queries and keys, before RoPE.
       tie_embeddings: the output head is the transposed embedding.
       moe: the experts; None for a dense model.
@@ -201,6 +212,8 @@ class ModelConfig:
     post_norms: bool = False
     zero_centered_norms: bool = False
     scales_embeddings: bool = False
+    o_bias: bool = False
+    has_sinks: bool = False
 
     def __post_init__(self):
         if self.family not in ARCHITECTURES:

@@ -27,21 +27,22 @@ from jaxrl_tis.sharding import Layout
 
 AXES = (
     ("expert", "expert_embed", "mlp"), ("expert", "expert_embed", "mlp"),
-    ("expert", "mlp", "expert_embed"),
+    ("expert", "mlp", "expert_embed"), ("expert", "mlp"), ("expert", "mlp"),
 )
-WIDTH = (1, 1, 2)  # axis of the embedding width
+WIDTH = (1, 1, 2, None, None)  # axis of the embedding width; biases have none
 CHUNK = 1024  # tokens
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
 def experts(
     x_btd, ids_btk, gates_btk, weights: tuple, num_experts: int, layout: Layout,
-    is_invariant: bool = False,
+    is_invariant: bool = False, unit: Callable = moe.swiglu,
 ):
     """Returns `moe.experts` of rows [B,T,D] on a mesh, in x's dtype.
 
     Args:
-      weights: gate, up and down, sharded as `AXES` in the layout.
+      weights: gate, up and down, and biases of the first two if any, sharded as `AXES` in the layout.
+      unit: `moe.unit` of the model.
 
     Gradient: as of one device. Those of the weights are summed over devices in
     `Layout.grad_reduce_dtype`.
@@ -50,7 +51,7 @@ def experts(
 
     def local(x_btd, ids_btk, gates_btk, weights):
         gathered = _gathered(weights, layout, x_btd.dtype)
-        plan: tuple = gathered, num_experts, layout, is_invariant
+        plan: tuple = gathered, num_experts, layout, is_invariant, unit
         run = lambda rows: _summed(*rows, *plan)
         y_cmd = jax.lax.map(run, _chunks(x_btd, ids_btk, gates_btk))
         y_btd = _whole(y_cmd, x_btd.shape)
@@ -66,7 +67,7 @@ def _experts_fwd(x, ids, gates, weights, *plan):
     return experts(x, ids, gates, weights, *plan), (x, ids, gates, weights)
 
 
-def _experts_bwd(num_experts, layout, is_invariant, operands, y_bar):
+def _experts_bwd(num_experts, layout, is_invariant, unit, operands, y_bar):
     x_spec, w_specs = _specs(layout, operands[3])
 
     def local(x, ids, gates, weights, y_bar):
@@ -75,7 +76,7 @@ def _experts_bwd(num_experts, layout, is_invariant, operands, y_bar):
         def chunk(sums, rows):
             x_md, ids_mk, gates_mk, y_md = rows
             run = lambda x, gates, w: _summed(
-                x, ids_mk, gates, w, num_experts, layout, is_invariant
+                x, ids_mk, gates, w, num_experts, layout, is_invariant, unit
             )
             *bars, w_bars = jax.vjp(run, x_md, gates_mk, gathered)[1](y_md.astype(jnp.float32))
             return jax.tree.map(jnp.add, sums, w_bars), bars
@@ -106,13 +107,13 @@ def _specs(layout: Layout, weights: tuple) -> tuple[Any, tuple]:
             a, b = spec(*axes[:2], None), spec(axes[0], None, axes[2])
             return lora.Adapted(of(w.w, axes), a, b, w.scale)
         if isinstance(w, quant.QuantArray):
-            scale = spec(axes[0], None, axes[2])  # of whole columns
+            scale = spec(*quant.scale_axes(axes, w.scheme))
             return quant.QuantArray(spec(*axes), scale, scheme=w.scheme)
         if isinstance(w, quant.Master):
             return quant.Master(spec(*axes), scheme=w.scheme)
         return spec(*axes)
 
-    return spec("batch", "length", None), tuple(map(of, weights, AXES))
+    return spec("batch", "length", None), tuple(map(of, weights, AXES[: len(weights)]))
 
 
 def _gathered(weights: tuple, layout: Layout, dtype: Any) -> tuple:
@@ -122,6 +123,8 @@ def _gathered(weights: tuple, layout: Layout, dtype: Any) -> tuple:
         return weights
 
     def whole(w, axis):
+        if axis is None:
+            return w
         if isinstance(w, lora.Adapted):  # one of the factors has the width
             name = "ab"[axis - 1]
             factor: dict[str, Any] = {name: layout.gather(getattr(w, name), axis, "expert_embed")}
@@ -129,7 +132,7 @@ def _gathered(weights: tuple, layout: Layout, dtype: Any) -> tuple:
         w = w if isinstance(w, quant.Master) else w.astype(dtype)
         return jax.tree.map(lambda x: layout.gather(x, axis, "expert_embed"), w)
 
-    return tuple(map(whole, weights, WIDTH))
+    return tuple(map(whole, weights, WIDTH[: len(weights)]))
 
 
 def _scattered(bars: tuple, weights: tuple, layout: Layout) -> tuple:
@@ -156,7 +159,7 @@ def _scattered(bars: tuple, weights: tuple, layout: Layout) -> tuple:
     of = lambda axis: functools.partial(summed, axis=axis)
     return tuple(
         jax.tree.map(of(axis), bar, w, is_leaf=lambda x: isinstance(x, lora.Adapted))
-        for bar, w, axis in zip(bars, weights, WIDTH, strict=True)
+        for bar, w, axis in zip(bars, weights, WIDTH[: len(weights)], strict=True)
     )
 
 
@@ -183,11 +186,12 @@ def _whole(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
 
 
 def _summed(
-    x_md, ids_mk, gates_mk, weights, num_experts, layout: Layout, is_invariant: bool
+    x_md, ids_mk, gates_mk, weights, num_experts, layout: Layout, is_invariant: bool, unit: Callable
 ) -> jax.Array:
     """Returns `moe.experts` [M,D] of this device's tokens: the sum over its part of the experts'
     width, or over all of the width with invariant numerics."""
     multiply, combine = moe.INVARIANT if is_invariant else moe.FAST
+    multiply = functools.partial(multiply, unit=unit)
     tensor = layout.axes("mlp")
     if (parts := layout.count(tensor)) > 1:
         down = functools.partial(grouped_matmul, cut=tensor[0])

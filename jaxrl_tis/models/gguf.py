@@ -208,7 +208,8 @@ def _config_from_settings(family: str, settings: dict[str, Any], shapes: dict[st
 def _sliding(settings: dict[str, Any]) -> SlidingConfig:
     """Returns the layers with a window: all but every sixth, as llama.cpp computes every file of
     the architecture that does not say otherwise."""
-    pattern = _stated(settings, "attention.sliding_window_pattern", SLIDING_PATTERN)
+    every = SLIDING_PATTERN["gemma3_text"]
+    pattern = _stated(settings, "attention.sliding_window_pattern", every)
     window = _stated(settings, "attention.sliding_window", None)
     if not isinstance(window, int) or not isinstance(pattern, int) or pattern < 2:
         raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl_tis.kernels import tiles
+from jaxrl_tis.kernels import mxfp4, tiles
 from jaxrl_tis.kernels.grouped_matmul import (
     by_tiles, group_of_rows, outer_by_tiles, outer_kernel, product_kernel, tile_sizes,
 )
@@ -68,6 +68,8 @@ def grouped_matmul_invariant(
 def _check(x_mi, w, sizes_e):
     values = _values(w)
     shape = values.shape[:1] + values.shape[:0:-1] if _is_transposed(w) else values.shape
+    if _is_mxfp4(w):
+        shape = shape[0], 2 * shape[1], shape[2]
     if x_mi.ndim != 2 or len(shape) != 3 or sizes_e.ndim != 1:
         raise ValueError(
             f"grouped_matmul needs x [M,i], weights [E,i,o] and sizes [E]; the shapes are "
@@ -81,6 +83,10 @@ def _check(x_mi, w, sizes_e):
 
 def _is_transposed(w) -> bool:
     return isinstance(w, quant.Transposed)
+
+
+def _is_mxfp4(w) -> bool:
+    return isinstance(w, quant.QuantArray) and w.is_mxfp4
 
 
 def _values(w) -> jax.Array:
@@ -112,6 +118,8 @@ def _product(x_mi, w, sizes_e, cut=None):
         x_mi, x_scale_m1 = quant.quantize(x_mi, -1, quant.SCHEMES[bare.scheme].dtype, cut)
 
     def kernel(x_mi, x_scale_m1, w, sizes_e):
+        if _is_mxfp4(w):
+            return product_kernel(x_mi, w.q, sizes_e, 0, dtype, exponents_ebo=w.scale)
         values, scale = (w.q, w.scale) if isinstance(w, quant.QuantArray) else (w, None)
         return product_kernel(x_mi, values, sizes_e, in_axis, dtype, x_scale_m1, scale)
 
@@ -145,6 +153,10 @@ def _grouped_bwd(split, cut, operands, y_mo):
     x_mi, w, sizes_e = operands
     values, is_transposed = _values(w), _is_transposed(w)
     inner = w.w if is_transposed else w
+    if _is_mxfp4(inner):
+        dequantize = functools.partial(mxfp4.dequantize, dtype=y_mo.dtype)
+        whole = jax.vmap(dequantize)(inner.q, inner.scale)
+        return _product(y_mo, quant.Transposed(whole), sizes_e), None, None
     if isinstance(inner, quant.QuantArray):
         group_m = group_of_rows(sizes_e, len(x_mi))
         scale_mo = jnp.take(inner.scale[:, 0], group_m, axis=0, mode="clip")

@@ -18,6 +18,7 @@ ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
 }
 
 MOST_LAYERS = 10**4  # a forged size ends here, and not in a full memory
@@ -45,6 +46,10 @@ OF_FAMILY = {
     "gemma3_text": frozenset({
         "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window_pattern",
         "_sliding_window_pattern",
+    }),
+    "gpt_oss": frozenset({
+        "num_local_experts", "num_experts", "num_experts_per_tok", "experts_per_token", "swiglu_limit",
+        "swiglu_alpha", "quantization_config", "initial_context_length",
     }),
 }
 
@@ -83,13 +88,18 @@ ONLY_VALUE_OF: dict[str, dict[str, Any]] = {
         "attention_bias": False, "hidden_act": "gelu_pytorch_tanh",
         "hidden_activation": "gelu_pytorch_tanh", "use_bidirectional_attention": False,
     },
+    "gpt_oss": {"attention_bias": True},
 }
 
 # Whether a family has biases on q, k and v, and norms of q and k; config.json says so for the others.
 QKV_BIAS = {
     "llama": False, "qwen2": True, "qwen3": False, "qwen3_moe": False, "gemma3_text": False,
+    "gpt_oss": True,
 }
-QK_NORM = {"llama": False, "qwen2": False, "qwen3": True, "qwen3_moe": True, "gemma3_text": True}
+QK_NORM = {
+    "llama": False, "qwen2": False, "qwen3": True, "qwen3_moe": True, "gemma3_text": True,
+    "gpt_oss": False,
+}
 
 # What a family computes in a way of its own: ModelConfig name -> value. The others have the defaults.
 COMPUTES: dict[str, dict[str, Any]] = {
@@ -97,19 +107,28 @@ COMPUTES: dict[str, dict[str, Any]] = {
         "activation": "gelu_tanh", "post_norms": True, "zero_centered_norms": True,
         "scales_embeddings": True,
     },
+    "gpt_oss": {"o_bias": True, "has_sinks": True},
 }
 DEFAULTS = {
     "activation": "silu", "post_norms": False, "zero_centered_norms": False,
-    "scales_embeddings": False,
+    "scales_embeddings": False, "o_bias": False, "has_sinks": False,
 }
-SLIDING_PATTERN = 6  # every sixth layer of Gemma is full where config.json does not say
+# Every so many layers one is full where config.json does not say. Other families have no windows.
+SLIDING_PATTERN = {"gemma3_text": 6, "gpt_oss": 2}
+SWIGLU_LIMIT, SWIGLU_ALPHA = 7.0, 1.702  # of gpt_oss where config.json does not say
 
 # What all experts of a family have: MoeConfig name -> value.
+PLAIN = {"has_biases": False, "swiglu_limit": 0.0}
 EXPERTS_OF: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {
+    "qwen3_moe": PLAIN | {
         "score": "softmax", "shared_dim": 0, "num_groups": 1, "top_groups": 1, "scale": 1.0,
     },
-    "glm4_moe": {"score": "sigmoid"},
+    "glm4_moe": PLAIN | {"score": "sigmoid"},
+    # A softmax over the chosen is one over all, divided by the sum of the chosen.
+    "gpt_oss": {
+        "score": "softmax", "normalizes_top_k": True, "dense_layers": (), "shared_dim": 0,
+        "num_groups": 1, "top_groups": 1, "scale": 1.0, "has_biases": True,
+    },
 }
 
 # What config.json says of the tokenizer and of generation, which an export takes along.
@@ -159,8 +178,8 @@ def read(hf: Mapping[str, Any]) -> dict[str, Any]:
     num_layers = integer(hf, "num_hidden_layers")
     rope, sliding_rope = hf_rope.read(hf, family, integer(hf, "max_position_embeddings"))
     sliding = None
-    if family == "gemma3_text":
-        sliding = _sliding(hf, num_layers, sliding_rope or {})
+    if family in SLIDING_PATTERN:
+        sliding = _sliding(hf, family, num_layers, sliding_rope or {})
     else:
         _refuse_sliding_window(hf, family, num_layers)
     embed_dim, num_heads = integer(hf, "hidden_size"), integer(hf, "num_attention_heads")
@@ -202,7 +221,7 @@ def write(config: Any) -> dict[str, Any]:
         _refuse_other(family, name, getattr(config, name), value)
     if family != "glm4_moe":
         _refuse_other(family, "rope.fraction", config.rope.fraction, 1)
-    if family != "gemma3_text":
+    if family not in SLIDING_PATTERN:
         _refuse_other(family, "sliding", config.sliding, None)
     hf = {
         "architectures": [ARCHITECTURES[family]],
@@ -234,6 +253,8 @@ def write(config: Any) -> dict[str, Any]:
             "attention_bias": False, "hidden_activation": "gelu_pytorch_tanh",
             "query_pre_attn_scalar": config.head_dim,
         } | _sliding_to_hf(config)
+    elif family == "gpt_oss":
+        hf |= {"attention_bias": True} | _sliding_to_hf(config)
     else:
         hf |= {"attention_bias": False}
     return hf | _moe_to_hf(config)
@@ -297,14 +318,14 @@ def _refuse_sliding_window(hf: Mapping[str, Any], family: str, num_layers: int) 
 
 
 def _sliding(
-    hf: Mapping[str, Any], num_layers: int, rope: dict[str, Any]
+    hf: Mapping[str, Any], family: str, num_layers: int, rope: dict[str, Any]
 ) -> dict[str, Any] | None:
     """Returns the fields of the SlidingConfig; None if all layers are full."""
     if is_set(hf, "layer_types"):
         types = hf["layer_types"]
     else:
         keys = "sliding_window_pattern", "_sliding_window_pattern"
-        pattern = either(hf, *keys, SLIDING_PATTERN)
+        pattern = either(hf, *keys, SLIDING_PATTERN[family])
         if pattern < 1:
             raise ValueError(f"sliding_window_pattern={pattern} in config.json must be at least 1.")
         layers = range(min(num_layers, MOST_LAYERS))
@@ -329,6 +350,9 @@ def _sliding_to_hf(config: Any) -> dict[str, Any]:
     hf = {"layer_types": types}
     if sliding is None:
         return hf | {"sliding_window": None}
+    if config.family == "gpt_oss":
+        _refuse_other(config.family, "sliding.rope", sliding.rope, config.rope)
+        return hf | {"sliding_window": sliding.window}
     if sliding.rope.kind != "default" or sliding.rope.fraction != 1:
         raise ValueError(
             f"sliding.rope={sliding.rope} cannot be written for family {config.family!r}: it has no "
@@ -359,6 +383,8 @@ def _head_dim(hf: Mapping[str, Any], family: str, embed_dim: int, num_heads: int
 def _moe(hf: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any] | None:
     if family not in EXPERTS_OF:
         return None
+    if family == "gpt_oss":
+        return EXPERTS_OF[family] | _moe_of_gpt_oss(hf)
     expert_dim = integer(hf, "moe_intermediate_size")
     moe = EXPERTS_OF[family] | {
         "top_k": integer(hf, "num_experts_per_tok"),
@@ -380,6 +406,23 @@ def _moe(hf: Mapping[str, Any], family: str, num_layers: int) -> dict[str, Any] 
         "num_groups": integer(hf, "n_group"),
         "top_groups": integer(hf, "topk_group"),
         "scale": number(hf, "routed_scaling_factor"),
+    }
+
+
+def _moe_of_gpt_oss(hf: Mapping[str, Any]) -> dict[str, Any]:
+    if is_set(hf, "quantization_config"):
+        stored = hf["quantization_config"]
+        method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+        if method != "mxfp4":
+            raise ValueError(
+                f"quant_method={method!r} in config.json is not implemented; only 'mxfp4' is.")
+    of = lambda key, otherwise: number(hf, key) if is_set(hf, key) else otherwise
+    return {
+        "num_experts": either(hf, "num_local_experts", "num_experts"),
+        "top_k": either(hf, "num_experts_per_tok", "experts_per_token"),
+        "expert_dim": integer(hf, "intermediate_size"),
+        "swiglu_limit": of("swiglu_limit", SWIGLU_LIMIT),
+        "swiglu_alpha": of("swiglu_alpha", SWIGLU_ALPHA),
     }
 
 
@@ -408,6 +451,12 @@ def _moe_to_hf(config: Any) -> dict[str, Any]:
         return {}
     for name, only in EXPERTS_OF[family].items():
         _refuse_other(family, f"moe.{name}", getattr(moe, name), only)
+    if family == "gpt_oss":
+        _refuse_other(family, "moe.expert_dim", moe.expert_dim, config.mlp_dim)
+        return {
+            "num_local_experts": moe.num_experts, "num_experts_per_tok": moe.top_k,
+            "swiglu_limit": moe.swiglu_limit, "swiglu_alpha": moe.swiglu_alpha,
+        }
     hf = {
         "num_experts_per_tok": moe.top_k,
         "moe_intermediate_size": moe.expert_dim,

@@ -6,6 +6,7 @@ from typing import Any
 from jaxrl_tis.models.hf_fields import boolean, integer, is_set, number
 
 GEMMA_THETA = 1e6  # of full layers where config.json does not say
+GPT_OSS_THETA = 150000.0
 GLM_ROTARY = 0.5  # the share of a head that GLM rotates where config.json does not say
 
 # Fields inside rope_scaling / rope_parameters, by rope type: HF name -> RopeConfig name.
@@ -67,6 +68,13 @@ def read(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Returns the fields of the RopeConfig, and of that of layers with a window; None for families
     without."""
+    if family == "gpt_oss":
+        if not (is_set(hf, "rope_scaling") or is_set(hf, "rope_parameters")):
+            raise ValueError(
+                "config.json has neither rope_scaling nor rope_parameters, where transformers assumes "
+                "a scaling of its own for gpt_oss; write one.")
+        rope = _read({"rope_theta": GPT_OSS_THETA} | _merge_rope(hf), family, max_position)
+        return rope, rope
     if family != "gemma3_text":
         return _read(_merge_rope(hf), family, max_position), None
     full, sliding = _of_gemma(hf)

@@ -389,7 +389,11 @@ def check(config: ModelConfig, mesh_shape: dict, scheme: str) -> None:
             f"quantization {scheme!r} scales the inputs of an expert's last product, which {parts} "
             "tensor shards cut; use none, or one shard"
         )
+    if config.has_sinks or config.sliding is not None:
+        problems.append(
+            "it has no layers with a sliding window and no attention sinks; set numerics to 'fast'"
+        )
     if scheme not in SCHEMES:
-        problems.append(f"quantization {scheme!r} sums floats of 8 bits; use {', '.join(SCHEMES)}")
+        problems.append(f"quantization {scheme!r} sums floats of few bits; use {', '.join(SCHEMES)}")
     if problems:
         raise ValueError("numerics='invariant': " + "; ".join(problems))

@@ -27,6 +27,12 @@ GROUPS = {"attention": ATTENTION, "mlp": MLP, "all": (*ATTENTION, *MLP)}
 MODULES = (*GROUPS["all"], HEAD)
 
 
+def modules_of(config: ModelConfig) -> tuple[str, ...]:
+    """Returns the weights that can have factors: in gate and up of GPT-OSS, which alternate in one
+    tensor with biases, PEFT has none that this project reads."""
+    return MODULES if config.family != "gpt_oss" else (*ATTENTION, HEAD)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapted:
@@ -192,6 +198,11 @@ class Adapter:
                 "of targets, or untie the head"
             )
         there = {name: x for tree in _trees(shapes) for name, x in tree.items()}
+        if unable := {*recipe.modules()} & there.keys() - {*modules_of(config)}:
+            raise ValueError(
+                f"model.lora targets {', '.join(sorted(unable))}, and experts of {config.family} have "
+                "no factors; set targets='attention'"
+            )
         ranks = {}
         for name in recipe.modules():
             if name not in there:

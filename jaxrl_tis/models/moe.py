@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl_tis.kernels import tiles
+from jaxrl_tis.kernels.grouped_matmul import group_of_rows
 from jaxrl_tis.models import invariant
 from jaxrl_tis.models.config import MoeConfig
 from jaxrl_tis.models.grouped import grouped_matmul, grouped_matmul_invariant
@@ -157,7 +158,8 @@ def experts(
     """Returns the sum [M,D] of each token's experts, weighted by its gates, in float32.
 
     Args:
-      weights: gate and up [E,D,F], and down [E,F,D], each any kind of weight.
+      weights: gate and up [E,D,F], and down [E,F,D], each any kind of weight. Two biases [E,F], of
+        gate and up, may follow.
       multiply: `multiplied`, or a function of the same arguments.
       combine: `combined` or `combined_by_row`.
     """
@@ -182,15 +184,67 @@ def sorted_by(group_n: jax.Array, num_groups: int) -> tuple[jax.Array, jax.Array
     return order_n, jax.lax.platform_dependent(order_n, tpu=jnp.argsort, default=scatter)
 
 
+def swiglu(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """Returns silu(gate) * up (arXiv:2002.05202)."""
+    return jax.nn.silu(gate) * up
+
+
+@dataclasses.dataclass(frozen=True)
+class ClampedSwiglu:
+    """The unit of GPT-OSS (arXiv:2508.10925): g sigmoid(alpha g) (u + 1), where g is the gate of at
+    most `limit` and u the other input within +-limit. Clamped inputs get no gradient."""
+
+    limit: float
+    alpha: float
+
+    def __call__(self, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate = jnp.minimum(gate, self.limit)
+        up = jnp.clip(up, -self.limit, self.limit)
+        return (up + 1) * gate * jax.nn.sigmoid(gate * self.alpha)
+
+
+def unit(moe: MoeConfig) -> Callable:
+    """Returns the function of gate and up of a model's experts."""
+    if not moe.swiglu_limit:
+        return swiglu
+    return ClampedSwiglu(moe.swiglu_limit, moe.swiglu_alpha)
+
+
 def multiplied(
     rows_nd: jax.Array, sizes_e: jax.Array, weights: tuple, matmul: Callable = grouped_matmul,
-    matmul_down: Callable | None = None,
+    matmul_down: Callable | None = None, unit: Callable = swiglu,
 ) -> jax.Array:
     """Returns the MLP [N,D] of each row with the weights of its expert; rows are sorted by expert,
-    and sizes_e counts them. The products are `matmul`, and `matmul_down` for the last one."""
-    gate, up, down = weights
-    gated_nf = jax.nn.silu(matmul(rows_nd, gate, sizes_e)) * matmul(rows_nd, up, sizes_e)
-    return (matmul_down or matmul)(gated_nf, down, sizes_e)
+    and sizes_e counts them. The products are `matmul`, and `matmul_down` for the last one. `weights`
+    are as of `experts`."""
+    gate, up, down, *biases = weights
+    gate_nf, up_nf = matmul(rows_nd, gate, sizes_e), matmul(rows_nd, up, sizes_e)
+    if biases:
+        group_n = group_of_rows(sizes_e, len(rows_nd))
+        gate_nf, up_nf = (
+            with_biases(y, bias, group_n) for y, bias in zip((gate_nf, up_nf), biases, strict=True)
+        )
+    return (matmul_down or matmul)(unit(gate_nf, up_nf), down, sizes_e)
+
+
+def with_biases(y_nf: jax.Array, bias_ef: jax.Array, group_n: jax.Array) -> jax.Array:
+    """Returns rows with the bias of their group, added in float32, in y's dtype. The groups ascend;
+    rows after the last one get no bias."""
+    of_row = jnp.take(
+        bias_ef.astype(jnp.float32), group_n, axis=0, mode="fill", fill_value=0,
+        indices_are_sorted=True,
+    )
+    return (y_nf + of_row).astype(y_nf.dtype)
+
+
+def output_biases(ids_btk: jax.Array, gates_btk: jax.Array, bias_ed: jax.Array) -> jax.Array:
+    """Returns the sum [B,T,D] of the biases of each token's experts, weighted by its gates, in
+    float32."""
+    gates_btke = jax.nn.one_hot(ids_btk, bias_ed.shape[0]) * gates_btk[..., None]
+    return jnp.einsum(
+        "bte,ed->btd", jnp.sum(gates_btke, axis=2), bias_ed.astype(jnp.float32),
+        precision=jax.lax.Precision.HIGHEST,
+    )
 
 
 def combined(out_mkd: jax.Array, gates_mk: jax.Array) -> jax.Array:

@@ -24,7 +24,8 @@ import safetensors.numpy
 from jaxrl_tis.models import lora, peft_config
 from jaxrl_tis.models.config import STACKS, ModelConfig
 from jaxrl_tis.models.peft_config import CONFIG, WEIGHTS
-from jaxrl_tis.models.safetensors import FUSED, names
+from jaxrl_tis.models.fused_experts import FUSED
+from jaxrl_tis.models.safetensors import names
 from jaxrl_tis.models.stacking import slots
 from jaxrl_tis.models.transformer import abstract_params
 from jaxrl_tis.runtime import hub
@@ -300,7 +301,7 @@ def _modules(config: ModelConfig) -> Iterator[Site]:
     tree = slots(config, names(config))
     for stack in STACKS:
         for name, slot in tree.get(stack, {}).items():
-            if name in lora.MODULES:
+            if name in lora.modules_of(config):
                 for place, tensor in np.ndenumerate(slot.names):
                     module = tensor.removesuffix(".weight")
                     yield Site(module, (name,), stack, place, module)
@@ -312,7 +313,8 @@ def _fused(
 ) -> Iterator[Site]:
     """Yields the tensors of all experts of a layer with is_wanted(name, parts). PEFT wraps their module
     once for each of them, the first one innermost."""
-    for i, layer in enumerate(config.stacks["layers"] if config.moe is not None else ()):
+    has_factors = config.moe is not None and "expert_gate" in lora.modules_of(config)
+    for i, layer in enumerate(config.stacks["layers"] if has_factors else ()):
         tensors = ((template.format(layer=layer), parts) for template, parts in FUSED.items())
         wanted = [pair for pair in tensors if is_wanted(*pair)]
         for depth, (name, parts) in enumerate(reversed(wanted)):

@@ -1,6 +1,6 @@
-"""8-bit weights as leaf types, and one matrix product for every kind of weight.
+"""Weights of 8 and 4 bits as leaf types, and one matrix product for every kind of weight.
 
-The schemes are symmetric: scale = absmax / bound per output channel (weights) or per token
+The 8-bit schemes are symmetric: scale = absmax / bound per output channel (weights) or per token
 (activations). q = x (1 / scale) is rounded half to even and clipped to +-bound. The bound is the
 format's largest number, 127 or 448 (float8_e4m3fn). A channel's largest magnitude thus lies on a
 code and not between two codes, where the last bit of a float would decide. int8 has no code -128. A
@@ -9,6 +9,9 @@ channel of zeros has scale 1.
 With "a16" the activations keep their dtype. With "a8" they are quantized at run time, and the
 product has two 8-bit matrices: s8 x s8 -> s32, which is exact in any order, or f8 x f8 -> f32,
 which depends on the order of its sums.
+
+"mxfp4" is of experts alone: blocks of 32 inputs with one power of two (kernels/mxfp4.py). Products are
+those of the dequantized weight.
 """
 
 import dataclasses
@@ -19,15 +22,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl_tis.kernels import mxfp4
 from jaxrl_tis.models import lora
-from jaxrl_tis.models.config import by_stack
+from jaxrl_tis.models.config import ModelConfig, by_stack
 
 
 class Scheme(NamedTuple):
-    """The 8-bit format of the weights, and whether activations are quantized to it too."""
+    """The format of the weights, whether activations are quantized to it too, and whether experts
+    alone have it, in MXFP4."""
 
     dtype: Any
     has_activations: bool
+    is_mxfp4: bool = False
 
 
 SCHEMES = {
@@ -36,6 +42,7 @@ SCHEMES = {
     "w8a8": Scheme(jnp.int8, True),
     "fp8_w8a16": Scheme(jnp.float8_e4m3fn, False),
     "fp8_w8a8": Scheme(jnp.float8_e4m3fn, True),
+    "mxfp4": Scheme(jnp.uint8, False, is_mxfp4=True),
 }
 QUANTIZED = (
     "q", "k", "v", "o", "gate", "up", "down", "expert_gate", "expert_up", "expert_down",
@@ -72,7 +79,25 @@ class Recipe:
     def covers(self, name: str) -> bool:
         """Whether the layers' parameter of this name is quantized."""
         is_projection = name in QUANTIZED and name not in self.unquantized
-        return self.scheme != "none" and is_projection
+        is_meant = name.startswith("expert_") or not SCHEMES[self.scheme].is_mxfp4
+        return self.scheme != "none" and is_projection and is_meant
+
+    def check(self, config: ModelConfig, tensor: int) -> None:
+        """Raises ValueError for a model or a degree of tensor parallelism that the scheme does not fit."""
+        if not SCHEMES[self.scheme].is_mxfp4:
+            return
+        if config.moe is None:
+            raise ValueError(
+                f"quantization {self.scheme!r} is of experts, and the model has none; use "
+                f"{', '.join(n for n, scheme in SCHEMES.items() if not scheme.is_mxfp4)}"
+            )
+        for name, size in (("width", config.embed_dim), ("experts' width", config.moe.expert_dim)):
+            parts = tensor if name != "width" else 1
+            if size % (parts * mxfp4.BLOCK):
+                raise ValueError(
+                    f"quantization {self.scheme!r} has blocks of {mxfp4.BLOCK} inputs, and the model's "
+                    f"{name} {size} in {parts} tensor shards is no multiple; use another scheme or mesh"
+                )
 
     @property
     def id(self) -> str:
@@ -88,14 +113,24 @@ class QuantArray:
     have a leading axis, and each expert has scales of its own.
 
     Attributes:
-      q: [..., in, out] in the scheme's dtype.
-      scale: [..., 1, out] float32; the weight is q * scale.
+      q: [..., in, out] in the scheme's dtype; of "mxfp4" [..., in / 2, out], two numbers in a byte.
+      scale: [..., 1, out] float32; the weight is q * scale. Of "mxfp4" [..., in / 32, out] uint8, the
+        exponents of the blocks.
       scheme: a name in `SCHEMES` (static).
     """
 
     q: Any
     scale: Any
     scheme: str = dataclasses.field(metadata=dict(static=True))
+
+    @property
+    def is_mxfp4(self) -> bool:
+        return SCHEMES[self.scheme].is_mxfp4
+
+
+def scale_axes(axes: tuple, scheme: str) -> tuple:
+    """Returns the logical axes of the scale of a weight with these axes (..., in, out)."""
+    return axes if SCHEMES[scheme].is_mxfp4 else (*axes[:-2], None, axes[-1])
 
 
 @jax.tree_util.register_dataclass
@@ -156,7 +191,10 @@ def stored(x: jax.Array, dtype: str) -> jax.Array:
 
 
 def quantize_weight(w: jax.Array, scheme: str, cut: str | None = None) -> QuantArray:
-    """Returns the QuantArray of a float weight [..., in, out]. `cut` is as in `quantize`."""
+    """Returns the QuantArray of a float weight [..., in, out]. `cut` is as in `quantize`; blocks of
+    MXFP4 are whole on a device."""
+    if SCHEMES[scheme].is_mxfp4:
+        return QuantArray(*mxfp4.quantize(w), scheme=scheme)
     return QuantArray(*quantize(w, -2, SCHEMES[scheme].dtype, cut), scheme=scheme)
 
 
@@ -171,6 +209,9 @@ def dot(x: jax.Array, w: jax.Array | QuantArray | Master | Transposed) -> jax.Ar
             return _product(x, w, jnp.float32).astype(x.dtype)
         return _narrow_product(x, bare.astype(x.dtype))
     scheme = SCHEMES[bare.scheme]
+    if scheme.is_mxfp4:
+        whole = mxfp4.dequantize(bare.q, bare.scale, x.dtype)
+        return _product(x, whole, jnp.float32).astype(x.dtype)
     if not scheme.has_activations:
         return (_product(x, w, jnp.float32) * _scale(bare, x.ndim)).astype(x.dtype)
     return dot_of_codes(*quantize(x, -1, scheme.dtype), w).astype(x.dtype)

@@ -14,9 +14,9 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from jaxrl_tis.models import hf_config
+from jaxrl_tis.models import fused_experts, hf_config
 from jaxrl_tis.models.config import ModelConfig
-from jaxrl_tis.models.stacking import Slot, Tensor, assemble, check_names, experts_of, slots
+from jaxrl_tis.models.stacking import Slot, Tensor, assemble, check_names, slots
 from jaxrl_tis.models.transformer import abstract_params
 from jaxrl_tis.runtime import hub
 
@@ -54,15 +54,20 @@ NAMES_OF = {
         "mlp_norm": "model.layers.{layer}.pre_feedforward_layernorm.weight",
         "mlp_post_norm": "model.layers.{layer}.post_feedforward_layernorm.weight",
     },
-}
-# The experts of a layer in two tensors, as transformers 5 holds them: name -> the parameters in it.
-FUSED = {
-    "model.layers.{layer}.mlp.experts.gate_up_proj": ("expert_gate", "expert_up"),
-    "model.layers.{layer}.mlp.experts.down_proj": ("expert_down",),
+    "gpt_oss": {
+        "o_bias": "model.layers.{layer}.self_attn.o_proj.bias",
+        "sinks": "model.layers.{layer}.self_attn.sinks",
+        "router": "model.layers.{layer}.mlp.router.weight",
+        "router_logits_bias": "model.layers.{layer}.mlp.router.bias",
+        "expert_gate_bias": "model.layers.{layer}.mlp.experts.{expert}.gate_proj.bias",
+        "expert_up_bias": "model.layers.{layer}.mlp.experts.{expert}.up_proj.bias",
+        "expert_down_bias": "model.layers.{layer}.mlp.experts.{expert}.down_proj.bias",
+    },
 }
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-FLOATS = ("F32", "F16", "BF16", "F64")
+FLOATS, BYTES = ("F32", "F16", "BF16", "F64"), "U8"
+OF_BYTES = ("_blocks", "_scales")  # of MXFP4
 # Rotary frequencies that old llama checkpoints store; they follow from config.json.
 DERIVED_SUFFIX = ".rotary_emb.inv_freq"
 SHARD_BYTES = 5 * 10**9
@@ -107,7 +112,7 @@ def load(
         for layer in range(hf_config.extra_layers(hf)):
             _drop_layer(tensors, config.num_layers + layer)
         if config.moe is not None:
-            _split_fused(config, tensors, folder)
+            fused_experts.split(config, names(config), tensors, folder)
         if config.tie_embeddings and NAMES["head"] in tensors:
             _check_tied(tensors, folder)
         tree = slots(config, names(config))
@@ -233,7 +238,8 @@ def _open_file(path: pathlib.Path, files: contextlib.ExitStack) -> dict[str, Ten
         if name.endswith(DERIVED_SUFFIX):
             continue
         stored = handle.get_slice(name)
-        if stored.get_dtype() not in FLOATS:
+        of_bytes = stored.get_dtype() == BYTES and name.endswith(OF_BYTES)
+        if stored.get_dtype() not in FLOATS and not of_bytes:
             raise ValueError(
                 f"{name} in {path} is {stored.get_dtype()}; only {', '.join(FLOATS)} are read.")
         tensors[name] = Tensor(tuple(stored.get_shape()), stored.__getitem__)
@@ -244,30 +250,6 @@ def _drop_layer(tensors: dict[str, Tensor], layer: int) -> None:
     prefix = f"model.layers.{layer}."
     for name in [name for name in tensors if name.startswith(prefix)]:
         del tensors[name]
-
-
-def _split_fused(config: ModelConfig, tensors: dict[str, Tensor], folder: pathlib.Path) -> None:
-    """Replaces tensors of all experts of a layer by one for each expert, under the names of `NAMES`.
-
-    Raises:
-      ValueError: such a tensor has another shape. The shapes of both tell the layout, as one alone
-        may be square.
-    """
-    e, d, f = config.experts.num_experts, config.embed_dim, config.experts.expert_dim
-    shapes = dict(zip(FUSED, ([e, 2 * f, d], [e, d, f]), strict=True))
-    for layer in config.stacks["layers"]:
-        for template, parts in FUSED.items():
-            name = template.format(layer=layer)
-            if name not in tensors:
-                continue
-            fused = tensors.pop(name)
-            if list(fused.shape) != shapes[template]:
-                raise ValueError(
-                    f"{name} in {folder} has shape {list(fused.shape)}, an unknown layout of fused "
-                    f"experts; only {shapes[template]} is read, as transformers 5 has it.")
-            for part, of_experts in zip(parts, experts_of(fused, len(parts)), strict=True):
-                for expert, tensor in enumerate(of_experts):
-                    tensors[NAMES[part].format(layer=layer, expert=expert)] = tensor
 
 
 def _check_tied(tensors: dict[str, Tensor], folder: pathlib.Path) -> None:
@@ -285,7 +267,7 @@ def _check_tied(tensors: dict[str, Tensor], folder: pathlib.Path) -> None:
         )
 
 
-def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Stored"]:
+def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Stored | fused_experts.Joined"]:
     """Yields every tensor to write, in order, still on its device.
 
     Raises:
@@ -295,7 +277,7 @@ def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Store
     structure, expected = jax.tree.structure(params), jax.tree.structure(abstract)
     if structure != expected:  # type: ignore[operator]
         raise ValueError(f"Parameters {structure} are not those of the config: {expected}.")
-    stored = []
+    stored: list[_Stored | fused_experts.Joined] = []
     trees = slots(config, names(config)), abstract, params
     for slot, leaf, param in zip(*map(jax.tree.leaves, trees), strict=True):
         if param.shape != leaf.shape:
@@ -306,6 +288,9 @@ def _stored_tensors(config: ModelConfig, params: dict[str, Any]) -> list["_Store
         stored += [
             _Stored(name, slot, param, place, nbytes) for place, name in np.ndenumerate(slot.names)
         ]
+    if config.family == "gpt_oss":
+        alone = [x for x in stored if isinstance(x, _Stored) and len(x.place) < 2]
+        return [*alone, *fused_experts.joined(config, params)]
     return stored
 
 
@@ -324,7 +309,9 @@ class _Stored:
         return np.ascontiguousarray(value.T if self.slot.is_transposed else value)
 
 
-def _write_shards(folder: pathlib.Path, stored: list[_Stored], metadata: dict[str, str]) -> None:
+def _write_shards(
+    folder: pathlib.Path, stored: list["_Stored | fused_experts.Joined"], metadata: dict[str, str]
+) -> None:
     """Writes one file up to SHARD_BYTES, else numbered shards and their index."""
     shards, room = [], 0
     for tensor in stored:

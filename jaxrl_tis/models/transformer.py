@@ -1,4 +1,4 @@
-"""The decoder for Llama, SmolLM2, Qwen2/2.5, Qwen3, Gemma 3, Qwen3-MoE and GLM-4.5.
+"""The decoder for Llama, SmolLM2, Qwen2/2.5, Qwen3, Gemma 3, Qwen3-MoE, GLM-4.5 and GPT-OSS.
 
 Flax NNX declares the parameters with their logical axis names. Elsewhere they are a plain nested
 dict, and pure functions merge them into the module while tracing. Layers of one kind are stacked on
@@ -21,7 +21,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.kernels.head import Head
 from jaxrl_tis.models import attention, expert_parallel, fsdp, invariant, lora, moe, quant
-from jaxrl_tis.models.config import ModelConfig, RopeConfig
+from jaxrl_tis.models.config import ModelConfig, MoeConfig, RopeConfig
 from jaxrl_tis.models.rope import rope_frequencies
 from jaxrl_tis.sharding import Layout
 
@@ -129,11 +129,11 @@ class Program:
             return invariant.rotate(x_bthk, cos, sin, self.layout, _rotate)
         return _rotate(x_bthk, cos, sin)
 
-    def row_attention(self, q, k, v, segment_ids_bt, unseen_bt, window) -> jax.Array:
+    def row_attention(self, q, k, v, segment_ids_bt, unseen_bt, window, sinks_h) -> jax.Array:
         """Returns attention within rows; ValueError for evicted keys with invariant numerics."""
         if not self.is_invariant:
             return attention.row_attention(
-                q, k, v, segment_ids_bt, self.layout, unseen_bt, window
+                q, k, v, segment_ids_bt, self.layout, unseen_bt, window, sinks_h
             )
         if unseen_bt is not None:
             raise ValueError(
@@ -152,16 +152,18 @@ class Program:
         """Returns f of arrays [B,T,...], a function of each token."""
         return invariant.by_row(f, self.layout, *arrays) if self.is_invariant else f(*arrays)
 
-    def experts(self, x_btd, ids_btk, gates_btk, weights: tuple, num_experts: int) -> jax.Array:
+    def experts(self, x_btd, ids_btk, gates_btk, weights: tuple, config: MoeConfig) -> jax.Array:
         """Returns the weighted sum [B,T,D] of each token's experts, see `moe.experts`."""
+        num_experts, unit = config.num_experts, moe.unit(config)
         if self.layout is not None and self.layout.mesh.size > 1:
             return expert_parallel.experts(
-                x_btd, ids_btk, gates_btk, weights, num_experts, self.layout, self.is_invariant
+                x_btd, ids_btk, gates_btk, weights, num_experts, self.layout, self.is_invariant, unit
             )
         flat = lambda x: x.reshape(-1, x.shape[-1])
-        arithmetic = moe.INVARIANT if self.is_invariant else moe.FAST
+        multiply, combine = moe.INVARIANT if self.is_invariant else moe.FAST
         y_md = moe.experts(
-            flat(x_btd), flat(ids_btk), flat(gates_btk), weights, num_experts, *arithmetic
+            flat(x_btd), flat(ids_btk), flat(gates_btk), weights, num_experts,
+            functools.partial(multiply, unit=unit), combine,
         )
         return y_md.reshape(x_btd.shape).astype(x_btd.dtype)
 
@@ -196,6 +198,10 @@ class Block(nnx.Module):
             self.q_bias = nnx.Param(jnp.zeros((q,)), axes=("heads",))
             self.k_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
             self.v_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
+        if config.o_bias:
+            self.o_bias = nnx.Param(jnp.zeros((d,)), axes=("norm",))
+        if config.has_sinks:
+            self.sinks = nnx.Param(jnp.zeros((config.num_heads,)), axes=("heads",))
         if config.qk_norm:
             self.q_norm = _norm_scale(config, config.head_dim)
             self.k_norm = _norm_scale(config, config.head_dim)
@@ -222,9 +228,12 @@ class Block(nnx.Module):
         and what the router did, see `moe.Routed`."""
         h_btd = _norm(program, config, x_btd, self.attn_norm[...])
         q, k, v = self._qkv(h_btd, config, program, rotation)
-        out_bthk, carried = attend(q, k, v)
+        sinks_h = self.sinks[...] if config.has_sinks else None
+        out_bthk, carried = attend(q, k, v, sinks_h)
         out_btq = out_bthk.reshape(*x_btd.shape[:2], -1)
         y_btd = program.dot(out_btq, self.o.get_value(), is_split_in=True)
+        if config.o_bias:
+            y_btd = y_btd + self.o_bias[...].astype(y_btd.dtype).reshape(1, 1, -1)
         if config.post_norms:
             y_btd = _norm(program, config, y_btd, self.attn_post_norm[...])
         x_btd = program.constrain(x_btd + y_btd, ("batch", "length", None))
@@ -273,19 +282,30 @@ class MoeBlock(Block):
         self.expert_down = _normal(
             rngs, (e, f, d), f * 2 * config.num_layers, ("expert", "mlp", "expert_embed")
         )
+        if config.experts.has_biases:
+            bias = lambda *axes: nnx.Param(jnp.zeros((e, {"mlp": f, "norm": d}[axes[1]])), axes=axes)
+            self.router_logits_bias = nnx.Param(jnp.zeros((e,)), axes=("router",))
+            self.expert_gate_bias, self.expert_up_bias = (bias("expert", "mlp") for _ in range(2))
+            self.expert_down_bias = bias("router", "norm")  # every device has those of its tokens
         if config.experts.shared_dim:
             self._add_gated(config, rngs, config.experts.shared_dim)
 
     def _mlp(self, h_btd, config, program, replay, asked, is_token_bt):
         logits_bte = program.router_logits(h_btd, self.router[...])
+        if config.moe.has_biases:
+            logits_bte = logits_bte + self.router_logits_bias[...].astype(jnp.float32).reshape(1, 1, -1)
         bias_e = self.router_bias[...] if config.moe.has_bias else None
         ids_btk, gates_btk, routed = moe.route(
             logits_bte, bias_e, config.moe, replay, asked, is_token_bt, program.by_row
         )
-        weights = tuple(
-            w.get_value() for w in (self.expert_gate, self.expert_up, self.expert_down)
-        )
-        y_btd = program.experts(h_btd, ids_btk, gates_btk, weights, config.moe.num_experts)
+        weights: tuple = self.expert_gate, self.expert_up, self.expert_down
+        if config.moe.has_biases:
+            weights += self.expert_gate_bias, self.expert_up_bias
+        values = tuple(w.get_value() for w in weights)
+        y_btd = program.experts(h_btd, ids_btk, gates_btk, values, config.moe)
+        if config.moe.has_biases:
+            bias_btd = moe.output_biases(ids_btk, gates_btk, self.expert_down_bias[...])
+            y_btd = (y_btd + bias_btd).astype(y_btd.dtype)
         if config.moe.shared_dim:
             y_btd = y_btd + self._gated(h_btd, config, program)
         return y_btd, routed
@@ -461,8 +481,8 @@ def hidden(
 
     Args:
       tokens_bt, positions_bt: [B,T] int32; positions are absolute.
-      attend: (q, k, v, layer_cache, window) -> ([B,T,H,K], carried) for one layer, whose window is
-        an `attention.Window`, or None in models without.
+      attend: (q, k, v, layer_cache, window, sinks [H]) -> ([B,T,H,K], carried) for one layer, whose
+        window is an `attention.Window`; window and sinks are None in models without.
       cache: a tuple with the cache of every unrolled layer. Scanned layers carry one cache from
         layer to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
       seed_b: [B] uint32 of the noise on the input of the layers, where the parameters have
@@ -498,13 +518,15 @@ def _layer(
 ) -> Callable:
     """Returns the function of one layer: (x [B,T,D], its parameters, its cache, its noise, its
     routes, whether it has the sliding window) -> (x, carried output, what its router did)."""
-    if config.sliding is not None and program.is_invariant:
+    if program.is_invariant and (config.sliding is not None or config.has_sinks):
         raise ValueError(
-            "numerics='invariant' has no layers with a sliding window; set model.numerics to 'fast'"
+            "numerics='invariant' has no layers with a sliding window and no attention sinks; set "
+            "model.numerics to 'fast'"
         )
     rotate = lambda rope: program.rotation(rope, config.head_dim, positions_bt)
     of_full = rotate(config.rope)
-    of_sliding = None if config.sliding is None else rotate(config.sliding.rope)
+    has_other = config.sliding is not None and config.sliding.rope != config.rope
+    of_sliding = rotate(config.sliding.rope) if has_other else None
 
     def layer(x_btd, layer_params, layer_cache, noise=None, ids_btk=None, is_sliding=None):
         x_btd = checkpoint_name(x_btd, LAYER_INPUT)
@@ -517,12 +539,11 @@ def _layer(
         rotation, window = of_full, None
         if config.sliding is not None:
             window = attention.Window(config.sliding.window, is_sliding)
+        if of_sliding is not None:
             select = lambda sliding, full: jnp.where(is_sliding, sliding, full)
             rotation = jax.tree.map(select, of_sliding, of_full)
-        return block(
-            x_btd, config, program, rotation, lambda q, k, v: attend(q, k, v, layer_cache, window),
-            replayed, asked, is_token_bt,
-        )
+        of_layer = lambda q, k, v, sinks_h: attend(q, k, v, layer_cache, window, sinks_h)
+        return block(x_btd, config, program, rotation, of_layer, replayed, asked, is_token_bt)
 
     if program.remat != "none":
         layer = jax.checkpoint(layer, policy=REMAT[program.remat])
@@ -669,13 +690,13 @@ def _row_attention(program, segment_ids_bt, unseen_bt, num_layers: int = 1) -> C
     """Returns the `attend` of `hidden` for whole rows. `unseen_bt` may have groups of consecutive layers
     [B,T,G]; the cache of a layer is then ((), its number)."""
 
-    def attend(q, k, v, cache, window):
+    def attend(q, k, v, cache, window, sinks_h):
         if program.kv_dtype is not None:
             k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
         own_bt = unseen_bt
         if cache is not None:
             own_bt = jnp.take(unseen_bt, cache[1] * unseen_bt.shape[2] // num_layers, axis=2)
-        out = program.row_attention(q, k, v, segment_ids_bt, own_bt, window)
+        out = program.row_attention(q, k, v, segment_ids_bt, own_bt, window, sinks_h)
         return out, None if cache is None else ()
 
     return attend

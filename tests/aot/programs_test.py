@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxrl_tis import sharding
-from jaxrl_tis.aot import programs as aot, report, weight_sync, work
+from jaxrl_tis.aot import programs as aot, report, work
 from jaxrl_tis.aot.chips import CHIPS, GIB, TOPOLOGIES, Topology
 from jaxrl_tis.aot.flags import FLAGS
 from tests import commands, tpu

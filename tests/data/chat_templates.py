@@ -1,4 +1,4 @@
-"""Chat templates of nine families, rewritten: the constructs that the families' own use, and what
+"""Chat templates of ten families, rewritten: the constructs that the families' own use, and what
 each is rendered with."""
 
 QWEN25 = """\
@@ -390,9 +390,97 @@ GLM45 = """\
 {%- endif -%}
 """
 
+GPT_OSS = """\
+{#- Macros that call themselves, with a default; sets inside of them are their own. #}
+{%- macro kind(spec, required, nullable=false) -%}
+    {%- if spec.type == "array" -%}
+        {{- kind(spec['items'], required) + "[]" if spec['items'] else "any[]" }}
+    {%- elif spec.type is defined and spec.type is iterable and spec.type is not string and spec.type[0] is defined -%}
+        {{- spec.type | join(" | ") }}
+    {%- elif spec.oneOf -%}
+        {%- for one in spec.oneOf -%}
+            {{- kind(one, required) -}}
+            {%- if one.default is defined %}
+                {{ "// default: " + one.default|tojson }}
+            {%- endif -%}
+            {%- if not loop.last %}
+                {{- " | " }}
+            {% endif -%}
+        {%- endfor -%}
+    {%- elif spec.type == "object" -%}
+        {%- for name, inner in (spec.properties or {}).items() -%}
+            {{- name }}{% if name not in (spec.required or []) %}?{% endif %}: {{ kind(inner, spec.required or []) }}
+            {%- if not loop.last %}{{- ", " }}{%- endif -%}
+        {%- endfor -%}
+    {%- else -%}
+        {{- spec.type or "any" }}
+    {%- endif -%}
+    {%- if nullable or spec.nullable -%}{{- " | null" }}{%- endif -%}
+{%- endmacro -%}
+{%- macro functions(space, tools) -%}
+    {{- "namespace " + space + " {\\n" }}
+    {%- for tool in tools %}
+        {%- set tool = tool.function %}
+        {{- "// " + tool.description + "\\ntype " + tool.name + " = (_: {" + kind(tool.parameters, []) + "}) => any;\\n" }}
+    {%- endfor %}
+    {{- "}" }}
+{%- endmacro -%}
+{%- macro system() -%}
+    {%- if reasoning_effort is not defined %}{%- set reasoning_effort = "medium" %}{%- endif %}
+    {{- "Date: " + strftime_now("%Y-%m-%d") + "\\nReasoning: " + reasoning_effort }}
+{%- endmacro -%}
+{{- "<|im_start|>system\\n" + system() + "<|im_end|>" }}
+{%- if messages[0].role == "developer" or messages[0].role == "system" %}
+    {%- set instructions = messages[0].content %}
+    {%- set rest = messages[1:] %}
+{%- else %}
+    {%- set instructions = "" %}
+    {%- set rest = messages %}
+{%- endif %}
+{%- if instructions or tools %}
+    {{- "<|im_start|>developer\\n" + instructions }}
+    {%- if tools -%}{{- functions("functions", tools) }}{%- endif -%}
+    {{- "<|im_end|>" }}
+{%- endif %}
+{%- set called = namespace(name=none) %}
+{%- for message in rest -%}
+    {%- if message.role == 'assistant' -%}
+        {%- if "content" in message and "<think>" in message.content %}
+            {{- raise_exception("Pass what stands in <think> as the field 'thinking'.") }}
+        {%- endif %}
+        {%- if "tool_calls" in message %}
+            {%- set later = namespace(found=false) %}
+            {%- for future in rest[loop.index:] %}
+                {%- if future.role == 'assistant' and "tool_calls" not in future %}{%- set later.found = true %}{%- endif %}
+            {%- endfor %}
+            {%- set call = message.tool_calls[0].function or message.tool_calls[0] %}
+            {%- if message.thinking and not later.found %}{{- "analysis: " + message.thinking }}{%- endif %}
+            {{- "to=functions." + call.name + (call.content_type if call.content_type is defined else " json") }}
+            {{- call.arguments if call.arguments is string else call.arguments|tojson }}
+            {%- set called.name = call.name %}
+        {%- elif loop.last and not add_generation_prompt %}
+            {%- if "thinking" in message %}{{- "analysis: " + message.thinking }}{%- endif %}
+            {{- "final: " + message.content + "<|im_end|>" }}
+        {%- else %}
+            {{- "final: " + message.content + "<|im_end|>" }}
+            {%- set called.name = none %}
+        {%- endif %}
+    {%- elif message.role == 'tool' -%}
+        {%- if called.name is none %}{{- raise_exception("A tool answers, and no message calls it!") }}{%- endif %}
+        {{- "functions." + called.name + ": " + message.content|tojson }}
+    {%- else -%}
+        {{- "<|im_start|>" + message.role + "\\n" + (message.content if message.content is string else "") + "<|im_end|>" }}
+    {%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{%- endif -%}
+"""
+
 TEMPLATES = {
     "qwen2.5": QWEN25, "qwen3": QWEN3, "llama3": LLAMA3, "smollm2": SMOLLM2, "gemma3": GEMMA3,
     "mistral": MISTRAL, "deepseek": DEEPSEEK, "olmo": OLMO, "glm4.5": GLM45,
+    "gpt-oss": GPT_OSS,
 }
 # tokenizer_config.json beside each template; "boi_token" is of a model's own kind
 TOKENS = {

@@ -43,7 +43,7 @@ def test_a_family_renders_as_by_transformers(family):
     assert expected.keys() == chat_templates.CASES.keys()
     template = chat_templates.TEMPLATES[family]
     for name, (messages, add_generation_prompt, kwargs) in chat_templates.CASES.items():
-        read = {key: value for key, value in kwargs.items() if re.search(rf"\b{key}\b", template)}
+        read = {key: value for key, value in kwargs.items() if re.search(rf"(?<![.\"'\w]){key}\b", template)}
         render = renderer(setting(template, SPECIAL, read, chat_templates.DATE))
         try:
             found = {"text": render(messages, add_generation_prompt)}

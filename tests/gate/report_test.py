@@ -132,6 +132,22 @@ def test_a_quantised_sampler_is_told_by_its_rungs(sampled):
 
 @pytest.mark.all
 @BY_JAX
+def test_experts_in_4_bits_are_the_rung_of_weights(sampled):
+    """And of none where the learner computes with them too."""
+    experts = dict(model__num_experts=4, model__experts_per_token=2, model__expert_dim=32)
+    overrides = dict(engine__quantization="mxfp4", engine__record_routes=True, **experts)
+    for learner, causes in (("none", ["batch_shape", "weights", "route", "decode"]),
+                            ("mxfp4", ["batch_shape", "route", "decode"])):
+        result = report.gap_report(*sampled(**overrides, model__quantization=learner))
+        by_cause = {r["cause"]: r for r in result["rungs"]}
+        assert [cause for cause, r in by_cause.items() if not r["is_same"]] == causes
+        assert by_cause["decode"]["d_max"] < 2e-5
+        assert result["total"]["d_mean"] > 1e-3 if learner == "none" else result["total"]["d_max"] < 2e-5
+    assert by_cause["weights"]["is_same"]
+
+
+@pytest.mark.all
+@BY_JAX
 def test_numerics_of_the_sampler_alone_are_the_whole_gap_of_two_programs(sampled):
     """A learner with fast numerics, a sampler with invariant ones: nothing is left for `decode`."""
     result = report.gap_report(*sampled(**SAME, engine__numerics="invariant", engine__page_size=tiles.PAGE))

@@ -68,13 +68,14 @@ class Case:
         new = [normal(slots, HEADS, GROUP, width), *normal(2, slots, HEADS, width)]
         return cls(*made(dtype, layers, unseen, *new))
 
-    def run(self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1, first=None):
+    def run(self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1, first=None,
+            sinks=None):
         """(attention, the pool after it) in blocks of so many pages; no race is found."""
         slots = len(self.q)
         with races.none():
             out, kv, scale = jax.block_until_ready(kernel(
                 self.q, self.new.kv, self.new.scale, self.pool.kv, self.pool.scale,
-                jnp.int32(layer), index[:slots], page[:slots], table[:slots], first,
+                jnp.int32(layer), index[:slots], page[:slots], table[:slots], first, sinks,
                 block_bytes=pages * self.pool.kv[0, 0].nbytes, cores=cores,
             ))
         return np.asarray(out, np.float64), cache.StackedKV(kv, scale)
@@ -156,7 +157,7 @@ def test_a_slot_that_reads_what_another_writes_is_a_race():
         case.run(table=table)
 
 
-def elsewhere(case, *window):
+def elsewhere(case, *of_layer):
     """(attention, the pool after it) of other platforms; the case then has their key and value."""
     rng, slots = np.random.default_rng(1), len(case.q)
 
@@ -164,7 +165,7 @@ def elsewhere(case, *window):
     def run(q, pool, k, v):
         layer = cache.LayerOf(pool, jnp.int32(LAYER)).append(PAGE, INDEX % SIZE, k, v)
         rows = q.reshape(slots, 1, -1, 64)
-        out = attention.paged_attention(rows, layer.read, TABLE, INDEX[:, None], *window)
+        out = attention.paged_attention(rows, layer.read, TABLE, INDEX[:, None], *of_layer)
         return pool.beside(k, v), out.reshape(q.shape), layer.pool
 
     k, v = rng.normal(0, 1, (2, slots, HEADS, 64)).astype(case.q.dtype)
@@ -188,13 +189,14 @@ def test_equals_the_attention_of_other_platforms(dtype):
     ("float32", 1, 1), ("bfloat16", 1, 150), ("int8", 2, 130), ("float32", 3, 200),
 ])
 def test_a_window_hides_the_positions_before_it(dtype, pages, window):
-    """As other platforms hide them, in blocks that begin before it; the pool is that without it."""
-    case = Case.of(dtype, 64)
-    want, _ = elsewhere(case, attention.Window(window, True))
+    """As other platforms hide them, in blocks that begin before it, with sinks; the pool is that
+    without it."""
+    case, sinks = Case.of(dtype, 64), np.linspace(-2, 4, HEADS * GROUP).astype(np.float32)
+    want, _ = elsewhere(case, attention.Window(window, True), sinks)
     first = np.maximum(INDEX - window + 1, 0)
-    found, pool = case.run(pages=pages, first=first)
+    found, pool = case.run(pages=pages, first=first, sinks=sinks)
     np.testing.assert_allclose(found, want, **TOLERANCE[dtype])
-    whole, whole_pool = case.run(pages=pages)
+    whole, whole_pool = case.run(pages=pages, sinks=sinks)
     assert (np.abs(whole - found).max(axis=(1, 2, 3)) > 0.05).tolist() == (first > 0).tolist()
     wide = lambda x: np.asarray(x, np.float32)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(wide(x), wide(y)), pool, whole_pool)

@@ -25,7 +25,7 @@ def arrays(b, t, s, h, n, k):
     return normal(b, t, h, k), normal(b, s, n, k), normal(b, s, n, k)
 
 
-def reference(q, k, v, mask_bts):
+def reference(q, k, v, mask_bts, sinks=(-np.inf,) * 8):
     """Loop over batch, heads and queries; query head i reads key/value head i // (H / N)."""
     q, k, v = (x.astype(np.float64) for x in (q, k, v))
     out = np.zeros_like(q)
@@ -33,8 +33,8 @@ def reference(q, k, v, mask_bts):
     for b, t, h in np.ndindex(q.shape[:3]):
         seen = np.flatnonzero(mask_bts[b, t])
         scores = k[b, seen, h // group] @ q[b, t, h] / np.sqrt(q.shape[3])
-        p = np.exp(scores - scores.max())
-        out[b, t, h] = p / p.sum() @ v[b, seen, h // group]
+        p = np.exp(np.append(scores, sinks[h]) - scores.max())
+        out[b, t, h] = (p / p.sum())[:-1] @ v[b, seen, h // group]
     return out
 
 
@@ -48,6 +48,7 @@ def test_grouped_queries_equal_numpy(h, n):
     np.testing.assert_allclose(out, reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cases("16-64", "24-64", "24-96", "16-4096")
 @pytest.mark.parametrize("size, block", [
     (16, 64), (24, 64), (64, 64), (100, 64), (24, 96), (16, 4096),
 ])
@@ -68,8 +69,12 @@ def test_pages_in_blocks_equal_numpy(size, block):
     has_loop = "while" in str(jax.make_jaxpr(attend)(q))
     assert has_loop == (block < pages * size)
     mask = np.arange(pages * size) <= places[..., None]
-    out, (weighed, mass) = jax.jit(lambda q: (attend(q), attend(q, weighs=True)))(q)
+    sinks = np.float32([-2, 0, 1, 3])
+    out, (weighed, mass), sunk = jax.jit(lambda q: (
+        attend(q), attend(q, weighs=True), attend(q, sinks_h=sinks)
+    ))(q)
     np.testing.assert_allclose(out, reference(q, k, v, mask), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(sunk, reference(q, k, v, mask, sinks), rtol=1e-4, atol=1e-5)
     np.testing.assert_array_equal(weighed, out)
     np.testing.assert_allclose(mass, page_mass(q, k, mask, size), rtol=1e-4, atol=1e-5)
 
@@ -289,16 +294,23 @@ def test_splash_attention_equals_numpy(interpreted_splash, length, heads, kv_hea
 
 @pytest.mark.parametrize("is_used", [True, False])
 def test_a_window_in_the_splash_kernel(interpreted_splash, is_used):
-    """Equal to the other path, which gemma_test.py compares with transformers; values and gradients."""
-    arrays_qkv, segment_ids = arrays(2, 256, 256, 2, 1, 64), segmentation(2, 256)
-    attend = lambda *x: attention.row_attention(
-        *x, window=attention.Window(100, jnp.asarray(is_used))
+    """Equal to the other path, which golden_test.py compares with transformers; values and gradients,
+    with sinks."""
+    qkvs = *arrays(2, 256, 256, 2, 1, 64), np.float32([-1.0, 2.0])
+    segment_ids = segmentation(2, 256)
+    attend = lambda q, k, v, sinks: attention.row_attention(
+        q, k, v, segment_ids, window=attention.Window(100, jnp.asarray(is_used)), sinks_h=sinks
     )
-    found = value_and_gradients(*arrays_qkv, segment_ids, arrays_qkv[0], attend)
     position = np.arange(256)
     is_seen = position[:, None] - position < (100 if is_used else 256)
-    of_scores = lambda q, k, v, ids: attention.attention(q, k, v, row_mask(ids) & is_seen)
-    want = value_and_gradients(*arrays_qkv, segment_ids, arrays_qkv[0], of_scores)
+    mask = row_mask(segment_ids) & is_seen
+
+    def run(attend):
+        out, pull = jax.vjp(attend, *qkvs)
+        return out, *pull(qkvs[0])
+
+    found = jax.jit(lambda: run(attend))()
+    want = jax.jit(lambda: run(lambda *x: attention.attention(*x[:3], mask, x[3])))()
     for a, b in zip(found, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=2e-5)
 

@@ -50,13 +50,13 @@ def crossing(length):
 # Attention
 
 
-def value_and_gradients(attend, q, k, v):
+def value_and_gradients(attend, q, k, v, *sinks):
     @jax.jit
-    def run(q, k, v):
-        out, pull = jax.vjp(attend, q, k, v)
+    def run(q, *others):
+        out, pull = jax.vjp(attend, q, *others)
         return out, *pull(jnp.cos(q))
 
-    return run(q, k, v)
+    return run(q, k, v, *sinks)
 
 
 def check_context(length, shards, tensor=2):
@@ -66,19 +66,21 @@ def check_context(length, shards, tensor=2):
 
 
 def check_equal(length, shards, tensor):
-    """Equal to all scores on one device; unequal where segments end with the shard, which is what
-    one knows without the keys of the others."""
+    """Equal to all scores on one device, with sinks; unequal where segments end with the shard, which
+    is what one knows without the keys of the others."""
     normal = lambda heads: RNG.normal(0, 1, (2, length, heads, 8)).astype(np.float32)
-    q, k, v = normal(4), normal(2), normal(2)
+    qkvs = normal(4), normal(2), normal(2), RNG.normal(0, 1, 4).astype(np.float32)
     segment_ids, layout = crossing(length), train_layout(1, 1, tensor, shards)
-    of_row = lambda *x: attention.row_attention(*x, segment_ids, layout)
-    of_scores = lambda ids: lambda *x: attention.attention(*x, row_mask(ids))
-    sharded = value_and_gradients(of_row, q, k, v)
-    assert sharded[0].sharding.shard_shape(q.shape) == (2, length // shards, 4 // tensor, 8)
-    for ours, expected in zip(sharded, value_and_gradients(of_scores(segment_ids), q, k, v), strict=True):
+    of_row = lambda q, k, v, sinks: attention.row_attention(
+        q, k, v, segment_ids, layout, sinks_h=sinks
+    )
+    of_scores = lambda ids: lambda q, k, v, sinks: attention.attention(q, k, v, row_mask(ids), sinks)
+    sharded = value_and_gradients(of_row, *qkvs)
+    assert sharded[0].sharding.shard_shape(qkvs[0].shape) == (2, length // shards, 4 // tensor, 8)
+    for ours, expected in zip(sharded, value_and_gradients(of_scores(segment_ids), *qkvs), strict=True):
         close(ours, expected)
     cut = segment_ids + 10 * (np.arange(length) // (length // shards))[None]
-    for ours, unexpected in zip(sharded, value_and_gradients(of_scores(cut), q, k, v), strict=True):
+    for ours, unexpected in zip(sharded, value_and_gradients(of_scores(cut), *qkvs), strict=True):
         with pytest.raises(AssertionError):
             close(ours, unexpected)
 

@@ -26,7 +26,7 @@ def test_a_large_v5e_slice_gathers_tokens(chips, kind):
     rows = lambda dtype, n: like(dtype, (len(devices), 4, n), "batch", "length", None)
     ws = tuple(
         like("bfloat16", shape, *axes)
-        for shape, axes in zip(((8, 256, 128), (8, 256, 128), (8, 128, 256)), expert_parallel.AXES, strict=True)
+        for shape, axes in zip(((8, 256, 128), (8, 256, 128), (8, 128, 256)), expert_parallel.AXES[:3], strict=True)
     )
     run = jax.jit(lambda *x: expert_parallel.experts(*x, 8, layout))
     text = run.lower(rows("bfloat16", 256), rows("int32", 2), rows("float32", 2), ws).compile().as_text()

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
-from jaxrl_tis.kernels import tiles
+from jaxrl_tis.kernels import mxfp4, tiles
 from jaxrl_tis.models import invariant, quant
 from jaxrl_tis.models.grouped import grouped_matmul, grouped_matmul_invariant
 from tests import jitted
@@ -25,6 +25,7 @@ SIZES = {
     "not full": (3, 0, 11, 5), "none": (0, 0, 0, 0),
 }
 INTEGER = [name for name, scheme in quant.SCHEMES.items() if scheme.dtype == jnp.int8]
+BY_CHANNEL = [name for name, scheme in quant.SCHEMES.items() if not scheme.is_mxfp4]
 OPTIMIZED = pytest.mark.usefixtures("optimized")
 
 
@@ -76,7 +77,7 @@ def test_values_of_any_sizes(sizes):
     ("fp8_w8a16", "bfloat16"), ("fp8_w8a8", "float16"),
 ]))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("scheme", quant.SCHEMES)
+@pytest.mark.parametrize("scheme", BY_CHANNEL)
 def test_every_kind_of_weight(scheme, dtype):
     x, w = normal(0, M, I, dtype=dtype), normal(1, E, I, O)
     sizes = sizes_of(3, 0, 20, 9)
@@ -188,7 +189,7 @@ def interpreted(monkeypatch):
 
 
 @pytest.mark.cases("w8a8", "fp8_w8a16")
-@pytest.mark.parametrize("scheme", quant.SCHEMES)
+@pytest.mark.parametrize("scheme", BY_CHANNEL)
 def test_a_tpu_computes_the_same_product(scheme, interpreted):
     x, w, sizes = normal(0, M, I, dtype="bfloat16"), normal(1, E, I, O), sizes_of(3, 0, 20, 9)
     w = w.astype("bfloat16") if scheme == "none" else quantize_weight(w, scheme)
@@ -197,6 +198,36 @@ def test_a_tpu_computes_the_same_product(scheme, interpreted):
         found = jitted.function(lambda *a: grouped_matmul(*a))(x, kind, sizes)
         assert found.dtype == x.dtype
         np.testing.assert_allclose(found.astype("float32"), want, rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.cases("tpu")
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_mxfp4_is_the_product_of_the_dequantized_weight(platform, request):
+    """Also the gradient of x, and that of the float weight of a master."""
+    if platform == "tpu":
+        request.getfixturevalue("interpreted")
+    @jax.jit
+    def run(x, w, sizes, y_bar):
+        stored = quant.quantize_weight(w, "mxfp4")
+        found, pull = jax.vjp(lambda x: grouped_matmul(x, stored, sizes), x)
+        master, pull_both = jax.vjp(lambda x, w: grouped_matmul(x, quant.Master(w, "mxfp4"), sizes), x, w)
+        return stored, found, *pull(y_bar), master, *pull_both(y_bar)
+
+    x, y_bar = (normal(i, M, n, dtype="bfloat16") for i, n in ((0, 64), (2, O)))
+    w, sizes = normal(1, E, 64, O), sizes_of(3, 0, 20, 9)
+    stored, found, x_bar, master, *bars = run(x, w, sizes, y_bar)
+    blocks = np.asarray(stored.q).reshape(E, 2, 16, O).transpose(0, 3, 1, 2)
+    whole = mxfp4.decode(blocks, np.asarray(stored.scale).swapaxes(1, 2)).swapaxes(1, 2)
+    assert 0.1 < np.abs(whole - w).max() < 0.5
+    of_m = np.repeat(np.arange(E + 1), [*sizes, M - sum(sizes)])
+    of_row = lambda w: np.concatenate([w, 0 * w[:1]])[of_m]
+    x, y_bar = x.astype("float32"), y_bar.astype("float32")
+    expected = np.einsum("mi,mio->mo", x, of_row(whole))
+    w_bar = np.stack([x[of_m == e].T @ y_bar[of_m == e] for e in range(E)])
+    x_of = lambda w: np.einsum("mo,mio->mi", y_bar, of_row(w))
+    pairs = [(found, expected), (master, expected), (x_bar, x_of(whole)), (bars[0], x_of(w)), (bars[1], w_bar)]
+    for ours, theirs in pairs:
+        np.testing.assert_allclose(ours.astype("float32"), theirs, rtol=1e-2, atol=5e-2)
 
 
 @pytest.mark.all

@@ -174,7 +174,7 @@ def test_what_the_contract_does_not_cover_is_refused(changes, mesh, message):
 
 
 def test_float8_is_refused():
-    with pytest.raises(ValueError, match="'fp8_w8a8' sums floats of 8 bits; use none, w8a16, w8a8"):
+    with pytest.raises(ValueError, match="'fp8_w8a8' sums floats of few bits; use none, w8a16, w8a8"):
         invariant.check(CONFIG, dict(tensor=2, context=1), "fp8_w8a8")
     invariant.check(CONFIG, dict(tensor=2, context=1), "w8a8")
 

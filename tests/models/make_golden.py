@@ -18,6 +18,9 @@ Models with experts have peaked routers, of which every expert is chosen, and th
   transformers in float32. Its modules convert to float32 in places (norms, softmax, router, rotary
   angles). In the second run these are float64 too.
 
+`gpt_oss_mxfp4` is written with random bytes and exponents in place of its experts' weights. Its logits
+are those of the weights that transformers makes of them.
+
 `torch.topk` leaves the order of equal scores open. On a CPU it chose the experts 6 and 5 of eight
 equal ones, and 10 and 11 of sixteen. In the case with ties the lower id comes first, as it does in
 `jax.lax.top_k`: its two runs replace `torch.topk` by a stable sort.
@@ -31,6 +34,7 @@ import sys
 from typing import NamedTuple
 
 import numpy as np
+import safetensors.torch
 import torch
 import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -84,6 +88,19 @@ GEMMA = SMALL | {
 del GEMMA["hidden_act"]
 
 
+GPT_OSS = SMALL | {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 16,
+    "num_hidden_layers": 3, "intermediate_size": 32, "attention_bias": True,
+    "num_local_experts": 8, "num_experts_per_tok": 3, "experts_per_token": 3, "sliding_window": 9,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    "initial_context_length": 64, "rope_theta": 150000, "rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0,
+        "original_max_position_embeddings": 64, "truncate": False},
+    "swiglu_limit": 1.25, "tie_word_embeddings": False, "router_aux_loss_coef": 0.9,
+    "output_router_logits": False,
+}
+
+
 class Case(NamedTuple):
     """A model to write.
 
@@ -95,6 +112,7 @@ class Case(NamedTuple):
       is_fused: the experts of a layer are stored as transformers 5 holds them in memory.
       has_ties: the experts 2i and 2i + 1 have the same score.
       seed: of weights and tokens; None for the place in the table.
+      is_mxfp4: the weights of experts are stored in 4 bits.
     """
 
     hf: dict
@@ -104,10 +122,12 @@ class Case(NamedTuple):
     is_fused: bool = False
     has_ties: bool = False
     seed: int | None = None
+    is_mxfp4: bool = False
 
     @property
     def num_experts(self) -> int:
-        return self.hf.get("num_experts", 0) or self.hf.get("n_routed_experts", 0)
+        names = "num_experts", "n_routed_experts", "num_local_experts"
+        return next((self.hf[name] for name in names if name in self.hf), 0)
 
 
 CASES = {
@@ -143,6 +163,14 @@ CASES = {
             "rope_type": "linear", "factor": 8.0}},
         is_rewritten=True,
     ),
+    "gpt_oss": Case(GPT_OSS, is_rewritten=True, seed=9),
+    "gpt_oss_mxfp4": Case(GPT_OSS | {
+        "num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"],
+        "swiglu_limit": 7.0, "quantization_config": {
+            "quant_method": "mxfp4", "modules_to_not_convert": [
+                "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens",
+                "lm_head"]},
+    }, is_mxfp4=True, seed=6),
 }
 
 # (rope_scaling, rope_theta, head_dim[, partial_rotary_factor])
@@ -171,14 +199,16 @@ def fill(model: torch.nn.Module, case: Case, seed: int) -> None:
         if name.endswith("norm.weight"):
             values = 0.5 + torch.rand(parameter.shape, generator=generator)
             values -= float(case.hf["model_type"] == "gemma3_text")  # its norms multiply by 1 + values
-        elif name.endswith(".bias"):
-            values = torch.randn(parameter.shape, generator=generator)
+        elif name.endswith(("bias", "sinks")):
+            # Every expert of a router is chosen.
+            gain = 0.3 if name.endswith(("router.bias", "proj_bias")) else 1.0
+            values = torch.randn(parameter.shape, generator=generator) * gain
         else:
             gain = 1.5 if "q_proj" in name or "k_proj" in name else 1.0
             gain = 4.0 if "embed_tokens" in name else gain
-            gain = 2.0 if name.endswith("mlp.gate.weight") else gain
+            gain = 2.0 if name.endswith(("mlp.gate.weight", "mlp.router.weight")) else gain
             gain = 1.5 if name == "lm_head.weight" and case.num_experts else gain
-            fan_in = parameter.shape[-1]
+            fan_in = parameter.shape[-2 if case.hf["model_type"] == "gpt_oss" and parameter.ndim == 3 else -1]
             values = torch.randn(parameter.shape, generator=generator) * gain * fan_in**-0.5
             if case.has_ties and name.endswith("mlp.gate.weight"):
                 values[1::2] = values[::2]
@@ -220,16 +250,22 @@ def replaying(routes: np.ndarray, case: Case):
     return replay
 
 
-def run(case: Case, tokens: np.ndarray, seed: int, dtype: torch.dtype, replayed=None):
-    """Returns the model, the logits, and the routes of its layers with experts."""
+def run(
+    case: Case, tokens: np.ndarray, seed: int, dtype: torch.dtype, replayed=None, weights=None
+):
+    """Returns the model, the logits, and the routes of its layers with experts. `weights` are those
+    of `fill` where they are None."""
     config = transformers.AutoConfig.for_model(**case.hf)
     config._attn_implementation = config._experts_implementation = "eager"
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
     fill(model, case, seed)
+    if weights is not None:
+        model.load_state_dict(weights)
     routes = []
     for layer in model.model.layers:
-        if hasattr(layer.mlp, "gate"):
-            layer.mlp.gate.register_forward_hook(lambda _, __, out: routes.append(out[2].numpy()))
+        router = getattr(layer.mlp, "gate", None) or getattr(layer.mlp, "router", None)
+        if router is not None:
+            router.register_forward_hook(lambda _, __, out: routes.append(out[2].numpy()))
     topk = {"topk": lower_first} if case.has_ties else {}
     topk = topk if replayed is None else {"topk": replaying(replayed, case)}
     with torch.no_grad(), patched(torch, **topk):
@@ -238,7 +274,32 @@ def run(case: Case, tokens: np.ndarray, seed: int, dtype: torch.dtype, replayed=
     return model, logits.numpy(), [ids.reshape(*tokens.shape, -1) for ids in routes]
 
 
-def run_in_float64(case: Case, tokens: np.ndarray, seed: int):
+def write_mxfp4(folder: pathlib.Path, case: Case, seed: int) -> dict[str, torch.Tensor]:
+    """Writes the model with random bytes for its experts and returns the weights that transformers
+    reads."""
+    hf = {name: value for name, value in case.hf.items() if name != "quantization_config"}
+    model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**hf))
+    fill(model, case, seed)
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for name, x in model.state_dict().items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            tensors[name] = x.to(torch.bfloat16).contiguous()
+            continue
+        experts, width, out = x.shape
+        blocks = rng.integers(0, 256, (experts, out, width // 32, 16), np.uint8)
+        exponents = rng.integers(122, 126, (experts, out, width // 32), np.uint8)
+        tensors |= {f"{name}_blocks": torch.from_numpy(blocks), f"{name}_scales": torch.from_numpy(exponents)}
+    folder.mkdir()
+    safetensors.torch.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(case.hf, indent=1) + "\n")
+    stored = transformers.Mxfp4Config(dequantize=True)
+    read = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=stored, dtype=torch.float32)
+    return read.state_dict()
+
+
+def run_in_float64(case: Case, tokens: np.ndarray, seed: int, weights=None):
     """Returns what `run` does in float64, also where the modules convert to float32."""
     def check(_, __, out):
         outputs = out if isinstance(out, tuple) else (out,)
@@ -250,7 +311,7 @@ def run_in_float64(case: Case, tokens: np.ndarray, seed: int):
         patched(torch, float32=double, float=double),
         patched(torch.Tensor, float=torch.Tensor.double),
     ):
-        result = run(case, tokens, seed, double)
+        result = run(case, tokens, seed, double, weights=weights)
     hook.remove()
     return result
 
@@ -259,8 +320,19 @@ def write_case(name: str, seed: int) -> None:
     case = CASES[name]
     rng = np.random.default_rng(seed)
     tokens = rng.integers(0, case.hf["vocab_size"], (2, case.length), np.int32)
-    model, logits, routes = run(case, tokens, seed, torch.float32)
     folder = GOLDEN / name
+    weights = write_mxfp4(folder, case, seed) if case.is_mxfp4 else None
+    model, logits, routes = run(case, tokens, seed, torch.float32, weights=weights)
+    if weights is None:
+        write_model(folder, case, model)
+    np.save(folder / "tokens.npy", tokens)
+    np.save(folder / "logits.npy", logits.astype(np.float32))
+    print(f"{name}: logits std {logits.std():.2f}")
+    if routes:
+        write_routes(folder, case, tokens, seed, logits, routes, weights)
+
+
+def write_model(folder: pathlib.Path, case: Case, model: torch.nn.Module) -> None:
     biases = {n: x.clone() for n, x in model.named_buffers() if n.endswith("correction_bias")}
     model.to(torch.bfloat16)
     for buffer, values in biases.items():
@@ -270,15 +342,10 @@ def write_case(name: str, seed: int) -> None:
     (folder / "generation_config.json").unlink()
     if not case.is_rewritten:
         (folder / "config.json").write_text(json.dumps(case.hf, indent=1) + "\n")
-    np.save(folder / "tokens.npy", tokens)
-    np.save(folder / "logits.npy", logits.astype(np.float32))
-    print(f"{name}: logits std {logits.std():.2f}")
-    if routes:
-        write_routes(folder, case, tokens, seed, logits, routes)
 
 
-def write_routes(folder, case, tokens, seed, logits, routes) -> None:
-    _, exact, exact_routes = run_in_float64(case, tokens, seed)
+def write_routes(folder, case, tokens, seed, logits, routes, weights=None) -> None:
+    _, exact, exact_routes = run_in_float64(case, tokens, seed, weights)
     np.testing.assert_array_equal(np.sort(routes), np.sort(exact_routes))
     for ids in routes:
         load = np.bincount(ids.flat, minlength=case.num_experts)
@@ -286,7 +353,8 @@ def write_routes(folder, case, tokens, seed, logits, routes) -> None:
     error = exact - logits
     np.save(folder / "routes.npy", np.asarray(routes, np.uint8))
     np.save(folder / "error.npy", error.astype(np.float32))
-    _, replayed, _ = run(case, tokens, seed, torch.float32, np.roll(routes, 1, axis=2))
+    replay = np.roll(routes, 1, axis=2)
+    _, replayed, _ = run(case, tokens, seed, torch.float32, replay, weights)
     np.save(folder / "replayed.npy", replayed)
     load = np.bincount(np.ravel(routes)) / np.size(routes)
     print(f"  loads {load.min():.3f} to {load.max():.3f}, error {np.abs(error).max():.1e}")

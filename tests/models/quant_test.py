@@ -267,7 +267,7 @@ def test_quantize_params_touches_the_projections_only():
               "layers": projections | kept}
     for scheme in quant.SCHEMES:
         out = quant.quantize_params(params, Recipe(scheme))
-        if scheme == "none":
+        if scheme in ("none", "mxfp4"):  # none of these is of experts
             assert all(a is b for a, b in zip(jax.tree.leaves(out), jax.tree.leaves(params), strict=True))
             continue
         dtype = jnp.float8_e4m3fn if scheme.startswith("fp8") else jnp.int8
@@ -292,6 +292,15 @@ def test_excluded_projections_keep_their_dtype():
         is_kept = name in ("down", "o")
         assert isinstance(out["layers"][name], QuantArray) != is_kept
         assert isinstance(masters[name], quant.Master) != is_kept
+
+
+def test_experts_alone_have_4_bits():
+    params = {"layers": {name: jnp.ones((2, 64, 4)) for name in quant.QUANTIZED}}
+    recipe = Recipe("mxfp4", ("expert_up",))
+    out = jax.eval_shape(lambda params: quant.quantize_params(params, recipe), params)["layers"]
+    found = {name for name, w in out.items() if isinstance(w, QuantArray)}
+    assert found == {"expert_gate", "expert_down"}
+    assert (out["expert_down"].q.shape, out["expert_down"].scale.shape) == ((2, 32, 4), (2, 2, 4))
 
 
 def test_the_id_of_a_recipe_names_all_that_decides_the_numbers():

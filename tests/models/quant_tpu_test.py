@@ -32,7 +32,7 @@ def compiled(topology, scheme):
     return jax.jit(quant.dot).lower(array(64, jnp.bfloat16), w).compile()
 
 
-@pytest.mark.parametrize("scheme", quant.SCHEMES)
+@pytest.mark.parametrize("scheme", READ)
 @pytest.mark.parametrize("topology", [
     "v5e:2x2", pytest.param("tpu7x:2x2x1", marks=pytest.mark.all),
 ])
