@@ -40,6 +40,7 @@ TRAIN_RULES = {
 SERVE_RULES = {
     "batch": ("data", "fsdp", "expert"),
     "length": None,
+    "positions": "context",
     "layers": None,
     "norm": None,
     "router": None,
@@ -408,18 +409,12 @@ def layout(
     grad_reduce_dtype: str = "float32",
 ) -> Layout:
     """Makes the mesh under the rules. Where its tensor shards do not divide a vocabulary of
-    `vocab_size` tokens, each stores all of it. ValueError where a context axis would shard
-    nothing."""
+    `vocab_size` tokens, each stores all of it."""
     mesh = make_mesh(shape, devices)
     if vocab_size % mesh.shape["tensor"]:
         rules = rules | {"vocab": None}
     if mesh.shape["expert"] == 1:
         rules = {name: _without_experts(entry) for name, entry in rules.items()}
-    if mesh.shape["context"] > 1 and rules["length"] != "context":
-        raise ValueError(
-            f"mesh {dict(mesh.shape)} has {mesh.shape['context']} context shards, which serving "
-            "does not support; set the context entry of mesh.serve to 1"
-        )
     return Layout(mesh, tuple(rules.items()), grad_reduce_dtype)
 
 

@@ -287,7 +287,8 @@ def attention(q_bthk: jax.Array, k_bsnk: jax.Array, v_bsnk: jax.Array, mask_bts:
 
 def paged_attention(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
-    window: Window | None = None, block_size: int = PAGED_BLOCK, weighs: bool = False,
+    first_bt: jax.Array | None = None, block_size: int = PAGED_BLOCK, weighs: bool = False,
+    is_part: bool = False,
 ) -> Any:
     """Returns attention to keys and values in pages, [B,T,H,K].
 
@@ -300,14 +301,15 @@ def paged_attention(
       table_bp: [B,P] int32 pages of each row in order.
       index_bt: [B,T] int32 position of each query in its pages; it attends to positions up to its
         own. Positions after a row's last query have no influence, NaN included.
-      window: of the layer.
+      first_bt: [B,T] int32 the first position that each query attends to; None: 0.
       block_size: positions of a block, if pages are not larger.
       weighs: also return the attention [B,T,P] float32 of each query to each page, summed over heads.
+      is_part: the pages are a part of the positions, for `merged`, and a query may have none there.
+        Then return float32 and the log of the softmax's sum [B,T,H], at most MASKED without any.
 
     Returns: [B,T,H,K] in q's dtype; softmax and sums are float32.
     """
     b, t, h, k = q_bthk.shape
-    first_bt = None if window is None else window.first(index_bt)
     n, size = jax.eval_shape(read, table_bp).k.shape[2:4]
     num_pages = table_bp.shape[1]
     count = min(max(block_size // size, 1), table_bp.shape[1])
@@ -351,21 +353,36 @@ def paged_attention(
     mass_bntgp = jnp.zeros((*shape, table_bp.shape[1])) if weighs else None
     carry = jnp.full(shape, MASKED), jnp.zeros(shape), jnp.zeros((*shape, k)), mass_bntgp
     if table_bp.shape[1] == count:
-        _, total_bntg, out_bntgk, mass_bntgp = block(0, carry)
+        top_bntg, total_bntg, out_bntgk, mass_bntgp = block(0, carry)
     else:
         blocks = jnp.max(last_b) // (count * size) + 1
         start = 0 if first_bt is None else jnp.min(first_bt) // (count * size)
-        _, total_bntg, out_bntgk, mass_bntgp = jax.lax.fori_loop(start, blocks, block, carry)
-    out_bntgk = out_bntgk / total_bntg[..., None]
-    out = cast(jnp.moveaxis(out_bntgk, 1, 2).reshape(b, t, h, k))
+        carry = jax.lax.fori_loop(start, blocks, block, carry)
+        top_bntg, total_bntg, out_bntgk, mass_bntgp = carry
+    by_head = lambda x: jnp.moveaxis(x, 1, 2).reshape(b, t, h, *x.shape[4:])
+    if is_part:
+        total_bntg = jnp.maximum(total_bntg, jnp.finfo(jnp.float32).tiny)
+        out_bntgk = out_bntgk / total_bntg[..., None]
+        return by_head(out_bntgk), by_head(top_bntg + jnp.log(total_bntg))
+    out = cast(by_head(out_bntgk / total_bntg[..., None]))
     if mass_bntgp is None:
         return out
     return out, jnp.sum(mass_bntgp / total_bntg[..., None], axis=(1, 3))[..., :num_pages]
 
 
+def merged(out_bthk: jax.Array, log_total_bth: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    """Returns attention [B,T,H,K] in float32 from its parts on the devices of mesh axes: each device
+    has the attention to its own positions, and the log of the softmax's sum. Inside a shard_map."""
+    top_bth = jax.lax.pmax(log_total_bth, axes)
+    weight_bth1 = jnp.exp(log_total_bth - top_bth)[..., None]
+    sums = jnp.concatenate([out_bthk * weight_bth1, weight_bth1], axis=-1)
+    out_bthk, total_bth1 = jnp.split(jax.lax.psum(sums, axes), [out_bthk.shape[-1]], axis=-1)
+    return out_bthk / total_bth1
+
+
 def paged_attention_by_length(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
-    window: Window | None = None, weighs: bool = False,
+    first_bt: jax.Array | None = None, weighs: bool = False, is_part: bool = False,
 ) -> Any:
     """Returns `paged_attention` of rows of any lengths, computed for a few similar rows at a time.
 
@@ -373,12 +390,15 @@ def paged_attention_by_length(
     shapes: no row's result depends on the batch composition."""
     b, room = len(q_bthk), table_bp.shape[1] * jax.eval_shape(read, table_bp).k.shape[3]
     if b < GROUPED_FROM or room <= 2 * PAGED_BLOCK:
-        return paged_attention(q_bthk, read, table_bp, index_bt, window, weighs=weighs)
+        return paged_attention(
+            q_bthk, read, table_bp, index_bt, first_bt, weighs=weighs, is_part=is_part
+        )
     order_b = jnp.argsort(jnp.max(index_bt, axis=1))
     # The longest row fills up the last group.
     groups = order_b[jnp.minimum(jnp.arange(b + -b % GROUP), b - 1)].reshape(-1, GROUP)
     attend = lambda rows: paged_attention(
-        q_bthk[rows], read, table_bp[rows], index_bt[rows], window, weighs=weighs
+        q_bthk[rows], read, table_bp[rows], index_bt[rows],
+        None if first_bt is None else first_bt[rows], weighs=weighs, is_part=is_part,
     )
     in_order = lambda x: x.reshape(-1, *x.shape[2:])[jnp.argsort(order_b)]
     return jax.tree.map(in_order, jax.lax.map(attend, groups))

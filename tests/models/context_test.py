@@ -69,7 +69,7 @@ def balanced_attention(segment_ids, layout, *limits):
     """`row_attention` of rows as they are, whose tokens change places for it."""
 
     def attend(*x):
-        *x, ids = map(layout.balanced, (*x, jnp.asarray(segment_ids)))
+        *x, ids = map(layout.balanced, (*x, segment_ids))
         out = attention.row_attention(*x, ids, layout, *map(layout.balanced, limits))
         return layout.in_order(out)
 
@@ -109,7 +109,7 @@ def test_keys_that_become_unseen_in_another_shard():
     place = np.arange(length)
     unseen = np.broadcast_to(np.where(place < 16, place + 10, length), (2, length))
     mask = row_mask(crossing(length)) & (place[:, None] < unseen[:, None])
-    of_row = balanced_attention(crossing(length), train_layout(1, 1, 2, 4), jnp.asarray(unseen))
+    of_row = balanced_attention(crossing(length), train_layout(1, 1, 2, 4), unseen)
     expected = value_and_gradients(lambda *x: attention.attention(*x, mask), q, k, v)
     for a, b in zip(value_and_gradients(of_row, q, k, v), expected, strict=True):
         close(a, b)
@@ -168,9 +168,13 @@ def test_shards_compute_as_many_blocks(monkeypatch):
     np.testing.assert_array_equal(counts[:, [0, -1]], [[3, 31]] * 3)
 
 
+@pytest.mark.all
 def test_tokens_change_places_and_come_back():
     """Of eight chunks of 3 tokens shard 1 of four has the chunks 1 and 6."""
     layout, rows = train_layout(2, 1, 1, 4), np.arange(48).reshape(2, 24)
+    assert (layout.row_shards, layout.row_unit) == (4, 8)
+    sampler = sharding.layout((1, 2, 1, 4), sharding.SERVE_RULES)
+    assert (sampler.row_shards, sampler.row_unit) == (1, 1)  # it cuts no rows
     moved = jax.jit(layout.balanced)(rows)
     np.testing.assert_array_equal(moved[0, 6:12], [3, 4, 5, 18, 19, 20])
     np.testing.assert_array_equal(moved, rows[:, sharding.balanced_order(24, 4)])
@@ -248,9 +252,3 @@ def test_noise_and_residuals_are_those_of_one_device():
         )
 
     close(noisy(placed, program, place), noisy(params, transformer.Program(), tokens))
-
-
-def test_serving_has_no_context_axis():
-    with pytest.raises(ValueError, match="'context': 4.* 4 context shards"):
-        sharding.layout((1, 2, 1, 4), sharding.SERVE_RULES)
-    assert train_layout(1, 2, 2).mesh.shape["context"] == 1
