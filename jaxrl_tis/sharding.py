@@ -22,6 +22,7 @@ MESH_AXES = ("data", "fsdp", "tensor", "context", "expert")
 # libtpu makes an all-reduce of a reduce-scatter, and on v5p of a gather, among more devices of a
 # mesh axis. In stages among at most so many it does not, and a device sends as many bytes.
 STAGE = 8
+HOST_MEMORY = "pinned_host"
 
 TRAIN_RULES = {
     "batch": ("data", "fsdp", "expert"),
@@ -327,6 +328,8 @@ def device_bytes(tree: Any) -> int:
 
 def _shard_bytes(x: Any) -> int:
     sharding = getattr(x, "sharding", None)
+    if sharding is not None and sharding.memory_kind == HOST_MEMORY:
+        return 0
     shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
     return math.prod(shape) * x.dtype.itemsize
 

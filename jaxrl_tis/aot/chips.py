@@ -96,6 +96,7 @@ TOPOLOGIES = {
     "gsm8k_qwen3_8b_lora": "v5e:2x4",
     "dapo_qwen25_32b": "v5p:4x4x4",
     "dapo_qwen3_8b": "v5e:4x4",
+    "dapo_qwen3_8b_64k": "v5p:4x4x2",
     "dapo_qwen3_30b_a3b": "v5p:4x4x2",
     "dapo_qwen3_30b_a3b_v5e": "v5e:8x8",
 }

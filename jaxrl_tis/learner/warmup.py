@@ -53,7 +53,8 @@ def warm_up(
     if batches is None:
         return params
     # optimizer.warmup is of the updates that follow.
-    fields = ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr, "warmup": 0})
+    own = {"lr": config.warmup.lr, "warmup": 0, "offload": False}
+    fields = ml_collections.ConfigDict({**config.optimizer, **own})
     tx = scaled_for(config.model.dtype, make_optimizer(fields, config.warmup.steps))
     # It trains all weights: LoRA begins at the taught base.
     train_step = make_supervised_step(dataclasses.replace(setup.learner, adapter=None), tx)
