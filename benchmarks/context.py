@@ -7,7 +7,7 @@ is compiled in a scan over layers of projections and attention that keeps only t
 The compiler's figures for one device are printed. The steps of a ring are either unrolled or a
 loop: an unrolled ring can send the next keys while a kernel runs, and a loop holds fewer arrays.
 Nothing runs on a TPU. The ring calls private functions of JAX's splash attention. The last columns
-are the blocks of scores that the first and the last shard compute forward, over the mean: rows of
+are the tiles of scores that the first and the last shard compute forward, over the mean: rows of
 the gathered form are in `sharding.balanced_order`, those of the ring are not.
 
 All forms sum the gradients of the weights by `all-reduce`, the gathered form also those of its
@@ -31,8 +31,7 @@ from benchmarks import arguments
 from jaxrl_tis import sharding
 from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.hlo import Module
-from jaxrl_tis.models import attention
-from jaxrl_tis.models.attention import row_attention, splash_blocks
+from jaxrl_tis.models.attention import SPLASH_TILE, row_attention, splash_blocks
 from jaxrl_tis.runtime import cli
 
 # Embedding, query heads, key/value heads, head size.
@@ -208,11 +207,11 @@ def lowered(attend: Callable, layout, model: str, length: int, layers: int) -> j
 
 
 def work(name: str, shards: int, length: int) -> tuple[float, float]:
-    """Returns the blocks of scores that the first and the last shard compute, over the mean."""
+    """Returns the tiles of scores that the first and the last shard compute, over the mean."""
     counts = np.arange(shards) + 0.5  # squares of a ring: own keys are half a square
     if name == "gathered":
-        mask = attention._splash_kernel(length, shards).fwd_mask_info.block_mask
-        counts = np.array([np.sum(part > 0) for part in np.split(np.asarray(mask)[0], shards)])
+        last = sharding.balanced_order(length, shards).reshape(shards, -1, SPLASH_TILE)[..., -1]
+        counts = (1 + last // SPLASH_TILE).sum(axis=1)
     return counts[0] / counts.mean(), counts[-1] / counts.mean()
 
 

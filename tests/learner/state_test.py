@@ -134,6 +134,7 @@ def test_moments_in_host_memory_change_no_number(tmp_path):
     )
 
 
+@pytest.mark.all
 def test_moments_that_an_update_may_skip_stay_on_the_devices():
     for changes in (
         dict(model__dtype="float16"), dict(correction__controllers="gradient_alignment(gac_low=0.0, gac_high=0.5)"),
