@@ -296,8 +296,8 @@ def _exchanged(layout: Layout, lead: int, to_balanced: bool, x: jax.Array) -> ja
         # first its even or first its odd one of the balanced order.
         is_even = jax.lax.axis_index(name) % 2 == 0
         choose = lambda a, b: (jnp.where(is_even, a, b), jnp.where(is_even, b, a))
-        parts = jnp.split(x, 2, axis=lead + 1)
-        parts = parts if to_balanced else choose(*parts)
+        first, second = jnp.split(x, 2, axis=lead + 1)
+        parts = (first, second) if to_balanced else choose(first, second)
         sent = []
         for parity, part in enumerate(parts):
             owner = lambda i, parity=parity: min(2 * i + parity, 2 * n - 1 - (2 * i + parity))

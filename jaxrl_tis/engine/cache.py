@@ -195,7 +195,7 @@ def axes(path: tuple, x: jax.Array) -> tuple:
     if name == "index":
         return ()
     first = (None,) * (x.ndim == 5) + ("batch", "kv_heads")
-    rest = [None] * (x.ndim - len(first))
+    rest: list[str | None] = [None] * (x.ndim - len(first))
     rest[-1 if "scale" in name else -2] = "positions"
     return first + tuple(rest)
 
@@ -251,8 +251,8 @@ class Positions:
         if self.count == 1:
             return paged(q_bthk, read, table_bp, index_bt, *bounds)
         index_bt = self.before(index_bt + 1) - 1
-        part = paged(q_bthk, read, table_bp, index_bt, *bounds, is_part=True)
-        return attention.merged(*part, self.names).astype(q_bthk.dtype)
+        out, log_total = paged(q_bthk, read, table_bp, index_bt, *bounds, is_part=True)
+        return attention.merged(out, log_total, self.names).astype(q_bthk.dtype)
 
 
 # `attend` of the transformer: writes the keys of its tokens, then attends to all keys so far
@@ -364,10 +364,11 @@ def _append_kernel(
 ):
     """Runs the kernel, which takes one token of every slot, for each of the T tokens in turn."""
     b, _, h, k = q_bthk.shape
-    is_part, places = positions.count > 1, (first_bt, index_bt, None)
+    is_part = positions.count > 1
+    places: Any = first_bt, index_bt, None
     if is_part:
         # The kernel looks at one position at least. Where a device has none, the merge leaves it out.
-        end_bt, has_bt = positions.before(index_bt + 1), positions.has(index_bt)
+        end_bt, has_bt = positions.before(index_bt + 1), jnp.asarray(positions.has(index_bt))
         first_bt = jnp.zeros_like(end_bt) if first_bt is None else positions.before(first_bt)
         last_bt = jnp.maximum(end_bt - 1, 0)
         places = jnp.minimum(first_bt, last_bt), last_bt, has_bt.astype(jnp.int32)

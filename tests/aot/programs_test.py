@@ -70,7 +70,7 @@ COMPILED = {
     "dapo_qwen25_32b": ("decode",),
     "dapo_qwen25_32b:async": ("score", "quantize", "insert"),
     "dapo_qwen3_8b": ("train",),
-    "dapo_qwen3_8b_64k": ("train", "prefill", "decode"),
+    "dapo_qwen3_8b_64k": ("train", "decode"),
     "dapo_qwen3_30b_a3b": ("score", "decode"),
     "dapo_qwen3_30b_a3b_v5e": ("score", "decode"),
 }
@@ -198,16 +198,13 @@ def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
 def test_devices_that_share_positions_send_no_keys(made):
     """The sampler sums one head's attention and its weight over them, the learner gathers keys of
     one head at a time, and moves tokens to other devices before the first layer and after the last."""
-    setup, found = made("dapo_qwen3_8b_64k")
+    _, found = made("dapo_qwen3_8b_64k")
     of_context = {
         name: [c for c in entry["collectives"] if "context" in c["axes"]]
         for name, entry in found["programs"].items()
     }
-    config, heads = setup.engine.config, 32 // 8
-    for name, tokens in (("prefill", config.prefill_batch * config.prefill_chunk), ("decode", 8)):
-        assert {c["kind"] for c in of_context[name]} == {"all-reduce"}
-        sums = tokens * heads * (128 + 1) * 4
-        assert max(c["bytes"] for c in of_context[name]) == sums
+    assert {c["kind"] for c in of_context["decode"]} == {"all-reduce"}
+    assert max(c["bytes"] for c in of_context["decode"]) == 8 * 32 // 8 * (128 + 1) * 4
     row = 2048 * 4096 * 2  # numbers of bfloat16 in a row of hidden states
     others = [c for c in of_context["train"] if c["kind"] in ("all-gather", "all-to-all")]
     assert max(c["bytes"] for c in others) == 2048 * 128 * 2
