@@ -6,7 +6,9 @@ First the results and gradients of the ring are compared with `row_attention` on
 is compiled in a scan over layers of projections and attention that keeps only the layers' inputs.
 The compiler's figures for one device are printed. The steps of a ring are either unrolled or a
 loop: an unrolled ring can send the next keys while a kernel runs, and a loop holds fewer arrays.
-Nothing runs on a TPU. The ring calls private functions of JAX's splash attention.
+Nothing runs on a TPU. The ring calls private functions of JAX's splash attention. The last columns
+are the tiles of scores that the first and the last shard compute forward, over the mean: rows of
+the gathered form are in `sharding.balanced_order`, those of the ring are not.
 
 All forms sum the gradients of the weights by `all-reduce`, the gathered form also those of its
 keys. Collectives count whole arrays: the result of a gather, the operand of a sum.
@@ -29,7 +31,7 @@ from benchmarks import arguments
 from jaxrl_tis import sharding
 from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.hlo import Module
-from jaxrl_tis.models.attention import row_attention, splash_blocks
+from jaxrl_tis.models.attention import SPLASH_TILE, row_attention, splash_blocks
 from jaxrl_tis.runtime import cli
 
 # Embedding, query heads, key/value heads, head size.
@@ -204,7 +206,16 @@ def lowered(attend: Callable, layout, model: str, length: int, layers: int) -> j
     )
 
 
-def report(name: str, shards: int, program: jax.stages.Lowered, mesh: dict) -> None:
+def work(name: str, shards: int, length: int) -> tuple[float, float]:
+    """Returns the tiles of scores that the first and the last shard compute, over the mean."""
+    counts = np.arange(shards) + 0.5  # squares of a ring: own keys are half a square
+    if name == "gathered":
+        last = sharding.balanced_order(length, shards).reshape(shards, -1, SPLASH_TILE)[..., -1]
+        counts = (1 + last // SPLASH_TILE).sum(axis=1)
+    return counts[0] / counts.mean(), counts[-1] / counts.mean()
+
+
+def report(name: str, shards: int, length: int, program: jax.stages.Lowered, mesh: dict) -> None:
     start = time.perf_counter()
     compiled = program.compile()
     seconds = time.perf_counter() - start
@@ -218,7 +229,7 @@ def report(name: str, shards: int, program: jax.stages.Lowered, mesh: dict) -> N
     print(
         f"{shards:6d}  {name:13s}  {memory.temp_size_in_bytes / MIB:8.1f}  "
         f"{memory.peak_memory_in_bytes / MIB:8.1f}  {memory.argument_size_in_bytes / MIB:8.1f}  "
-        f"{seconds:7.1f}  "
+        f"{seconds:7.1f}  " + "{:5.2f}  {:4.2f}  ".format(*work(name, shards, length))
         + ", ".join(f"{counts[k]} {k} {moved[k] / MIB:.0f}" for k in sorted(counts)), flush=True,
     )
 
@@ -242,14 +253,14 @@ def main() -> None:
         found = ", ".join(f"{k} {v:.1e}" for k, v in largest_differences(4, unroll).items())
         print(f"{name}, largest differences: {found}")
     print(f"{args.model}, a row of {args.length} tokens, {args.layers} layers; MiB on a device")
-    print(f"shards  {'form':13s}      temp      peak  argument  seconds  over context: count, MiB")
+    print(f"shards  {'form':13s}      temp      peak  argument  seconds  first  last  over context: count, MiB")
     for shards in map(int, counts):
         devices = Topology.parse(TOPOLOGIES[shards]).devices()
         layout = sharding.layout((1, 1, TENSOR, shards), sharding.TRAIN_RULES, devices)
         for name, attend in forms.items():
             arguments.say(f"compiling the {name} form for {shards} shards")
             program = lowered(attend, layout, args.model, args.length, args.layers)
-            report(name, shards, program, dict(layout.mesh.shape))
+            report(name, shards, args.length, program, dict(layout.mesh.shape))
 
 
 if __name__ == "__main__":

@@ -344,11 +344,11 @@ def get_config() -> ConfigDict:
     # Steps between expensive diagnostics: percentiles, profiles by position and variance proxies.
     c.metrics.diagnostics_every = 10
 
-    # Device meshes: (data, fsdp, tensor), and a fourth entry context to shard long rows. -1: the
-    # remaining devices.
+    # Device meshes: (data, fsdp, tensor), and a fourth entry context to shard long rows, or the
+    # positions of each page of keys. -1: the remaining devices.
     c.mesh = ConfigDict()
     c.mesh.train = (1, 1, 1)  # devices of the learner along (data, fsdp, tensor, context)
-    c.mesh.serve = (1, 1, 1)  # devices of the sampler along (data, fsdp, tensor)
+    c.mesh.serve = (1, 1, 1)  # devices of the sampler along (data, fsdp, tensor, context)
 
     # Evaluation on held-out prompts.
     c.eval = ConfigDict()
@@ -387,6 +387,7 @@ def _optimizer(lr: float) -> ConfigDict:
     c.weight_decay = 0.0  # decoupled weight decay
     c.clip_norm = 1.0  # largest norm of a gradient
     # For experts
+    c.offload = False  # keep both moments in host memory between updates
     c.b1 = 0.9  # decay of the first moment
     c.b2 = 0.999  # decay of the second moment
     c.eps = 1e-8  # added to the root of the second moment

@@ -22,6 +22,7 @@ MESH_AXES = ("data", "fsdp", "tensor", "context", "expert")
 # libtpu makes an all-reduce of a reduce-scatter, and on v5p of a gather, among more devices of a
 # mesh axis. In stages among at most so many it does not, and a device sends as many bytes.
 STAGE = 8
+HOST_MEMORY = "pinned_host"
 
 TRAIN_RULES = {
     "batch": ("data", "fsdp", "expert"),
@@ -40,6 +41,7 @@ TRAIN_RULES = {
 SERVE_RULES = {
     "batch": ("data", "fsdp", "expert"),
     "length": None,
+    "positions": "context",
     "layers": None,
     "norm": None,
     "router": None,
@@ -110,6 +112,16 @@ class Layout:
         return math.prod(self.mesh.shape[a] for a in TRAIN_RULES["batch"] or ())
 
     @property
+    def row_shards(self) -> int:
+        """How many parts a row is cut into, see `balanced_order`."""
+        return math.prod(self.mesh.shape[a] for a in self.axes("length"))
+
+    @property
+    def row_unit(self) -> int:
+        """Rows have a multiple of so many tokens: equal chunks, two for each part."""
+        return 2 * self.row_shards if self.row_shards > 1 else 1
+
+    @property
     def is_shared(self) -> bool:
         """Whether the layout has devices of several processes."""
         return self.mesh.is_multi_process
@@ -130,6 +142,17 @@ class Layout:
     def count(self, axes: tuple[str, ...]) -> int:
         """Counts the parts that these mesh axes cut an array into."""
         return math.prod(self.mesh.shape[a] for a in axes)
+
+    # Rows that are cut
+
+    def balanced(self, x: jax.Array, lead: int = 0) -> jax.Array:
+        """Returns the tokens of rows [B,T,...], behind `lead` other axes, in `balanced_order`. A
+        device sends half of its tokens to each of two others, and the gradient comes back so."""
+        return x if self.row_shards == 1 else _exchange(self, lead, True, x)
+
+    def in_order(self, x: jax.Array, lead: int = 0) -> jax.Array:
+        """Returns the tokens of rows in `balanced_order` as the rows have them."""
+        return x if self.row_shards == 1 else _exchange(self, lead, False, x)
 
     # Inside a shard_map over all of the mesh
 
@@ -253,6 +276,48 @@ class Layout:
         return NamedSharding(self.mesh, PartitionSpec())
 
 
+@functools.cache
+def balanced_order(length: int, shards: int) -> np.ndarray:
+    """Returns the place in its row [T] of each token, as the shards of a row have them one after the
+    other: of 2n equal chunks shard i of n has the chunks i and 2n - 1 - i. A token attends to the
+    tokens before it, so all shards then have the same work."""
+    chunks = np.arange(length, dtype=np.int32).reshape(2 * shards, -1)
+    return np.stack([chunks[:shards], chunks[::-1][:shards]], axis=1).reshape(-1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _exchanged(layout: Layout, lead: int, to_balanced: bool, x: jax.Array) -> jax.Array:
+    """Returns `Layout.balanced` of x, or `Layout.in_order`."""
+    n, (name,) = layout.row_shards, layout.axes("length")
+    spec = PartitionSpec(*(None,) * (lead + 1), name)
+
+    def local(x):
+        # A device has one even and one odd chunk in either order: 2i and 2i + 1 of the row, and
+        # first its even or first its odd one of the balanced order.
+        is_even = jax.lax.axis_index(name) % 2 == 0
+        choose = lambda a, b: (jnp.where(is_even, a, b), jnp.where(is_even, b, a))
+        first, second = jnp.split(x, 2, axis=lead + 1)
+        parts = (first, second) if to_balanced else choose(first, second)
+        sent = []
+        for parity, part in enumerate(parts):
+            owner = lambda i, parity=parity: min(2 * i + parity, 2 * n - 1 - (2 * i + parity))
+            pairs = [(i, owner(i)) if to_balanced else (owner(i), i) for i in range(n)]
+            sent.append(jax.lax.ppermute(part, name, pairs))
+        return jnp.concatenate(choose(*sent) if to_balanced else sent, axis=lead + 1)
+
+    return jax.shard_map(
+        local, mesh=layout.mesh, in_specs=spec, out_specs=spec, axis_names={name}, check_vma=False
+    )(x)
+
+
+def _exchanged_bwd(layout, lead, to_balanced, _, gradient):
+    return (_exchanged(layout, lead, not to_balanced, gradient),)
+
+
+_exchanged.defvjp(lambda *args: (_exchanged(*args), None), _exchanged_bwd)
+_exchange = jax.jit(_exchanged, static_argnums=(0, 1, 2))  # a part of the mesh's axes needs a jit
+
+
 Box = tuple[tuple[int, int], ...]  # first index and end, for each axis of an array
 
 
@@ -263,6 +328,8 @@ def device_bytes(tree: Any) -> int:
 
 def _shard_bytes(x: Any) -> int:
     sharding = getattr(x, "sharding", None)
+    if sharding is not None and sharding.memory_kind == HOST_MEMORY:
+        return 0
     shape = sharding.shard_shape(x.shape) if sharding is not None else x.shape
     return math.prod(shape) * x.dtype.itemsize
 
@@ -345,18 +412,12 @@ def layout(
     grad_reduce_dtype: str = "float32",
 ) -> Layout:
     """Makes the mesh under the rules. Where its tensor shards do not divide a vocabulary of
-    `vocab_size` tokens, each stores all of it. ValueError where a context axis would shard
-    nothing."""
+    `vocab_size` tokens, each stores all of it."""
     mesh = make_mesh(shape, devices)
     if vocab_size % mesh.shape["tensor"]:
         rules = rules | {"vocab": None}
     if mesh.shape["expert"] == 1:
         rules = {name: _without_experts(entry) for name, entry in rules.items()}
-    if mesh.shape["context"] > 1 and rules["length"] != "context":
-        raise ValueError(
-            f"mesh {dict(mesh.shape)} has {mesh.shape['context']} context shards, which serving "
-            "does not support; set the context entry of mesh.serve to 1"
-        )
     return Layout(mesh, tuple(rules.items()), grad_reduce_dtype)
 
 

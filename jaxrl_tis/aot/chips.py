@@ -101,6 +101,7 @@ TOPOLOGIES = {
     "dapo_qwen25_32b:async": "v5p:2x4x4",
     "dapo_qwen3_8b": "v5e:4x4",
     "dapo_gpt_oss_20b": "v5p:2x2x4",
+    "dapo_qwen3_8b_64k": "v5p:4x4x2",
     "dapo_qwen3_30b_a3b": "v5p:4x4x2",
     "dapo_qwen3_30b_a3b_v5e": "v5e:8x8",
 }

@@ -194,8 +194,6 @@ def resident(setup: build.Setup) -> dict[str, Any]:
     params = policy(setup.training, state)
     sampling, evaluating = (e.programs(params)["decode"][1] for e in engines)
     arrays = {name: state[name] for name in state if name != "controllers"}
-    if setup.config.correction.offload_reference:
-        arrays.pop("reference", None)
     if setup.is_apart:  # the next ones come while samplers draw on
         arrays["arriving weights"], _ = moving(of_policy(sampling[0]))
     if setup.drafters:

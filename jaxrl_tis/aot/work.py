@@ -89,11 +89,16 @@ def kernel_flops(call: CustomCall, model: ModelConfig, layout: Layout) -> int:
         return call.flops or 0
     kind, rank = splash[1], max(len(s.dims) for s in call.shapes)
     longest = [s.dims for s in call.shapes if len(s.dims) == rank]  # [(rows,) heads, T, K]
-    *rows, _, length, width = longest[0]
+    *rows, heads, length, width = longest[0]
     if kind == "dkv" and len(longest) == 1:  # no dk and dv, but a dq [(rows,) blocks, heads, T, K]
         kind, rows = "fused", rows[:-1]
-    heads = model.num_heads // layout.mesh.shape["tensor"]
-    return SPLASH_PRODUCTS[kind] * math.prod(rows) * heads * length**2 * width
+    # Of a row that n devices share, a device has a part of the queries and all keys.
+    shards = layout.row_shards
+    squares = length**2 * shards
+    if kind == "dkv":
+        heads *= model.num_heads // model.num_kv_heads
+        squares //= shards**2
+    return SPLASH_PRODUCTS[kind] * math.prod(rows) * heads * squares * width
 
 
 def kernel_passes(call: CustomCall, setup: Setup) -> int:

@@ -188,10 +188,72 @@ def empty(config: ModelConfig, pages: int, size: int, dtype: str, unrolled: bool
     return tuple(layer() for _ in range(config.num_layers))
 
 
-def axes(x: jax.Array) -> tuple:
-    """Returns the logical axes of an array of a pool. Each data shard has its own pages."""
+def axes(path: tuple, x: jax.Array) -> tuple:
+    """Returns the logical axes of an array of a pool, at the end of a path of its tree. Each data shard
+    has its own pages, and each context shard its own positions of all of these pages."""
+    name = path[-1].name
+    if name == "index":
+        return ()
     first = (None,) * (x.ndim == 5) + ("batch", "kv_heads")
-    return first + (None,) * (x.ndim - len(first))
+    rest: list[str | None] = [None] * (x.ndim - len(first))
+    rest[-1 if "scale" in name else -2] = "positions"
+    return first + tuple(rest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Positions:
+    """The positions of a page on one of the `count` devices that share it: `size` in a row.
+
+    A device's own positions of a sequence are numbered as if there were no others: the first pages of
+    the table have the first ones.
+    """
+
+    layout: Layout
+    size: int
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.layout.axes("positions")
+
+    @property
+    def count(self) -> int:
+        return self.layout.count(self.names)
+
+    @property
+    def page(self) -> int:
+        """Positions of a whole page."""
+        return self.size * self.count
+
+    @property
+    def first(self) -> jax.Array | int:
+        """The first position of a page that this device has."""
+        return jax.lax.axis_index(self.names) * self.size if self.count > 1 else 0
+
+    def before(self, place: jax.Array) -> jax.Array:
+        """Returns how many of the positions before a place of a sequence are this device's."""
+        if self.count == 1:
+            return place
+        return place // self.page * self.size + jnp.clip(place % self.page - self.first, 0, self.size)
+
+    def has(self, place: jax.Array) -> jax.Array | bool:
+        """Whether a place of a sequence is this device's."""
+        if self.count == 1:
+            return True
+        return place % self.page // self.size == jax.lax.axis_index(self.names)
+
+    def own(self, x: jax.Array, axis: int) -> jax.Array:
+        """Returns this device's part of an axis with the positions of a whole page."""
+        return jax.lax.dynamic_slice_in_dim(x, self.first, self.size, axis) if self.count > 1 else x
+
+    def attend(self, paged: Callable, q_bthk, read, table_bp, index_bt, first_bt, sinks_h) -> Any:
+        """Returns paged(...) for places of whole sequences, merged over the devices of a page."""
+        more = {} if first_bt is None else {"first_bt": self.before(first_bt)}
+        if self.count == 1:
+            more |= {} if sinks_h is None else {"sinks_h": sinks_h}
+            return paged(q_bthk, read, table_bp, index_bt, **more)
+        index_bt = self.before(index_bt + 1) - 1
+        out, log_total = paged(q_bthk, read, table_bp, index_bt, **more, is_part=True)
+        return attention.merged(out, log_total, self.names, sinks_h).astype(q_bthk.dtype)
 
 
 # `attend` of the transformer: writes the keys of its tokens, then attends to all keys so far
@@ -205,7 +267,7 @@ def _on_devices(
     pages."""
     spec = lambda *names: layout.sharding(names).spec
     heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
-    pools = jax.tree.map(lambda x: spec(*axes(x)) if x.ndim else PartitionSpec(), cache)
+    pools = jax.tree_util.tree_map_with_path(lambda path, x: spec(*axes(path, x)), cache)
     by_row = tuple(spec("batch", *(None,) * (x.ndim - 1)) for x in arrays)
     specs = heads, kv_heads, kv_heads, pools, PartitionSpec(), spec("heads"), *by_row
     results = (heads, pools, spec("batch", None, None)) if weighs else (heads, pools)
@@ -230,14 +292,17 @@ def fill(
 
     def step(q_rthk, k_rtnk, v_rtnk, cache, window, sinks_h, starts_r, lengths_r, table_rp):
         r, t, n, k = k_rtnk.shape
-        first = starts_r[:, None] + jnp.arange(0, t, cache.size)[None]
-        pages_rm = jnp.take_along_axis(table_rp, first // cache.size, axis=1, mode="clip")
+        positions = Positions(layout, cache.size)
+        first = starts_r[:, None] + jnp.arange(0, t, positions.page)[None]
+        pages_rm = jnp.take_along_axis(table_rp, first // positions.page, axis=1, mode="clip")
         pages_rm = jnp.where(first < (starts_r + lengths_r)[:, None], pages_rm, 0)
-        paged = lambda x: jnp.swapaxes(x.reshape(-1, cache.size, n, k), 1, 2)
+        whole = lambda x: x.reshape(-1, positions.page, n, k)
+        paged = lambda x: jnp.swapaxes(positions.own(whole(x), 1), 1, 2)
         cache = cache.write(pages_rm.reshape(-1), paged(k_rtnk), paged(v_rtnk))
         index_rt = starts_r[:, None] + jnp.minimum(jnp.arange(t)[None], lengths_r[:, None] - 1)
-        of_layer = _of_layer(window, sinks_h)
-        return PAGED[numerics](q_rthk, cache.read, table_rp, index_rt, **of_layer), cache
+        first_rt = None if window is None else window.first(index_rt)
+        arrays = q_rthk, cache.read, table_rp, index_rt, first_rt, sinks_h
+        return positions.attend(PAGED[numerics], *arrays), cache
 
     def attend(q, k, v, cache, window=None, sinks_h=None):
         cache, rows = _layer_cache(cache), (starts_r, lengths_r, table_rp)
@@ -263,15 +328,17 @@ def append(
         paged = functools.partial(paged, weighs=True)
 
     def step(q_bthk, k_btnk, v_btnk, cache, window, sinks_h, index_bt, is_written_bt, table_bp):
-        page_bt = jnp.take_along_axis(table_bp, index_bt // cache.size, axis=1)
-        page_bt = jnp.where(is_written_bt, page_bt, 0)
+        positions = Positions(layout, cache.size)
+        page_bt = jnp.take_along_axis(table_bp, index_bt // positions.page, axis=1)
+        page_bt = jnp.where(is_written_bt & positions.has(index_bt), page_bt, 0)
 
         def generic(q_bthk, k_btnk, v_btnk, cache, first_bt, sinks_h, index_bt, page_bt, table_bp):
             flat = lambda x: x.reshape(-1, *x.shape[2:])
             new = cache.append(
                 flat(page_bt), flat(index_bt) % cache.size, flat(k_btnk), flat(v_btnk)
             )
-            out = paged(q_bthk, new.read, table_bp, index_bt, **_of_layer(window, sinks_h))
+            arrays = q_bthk, new.read, table_bp, index_bt, first_bt, sinks_h
+            out = positions.attend(paged, *arrays)
             if not weighs:
                 return out, new
             out, mass_btp = out
@@ -284,7 +351,8 @@ def append(
         )
         if not has_kernel:
             return generic(*args)
-        return jax.lax.platform_dependent(*args, tpu=_append_kernel, default=generic)
+        kernel = functools.partial(_append_kernel, positions)
+        return jax.lax.platform_dependent(*args, tpu=kernel, default=generic)
 
     def attend(q, k, v, cache, window=None, sinks_h=None):
         cache, own_bp = cache if weighs else (_layer_cache(cache), table_bp)
@@ -296,28 +364,39 @@ def append(
     return attend
 
 
-def _of_layer(window: attention.Window | None, sinks_h: jax.Array | None) -> dict[str, Any]:
-    """Returns the arguments of attention that only some models have; none of them is invariant."""
-    found = {"window": window, "sinks_h": sinks_h}
-    return {name: x for name, x in found.items() if x is not None}
-
-
 def _append_kernel(
-    q_bthk, k_btnk, v_btnk, cache: LayerOf, first_bt, sinks_h, index_bt, page_bt, table_bp
+    positions: Positions, q_bthk, k_btnk, v_btnk, cache: LayerOf, first_bt, sinks_h, index_bt, page_bt,
+    table_bp,
 ):
     """Runs the kernel, which takes one token of every slot, for each of the T tokens in turn."""
     b, _, h, k = q_bthk.shape
+    is_part = positions.count > 1
+    places: Any = first_bt, index_bt, None
+    if is_part:
+        # The kernel looks at one position at least. Where a device has none, the merge leaves it out.
+        end_bt, has_bt = positions.before(index_bt + 1), jnp.asarray(positions.has(index_bt))
+        first_bt = jnp.zeros_like(end_bt) if first_bt is None else positions.before(first_bt)
+        last_bt = jnp.maximum(end_bt - 1, 0)
+        places = jnp.minimum(first_bt, last_bt), last_bt, has_bt.astype(jnp.int32)
 
     def token(pool, rows):
-        q_bhk, k_bnk, v_bnk, first_b, index_b, page_b = rows
+        q_bhk, k_bnk, v_bnk, (first_b, index_b, has_b), page_b = rows
         new = pool.beside(k_bnk, v_bnk)
-        out_bngk, kv, scale = decode_attention.decode_attention(
+        out_bngk, kv, scale, log_total_bng = decode_attention.decode_attention(
             q_bhk.reshape(b, k_bnk.shape[1], -1, k), new.kv, new.scale, pool.kv, pool.scale,
-            cache.index, index_b, page_b, table_bp, first_b, sinks_h,
+            cache.index, index_b, page_b, table_bp, first_b, has_b,
+            sinks_h=None if is_part else sinks_h,
         )
-        return StackedKV(kv, scale), out_bngk.reshape(b, h, k)
+        by_head = lambda x: x.reshape(b, h, *x.shape[3:])
+        return StackedKV(kv, scale), jax.tree.map(by_head, (out_bngk, log_total_bng))
 
     by_token = lambda x: jnp.swapaxes(x, 0, 1)
-    rows = jax.tree.map(by_token, (q_bthk, k_btnk, v_btnk, first_bt, index_bt, page_bt))
-    pool, out_tbhk = jax.lax.scan(token, cache.pool, rows)
-    return by_token(out_tbhk), LayerOf(pool, cache.index)
+    rows = jax.tree.map(by_token, (q_bthk, k_btnk, v_btnk, places, page_bt))
+    pool, found = jax.lax.scan(token, cache.pool, rows)
+    out_bthk, log_total_bth = jax.tree.map(by_token, found)
+    if is_part:
+        is_empty = (end_bt <= first_bt)[..., None]
+        out_bthk = jnp.where(is_empty[..., None], 0, out_bthk)
+        log_total_bth = jnp.where(is_empty, attention.MASKED, log_total_bth)
+        out_bthk = attention.merged(out_bthk, log_total_bth, positions.names, sinks_h).astype(q_bthk.dtype)
+    return out_bthk, LayerOf(pool, cache.index)

@@ -181,8 +181,8 @@ class Engine(engine_api.Engine):
         )
 
     def _cache_shardings(self) -> Any:
-        place = lambda x: self._engine.layout.sharding(cache.axes(x))
-        return jax.tree.map(place, jax.eval_shape(self._empty_cache))
+        place = lambda path, x: self._engine.layout.sharding(cache.axes(path, x))
+        return jax.tree_util.tree_map_with_path(place, jax.eval_shape(self._empty_cache))
 
 
 def _place(pools: Any, prefix: Any, first: jax.Array) -> Any:

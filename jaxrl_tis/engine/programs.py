@@ -92,14 +92,16 @@ def _empty_state(spec: Spec) -> DecodeState:
 
 
 def _shardings(spec: Spec) -> DecodeState:
-    """Cuts slots and pages over the data axes, and key/value heads over the tensor axis."""
+    """Cuts slots and pages over the data axes, key/value heads over the tensor axis, and the positions
+    of each page over the context axis."""
     state = jax.eval_shape(functools.partial(_empty_state, spec))
     of_slots = lambda x: ("batch",) + (None,) * (x.ndim - 1)
-    place = lambda tree, axes: jax.tree.map(lambda x: spec.layout.sharding(axes(x)), tree)
-    slots = place(state.slots, of_slots)
+    sharding = spec.layout.sharding
+    slots = jax.tree.map(lambda x: sharding(of_slots(x)), state.slots)
     if spec.num_penalised:
-        slots = dataclasses.replace(slots, penalties=Penalties.places(spec.layout.sharding))
-    return DecodeState(place(state.cache, cache.axes), slots)
+        slots = dataclasses.replace(slots, penalties=Penalties.places(sharding))
+    place = lambda path, x: sharding(cache.axes(path, x))
+    return DecodeState(jax.tree_util.tree_map_with_path(place, state.cache), slots)
 
 
 # Prefill

@@ -127,6 +127,11 @@ class Spec:
                 "lower it"
             )
         self._check_weighing()
+        if config.page_size % mesh["context"]:
+            raise ValueError(
+                f"engine.page_size = {config.page_size} positions cannot be cut into the "
+                f"{mesh['context']} context shards of mesh {mesh}; make it a multiple"
+            )
         if self.program.is_invariant:
             for model, recipe in models:
                 invariant.check(model, mesh, recipe.scheme)
@@ -144,6 +149,8 @@ class Spec:
             "invariant numerics; set engine.numerics to 'fast'": self.program.is_invariant,
             "a teacher, which has attention of its own; set rollout.teacher to ''":
                 self.teacher is not None,
+            "context shards, which share the positions of a page; set that entry of mesh.serve to 1":
+                self.layout.mesh.shape["context"] > 1,
         }
         for reason, is_so in reasons.items():
             if self.config.weighs_pages and is_so:

@@ -340,7 +340,7 @@ def _long_gap(setup: Setup, params: Any, sequences: Sequence[Trajectory]) -> dic
     if not sequences:
         return {}
     layout = setup.training.layout
-    width = layout.mesh.shape["context"]
+    width = layout.row_unit
     longest = max(len(t.prompt) + len(t.tokens) for t in sequences)
     batch = _padded(trajectory_rows([*sequences], -(-longest // width) * width), layout.shards)
     micro = {

@@ -27,9 +27,9 @@ def is_supported(page_size: int, *dtypes: jnp.dtype) -> bool:
 def decode_attention(
     q_bngk: jax.Array, new_bnc: jax.Array, new_scale_bn2: jax.Array | None, cache_lpnsc: jax.Array,
     scale_lpn2s: jax.Array | None, layer: jax.Array, index_b: jax.Array, page_b: jax.Array,
-    table_bp: jax.Array, first_b: jax.Array | None = None, sinks_h: jax.Array | None = None,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    table_bp: jax.Array, first_b: jax.Array | None = None, has_b: jax.Array | None = None,
+    sinks_h: jax.Array | None = None, interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Writes each slot's new key and value into one layer of the cache and returns its attention.
 
     Pages are fetched in blocks while the previous block is computed, from the block of `first_b` to
@@ -50,11 +50,15 @@ def decode_attention(
         and the slot still attends to the new token.
       table_bp: [B,n] int32 pages of each slot in order.
       first_b: [B] int32 the first position that each slot attends to; None: all positions.
+      has_b: [B] int32, 1 where the new token has the position index_b, 0 where another part of the
+        sequence has it, and the slot attends to the pages alone; with `first_b`. None: 1, and no
+        other parts.
       sinks_h: [N*G] one more logit in the softmax of each query, without a value; None: none.
       interpret: run as a program of any device instead of a TPU's kernel.
 
-    Returns: ([B,N,G,K] in q's dtype, the cache, the scales). Softmax and sums are float32; the
-    unnormalised probabilities take q's dtype for their product with the values.
+    Returns: ([B,N,G,K] in q's dtype, the cache, the scales, None). Softmax and sums are float32; the
+    unnormalised probabilities take q's dtype for their product with the values. With `has_b` the
+    first is float32, and the last is the log of the softmax's sum [B,N,G].
     """
     b, n, g, k = q_bngk.shape
     size, c = cache_lpnsc.shape[-2:]
@@ -80,18 +84,22 @@ def decode_attention(
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Flat: the last axis of a table would be padded to whole lanes in scalar memory.
     scalars = [layer.reshape(1), index_b, page_b, table_bp.reshape(-1)]
-    scalars += [] if first_b is None else [first_b]
+    scalars += [x for x in (first_b, has_b) if x is not None]
     first = len(scalars) + len(rows) + len(sinks)
-    out_bngc, *pools = narrow.pallas_call(
+    outs = [like(q_bngc)]
+    if has_b is not None:
+        float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+        outs = [float32(q_bngc.shape), float32((b, n, g, LANES))]
+    out_bngc, *rest = narrow.pallas_call(
         functools.partial(
             _kernel, softmax_scale=k**-0.5, parts=len(pools), columns=table_bp.shape[1],
-            has_first=first_b is not None, has_sinks=sinks_h is not None,
+            has_first=first_b is not None, is_part=has_b is not None, has_sinks=sinks_h is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(scalars),
             grid=(cores, b // cores),
             in_specs=[*map(of_slot, rows), *map(whole, sinks), *in_place],
-            out_specs=[of_slot(q_bngc), *in_place],
+            out_specs=[*map(of_slot, outs), *in_place],
             scratch_shapes=[
                 *blocks,
                 pltpu.VMEM((n, g, LANES), jnp.float32),
@@ -103,15 +111,16 @@ def decode_attention(
             ],
         ),
         cost_estimate=_cost(b * n * table_bp.shape[1] * size, g, k, itemsize),
-        out_shape=[like(q_bngc), *map(like, pools)],
-        input_output_aliases={first + i: 1 + i for i in range(len(pools))},
+        out_shape=[*outs, *map(like, pools)],
+        input_output_aliases={first + i: len(outs) + i for i in range(len(pools))},
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "arbitrary"), vmem_limit_bytes=VMEM_BYTES
         ),
         interpret=interpret,
         name="decode_attention",
     )(*scalars, *rows, *sinks, *pools)
-    return out_bngc[..., k:], pools[0], pools[1] if len(pools) > 1 else None
+    log_total_bng = None if has_b is None else rest.pop(0)[..., 0]
+    return out_bngc[..., k:], rest[0], rest[1] if len(rest) > 1 else None, log_total_bng
 
 
 def _cost(keys: int, g: int, k: int, itemsize: int) -> pl.CostEstimate:
@@ -172,19 +181,19 @@ def _accumulate(q_ref, blocks, axes, running, buffer, first, limit, softmax_scal
 
 def _kernel(
     layer_ref, index_ref, page_ref, table_ref, *refs, softmax_scale, parts, columns, has_first,
-    has_sinks,
+    is_part, has_sinks,
 ):
     """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values)
     has its pages in HBM and two blocks in VMEM. The running softmax lives in scratch, as does
     `turn`: how many blocks this core took before, which says where the next one goes."""
     first_ref: Any = refs[0] if has_first else None
-    q_ref, *rest = refs[has_first:]
+    has_ref: Any = refs[1] if is_part else None
+    q_ref, *rest = refs[has_first + is_part :]
     new_refs, rest = rest[:parts], rest[parts:]
     sinks_ref: Any = rest[0] if has_sinks else None
-    rest = rest[has_sinks + parts:]  # the cache is read where it is written
-    out_ref, pools, blocks, rest = rest[0], rest[1:][:parts], rest[1 + parts:][:parts], (
-        rest[1 + 2 * parts:]
-    )
+    out_ref, *rest = rest[has_sinks + parts :]  # the cache is read where it is written
+    log_total_ref: Any = rest.pop(0) if is_part else None
+    pools, blocks, rest = rest[:parts], rest[parts:][:parts], rest[2 * parts:]
     max_ref, sum_ref, acc_ref, turn_ref, fetched, written = rest
     axes = (1, 2)[:parts]  # of the positions: a page is [N,S,2K] values, [N,2,S] scales
     core, step, steps = pl.program_id(0), pl.program_id(1), pl.num_programs(1)
@@ -242,7 +251,8 @@ def _kernel(
             old = _positions(ref, (buffer,), axis, start, tile)
             at = start + jax.lax.broadcasted_iota(jnp.int32, old.shape, axis)
             new, before = new_ref[0].astype(jnp.float32), old[...].astype(jnp.float32)
-            old[...] = jnp.where(at == within, new, before).astype(ref.dtype)
+            place = jnp.where(has_ref[slot] != 0, within, -1) if is_part else within
+            old[...] = jnp.where(at == place, new, before).astype(ref.dtype)
             in_page = jax.lax.rem(start, jnp.int32(size))
             target = _positions(pool, (layer, page_ref[slot]), axis, in_page, tile)
             copies.append(pltpu.make_async_copy(old, target, written))
@@ -267,6 +277,8 @@ def _kernel(
 
     accumulate(last, buffer, within + 1)
     out_ref[0] = (acc_ref[...] / sum_ref[:, :, :1]).astype(out_ref.dtype)
+    if is_part:
+        log_total_ref[0] = max_ref[...] + jnp.log(sum_ref[...])
     turn_ref[0] += last - begin + 1
 
     @pl.when(page_ref[slot] != 0)

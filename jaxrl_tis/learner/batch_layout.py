@@ -197,9 +197,9 @@ class Packer:
     def of(
         cls, length: int, max_length: int, microbatch_rows: int, shards: int, context: int = 1
     ) -> "Packer":
-        """Makes the packer of rows of `length` tokens, rounded up to whole blocks per context
-        shard."""
-        whole = BLOCK * context
+        """Makes the packer of rows of `length` tokens, rounded up to whole blocks in each of the two
+        chunks of a context shard."""
+        whole = BLOCK * (2 * context if context > 1 else 1)
         length = -(-length // whole) * whole
         return cls(max_length, length, microbatch_rows, shards, MAX_SEGMENTS)
 

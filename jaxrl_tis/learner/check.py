@@ -345,6 +345,18 @@ def _fields(c: Correction, config):
             f"objective {c.objective[0]!r} divides by a gradient norm, which can underflow with "
             "model.dtype = 'float16'; use bfloat16 or float32"
         )
+    for section in ("optimizer", "critic"):
+        skips = {
+            "model.dtype = 'float16'": config.model.dtype == "float16",
+            "the controller 'gradient_alignment'":
+                section == "optimizer" and "gradient_alignment" in dict(c.controllers),
+        }
+        for what, may_skip in skips.items():
+            if config[section].offload and may_skip:
+                yield (
+                    f"{section}.offload moves the moments at every update, which {what} may skip; set "
+                    "it to False"
+                )
     if "grad_norms" in c.needs and config.train.pack_length:
         yield (
             f"{c.needs['grad_norms']!r} needs the gradient of each sequence, which packed rows do "

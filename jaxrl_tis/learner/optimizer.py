@@ -45,10 +45,11 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Makes AdamW with global-norm clipping; matrices are decayed, norms and biases are not.
     Gradients and moments are float32 whatever the parameters are."""
+    adam = optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps)
     scaled = optax.inject_hyperparams(optax.scale_by_learning_rate, hyperparam_dtype=jnp.float32)
     return _in_float32(optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
-        optax.scale_by_adam(b1=config.b1, b2=config.b2, eps=config.eps),
+        _offloaded(adam) if config.offload else adam,
         optax.add_decayed_weights(config.weight_decay, mask=_is_matrix),
         scaled(schedule(config, total_updates)),  # keeps the rate in its state, see `rate`
     ))
@@ -69,6 +70,21 @@ def _in_float32(tx: optax.GradientTransformation) -> optax.GradientTransformatio
         lambda params: tx.init(cast(params)),
         lambda grads, state, params: tx.update(cast(grads), state, cast(params)),
     )
+
+
+def _offloaded(adam: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Keeps Adam's moments in host memory between updates."""
+
+    def put(state, space):
+        mu, nu = jax.device_put((state.mu, state.nu), space)
+        return state._replace(mu=mu, nu=nu)
+
+    def update(grads, state, params):
+        updates, state = adam.update(grads, put(state, jax.memory.Space.Device), params)
+        return updates, put(state, jax.memory.Space.Host)
+
+    init = lambda params: put(adam.init(params), jax.memory.Space.Host)
+    return optax.GradientTransformation(init, update)
 
 
 def num_updates(opt_state: Any) -> int:

@@ -316,7 +316,7 @@ def _drafter(learner: Learner, drafter: ModelConfig) -> Learner:
 
 def _drafter_optimizer(config: ml_collections.ConfigDict) -> optax.GradientTransformation:
     """Makes the drafter's optimizer: that of the policy, at the constant rate engine.drafter_lr."""
-    own = {"lr": config.engine.drafter_lr, "schedule": "constant", "warmup": 0}
+    own = {"lr": config.engine.drafter_lr, "schedule": "constant", "warmup": 0, "offload": False}
     return make_optimizer(ml_collections.ConfigDict({**config.optimizer, **own}), 1)
 
 
@@ -342,6 +342,14 @@ def _check_mesh(
             f"{correction.needs['grad_norms']!r} needs the gradient of each sequence, which rows "
             f"on {layout.shards} devices do not provide; set mesh.train to (1, 1, ...)"
         )
+    if config.optimizer.offload or config.critic.offload:
+        kinds = [m.kind for m in layout.mesh.devices.flat[0].addressable_memories()]
+        if sharding.HOST_MEMORY not in kinds:
+            raise ValueError(
+                f"optimizer.offload = {config.optimizer.offload}, critic.offload = "
+                f"{config.critic.offload} and devices have no memory {sharding.HOST_MEMORY!r}, only "
+                f"{', '.join(kinds)}; set both to False"
+            )
     placement.check_tensor_parallel(model, layout.mesh.shape["tensor"])
     placement.check_experts(model, layout.mesh.shape["expert"])
     for problem in uncut_rows(config, layout.shards, layout.mesh.shape["context"]):
@@ -352,10 +360,10 @@ def uncut_rows(config: ml_collections.ConfigDict, shards: int, context: int) -> 
     """Yields a sentence for each kind of rows that these numbers of data and context shards do not cut
     into equal parts."""
     length, rows = max_length(config), {"train.microbatch_rows": config.train.microbatch_rows}
-    if not config.train.pack_length and length % context:
+    if not config.train.pack_length and context > 1 and length % (2 * context):
         yield (
-            f"rows of {length} tokens cannot be cut into the {context} context shards of "
-            f"mesh.train; set train.pack_length to a multiple of {context}"
+            f"rows of {length} tokens cannot be cut into two equal chunks for each of the {context} "
+            f"context shards of mesh.train; set train.pack_length to a multiple of {2 * context}"
         )
     if config.warmup.steps:
         rows["warmup.rows"] = config.warmup.rows

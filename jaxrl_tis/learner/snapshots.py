@@ -25,6 +25,7 @@ import numpy as np
 
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.models import lora
+from jaxrl_tis.sharding import HOST_MEMORY
 
 WAYS = ("ring", "replica", "ewma", "none")
 APPROXIMATIONS = ("ewma", "none")
@@ -88,7 +89,7 @@ class RingSnapshots(Mapping):
             trained, base = lora.split(params)
             if base is not None:
                 self._join = functools.partial(lora.join_like, params, base)
-            self._kept[version] = jax.block_until_ready(_moved(trained, "pinned_host"))
+            self._kept[version] = jax.block_until_ready(_moved(trained, HOST_MEMORY))
         for old in sorted(self._kept)[: -self._count]:
             del self._kept[old]
         self._newest = version, params
@@ -122,7 +123,7 @@ class RingSnapshots(Mapping):
         `state` and the abstract parameters of the policy."""
         on_host = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=x.sharding.with_memory_kind("pinned_host")
+                x.shape, x.dtype, sharding=x.sharding.with_memory_kind(HOST_MEMORY)
             ), params,
         )
         return {str(version): on_host for version in meta["versions"]}

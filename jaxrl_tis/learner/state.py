@@ -32,6 +32,7 @@ from jaxrl_tis.models import lora, peft, peft_config, placement, quant, transfor
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import date, saved
 from jaxrl_tis.runtime import hub, processes, storage
+from jaxrl_tis.sharding import HOST_MEMORY
 
 
 @jax.tree_util.register_dataclass
@@ -55,24 +56,26 @@ def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
         lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, where
     )
 
-    def network(params, shardings, tx):
-        opt = jax.eval_shape(tx.init, params)
-        opt_shardings = optimizer_shardings(tx, params, shardings, replicated)
+    def network(params, shardings, tx, is_offloaded):
+        opt, kind = jax.eval_shape(tx.init, params), HOST_MEMORY if is_offloaded else "device"
+        moments = jax.tree.map(lambda s: s.with_memory_kind(kind), shardings)
+        opt_shardings = optimizer_shardings(tx, params, moments, replicated)
         return TrainState(place(params, shardings), place(opt, opt_shardings))
 
-    state = {"policy": network(params, shardings, setup.optimizer)}
+    config = setup.config
+    state = {"policy": network(params, shardings, setup.optimizer, config.optimizer.offload)}
     if setup.has_critic:
         value = jax.ShapeDtypeStruct((setup.model.embed_dim,), jnp.float32)
         state["critic"] = network(
             {"decoder": params, "value": value},
             {"decoder": shardings, "value": replicated},
-            setup.critic_optimizer,
+            setup.critic_optimizer, config.critic.offload,
         )
     constant = jax.eval_shape(lambda params: frozen(setup.learner.program, params), whole)
     if setup.adapter is not None:
         state["base"] = place(constant, of_base)
     elif setup.correction.kl is not None:
-        kind = "pinned_host" if setup.config.correction.offload_reference else "device"
+        kind = HOST_MEMORY if config.correction.offload_reference else "device"
         state["reference"] = place(constant, placement.shardings(setup.layout, setup.model, kind))
     if setup.averages_policy:
         average = jax.eval_shape(Average.of, params)
@@ -82,9 +85,9 @@ def abstract_state(setup: LearnerSetup) -> dict[str, Any]:
         state["controllers"] = place(states, jax.tree.map(lambda _: replicated, states))
     if setup.drafter is not None:
         model = setup.drafter.config
-        own = transformer.abstract_params(model, setup.config.model.param_dtype)
+        own = transformer.abstract_params(model, config.model.param_dtype)
         state["drafter"] = DrafterState(
-            network(own, placement.shardings(setup.layout, model), setup.drafter_optimizer),
+            network(own, placement.shardings(setup.layout, model), setup.drafter_optimizer, False),
             jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
         )
     return state

@@ -53,7 +53,8 @@ def warm_up(
     if batches is None:
         return params
     # optimizer.warmup is of the updates that follow.
-    fields = ml_collections.ConfigDict({**config.optimizer, "lr": config.warmup.lr, "warmup": 0})
+    own = {"lr": config.warmup.lr, "warmup": 0, "offload": False}
+    fields = ml_collections.ConfigDict({**config.optimizer, **own})
     tx = scaled_for(config.model.dtype, make_optimizer(fields, config.warmup.steps))
     # It trains all weights: LoRA begins at the taught base.
     train_step = make_supervised_step(dataclasses.replace(setup.learner, adapter=None), tx)
@@ -62,8 +63,7 @@ def warm_up(
         tx, params, placement.shardings(layout, setup.model), layout.replicated()
     )
     state = TrainState(params, jax.jit(tx.init, out_shardings=moments)(params))
-    context = layout.mesh.shape["context"]
-    length = -(-setup.row_length // context) * context
+    length = -(-setup.row_length // layout.row_unit) * layout.row_unit
     pairs = Pairs(prompter, config.task.chat)
     with Progress(config.warmup.steps, "warm-up", is_shown=processes.is_first()) as progress:
         for index in range(1, config.warmup.steps + 1):

@@ -12,8 +12,8 @@ On a mesh each device attends for its own rows and heads. If a mesh axis shards 
 its own queries and gathers the keys and values of its rows, which are small with grouped queries.
 With many shards they exceed the device's queries. Then they are gathered for one head at a time,
 and again in the backward pass. With several key/value heads on a device both ways need less memory
-than a ring (benchmarks/context.py). Shards are contiguous, and the last of n shards does (2n - 1) /
-n times the mean work.
+than a ring (benchmarks/context.py). Rows are in `sharding.balanced_order`: the kernel computes as
+many blocks of scores on each shard.
 """
 
 import functools
@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import PartitionSpec
 
-from jaxrl_tis.sharding import Layout
+from jaxrl_tis.sharding import Layout, balanced_order
 
 MASKED = -1e30
 LONG_ROW = 1024
@@ -60,13 +60,13 @@ class Window(NamedTuple):
 
 
 def _causal_mask(
-    segments_bt: jax.Array, segments_bs: jax.Array, unseen_bs: jax.Array | None, first: jax.Array,
-    window: Window | None = None,
+    segments_bt: jax.Array, segments_bs: jax.Array, unseen_bs: jax.Array | None,
+    position_t: jax.Array, window: Window | None = None,
 ) -> jax.Array:
-    """Returns [B,T,S] bool for queries at positions first..first+T-1 of rows of S tokens: token t
-    may look at s <= t of its own segment and window; segment 0 is padding."""
+    """Returns [B,T,S] bool for queries at positions [T] of rows of S tokens: a query may look at
+    s <= its position of its own segment and window; segment 0 is padding."""
     same = segments_bt[:, :, None] == segments_bs[:, None, :]
-    position_t, s = first + jnp.arange(segments_bt.shape[1]), jnp.arange(segments_bs.shape[1])
+    s = jnp.arange(segments_bs.shape[1])
     mask_ts = position_t[:, None] >= s[None]
     if window is not None:
         mask_ts &= s[None] >= window.first(position_t)[:, None]
@@ -87,7 +87,8 @@ def row_attention(
       q_bthk: [B,T,H,K] queries; k_btnk, v_btnk: [B,T,N,K] keys and values, H a multiple of N.
       segment_ids_bt: [B,T] int32. Padding may be a segment of its own, such as 0.
       layout: `sharding.Layout` of the arrays; None on one device. The mesh must divide the logical
-        axes "batch", "heads", "kv_heads" and "length" of the arrays.
+        axes "batch", "heads", "kv_heads" and "length" of the arrays, the latter into twice its
+        shards. The tokens of rows that it cuts are in `sharding.balanced_order`.
       unseen_bt: [B,T] int32, the first position that no longer attends to the token; None without
         such limits. TPU's kernel does not support limits: rows then use the path of other
         platforms.
@@ -101,28 +102,38 @@ def row_attention(
     if layout is None or layout.mesh.size == 1:
         segments = segment_ids_bt, segment_ids_bt
         kernels = _splash_kernels(length, 1, unseen_bt, window)
-        return _attend(q_bthk, k_btnk, v_btnk, sinks_h, *segments, unseen_bt, 0, kernels, window)
-    axis = layout.rules["length"]
-    kernels = _splash_kernels(length, layout.mesh.shape[axis] if axis else 1, unseen_bt, window)
+        place_t = jnp.arange(length)
+        return _attend(
+            q_bthk, k_btnk, v_btnk, sinks_h, *segments, unseen_bt, place_t, kernels, window
+        )
+    axis, shards = layout.rules["length"], layout.row_shards
+    kernels = _splash_kernels(length, shards, unseen_bt, window)
 
     def attend_locally(q_bthk, k_btnk, v_btnk, sinks_h, segments_bt, unseen_bt, kernels, window):
-        if axis is None:
+        if shards == 1:
             segments = segments_bt, segments_bt
+            place_t = jnp.arange(length)
             return _attend(
-                q_bthk, k_btnk, v_btnk, sinks_h, *segments, unseen_bt, 0, kernels, window
+                q_bthk, k_btnk, v_btnk, sinks_h, *segments, unseen_bt, place_t, kernels, window
             )
-        gather = functools.partial(jax.lax.all_gather, axis_name=axis, axis=1, tiled=True)
-        first = jax.lax.axis_index(axis) * q_bthk.shape[1]
+
+        def gather(x):
+            chunks = jax.lax.all_gather(x.reshape(len(x), 2, -1, *x.shape[2:]), axis)
+            in_order = jnp.concatenate([chunks[:, :, 0], chunks[::-1, :, 1]])
+            return jnp.moveaxis(in_order, 0, 1).reshape(len(x), -1, *x.shape[2:])
+
+        own_nt = jnp.asarray(balanced_order(length, shards).reshape(shards, -1))
+        position_t = own_nt[jax.lax.axis_index(axis)]
         segments_bs, unseen_bs = jax.tree.map(gather, (segments_bt, unseen_bt))
 
         def attend(heads):
             q_bthk, k_btnk, v_btnk, sinks_h = heads
             return _attend(
                 q_bthk, gather(k_btnk), gather(v_btnk), sinks_h, segments_bt, segments_bs,
-                unseen_bs, first, kernels, window,
+                unseen_bs, position_t, kernels, window,
             )
 
-        is_small = k_btnk.size * layout.mesh.shape[axis] <= q_bthk.size
+        is_small = k_btnk.size * shards <= q_bthk.size
         if is_small or k_btnk.shape[2] == 1:
             return attend((q_bthk, k_btnk, v_btnk, sinks_h))
         return _by_kv_head(attend, q_bthk, k_btnk, v_btnk, sinks_h)
@@ -156,12 +167,11 @@ def _by_kv_head(attend: Callable, q_bthk, k_btnk, v_btnk, sinks_h) -> jax.Array:
 
 
 def _attend(
-    q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, first, kernels, window
+    q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, position_t, kernels, window
 ):
-    """Returns the attention of T queries from position `first` in rows of S tokens, on one
-    device."""
+    """Returns the attention of T queries at these positions of rows of S tokens, on one device."""
     arrays = (
-        q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, first, kernels, window
+        q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, position_t, kernels, window
     )
     if not kernels:
         return _scores_attention(*arrays)
@@ -169,8 +179,8 @@ def _attend(
 
 
 def splash_blocks(length: int, keys: int) -> splash_attention.BlockSizes:
-    """Returns the block sizes for the queries of a device, `length` tokens in whole tiles, that
-    attend to `keys` tokens.
+    """Returns the block sizes for queries of `length` tokens in whole tiles, of which a device has
+    one such chunk or two, that attend to `keys` tokens.
 
     The fused backward kernel does five products instead of seven and stores a dq per block of keys,
     length * keys numbers: it is for few blocks.
@@ -186,7 +196,7 @@ def splash_blocks(length: int, keys: int) -> splash_attention.BlockSizes:
 def _splash_kernels(length: int, shards: int, unseen_bt, window: Window | None) -> tuple:
     """Returns the kernels for rows with sharded queries: that of all tokens and, for models with a
     window, that of the window. Empty for unsupported rows."""
-    if unseen_bt is not None or length % (shards * SPLASH_TILE):
+    if unseen_bt is not None or length % ((2 * shards if shards > 1 else 1) * SPLASH_TILE):
         return ()
     sizes = (None,) if window is None else (None, window.size)
     return tuple(_splash_kernel(length, shards, size) for size in sizes)
@@ -197,21 +207,24 @@ def _splash_kernel(length: int, shards: int, window: int | None = None, interpre
     """Returns causal splash attention for rows with sharded queries, within a window unless it is
     None."""
     # One mask serves all heads.
-    mask: splash_attention.Mask = splash_attention.CausalMask((length, length))
+    mask: Any = splash_attention.CausalMask((length, length))
     if window is not None:
         mask = splash_attention.LocalMask((length, length), (window - 1, 0), offset=0)
+    chunk = length
+    if shards > 1:  # blocks lie in one chunk
+        mask.q_sequence, chunk = balanced_order(length, shards), length // (2 * shards)
     with jax.ensure_compile_time_eval():
         return splash_attention.make_splash_mha(
-            splash_attention.MultiHeadMask([mask]), block_sizes=splash_blocks(length // shards, length),
+            splash_attention.MultiHeadMask([mask]), block_sizes=splash_blocks(chunk, length),
             head_shards=1, q_seq_shards=shards, residual_checkpoint_name=SPLASH_RESIDUALS,
             interpret=interpret,
         )
 
 
 def _splash(
-    q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, first, kernels, window
+    q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, position_t, kernels, window
 ):
-    """Returns attention by a splash kernel; its mask contains `first`, and `unseen_bs` is None.
+    """Returns attention by a splash kernel; its mask has the positions, and `unseen_bs` is None.
     float16 inputs are computed in float32, because TPU kernels cannot store float16."""
     dtype = jnp.float32 if q_bthk.dtype == jnp.float16 else q_bthk.dtype
     heads_first = lambda x: jnp.swapaxes(x, 1, 2).astype(dtype)
@@ -227,18 +240,18 @@ def _splash(
 
 
 def _scores_attention(
-    q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, first, kernels, window
+    q_bthk, k_bsnk, v_bsnk, sinks_h, segments_bt, segments_bs, unseen_bs, position_t, kernels, window
 ):
     """Returns attention from its scores: all scores of a short row, one chunk at a time of a long
     row."""
 
-    def attend(q_bthk, k_bsnk, v_bsnk, segments_bt, first):
-        mask_bts = _causal_mask(segments_bt, segments_bs, unseen_bs, first, window)
+    def attend(q_bthk, k_bsnk, v_bsnk, segments_bt, position_t):
+        mask_bts = _causal_mask(segments_bt, segments_bs, unseen_bs, position_t, window)
         return attention(q_bthk, k_bsnk, v_bsnk, mask_bts, sinks_h)
 
     length = q_bthk.shape[1]
     if k_bsnk.shape[1] <= LONG_ROW:
-        return attend(q_bthk, k_bsnk, v_bsnk, segments_bt, first)
+        return attend(q_bthk, k_bsnk, v_bsnk, segments_bt, position_t)
     # In float32, so that the chunks' gradients add up in float32.
     k_bsnk, v_bsnk = k_bsnk.astype(jnp.float32), v_bsnk.astype(jnp.float32)
 
@@ -249,8 +262,8 @@ def _scores_attention(
         return jnp.moveaxis(padded.reshape(len(padded), -1, QUERY_CHUNK, *x_bt.shape[2:]), 1, 0)
 
     chunk = jax.checkpoint(lambda inputs: attend(inputs[0], k_bsnk, v_bsnk, *inputs[1:]))
-    starts = first + jnp.arange(0, length, QUERY_CHUNK)
-    out = jax.lax.map(chunk, (chunks(q_bthk), chunks(segments_bt), starts))
+    positions = chunks(position_t[None])[:, 0]
+    out = jax.lax.map(chunk, (chunks(q_bthk), chunks(segments_bt), positions))
     out = jnp.moveaxis(out, 0, 1).reshape(len(q_bthk), -1, *q_bthk.shape[2:])
     return out[:, :length]
 
@@ -298,8 +311,8 @@ def _by_head(sinks_h: jax.Array, n: int) -> jax.Array:
 
 def paged_attention(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
-    window: Window | None = None, sinks_h: jax.Array | None = None, block_size: int = PAGED_BLOCK,
-    weighs: bool = False,
+    first_bt: jax.Array | None = None, sinks_h: jax.Array | None = None, block_size: int = PAGED_BLOCK,
+    weighs: bool = False, is_part: bool = False,
 ) -> Any:
     """Returns attention to keys and values in pages, [B,T,H,K].
 
@@ -312,15 +325,16 @@ def paged_attention(
       table_bp: [B,P] int32 pages of each row in order.
       index_bt: [B,T] int32 position of each query in its pages; it attends to positions up to its
         own. Positions after a row's last query have no influence, NaN included.
-      window: of the layer.
+      first_bt: [B,T] int32 the first position that each query attends to; None: 0.
       sinks_h: as of `row_attention`.
       block_size: positions of a block, if pages are not larger.
       weighs: also return the attention [B,T,P] float32 of each query to each page, summed over heads.
+      is_part: the pages are a part of the positions, for `merged`, and a query may have none there.
+        Then return float32 and the log of the softmax's sum [B,T,H], at most MASKED without any.
 
     Returns: [B,T,H,K] in q's dtype; softmax and sums are float32.
     """
     b, t, h, k = q_bthk.shape
-    first_bt = None if window is None else window.first(index_bt)
     n, size = jax.eval_shape(read, table_bp).k.shape[2:4]
     num_pages = table_bp.shape[1]
     count = min(max(block_size // size, 1), table_bp.shape[1])
@@ -368,21 +382,44 @@ def paged_attention(
         total_bntg = jnp.ones(shape)
     carry = top_bntg, total_bntg, jnp.zeros((*shape, k)), mass_bntgp
     if table_bp.shape[1] == count:
-        _, total_bntg, out_bntgk, mass_bntgp = block(0, carry)
+        top_bntg, total_bntg, out_bntgk, mass_bntgp = block(0, carry)
     else:
         blocks = jnp.max(last_b) // (count * size) + 1
         start = 0 if first_bt is None else jnp.min(first_bt) // (count * size)
-        _, total_bntg, out_bntgk, mass_bntgp = jax.lax.fori_loop(start, blocks, block, carry)
-    out_bntgk = out_bntgk / total_bntg[..., None]
-    out = cast(jnp.moveaxis(out_bntgk, 1, 2).reshape(b, t, h, k))
+        carry = jax.lax.fori_loop(start, blocks, block, carry)
+        top_bntg, total_bntg, out_bntgk, mass_bntgp = carry
+    by_head = lambda x: jnp.moveaxis(x, 1, 2).reshape(b, t, h, *x.shape[4:])
+    if is_part:
+        total_bntg = jnp.maximum(total_bntg, jnp.finfo(jnp.float32).tiny)
+        out_bntgk = out_bntgk / total_bntg[..., None]
+        return by_head(out_bntgk), by_head(top_bntg + jnp.log(total_bntg))
+    out = cast(by_head(out_bntgk / total_bntg[..., None]))
     if mass_bntgp is None:
         return out
     return out, jnp.sum(mass_bntgp / total_bntg[..., None], axis=(1, 3))[..., :num_pages]
 
 
+def merged(
+    out_bthk: jax.Array, log_total_bth: jax.Array, axes: tuple[str, ...], sinks_h: jax.Array | None = None
+) -> jax.Array:
+    """Returns attention [B,T,H,K] in float32 from its parts on the devices of mesh axes: each device
+    has the attention to its own positions, without sinks, and the log of the softmax's sum. Inside a
+    shard_map."""
+    top_bth = jax.lax.pmax(log_total_bth, axes)
+    if sinks_h is not None:
+        top_bth = jnp.maximum(top_bth, sinks_h.astype(jnp.float32))
+    weight_bth1 = jnp.exp(log_total_bth - top_bth)[..., None]
+    sums = jnp.concatenate([out_bthk * weight_bth1, weight_bth1], axis=-1)
+    out_bthk, total_bth1 = jnp.split(jax.lax.psum(sums, axes), [out_bthk.shape[-1]], axis=-1)
+    if sinks_h is not None:
+        total_bth1 += jnp.exp(sinks_h.astype(jnp.float32) - top_bth)[..., None]
+    return out_bthk / total_bth1
+
+
 def paged_attention_by_length(
     q_bthk: jax.Array, read: Callable, table_bp: jax.Array, index_bt: jax.Array,
-    window: Window | None = None, sinks_h: jax.Array | None = None, weighs: bool = False,
+    first_bt: jax.Array | None = None, sinks_h: jax.Array | None = None, weighs: bool = False,
+    is_part: bool = False,
 ) -> Any:
     """Returns `paged_attention` of rows of any lengths, computed for a few similar rows at a time.
 
@@ -390,12 +427,15 @@ def paged_attention_by_length(
     shapes: no row's result depends on the batch composition."""
     b, room = len(q_bthk), table_bp.shape[1] * jax.eval_shape(read, table_bp).k.shape[3]
     if b < GROUPED_FROM or room <= 2 * PAGED_BLOCK:
-        return paged_attention(q_bthk, read, table_bp, index_bt, window, sinks_h, weighs=weighs)
+        return paged_attention(
+            q_bthk, read, table_bp, index_bt, first_bt, sinks_h, weighs=weighs, is_part=is_part
+        )
     order_b = jnp.argsort(jnp.max(index_bt, axis=1))
     # The longest row fills up the last group.
     groups = order_b[jnp.minimum(jnp.arange(b + -b % GROUP), b - 1)].reshape(-1, GROUP)
     attend = lambda rows: paged_attention(
-        q_bthk[rows], read, table_bp[rows], index_bt[rows], window, sinks_h, weighs=weighs
+        q_bthk[rows], read, table_bp[rows], index_bt[rows],
+        None if first_bt is None else first_bt[rows], sinks_h, weighs=weighs, is_part=is_part,
     )
     in_order = lambda x: x.reshape(-1, *x.shape[2:])[jnp.argsort(order_b)]
     return jax.tree.map(in_order, jax.lax.map(attend, groups))

@@ -167,6 +167,14 @@ class Program:
         )
         return y_md.reshape(x_btd.shape).astype(x_btd.dtype)
 
+    def balanced(self, x: jax.Array, lead: int = 0) -> jax.Array:
+        """Returns tokens of rows [B,T,...] in the order of the forward pass, `Layout.balanced`."""
+        return x if self.layout is None else self.layout.balanced(x, lead)
+
+    def in_order(self, x: jax.Array, lead: int = 0) -> jax.Array:
+        """Returns tokens in the order of their rows again."""
+        return x if self.layout is None else self.layout.in_order(x, lead)
+
     def constrain(self, x: jax.Array, axes: tuple) -> jax.Array:
         """Returns an activation constrained to the mesh by its logical axes."""
         return x if self.layout is None else self.layout.constrain(x, axes)
@@ -532,7 +540,7 @@ def _layer(
         x_btd = checkpoint_name(x_btd, LAYER_INPUT)
         if noise is not None:
             log_std, index = noise
-            x_btd = _perturbed(x_btd, log_std, index, seed_b)
+            x_btd = _perturbed(program, x_btd, log_std, index, seed_b)
         graphdef = _graph(BLOCKS["router" in layer_params], config)[0]
         block = nnx.merge(graphdef, quant.masters(layer_params, program.quantization))
         replayed = None if ids_btk is None else moe.Replay(ids_btk, replay.is_given)
@@ -614,12 +622,13 @@ def _scanned(layer, params, config, x_btd, cache, ids_lbtk):
     return x_btd, _joined(carried) if cache is None else cache, _joined(routed)
 
 
-def _perturbed(x_btd, log_std, layer, seed_b):
+def _perturbed(program, x_btd, log_std, layer, seed_b):
     """Returns x with noise of this deviation; a row's noise depends on its seed and the layer."""
     row = lambda seed: jax.random.normal(
         jax.random.fold_in(jax.random.key(seed), layer), x_btd.shape[1:], jnp.float32
     )
-    noisy = x_btd.astype(jnp.float32) + jnp.exp(log_std) * jax.vmap(row)(seed_b)
+    noise_btd = program.balanced(jax.vmap(row)(seed_b))
+    noisy = x_btd.astype(jnp.float32) + jnp.exp(log_std) * noise_btd
     return noisy.astype(x_btd.dtype)
 
 
@@ -679,11 +688,19 @@ def rows_routed(
         if has_groups:  # a layer's "cache" is its number alone
             is_unrolled = isinstance(params["layers"], tuple)
             cache = tuple(((), i) for i in range(config.num_layers)) if is_unrolled else ()
+    rows = tokens_bt, positions_bt, segment_ids_bt, unseen_bt
+    tokens_bt, positions_bt, segment_ids_bt, unseen_bt = jax.tree.map(program.balanced, rows)
+    if replay is not None:
+        ids_lbtk = program.balanced(replay.ids, lead=1)
+        replay = moe.Replay(ids_lbtk, program.balanced(replay.is_given))
     attend = _row_attention(program, segment_ids_bt, unseen_bt, config.num_layers)
-    return hidden(
+    x_btd, carried, routed = hidden(
         params, config, program, tokens_bt, positions_bt, attend, cache, seed_b=seed_b, replay=replay,
         asked=asked, is_token_bt=segment_ids_bt > 0,
     )
+    if routed is not None and routed.ids is not None:
+        routed = dataclasses.replace(routed, ids=program.in_order(routed.ids, lead=1))
+    return Hidden(program.in_order(x_btd), carried, routed)
 
 
 def _row_attention(program, segment_ids_bt, unseen_bt, num_layers: int = 1) -> Callable:
@@ -712,6 +729,7 @@ def residuals(
     """
     shape, compiler_options = tokens_bt.shape, program.compiler_options
     positions_bt = jnp.broadcast_to(jnp.arange(shape[1])[None], shape)
+    tokens_bt, positions_bt = map(program.balanced, (tokens_bt, positions_bt))
 
     @functools.partial(jax.jit, compiler_options=compiler_options)
     def one(x_btd, layer_params, n, is_sliding):
@@ -725,7 +743,7 @@ def residuals(
     embed = functools.partial(_embeddings, config=config, program=program, tokens_bt=tokens_bt)
     outer = {name: x for name, x in params.items() if name not in config.stacks}
     x_btd = jax.jit(embed, compiler_options=compiler_options)(outer)
-    yield x_btd
+    yield program.in_order(x_btd)
     places = {i: (name, n) for name, ids in config.stacks.items() for n, i in enumerate(ids)}
     for i in range(config.num_layers):
         is_sliding = None if config.sliding is None else i in config.sliding.layers
@@ -734,7 +752,7 @@ def residuals(
         else:
             name, n = places[i]
             x_btd = one(x_btd, params[name], n, is_sliding)
-        yield x_btd
+        yield program.in_order(x_btd)
 
 
 def output_head(params: Params, program: Program, x: jax.Array) -> tuple[Head, jax.Array]:

@@ -55,6 +55,11 @@ SMALL["dapo_qwen3_30b_a3b"] = SMALL["dapo_qwen3_30b_a3b_v5e"] = {
     "engine__slots": 64, "engine__prefill_batch": 64, "engine__prefill_chunk": 64,
 }
 SMALL["dapo_qwen25_32b:async"] = SMALL["dapo_qwen25_32b"]
+SMALL["dapo_qwen3_8b_64k"] = {
+    "rollout__prompts": 16, "rollout__max_new_tokens": 1984, "task__max_prompt_tokens": 64,
+    "rollout__overlong_buffer": 32, "train__pack_length": 2048, "engine__slots": 8,
+    "optimizer__offload": True,
+}
 # A compiler that optimises less is several times as fast. Only for programs without gradients:
 # libtpu 0.0.42.1 aborts on the reduce-scatters of the others.
 LITTLE_EFFORT = {"exec_time_optimization_effort": -1.0}
@@ -66,6 +71,7 @@ COMPILED = {
     "dapo_qwen25_32b": ("decode",),
     "dapo_qwen25_32b:async": ("score", "quantize", "insert"),
     "dapo_qwen3_8b": ("train",),
+    "dapo_qwen3_8b_64k": ("train", "decode"),
     "dapo_qwen3_30b_a3b": ("score", "decode"),
     "dapo_qwen3_30b_a3b_v5e": ("score", "decode"),
 }
@@ -126,7 +132,8 @@ def test_a_config_compiles_for_its_topology(made, name):
     assert report["layers"] == setup.model.num_layers
     assert report["chips"] == Topology.parse(report["topology"]).num_chips
     for entry in report["programs"].values():
-        is_offloading = setup.config.model.remat == "host" and entry["name"] == "train"
+        is_offloading = setup.config.model.remat == "host" or setup.config.optimizer.offload
+        is_offloading &= entry["name"] == "train"
         assert entry["fits"] and bool(entry["host_transfers"]) == is_offloading
         assert 0 < entry["memory"]["peak_bytes"] < entry["memory"]["hbm_bytes"]
         assert entry["roofline"]["is_model_output"] is True
@@ -187,6 +194,24 @@ def test_weight_gradients_are_scattered_and_no_head_is_whole(made, name):
             wide.append(math.prod(dims))
     share = c.vocab_size * c.embed_dim // count
     assert share <= max(wide) <= 2 * share
+
+
+@pytest.mark.all
+def test_devices_that_share_positions_send_no_keys(made):
+    """The sampler sums one head's attention and its weight over them, the learner gathers keys of
+    one head at a time, and moves tokens to other devices before the first layer and after the last."""
+    _, found = made("dapo_qwen3_8b_64k")
+    of_context = {
+        name: [c for c in entry["collectives"] if "context" in c["axes"]]
+        for name, entry in found["programs"].items()
+    }
+    assert {c["kind"] for c in of_context["decode"]} == {"all-reduce"}
+    assert max(c["bytes"] for c in of_context["decode"]) == 8 * 32 // 8 * (128 + 1) * 4
+    row = 2048 * 4096 * 2  # numbers of bfloat16 in a row of hidden states
+    others = [c for c in of_context["train"] if c["kind"] in ("all-gather", "all-to-all")]
+    assert max(c["bytes"] for c in others) == 2048 * 128 * 2
+    moved = [c for c in of_context["train"] if c["kind"] == "collective-permute"]
+    assert max(c["bytes"] for c in moved) <= row // 8
 
 
 EXPERTS = "dapo_qwen3_30b_a3b", "dapo_qwen3_30b_a3b_v5e"

@@ -129,6 +129,11 @@ def test_flops_of_kernels():
         Shape("f32", (512, 128)), Shape("bf16", (2, 64, 16))), None, "c", 1, "")  # a single row
     assert work.kernel_flops(alone, setup.model, setup.training.layout) == 2 * square // 3
     assert count("shard_map.3", q, 77) == 77 and count("shard_map.3", q, None) == 0
+    # Two devices with 64 of 128 queries each, and all 128 keys.
+    setup = tiny_setup(mesh__train=(1, 1, 1, 2))
+    keys = Shape("bf16", (3, 1, 128, 16))
+    assert count("splash_mha_fwd_segmented_residuals.4", q, None) == 2 * 2 * square
+    assert count("splash_mha_dkv_segmented_no_residuals", keys, None, keys) == 4 * 2 * square
 
 
 def test_the_roofline_takes_the_slowest_of_three():

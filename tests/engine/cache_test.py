@@ -9,6 +9,7 @@ import pytest
 
 from jaxrl_tis import sharding
 from jaxrl_tis.engine import cache
+from jaxrl_tis.models import attention as attention_of_models
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
 pytestmark = pytest.mark.by_jax("XLA compiles and rounds the programs")
@@ -200,8 +201,45 @@ def test_float8_codes_are_those_of_the_format():
 
 def test_pages_belong_to_a_part_of_the_batch_and_heads_to_a_part_of_the_mesh():
     for unrolled in (True, False):
-        for x in jax.tree.leaves(cache.empty(CONFIG, PAGES, SIZE, "int8", unrolled)):
-            axes = cache.axes(x)
+        pool = cache.empty(CONFIG, PAGES, SIZE, "int8", unrolled)
+        for path, x in jax.tree_util.tree_leaves_with_path(pool):
+            axes = cache.axes(path, x)
             assert len(axes) == x.ndim
             sizes = {name: size for name, size in zip(axes, x.shape, strict=True) if name}
-            assert sizes == {"batch": PAGES, "kv_heads": CONFIG.num_kv_heads}
+            assert sizes == {"batch": PAGES, "kv_heads": CONFIG.num_kv_heads, "positions": SIZE}
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("dtype, unrolled", FORMS)
+@pytest.mark.parametrize("window", [None, 3])
+def test_four_devices_that_share_the_positions_of_a_page_attend_as_one(dtype, unrolled, window):
+    """A prompt of two chunks, then a token of every slot: one device has no position of row 1's
+    last page, and with the window some have none at all."""
+    spread = sharding.layout((1, 1, 2, 4), sharding.SERVE_RULES)
+    q, k, v = normal(2, 16, 4, 8), normal(2, 16, 2, 8), normal(2, 16, 2, 8)
+    of_layer = None if window is None else attention_of_models.Window(window, True)
+
+    def run(layout):
+        @jax.jit
+        def attended(q, k, v):
+            state, out = pool(dtype, unrolled), []
+            for start, counts in ((0, [8, 6]), (8, [2, 0])):
+                rows = np.full(2, start), np.array(counts), TABLE
+                attend = cache.fill(*map(jnp.asarray, rows), layout)
+                part = slice(start, start + 8)
+                found, after = attend(q[:, part], k[:, part], v[:, part], state, of_layer)
+                out += [found[row, :count] for row, count in enumerate(counts)]
+                state = handed_on(after, unrolled)
+            is_written = jnp.array([[True], [False]])
+            attend = cache.append(jnp.array([[10], [5]]), is_written, jnp.asarray(TABLE), layout)
+            return out, *attend(q[:, -1:], k[:, -1:], v[:, -1:], state, of_layer)
+
+        return attended(q, k, v)
+
+    (prompts, token, after), (want, want_token, want_after) = map(run, (spread, sharding.single_device()))
+    close = lambda x, y: np.testing.assert_allclose(
+        np.asarray(x, np.float32), np.asarray(y, np.float32), atol=1e-5, rtol=1e-5)
+    jax.tree.map(close, (prompts, token), (want, want_token))
+    read = lambda x, axis: np.delete(np.asarray(x, np.float32), 0, axis)  # without page 0
+    for x, y in zip(*map(jax.tree.leaves, (after, want_after)), strict=True):
+        np.testing.assert_array_equal(read(x, x.ndim > 4), read(y, y.ndim > 4))

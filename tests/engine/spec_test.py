@@ -10,7 +10,7 @@ from jaxrl_tis.engine.spec import Spec
 
 
 def made(platform="cpu", shards=2, tensor=1, is_invariant=False, teacher=None, **sizes):
-    mesh = types.SimpleNamespace(shape={"expert": 1, "tensor": tensor}, size=tensor * shards)
+    mesh = types.SimpleNamespace(shape={"expert": 1, "tensor": tensor, "context": 1}, size=tensor * shards)
     layout = types.SimpleNamespace(
         shards=shards, platform=platform, mesh=mesh, rules={"vocab": "tensor"})
     model = types.SimpleNamespace(vocab_size=64, moe=None, num_layers=2)

@@ -68,17 +68,24 @@ class Case:
         new = [normal(slots, HEADS, GROUP, width), *normal(2, slots, HEADS, width)]
         return cls(*made(dtype, layers, unseen, *new))
 
-    def run(self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1, first=None,
-            sinks=None):
+    def run(self, *args, **options):
         """(attention, the pool after it) in blocks of so many pages; no race is found."""
+        out, pool, _ = self.part(*args, **options)
+        return np.asarray(out, np.float64), pool
+
+    def part(
+        self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1, first=None, has=None,
+        sinks=None,
+    ):
+        """What `run` returns, and the log of the softmax's sum with `has`."""
         slots = len(self.q)
         with races.none():
-            out, kv, scale = jax.block_until_ready(kernel(
+            out, kv, scale, log_total = jax.block_until_ready(kernel(
                 self.q, self.new.kv, self.new.scale, self.pool.kv, self.pool.scale,
-                jnp.int32(layer), index[:slots], page[:slots], table[:slots], first, sinks,
+                jnp.int32(layer), index[:slots], page[:slots], table[:slots], first, has, sinks,
                 block_bytes=pages * self.pool.kv[0, 0].nbytes, cores=cores,
             ))
-        return np.asarray(out, np.float64), cache.StackedKV(kv, scale)
+        return out, cache.StackedKV(kv, scale), log_total
 
     def expected(self, page=PAGE):
         """The same in float64, by a loop."""
@@ -192,14 +199,37 @@ def test_a_window_hides_the_positions_before_it(dtype, pages, window):
     """As other platforms hide them, in blocks that begin before it, with sinks; the pool is that
     without it."""
     case, sinks = Case.of(dtype, 64), np.linspace(-2, 4, HEADS * GROUP).astype(np.float32)
-    want, _ = elsewhere(case, attention.Window(window, True), sinks)
     first = np.maximum(INDEX - window + 1, 0)
+    want, _ = elsewhere(case, first[:, None], sinks)
     found, pool = case.run(pages=pages, first=first, sinks=sinks)
     np.testing.assert_allclose(found, want, **TOLERANCE[dtype])
     whole, whole_pool = case.run(pages=pages, sinks=sinks)
     assert (np.abs(whole - found).max(axis=(1, 2, 3)) > 0.05).tolist() == (first > 0).tolist()
     wide = lambda x: np.asarray(x, np.float32)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(wide(x), wide(y)), pool, whole_pool)
+
+
+@pytest.mark.all
+def test_a_part_of_a_sequence_without_its_new_token():
+    """Every second slot has its new token elsewhere: it attends to its pages, and its pool stays."""
+    case, has = Case.of("int8", 64), (np.arange(SLOTS) % 2 | (INDEX == 0)).astype(np.int32)
+    page, index = np.where(has, PAGE, 0), np.where(has, INDEX, INDEX - 1)
+    first = np.zeros(SLOTS, np.int32)
+    out, pool, log_total = case.part(index=index, page=page, first=first, has=has)
+
+    @jitted.function
+    def other(q, pool):
+        layer, rows = cache.LayerOf(pool, jnp.int32(LAYER)), q.reshape(SLOTS, 1, -1, 64)
+        found = attention.paged_attention(rows, layer.read, TABLE, index[:, None], is_part=True)
+        return jax.tree.map(lambda x: x.reshape(SLOTS, HEADS, GROUP, *x.shape[3:]), found)
+
+    want, want_log = other(case.q, pool)
+    is_kept = (page > 0) | (has == 0)  # an idle slot's token is in no page
+    for found, expected in ((out, want), (log_total, want_log)):
+        found, expected = (np.asarray(x, np.float64)[is_kept] for x in (found, expected))
+        np.testing.assert_allclose(found, expected, **TOLERANCE["int8"])
+    changed = np.asarray(pool.kv) != np.asarray(case.pool.kv)
+    assert set(np.flatnonzero(changed.any(axis=(0, 2, 3, 4)))) == set(page[page > 0])
 
 
 @pytest.mark.all

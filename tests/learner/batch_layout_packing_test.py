@@ -146,8 +146,8 @@ def test_a_sequence_longer_than_planned_is_refused_with_both_numbers():
 def test_rows_are_whole_blocks():
     packer = Packer.of(length=130, max_length=100, microbatch_rows=4, shards=2)
     assert packer.length == 256 and packer.num_microbatches(9) == 2
-    # Over four context shards each has whole blocks.
-    assert Packer.of(130, 100, 4, 2, context=4).length == 512
+    # Each of four context shards has two chunks of whole blocks.
+    assert Packer.of(130, 100, 4, 2, context=4).length == 1024
 
 
 def test_a_row_holds_no_more_sequences_than_it_has_numbers_for():

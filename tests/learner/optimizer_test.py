@@ -30,7 +30,7 @@ align, make_optimizer, perturb, scale_loss = map(
 
 def fields(**changes):
     defaults = dict(lr=0.1, schedule="constant", warmup=0, b1=0.9, b2=0.999, eps=1e-8,
-                    weight_decay=0.0, clip_norm=1e9)
+                    weight_decay=0.0, clip_norm=1e9, offload=False)
     return ml_collections.ConfigDict(defaults | changes)
 
 

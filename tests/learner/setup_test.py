@@ -92,7 +92,7 @@ def test_settings_of_routers_that_a_checkpoint_lacks_are_refused(changes, model,
 
 
 def test_rows_that_the_context_shards_do_not_cut_are_refused():
-    with pytest.raises(ValueError, match="rows of 9 tokens cannot be cut into the 8 context shards"):
+    with pytest.raises(ValueError, match="rows of 9 tokens cannot be cut.* 8 context shards"):
         tiny.setup(mesh__train=(1, 1, 1, -1), task__max_prompt_tokens=5, rollout__max_new_tokens=4)
 
 

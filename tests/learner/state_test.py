@@ -9,9 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl_tis.learner.state import as_begun, initial_params, initial_state
+from jaxrl_tis.learner.state import abstract_state, as_begun, initial_params, initial_state
 from jaxrl_tis.learner.trainer import Trainer
+from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.provenance import write_run_files
+from jaxrl_tis.sharding import device_bytes
+from jaxrl_tis.validate import validate
 from tests import tiny
 from tests.learner.trainer_test import fake_samples, one_update
 
@@ -94,3 +97,47 @@ def test_the_kl_to_the_reference_starts_at_exactly_zero(changes):
     assert metrics["actor/kl_to_reference"] == metrics["actor/grad_norm"] == 0.0
     if "correction__kl_placement" not in changes:
         assert metrics["actor/kl_loss"] == 0.0
+
+
+@pytest.mark.all
+def test_moments_in_host_memory_change_no_number(tmp_path):
+    """Two updates on eight devices, and a checkpoint that brings the moments back to the host."""
+    ends = []
+    for is_offloaded in (False, True):
+        setup = tiny.setup(
+            optimizer__offload=is_offloaded, mesh__train=(1, 4, 1), train__microbatch_rows=4, train__minibatches=1,
+            train__epochs=1,
+        ).training
+        trainer = Trainer(setup)
+        state = initial_state(setup, initial_params(setup))
+        for step in (1, 2):
+            rows = trainer.score(state, fake_samples(), {0: state["policy"].params})
+            state, *_ = trainer.update(state, rows, step, 0)
+        moments = [
+            leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state["policy"].opt_state)
+            if jax.tree_util.keystr(path).endswith("['q']")
+        ]
+        kind = "pinned_host" if is_offloaded else "device"
+        assert [x.sharding.memory_kind for x in moments] == [kind] * 2
+        assert all(np.asarray(x).any() for x in moments)
+        ends.append(jax.tree.map(np.asarray, state["policy"]))
+    jax.tree.map(np.testing.assert_array_equal, *ends)
+    with Checkpoints(tmp_path, keep=1) as checkpoints:
+        checkpoints.save(2, state, {})
+        restored, _ = checkpoints.restore(abstract_state(setup))
+    same = lambda x, y: x.sharding.memory_kind == y.sharding.memory_kind and (x == y).all()
+    assert all(map(same, jax.tree.leaves(restored["policy"].params), jax.tree.leaves(state["policy"].params)))
+    kinds = [[x.sharding.memory_kind for x in jax.tree.leaves(s["policy"])] for s in (restored, state)]
+    assert kinds[0] == kinds[1]
+    assert device_bytes(abstract_state(setup)) < device_bytes(
+        jax.tree.map(lambda x: x.update(sharding=x.sharding.with_memory_kind("device")), abstract_state(setup))
+    )
+
+
+@pytest.mark.all
+def test_moments_that_an_update_may_skip_stay_on_the_devices():
+    for changes in (
+        dict(model__dtype="float16"), dict(correction__controllers="gradient_alignment(gac_low=0.0, gac_high=0.5)"),
+    ):
+        with pytest.raises(ValueError, match="optimizer.offload moves the moments at every update"):
+            validate(tiny.config(optimizer__offload=True, **changes))

@@ -59,10 +59,29 @@ def value_and_gradients(attend, q, k, v, *sinks):
     return run(q, k, v, *sinks)
 
 
+@jax.jit
+def of_scores(q, k, v, sinks, segment_ids):
+    """Value and gradients of all scores on one device."""
+    of = lambda q, k, v, sinks: attention.attention(q, k, v, row_mask(segment_ids), sinks)
+    out, pull = jax.vjp(of, q, k, v, sinks)
+    return out, *pull(jnp.cos(q))
+
+
 def check_context(length, shards, tensor=2):
     with mock.patch.object(attention, "_by_kv_head", wraps=attention._by_kv_head) as by_kv_head:
         check_equal(length, shards, tensor)
     assert by_kv_head.called == (shards == 4 and tensor == 1)
+
+
+def balanced_attention(segment_ids, layout, *limits):
+    """`row_attention` of rows as they are, whose tokens change places for it."""
+
+    def attend(q, k, v, sinks=None):
+        *x, ids = map(layout.balanced, (q, k, v, segment_ids))
+        limited = map(layout.balanced, limits)
+        return layout.in_order(attention.row_attention(*x, ids, layout, *limited, sinks_h=sinks))
+
+    return attend
 
 
 def check_equal(length, shards, tensor):
@@ -71,16 +90,13 @@ def check_equal(length, shards, tensor):
     normal = lambda heads: RNG.normal(0, 1, (2, length, heads, 8)).astype(np.float32)
     qkvs = normal(4), normal(2), normal(2), RNG.normal(0, 1, 4).astype(np.float32)
     segment_ids, layout = crossing(length), train_layout(1, 1, tensor, shards)
-    of_row = lambda q, k, v, sinks: attention.row_attention(
-        q, k, v, segment_ids, layout, sinks_h=sinks
-    )
-    of_scores = lambda ids: lambda q, k, v, sinks: attention.attention(q, k, v, row_mask(ids), sinks)
+    of_row = balanced_attention(segment_ids, layout)
     sharded = value_and_gradients(of_row, *qkvs)
     assert sharded[0].sharding.shard_shape(qkvs[0].shape) == (2, length // shards, 4 // tensor, 8)
-    for ours, expected in zip(sharded, value_and_gradients(of_scores(segment_ids), *qkvs), strict=True):
+    for ours, expected in zip(sharded, of_scores(*qkvs, segment_ids), strict=True):
         close(ours, expected)
-    cut = segment_ids + 10 * (np.arange(length) // (length // shards))[None]
-    for ours, unexpected in zip(sharded, value_and_gradients(of_scores(cut), *qkvs), strict=True):
+    cut = (segment_ids + 10 * (np.arange(length) // (length // shards))[None]).astype(np.int32)
+    for ours, unexpected in zip(sharded, of_scores(*qkvs, cut), strict=True):
         with pytest.raises(AssertionError):
             close(ours, unexpected)
 
@@ -100,9 +116,7 @@ def test_keys_that_become_unseen_in_another_shard():
     place = np.arange(length)
     unseen = np.broadcast_to(np.where(place < 16, place + 10, length), (2, length))
     mask = row_mask(crossing(length)) & (place[:, None] < unseen[:, None])
-    of_row = lambda *x: attention.row_attention(
-        *x, crossing(length), train_layout(1, 1, 2, 4), unseen
-    )
+    of_row = balanced_attention(crossing(length), train_layout(1, 1, 2, 4), unseen)
     expected = value_and_gradients(lambda *x: attention.attention(*x, mask), q, k, v)
     for a, b in zip(value_and_gradients(of_row, q, k, v), expected, strict=True):
         close(a, b)
@@ -120,7 +134,7 @@ def test_a_row_of_8k_tokens():
     length, shards = 8192, 8
     q, k, v = (RNG.normal(0, 1, (1, length, 1, 8)).astype(np.float32) for _ in range(3))
     segment_ids, layout = crossing(length)[1:], train_layout(1, 1, 1, shards)
-    run = jax.jit(lambda *x: attention.row_attention(*x, segment_ids, layout))
+    run = jax.jit(balanced_attention(segment_ids, layout))
     out = np.asarray(run(q, k, v))
     edges = np.r_[np.arange(shards) * (length // shards), np.flatnonzero(np.diff(segment_ids[0])) + 1]
     for t in np.unique(np.r_[edges, edges - 1, length - 1] % length):
@@ -138,6 +152,42 @@ def test_splash(monkeypatch, length, shards, tensor):
     monkeypatch.setattr(attention, "_splash_kernel", lambda *a: kernel(*a, interpret=True))
     monkeypatch.setattr(jax.lax, "platform_dependent", lambda *arrays, tpu, default: tpu(*arrays))
     check_context(length, shards, tensor)
+
+
+def blocks_per_shard(kernel, shards):
+    """The blocks of scores that forward, dq and dk-dv kernels of each shard compute, from the arrays
+    that tell the kernels which ones to skip."""
+    of = kernel.fwd_mask_info, kernel.dq_mask_info, kernel.dkv_mask_info
+    masks = [np.asarray(info.block_mask)[0] for info in of if info is not None]
+    return np.array([[(part > 0).sum() for part in np.split(mask, shards)] for mask in masks])
+
+
+def test_shards_compute_as_many_blocks(monkeypatch):
+    """Sixteen chunks of a block see 1, 2, ... 16 blocks of keys, two chunks 17 together. Contiguous
+    shards would compute up to 15 / 8 of the mean."""
+    length, shards = 2048, 8
+    kernel = attention._splash_kernel.__wrapped__
+    counts = blocks_per_shard(kernel(length, shards), shards)
+    assert len(counts) == 3 and (counts == 17).all()
+    contiguous = lambda length, shards: np.arange(length, dtype=np.int32)
+    monkeypatch.setattr(attention, "balanced_order", contiguous)
+    counts = blocks_per_shard(kernel(length, shards), shards)
+    np.testing.assert_array_equal(counts[:, [0, -1]], [[3, 31]] * 3)
+
+
+@pytest.mark.all
+def test_tokens_change_places_and_come_back():
+    """Of eight chunks of 3 tokens shard 1 of four has the chunks 1 and 6."""
+    layout, rows = train_layout(2, 1, 1, 4), np.arange(48).reshape(2, 24)
+    assert (layout.row_shards, layout.row_unit) == (4, 8)
+    sampler = sharding.layout((1, 2, 1, 4), sharding.SERVE_RULES)
+    assert (sampler.row_shards, sampler.row_unit) == (1, 1)  # it cuts no rows
+    moved = jax.jit(layout.balanced)(rows)
+    np.testing.assert_array_equal(moved[0, 6:12], [3, 4, 5, 18, 19, 20])
+    np.testing.assert_array_equal(moved, rows[:, sharding.balanced_order(24, 4)])
+    np.testing.assert_array_equal(jax.jit(layout.in_order)(moved), rows)
+    total = lambda x: jnp.sum(layout.in_order(x[None], lead=1)[0] * rows)
+    np.testing.assert_array_equal(jax.jit(jax.grad(total))(jnp.zeros((2, 24))), moved)
 
 
 # The learner
@@ -187,7 +237,25 @@ def test_the_learner_gives_the_numbers_of_one_device():
     jax.tree.map(close, gradients, expected)
 
 
-def test_serving_has_no_context_axis():
-    with pytest.raises(ValueError, match="'context': 4.* 4 context shards"):
-        sharding.layout((1, 2, 1, 4), sharding.SERVE_RULES)
-    assert train_layout(1, 2, 2).mesh.shape["context"] == 1
+@pytest.mark.all
+def test_noise_and_residuals_are_those_of_one_device():
+    params, layout = transformer.init(CONFIG, jax.random.key(0)), train_layout(1, 2, 1, 4)
+    tokens = np.arange(32, dtype=np.int32).reshape(2, 16) % CONFIG.vocab_size
+    place, program = layout.put(tokens, ("batch", None)), transformer.Program(layout=layout)
+    placed = placement.put(params, layout, CONFIG)
+    streams = [
+        transformer.residuals(*x)
+        for x in ((params, CONFIG, transformer.Program(), tokens), (placed, CONFIG, program, place))
+    ]
+    for one, many in zip(*streams, strict=True):
+        close(many, one)
+
+    def noisy(params, program, tokens):
+        positions = jnp.broadcast_to(jnp.arange(16), tokens.shape)
+        params = params | {"perturbation": jnp.full(2, -1.0)}
+        return jax.jit(functools.partial(transformer.rows_hidden, config=CONFIG, program=program))(
+            params, tokens_bt=tokens, positions_bt=positions, segment_ids_bt=tokens * 0 + 1,
+            seed_b=jnp.arange(2, dtype=jnp.uint32),
+        )
+
+    close(noisy(placed, program, place), noisy(params, transformer.Program(), tokens))

@@ -249,9 +249,9 @@ def test_grouped_rows_read_the_pages_of_their_window():
         k, v = (jnp.asarray(x)[numbers] for x in pages)
         return KV(k, v, None, None)
 
-    of_layer = attention.Window(window, True)
-    rows = map(jnp.asarray, (table, index))
-    out = attention.paged_attention_by_length(jnp.asarray(q), read, *rows, of_layer)
+    rows = [jnp.asarray(x) for x in (table, index)]
+    begin = attention.Window(window, True).first(rows[1])
+    out = attention.paged_attention_by_length(jnp.asarray(q), read, *rows, begin)
     for row in range(64):
         first, last = max(0, index[row, 0] - window + 1), index[row, 0]
         of_row = [np.swapaxes(x[table[row]], 1, 2).reshape(-1, 2, 8) for x in pages]

@@ -14,6 +14,7 @@ HEAVY = (
     "learner/retention_test.py::test_heavy_pages_are_those_of_an_oracle_and_the_learner_attends_to_them"
 )
 
+SHARED = "engine/cache_test.py::test_four_devices_that_share_the_positions_of_a_page_attend_as_one"
 MUTANTS = [
     *of("engine/check.py",
         ("heavy pages of scanned layers", "if not engine.unroll:", "if False:",
@@ -396,8 +397,13 @@ MUTANTS = [
          "scale[..., 1, :], scale[..., 0, :]"),
         ("a chunk writes the page behind it", "first < (starts_r + lengths_r)[:, None]",
          "first <= (starts_r + lengths_r)[:, None]"),
-        ("slots that draw nothing write", "page_bt = jnp.where(is_written_bt, page_bt, 0)",
+        ("slots that draw nothing write",
+         "page_bt = jnp.where(is_written_bt & positions.has(index_bt), page_bt, 0)",
          "page_bt = page_bt + 0"),
+        ("all devices of a page write a new key", "is_written_bt & positions.has(index_bt)",
+         "is_written_bt", SHARED, IN_ALL),
+        ("a device without positions that a query sees counts", "self.before(index_bt + 1) - 1",
+         "jnp.maximum(self.before(index_bt + 1) - 1, 0)", SHARED, IN_ALL),
         ("a chunk sees itself alone", "index_rt = starts_r[:, None] + jnp.minimum",
          "index_rt = 0 * starts_r[:, None] + jnp.minimum"),
         ("a copied page goes to where it came from",
