@@ -407,12 +407,13 @@ def merged(
     shard_map."""
     top_bth = jax.lax.pmax(log_total_bth, axes)
     if sinks_h is not None:
-        top_bth = jnp.maximum(top_bth, sinks_h.astype(jnp.float32))
+        sinks_bth = sinks_h.astype(jnp.float32)[None, None]
+        top_bth = jnp.maximum(top_bth, sinks_bth)
     weight_bth1 = jnp.exp(log_total_bth - top_bth)[..., None]
     sums = jnp.concatenate([out_bthk * weight_bth1, weight_bth1], axis=-1)
     out_bthk, total_bth1 = jnp.split(jax.lax.psum(sums, axes), [out_bthk.shape[-1]], axis=-1)
     if sinks_h is not None:
-        total_bth1 += jnp.exp(sinks_h.astype(jnp.float32) - top_bth)[..., None]
+        total_bth1 += jnp.exp(sinks_bth - top_bth)[..., None]
     return out_bthk / total_bth1
 
 

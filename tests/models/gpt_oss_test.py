@@ -141,7 +141,7 @@ def test_the_clamped_unit():
 ENGINES = {
     "unrolled": {}, "scanned": dict(unroll=False), "chunks": dict(prefill_chunk=8),
     "4 bits": dict(quantization="mxfp4"), "4 bits, scanned": dict(quantization="mxfp4", unroll=False),
-    "int8 keys": dict(cache_dtype="int8"),
+    "int8 keys": dict(cache_dtype="int8"), "shared positions": dict(mesh=(2, 1, 1, 4)),
 }
 
 
@@ -150,7 +150,10 @@ ENGINES = {
 def test_the_sampler_has_the_log_probs_of_the_learner(name):
     config, params = gpt_oss()
     sizes = dict(slots=4, max_length=48, steps=3, prefill_batch=2, page_size=8, record_routes=True)
-    engine = Engine(config, EngineConfig(**sizes | ENGINES[name]))
+    options = dict(ENGINES[name])
+    mesh = options.pop("mesh", None)
+    layout = mesh and sharding.layout(mesh, sharding.SERVE_RULES, vocab_size=97)
+    engine = Engine(config, EngineConfig(**sizes | options), layout)
     served = engine.load(jax.tree.map(jnp.asarray, params))
     is_kept = {x.dtype == jnp.uint8 for path, x in jax.tree.leaves_with_path(served) if any(
         getattr(key, "key", "") in ("expert_gate", "expert_up", "expert_down") for key in path)}

@@ -5,6 +5,8 @@ from tests.mutants import IN_ALL, of
 GEMMA = "models/gemma_test.py"
 MUTANTS = [
     *of("models/attention.py",
+        ("devices that share positions forget the sinks", "total_bth1 += jnp.exp(sinks_bth", "total_bth1 += 0 * jnp.exp(sinks_bth",
+         "models/gpt_oss_test.py::test_the_sampler_has_the_log_probs_of_the_learner", IN_ALL),
         ("a token does not see itself", "position_t[:, None] >= s[None]",
          "position_t[:, None] > s[None]"),
         ("sequences of a row see each other", "mask_bts = same & mask_ts[None]",
