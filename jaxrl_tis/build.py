@@ -101,9 +101,7 @@ class Sampling:
     @property
     def retention(self) -> KVEviction | None:
         """The KV eviction of `engine`; None if sequences keep all pages."""
-        sinks, window = self.config.engine.retention
-        e = self.config.engine
-        return KVEviction(sinks, window, e.heavy_pages, e.heavy_groups) if window else None
+        return KVEviction.of(self.config.engine)
 
     @functools.cached_property
     def adapter(self) -> lora.Adapter | None:

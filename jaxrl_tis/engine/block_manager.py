@@ -11,11 +11,13 @@ import dataclasses
 import operator
 from typing import Any
 
+import ml_collections
 import numpy as np
 
 from jaxrl_tis.engine.pages import NULL, Pages
 from jaxrl_tis.engine.prefixes import Prefixes
 from jaxrl_tis.engine.protocol import EngineProtocol
+from jaxrl_tis.engine.records import NEVER
 from jaxrl_tis.engine.sequences import Sequence
 from jaxrl_tis.engine.stats import Stats
 from jaxrl_tis.engine.wait_queue import WaitQueue
@@ -43,6 +45,29 @@ class KVEviction:
     def __post_init__(self):
         if self.sinks < 0 or self.window < 1 or self.heavy < 0 or self.groups < 1:
             raise ValueError(f"{self}: keep at least one page of the window, and no negative number")
+
+    @classmethod
+    def of(cls, engine: ml_collections.ConfigDict) -> "KVEviction | None":
+        """Returns that of `config.engine`; None if sequences keep all pages."""
+        sinks, window = engine.retention
+        return cls(sinks, window, engine.heavy_pages, engine.heavy_groups) if window else None
+
+    def allows(self, evict_step: np.ndarray, start: int, stop: int, page_size: int) -> bool:
+        """Whether a record can have this evict_step, see Trajectory. Each eviction is of one page in every
+        group, at a step in start..stop-1, after the first pages and before the last ones of that time."""
+        if evict_step.shape[1:] != ((self.groups,) if self.groups > 1 else ()):
+            return False
+        step_sg = evict_step.reshape(len(evict_step), -1)
+        page_s = np.arange(len(step_sg)) // page_size
+        is_evicted_sg = step_sg != NEVER
+        is_before_sg = page_s[:, None] < step_sg // page_size - self.window
+        is_in_time_sg = is_before_sg & (step_sg >= start) & (step_sg < stop)
+        ordered_sg = np.sort(step_sg, axis=0)
+        return bool(
+            np.all(is_in_time_sg | ~is_evicted_sg) and not np.any(is_evicted_sg[page_s < self.sinks])
+            and np.array_equal(step_sg, step_sg[page_s * page_size])
+            and np.all(ordered_sg == ordered_sg[:, :1])
+        )
 
     @property
     def most(self) -> int:

@@ -176,7 +176,7 @@ class ReplicaSnapshots(Mapping):
             return
         for t, logp in zip(drawn, self._log_probs(self._snapshot[version], drawn), strict=True):
             known, before = np.full(len(logp), np.nan, np.float32), self._known.pop(t.id, ())
-            known[: len(before)] = before
+            known[: len(before)] = before[: len(known)]  # longer where the sequence started again
             self._known[t.id] = np.where(t.mask & (t.version == version), logp, known)
         for old in list(self._known)[: -self._max_sequences]:
             del self._known[old]

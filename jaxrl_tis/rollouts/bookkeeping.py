@@ -139,7 +139,7 @@ class AsyncBookkeeping:
             is_wanted = self.queue.is_open(key[0])
             self.counts.interrupted += is_wanted
             self.counts.discarded += not is_wanted
-            if is_wanted and len(trajectory.tokens):
+            if is_wanted and can_continue(trajectory):
                 self._partials[key] = trajectory
 
     def report(self, trajectories: list[Trajectory]) -> None:
@@ -157,7 +157,7 @@ class AsyncBookkeeping:
         Returns the number of sequences with a known part."""
         keys = [self.keys.pop(id) for id in ids]
         wanted = [key for key in keys if key in known and self.queue.is_open(key[0])]
-        parts = {key: known[key] for key in wanted if len(known[key].tokens)}
+        parts = {key: known[key] for key in wanted if can_continue(known[key])}
         self._partials |= parts
         self.controller.left(name, {k: newest(t) for k, t in parts.items()})
         return len(parts)
@@ -347,7 +347,8 @@ class AsyncBookkeeping:
         controller = self.controller.get_state(version)
         continued = sorted(key for key in self.keys.values() if self.queue.is_open(key[0]))
         controller["waiting"] += [[list(k), newest(in_flight.get(k))] for k in continued]
-        partials = self._partials | {k: in_flight[k] for k in continued if k in in_flight}
+        parts = {k: in_flight[k] for k in continued if k in in_flight}
+        partials = self._partials | {k: t for k, t in parts.items() if can_continue(t)}
         return {
             "replay": [] if buffer is None else buffer.get_state(serialize.written),
             "replay_measured": [] if self._replay is None else list(self._replay.measured),
@@ -401,9 +402,15 @@ def check_versions(entry: Entry, version: int, staleness: float) -> None:
             )
 
 
+def can_continue(partial: Trajectory) -> bool:
+    """Whether an interrupted sequence has tokens to continue from. One that saw evicted keys starts from
+    its prompt again, as no prefill rebuilds them."""
+    return len(partial.tokens) > 0 and not len(partial.evict_step)
+
+
 def newest(partial: Trajectory | None) -> int | None:
-    """Returns the version of the last token, None without tokens."""
-    return int(partial.version[-1]) if partial is not None and len(partial.tokens) else None
+    """Returns the version of the last token from which a sequence continues, None without any."""
+    return int(partial.version[-1]) if partial is not None and can_continue(partial) else None
 
 
 def _oldest(entry: Entry, version: int) -> int:

@@ -197,11 +197,6 @@ def _ahead(config, schedule: schedules.Schedule) -> Iterator[str]:
             "rollout.driver = 'virtual' samples, which repeats bit by bit; set it to 128, or the driver to "
             "'threads'"
         )
-    if any(config.engine.retention):
-        yield (
-            f"rollout.schedule = {rollout.schedule!r} interrupts sequences, and sequences with evicted "
-            "keys cannot continue; set engine.retention to (0, 0)"
-        )
     if schedule.redundant and config.correction.advantage == "remax":
         yield (
             f"rollout.schedule = {rollout.schedule!r} uses the first samples that end, and advantage "

@@ -19,6 +19,7 @@ import numpy as np
 import ray
 
 from jaxrl_tis.engine.drafter import Drafting
+from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.engine import Engine
 from jaxrl_tis.engine.records import Request, Trajectory
 from jaxrl_tis.engine.stats import Stats
@@ -81,8 +82,8 @@ class Session:
 class Reports:
     """Hands on to the books what workers report. Callers hold the lock of the books."""
 
-    def __init__(self, books: AsyncBookkeeping, engine: Engine):
-        self._books, self._engine = books, engine
+    def __init__(self, books: AsyncBookkeeping, engine: Engine, retention: KVEviction | None):
+        self._books, self._engine, self._retention = books, engine, retention
 
     def take(self, session: Session, events: list[Event], stats: Stats) -> None:
         """Takes what a worker reports; Invalid where it cannot be."""
@@ -114,7 +115,9 @@ class Reports:
         newest = self._books.controller.workers[session.name].version
         assert newest is not None
         is_episode = request.example is not None
-        problem = record_check.problem(record, request, self._engine, oldest, newest, is_episode)
+        problem = record_check.problem(
+            record, request, self._engine, oldest, newest, is_episode, self._retention
+        )
         if problem:
             raise Invalid(problem)
         # Arrays of the object store are read-only, and would stay there.
@@ -193,7 +196,8 @@ class RayDriver:
         config = parts.config
         self._rollout, self._shared, self._engine = config.rollout, shared, engine
         self._books, self._changed, self._heartbeat = shared.books, shared.changed, parts.heartbeat
-        self._facts, self._reports = facts, Reports(shared.books, engine)
+        retention = KVEviction.of(config.engine)
+        self._facts, self._reports = facts, Reports(shared.books, engine, retention)
         self._stored_bytes = _stored_bytes(served)
         self._drafting = drafting
         if drafting is not None:

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxrl_tis.engine.block_manager import KVEviction
 from jaxrl_tis.engine.protocol import EngineProtocol
 from jaxrl_tis.engine.records import (
     JOINS, NO_DRAFTER, OF_DRAFTS, OUTCOMES, PER_TOKEN, Request, Trajectory, draft_fields,
@@ -93,7 +94,7 @@ def has_equal(routes: np.ndarray) -> bool:
 
 def problem(
     record: Trajectory, request: Request, engine: EngineProtocol, oldest: int, newest: int,
-    is_episode: bool = False,
+    is_episode: bool = False, retention: KVEviction | None = None,
 ) -> str | None:
     """Returns why a record cannot be what this engine samples for a request, None where it can. It
     never raises, whatever object the record is.
@@ -102,6 +103,7 @@ def problem(
       oldest, newest: versions of the weights that can have sampled what follows request.partial.
       is_episode: an environment answers the policy. The record may have several turns, each of at
         most sampling.max_tokens sampled tokens, and may stop after any turn.
+      retention: pages that the sequence keeps; None keeps all.
     """
     if why := malformed(record):
         return f"{request.id}: {why}"
@@ -126,7 +128,12 @@ def problem(
         "stop_reason": not (record.stop_reason in ends and ends[record.stop_reason]),
         "tokens": not np.all((record.tokens >= 0) & (record.tokens < engine.vocab_size)),
         "mask": not (_has_turns(record, sampling.max_tokens) if is_episode else _is_single(record)),
-        "evict_step": len(record.evict_step) > 0,
+        "evict_step": len(record.evict_step) > 0 and not (
+            retention is not None and retention.allows(
+                record.evict_step, len(record.prompt), len(record.prompt) + sampling.max_tokens,
+                engine.page_size,
+            )
+        ),
         "forks": len(record.forks) > 0 or record.fork != 0,
         "logp_behav": not np.all(np.isfinite(record.logp_behav) & (record.logp_behav <= ROUNDING)),
         "version": not np.all((new >= oldest) & (new <= newest)) or np.any(np.diff(record.version) < 0),

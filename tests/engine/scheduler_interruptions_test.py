@@ -532,6 +532,8 @@ def test_the_engine_read_what_evict_step_says(steps, sinks, window):
         by_age = np.sort(t.evict_step[t.evict_step < NEVER])
         assert not np.array_equal(t.evict_step[: len(by_age)], by_age), "some old page is kept"
         assert t.evict_step.tolist() == evictions_by_attention(t, steps, 4, sinks, window, heavy=2)
+        start, stop = len(t.prompt), len(t.prompt) + len(t.tokens)
+        assert KVEviction(sinks, window, heavy=2).allows(t.evict_step, start, stop, 4)
         assert_replays(t, r)
 
 

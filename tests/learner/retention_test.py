@@ -171,15 +171,17 @@ GROUPS = HEAVY | dict(engine__heavy_pages=1, engine__heavy_groups=2, rollout__ma
 
 @pytest.mark.all
 @pytest.mark.parametrize("way", [
-    {}, GROUPS,
+    {}, GROUPS, dict(rollout__schedule="one_step", steps=4),
     GROUPS | dict(model__remat="full", train__pack_length=0, correction__controllers="layerwise_perturbation"),
-], ids=["all layers", "groups", "groups, perturbed"])
+], ids=["all layers", "groups", "one step ahead", "groups, perturbed"])
 def test_the_run_measures_no_gap(tmp_path, way):
     """Sampled, scored and updated in packed rows, and the dense policy pulled to what was seen."""
     tiny.run(
-        tmp_path / "dropped", steps=1, warmup__steps=0, correction__dense_kl_coeff=0.1, **DROPPED | way
+        tmp_path / "dropped", **dict(steps=1, warmup__steps=0, correction__dense_kl_coeff=0.1) | DROPPED | way
     )
-    (record,) = (r for r in tiny.lines(tmp_path / "dropped") if "rollout/occupancy" in r)
-    assert record["rollout/evicted"] > 0
-    assert record["mismatch/log_ratio_abs_max"] < 1e-4
-    assert record["actor/dense_kl_loss"] > 0
+    records = [r for r in tiny.lines(tmp_path / "dropped") if "rollout/occupancy" in r]
+    assert len(records) == way.get("steps", 1)
+    for record in records:
+        assert record["rollout/evicted"] > 0
+        assert record["mismatch/log_ratio_abs_max"] < 1e-4
+        assert record["actor/dense_kl_loss"] > 0

@@ -134,6 +134,10 @@ def test_a_replica_scores_what_its_weights_drew_and_gives_it_out_once():
     y, x, z = found.pop_logps([batch[0], trajectory("x", [0, 0, 1]), batch[2]])
     np.testing.assert_array_equal(y, [200])
     np.testing.assert_array_equal(x, [100, 101, 202])
+    found.add_logps([trajectory("u", [1, 1, 1])])
+    found.publish(weights(300.0), 2)
+    found.add_logps([trajectory("u", [2])])  # started again
+    np.testing.assert_array_equal(found.pop_logps([trajectory("u", [2])])[0], [300])
     assert np.isnan(z).all() and np.isnan(found.pop_logps(batch[:1])[0]).all()
 
 

@@ -298,6 +298,8 @@ MUTANTS = [
          INTERRUPTIONS + "::test_evicted_positions_are_recorded_as_the_engine_saw_them"),
         ("the newest page may be the lightest", "stop = full - kept.window", "stop = full",
          INTERRUPTIONS + "::test_the_engine_read_what_evict_step_says"),
+        ("another process may evict any page", "np.all(is_in_time_sg | ~is_evicted_sg) and", "",
+         "rollouts/record_check_test.py::test_evictions_are_those_that_the_retention_can_make"),
         ("heavy pages are asked of an engine without attention", "not engine.weighs_pages:", "False:",
          INTERRUPTIONS + "::test_a_retention_that_keeps_nothing_is_refused"),
         ("a sequence keeps its slot one call too long", "s.since_admission >= self._preempt_after",

@@ -158,6 +158,8 @@ MUTANTS = [
          "if name not in self.workers:", "test_reports_count_once_and_only_of_what_was_given"),
         tests="rollouts/controller_test.py rollouts/controller_fuzz_test.py"),
     *of("rollouts/bookkeeping.py",
+        ("a sequence continues without the keys that it saw", "> 0 and not len(partial.evict_step)", "> 0",
+         "test_what_saw_evicted_keys_starts_again_where_it_was_interrupted"),
         ("a batch that nobody has trained on is lost in a restart",
          "untrained = self.taken if is_untrained else []", "untrained = []",
          "test_a_batch_that_was_taken_and_not_trained_on_is_taken_again"),

@@ -33,7 +33,7 @@ def driver():
     driver._actors, driver._sessions, driver._ended = {"0": mock.Mock()}, {}, {}
     driver._newest, driver._base, driver._facts = None, None, {"model": "a"}
     driver._engine, driver._stored_bytes, driver._drafting = None, 1, None
-    driver._reports = ray_module.Reports(driver._books, None)
+    driver._reports = ray_module.Reports(driver._books, None, None)
     driver._is_closed, driver._has_joined = False, False
     driver._gone, driver._left, driver._evicted = Stats(), 0, 0
     driver._since = driver._said_at = driver._looked_at = time.monotonic()

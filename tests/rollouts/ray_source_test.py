@@ -80,6 +80,16 @@ def test_with_unchanged_weights_workers_sample_what_a_synchronous_run_samples(sc
     assert versions > {0} and max(versions) <= 4
 
 
+@pytest.mark.all
+def test_workers_that_evict_keys_sample_what_a_synchronous_run_samples(learner):
+    evicting = dict(engine__retention=(1, 1), engine__page_size=2)
+    of = functools.partial(made, **evicting)
+    source, params = learner("areal(staleness=1)", of=of, **evicting)
+    found = drawn(source, params, 1, 3)
+    assert_same(found, drawn(*virtual_test.source("sync", of=of, **evicting), 1, 3))
+    assert any(len(s.trajectory.evict_step) for s in found.values())
+
+
 FAULTS = {  # whether the worker is evicted
     "killed": False, "stopped": False, "failed": False, "hangs": False, "lie": True, "foreign": True,
     "damaged": True, "not a record": True, "not finite": True, "twice": True,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from jaxrl_tis.engine.records import Request, SamplingParams, Trajectory, cut
+from jaxrl_tis.engine.block_manager import KVEviction
+from jaxrl_tis.engine.records import NEVER, Request, SamplingParams, Trajectory, cut
 from jaxrl_tis.rollouts.record_check import EMPTY, malformed, problem
 
 ENGINE = types.SimpleNamespace(
@@ -104,6 +105,40 @@ LIES = {
     "the number of a fork": (dict(fork=1), "forks"),
     "two": (dict(seed=12, quant_id="none"), "request, quant_id"),
 }
+
+
+# Pages of one token, of which the first and the last full one stay. A prompt of 2 and 4 tokens: key 1 is
+# unseen from the query at 3 on, key 2 from that at 4. In groups of layers with two pages between, another
+# key goes, at the same time.
+KEEPS, N = KVEviction(sinks=1, window=1), NEVER
+EVICTIONS = {
+    "one key": ((N, 3, N, N, N), KEEPS, True),
+    "the next one, too": ((N, 3, 4, N, N), KEEPS, True),
+    "at the last possible token": ((N, 3, 5, N, N), KEEPS, True),
+    "after it": ((N, 3, 6, N, N), KEEPS, False),
+    "a first page": ((3, 4, N, N, N), KEEPS, False),
+    "a page of the window": ((N, 2, N, N, N), KEEPS, False),
+    "before the key": ((N, N, N, 2, N), KEEPS, False),
+    "below 0": ((N, -1, N, N, N), KEEPS, False),
+    "at the first token": ((2, N, N, N, N), KVEviction(0, 1), True),
+    "half a page": ((4, N, N, N, N), KVEviction(0, 1), False),
+    "of no group": ((N, 3, N, N, N), KVEviction(1, 1, 1, groups=2), False),
+    "other keys of each group": (
+        ((N, N), (4, N), (N, 4), (N, N), (N, N)), KVEviction(1, 1, 1, groups=2), True),
+    "in one group alone": (
+        ((N, N), (4, N), (N, N), (N, N), (N, N)), KVEviction(1, 1, 1, groups=2), False),
+    "of groups where all layers agree": (((N,), (3,), (N,), (N,), (N,)), KEEPS, False),
+}
+
+
+def test_evictions_are_those_that_the_retention_can_make():
+    for case, (steps, retention, is_one) in EVICTIONS.items():
+        engine = types.SimpleNamespace(**vars(ENGINE), page_size=2 if case == "half a page" else 1)
+        record = changed(evict_step=ints(*steps))
+        found = problem(record, REQUEST, engine, OLDEST, NEWEST, retention=retention)
+        assert found == (None if is_one else "7/0: wrong evict_step"), case
+    of_prompt = ints(3, N, N, N, N)
+    assert [KVEviction(0, 1).allows(of_prompt, start, 6, 1) for start in (3, 4)] == [True, False]
 
 
 @pytest.mark.parametrize("lie", LIES)

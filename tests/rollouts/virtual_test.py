@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 
 from jaxrl_tis.data.pipeline import Batches
+from jaxrl_tis.engine.block_manager import KVEviction
+from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.learner.state import initial_params, initial_state, policy
 from jaxrl_tis.models import lora
-from jaxrl_tis.rollouts import bookkeeping, replay, schedules
+from jaxrl_tis.rollouts import bookkeeping, record_check, replay, schedules
 from jaxrl_tis.rollouts.bookkeeping import check_versions
 from jaxrl_tis.rollouts.groups import Groups
 from jaxrl_tis.rollouts.prompts import Prompter
@@ -21,7 +23,7 @@ from jaxrl_tis.rollouts.sampler import SetParams
 from jaxrl_tis.rollouts.source import SourceParts, next_batch
 from jaxrl_tis.rollouts.synchronous import SyncSource
 from jaxrl_tis.rollouts.virtual import VirtualSource
-from tests import tiny
+from tests import arithmetic, tiny
 from tests.rollouts.synchronous_test import FakeRewards, Timer
 
 SCHEDULES = [
@@ -252,11 +254,8 @@ def test_a_fork_counts_as_the_tokens_of_its_group():
     with pytest.raises(RuntimeError, match="a/fork1 has tokens of versions 1 to 4"):
         check_versions(entry, 4, staleness=2)
     assert bookkeeping._oldest(entry, 4) == 1
-
-
-def test_a_session_without_tokens_has_no_age():
-    record = types.SimpleNamespace(id="a", version=np.array([], np.int32), forks=())
-    check_versions(types.SimpleNamespace(columns={0: {"tokens": record}}), 5, staleness=1)
+    without_tokens = types.SimpleNamespace(id="a", version=np.array([], np.int32), forks=())
+    check_versions(types.SimpleNamespace(columns={0: {"tokens": without_tokens}}), 5, staleness=1)
 
 
 def test_a_run_goes_on_where_the_last_tokens_were_unread():
@@ -289,6 +288,47 @@ def test_a_run_goes_on_where_the_last_tokens_were_unread():
     d.set_state(state)
     d.publish(params, 0)
     assert sum(map(len, d.parts(1))) == 16
+
+
+@pytest.mark.cases("areal(staleness=2)")
+@pytest.mark.parametrize("schedule", ["one_step", "areal(staleness=2)", "in_flight(staleness=2)"])
+def test_what_saw_evicted_keys_starts_again_where_it_was_interrupted(schedule):
+    engine = arithmetic.Engine(slots=8, steps=1, max_length=24, page_size=2)
+    start = lambda params, version: Scheduler(engine, params, version, retention=KVEviction(0, 1))
+    requests, records = {}, []
+
+    def begun():
+        c, params = source(schedule, start=start, rollout__update_turns=2)
+        c._serving_params = lambda params, version: np.int64(version)
+        command = lambda decision, own=c.books.command: noted(own(decision))
+        c.books.command = command
+        return c, params
+
+    def noted(command):
+        requests.update({r.id: r for r in getattr(command, "requests", ())})
+        return command
+
+    c, params = begun()
+    for step in (1, 2):
+        c.publish(params, step - 1)
+        records += [s.trajectory for s in next_batch(c, step)[0]]
+    c._finish_update()
+    running = c._samplers["sampler 0"].records
+    while not any(len(t.evict_step) for t in running()):
+        assert c._turn()
+    expected = {t.id for t in running() if not len(t.evict_step)}
+    state = json.loads(json.dumps(c.get_state(2)))
+    kept = {json.loads(text)["scalars"]["id"] for _, text in state["partials"]}
+    assert kept == expected
+    c, params = begun()
+    c.set_state(state)
+    for step in (3, 4):
+        c.publish(params, step - 1)
+        records += [s.trajectory for s in next_batch(c, step)[0]]
+    assert len({t.id for t in records}) == 64 and any(len(t.evict_step) for t in records)
+    for t in records:
+        arithmetic.assert_replays(t, requests[t.id])
+        assert not record_check.problem(t, requests[t.id], engine, 0, 3, retention=KVEviction(0, 1))
 
 
 @pytest.mark.all
