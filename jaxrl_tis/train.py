@@ -26,9 +26,9 @@ from jaxrl_tis.learner.distill import Distiller
 from jaxrl_tis.learner.state import (
     initial_params, initial_state, keep_base, policy, starting_factors,
 )
-from jaxrl_tis.learner.trainer import Trainer, sample_metrics
+from jaxrl_tis.learner.trainer import Trainer, both_logps, sample_metrics
 from jaxrl_tis.learner.warmup import examples, warm_up
-from jaxrl_tis.record import changes, failures, goodput, samples, sinks
+from jaxrl_tis.record import changes, failures, goodput, probabilities, samples, sinks
 from jaxrl_tis.record.changes import Changes
 from jaxrl_tis.record.checkpoint import Checkpoints
 from jaxrl_tis.record.failures import Failures
@@ -135,6 +135,7 @@ class Run:
         self.done = self.version = 0
         self.writer: MetricsWriter | NoRecord = NoRecord()
         self._samples: LineFile | None = None
+        self._probabilities: LineFile | None = None
         self._pins, self._changed = pins, changed or Changes()
         self.last_eval: dict[str, float] = {}
         self._is_rewarded = False  # a batch of this run was
@@ -258,6 +259,7 @@ class Run:
         is_compact = config.metrics.record == "compact"
         self.writer = MetricsWriter(self.folder, resume_step, made, is_compact)
         self._samples = samples.open_file(self.folder, resume_step)
+        self._probabilities = probabilities.open_file(self.folder, resume_step)
         if self.writer.lost_seconds:
             self._timer.add("lost", self.writer.lost_seconds)
 
@@ -268,8 +270,9 @@ class Run:
             self.setup.fleet.close()
         self._prompter.close()
         self.writer.close()
-        if self._samples is not None:
-            self._samples.close()
+        for file in (self._samples, self._probabilities):
+            if file is not None:
+                file.close()
 
     def heartbeat(self) -> None:
         """Reports progress to the watchdog. Raises Interrupted if the step must be given up. All
@@ -367,6 +370,8 @@ class Run:
                 step, drawn, rows, self.trainer.weights, self.setup.tokenizer.decode,
                 config.samples, self.setup.tokenizer.backend.id_to_token,
             ))
+            if self._probabilities is not None:
+                self._probabilities.write(json.dumps(probabilities.counted(step, *both_logps(rows))))
         self.done = step
 
     def _write_samples(self, lines: list[dict]) -> None:

@@ -6,12 +6,12 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib import colors, figure
+from matplotlib import figure
 from matplotlib.axes import Axes
 
 from jaxrl_tis.audit import table
 from jaxrl_tis.report.page import CSS
-from jaxrl_tis.report.plots import COLORS, STYLE, draw_flips, svg
+from jaxrl_tis.report.plots import COLORS, STYLE, draw_flips, draw_probabilities, svg
 
 
 def page(report: dict[str, Any]) -> str:
@@ -37,7 +37,9 @@ def _pictures(report) -> list[tuple[str, str]]:
     drawn = [
         (_draw_ratios, "Log of the learner's probability over the sampler's, per token, without the "
                        "outermost thousandths. The width is the gap, the mean adds up over a response."),
-        (_draw_probabilities, "Each token by its two probabilities. On the diagonal they are equal."),
+        (_draw_probabilities, "Tokens by their two probabilities. On the diagonal they are equal. Beyond the "
+                              f"dashed lines, which differ by 0.5: {report['metrics']['mismatch/dp_high']:.3g} "
+                              "of the tokens."),
     ]
     for kind, meaning in table.PROFILES.items():
         rows = {name.removeprefix(f"{kind}_"): x for name, x in report["profiles"].items()
@@ -72,14 +74,7 @@ def _draw_ratios(axes: Axes, report) -> None:
 
 
 def _draw_probabilities(axes: Axes, report) -> None:
-    grid = np.array(report["histogram"]["probabilities"])
-    shown = np.ma.masked_equal(grid.T, 0)
-    axes.pcolormesh(np.linspace(0, 1, len(grid) + 1), np.linspace(0, 1, len(grid) + 1), shown,
-                    norm=colors.LogNorm(), cmap="viridis", rasterized=False)
-    axes.plot((0, 1), (0, 1), color=COLORS[1], linewidth=0.8)
-    axes.set_title("Probability of the sampled tokens")
-    axes.set_xlabel("sampler")
-    axes.set_ylabel("learner")
+    draw_probabilities(axes, np.array(report["histogram"]["probabilities"]))
 
 
 def _profile(kind, rows):

@@ -15,6 +15,7 @@ GAPS = (
     ("p99", "99th percentile", "{:z.4g} nats", "one token in a hundred differs by more"),
     ("training/rollout_probs_diff_max", "largest |dp|", "{:z.3g}",
      "largest difference of a token's two probabilities"),
+    ("mismatch/dp_high", "|dp| above 0.5", "{:z.3g}", "share of the tokens"),
     ("training/rollout_actor_probs_pearson_corr", "correlation", "{:z.5f}",
      "correlation of the two probabilities; below 0.99 find the cause"),
     ("rollout_corr/kl", "KL, k1", "{:z.3g} nats",

@@ -129,18 +129,18 @@ def response_metrics(
     logp_old: chex.Array, logp_behav: chex.Array, mask: chex.Array, seg: chex.Array | None = None,
     *, high: float = 0.5,
 ) -> dict[str, chex.Array]:
-    """Returns statistics over responses of their largest and mean |p_old - p_behav|.
+    """Returns statistics over responses of their largest and mean |p_old - p_behav|, and large ones of tokens.
 
     Args:
       logp_old: [B, T] learner's log-probs at the weights that sampled, nats.
       logp_behav: [B, T] sampler's log-probs, nats.
       mask: [B, T] valid tokens.
       seg: [B, T] sequence ids of packed rows, or None.
-      high: a response whose largest gap exceeds it counts as high; 0.5 as in the blog of
+      high: a token whose gap exceeds it counts as high, and so does its response; 0.5 as in the blog of
         `response_gaps`.
 
-    Returns mismatch/dp_max/{mean,max,fraction_high} of the largest gap and mismatch/dp_mean/{mean,
-    max} of the mean gap.
+    Returns mismatch/dp_max/{mean,max,fraction_high} of the largest gap, mismatch/dp_mean/{mean,
+    max} of the mean gap, and mismatch/dp_high, the share of high tokens.
     """
     max_bs, mean_bs = response_gaps(logp_old, logp_behav, mask, seg)
     is_sequence_bs = ratios.ratio_stats(logp_old, logp_behav, mask, seg).count > 0
@@ -150,6 +150,7 @@ def response_metrics(
         "dp_max/fraction_high": ratios.masked_mean(max_bs > high, is_sequence_bs),
         "dp_mean/mean": ratios.masked_mean(mean_bs, is_sequence_bs),
         "dp_mean/max": ratios.masked_max(mean_bs, is_sequence_bs),
+        "dp_high": ratios.masked_mean(probability_gap(logp_old, logp_behav, mask) > high, mask),
     }
     return mismatch.detached(metrics, "mismatch/")
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from jaxrl_tis.estimators import methods, presets
 from jaxrl_tis.learner.snapshots import APPROXIMATIONS
+from jaxrl_tis.record import names
 from jaxrl_tis.rollouts import replay, schedules
 
 # To be calibrated on a run that is known to be good. (ours): the survey gives a word, no number.
@@ -36,11 +37,12 @@ THRESHOLDS = {
     "route_share": 0.2,  # of the gap, by which tokens with other experts are above the rest (ours)
     "route_dropped": 2.0,  # times as often outside IcePop's band as the rest (ours)
     "chi2_moderate": 0.3,
-    "chi2_high": 1.0,
+    "chi2_high": names.CHI2_HIGH["rollout_corr/chi2_token"],
+    "tv_low": names.TV_LOW,  # (ours)
     "chi2_toxic": 2.0,
     "chi2_systems": 4.0,
     "head_low": 0.9,  # (ours) the 32 likeliest tokens of a language model hold about 0.95
-    "chi2_seq": 100.0,  # (ours) independent tokens of chi2_token 0.05 make it 130 in 100 tokens
+    "chi2_seq": names.CHI2_HIGH["rollout_corr/chi2_seq"],  # (ours)
     "chi2_seq_product": 10.0,  # where that product weighs: 11 sequences count for one (ours)
     "ess_low": 0.5,
     "ess_broken": 0.3,
@@ -103,6 +105,7 @@ DP_MAX, IS_VALID = "training/rollout_probs_diff_max", "training/rollout_probs_di
 KL, K3, PPL = "rollout_corr/kl", "rollout_corr/k3_kl", "rollout_corr/ppl_ratio"
 MEAN_GAP = "rollout_corr/log_ppl_abs_diff"
 CHI2, CHI2_SEQ = "rollout_corr/chi2_token", "rollout_corr/chi2_seq"
+TV = "mismatch/tv_token"
 ESS = "rollout_corr/kept_eff_sample_size"
 WEIGHTS_ESS = "rollout_corr/rollout_is_eff_sample_size"  # before rejection
 REJECTED = "rollout_corr/rollout_rs_masked_fraction"
@@ -349,6 +352,13 @@ def _route_dropped_ratio(case):
     return flipped / rest if rest > 0 else math.inf if flipped > 0 else 0.0
 
 
+def _total_variation(case):
+    """Returns the total variation per token; where it is not logged its bound by the KL (Pinsker)."""
+    if TV in case.series:
+        return case.mean(TV), TV
+    return math.sqrt(max(case.mean(KL), 0.0) / 2), f"sqrt({KL} / 2)"
+
+
 def _is_filtered(case):
     """Returns whether filters drop mass that the learner counts."""
     read = case.setting
@@ -438,6 +448,7 @@ TREE_FACTS: dict[str, Fact] = {
     "run/reuse_share": _reuse_share,
     "run/route_gap_share": _route_gap_share,
     "run/route_dropped_ratio": _route_dropped_ratio,
+    "run/total_variation": _total_variation,
     "config/updates": updates,
     "config/is_bypass": in_bypass,
     "config/is_weighted": lambda c: c.method("weight")[0] != "none",

@@ -161,6 +161,8 @@ HEAVY_TOKENS = (
 CLIPPING = (
     Clause(CLIPPED, ">", "clipped", absent=False), Clause("config/clip_width", ">=", "clip_width"),
 )
+HEAVY = (Clause(CHI2, ">", "chi2_high", "steady"), Clause(CHI2_SEQ, ">", "chi2_seq", "steady"))
+APART = Clause("run/total_variation", ">", "tv_low")
 STALE, FRESH = Clause(LAG, ">", 0, absent=False), Clause(LAG, "<=", 0, absent=True)
 ROUTED, DENSE = Clause(FLIPS, ">=", 0, absent=False), Clause(FLIPS, "<", 0, absent=True)
 REUSED, ONCE = Clause("config/updates", ">", 1), Clause("config/updates", "<=", 1)
@@ -519,6 +521,26 @@ SETUP = (
         "Keep this weight. It contains the engine's gap and staleness once, and no clip surrounds "
         "it. Watch the share of tokens that its band or a mask drops.",
         all_of=(DIFFERENT, is_so("config/is_direct"), UNCENTRED),
+    ),
+    # Total variation bounds the bias of token corrections, chi2 the variance of exact ones.
+    Finding(
+        "quadrant.system", "total variation and chi2 are high: no correction is enough",
+        "Reduce the gap first: precision, weight syncs, replay of routes.",
+        all_of=(APART,), any_of=HEAVY,
+    ),
+    Finding(
+        "quadrant.sequences", "total variation is low, chi2 is high: small drifts add up over responses",
+        "Mask or truncate whole responses.", any_of=HEAVY, unless=("quadrant.system",),
+    ),
+    Finding(
+        "quadrant.tokens", "total variation is moderate, chi2 is low",
+        "Token weights, or a mask on the geometric mean, are enough.",
+        all_of=(APART,), unless=("quadrant.system",),
+    ),
+    Finding(
+        "quadrant.none", "total variation and chi2 are low: effectively on-policy",
+        "No correction is needed.",
+        unless=("quadrant.system", "quadrant.sequences", "quadrant.tokens"),
     ),
     Finding(
         "training.once", "synchronous, one update per batch",

@@ -10,6 +10,7 @@ import ml_collections
 import numpy as np
 
 from jaxrl_tis.diagnostics import attribution, batch_metrics
+from jaxrl_tis.diagnostics.correction_metrics import sampler_logp
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators import counts
 from jaxrl_tis.learner import control, correction, forks, snapshots
@@ -511,6 +512,12 @@ def first_sequence(rows: Rows, is_bad: np.ndarray) -> np.ndarray:
 def scored_tokens(rows: Rows) -> np.ndarray:
     """Returns the mask [N,T] of the tokens that were trained on or rejected by a mask."""
     return rows["scored"] if "scored" in rows else rows["mask"]
+
+
+def both_logps(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the log-probs [n] in nats of sampler and learner, at the same weights, of these tokens."""
+    scored = scored_tokens(rows)
+    return sampler_logp(rows)[scored], rows["logp_old"][scored]
 
 
 def _known(rewards: np.ndarray) -> np.ndarray:

@@ -181,6 +181,25 @@ class LineFile:
                 "to resume from the newest one.") from error
 
 
+def open_objects(workdir: str | os.PathLike, name: str, resume_step: int | None) -> LineFile:
+    """Opens a file of JSON objects with a "step". Lines after `resume_step` are dropped, because the run
+    writes them again."""
+    kept = None
+    if resume_step is not None:
+        kept = [json.dumps(x) for x in read_objects(workdir, name) if x["step"] <= resume_step]
+    return LineFile(pathlib.Path(workdir) / name, kept)
+
+
+def read_objects(workdir: str | os.PathLike, name: str) -> list[dict[str, Any]]:
+    """Returns the lines of such a file, [] without a file; an incomplete last line is left out.
+
+    Raises:
+      ValueError: another line is not JSON.
+    """
+    path = storage.folder(workdir) / name
+    return read_lines(path, parse_object) if path.exists() else []
+
+
 class MetricsWriter:
     """Appends to WORKDIR/metrics.jsonl and mirrors every value to WORKDIR/tensorboard and the sinks.
 

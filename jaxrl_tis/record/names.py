@@ -40,6 +40,10 @@ class Metric:
 
 
 VERL = "verl"
+# Up to these a total variation per token is low, and a χ². The first is ours: sqrt(0.02 nats / 2), Pinsker's
+# bound for the KL that the doctor takes for fine. Independent tokens of χ² 0.05 make it 130 in 100 tokens.
+TV_LOW = 0.1
+CHI2_HIGH = {"rollout_corr/chi2_token": 1.0, "rollout_corr/chi2_seq": 100.0}
 compact = functools.partial(Metric, is_compact=True)
 
 LEARNING = (
@@ -189,6 +193,7 @@ MISMATCH = (
            "Effective sample size of ρ and Π ρ; 1 if all are equal.", "Kish"),
     Metric("mismatch/dp_{mean,max,p95,p99}/{mean,max}", "probability",
            "Statistic of Δp within a sequence, then over the sequences."),
+    Metric("mismatch/dp_high", "share", "Tokens with Δp above 0.5."),
     Metric("mismatch/dp_max/fraction_high", "share", "Sequences with a token of large Δp."),
     Metric(f"mismatch/position_<n>/{_PROFILE}", "its own",
            "The gap from position n of the response to twice that."),

@@ -15,17 +15,14 @@ An evaluation (phase "eval", greedy responses) has a single log-prob, of the mod
 in `logp_old`; its `logp_behav`, `weight` and `version` are null.
 """
 
-import json
 import math
 import os
-import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from jaxrl_tis.record.metrics import LineFile, parse_object, read_lines
-from jaxrl_tis.runtime import storage
+from jaxrl_tis.record.metrics import LineFile, open_objects, read_objects
 
 FILE_NAME = "samples.jsonl"
 MAX_TOKENS = 512
@@ -131,18 +128,10 @@ def _numbers(values: np.ndarray, mask: Sequence[bool]) -> list[float | int | Non
 
 
 def open_file(workdir: str | os.PathLike, resume_step: int | None) -> LineFile:
-    """Opens the file. Lines after `resume_step` are dropped, because the run writes them again."""
-    kept = None
-    if resume_step is not None:
-        kept = [json.dumps(line) for line in read(workdir) if line["step"] <= resume_step]
-    return LineFile(pathlib.Path(workdir) / FILE_NAME, kept)
+    """Opens the file, see `metrics.open_objects`."""
+    return open_objects(workdir, FILE_NAME, resume_step)
 
 
 def read(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-    """Returns the lines of a run, [] without a file; an incomplete last line is left out.
-
-    Raises:
-      ValueError: another line is not JSON.
-    """
-    path = storage.folder(workdir) / FILE_NAME
-    return read_lines(path, parse_object) if path.exists() else []
+    """Returns the lines of a run, see `metrics.read_objects`."""
+    return read_objects(workdir, FILE_NAME)

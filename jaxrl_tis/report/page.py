@@ -9,7 +9,7 @@ import numpy as np
 from etils import epath
 from matplotlib import colors
 
-from jaxrl_tis.record import failures, intervals, metrics, provenance, samples
+from jaxrl_tis.record import failures, intervals, metrics, probabilities, provenance, samples
 from jaxrl_tis.record.progress import clock
 from jaxrl_tis.report import answers, plots
 from jaxrl_tis.report.plots import Run
@@ -33,7 +33,8 @@ def load(workdirs: Sequence[str | os.PathLike]) -> list[Run]:
         records = metrics.read(path)
         config = provenance.read(path)
         failed = failures.read(path / failures.FILE_NAME)
-        runs.append(Run(label, color, records, config, samples.read(path), failed))
+        planes = probabilities.read(path)
+        runs.append(Run(label, color, records, config, samples.read(path), failed, planes))
     return runs
 
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import matplotlib
 import numpy as np
-from matplotlib import figure, lines, ticker
+from matplotlib import colors, figure, lines, ticker
 from matplotlib.axes import Axes
 
-from jaxrl_tis.record import intervals, metrics, names
+from jaxrl_tis.record import intervals, metrics, names, probabilities
 from jaxrl_tis.record.failures import Failure
 
 # Okabe and Ito's palette, told apart with any colour vision; black and yellow left out.
@@ -61,6 +61,7 @@ class Run:
     config: dict[str, Any]  # config.json, {} when there is none
     samples: Sequence[dict[str, Any]] = ()  # samples.jsonl
     failures: Sequence[Failure] = ()  # reward_errors.jsonl
+    planes: Sequence[dict[str, Any]] = ()  # probabilities.jsonl
 
     def curve(self, phase: str, key: str) -> tuple[np.ndarray, np.ndarray]:
         """Returns (steps [n], values [n]) of a metric, without the steps where its part of the tokens
@@ -97,7 +98,15 @@ class Plot:
 
 
 FLIP_RATE = "mismatch/route_flip_layer_<n>_position_<n>"
-MOST_GRIDS = 4  # runs with a picture of their flips
+MOST_GRIDS = 4  # runs with pictures of their flips and of their probabilities
+MOST_PLANES = 10  # recorded steps whose tokens are one picture
+TV, LEAST = "mismatch/tv_token", 1e-9  # LEAST stands for 0 on logarithmic axes
+QUADRANTS = {"rollout_corr/chi2_token": "-", "rollout_corr/chi2_seq": "--"}
+QUADRANT_NOTE = (
+    "A line goes from the first step to the last, at the dot. χ² per token (lines) and per sequence (dashes), each "
+    "with its bound. Lower left: no correction is needed. Lower right: token weights or a geometric mask. "
+    "Upper left: truncate or mask sequences. Upper right: reduce the gap itself."
+)
 LEARNING, GAP, WEIGHTS = "Learning", "Sampler against learner", "Importance weights"
 OPTIMISATION, TIME = "Optimisation", "Time"
 # Least entropy of a bucket, nats.
@@ -323,6 +332,37 @@ def draw_flips(
     axes.set_ylabel("MoE layer")
 
 
+def draw_probabilities(axes: Axes, grid: np.ndarray) -> None:
+    """Draws the numbers of tokens [n, n] by their probability in the sampler and in the learner."""
+    edges = np.linspace(0, 1, len(grid) + 1)
+    shown = axes.pcolormesh(
+        edges, edges, np.ma.masked_equal(grid.T, 0), norm=colors.LogNorm(), cmap="viridis"
+    )
+    axes.figure.colorbar(shown, ax=axes, label="tokens")
+    axes.plot((0, 1), (0, 1), color=COLORS[1], linewidth=0.8)
+    low, high = (0, 1 - probabilities.HIGH), (probabilities.HIGH, 1)
+    for x, y in ((low, high), (high, low)):
+        axes.plot(x, y, "--", color=COLORS[1], linewidth=0.8)
+    axes.set_title("Probability of the sampled tokens")
+    axes.set_xlabel("sampler")
+    axes.set_ylabel("learner")
+
+
+def draw_quadrants(axes: Axes, runs: Sequence[Run]) -> None:
+    """Draws total variation and χ² of each run, from its first step (pale) to its last (a dot)."""
+    for run in runs:
+        for key, style in QUADRANTS.items():
+            points = [(r[TV], r[key]) for r in run.records if r["phase"] == "train" and {TV, key} <= r.keys()]
+            x, y = (smooth(np.maximum(values, LEAST)) for values in np.array(points, float).reshape(-1, 2).T)
+            axes.plot(x, y, style, color=run.color, alpha=0.4, linewidth=1.0)
+            axes.plot(x[-1:], y[-1:], "o", color=run.color, markersize=5)
+    axes.axvline(names.TV_LOW, color="#888888", linewidth=0.8)
+    for key, style in QUADRANTS.items():
+        axes.axhline(names.CHI2_HIGH[key], linestyle=style, color="#888888", linewidth=0.8)
+    axes.set(xscale="log", yscale="log", xlabel="total variation per token", ylabel="χ²")
+    axes.set_title("Bias and variance of corrections")
+
+
 def svg(picture: figure.Figure) -> str:
     """Returns a figure as an <svg> element to put into a page."""
     buffer = io.StringIO()
@@ -350,6 +390,24 @@ def figures(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:
             draw_flips(picture.add_subplot(), *rates)
             note = f"{run.label}: share of the tokens whose router chooses other experts in the sampler."
             sections.setdefault(GAP, []).append((svg(picture), note))
+        for run in [run for run in runs if run.planes][:MOST_GRIDS]:
+            lines_seen = run.planes[-MOST_PLANES:]
+            tokens, high = (sum(line[name] for line in lines_seen) for name in ("tokens", "high"))
+            picture = figure.Figure(figsize=(6.0, 3.5))
+            draw_probabilities(picture.add_subplot(), probabilities.plane(lines_seen))
+            note = (
+                f"{run.label}: {tokens} tokens of {len(lines_seen)} steps up to {lines_seen[-1]['step']}. On the "
+                f"diagonal both are equal. {high} tokens ({100 * high / max(tokens, 1):.3g} %) are beyond the "
+                f"dashed lines: their probabilities differ by more than {probabilities.HIGH}."
+            )
+            sections.setdefault(GAP, []).append((svg(picture), note))
+        if measured := [run for run in runs if run.curve("train", TV)[0].size]:
+            picture = figure.Figure(figsize=(6.0, 3.5))
+            draw_quadrants(picture.add_subplot(), measured)
+            if 1 < len(measured) <= MOST_NAMED:
+                entries = [_entry(run.label, run.color, "-") for run in measured]
+                picture.legend(handles=entries, loc="outside lower center", ncols=4)
+            sections.setdefault(GAP, []).append((svg(picture), QUADRANT_NOTE))
         timed = [run for run in runs if sum(phase_seconds(run).values()) > 0]
         if timed:
             picture = figure.Figure(figsize=(6.0, 1.7 + 0.4 * len(timed)))

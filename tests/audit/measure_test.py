@@ -58,6 +58,7 @@ def test_metrics_are_those_of_the_tokens(report, lines):
     close("rollout_corr/kl", -x.mean())
     close("mismatch/log_ratio_abs_mean", np.abs(x).mean())
     close("training/rollout_probs_diff_max", np.abs(np.exp(old) - np.exp(behav)).max())
+    close("mismatch/dp_high", (np.abs(np.exp(old) - np.exp(behav)) > 0.5).mean())
     close("mismatch/tv_token", np.maximum(1 - np.exp(x), 0).mean())
     close("mismatch/engine/share", np.mean(x * l) / np.mean(l * l))
     close("mismatch/staleness/log_ratio_abs_mean", np.abs(now - old).mean())

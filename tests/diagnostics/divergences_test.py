@@ -123,6 +123,7 @@ def test_responses():
         "dp_max/fraction_high": 0.5,
         "dp_mean/mean": (0.35 + 0.2) / 2,
         "dp_mean/max": 0.35,
+        "dp_high": 1 / 3,
     }
     assert set(metrics) == {f"mismatch/{name}" for name in expected}
     for name, value in expected.items():

@@ -5,7 +5,7 @@ import json
 from configs import default
 from jaxrl_tis.doctor.asynchrony import ENGINE_GAP, MEAN_LAG, STALENESS_GAP
 from jaxrl_tis.doctor.case import (
-    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, IS_VALID, K3, KL, LENGTH, MEAN_GAP, PEARSON, PPL, PPO_KL,
+    CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ESS, IS_VALID, K3, KL, LENGTH, MEAN_GAP, PEARSON, PPL, PPO_KL, TV,
 )
 from jaxrl_tis.estimators.counts import labels
 from jaxrl_tis.learner import correction
@@ -14,7 +14,7 @@ from jaxrl_tis.record import metrics
 HEALTHY = {
     PEARSON: 0.995, DP_MAX: 0.3, KL: 0.01, K3: 0.01, PPL: 1.01, CHI2: 0.05, CHI2_SEQ: 0.5,
     ESS: 0.95, MEAN_GAP: 0.002, CLIPPED: 0.01, PPO_KL: 0.001, LENGTH: 100.0,
-    IS_VALID: 1.0,
+    IS_VALID: 1.0, TV: 0.02,
     # The lag changes with every step, the engine's gap with every second: no correlation.
     ENGINE_GAP: lambda step: 0.01 + 0.001 * (step // 2 % 2), STALENESS_GAP: 0.01,
     MEAN_LAG: lambda step: step % 2,

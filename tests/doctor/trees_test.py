@@ -16,7 +16,8 @@ from jaxrl_tis.doctor import asynchrony, case, depth, effects, frozen, stale_cac
 from jaxrl_tis.doctor.asynchrony import STALENESS_GAP
 from jaxrl_tis.doctor.case import (
     CHI2, CHI2_SEQ, CLIPPED, DP_MAX, ENGINE_SHARE, ESS, FLIPS, IS_VALID, K3, KL, LAG, LENGTH,
-    MEAN_GAP, NOISE, OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, ROUTE_DROPS, ROUTE_GAPS, TURNS,
+    MEAN_GAP, NOISE, OUT_OF_BAND, PEARSON, PPL, PPO_KL, REJECTED, ROUTE_DROPS, ROUTE_GAPS,
+    TURNS, TV,
 )
 from jaxrl_tis.doctor.diagnose import FACTS, diagnose
 from jaxrl_tis.doctor.trees import CAUSES, SETUP
@@ -29,7 +30,7 @@ PRODUCT_PPO = {"correction.objective": "seq_ppo", "correction.aggregation": "seq
 BYPASS = {"correction.preset": "bypass_ppo_clip"}
 BAND = {"correction.weight": "token_icepop"}
 PRODUCT = {"correction.weight": "seq_tis"}
-ONCE = {"engine.corrected", "training.once", "model.dense", "trajectory.single"}
+ONCE = {"engine.corrected", "quadrant.none", "training.once", "model.dense", "trajectory.single"}
 
 STALE = {LAG: 2.0, ENGINE_SHARE: 0.4}
 MOVED_BEFORE = {"mismatch/trust_region/share": 0.05, "mismatch/staleness/share": 0.9}
@@ -233,7 +234,7 @@ SETUP_CASES = {
         but("engine.corrected", "engine.folded"),
     ),
     "engine.centred": ({KL: 0.03, CHI2: 1.5, "centering/sampler_mass": 0.95}, CENTRED,
-        but("engine.corrected", "engine.centred")),
+        but(("engine.corrected", "quadrant.none"), "engine.centred", "quadrant.sequences")),
     "engine.head": ({"centering/sampler_mass": 0.8}, CENTRED,
         but("engine.corrected", "engine.centred", "engine.head")),
     "training.once": ({LAG: 0.0}, {}, ONCE),
@@ -262,6 +263,19 @@ SETUP_CASES = {
 }
 
 
+QUADRANTS = (
+    ({TV: 0.09, CHI2: 0.9, CHI2_SEQ: 90.0}, "none"), ({TV: 0.11}, "tokens"), ({CHI2_SEQ: 110.0}, "sequences"),
+    ({CHI2: 1.1}, "sequences"), ({TV: 0.11, CHI2: 1.1}, "system"), ({TV: None}, "none"),
+    ({TV: None, KL: 0.03}, "tokens"),  # sqrt(0.03 / 2) = 0.12, and sqrt(0.01 / 2) = 0.07
+)
+
+
+def test_total_variation_and_chi2_make_quadrants(tmp_path):
+    for values, expected in QUADRANTS:
+        found = names(diagnose(write_run(tmp_path, values))["setup"])
+        assert [x for x in found if x.startswith("quadrant.")] == [f"quadrant.{expected}"], values
+
+
 @pytest.mark.parametrize("case", CAUSE_CASES)
 def test_the_record_leads_to_its_cause(case, tmp_path):
     values, changes, expected = CAUSE_CASES[case]
@@ -284,7 +298,7 @@ def test_every_leaf_has_a_record():
     """Those of frozen.py, stale_cache.py, depth.py, effects.py and asynchrony.py have it in their own
     tests."""
     others = (*frozen.CAUSES, *stale_cache.CAUSES, *depth.CAUSES, *effects.CAUSES, *asynchrony.CAUSES, *asynchrony.SETUP)
-    elsewhere = {f.name for f in others}
+    elsewhere = {f.name for f in others} | {f"quadrant.{name}" for _, name in QUADRANTS}
     of = lambda cases: set().union(*(e for _, _, e in cases.values())) | elsewhere
     assert {f.name for f in CAUSES} <= of(CAUSE_CASES)
     assert {f.name for f in SETUP} <= of(SETUP_CASES)

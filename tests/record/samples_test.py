@@ -4,7 +4,7 @@ import types
 import numpy as np
 import pytest
 
-from jaxrl_tis.record import samples
+from jaxrl_tis.record import probabilities, samples
 from tests import tiny
 
 
@@ -110,6 +110,10 @@ def test_an_evaluation_has_one_program():
     [line] = samples.of_evaluation(2, [sample(0, [3]), sample(1, [4])], decode, 1)
     assert line["phase"] == "eval" and line["reward"] == 0.5 and line["logp_old"] == [-0.5]
     assert line["logp_behav"] is line["weight"] is line["version"] is None
+    drawn = sample(0, [3])
+    del drawn.example["answer"]
+    [line] = samples.of_evaluation(0, [drawn], decode, 1)
+    assert line["answer"] is None and line["id"] == "id0"
 
 
 def test_lines_after_the_resumed_step_are_dropped_and_a_torn_one(tmp_path):
@@ -149,14 +153,14 @@ def test_a_run_writes_them_and_a_resumed_one_the_same(tmp_path):
         np.testing.assert_allclose(
             x["weight"], np.minimum(np.exp(np.subtract(x["logp_old"], x["logp_behav"])), 2), rtol=1e-4)
         assert x["version"] == [x["step"] - 1] * x["length"]
+    records = {r["step"]: r for r in tiny.lines(tmp_path / "whole") if r["phase"] == "train"}
+    counts = probabilities.read(tmp_path / "whole")
+    assert [x["step"] for x in counts] == [2, 4]
+    for x in counts:
+        high = records[x["step"]]["mismatch/dp_high"]
+        assert x["tokens"] == probabilities.plane([x]).sum() > 16
+        assert x["high"] / x["tokens"] == pytest.approx(high)
     tiny.run(tmp_path / "cut", **settings | {"steps": 3})
     tiny.run(tmp_path / "cut", **settings)
     own = [x for x in samples.read(tmp_path / "cut") if (x["step"], x["phase"]) != (3, "eval")]
-    assert own == lines
-
-
-def test_an_example_without_an_answer_has_none_in_its_line():
-    drawn = sample(0, [3])
-    del drawn.example["answer"]
-    [line] = samples.of_evaluation(0, [drawn], decode, 1)
-    assert line["answer"] is None and line["id"] == "id0"
+    assert own == lines and probabilities.read(tmp_path / "cut") == counts

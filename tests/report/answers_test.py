@@ -1,6 +1,5 @@
 import html.parser
-
-import pytest
+import math
 
 from jaxrl_tis.report import answers
 
@@ -59,13 +58,11 @@ def test_the_last_step_of_each_kind_is_shown():
     assert answers.section("run", []) == ""
 
 
-@pytest.mark.parametrize("gap, alpha", [(0.125, "0.500"), (0.5, "1.000")])
-def test_the_colour_is_linear_and_bounded(gap, alpha):
-    import math
-
-    line = LINE | {"tokens": ["x"], "length": 1, "logp_behav": [math.log(0.3)],
-                   "logp_old": [math.log(0.3 + gap)]}
-    assert f"0,{alpha})" in answers.answer(line)
+def test_the_colour_is_linear_and_bounded():
+    for gap, alpha in ((0.125, "0.500"), (0.5, "1.000")):
+        line = LINE | {"tokens": ["x"], "length": 1, "logp_behav": [math.log(0.3)],
+                       "logp_old": [math.log(0.3 + gap)]}
+        assert f"0,{alpha})" in answers.answer(line)
 
 
 def test_an_answer_is_expected_only_where_the_data_has_one():

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from matplotlib import figure
 
+from jaxrl_tis.record import probabilities
 from jaxrl_tis.report import plots
 
 GREEDY = "eval/greedy_accuracy"
@@ -113,6 +114,29 @@ def test_the_picture_of_flips_is_drawn_where_they_are_recorded():
     assert none.shape == (2, 1) and positions == [0]
 
 
+def test_both_probabilities_and_the_quadrants_are_drawn_where_they_are_recorded():
+    pictures = lambda run: [note for drawn in plots.figures([run]).values() for _, note in drawn]
+    assert not [note for note in pictures(INT8) if "dashed" in note or note == plots.QUADRANT_NOTE]
+    line = {"step": 5, "tokens": 4, "high": 1, "cells": [[0, 0, 3], [40, 10, 1]]}
+    planes = [line | {"step": step} for step in range(1, 13)]  # the last ten are drawn
+    values = {plots.TV: 0.2, "rollout_corr/chi2_token": 0.0, "rollout_corr/chi2_seq": 150.0}
+    records = [{"step": step, "phase": "train"} | values for step in (1, 2)]
+    run = plots.Run("tis", "black", [*records, {"step": 2, "phase": "eval"}], {}, planes=planes)
+    [plane] = [note for note in pictures(run) if "dashed" in note]
+    assert plane.startswith("tis: 40 tokens of 10 steps up to 12.") and "10 tokens (25 %)" in plane
+    assert plots.QUADRANT_NOTE in pictures(run)
+    axes = figure.Figure().add_subplot()
+    plots.draw_probabilities(axes, probabilities.plane(planes))
+    drawn = axes.collections[0].get_array()
+    assert (drawn[10, 40], drawn[0, 0]) == (12, 36)  # rows are the learner
+    dashed = [curve.get_xydata().tolist() for curve in axes.lines if curve.get_linestyle() == "--"]
+    assert dashed == [[[0, 0.5], [0.5, 1]], [[0.5, 0], [1, 0.5]]]
+    axes = figure.Figure().add_subplot()
+    plots.draw_quadrants(axes, [run])
+    ends = [curve.get_xydata().tolist() for curve in axes.lines if curve.get_marker() == "o"]
+    assert ends == [[[0.2, plots.LEAST]], [[0.2, 150.0]]]
+
+
 def test_smooth():
     values = np.arange(75.0)  # window 75 // 25 = 3
     values[10] = np.nan
@@ -146,6 +170,6 @@ def test_plots_are_well_formed():
     assert sum(plot.in_overview for plot in plots.PLOTS) == 6
 
 
-@pytest.mark.parametrize("count", [0, 6, 7])
-def test_every_curve_has_a_color_of_its_own(count):
-    assert len({str(color) for color in plots.palette(count)}) == count
+def test_every_curve_has_a_color_of_its_own():
+    for count in (0, 6, 7):
+        assert len({str(color) for color in plots.palette(count)}) == count
