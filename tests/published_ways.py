@@ -117,7 +117,6 @@ WAYS: dict[str, Way] = {
         "--config.engine.steps_per_call=4 --config.metrics.samples=2", NEW,
     ),
     r"(XLA_FLAGS=\S+ )?python -m jaxrl_tis\.main .*--workdir": Way(RUN, NEW),
-    r"python -m jaxrl_tis\.main": Way(f"{RUN} --workdir=new/run", NEW),
     r"python launch/supervise\.py": Way(RUN, NEW),
     # Tools.
     r"python -m jaxrl_tis\.(aot|audit|doctor|gate|serve|sweep)( --json| FILE --from=)?$": MENTION,
