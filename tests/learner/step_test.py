@@ -456,7 +456,7 @@ def test_a_controller_scales_the_update_and_not_the_gradient():
 
 def test_the_rate_that_is_told_is_that_of_the_update():
     """Of 6 updates from 0.1 to 0 the second has 0.1 * 5 / 6; a controller halves it."""
-    fields_ = dict(lr=0.1, schedule="linear", warmup=0, b1=0.9, b2=0.9, eps=1.0, weight_decay=0.0,
+    fields_ = dict(lr=0.1, schedule="linear", warmup=0, b1=0.9, b2=0.9, eps=1.0, weight_decay=0.0, offload=False,
                    clip_norm=1.0)
     tx = make_optimizer(ml_collections.ConfigDict(fields_), 6)
     take = make_train_step(LEARNER, correction.parse(fields()), tx)
