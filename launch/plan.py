@@ -123,6 +123,9 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
             "v5litepod-8"
         )
     topology = Topology.rented(accelerator, given.num_slices) if accelerator else None
+    named = dict(word.partition("=")[::2] for word in overrides)
+    if given.engine_kind or named.get("--config.rollout.driver", "ray") != "ray":
+        known = ""  # not the config's own samplers
     workers, found = _workers(given, known), None
     name = given.name or re.sub(r"[^a-z0-9]+", "-", f"{stem}-{variant}".lower()).strip("-")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
@@ -131,7 +134,6 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
             "with a letter first"
         )
     if needs_slice:
-        named = dict(word.partition("=")[::2] for word in overrides)
         found = external.make(given, named, workers, name)
         words = found.fields if found else _worker_fields(workers, named)
         overrides = [*(word for word in words if word.partition("=")[0] not in named), *overrides]
@@ -140,11 +142,11 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
 
 
 def _workers(given: argparse.Namespace, known: str) -> Topology | None:
-    """Returns the machines of the rollout workers, one slice of one host each. `known` is the config's
-    name in WORKERS."""
+    """Returns the machines of the rollout workers, one slice of one host each. `known` may be in
+    WORKERS."""
     if given.worker_accelerator is None and known in WORKERS:
         name, count = WORKERS[known]
-        return Topology.parse(name, count if given.num_workers is None else given.num_workers)
+        return Topology.parse(name, _num_workers(given, count))
     if given.worker_accelerator is None:
         if given.num_workers is not None:
             raise ValueError(
@@ -152,16 +154,20 @@ def _workers(given: argparse.Namespace, known: str) -> Topology | None:
                 "worker, as v5litepod-4"
             )
         return None
-    count = 1 if given.num_workers is None else given.num_workers
-    if count < 1:
-        raise ValueError(f"--num_workers={count} is below 1; give at least 1")
-    workers = Topology.rented(given.worker_accelerator, count)
+    workers = Topology.rented(given.worker_accelerator, _num_workers(given, 1))
     if workers.hosts_per_slice > 1:
         raise ValueError(
             f"--worker_accelerator={given.worker_accelerator} has {workers.hosts_per_slice} hosts, and "
             "a rollout worker uses one; give a smaller one, and more by --num_workers"
         )
     return workers
+
+
+def _num_workers(given: argparse.Namespace, default: int) -> int:
+    count = default if given.num_workers is None else given.num_workers
+    if count < 1:
+        raise ValueError(f"--num_workers={count} is below 1; give at least 1")
+    return count
 
 
 def _worker_fields(workers: Topology | None, named: Mapping[str, str]) -> list[str]:

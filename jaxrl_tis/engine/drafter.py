@@ -41,9 +41,13 @@ class Drafting:
         return self.served
 
     def _move(self, memory: str) -> None:
-        params, version = self.served
+        params, version = served = self.served
+        if all(x.sharding.memory_kind == memory for x in jax.tree.leaves(params)):
+            return
         move = lambda x: jax.device_put(x, x.sharding.with_memory_kind(memory))
-        self.served = jax.block_until_ready(jax.tree.map(move, params)), version
+        moved = jax.block_until_ready(jax.tree.map(move, params)), version
+        if self.served is served:  # the learner has given no newer ones meanwhile
+            self.served = moved
 
 
 class Drafter(Paced):

@@ -90,7 +90,7 @@ class Canary:
     def expected(self, params: Any, version: int) -> Expected:
         """Returns what an engine with these parameters of the policy shall say."""
         layout = self._layout
-        shards, width = layout.shards, layout.mesh.shape["context"]
+        shards, width = layout.shards, layout.row_unit
         count, length = len(self._prompts), len(self._prompts[0])
         rows = np.zeros((-(-count // shards) * shards, -(-length // width) * width), np.int32)
         rows[:count, :length] = self._prompts

@@ -254,7 +254,7 @@ def update_metrics(opt_state: Any, prefix: str) -> dict[str, jax.Array]:
 
 
 def _is_matrix(params):
-    names = ("norm", "bias")
+    names = ("norm", "bias", "sinks")
     return jax.tree_util.tree_map_with_path(
         lambda path, _: not path[-1].key.endswith(names), params
     )

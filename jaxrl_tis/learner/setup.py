@@ -343,7 +343,8 @@ def _check_mesh(
             f"on {layout.shards} devices do not provide; set mesh.train to (1, 1, ...)"
         )
     if config.optimizer.offload or config.critic.offload:
-        kinds = [m.kind for m in layout.mesh.devices.flat[0].addressable_memories()]
+        device = [*layout.mesh.local_devices, *layout.mesh.devices.flat][0]  # a described one is nobody's
+        kinds = [m.kind for m in device.addressable_memories()]
         if sharding.HOST_MEMORY not in kinds:
             raise ValueError(
                 f"optimizer.offload = {config.optimizer.offload}, critic.offload = "

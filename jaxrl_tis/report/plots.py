@@ -390,7 +390,7 @@ def figures(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:
             draw_flips(picture.add_subplot(), *rates)
             note = f"{run.label}: share of the tokens whose router chooses other experts in the sampler."
             sections.setdefault(GAP, []).append((svg(picture), note))
-        for run in [run for run in runs if run.planes][:MOST_GRIDS]:
+        for run in [run for run in runs if any(x["tokens"] for x in run.planes[-MOST_PLANES:])][:MOST_GRIDS]:
             lines_seen = run.planes[-MOST_PLANES:]
             tokens, high = (sum(line[name] for line in lines_seen) for name in ("tokens", "high"))
             picture = figure.Figure(figsize=(6.0, 3.5))

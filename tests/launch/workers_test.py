@@ -290,6 +290,18 @@ def test_refusals_are_one_line(call, capfd, arguments, said):
     assert said in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.all
+@pytest.mark.parametrize("given, code, said", [
+    ((), 0, "rollout workers on 8 x v5p-8"), (("--num_workers=3",), 0, "rollout workers on 3 x v5p-8"),
+    (("--config.rollout.driver=virtual",), 0, "v5p-64: 32 chips, 8 hosts\n"),
+    (("--num_workers=0",), 2, "--num_workers=0 is below 1"),
+])
+def test_a_config_with_workers_of_its_own(call, capfd, given, code, said):
+    own = "--config=configs/dapo_qwen25_32b.py:async"
+    assert call("tpu_vm", "run", "--dry-run", own, "--workdir=gs://b/x", *given) == code
+    assert said in "".join(capfd.readouterr())
+
+
 @pytest.mark.parametrize("flag", ["--worker_accelerator=v5litepod-4", "--config.rollout.driver=ray"])
 def test_a_jobset_has_no_rollout_workers(call, capfd, flag):
     assert call("jobset", "manifest", CONFIG, "--workdir=gs://b/x", "--image=i", flag) == 2

@@ -99,6 +99,8 @@ def test_decay_reaches_matrices_only():
         assert _leaf(updates, name) == pytest.approx(-0.1)
     for name in ("final_norm", "layers/q_bias", "layers/attn_norm", "layers/q_norm"):
         assert _leaf(updates, name) == 0.0, name
+    # A sink is one logit of each head, of all layers [L,H].
+    assert optimizer._is_matrix({"layers": {"sinks": 0, "q": 0}}) == {"layers": {"sinks": False, "q": True}}
 
 
 def _leaf(tree, name):
