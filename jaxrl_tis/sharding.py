@@ -118,8 +118,12 @@ class Layout:
 
     @property
     def row_unit(self) -> int:
-        """Rows have a multiple of so many tokens: equal chunks, two for each part."""
-        return 2 * self.row_shards if self.row_shards > 1 else 1
+        """Rows have a multiple of so many tokens, see `row_unit`."""
+        return row_unit(self.row_shards)
+
+    def whole_row(self, length: int) -> int:
+        """Returns the length of the shortest row that holds so many tokens."""
+        return -(-length // self.row_unit) * self.row_unit
 
     @property
     def is_shared(self) -> bool:
@@ -274,6 +278,11 @@ class Layout:
 
     def replicated(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
+
+
+def row_unit(shards: int) -> int:
+    """Returns the number of equal chunks of a row in so many parts: two for each, see `balanced_order`."""
+    return 2 * shards if shards > 1 else 1
 
 
 @functools.cache

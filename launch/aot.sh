@@ -30,7 +30,7 @@ configs=(gsm8k_qwen25_0p5b:grpo gsm8k_qwen25_0p5b:ppo dapo_qwen25_32b dapo_qwen2
   dapo_gpt_oss_20b "${long[@]}" dapo_qwen3_30b_a3b dapo_qwen3_30b_a3b_v5e gsm8k_one_chip:qwen25_0p5b gsm8k_one_chip:gemma3_1b
   gsm8k_one_chip:qwen3_1p7b gsm8k_qwen3_8b_lora)
 sampled=(gsm8k_qwen25_0p5b:grpo dapo_qwen25_32b)
-formats=("none,bfloat16" "w8a8,bfloat16" "w8a8,int8")
+formats=("none,bfloat16" "w8a16,bfloat16" "w8a8,bfloat16" "w8a8,int8")
 for config in "${configs[@]}"; do compile "$config" --config="$(file_of "$config")"; done
 for config in "${sampled[@]}"; do
   for format in "${formats[@]}"; do

@@ -124,9 +124,8 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
         )
     topology = Topology.rented(accelerator, given.num_slices) if accelerator else None
     named = dict(word.partition("=")[::2] for word in overrides)
-    if given.engine_kind or named.get("--config.rollout.driver", "ray") != "ray":
-        known = ""  # not the config's own samplers
-    workers, found = _workers(given, known), None
+    is_own = not given.engine_kind and named.get("--config.rollout.driver", "ray") == "ray"
+    workers, found = _workers(given, WORKERS.get(known) if is_own else None), None
     name = given.name or re.sub(r"[^a-z0-9]+", "-", f"{stem}-{variant}".lower()).strip("-")
     if not re.fullmatch(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?", name):
         raise ValueError(
@@ -141,11 +140,11 @@ def make(given: argparse.Namespace, overrides: Sequence[str], needs_slice: bool)
     return Plan(given.config, tuple(overrides), workdir, topology, name, workers, found)
 
 
-def _workers(given: argparse.Namespace, known: str) -> Topology | None:
-    """Returns the machines of the rollout workers, one slice of one host each. `known` may be in
-    WORKERS."""
-    if given.worker_accelerator is None and known in WORKERS:
-        name, count = WORKERS[known]
+def _workers(given: argparse.Namespace, default: tuple[str, int] | None) -> Topology | None:
+    """Returns the machines of the rollout workers, one slice of one host each. `default`: those of the
+    config."""
+    if given.worker_accelerator is None and default is not None:
+        name, count = default
         return Topology.parse(name, _num_workers(given, count))
     if given.worker_accelerator is None:
         if given.num_workers is not None:

@@ -103,7 +103,6 @@ COVERED = {
     "experiments/frontier": "experiments/horizon_test",
     "experiments/oracle": "runtime/cli_test",
     "external/canary": "external/fleet_test",
-    "external/client": "external/fleet_test",
     "external/protocol": "external/sglang_test",
     "external/vllm": "external/fleet_test",
     "external/weights": "external/fleet_test",

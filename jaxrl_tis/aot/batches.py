@@ -7,7 +7,7 @@ from jaxrl_tis.build import Setup
 from jaxrl_tis.learner import control
 from jaxrl_tis.learner.batch_layout import forward_fields
 from jaxrl_tis.learner.correction import make_prepare, make_unscored
-from jaxrl_tis.learner.distill import READ, row_length
+from jaxrl_tis.learner.distill import READ
 
 Structs = dict[str, jax.ShapeDtypeStruct]
 
@@ -35,7 +35,7 @@ def abstract_minibatch(setup: Setup) -> Structs:
 def abstract_distillation(setup: Setup) -> Structs:
     """Returns the fields [1,R,T] of one update of the drafter, as `Distiller` lays them out."""
     training, rows = setup.training, setup.config.train.microbatch_rows
-    shape = 1, rows, row_length(training, training.row_length)
+    shape = 1, rows, training.layout.whole_row(training.row_length)
     place = lambda name: training.layout.sharding(fields.logical_axes(name, len(shape)))
     return {
         name: jax.ShapeDtypeStruct(shape, fields.FIELDS[name].dtype, sharding=place(name))

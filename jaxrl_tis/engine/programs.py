@@ -314,14 +314,15 @@ def _pass(spec: Spec, params, state: DecodeState, drafts_bg, counts_b, table_bp,
         index_bt, is_written_bt, table_bp, spec.layout, numerics, config.weighs_pages
     )
     caches, mass_btgp = state.cache, None
-    groups, layers = config.page_groups, spec.model.num_layers
+    groups, layers = config.page_groups, range(spec.model.num_layers)
+    group_l = [transformer.group_of(i, groups, len(layers)) for i in layers]
     if config.weighs_pages:
         table_bgp = table_bp.reshape(config.slots, groups, -1)
-        caches = tuple((kv, table_bgp[:, i * groups // layers]) for i, kv in enumerate(caches))
+        caches = tuple((kv, table_bgp[:, g]) for g, kv in zip(group_l, caches, strict=True))
     x_btd, theirs_btd, kv, routed = _hidden(spec, params, tokens_bt, position_bt, attend, caches)
     if config.weighs_pages:
         kv, masses = zip(*kv, strict=True)
-        of_group = lambda g: sum(m for i, m in enumerate(masses) if i * groups // layers == g)
+        of_group = lambda g: sum(m for own, m in zip(group_l, masses, strict=True) if own == g)
         mass_btgp = jnp.stack([of_group(g) for g in range(groups)], axis=2)
     rows = lambda x: x.reshape(-1, *x.shape[2:])
     each = lambda x: jnp.repeat(x, width, axis=0)

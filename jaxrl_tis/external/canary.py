@@ -90,9 +90,8 @@ class Canary:
     def expected(self, params: Any, version: int) -> Expected:
         """Returns what an engine with these parameters of the policy shall say."""
         layout = self._layout
-        shards, width = layout.shards, layout.row_unit
-        count, length = len(self._prompts), len(self._prompts[0])
-        rows = np.zeros((-(-count // shards) * shards, -(-length // width) * width), np.int32)
+        shards, count, length = layout.shards, len(self._prompts), len(self._prompts[0])
+        rows = np.zeros((-(-count // shards) * shards, layout.whole_row(length)), np.int32)
         rows[:count, :length] = self._prompts
         found = self._program(params, layout.put(rows, ("batch", None)), length - 1)
         made = Expected(*(layout.fetch(x)[:count] for x in found))

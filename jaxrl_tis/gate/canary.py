@@ -114,9 +114,8 @@ class Canary:
 
     def _scored(self, program: Any, layout: Any, params: Any, ids: list[int]) -> np.ndarray:
         """Returns the log-probs [V] of the token after a prompt."""
-        width = layout.row_unit
         longest = max(map(len, self._prompts))  # one program for all prompts
-        rows = np.zeros((layout.shards, -(-longest // width) * width), np.int32)
+        rows = np.zeros((layout.shards, layout.whole_row(longest)), np.int32)
         rows[:, : len(ids)] = ids
         tokens = layout.put(rows, ("batch", None))
         return layout.fetch(program(params, tokens, len(ids) - 1))[0]

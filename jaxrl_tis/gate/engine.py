@@ -340,9 +340,8 @@ def _long_gap(setup: Setup, params: Any, sequences: Sequence[Trajectory]) -> dic
     if not sequences:
         return {}
     layout = setup.training.layout
-    width = layout.row_unit
     longest = max(len(t.prompt) + len(t.tokens) for t in sequences)
-    batch = _padded(trajectory_rows([*sequences], -(-longest // width) * width), layout.shards)
+    batch = _padded(trajectory_rows([*sequences], layout.whole_row(longest)), layout.shards)
     micro = {
         name: x.reshape(-1, layout.shards, *x.shape[1:])
         for name, x in forward_fields(batch).items()

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.fields import FIELDS, field
+from jaxrl_tis.sharding import row_unit
 
 Rows = dict[str, np.ndarray]
 
@@ -199,7 +200,7 @@ class Packer:
     ) -> "Packer":
         """Makes the packer of rows of `length` tokens, rounded up to whole blocks in each of the two
         chunks of a context shard."""
-        whole = BLOCK * (2 * context if context > 1 else 1)
+        whole = BLOCK * row_unit(context)
         length = -(-length // whole) * whole
         return cls(max_length, length, microbatch_rows, shards, MAX_SEGMENTS)
 

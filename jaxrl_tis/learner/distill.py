@@ -49,7 +49,8 @@ class Distiller:
         size = self._setup.config.train.microbatch_rows
         for start in range(0, len(order), size):
             index = order[start : start + size]
-            batch = _microbatch(rows, weight_n, index, size, row_length(self._setup, rows["tokens"].shape[1]))
+            length = self._setup.layout.whole_row(rows["tokens"].shape[1])
+            batch = _microbatch(rows, weight_n, index, size, length)
             network, values = self._step(network, self._setup.layout.put_batch(batch))
             measured.append(values)
         if not measured:
@@ -57,12 +58,6 @@ class Distiller:
         measured = jax.device_get(measured)
         metrics = {name: float(np.mean([v[name] for v in measured])) for name in measured[0]}
         return DrafterState(network, jnp.full_like(state.version, version)), metrics
-
-
-def row_length(setup: LearnerSetup, length: int) -> int:
-    """Returns the length of the rows that hold sequences of at most so many tokens."""
-    unit = setup.layout.row_unit
-    return -(-length // unit) * unit
 
 
 def sequence_weights(rows: Rows, weighting: str) -> np.ndarray:

@@ -361,10 +361,10 @@ def uncut_rows(config: ml_collections.ConfigDict, shards: int, context: int) -> 
     """Yields a sentence for each kind of rows that these numbers of data and context shards do not cut
     into equal parts."""
     length, rows = max_length(config), {"train.microbatch_rows": config.train.microbatch_rows}
-    if not config.train.pack_length and context > 1 and length % (2 * context):
+    if not config.train.pack_length and length % (unit := sharding.row_unit(context)):
         yield (
             f"rows of {length} tokens cannot be cut into two equal chunks for each of the {context} "
-            f"context shards of mesh.train; set train.pack_length to a multiple of {2 * context}"
+            f"context shards of mesh.train; set train.pack_length to a multiple of {unit}"
         )
     if config.warmup.steps:
         rows["warmup.rows"] = config.warmup.rows

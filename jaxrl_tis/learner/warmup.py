@@ -63,7 +63,7 @@ def warm_up(
         tx, params, placement.shardings(layout, setup.model), layout.replicated()
     )
     state = TrainState(params, jax.jit(tx.init, out_shardings=moments)(params))
-    length = -(-setup.row_length // layout.row_unit) * layout.row_unit
+    length = layout.whole_row(setup.row_length)
     pairs = Pairs(prompter, config.task.chat)
     with Progress(config.warmup.steps, "warm-up", is_shown=processes.is_first()) as progress:
         for index in range(1, config.warmup.steps + 1):

@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu import splash_attention
 from jax.sharding import PartitionSpec
 
-from jaxrl_tis.sharding import Layout, balanced_order
+from jaxrl_tis.sharding import Layout, balanced_order, row_unit
 
 MASKED = -1e30
 LONG_ROW = 1024
@@ -196,7 +196,7 @@ def splash_blocks(length: int, keys: int) -> splash_attention.BlockSizes:
 def _splash_kernels(length: int, shards: int, unseen_bt, window: Window | None) -> tuple:
     """Returns the kernels for rows with sharded queries: that of all tokens and, for models with a
     window, that of the window. Empty for unsupported rows."""
-    if unseen_bt is not None or length % ((2 * shards if shards > 1 else 1) * SPLASH_TILE):
+    if unseen_bt is not None or length % (row_unit(shards) * SPLASH_TILE):
         return ()
     sizes = (None,) if window is None else (None, window.size)
     return tuple(_splash_kernel(length, shards, size) for size in sizes)

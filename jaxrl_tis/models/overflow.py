@@ -87,7 +87,6 @@ def _rows(program: Program, tokens: np.ndarray) -> jax.Array:
     layout = program.layout
     if layout is None:
         return jnp.asarray(tokens, jnp.int32)[None]
-    width = layout.row_unit
-    rows = np.zeros((layout.shards, -(-len(tokens) // width) * width), np.int32)
+    rows = np.zeros((layout.shards, layout.whole_row(len(tokens))), np.int32)
     rows[:, : len(tokens)] = tokens
     return layout.put(rows, ("batch", None))

@@ -703,6 +703,11 @@ def rows_routed(
     return Hidden(program.in_order(x_btd), carried, routed)
 
 
+def group_of(layer: Any, groups: int, num_layers: int) -> Any:
+    """Returns the group of a layer where so many groups of consecutive layers see keys of their own."""
+    return layer * groups // num_layers
+
+
 def _row_attention(program, segment_ids_bt, unseen_bt, num_layers: int = 1) -> Callable:
     """Returns the `attend` of `hidden` for whole rows. `unseen_bt` may have groups of consecutive layers
     [B,T,G]; the cache of a layer is then ((), its number)."""
@@ -712,7 +717,7 @@ def _row_attention(program, segment_ids_bt, unseen_bt, num_layers: int = 1) -> C
             k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
         own_bt = unseen_bt
         if cache is not None:
-            own_bt = jnp.take(unseen_bt, cache[1] * unseen_bt.shape[2] // num_layers, axis=2)
+            own_bt = jnp.take(unseen_bt, group_of(cache[1], unseen_bt.shape[2], num_layers), axis=2)
         out = program.row_attention(q, k, v, segment_ids_bt, own_bt, window, sinks_h)
         return out, None if cache is None else ()
 

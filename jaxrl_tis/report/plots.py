@@ -390,14 +390,15 @@ def figures(runs: Sequence[Run]) -> dict[str, list[tuple[str, str]]]:
             draw_flips(picture.add_subplot(), *rates)
             note = f"{run.label}: share of the tokens whose router chooses other experts in the sampler."
             sections.setdefault(GAP, []).append((svg(picture), note))
-        for run in [run for run in runs if any(x["tokens"] for x in run.planes[-MOST_PLANES:])][:MOST_GRIDS]:
-            lines_seen = run.planes[-MOST_PLANES:]
+        recent = ((run, run.planes[-MOST_PLANES:]) for run in runs)
+        drawn = [(run, seen) for run, seen in recent if any(line["tokens"] for line in seen)]
+        for run, lines_seen in drawn[:MOST_GRIDS]:
             tokens, high = (sum(line[name] for line in lines_seen) for name in ("tokens", "high"))
             picture = figure.Figure(figsize=(6.0, 3.5))
             draw_probabilities(picture.add_subplot(), probabilities.plane(lines_seen))
             note = (
                 f"{run.label}: {tokens} tokens of {len(lines_seen)} steps up to {lines_seen[-1]['step']}. On the "
-                f"diagonal both are equal. {high} tokens ({100 * high / max(tokens, 1):.3g} %) are beyond the "
+                f"diagonal both are equal. {high} tokens ({100 * high / tokens:.3g} %) are beyond the "
                 f"dashed lines: their probabilities differ by more than {probabilities.HIGH}."
             )
             sections.setdefault(GAP, []).append((svg(picture), note))

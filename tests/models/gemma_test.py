@@ -16,12 +16,10 @@ from jaxrl_tis import models, sharding
 from jaxrl_tis.engine.cache import KV
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.engine.records import Request, SamplingParams
-from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import attention, placement, safetensors, transformer
 from jaxrl_tis.models import gguf as gguf_loader
 from jaxrl_tis.models.config import ModelConfig
-from tests.models import golden_test, gguf_test
+from tests.models import golden_test, gguf_test, samplers
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -213,21 +211,9 @@ def test_the_sampler_has_the_log_probs_of_the_learner(name):
     config, params = gemma()
     sizes = dict(slots=4, max_length=48, steps=3, prefill_batch=2, page_size=8)
     engine = Engine(config, EngineConfig(**sizes | ENGINES[name]))
-    scheduler = Scheduler(engine, engine.load(jax.tree.map(jnp.asarray, params)))
-    rng = np.random.default_rng(1)
-    for length in (1, 7, 20, 33):
-        prompt = rng.integers(0, 97, length).astype(np.int32)
-        scheduler.add(Request(f"{length}", prompt, 0, SamplingParams(max_tokens=14)))
-    while scheduler.pending:
-        for t in scheduler.step():
-            row = np.concatenate([t.prompt, t.tokens])
-            tokens = np.zeros((1, 48), np.int32)
-            tokens[0, : len(row)] = row
-            logits = np.asarray(golden_logits(tokens), np.float64)[0, len(t.prompt) - 1 :]
-            logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            expected = logp[np.arange(len(t.tokens)), t.tokens]
-            atol = 0.3 if name == "int8 keys" else 2e-4
-            np.testing.assert_allclose(t.logp_behav, expected, atol=atol)
+    for t, row in samplers.sampled(engine, engine.load(jax.tree.map(jnp.asarray, params))):
+        atol = 0.3 if name == "int8 keys" else 2e-4
+        np.testing.assert_allclose(t.logp_behav, samplers.logps(t, golden_logits(row)), atol=atol)
 
 
 @jax.jit

@@ -15,11 +15,9 @@ import pytest
 from jaxrl_tis import models, sharding
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.engine.records import Request, SamplingParams
-from jaxrl_tis.engine.scheduler import Scheduler
 from jaxrl_tis.models import invariant, lora, moe, placement, quant, transformer
 from jaxrl_tis.models.config import ModelConfig
-from tests.models import golden_test
+from tests.models import golden_test, samplers
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("XLA compiles and rounds the programs")]
 
@@ -158,25 +156,13 @@ def test_the_sampler_has_the_log_probs_of_the_learner(name):
     is_kept = {x.dtype == jnp.uint8 for path, x in jax.tree.leaves_with_path(served) if any(
         getattr(key, "key", "") in ("expert_gate", "expert_up", "expert_down") for key in path)}
     assert is_kept == {name.startswith("4 bits")}
-    scheduler = Scheduler(engine, served)
-    rng = np.random.default_rng(1)
-    for length in (1, 7, 20, 33):
-        prompt = rng.integers(0, 97, length).astype(np.int32)
-        scheduler.add(Request(f"{length}", prompt, 0, SamplingParams(max_tokens=14)))
-    while scheduler.pending:
-        for t in scheduler.step():
-            row = np.concatenate([t.prompt, t.tokens])
-            tokens = np.zeros((1, 48), np.int32)
-            tokens[0, : len(row)] = row
-            logits, ids = golden_logits(tokens)
-            logits = np.asarray(logits, np.float64)[0, len(t.prompt) - 1 :]
-            logp = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-            expected = logp[np.arange(len(t.tokens)), t.tokens]
-            atol = 0.5 if name == "int8 keys" else 3e-4
-            np.testing.assert_allclose(t.logp_behav, expected, atol=atol)
-            if name != "int8 keys":
-                own = np.moveaxis(np.asarray(ids)[:, 0], 0, 1)[: len(row) - 1]
-                np.testing.assert_array_equal(t.routes[: len(own)], own)
+    for t, row in samplers.sampled(engine, served):
+        logits, ids = golden_logits(row)
+        atol = 0.5 if name == "int8 keys" else 3e-4
+        np.testing.assert_allclose(t.logp_behav, samplers.logps(t, logits), atol=atol)
+        if name != "int8 keys":
+            own = np.moveaxis(np.asarray(ids)[:, 0], 0, 1)[: len(t.prompt) + len(t.tokens) - 1]
+            np.testing.assert_array_equal(t.routes[: len(own)], own)
 
 
 @jax.jit

@@ -452,7 +452,7 @@ MUTANTS = [
          "learner/retention_test.py::test_the_learner_that_drops_the_same_keys_agrees"),
         ("rejected drafts give attention to pages", "jnp.where(valid[..., None, None], mass_kbgp, 0)", "mass_kbgp",
          HEAVY, IN_ALL),
-        ("the last layer alone gives attention to pages", "of_group = lambda g: sum(m for i, m", "of_group = lambda g: sum(m * (i == len(masses) - 1) for i, m",
+        ("the last layer alone gives attention to pages", "in zip(group_l, masses, strict=True)", "in list(zip(group_l, masses, strict=True))[-1:]",
          HEAVY, IN_ALL),
         ("a stop token does not end a sequence", "is_ended = last(is_stop_bt) | (count_b == 0)",
          "is_ended = count_b == 0", "test_a_stop_token_ends_the_sequence_and_belongs_to_it"),

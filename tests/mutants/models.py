@@ -74,7 +74,7 @@ MUTANTS = [
          "start_bt = jnp.arange(tokens_bt.shape[1])[None] - positions_bt",
          "start_bt = 0 * positions_bt",
          "learner/retention_test.py::test_packed_rows_drop_them_too"),
-        ("all layers of the learner see what the first sees", "cache[1] * unseen_bt.shape[2] // num_layers", "0",
+        ("all layers of the learner see what the first sees", "group_of(cache[1], unseen_bt.shape[2], num_layers)", "0",
          "learner/retention_test.py::test_heavy_pages_are_those_of_an_oracle_and_the_learner_attends_to_them",
          IN_ALL),
         ("the learner's keys are not rounded like the sampler's",
