@@ -311,8 +311,8 @@ def test_checkpoints_of_another_version_of_the_code_are_refused_in_one_line(tmp_
     tiny.run(tmp_path, steps=1)
     restore = checkpoint.Checkpoints.restore
 
-    def as_once(self, abstract):
-        state, meta = restore(self, abstract)
+    def as_once(self, abstract, optional):
+        state, meta = restore(self, abstract, optional=optional)
         return state, {"step": meta["step"], "batches": meta["source"]["batches"]}
 
     with (
