@@ -157,6 +157,8 @@ FIELDS = {
     "adv": Field("token", "float32", "prepare", "update"),
     "weights": Field("token", "float32", "prepare", "update"),
     "returns": Field("token", "float32", "prepare", "update", is_optional=True),
+    # The tokens that the masks kept, of a batch whose update scored it.
+    "accepted": Field("token", "bool", "update", "batch"),
     # The mask before the methods rejected tokens, in the rows that an update returns.
     "scored": Field("token", "bool", "prepare", "batch"),
     # What an update computes.

@@ -1,12 +1,14 @@
 """Abstract batches of a run, made from shapes alone as `Trainer` makes them from samples."""
 
+import functools
+
 import jax
 
 from jaxrl_tis import fields
 from jaxrl_tis.build import Setup
 from jaxrl_tis.learner import control
 from jaxrl_tis.learner.batch_layout import forward_fields
-from jaxrl_tis.learner.correction import make_prepare, make_unscored
+from jaxrl_tis.learner.correction import OF_UPDATE, credited, make_prepare
 from jaxrl_tis.learner.distill import READ
 
 Structs = dict[str, jax.ShapeDtypeStruct]
@@ -26,10 +28,25 @@ def abstract_minibatch(setup: Setup) -> Structs:
     _, settings = jax.eval_shape(lambda batch: control.begin(c, control.init(c), batch), batch)
     count, _ = batch["mask"].shape
     batch |= {name: jax.ShapeDtypeStruct((count,), "float32") for name in settings}
-    prepare = (lambda batch: make_prepare(c)(batch)[0]) if is_scored else make_unscored(c)
-    batch |= jax.eval_shape(prepare, batch)
+    prepare = make_prepare(c) if is_scored else functools.partial(credited, c)
+    batch |= jax.eval_shape(prepare, batch)[0]
     in_update = {name: x for name, x in batch.items() if c.is_in_update(name, is_scored)}
     return _in_rows(setup, in_update, setup.config.train.minibatches)
+
+
+def abstract_weighing(setup: Setup) -> Structs:
+    """Returns the packed fields [1,B,T] of a whole batch, whose weights and metrics are computed at
+    once."""
+    batch, c = _rollout_batch(setup), setup.training.correction
+    batch |= jax.eval_shape(functools.partial(credited, c), batch)[0]
+    if not setup.training.recompute_reason:
+        of_update = {name: OF_UPDATE[name] for name in ("weights", "accepted")}
+        shape = batch["mask"].shape
+        batch |= {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in of_update.items()}
+    taken = {n: x for n, x in batch.items() if c.is_weighed(n)}
+    rows = _in_rows(setup, taken | {"segment_ids": batch["segment_ids"]}, 1)
+    whole = lambda x: (1, x.shape[0] * x.shape[1], *x.shape[2:])
+    return {n: jax.ShapeDtypeStruct(whole(x), x.dtype, sharding=x.sharding) for n, x in rows.items()}
 
 
 def abstract_distillation(setup: Setup) -> Structs:

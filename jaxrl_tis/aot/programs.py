@@ -14,7 +14,9 @@ import ml_collections
 
 from jaxrl_tis import build, models
 from jaxrl_tis.aot import weight_sync
-from jaxrl_tis.aot.batches import abstract_distillation, abstract_microbatches, abstract_minibatch
+from jaxrl_tis.aot.batches import (
+    abstract_distillation, abstract_microbatches, abstract_minibatch, abstract_weighing,
+)
 from jaxrl_tis.aot.chips import Topology
 from jaxrl_tis.aot.flags import FLAGS
 from jaxrl_tis.aot.hlo import Module
@@ -26,13 +28,16 @@ from jaxrl_tis.engine.weights import moving
 from jaxrl_tis.learner.batch_layout import without_replay
 from jaxrl_tis.learner.scoring import make_score, make_values
 from jaxrl_tis.learner.state import abstract_state, base, joined, policy
-from jaxrl_tis.learner.step import make_critic_step, make_distillation_step, make_train_step
+from jaxrl_tis.learner.step import (
+    make_critic_step, make_distillation_step, make_packed_weigh, make_train_step,
+)
 from jaxrl_tis.models.config import ModelConfig
 from jaxrl_tis.runtime import hub
 from jaxrl_tis.validate import validate
 
 PROGRAMS = (
-    "train", "critic", "score", "values", "distill", "quantize", "prefill", "insert", "decode", "verify",
+    "train", "critic", "score", "weigh", "values", "distill", "quantize", "prefill", "insert", "decode",
+    "verify",
     *OF_DRAFTER, *EVALUATION,
 )
 
@@ -136,6 +141,9 @@ def programs(setup: build.Setup) -> dict[str, tuple[Any, tuple]]:
         **{name: sampling[name] for name in sampling if name != "load"},
         **{f"eval_{name}": evaluating[name] for name in ("prefill", "insert", "decode")},
     }
+    if training.packer is not None:
+        weigh = make_packed_weigh(learner, training.correction)
+        by_name["weigh"] = weigh, (abstract_weighing(setup),)
     if training.has_critic:
         clip = setup.config.critic.value_clip
         update = make_critic_step(learner, clip, training.critic_optimizer)

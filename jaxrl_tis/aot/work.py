@@ -113,6 +113,8 @@ def work(name: str, setup: Setup, args: tuple) -> Work:
     """Returns the work of the program `name` of `programs.programs` with these arguments."""
     if name in ("quantize", "reshard"):
         return Work(weight_bytes=device_bytes(args))
+    if name == "weigh":
+        return Work(activation_bytes=device_bytes(args))
     if name.startswith("eval_"):
         return _sampling(name.removeprefix("eval_"), setup.learner_engine, args)
     if name.startswith("draft"):

@@ -1,7 +1,7 @@
 """Metrics of a batch's correction: gap of the sampler, weights, rejection, drift of the updates.
 
-Every function works under jit and returns a dict of scalars. Batches hold one sequence a row, those
-of `drift_metrics` may be packed.
+Every function works under jit and returns a dict of scalars. Batches may be packed, with `seg`; those
+of `profile_metrics` hold one sequence a row.
 """
 
 import math
@@ -9,10 +9,12 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl_tis.diagnostics import attribution, divergences, mismatch
 from jaxrl_tis.estimators import counts, loss, methods, ratios, returns
 from jaxrl_tis.estimators.methods import Method
+from jaxrl_tis.kernels.segment import Segments
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -37,47 +39,58 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
     Args:
       weight: name in `weights.WEIGHTS` and its parameters.
       outputs: of `loss.apply_methods` for this weight.
-      batch: `mask`, `sampled`, `logp_prox`, `logp_old`, `logp_behav` [N,T], `rewards` [N], and the
-        fields that the weight needs.
+      batch: `mask`, `sampled`, `logp_prox`, `logp_old`, `logp_behav` [B,T], `rewards` [B], and the
+        fields that the weight needs. With `seg` rewards stand on the tokens [B,T].
     """
-    mask, sampler, learner = batch["mask"], sampler_logp(batch), batch["logp_old"]
+    seg, mask, sampler, learner = batch.get("seg"), batch["mask"], sampler_logp(batch), batch["logp_old"]
     log_ratio, (name, _) = outputs.log_ratio, weight
     gap = ratios.safe_log_ratio(learner, sampler, mask)
     lower, upper = _band(weight)
-    rewarded = returns.known(batch["rewards"], batch["sampled"])
-    snis, ess = mismatch.snis_reward(rewarded[0], log_ratio, rewarded[1])
+    rewards, is_rewarded = _known_rewards(batch, seg)
+    snis, ess = mismatch.snis_reward(rewards, log_ratio, is_rewarded, seg)
     return (
-        mismatch.offpolicy_metrics(learner, sampler, mask)
+        mismatch.offpolicy_metrics(learner, sampler, mask, seg)
         | mismatch.probability_metrics(learner, sampler, mask)
         | mismatch.importance_weight_metrics(
             outputs.engine, log_ratio, mask,
-            level=methods.traits("weight", name).level, upper=upper, lower=lower,
+            level=methods.traits("weight", name).level, upper=upper, lower=lower, seg=seg,
         )
         | _changed_by_bounds(log_ratio, batch, weight)
-        | divergences.divergence_metrics(gap, mask)
-        | divergences.response_metrics(learner, sampler, mask)
+        | divergences.divergence_metrics(gap, mask, seg)
+        | divergences.response_metrics(learner, sampler, mask, seg)
         | {"reward/learner_snis": snis, "reward/learner_snis_ess": ess}
     )
 
 
+def _known_rewards(batch: Batch, seg: Segments | None) -> tuple[jax.Array, jax.Array]:
+    """Returns (rewards of the sequences, [B] or with seg [B,S]; the tokens of those that have one)."""
+    rewards, sampled = batch["rewards"], batch["sampled"]
+    if seg is None:
+        return returns.known(rewards, sampled)
+    is_known = sampled & ~jnp.isnan(rewards)
+    return ratios.sequence_max(rewards, is_known, seg), is_known
+
+
 def rejection_metrics(
-    spec: loss.LossSpec, outputs: loss.MethodOutputs, mask: jax.Array
+    spec: loss.LossSpec, outputs: loss.MethodOutputs, mask: jax.Array,
+    seg: Segments | None = None,
 ) -> Metrics:
     """Measures the rejected share, and the statistic of each criterion that has one; {} without masks.
 
     Args:
       spec: has the masks.
       outputs: of `loss.apply_methods`.
-      mask: [N,T] valid tokens, before any rejection.
+      mask: [B,T] valid tokens, before any rejection.
+      seg: sequence ids of packed rows, or None.
     """
     if not spec.masks:
         return {}
-    metrics = mismatch.rejected_fractions(outputs.is_accepted, mask)
+    metrics = mismatch.rejected_fractions(outputs.is_accepted, mask, seg)
     for name, parameters in spec.masks:
         log_ratio = outputs.judged.get(spec.seen((name, parameters)))
         if name in mismatch.REJECTION_OPTIONS and log_ratio is not None:
             bounds = methods.own(parameters)
-            metrics |= mismatch.rejection_metrics(log_ratio, mask, option=name, **bounds)
+            metrics |= mismatch.rejection_metrics(log_ratio, mask, seg, option=name, **bounds)
     return metrics
 
 

@@ -106,8 +106,9 @@ def update_arriving(
             )
             state = state | {"policy": policy}
         made = {name: rows.pop(name) for name in MADE if name in rows}
+        _, of_rewards = trainer.credit(rows)
         rows, prepared, measured = trainer.after_update(rows, made)
-        measured |= trainer.diagnostics.metrics(state, rows, probe)
+        measured |= of_rewards | trainer.diagnostics.metrics(state, rows, probe)
         rows, values = trainer.with_prepared(rows, prepared), jax.device_get(values)
     if values:
         values |= attribution.shares(values)
@@ -141,12 +142,12 @@ def _added(
     """Returns `sums` with the gradient of these rows, None before the first, and the fields `MADE`
     of each token [N,T]."""
     setup, outputs, (add, _) = trainer.setup, [], trainer.arriving_step
-    unscored = jax.device_get(trainer.unscored(rows))
-    updated = trainer.update_fields(rows, unscored)
+    credited, _ = jax.device_get(trainer.credit(rows))
+    updated = trainer.update_fields(rows, credited)
     [(minibatch, _, flat)] = trainer.minibatches(updated, (setup.config.seed, step, 0))
     for m in range(len(minibatch["mask"])):
         micro = setup.layout.put_batch({name: x[m : m + 1] for name, x in minibatch.items()})
         sums, found = add(state["policy"].params, sums, micro, base(state))
         outputs.append(jax.tree.map(setup.layout.fetch, found))
     of_pass = {name: flat(np.concatenate([x[name] for x in outputs])) for name in outputs[0]}
-    return sums, unscored | of_pass
+    return sums, credited | of_pass

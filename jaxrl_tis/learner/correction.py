@@ -21,6 +21,11 @@ ROUTINGS, RECORDED_ROUTES = ("none", "r2", "r3", "keep"), ("r3", "keep")
 ROUTING_MISSING = ("stop", "mask")
 # What an update that computes its own logp_old returns of each token.
 OF_UPDATE = {"logp_old": "float32", "entropy": "float32", "weights": "float32", "accepted": "bool"}
+# What the weights, masks and metrics of a rollout batch take, whatever the methods.
+WEIGHED = (
+    "mask", "sampled", "version", "current_version", "draw", "rewards", "logp_behav", "logp_student",
+    "logp_old", "logp_prox", "logp_ref", "adv", "returns", "values", "weights", "accepted",
+)
 Batch = dict[str, Any]  # arrays; "seg" is a Segments
 Metrics = dict[str, jax.Array]
 
@@ -136,6 +141,14 @@ class Correction(loss.LossSpec):
         return use in ("forward", "update") or (use == "method" and field in needed)
 
 
+    def is_weighed(self, field: str) -> bool:
+        """Whether `weighed` takes this field of the rollout batch."""
+        chosen = [*self._weights, *(("mask", m) for m in self.masks_of_batch)]
+        if self.kl is not None:
+            chosen.append(("kl", self.kl))
+        return field in WEIGHED or field in _needs(chosen)
+
+
 def _needs(chosen: list[tuple[str, Method]]) -> dict[str, str]:
     """Returns field -> the method that needs it, for (kind, method) pairs."""
     return {field: name for kind, (name, _) in chosen for field in methods.needs(kind, name)}
@@ -209,7 +222,8 @@ def controlled(c: Correction, batch: Batch) -> Correction:
 
 def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
     """Returns the jitted function that computes the advantages, the weights, the accepted tokens
-    and the metrics of a whole rollout batch [N,T].
+    and the metrics of a whole rollout batch [N,T] with one sequence a row: `credited` and `weighed`
+    in one program.
 
     The batch holds mask, sampled, logp_behav, logp_old (recomputed at the weights that sampled),
     logp_prox (at the weights at the start of the update), rewards [N], group [N], version,
@@ -218,22 +232,53 @@ def make_prepare(c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
     """
 
     def prepare(batch: Batch) -> tuple[Batch, Metrics]:
-        fields, outputs, rewards = _prepared(c, batch)
-        return fields, _measures(c, batch, fields, outputs, rewards)
+        made, of_rewards = credited(c, batch)
+        fields, metrics = weighed(c, batch | made)
+        return made | fields, of_rewards | metrics
 
     return jax.jit(prepare)
 
 
-def _prepared(c: Correction, batch: Batch) -> tuple[Batch, loss.MethodOutputs, jax.Array]:
-    """Returns (fields that the updates take in addition to the rollout batch's or instead of them;
-    outputs of the weight and the masks; rewards [N] or [N,T])."""
-    seen, rewards = batch | {"logp": batch["logp_prox"]}, _rewards(c, batch)
-    adv = _advantage(c, rewards, with_key(c, seen))
-    outputs = method_outputs(c, seen | {"adv": adv})
-    fields = {"adv": adv} | weight_fields(c, outputs)
-    if not c.is_bypassed and not c.rejected_in_denominator:
+def credited(c: Correction, batch: Batch) -> tuple[Batch, Metrics]:
+    """Computes the advantages "adv", with a critic also its targets "returns", and the metrics of the
+    rewards of a rollout batch [N,T] with one sequence a row. Groups are compared over its rows. The
+    batch may be unscored, see `Correction.recompute_reason`."""
+    rewards, sampled = _rewards(c, batch), batch["sampled"]
+    adv = _advantage(c, rewards, with_key(c, _seen(batch)))
+    total = returns.sequence_rewards(rewards, sampled)
+    metrics = batch_metrics.reward_metrics(batch["rewards"], total, jnp.sum(sampled, axis=1))
+    return _with_returns(c, rewards, batch, {"adv": adv}), metrics
+
+
+def weighed(c: Correction, batch: Batch) -> tuple[Batch, Metrics]:
+    """Computes the weights, the accepted tokens and the metrics of a rollout batch with the fields of
+    `credited`: the fields that the updates take in addition to the batch's or instead of them.
+
+    Rows [B,T] hold one sequence each or, with `seg`, several; then the batch has the fields of
+    `is_weighed`. After an update that scored the batch, `weights` and `accepted` are the update's.
+    """
+    is_scored = "accepted" not in batch
+    outputs = method_outputs(c, _seen(batch)) if is_scored else _outputs_of_update(c, batch)
+    fields = weight_fields(c, outputs)
+    if is_scored and not c.is_bypassed and not c.rejected_in_denominator:
         fields["mask"] = outputs.is_accepted
-    return _with_returns(c, rewards, batch, fields), outputs, rewards
+    return fields, _measures(c, batch, outputs)
+
+
+def _seen(batch: Batch) -> Batch:
+    """Adds the policy's log-probs at the start of the update, if the batch is scored."""
+    return batch | {"logp": batch["logp_prox"]} if "logp_prox" in batch else batch
+
+
+def _outputs_of_update(c: Correction, batch: Batch) -> loss.MethodOutputs:
+    """Returns what `method_outputs` gave within the update, where nothing is stale."""
+    weight = batch["weights"]
+    log_ratio = ratios.safe_log_ratio(batch["logp_old"], batch["logp_behav"], batch["mask"])
+    judged = {of: jnp.zeros_like(log_ratio) if of == "staleness" else log_ratio
+              for of in map(c.seen, c.masks_of_batch)}
+    return loss.MethodOutputs(
+        log_ratio, weight, weight, jnp.ones(()), batch["accepted"], judged, {}
+    )
 
 
 def method_outputs(c: Correction, batch: Batch) -> loss.MethodOutputs:
@@ -283,41 +328,6 @@ def _with_returns(c: Correction, rewards: jax.Array, batch: Batch, fields: Batch
     )}
 
 
-def make_unscored(c: Correction) -> Callable[[Batch], Batch]:
-    """Returns the jitted function that computes what an update takes of a rollout batch [N,T] that
-    was not scored before it, see `Correction.recompute_reason`: the advantages, and returns."""
-
-    def unscored(batch: Batch) -> Batch:
-        rewards = _credited(c, batch)
-        return _with_returns(c, rewards, batch, {"adv": _advantage(c, rewards, batch)})
-
-    return jax.jit(unscored)
-
-
-def make_measure(c: Correction) -> Callable[[Batch, Batch], tuple[Batch, Metrics]]:
-    """Returns the jitted function that gives, after an update that was not scored before it, what
-    `make_prepare` gives before one. Its second argument has the fields of `make_unscored` and the
-    weights and accepted tokens of the update."""
-
-    def measure(batch: Batch, fields: Batch) -> tuple[Batch, Metrics]:
-        weight, is_accepted = fields["weights"], fields["accepted"]
-        log_ratio = ratios.safe_log_ratio(batch["logp_old"], batch["logp_behav"], batch["mask"])
-        outputs = loss.MethodOutputs(
-            log_ratio, weight, weight, jnp.ones(()), is_accepted, _judged(c, log_ratio), {}
-        )
-        fields = {name: fields[name] for name in ("adv", "returns") if name in fields}
-        fields |= weight_fields(c, outputs)
-        return fields, _measures(c, batch, fields, outputs, _rewards(c, batch))
-
-    return jax.jit(measure)
-
-
-def _judged(c: Correction, log_ratio: jax.Array) -> dict[str, jax.Array]:
-    """Returns what the masks saw of a batch of the update's own weights, where nothing is stale."""
-    return {of: jnp.zeros_like(log_ratio) if of == "staleness" else log_ratio
-            for of in map(c.seen, c.masks_of_batch)}
-
-
 def fused_fields(logp: jax.Array, entropy: jax.Array) -> Batch:
     """Returns the fields that a score before an update would have given, from the update's own
     log-probs and entropies [B,T], without gradient; see `Correction.recompute_reason`."""
@@ -325,25 +335,19 @@ def fused_fields(logp: jax.Array, entropy: jax.Array) -> Batch:
     return {"logp_old": logp, "logp_prox": logp, "entropy": entropy}
 
 
-def _measures(
-    c: Correction, batch: Batch, fields: Batch, outputs: loss.MethodOutputs, rewards: jax.Array
-) -> Metrics:
-    """Measures a rollout batch; `fields`, `outputs` and `rewards` are from `_prepared`."""
-    mask, sampled = batch["mask"], batch["sampled"]
-    seen = batch | {"logp": batch["logp_prox"]}
-    metrics = correction_metrics.gap_metrics(c.weight, outputs, seen)
-    metrics |= correction_metrics.rejection_metrics(c, outputs, mask) | outputs.counts
+def _measures(c: Correction, batch: Batch, outputs: loss.MethodOutputs) -> Metrics:
+    """Measures a rollout batch [B,T] with its advantages and the outputs of its methods."""
+    mask, seg = batch["mask"], batch.get("seg")
+    metrics = correction_metrics.gap_metrics(c.weight, outputs, _seen(batch))
+    metrics |= correction_metrics.rejection_metrics(c, outputs, mask, seg) | outputs.counts
     metrics |= mismatch.kept_sample_size(outputs.weight, outputs.is_accepted, mask)
-    metrics |= batch_metrics.staleness_metrics(batch["version"], batch["current_version"], mask)
+    metrics |= batch_metrics.staleness_metrics(batch["version"], batch["current_version"], mask, seg)
     if c.is_batch_normalized:
         metrics["rollout_corr/rollout_is_batch_norm_factor"] = outputs.factor
     if c.kl is not None:
-        metrics["actor/kl_to_reference"] = sequence_kl(_kl(c, batch), mask)
-    total = returns.sequence_rewards(rewards, sampled)
-    metrics |= batch_metrics.reward_metrics(batch["rewards"], total, jnp.sum(sampled, axis=1))
-    targets = fields["returns"] if "returns" in fields else fields["adv"]
-    values = batch.get("values")
-    return metrics | batch_metrics.advantage_metrics(fields["adv"], targets, mask, values)
+        metrics["actor/kl_to_reference"] = sequence_kl(_kl(c, batch), mask, seg)
+    targets, values = batch.get("returns", batch["adv"]), batch.get("values")
+    return metrics | batch_metrics.advantage_metrics(batch["adv"], targets, mask, values)
 
 
 def _kl(c: Correction, batch: Batch) -> jax.Array:
@@ -401,7 +405,8 @@ def check(c: Correction) -> None:
     rows["st_ppo_norm"] = jax.ShapeDtypeStruct((), "float32")
 
     def step(rows):
-        batch = with_key(c, rows | _prepared(c, rows)[0])
+        made = rows | credited(c, rows)[0]
+        batch = with_key(c, made | weighed(c, made)[0])
         batch |= {"group": jnp.broadcast_to(rows["group"][:, None], (b, t))}
         loss.compute_loss(
             rows["logp_prox"], batch, loss_spec(c, batch), entropy=rows["entropy"], num_tokens=1.0,

@@ -22,7 +22,7 @@ from jaxrl_tis.diagnostics.correction_metrics import drift_metrics
 from jaxrl_tis.estimators import counts, loss, objectives, ratios, reduce, turn_clipped
 from jaxrl_tis.kernels.segment import Segments
 from jaxrl_tis.learner.correction import (
-    Correction, fused_fields, loss_spec, method_outputs, weight_fields, with_key,
+    Correction, fused_fields, loss_spec, method_outputs, weighed, weight_fields, with_key,
 )
 from jaxrl_tis.learner.optimizer import loss_scale, perturbed, update_metrics, without_perturbation
 from jaxrl_tis.learner.scoring import (
@@ -135,8 +135,19 @@ def _count_sequences(minibatch: Batch) -> jax.Array:
 
 
 def _as_rows(tree: Any) -> Any:
-    """Returns arrays [M,B,T] of micro-batches as the rows [M*B,T] of one batch."""
-    return jax.tree.map(lambda x: x.reshape(-1, x.shape[-1]), tree)
+    """Returns arrays [M,B,...] of micro-batches as the rows [M*B,...] of one batch."""
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), tree)
+
+
+def make_packed_weigh(learner: Learner, c: Correction) -> Callable[[Batch], tuple[Batch, Metrics]]:
+    """Makes `correction.weighed` of packed rows [1,B,T] in the layout of a minibatch; the fields that
+    it returns are [1,B,T], too."""
+
+    def weigh(batch: Batch) -> tuple[Batch, Metrics]:
+        fields, metrics = weighed(c, _as_rows(_laid_out(learner, batch)))
+        return {name: x[None] for name, x in fields.items()}, metrics
+
+    return jax.jit(weigh, compiler_options=learner.program.compiler_options)
 
 
 def _make_step(

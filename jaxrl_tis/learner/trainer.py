@@ -15,8 +15,8 @@ from jaxrl_tis.engine.records import Trajectory
 from jaxrl_tis.estimators import counts
 from jaxrl_tis.learner import control, correction, forks, snapshots
 from jaxrl_tis.learner.batch_layout import (
-    Rows, environment_tokens, minibatches, num_sequences, packed_minibatches, update_fields,
-    without_replay,
+    Rows, environment_tokens, minibatches, num_sequences, packed_minibatches, sequence_lengths,
+    update_fields, without_replay,
 )
 from jaxrl_tis.learner.probe import Diagnostics
 from jaxrl_tis.learner.scoring import (
@@ -24,7 +24,9 @@ from jaxrl_tis.learner.scoring import (
 )
 from jaxrl_tis.learner.setup import LearnerSetup, max_length
 from jaxrl_tis.learner.state import abstract_params, base, joined, policy as policy_of
-from jaxrl_tis.learner.step import make_arriving_step, make_critic_step, make_train_step
+from jaxrl_tis.learner.step import (
+    make_arriving_step, make_critic_step, make_packed_weigh, make_train_step,
+)
 from jaxrl_tis.models import lora, overflow, placement
 from jaxrl_tis.rollouts.episodes import episode_metrics
 from jaxrl_tis.rollouts.groups import (
@@ -48,8 +50,8 @@ class Trainer:
         none before the update.
       score_metrics: metrics of the last batch's score.
       diagnostics: measures the steps that have diagnostics.
-      prepare, unscored, measure, arriving_step: programs, see `correction.make_prepare`,
-        `make_unscored` and `make_measure`, `step.make_arriving_step`.
+      prepare, credit, weigh, arriving_step: programs, see `correction.make_prepare`, `credited` and
+        `weighed`, `step.make_arriving_step`.
     """
 
     def __init__(self, setup: LearnerSetup):
@@ -66,8 +68,10 @@ class Trainer:
         self._train_step = make_train_step(
             learner, setup.correction, setup.optimizer, is_scored=bool(setup.recompute_reason)
         )
-        self.unscored = correction.make_unscored(setup.correction)
-        self.measure = correction.make_measure(setup.correction)
+        self.credit = jax.jit(functools.partial(correction.credited, setup.correction))
+        self.weigh = jax.jit(functools.partial(correction.weighed, setup.correction))
+        if setup.packer is not None:
+            self.weigh = make_packed_weigh(learner, setup.correction)
         self.arriving_step = make_arriving_step(learner, setup.correction, setup.optimizer)
         self._collisions = make_collisions(learner)
         self.diagnostics = Diagnostics(setup, self._collisions)
@@ -279,7 +283,13 @@ class Trainer:
         controllers, settings = self._begin(controllers, rows)
         rows |= control.fields(settings, count)
         is_scored = bool(self.setup.recompute_reason)
-        prepared, measured = self.prepare(rows) if is_scored else (self.unscored(rows), {})
+        if is_scored and self.setup.packer is None:
+            prepared, measured = self.prepare(rows)
+        else:
+            prepared, measured = self.credit(rows)
+        if is_scored and self.setup.packer is not None:
+            fields, of_weights = self._weighed(rows, prepared)
+            prepared, measured = prepared | fields, measured | of_weights
         probe = self.diagnostics.probe(state, rows, step)
         updated, collected, num_seqs = self.update_fields(rows, prepared), [], []
         fused = {n: np.zeros(rows["mask"].shape, t) for n, t in correction.OF_UPDATE.items()}
@@ -304,7 +314,8 @@ class Trainer:
                     fused = jax.tree.map(flat, outputs[0])
                 collected.append(values | packing)
         if not is_scored:
-            rows, prepared, measured = self.after_update(rows, {**prepared, **fused})
+            rows, prepared, of_weights = self.after_update(rows, {**prepared, **fused})
+            measured |= of_weights
         measured |= self.diagnostics.metrics(state, rows, probe)
         measured |= self.score_metrics | {f"control/{name}": x for name, x in settings.items()}
         rows = self.with_prepared(rows, prepared)
@@ -325,11 +336,27 @@ class Trainer:
         return state, rows, measured
 
     def after_update(self, rows: Rows, made: dict[str, Any]):
-        """Returns (rows, results of `prepare`, metrics) of a batch that an update has scored; `made`
-        has the results of `unscored` and the fields of `correction.OF_UPDATE`."""
+        """Returns (rows, results of `prepare`, metrics but for those of `credit`) of a batch that an
+        update has scored; `made` has the results of `credit` and the fields of `correction.OF_UPDATE`."""
         logp = made["logp_old"]
         rows = rows | {"logp_old": logp, "logp_prox": logp, "entropy": made["entropy"]}
-        return rows, *self.measure(rows, made)
+        credited = {name: made[name] for name in ("adv", "returns") if name in made}
+        of_update = {name: made[name] for name in ("weights", "accepted")}
+        fields, metrics = self._weighed(rows, credited | of_update)
+        return rows, credited | fields, metrics
+
+    def _weighed(self, rows: Rows, made: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict]:
+        """Returns the results of `weigh` for rows [N,T] with these fields, packed if the config packs
+        rows: then all of the batch once, cut over the mesh."""
+        rows, packer, layout = rows | made, self.setup.packer, self.setup.layout
+        if packer is None:
+            return self.weigh(rows)
+        taken = {n: np.asarray(x) for n, x in rows.items() if self.setup.correction.is_weighed(n)}
+        packing = packer.plan(sequence_lengths(rows))
+        packed = {n: x.reshape(1, -1, *x.shape[2:]) for n, x in packing.pack(taken).items()}
+        fields, metrics = self.weigh(layout.put_batch(packed))
+        length = rows["mask"].shape[1]
+        return {n: packing.unpack(layout.fetch(x), length) for n, x in fields.items()}, metrics
 
 
 def _of_step(name: str, values: list) -> np.floating:

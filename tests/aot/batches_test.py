@@ -49,7 +49,8 @@ def with_fork(sample):
     tiny.HARNESS | {"train__pack_length": 100, "rollout__fork_rows": 8},
 ], ids=["critic", "reference", "packed", "r3", "r3, fused", "300 experts", "r2", "forks", "forks, packed"])
 def test_the_minibatch_is_that_of_a_run(overrides):
-    """Names, shapes and dtypes of what a step hands to its first update, where it is stopped."""
+    """Names, shapes and dtypes of what a step hands to its first update, where it is stopped, and to the
+    program that weighs packed rows before."""
     def stopping(state, minibatch, base):
         raise Reached(minibatch)
 
@@ -63,11 +64,14 @@ def test_the_minibatch_is_that_of_a_run(overrides):
     if setup.config.rollout.harness:
         samples[0] = with_fork(samples[0])
     rows = trainer.score(state, samples, {0: state["policy"].params})
-    with mock.patch.object(trainer, "_train_step", stopping), pytest.raises(Reached) as reached:
+    weigh = mock.patch.object(trainer, "weigh", mock.Mock(wraps=trainer.weigh))
+    with mock.patch.object(trainer, "_train_step", stopping), pytest.raises(Reached) as reached, weigh as weigh:
         trainer.update(state, rows, 1, 0)
-    expected = abstract_minibatch(setup)
     kinds = lambda batch: {name: (x.shape, x.dtype) for name, x in batch.items()}
-    assert kinds(reached.value.args[0]) == kinds(expected)
+    assert kinds(reached.value.args[0]) == kinds(abstract_minibatch(setup))
+    assert weigh.called == bool(setup.training.packer)
+    for call in weigh.call_args_list:
+        assert kinds(call.args[0]) == kinds(batches.abstract_weighing(setup))
 
 
 @pytest.mark.all

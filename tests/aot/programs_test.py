@@ -70,7 +70,7 @@ COMPILED = {
     "gsm8k_qwen25_0p5b:ppo": ("values", "distill", "verify", "draft_prefill", "draft_insert", "draft"),
     "dapo_qwen25_32b": ("decode",),
     "dapo_qwen25_32b:async": ("score", "quantize", "insert"),
-    "dapo_qwen3_8b": ("train",),
+    "dapo_qwen3_8b": ("train", "weigh"),
     "dapo_qwen3_8b_64k": ("train", "decode"),
     "dapo_qwen3_30b_a3b": ("score", "decode"),
     "dapo_qwen3_30b_a3b_v5e": ("score", "decode"),
@@ -122,6 +122,16 @@ def made():
         return found[name]
 
     return get
+
+
+@pytest.mark.all
+def test_a_packed_batch_is_weighed_in_segment_kernels_on_the_devices_of_the_learner(made):
+    setup, report = made("dapo_qwen3_8b")
+    entry = report["programs"]["weigh"]
+    assert entry["runs_on"] == "train" and entry["memory"]["argument_bytes"] > 0
+    assert sum(k["runs"] for k in entry["kernels"] if k["name"].startswith("segment_")) >= 5
+    # Rows stay where they are: only numbers of the whole batch are summed over devices.
+    assert {c["kind"] for c in entry["collectives"]} <= {"all-reduce"}
 
 
 @pytest.mark.all

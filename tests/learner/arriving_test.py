@@ -64,16 +64,17 @@ def test_any_order_of_arrival_gives_the_update_of_the_whole_batch(settings):
 def trained_on(made, batch, monkeypatch):
     """The advantage of each sample in the gradients, and that in the record, by id."""
     trainer, seen = Trainer(made), {}
-    unscored = trainer.unscored
+    credit = trainer.credit
 
     def watched(rows):
-        fields = unscored(rows)
-        advs = np.asarray(fields["adv"])
+        fields, metrics = credit(rows)
+        advs, found = np.asarray(fields["adv"]), {}
         for group, adv, is_sampled in zip(rows["group"], advs, rows["sampled"], strict=True):
-            seen.setdefault(int(group), []).append(float(adv[is_sampled][0]))
-        return fields
+            found.setdefault(int(group), []).append(float(adv[is_sampled][0]))
+        seen.update(found | seen)  # the last call measures the whole batch
+        return fields, metrics
 
-    monkeypatch.setattr(trainer, "unscored", watched)
+    monkeypatch.setattr(trainer, "credit", watched)
     state = initial_state(made, initial_params(made))
     groups = sorted({s.group for s in batch})
     parts = [[s for s in batch if s.group == g] for g in groups]

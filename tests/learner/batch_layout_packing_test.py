@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from configs import default
 from jaxrl_tis.learner import correction
-from jaxrl_tis.learner.batch_layout import Packer, forward_fields, sequence_lengths, split_by_length
+from jaxrl_tis.learner.batch_layout import (
+    Packer, forward_fields, sequence_lengths, split_by_length, update_fields,
+)
 from jaxrl_tis.learner.scoring import Learner, make_score
-from jaxrl_tis.learner.step import TrainState, _segments, make_train_step
+from jaxrl_tis.learner.step import TrainState, _segments, make_packed_weigh, make_train_step
 from jaxrl_tis.models import transformer
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 from jaxrl_tis.validate import validate
@@ -323,6 +325,45 @@ def test_packed_rows_give_the_same_loss_and_gradient(case):
     assert np.abs(back[mask]).max() > 1e-3
     for name, value in metrics.items():
         assert packed_metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-5), name
+
+
+WEIGHED = {
+    "token": dict(preset="tis_2", kl_coeff=0.1),
+    "sequence": dict(weight="seq_tis(cap=1.3)", masks="seq_mean_k3(upper=0.05) & veto", batch_normalize=True),
+    "rejected": dict(weight="token_tis(cap=2.0)", masks="seq_max_k2(upper=0.02)", rejected_in_denominator=False),
+    "every factor": CASES["sequence, every factor"],
+    "bypass": CASES["sequence, bypass"],
+    "turn": dict(weight="turn_tis(cap=1.2)", masks="token_dp(upper=0.05)"),
+    "prefix": dict(weight="prefix_ctpo", masks="m2po(m2po_threshold=0.01)"),
+    "after its update": dict(preset="tis_2"),
+}
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("case", WEIGHED)
+def test_packed_rows_have_the_weights_the_masks_and_the_metrics_of_one_sequence_a_row(case):
+    """A reward is unknown, one sequence is left out of the loss, tokens are of two versions."""
+    c, fields = default.get_config().correction, dict(data())
+    c.update(WEIGHED[case])
+    c, sampled = correction.parse(c), fields["mask"]
+    fields |= {
+        "sampled": sampled, "mask": sampled & (np.arange(B) != 2)[:, None],
+        "version": np.where(np.arange(T) < 6, 3, 4)[None].repeat(B, axis=0).astype(np.int32),
+        "rewards": np.array([1, -2, 0.5, np.nan, 2, 3, -1, 0], np.float32),
+    } | update_fields(B, version=5, step=3, seed=0)
+    del fields["weights"]
+    if case == "after its update":
+        fields |= {"weights": data()["weights"], "accepted": sampled & (np.arange(T) != 4)}
+    expected, metrics = jax.device_get(jax.jit(functools.partial(correction.weighed, c))(fields))
+    packing = dataclasses.replace(PACKER, microbatch_rows=4, shards=1).plan(sequence_lengths(fields))
+    assert len(set(packing.row)) < B - 1
+    taken = {name: x for name, x in by_sequence(fields).items() if c.is_weighed(name)}
+    found, packed_metrics = jax.device_get(make_packed_weigh(PACKED, c)(packing.pack(taken)))
+    assert found.keys() == expected.keys() and packed_metrics.keys() == metrics.keys()
+    for name, x in expected.items():
+        np.testing.assert_allclose(packing.unpack(found[name], T), x, rtol=1e-5, err_msg=name)
+    for name, value in metrics.items():
+        assert packed_metrics[name] == pytest.approx(value, abs=1e-5, rel=1e-4), name
 
 
 @pytest.mark.all

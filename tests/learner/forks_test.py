@@ -97,7 +97,7 @@ def test_a_fork_has_the_advantage_of_its_session(name, expected):
     sampled = np.ones((7, 3), bool)
     sampled[:, 0], sampled[6] = False, False
     batch = rewarded() | {"mask": sampled, "sampled": sampled}
-    adv = np.asarray(correction.make_unscored(c)(batch)["adv"])
+    adv = np.asarray(jax.jit(functools.partial(correction.credited, c))(batch)[0]["adv"])
     np.testing.assert_allclose(adv, np.where(sampled, np.array(expected)[:, None], 0), rtol=1e-5)
 
 
