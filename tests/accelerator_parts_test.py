@@ -40,7 +40,7 @@ def test_the_bytes_of_a_token():
 
 
 def test_the_model_flops_of_a_step_by_hand():
-    """docs/performance.md has these numbers."""
+    """Of the model of `benchmarks.grpo_step`."""
     separate, fused = (model.flops(model.SMALL, is_fused) for is_fused in (False, True))
     head, layers = 2 * 256 * 49152 * 2048, 2 * 4 * (256 * 32 * 24 + 3 * 256 * 768) * 4096
     attention = 2 * 128**2 * 256 * 4 * 32

@@ -385,6 +385,8 @@ ASYNC = (
     Metric("async/interrupted", "sequences", "Sequences interrupted."),
     Metric("async/resumed", "sequences", "Sequences resumed from their sampled tokens."),
     Metric("async/resumed_tokens", "tokens", "Tokens that these already had."),
+    Metric("async/lost_tokens", "tokens",
+           "Tokens of interrupted sequences that begin again, as the sampler evicted their keys."),
     Metric("async/discarded", "sequences", "Sequences cancelled as their group was complete."),
     Metric("async/syncs", "syncs", "Weight syncs of all samplers."),
     Metric("async/sampler_idle", "share",

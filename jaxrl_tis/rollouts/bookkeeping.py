@@ -34,6 +34,7 @@ class Counts:
       interrupted: sequences returned unfinished.
       discarded: sequences that no group needs any more.
       resumed: sequences that continued from earlier tokens; resumed_tokens: number of these tokens.
+      lost_tokens: tokens of interrupted sequences that begin again, see `can_continue`.
       rejected: groups whose rewards are all equal.
       syncs: weight syncs, counted for each sampler.
     """
@@ -44,6 +45,7 @@ class Counts:
     discarded: int = 0
     resumed: int = 0
     resumed_tokens: int = 0
+    lost_tokens: int = 0
     rejected: int = 0
     syncs: int = 0
 
@@ -55,6 +57,7 @@ class Counts:
             "async/discarded": self.discarded,
             "async/resumed": self.resumed,
             "async/resumed_tokens": self.resumed_tokens,
+            "async/lost_tokens": self.lost_tokens,
             "async/syncs": self.syncs,
         }
 
@@ -141,6 +144,8 @@ class AsyncBookkeeping:
             self.counts.discarded += not is_wanted
             if is_wanted and can_continue(trajectory):
                 self._partials[key] = trajectory
+            elif is_wanted:
+                self.counts.lost_tokens += len(trajectory.tokens)
 
     def report(self, trajectories: list[Trajectory]) -> None:
         """Calls `on_records` with the sequences that have at least one token, if there are any."""
@@ -159,6 +164,7 @@ class AsyncBookkeeping:
         wanted = [key for key in keys if key in known and self.queue.is_open(key[0])]
         parts = {key: known[key] for key in wanted if can_continue(known[key])}
         self._partials |= parts
+        self.counts.lost_tokens += sum(len(known[key].tokens) for key in wanted if key not in parts)
         self.controller.left(name, {k: newest(t) for k, t in parts.items()})
         return len(parts)
 

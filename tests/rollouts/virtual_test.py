@@ -316,10 +316,12 @@ def test_what_saw_evicted_keys_starts_again_where_it_was_interrupted(schedule):
     running = c._samplers["sampler 0"].records
     while not any(len(t.evict_step) for t in running()):
         assert c._turn()
+    evicted, before = [t for t in running() if len(t.evict_step)], c.books.counts.lost_tokens
     expected = {t.id for t in running() if not len(t.evict_step)}
     state = json.loads(json.dumps(c.get_state(2)))
     kept = {json.loads(text)["scalars"]["id"] for _, text in state["partials"]}
     assert kept == expected
+    assert c.books.counts.lost_tokens == before + sum(len(t.tokens) for t in evicted) > before
     c, params = begun()
     c.set_state(state)
     for step in (3, 4):
