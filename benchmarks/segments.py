@@ -1,15 +1,15 @@
-"""Counts the segment kernels of packed TPU programs, and compares with XLA's own lowering, by the compiler.
+"""Counts the segment kernels of packed TPU programs and compares them with XLA's own lowering, by the compiler.
 
-    python -m benchmarks.segments --config=configs/dapo_qwen3_8b.py [--topology=v5p:2x2x4]
+    python -m benchmarks.segments [configs/dapo_qwen3_8b.py configs/gsm8k_qwen25_0p5b.py:ppo] [--programs=weigh,train]
 
-Compiles for the config's TPU, without one, the program that weighs a rollout batch and the update of a
-model of one layer, whose sequences are packed as in the whole one. Each is compiled with its kernels and with
-segment sums in XLA's scatters. Bytes and temporaries are the compiler's figures for one device. Nothing
-is timed.
+Compiles for the TPU of each config, without one, the program that weighs a packed rollout batch, or the
+update of a model of one layer. Each is compiled twice: with its kernels, and with the scatters that XLA
+makes of segment sums. Bytes are those of one device, as the compiler counts them. Nothing is timed.
 """
 
 import argparse
 import pathlib
+from collections.abc import Callable
 
 import jax
 
@@ -25,38 +25,35 @@ from jaxrl_tis.runtime import cli
 MIB = 2**20
 
 
-def compiled(function, args: tuple, options: dict[str, str]) -> tuple[int, float, float]:
-    """Returns (segment kernels that a run calls, MiB of memory accessed, MiB of temporaries)."""
+def compiled(function: Callable, args: tuple, options: dict[str, str]) -> tuple[int, float, float]:
+    """Returns (segment kernels of a run, MiB of memory accessed, MiB of temporaries)."""
+    jax.clear_caches()  # traces of the other form
     executable = jax.jit(function).lower(*args).compile(compiler_options=options)
     calls = Module(executable.as_text()).custom_calls()
-    count = sum(c.runs for c in calls if c.target == MOSAIC and "segment" in c.name)
-    accessed = executable.cost_analysis()["bytes accessed"] / MIB
-    return count, accessed, executable.memory_analysis().temp_size_in_bytes / MIB
+    count = sum(c.runs for c in calls if c.target == MOSAIC and c.name.startswith("segment"))
+    accessed = executable.cost_analysis()["bytes accessed"]
+    return count, accessed / MIB, executable.memory_analysis().temp_size_in_bytes / MIB
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--config", default="configs/dapo_qwen3_8b.py")
-    parser.add_argument("--topology", default="", help="default: the config's")
-    parser.add_argument("--programs", default="weigh,train")
-    args = arguments.parse(parser, programs="weigh")
+    parser.add_argument("configs", nargs="*", default=["configs/dapo_qwen3_8b.py"])
+    parser.add_argument("--programs", default="weigh")
+    args = arguments.parse(parser, configs=["configs/gsm8k_qwen25_0p5b.py:ppo"])
     jax.config.update("jax_platforms", "cpu")  # the TPU's compiler needs no TPU
-    path = pathlib.Path(args.config)
-    topology = Topology.parse(args.topology or TOPOLOGIES[name_of(args.config)], 1)
-    config = cli_flags.parsed([f"--config={args.config}"])
-    workers = programs.workers(config, topology)
-    setup = programs.setup_for(config, path.parent / "shapes", topology.devices(), 1, workers)
-    print("program  form     segment kernels  MiB accessed  MiB temporaries")
-    for name in args.programs.split(","):
-        function, inputs = programs.programs(setup)[name]
-        for form, one in (("kernels", function), ("XLA", reference(function))):
-            arguments.say(f"compiling {name}, {form}")
-            jax.clear_caches()  # traces of the other form
-            count, accessed, temporary = compiled(one, inputs, FLAGS[topology.kind])
-            print(
-                f"{name:7s}  {form:7s}  {count:15d}  {accessed:12.2f}  {temporary:15.2f}",
-                flush=True,
-            )
+    print("| config | program | segment kernels | MiB accessed | MiB of temporaries | XLA: accessed | temporaries |")
+    print("|---|---|---|---|---|---|---|")
+    for name in args.configs:
+        topology, config = Topology.parse(TOPOLOGIES[name_of(name)], 1), cli_flags.parsed([f"--config={name}"])
+        path = pathlib.Path(name.partition(":")[0])
+        workers = programs.workers(config, topology)
+        setup = programs.setup_for(config, path.parent / "shapes", topology.devices(), 1, workers)
+        for program in args.programs.split(","):
+            arguments.say(f"compiling {program} of {name} twice")
+            function, inputs = programs.programs(setup)[program]
+            ours, xlas = (compiled(f, inputs, FLAGS[topology.kind]) for f in (function, reference(function)))
+            row = f"{ours[0]}", *(f"{x:,.1f}" for x in (*ours[1:], *xlas[1:]))
+            print(f"| `{name.removeprefix('configs/')}` | {program} | {' | '.join(row)} |", flush=True)
 
 
 if __name__ == "__main__":

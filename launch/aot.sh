@@ -107,4 +107,18 @@ for name, entry in json.load(open(sys.argv[2]))["programs"].items():
             f"{runs[k]:,} {k} {moved[k] / 2**30:,.1f}" for k in large) + " |")
 CODE
 done
+cat >>"$out/page.md" <<PAGE
+
+## Segment kernels
+
+Weights, masks and metrics of a packed batch (\`weigh\`), in our kernels and in the scatters that XLA makes of the same
+sums: \`python -m benchmarks.segments\`. Bytes of one device.
+
+PAGE
+# shellcheck disable=SC2046  # a word for each config
+packed=$("$PY" -c "import sys; from jaxrl_tis import cli_flags
+for c in sys.argv[1:]: print(c * bool(cli_flags.parsed([f'--config={c}']).train.pack_length))" \
+  $(for config in "${configs[@]}"; do file_of "$config"; done))
+# shellcheck disable=SC2086  # a word for each config
+"$PY" -m benchmarks.segments $packed >>"$out/page.md"
 mv "$out/page.md" docs/tpu_programs.md

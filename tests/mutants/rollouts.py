@@ -160,6 +160,8 @@ MUTANTS = [
     *of("rollouts/bookkeeping.py",
         ("a sequence continues without the keys that it saw", "> 0 and not len(partial.evict_step)", "> 0",
          "test_what_saw_evicted_keys_starts_again_where_it_was_interrupted"),
+        ("tokens that are sampled again are not counted", "self.counts.lost_tokens += len(trajectory.tokens)",
+         "pass", "test_what_saw_evicted_keys_starts_again_where_it_was_interrupted"),
         ("a batch that nobody has trained on is lost in a restart",
          "untrained = self.taken if is_untrained else []", "untrained = []",
          "test_a_batch_that_was_taken_and_not_trained_on_is_taken_again"),
