@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -28,6 +29,7 @@ from jaxrl_tis.sharding import Layout
 Params = dict[str, Any]
 NUMERICS = ("fast", "invariant")
 PROJECTION, LAYER_INPUT = "projection", "layer_input"
+QKV = ("q", "k", "v")
 REMAT = {
     "none": None,
     "dots": jax.checkpoint_policies.save_only_these_names(PROJECTION, attention.SPLASH_RESIDUALS),
@@ -195,17 +197,10 @@ class Block(nnx.Module):
     """One layer: attention and gated MLP, both pre-normed and residual."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        d = config.embed_dim
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        d, q = config.embed_dim, config.num_heads * config.head_dim
         self.attn_norm = _norm_scale(config, d)
-        self.q = _normal(rngs, (d, q), d, ("embed", "heads"))
-        self.k = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
-        self.v = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
+        self._add_qkv(config, rngs)
         self.o = _normal(rngs, (q, d), q * 2 * config.num_layers, ("heads", "embed"))
-        if config.qkv_bias:
-            self.q_bias = nnx.Param(jnp.zeros((q,)), axes=("heads",))
-            self.k_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
-            self.v_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
         if config.o_bias:
             self.o_bias = nnx.Param(jnp.zeros((d,)), axes=("norm",))
         if config.has_sinks:
@@ -218,6 +213,17 @@ class Block(nnx.Module):
             self.attn_post_norm = _norm_scale(config, d)
             self.mlp_post_norm = _norm_scale(config, d)
         self._add_mlp(config, rngs)
+
+    def _add_qkv(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        d = config.embed_dim
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q = _normal(rngs, (d, q), d, ("embed", "heads"))
+        self.k = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
+        self.v = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
+        if config.qkv_bias:
+            self.q_bias = nnx.Param(jnp.zeros((q,)), axes=("heads",))
+            self.k_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
+            self.v_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
 
     def _add_mlp(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self._add_gated(config, rngs, config.mlp_dim)
@@ -235,9 +241,9 @@ class Block(nnx.Module):
         """Returns the new residual stream, the carried output of `attend` (keys/values or a cache)
         and what the router did, see `moe.Routed`."""
         h_btd = _norm(program, config, x_btd, self.attn_norm[...])
-        q, k, v = self._qkv(h_btd, config, program, rotation)
+        heads = self._qkv(h_btd, config, program, rotation)
         sinks_h = self.sinks[...] if config.has_sinks else None
-        out_bthk, carried = attend(q, k, v, sinks_h)
+        out_bthk, carried = attend(sinks_h, *heads)
         out_btq = out_bthk.reshape(*x_btd.shape[:2], -1)
         y_btd = program.dot(out_btq, self.o.get_value(), is_split_in=True)
         if config.o_bias:
@@ -261,19 +267,23 @@ class Block(nnx.Module):
         return program.dot(gated, self.down.get_value(), is_split_in=True)
 
     def _qkv(self, h_btd, config: ModelConfig, program: Program, rotation):
-        def project(w, bias, heads):
-            y = program.dot(h_btd, w.get_value())
-            y = y if bias is None else y + bias[...].astype(y.dtype).reshape(1, 1, -1)
-            return y.reshape(*h_btd.shape[:2], heads, config.head_dim)
-
         biases = (self.q_bias, self.k_bias, self.v_bias) if config.qkv_bias else (None,) * 3
-        q = project(self.q, biases[0], config.num_heads)
-        k = project(self.k, biases[1], config.num_kv_heads)
-        v = project(self.v, biases[2], config.num_kv_heads)
+        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
+        q, k, v = (
+            _projected(program, h_btd, w, bias, (n, config.head_dim))
+            for w, bias, n in zip((self.q, self.k, self.v), biases, heads, strict=True)
+        )
         if config.qk_norm:
             q = _norm(program, config, q, self.q_norm[...])
             k = _norm(program, config, k, self.k_norm[...])
         return program.rotate(q, *rotation), program.rotate(k, *rotation), v
+
+
+def _projected(program: Program, h_btd, w, bias, shape: tuple[int, ...]) -> jax.Array:
+    """Returns a projection and its bias, with these dimensions of each token."""
+    y = program.dot(h_btd, w.get_value())
+    y = y if bias is None else y + bias[...].astype(y.dtype).reshape(1, 1, -1)
+    return y.reshape(*h_btd.shape[:2], *shape)
 
 
 class MoeBlock(Block):
@@ -317,6 +327,42 @@ class MoeBlock(Block):
         if config.moe.shared_dim:
             y_btd = y_btd + self._gated(h_btd, config, program)
         return y_btd, routed
+
+
+class Joined:
+    """Of a layer whose queries, keys and values are one product, see `joined`."""
+
+    def _add_qkv(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        d, width = config.embed_dim, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        self.qkv = _normal(rngs, (d, width), d, ("embed", "kv_heads"))
+        if config.qkv_bias:
+            self.qkv_bias = nnx.Param(jnp.zeros((width,)), axes=("kv_heads",))
+
+    def _qkv(self, h_btd, config: ModelConfig, program: Program, rotation):
+        lead, k = h_btd.shape[:2], config.head_dim
+        bias = self.qkv_bias if config.qkv_bias else None
+        rows_btnjk = _projected(program, h_btd, self.qkv, bias, (config.num_kv_heads, -1, k))
+        if config.qk_norm:
+            q, key, v = _parts(rows_btnjk)
+            q = _norm(program, config, q, self.q_norm[...])
+            key = _norm(program, config, key, self.k_norm[...])
+            rows_btnjk = jnp.concatenate([q, key, v], axis=3)
+        q, key, v = (x.reshape(*lead, -1, k) for x in _parts(rows_btnjk))
+        turned = program.rotate(q, *rotation), program.rotate(key, *rotation), v
+        return *turned, attention.Unrotated(rows_btnjk, *rotation)
+
+
+def _parts(rows_btnjk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the rows of the queries, the key and the value of each head."""
+    return rows_btnjk[:, :, :, :-2], rows_btnjk[:, :, :, -2:-1], rows_btnjk[:, :, :, -1:]
+
+
+class JoinedBlock(Joined, Block):
+    """A Block with one product for queries, keys and values."""
+
+
+class JoinedMoeBlock(Joined, MoeBlock):
+    """A MoeBlock with one product for queries, keys and values."""
 
 
 def _normal(rngs: nnx.Rngs, shape: tuple, fan_in: int, axes: tuple) -> nnx.Param:
@@ -364,15 +410,19 @@ def _rotate(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
-BLOCKS = {True: MoeBlock, False: Block}
+# By whether a layer has experts, and whether its queries, keys and values are one product.
+BLOCKS: dict[tuple[bool, bool], type[Block]] = {
+    (False, False): Block, (True, False): MoeBlock, (False, True): JoinedBlock, (True, True): JoinedMoeBlock,
+}
 ACTIVATE: dict[str, Callable] = {
     "silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
 
-def _blocks(config: ModelConfig) -> dict[str, type[Block]]:
+def _blocks(config: ModelConfig, is_joined: bool = False) -> dict[str, type[Block]]:
     """Returns the kind of layer in each stack of the parameters."""
-    return {name: BLOCKS[config.moe is not None and name == "layers"] for name in config.stacks}
+    has_experts = lambda stack: config.moe is not None and stack == "layers"
+    return {name: BLOCKS[has_experts(name), is_joined] for name in config.stacks}
 
 
 @functools.cache
@@ -421,9 +471,26 @@ def cast(params: Params, dtype: str) -> Params:
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-def logical_axes(config: ModelConfig) -> Params:
-    """Returns the tree of parameters with a tuple of logical axis names for each."""
-    tree, blocks = dict(_graph(Embedding, config)[2]), _blocks(config)
+def joined(layer: Params, config: ModelConfig) -> Params:
+    """Returns a layer, or stacked ones, with q, k and v as one matrix "qkv" for one product.
+
+    The columns of a key/value head stand together: of its queries, its key and its value. So a shard of
+    the heads has the same ones as before.
+    """
+    def join(*parts):
+        by_head = [x.reshape(*x.shape[:-1], config.num_kv_heads, -1) for x in parts]
+        return jnp.concatenate(by_head, axis=-1).reshape(*parts[0].shape[:-1], -1)
+
+    layer = dict(layer)
+    for suffix in ("", "_bias") if config.qkv_bias else ("",):
+        parts = [layer.pop(name + suffix) for name in QKV]
+        layer["qkv" + suffix] = jax.tree.map(join, *parts)
+    return layer
+
+
+def logical_axes(config: ModelConfig, is_joined: bool = False) -> Params:
+    """Returns the tree of parameters, or of `joined` ones, with a tuple of logical axis names for each."""
+    tree, blocks = dict(_graph(Embedding, config)[2]), _blocks(config, is_joined)
     for name in config.stacks:
         axes = _graph(blocks[name], config)[2]
         tree[name] = {leaf: ("layers", *of_leaf) for leaf, of_leaf in axes.items()}
@@ -490,7 +557,8 @@ def hidden(
     Args:
       tokens_bt, positions_bt: [B,T] int32; positions are absolute.
       attend: (q, k, v, layer_cache, window, sinks [H]) -> ([B,T,H,K], carried) for one layer, whose
-        window is an `attention.Window`; window and sinks are None in models without.
+        window is an `attention.Window`; window and sinks are None in models without. In `joined` layers
+        also an `attention.Unrotated`, for kernels that rotate queries and keys themselves.
       cache: a tuple with the cache of every unrolled layer. Scanned layers carry one cache from
         layer to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
       seed_b: [B] uint32 of the noise on the input of the layers, where the parameters have
@@ -541,7 +609,7 @@ def _layer(
         if noise is not None:
             log_std, index = noise
             x_btd = _perturbed(program, x_btd, log_std, index, seed_b)
-        graphdef = _graph(BLOCKS["router" in layer_params], config)[0]
+        graphdef = _graph(BLOCKS["router" in layer_params, "qkv" in layer_params], config)[0]
         block = nnx.merge(graphdef, quant.masters(layer_params, program.quantization))
         replayed = None if ids_btk is None else moe.Replay(ids_btk, replay.is_given)
         rotation, window = of_full, None
@@ -550,7 +618,7 @@ def _layer(
         if of_sliding is not None:
             select = lambda sliding, full: jnp.where(is_sliding, sliding, full)
             rotation = jax.tree.map(select, of_sliding, of_full)
-        of_layer = lambda q, k, v, sinks_h: attend(q, k, v, layer_cache, window, sinks_h)
+        of_layer = lambda sinks_h, q, k, v, *rows: attend(q, k, v, layer_cache, window, sinks_h, *rows)
         return block(x_btd, config, program, rotation, of_layer, replayed, asked, is_token_bt)
 
     if program.remat != "none":
@@ -712,7 +780,7 @@ def _row_attention(program, segment_ids_bt, unseen_bt, num_layers: int = 1) -> C
     """Returns the `attend` of `hidden` for whole rows. `unseen_bt` may have groups of consecutive layers
     [B,T,G]; the cache of a layer is then ((), its number)."""
 
-    def attend(q, k, v, cache, window, sinks_h):
+    def attend(q, k, v, cache, window, sinks_h, unrotated=None):
         if program.kv_dtype is not None:
             k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
         own_bt = unseen_bt
