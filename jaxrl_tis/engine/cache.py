@@ -330,15 +330,19 @@ def append(
         paged = FAST_DECODE.get(layout.platform, paged)
     if weighs:
         paged = functools.partial(paged, weighs=True)
+    written_bt = is_written_bt.astype(jnp.int32)  # here: a kernel takes no booleans
 
     def step(
         q_bthk, k_btnk, v_btnk, unrotated, cache, window, sinks_h, index_bt, is_written_bt, table_bp
     ):
         positions = Positions(layout, cache.size)
-        page_bt = jnp.take_along_axis(table_bp, index_bt // positions.page, axis=1)
-        page_bt = jnp.where(is_written_bt & positions.has(index_bt), page_bt, 0)
 
-        def generic(q_bthk, k_btnk, v_btnk, unrotated, cache, first_bt, sinks_h, index_bt, page_bt, table_bp):
+        def generic(
+            q_bthk, k_btnk, v_btnk, unrotated, cache, first_bt, sinks_h, index_bt, is_written_bt, table_bp
+        ):
+            page_bt = jnp.take_along_axis(table_bp, index_bt // positions.page, axis=1)
+            is_own_bt = (is_written_bt > 0) & positions.has(index_bt)
+            page_bt = jnp.where(is_own_bt, page_bt, 0)
             flat = lambda x: x.reshape(-1, *x.shape[2:])
             new = cache.append(
                 flat(page_bt), flat(index_bt) % cache.size, flat(k_btnk), flat(v_btnk)
@@ -351,7 +355,9 @@ def append(
             return out, new, layout.summed(mass_btp, "heads")
 
         first_bt = None if window is None else window.first(index_bt)
-        args = q_bthk, k_btnk, v_btnk, unrotated, cache, first_bt, sinks_h, index_bt, page_bt, table_bp
+        args = (
+            q_bthk, k_btnk, v_btnk, unrotated, cache, first_bt, sinks_h, index_bt, is_written_bt, table_bp
+        )
         has_kernel = numerics == "fast" and isinstance(cache, LayerOf) and (
             decode_attention.is_supported(cache.size, q_bthk.dtype, cache.pool.kv.dtype)
         )
@@ -362,7 +368,7 @@ def append(
 
     def attend(q, k, v, cache, window=None, sinks_h=None, unrotated=None):
         cache, own_bp = cache if weighs else (_layer_cache(cache), table_bp)
-        rows = index_bt, is_written_bt, own_bp
+        rows = index_bt, written_bt, own_bp
         run = _on_devices(layout, step, cache, rows, window, sinks_h, weighs)
         out, cache, *mass = run(q, k, v, unrotated, cache)
         return out, (cache, *mass) if weighs else _handed_on(cache)
@@ -372,7 +378,7 @@ def append(
 
 def _append_kernel(
     positions: Positions, q_bthk, k_btnk, v_btnk, unrotated, cache: LayerOf, first_bt, sinks_h, index_bt,
-    page_bt, table_bp,
+    is_written_bt, table_bp,
 ):
     """Runs the kernel, which takes one token of every slot, for each of the T tokens in turn."""
     b, _, h, k = q_bthk.shape
@@ -386,9 +392,10 @@ def _append_kernel(
         first_bt = jnp.zeros_like(end_bt) if first_bt is None else positions.before(first_bt)
         last_bt = jnp.maximum(end_bt - 1, 0)
         places = jnp.minimum(first_bt, last_bt), last_bt, has_bt.astype(jnp.int32)
+        is_written_bt = is_written_bt * places[2]
 
     def token(pool, rows):
-        q_bhk, k_bnk, v_bnk, unrotated, (first_b, index_b, has_b), page_b = rows
+        q_bhk, k_bnk, v_bnk, unrotated, (first_b, index_b, has_b), is_written_b = rows
         if unrotated is None:
             *new, new_scale = pool.codes(k_bnk, v_bnk)
             new_bn2k, rotation = jnp.stack(new, axis=2), None
@@ -398,13 +405,13 @@ def _append_kernel(
             new_bn2k = new_scale = None
         out_bngk, kv, scale, log_total_bng = decode_attention.decode_attention(
             rows_bnjk, new_bn2k, new_scale, pool.kv, pool.scale,
-            cache.index, index_b, page_b, table_bp, first_b, has_b,
+            cache.index, index_b, is_written_b, table_bp, first_b, has_b,
             sinks_h=None if is_part else sinks_h, rotation=rotation,
         )
         by_head = lambda x: x.reshape(b, h, *x.shape[3:])
         return StackedKV(kv, scale), jax.tree.map(by_head, (out_bngk, log_total_bng))
 
-    rows = q_bthk, k_btnk, v_btnk, unrotated, places, page_bt
+    rows = q_bthk, k_btnk, v_btnk, unrotated, places, is_written_bt
     if q_bthk.shape[1] == 1:
         pool, found = token(cache.pool, jax.tree.map(lambda x: x[:, 0], rows))
         out_bthk, log_total_bth = jax.tree.map(lambda x: x[:, None], found)

@@ -27,7 +27,7 @@ def is_supported(page_size: int, *dtypes: jnp.dtype) -> bool:
 def decode_attention(
     rows_bnjk: jax.Array, new_bn2k: jax.Array | None, new_scale_bn2: jax.Array | None,
     cache_lpnsc: jax.Array, scale_lpn2s: jax.Array | None, layer: jax.Array, index_b: jax.Array,
-    page_b: jax.Array, table_bp: jax.Array, first_b: jax.Array | None = None,
+    is_written_b: jax.Array, table_bp: jax.Array, first_b: jax.Array | None = None,
     has_b: jax.Array | None = None, sinks_h: jax.Array | None = None,
     rotation: tuple[jax.Array, jax.Array] | None = None, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
@@ -48,8 +48,8 @@ def decode_attention(
       scale_lpn2s: [L,P,N,2,S] float32 scales of keys and of values, or None; donate it.
       layer: [] int32.
       index_b: [B] int32 position of the new token in its slot's pages.
-      page_b: [B] int32 page of this position, in no other slot's table. With 0 nothing is written,
-        and the slot still attends to the new token.
+      is_written_b: [B] int32, 0 where nothing is written; the slot still attends to the new token. Where it
+        is 1, the page of this position is in no other slot's table.
       table_bp: [B,n] int32 pages of each slot in order.
       first_b: [B] int32 the first position that each slot attends to; None: all positions.
       has_b: [B] int32, 1 where the new token has the position index_b, 0 where another part of the
@@ -69,7 +69,8 @@ def decode_attention(
     itemsize = cache_lpnsc.dtype.itemsize
     pages = min(max(BLOCK_BYTES // (n * size * c * itemsize), 1), table_bp.shape[1])
     cores = CORES if b % CORES == 0 else 1
-    rows, pools = [rows_bnjk, new_bn2k if rotation is None else _wide(*rotation, k)], [cache_lpnsc]
+    beside = [new_bn2k] if rotation is None else [x[:, None] for x in rotation]
+    rows, pools = [rows_bnjk, *beside], [cache_lpnsc]
     blocks = [pltpu.VMEM((2, n, pages * size, c), cache_lpnsc.dtype)]
     if scale_lpn2s is not None and new_scale_bn2 is not None:
         rows, pools = rows + [new_scale_bn2[..., None]], pools + [scale_lpn2s]
@@ -85,7 +86,7 @@ def decode_attention(
     in_place = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Flat: the last axis of a table would be padded to whole lanes in scalar memory.
-    scalars = [layer.reshape(1), index_b, page_b, table_bp.reshape(-1)]
+    scalars = [layer.reshape(1), index_b, is_written_b, table_bp.reshape(-1)]
     scalars += [x for x in (first_b, has_b) if x is not None]
     first = len(scalars) + len(rows) + len(sinks)
     outs = [jax.ShapeDtypeStruct((b, n, g, k), rows_bnjk.dtype)]
@@ -95,7 +96,7 @@ def decode_attention(
     out_bngk, *rest = narrow.pallas_call(
         functools.partial(
             _kernel, softmax_scale=k**-0.5, parts=len(pools), columns=table_bp.shape[1],
-            rotated=0 if rotation is None else 2 * rotation[0].shape[-1],
+            rotates=rotation is not None,
             has_first=first_b is not None, is_part=has_b is not None, has_sinks=sinks_h is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -126,20 +127,13 @@ def decode_attention(
     return out_bngk, rest[0], rest[1] if len(rest) > 1 else None, log_total_bng
 
 
-def _wide(cos_b1r: jax.Array, sin_b1r: jax.Array, k: int) -> jax.Array:
-    """Returns the factors [B,1,2,K] of a number and of its partner in the rotation."""
-    rest = [(0, 0), (0, 0), (0, k - 2 * cos_b1r.shape[-1])]
-    own = jnp.pad(jnp.concatenate([cos_b1r, cos_b1r], axis=-1), rest, constant_values=1)
-    other = jnp.pad(jnp.concatenate([-sin_b1r, sin_b1r], axis=-1), rest)
-    return jnp.stack([own, other], axis=2)
-
-
-def _rotate(x_njk: jax.Array, wide_2k: jax.Array, size: int) -> jax.Array:
-    """Returns rows with their first `size` numbers rotated, computed in float32, in x's dtype."""
-    half, x32 = size // 2, x_njk.astype(jnp.float32)
-    partner = [x32[..., half:size], x32[..., :half]] + [x32[..., size:]] * (size < x32.shape[-1])
-    other = jnp.concatenate(partner, axis=-1)
-    return (x32 * wide_2k[:1] + other * wide_2k[1:]).astype(x_njk.dtype)
+def _rotate(x_njk: jax.Array, cos_1r: jax.Array, sin_1r: jax.Array) -> jax.Array:
+    """Returns rows with their first 2R numbers rotated, computed in float32, in x's dtype."""
+    r, x = cos_1r.shape[-1], x_njk.astype(jnp.float32)
+    a, b = x[..., :r], x[..., r : 2 * r]
+    turned = [a * cos_1r - b * sin_1r, b * cos_1r + a * sin_1r]
+    turned += [x[..., 2 * r :]] if 2 * r < x.shape[-1] else []
+    return jnp.concatenate(turned, axis=-1).astype(x_njk.dtype)
 
 
 def _cost(keys: int, g: int, k: int, itemsize: int) -> pl.CostEstimate:
@@ -200,7 +194,7 @@ def _accumulate(q_ngk, blocks, axes, running, buffer, first, limit, softmax_scal
 
 
 def _kernel(
-    layer_ref, index_ref, page_ref, table_ref, *refs, softmax_scale, parts, columns, rotated,
+    layer_ref, index_ref, is_written_ref, table_ref, *refs, softmax_scale, parts, columns, rotates,
     has_first, is_part, has_sinks,
 ):
     """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values)
@@ -210,9 +204,10 @@ def _kernel(
     has_ref: Any = refs[1] if is_part else None
     rows_ref, beside_ref, *rest = refs[has_first + is_part :]
     q_ngk, new_n2k = rows_ref[0], beside_ref[0]
-    if rotated:
-        turned = _rotate(q_ngk[:, :-1], new_n2k[0], rotated)
-        q_ngk, new_n2k = turned[:, :-1], jnp.concatenate([turned[:, -1:], q_ngk[:, -1:]], axis=1)
+    if rotates:
+        value_n1k = q_ngk[:, -1:]
+        turned = _rotate(q_ngk[:, :-1], beside_ref[0, 0], rest.pop(0)[0, 0])
+        q_ngk, new_n2k = turned[:, :-1], jnp.concatenate([turned[:, -1:], value_n1k], axis=1)
     new_n1c = jnp.concatenate([new_n2k[:, :1], new_n2k[:, 1:]], axis=-1)
     new_scales, rest = rest[: parts - 1], rest[parts - 1 :]
     sinks_ref: Any = rest[0] if has_sinks else None
@@ -269,7 +264,7 @@ def _kernel(
     def write_back(buffer):
         """Writes the new position into the slot's last block; returns copies of its tiles to the
         page."""
-        copies = []
+        copies, page = [], table_ref[slot * columns + _div(index_ref[slot], size)]
         new_rows = [new_n1c, *(ref[0] for ref in new_scales)]
         for pool, ref, axis, new in zip(pools, blocks, axes, new_rows, strict=True):
             tile = LANES if axis == 2 else ROW_BYTES // ref.dtype.itemsize
@@ -280,7 +275,7 @@ def _kernel(
             place = jnp.where(has_ref[slot] != 0, within, -1) if is_part else within
             old[...] = jnp.where(at == place, new, before).astype(ref.dtype)
             in_page = jax.lax.rem(start, jnp.int32(size))
-            target = _positions(pool, (layer, page_ref[slot]), axis, in_page, tile)
+            target = _positions(pool, (layer, page), axis, in_page, tile)
             copies.append(pltpu.make_async_copy(old, target, written))
         return copies
 
@@ -296,7 +291,7 @@ def _kernel(
     buffer = take(last)
     copies = write_back(buffer)
 
-    @pl.when(page_ref[slot] != 0)
+    @pl.when(is_written_ref[slot] != 0)
     def _():
         for copy in copies:
             copy.start()
@@ -308,7 +303,7 @@ def _kernel(
         log_total_ref[0] = max_ref[...] + jnp.log(sum_ref[...])
     turn_ref[0] += last - begin + 1
 
-    @pl.when(page_ref[slot] != 0)
+    @pl.when(is_written_ref[slot] != 0)
     def _():
         for copy in copies:
             copy.wait()

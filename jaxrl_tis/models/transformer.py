@@ -267,23 +267,19 @@ class Block(nnx.Module):
         return program.dot(gated, self.down.get_value(), is_split_in=True)
 
     def _qkv(self, h_btd, config: ModelConfig, program: Program, rotation):
+        def project(w, bias, heads):
+            y = program.dot(h_btd, w.get_value())
+            y = y if bias is None else y + bias[...].astype(y.dtype).reshape(1, 1, -1)
+            return y.reshape(*h_btd.shape[:2], heads, config.head_dim)
+
         biases = (self.q_bias, self.k_bias, self.v_bias) if config.qkv_bias else (None,) * 3
-        heads = config.num_heads, config.num_kv_heads, config.num_kv_heads
-        q, k, v = (
-            _projected(program, h_btd, w, bias, (n, config.head_dim))
-            for w, bias, n in zip((self.q, self.k, self.v), biases, heads, strict=True)
-        )
+        q = project(self.q, biases[0], config.num_heads)
+        k = project(self.k, biases[1], config.num_kv_heads)
+        v = project(self.v, biases[2], config.num_kv_heads)
         if config.qk_norm:
             q = _norm(program, config, q, self.q_norm[...])
             k = _norm(program, config, k, self.k_norm[...])
         return program.rotate(q, *rotation), program.rotate(k, *rotation), v
-
-
-def _projected(program: Program, h_btd, w, bias, shape: tuple[int, ...]) -> jax.Array:
-    """Returns a projection and its bias, with these dimensions of each token."""
-    y = program.dot(h_btd, w.get_value())
-    y = y if bias is None else y + bias[...].astype(y.dtype).reshape(1, 1, -1)
-    return y.reshape(*h_btd.shape[:2], *shape)
 
 
 class MoeBlock(Block):
@@ -333,15 +329,17 @@ class Joined:
     """Of a layer whose queries, keys and values are one product, see `joined`."""
 
     def _add_qkv(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
-        d, width = config.embed_dim, (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
-        self.qkv = _normal(rngs, (d, width), d, ("embed", "kv_heads"))
+        d, n, k = config.embed_dim, config.num_kv_heads, config.head_dim
+        rows = config.num_heads // n + 2
+        self.qkv = _normal(rngs, (d, n * rows * k), d, ("embed", "kv_heads"))
         if config.qkv_bias:
-            self.qkv_bias = nnx.Param(jnp.zeros((width,)), axes=("kv_heads",))
+            self.qkv_bias = nnx.Param(jnp.zeros((n, rows, k)), axes=("kv_heads", None, None))
 
     def _qkv(self, h_btd, config: ModelConfig, program: Program, rotation):
         lead, k = h_btd.shape[:2], config.head_dim
-        bias = self.qkv_bias if config.qkv_bias else None
-        rows_btnjk = _projected(program, h_btd, self.qkv, bias, (config.num_kv_heads, -1, k))
+        rows_btnjk = program.dot(h_btd, self.qkv.get_value()).reshape(*lead, config.num_kv_heads, -1, k)
+        if config.qkv_bias:
+            rows_btnjk = rows_btnjk + self.qkv_bias[...].astype(rows_btnjk.dtype)[None, None]
         if config.qk_norm:
             q, key, v = _parts(rows_btnjk)
             q = _norm(program, config, q, self.q_norm[...])
@@ -475,16 +473,17 @@ def joined(layer: Params, config: ModelConfig) -> Params:
     """Returns a layer, or stacked ones, with q, k and v as one matrix "qkv" for one product.
 
     The columns of a key/value head stand together: of its queries, its key and its value. So a shard of
-    the heads has the same ones as before.
+    the heads has the same ones as before. Biases are [..., N, J, K], one row for each of these.
     """
-    def join(*parts):
-        by_head = [x.reshape(*x.shape[:-1], config.num_kv_heads, -1) for x in parts]
-        return jnp.concatenate(by_head, axis=-1).reshape(*parts[0].shape[:-1], -1)
+    def by_head(*parts):
+        rows = [x.reshape(*x.shape[:-1], config.num_kv_heads, -1, config.head_dim) for x in parts]
+        return jnp.concatenate(rows, axis=-2)
 
     layer = dict(layer)
-    for suffix in ("", "_bias") if config.qkv_bias else ("",):
-        parts = [layer.pop(name + suffix) for name in QKV]
-        layer["qkv" + suffix] = jax.tree.map(join, *parts)
+    flat = lambda *parts: by_head(*parts).reshape(*parts[0].shape[:-1], -1)
+    layer["qkv"] = jax.tree.map(flat, *(layer.pop(name) for name in QKV))
+    if config.qkv_bias:
+        layer["qkv_bias"] = by_head(*(layer.pop(f"{name}_bias") for name in QKV))
     return layer
 
 

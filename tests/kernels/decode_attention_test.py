@@ -82,7 +82,7 @@ class Case:
         with races.none():
             out, kv, scale, log_total = jax.block_until_ready(kernel(
                 self.q, self.new.kv.reshape(slots, HEADS, 2, -1), self.new.scale, self.pool.kv,
-                self.pool.scale, jnp.int32(layer), index[:slots], page[:slots], table[:slots], first, has, sinks,
+                self.pool.scale, jnp.int32(layer), index[:slots], np.minimum(page[:slots], 1), table[:slots], first, has, sinks,
                 block_bytes=pages * self.pool.kv[0, 0].nbytes, cores=cores,
             ))
         return out, cache.StackedKV(kv, scale), log_total
