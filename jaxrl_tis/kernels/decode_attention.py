@@ -127,11 +127,11 @@ def decode_attention(
     return out_bngk, rest[0], rest[1] if len(rest) > 1 else None, log_total_bng
 
 
-def _rotate(x_njk: jax.Array, cos_1r: jax.Array, sin_1r: jax.Array) -> jax.Array:
+def _rotate(x_njk: jax.Array, cos_11r: jax.Array, sin_11r: jax.Array) -> jax.Array:
     """Returns rows with their first 2R numbers rotated, computed in float32, in x's dtype."""
-    r, x = cos_1r.shape[-1], x_njk.astype(jnp.float32)
+    r, x = cos_11r.shape[-1], x_njk.astype(jnp.float32)
     a, b = x[..., :r], x[..., r : 2 * r]
-    turned = [a * cos_1r - b * sin_1r, b * cos_1r + a * sin_1r]
+    turned = [a * cos_11r - b * sin_11r, b * cos_11r + a * sin_11r]
     turned += [x[..., 2 * r :]] if 2 * r < x.shape[-1] else []
     return jnp.concatenate(turned, axis=-1).astype(x_njk.dtype)
 
@@ -206,7 +206,7 @@ def _kernel(
     q_ngk, new_n2k = rows_ref[0], beside_ref[0]
     if rotates:
         value_n1k = q_ngk[:, -1:]
-        turned = _rotate(q_ngk[:, :-1], beside_ref[0, 0], rest.pop(0)[0, 0])
+        turned = _rotate(q_ngk[:, :-1], beside_ref[0], rest.pop(0)[0])
         q_ngk, new_n2k = turned[:, :-1], jnp.concatenate([turned[:, -1:], value_n1k], axis=1)
     new_n1c = jnp.concatenate([new_n2k[:, :1], new_n2k[:, 1:]], axis=-1)
     new_scales, rest = rest[: parts - 1], rest[parts - 1 :]
