@@ -1,8 +1,9 @@
 """Reads the operations of a compiled program from its HLO text: `Module(compiled.as_text())`.
 
 A module lists collectives, matrix products, arrays outside fusions, host transfers, custom calls
-and aliases with their numbers of runs, and counts operations. Loops multiply by their trip counts, and every branch of a
-conditional counts. Bytes are elements times width, without the padding of tiles.
+and aliases with their numbers of runs. Loops multiply by their trip counts, and every branch of a
+conditional counts, but not in the number of operations. Bytes are elements times width, without the
+padding of tiles.
 """
 
 import dataclasses

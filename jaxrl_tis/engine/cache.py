@@ -267,16 +267,17 @@ def _on_devices(
     layout: Layout, step: Callable, cache: Any, arrays: tuple, window: attention.Window | None,
     sinks_h: jax.Array | None, weighs: bool = False,
 ) -> Callable:
-    """Runs step(q, k, v, their rows, cache, window, sinks, *arrays by row) on each device's rows, heads and
-    pages."""
+    """Runs step(q, k, v, unrotated, cache, window, sinks, *arrays by row) on each device's rows, heads
+    and pages."""
     spec = lambda *names: layout.sharding(names).spec
     heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
     pools = jax.tree_util.tree_map_with_path(lambda path, x: spec(*axes(path, x)), cache)
     by_row = tuple(spec("batch", *(None,) * (x.ndim - 1)) for x in arrays)
-    specs = heads, kv_heads, kv_heads, attention.Unrotated(spec("batch", None, "kv_heads"), spec("batch"), spec("batch")), pools, PartitionSpec(), spec("heads"), *by_row
+    unrotated = attention.Unrotated(kv_heads, spec("batch"), spec("batch"))
+    specs = heads, kv_heads, kv_heads, unrotated, pools, PartitionSpec(), spec("heads"), *by_row
     results = (heads, pools, spec("batch", None, None)) if weighs else (heads, pools)
     run = layout.shard(step, specs, results)
-    return lambda q, k, v, rows, cache: run(q, k, v, rows, cache, window, sinks_h, *arrays)
+    return lambda q, k, v, rest, cache: run(q, k, v, rest, cache, window, sinks_h, *arrays)
 
 
 def _layer_cache(cache: Any) -> Any:

@@ -127,6 +127,16 @@ def decode_attention(
     return out_bngk, rest[0], rest[1] if len(rest) > 1 else None, log_total_bng
 
 
+def _of_slot(rows_njk, *beside) -> tuple[jax.Array, jax.Array]:
+    """Returns a slot's queries, and its new key and value in one row [N,1,2K]."""
+    if len(beside) == 1:
+        key, value = beside[0][:, :1], beside[0][:, 1:]
+    else:
+        turned = _rotate(rows_njk[:, :-1], *beside)
+        rows_njk, key, value = turned[:, :-1], turned[:, -1:], rows_njk[:, -1:]
+    return rows_njk, jnp.concatenate([key, value], axis=-1)
+
+
 def _rotate(x_njk: jax.Array, cos_11r: jax.Array, sin_11r: jax.Array) -> jax.Array:
     """Returns rows with their first 2R numbers rotated, computed in float32, in x's dtype."""
     r, x = cos_11r.shape[-1], x_njk.astype(jnp.float32)
@@ -202,13 +212,8 @@ def _kernel(
     `turn`: how many blocks this core took before, which says where the next one goes."""
     first_ref: Any = refs[0] if has_first else None
     has_ref: Any = refs[1] if is_part else None
-    rows_ref, beside_ref, *rest = refs[has_first + is_part :]
-    q_ngk, new_n2k = rows_ref[0], beside_ref[0]
-    if rotates:
-        value_n1k = q_ngk[:, -1:]
-        turned = _rotate(q_ngk[:, :-1], beside_ref[0], rest.pop(0)[0])
-        q_ngk, new_n2k = turned[:, :-1], jnp.concatenate([turned[:, -1:], value_n1k], axis=1)
-    new_n1c = jnp.concatenate([new_n2k[:, :1], new_n2k[:, 1:]], axis=-1)
+    rest = list(refs[has_first + is_part :])
+    q_ngk, new_n1c = _of_slot(*(rest.pop(0)[0] for _ in range(2 + rotates)))
     new_scales, rest = rest[: parts - 1], rest[parts - 1 :]
     sinks_ref: Any = rest[0] if has_sinks else None
     out_ref, *rest = rest[has_sinks + parts :]  # the cache is read where it is written
