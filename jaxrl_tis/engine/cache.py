@@ -399,7 +399,8 @@ def _append_kernel(
         q_bhk, k_bnk, v_bnk, unrotated, (first_b, index_b, has_b), is_written_b = rows
         if unrotated is None:
             *new, new_scale = pool.codes(k_bnk, v_bnk)
-            new_bn2k, rotation = jnp.stack(new, axis=2), None
+            rotation: Any = None
+            new_bn2k: Any = jnp.stack(new, axis=2)
             rows_bnjk = q_bhk.reshape(b, k_bnk.shape[1], -1, k)
         else:
             rows_bnjk, *rotation = unrotated
@@ -413,6 +414,8 @@ def _append_kernel(
         return StackedKV(kv, scale), jax.tree.map(by_head, (out_bngk, log_total_bng))
 
     rows = q_bthk, k_btnk, v_btnk, unrotated, places, is_written_bt
+    out_bthk: Any
+    log_total_bth: Any
     if q_bthk.shape[1] == 1:
         pool, found = token(cache.pool, jax.tree.map(lambda x: x[:, 0], rows))
         out_bthk, log_total_bth = jax.tree.map(lambda x: x[:, None], found)

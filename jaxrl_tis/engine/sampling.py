@@ -9,6 +9,7 @@ bit by bit, with one count or sum of the row per bit.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -226,7 +227,8 @@ def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
     """Returns the index [B] of the first block with a cumulative weight above u times the total; 0 if
     the weights are NaN. The last block of a part includes its pieces in the parts that follow."""
     cumulative = jnp.cumsum(sums_bn, axis=-1)
-    total_b, has_last_b1 = cumulative[:, -1], True
+    total_b = cumulative[:, -1]
+    has_last_b1: Any = True
     if shards.count > 1:
         pieces = shards.gather(jnp.stack([total_b, sums_bn[:, 0]]))
         ends = [jnp.zeros_like(u_b)]

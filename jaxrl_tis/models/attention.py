@@ -84,9 +84,9 @@ class Unrotated(NamedTuple):
       cos, sin: [B,T,1,R/2] of the first R numbers of queries and keys, as of `Program.rotation`.
     """
 
-    rows_btnjk: jax.Array
-    cos: jax.Array
-    sin: jax.Array
+    rows_btnjk: Any
+    cos: Any
+    sin: Any
 
 
 def row_attention(

@@ -327,6 +327,9 @@ class MoeBlock(Block):
 class Joined:
     """Of a layer whose queries, keys and values are one product, see `joined`."""
 
+    q_norm: Any
+    k_norm: Any
+
     def _add_qkv(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         d, n, k = config.embed_dim, config.num_kv_heads, config.head_dim
         rows = config.num_heads // n + 2

@@ -132,7 +132,7 @@ def test_served_parameters_outlive_the_learners_on_the_same_and_on_fewer_devices
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(found)} == {math.prod(shape)}
 
 
-@pytest.mark.cases("w8a8")
+@pytest.mark.all
 @pytest.mark.parametrize("quantization", ["none", "w8a8"])
 def test_queries_keys_and_values_are_joined_where_they_are_served(quantization):
     """A device has the columns of its own heads: those that the parts have there."""

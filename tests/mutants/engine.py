@@ -420,7 +420,7 @@ MUTANTS = [
         ("the sampler is less sure", "jnp.exp(_strength", "jnp.exp(-_strength")),
     *of("engine/weights.py",
         ("joined projections are not what they were apart", "return joined |", "return transformer.joined(layers, self._config) |",
-         "test_queries_keys_and_values_are_joined_where_they_are_served"),
+         "test_queries_keys_and_values_are_joined_where_they_are_served", IN_ALL),
         ("noise on the weights is ignored", "if noise is not None:",
          "if noise is not None and False:", "test_noise_is_added_before_weights_are_cast"),
         ("the float32 head is rounded",
