@@ -73,7 +73,7 @@ def engine_config(dtype: str, **options) -> EngineConfig:
     """Returns the config of an engine that computes and caches in a dtype. On a TPU its layers are
     scanned, with pages that the decode kernel supports; elsewhere they are unrolled."""
     is_tpu = jax.default_backend() == "tpu"
-    by_platform: dict[str, Any] = dict(unroll=False, page_size=128) if is_tpu else {}
+    by_platform: dict[str, Any] = dict(unroll=False, page_size=128, joins_qkv=True) if is_tpu else {}
     return EngineConfig(dtype=dtype, cache_dtype=dtype, **by_platform, **options)
 
 

@@ -469,7 +469,8 @@ def _drafters(
         slots=sampling.slots, max_length=sampling.max_length, page_size=sampling.page_size,
         num_pages=sampling.num_pages, dtype=sampling.dtype, cache_dtype=sampling.cache_dtype,
         fp32_head=sampling.fp32_head, steps=sampling.max_draft + 1, prefill_batch=sampling.prefill_batch,
-        prefill_chunk=sampling.prefill_chunk, unroll=sampling.unroll, penalties=sampling.penalties,
+        prefill_chunk=sampling.prefill_chunk, unroll=sampling.unroll, joins_qkv=layouts[0].platform == "tpu",
+        penalties=sampling.penalties,
     )
     return tuple(Engine(model, config, layout) for layout in layouts)
 
@@ -575,6 +576,7 @@ def _engine_configs(
         num_pages=e.num_pages or None, fp32_head=config.model.fp32_head,
         steps=e.steps_per_call, max_draft=e.max_draft, prefill_batch=e.prefill_batch,
         prefill_chunk=e.prefill_chunk, unroll=e.unroll,
+        joins_qkv=layout.platform == "tpu" and choices.lora is None,
     )
     # Of a smaller vocabulary the head is all that a device has of it.
     top_n = min(

@@ -2,7 +2,8 @@
 
 A module lists collectives, matrix products, arrays outside fusions, host transfers, custom calls
 and aliases with their numbers of runs. Loops multiply by their trip counts, and every branch of a
-conditional counts. Bytes are elements times width, without the padding of tiles.
+conditional counts, but not in the number of operations. Bytes are elements times width, without the
+padding of tiles.
 """
 
 import dataclasses
@@ -314,6 +315,18 @@ class Module:
             for shape, in_place in zip(_written(line), self._updates(line), strict=False)
             if shape.size and shape.dtype != "token"
         ]
+
+    def operations(self) -> int:
+        """Returns how many operations a run starts one after the other: fusions, kernels, copies.
+
+        Not counted are branches of conditionals, copies in the background, and single numbers.
+        """
+        names = {
+            (b.computation, b.name): b.runs for b in self.buffers()
+            if b.shape.size > 1 and not b.opcode.endswith("-start")
+            and b.computation not in self._conditional and b.opcode not in ("constant", "iota")
+        }
+        return sum(names.values())
 
     def _updates(self, line: Instruction) -> list[bool]:
         """Returns for each array of the result whether it overwrites an operand."""

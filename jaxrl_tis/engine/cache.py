@@ -118,11 +118,15 @@ class StackedKV:
     def beside(self, k: jax.Array, v: jax.Array) -> "StackedKV":
         """Returns keys and values [..., N,(S,)K] side by side, as the pool stores them, with scales
         [..., N,2(,S)]."""
-        (k, k_scale), (v, v_scale) = _codes(k, self.kv.dtype), _codes(v, self.kv.dtype)
-        scale = None
-        if k_scale is not None and v_scale is not None:
-            scale = jnp.stack([k_scale, v_scale], axis=2)
+        k, v, scale = self.codes(k, v)
         return StackedKV(jnp.concatenate([k, v], axis=-1), scale)
+
+    def codes(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Returns keys and values as the pool stores them, and their scales as of `beside`."""
+        (k, k_scale), (v, v_scale) = _codes(k, self.kv.dtype), _codes(v, self.kv.dtype)
+        if k_scale is None or v_scale is None:
+            return k, v, None
+        return k, v, jnp.stack([k_scale, v_scale], axis=2)
 
 
 @jax.tree_util.register_dataclass
@@ -263,16 +267,17 @@ def _on_devices(
     layout: Layout, step: Callable, cache: Any, arrays: tuple, window: attention.Window | None,
     sinks_h: jax.Array | None, weighs: bool = False,
 ) -> Callable:
-    """Runs step(q, k, v, cache, window, sinks, *arrays by row) on each device's rows, heads and
-    pages."""
+    """Runs step(q, k, v, unrotated, cache, window, sinks, *arrays by row) on each device's rows, heads
+    and pages."""
     spec = lambda *names: layout.sharding(names).spec
     heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
     pools = jax.tree_util.tree_map_with_path(lambda path, x: spec(*axes(path, x)), cache)
     by_row = tuple(spec("batch", *(None,) * (x.ndim - 1)) for x in arrays)
-    specs = heads, kv_heads, kv_heads, pools, PartitionSpec(), spec("heads"), *by_row
+    unrotated = attention.Unrotated(kv_heads, spec("batch"), spec("batch"))
+    specs = heads, kv_heads, kv_heads, unrotated, pools, PartitionSpec(), spec("heads"), *by_row
     results = (heads, pools, spec("batch", None, None)) if weighs else (heads, pools)
     run = layout.shard(step, specs, results)
-    return lambda q, k, v, cache: run(q, k, v, cache, window, sinks_h, *arrays)
+    return lambda q, k, v, rest, cache: run(q, k, v, rest, cache, window, sinks_h, *arrays)
 
 
 def _layer_cache(cache: Any) -> Any:
@@ -290,7 +295,7 @@ def fill(
     """Returns the `attend` function of a prefill: row r holds lengths_r[r] tokens from position
     starts_r[r] on, a multiple of the page size."""
 
-    def step(q_rthk, k_rtnk, v_rtnk, cache, window, sinks_h, starts_r, lengths_r, table_rp):
+    def step(q_rthk, k_rtnk, v_rtnk, unrotated, cache, window, sinks_h, starts_r, lengths_r, table_rp):
         r, t, n, k = k_rtnk.shape
         positions = Positions(layout, cache.size)
         first = starts_r[:, None] + jnp.arange(0, t, positions.page)[None]
@@ -304,9 +309,9 @@ def fill(
         arrays = q_rthk, cache.read, table_rp, index_rt, first_rt, sinks_h
         return positions.attend(PAGED[numerics], *arrays), cache
 
-    def attend(q, k, v, cache, window=None, sinks_h=None):
+    def attend(q, k, v, cache, window=None, sinks_h=None, unrotated=None):
         cache, rows = _layer_cache(cache), (starts_r, lengths_r, table_rp)
-        out, cache = _on_devices(layout, step, cache, rows, window, sinks_h)(q, k, v, cache)
+        out, cache = _on_devices(layout, step, cache, rows, window, sinks_h)(q, k, v, None, cache)
         return out, _handed_on(cache)
 
     return attend
@@ -326,13 +331,19 @@ def append(
         paged = FAST_DECODE.get(layout.platform, paged)
     if weighs:
         paged = functools.partial(paged, weighs=True)
+    written_bt = is_written_bt.astype(jnp.int32)  # here: a kernel takes no booleans
 
-    def step(q_bthk, k_btnk, v_btnk, cache, window, sinks_h, index_bt, is_written_bt, table_bp):
+    def step(
+        q_bthk, k_btnk, v_btnk, unrotated, cache, window, sinks_h, index_bt, is_written_bt, table_bp
+    ):
         positions = Positions(layout, cache.size)
-        page_bt = jnp.take_along_axis(table_bp, index_bt // positions.page, axis=1)
-        page_bt = jnp.where(is_written_bt & positions.has(index_bt), page_bt, 0)
 
-        def generic(q_bthk, k_btnk, v_btnk, cache, first_bt, sinks_h, index_bt, page_bt, table_bp):
+        def generic(
+            q_bthk, k_btnk, v_btnk, unrotated, cache, first_bt, sinks_h, index_bt, is_written_bt, table_bp
+        ):
+            page_bt = jnp.take_along_axis(table_bp, index_bt // positions.page, axis=1)
+            is_own_bt = (is_written_bt > 0) & positions.has(index_bt)
+            page_bt = jnp.where(is_own_bt, page_bt, 0)
             flat = lambda x: x.reshape(-1, *x.shape[2:])
             new = cache.append(
                 flat(page_bt), flat(index_bt) % cache.size, flat(k_btnk), flat(v_btnk)
@@ -345,7 +356,9 @@ def append(
             return out, new, layout.summed(mass_btp, "heads")
 
         first_bt = None if window is None else window.first(index_bt)
-        args = q_bthk, k_btnk, v_btnk, cache, first_bt, sinks_h, index_bt, page_bt, table_bp
+        args = (
+            q_bthk, k_btnk, v_btnk, unrotated, cache, first_bt, sinks_h, index_bt, is_written_bt, table_bp
+        )
         has_kernel = numerics == "fast" and isinstance(cache, LayerOf) and (
             decode_attention.is_supported(cache.size, q_bthk.dtype, cache.pool.kv.dtype)
         )
@@ -354,22 +367,24 @@ def append(
         kernel = functools.partial(_append_kernel, positions)
         return jax.lax.platform_dependent(*args, tpu=kernel, default=generic)
 
-    def attend(q, k, v, cache, window=None, sinks_h=None):
+    def attend(q, k, v, cache, window=None, sinks_h=None, unrotated=None):
         cache, own_bp = cache if weighs else (_layer_cache(cache), table_bp)
-        rows = index_bt, is_written_bt, own_bp
+        rows = index_bt, written_bt, own_bp
         run = _on_devices(layout, step, cache, rows, window, sinks_h, weighs)
-        out, cache, *mass = run(q, k, v, cache)
+        out, cache, *mass = run(q, k, v, unrotated, cache)
         return out, (cache, *mass) if weighs else _handed_on(cache)
 
     return attend
 
 
 def _append_kernel(
-    positions: Positions, q_bthk, k_btnk, v_btnk, cache: LayerOf, first_bt, sinks_h, index_bt, page_bt,
-    table_bp,
+    positions: Positions, q_bthk, k_btnk, v_btnk, unrotated, cache: LayerOf, first_bt, sinks_h, index_bt,
+    is_written_bt, table_bp,
 ):
     """Runs the kernel, which takes one token of every slot, for each of the T tokens in turn."""
     b, _, h, k = q_bthk.shape
+    if cache.pool.scale is not None or cache.pool.kv.dtype != q_bthk.dtype:
+        unrotated = None  # the pool has other numbers than the rotated ones
     is_part = positions.count > 1
     places: Any = first_bt, index_bt, None
     if is_part:
@@ -378,22 +393,36 @@ def _append_kernel(
         first_bt = jnp.zeros_like(end_bt) if first_bt is None else positions.before(first_bt)
         last_bt = jnp.maximum(end_bt - 1, 0)
         places = jnp.minimum(first_bt, last_bt), last_bt, has_bt.astype(jnp.int32)
+        is_written_bt = is_written_bt * places[2]
 
     def token(pool, rows):
-        q_bhk, k_bnk, v_bnk, (first_b, index_b, has_b), page_b = rows
-        new = pool.beside(k_bnk, v_bnk)
+        q_bhk, k_bnk, v_bnk, unrotated, (first_b, index_b, has_b), is_written_b = rows
+        if unrotated is None:
+            *new, new_scale = pool.codes(k_bnk, v_bnk)
+            rotation: Any = None
+            new_bn2k: Any = jnp.stack(new, axis=2)
+            rows_bnjk = q_bhk.reshape(b, k_bnk.shape[1], -1, k)
+        else:
+            rows_bnjk, *rotation = unrotated
+            new_bn2k = new_scale = None
         out_bngk, kv, scale, log_total_bng = decode_attention.decode_attention(
-            q_bhk.reshape(b, k_bnk.shape[1], -1, k), new.kv, new.scale, pool.kv, pool.scale,
-            cache.index, index_b, page_b, table_bp, first_b, has_b,
-            sinks_h=None if is_part else sinks_h,
+            rows_bnjk, new_bn2k, new_scale, pool.kv, pool.scale,
+            cache.index, index_b, is_written_b, table_bp, first_b, has_b,
+            sinks_h=None if is_part else sinks_h, rotation=rotation,
         )
         by_head = lambda x: x.reshape(b, h, *x.shape[3:])
         return StackedKV(kv, scale), jax.tree.map(by_head, (out_bngk, log_total_bng))
 
-    by_token = lambda x: jnp.swapaxes(x, 0, 1)
-    rows = jax.tree.map(by_token, (q_bthk, k_btnk, v_btnk, places, page_bt))
-    pool, found = jax.lax.scan(token, cache.pool, rows)
-    out_bthk, log_total_bth = jax.tree.map(by_token, found)
+    rows = q_bthk, k_btnk, v_btnk, unrotated, places, is_written_bt
+    out_bthk: Any
+    log_total_bth: Any
+    if q_bthk.shape[1] == 1:
+        pool, found = token(cache.pool, jax.tree.map(lambda x: x[:, 0], rows))
+        out_bthk, log_total_bth = jax.tree.map(lambda x: x[:, None], found)
+    else:
+        by_token = lambda x: jnp.swapaxes(x, 0, 1)
+        pool, found = jax.lax.scan(token, cache.pool, jax.tree.map(by_token, rows))
+        out_bthk, log_total_bth = jax.tree.map(by_token, found)
     if is_part:
         is_empty = (end_bt <= first_bt)[..., None]
         out_bthk = jnp.where(is_empty[..., None], 0, out_bthk)

@@ -25,6 +25,8 @@ class EngineConfig:
       max_draft: longest draft of the `verify` program that `Engine.programs` returns; 0: none.
       prefill_batch: prompts per prefill call; prefill_chunk: most tokens of each.
       unroll: unroll the layers (faster on CPU and GPU) instead of scanning them (compiles one layer).
+      joins_qkv: serve q, k and v of a layer as one matrix, `transformer.joined`: one product instead of
+        three, for devices on which a product of few rows takes no less time. Not for adapted weights.
       records_logits: record the whole distribution of every token; for small models.
       penalties: accept requests with penalties, a bias or min_tokens. The engine then counts
         tokens per vocabulary entry in every slot.
@@ -54,6 +56,7 @@ class EngineConfig:
     prefill_batch: int = 8
     prefill_chunk: int = 512
     unroll: bool = True
+    joins_qkv: bool = False
     records_logits: bool = False
     penalties: bool = False
     top_n: int = 0
@@ -67,6 +70,13 @@ class EngineConfig:
     @property
     def recipe(self) -> quant.Recipe:
         return quant.Recipe(self.quantization, tuple(self.unquantized))
+
+    @property
+    def is_joined(self) -> bool:
+        """Whether q, k and v are served as one matrix: they have one number format, and sums of any
+        order will do."""
+        is_alike = len(set(map(self.recipe.covers, ("q", "k", "v")))) == 1
+        return self.joins_qkv and is_alike and self.numerics == "fast"
 
     @property
     def pages_per_slot(self) -> int:

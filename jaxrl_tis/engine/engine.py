@@ -67,10 +67,11 @@ class Engine:
         self.num_experts = model.moe.num_experts if model.moe else 0
         self.quant_id = config.recipe.id if config.quantization != "none" else config.dtype
         self._weights = Weights(
-            model, config.recipe, self.program, config.unroll, config.injected.weights
+            model, config.recipe, self.program, config.unroll, config.injected.weights, config.is_joined
         )
         self._of_teacher = None if teacher is None else Weights(
-            teacher, quant.Recipe(config.teacher_quantization), self.program, config.unroll
+            teacher, quant.Recipe(config.teacher_quantization), self.program, config.unroll,
+            is_joined=config.is_joined,
         )
         self._programs = Programs(self._spec)
 

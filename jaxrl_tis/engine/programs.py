@@ -16,6 +16,7 @@ from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.protocol import Draw, ResultTokens
 from jaxrl_tis.engine.records import MAX_STOP_IDS, SamplingParams
 from jaxrl_tis.engine.sampling import SamplingRows
+from jaxrl_tis.engine.shards import chosen
 from jaxrl_tis.engine.spec import Spec
 from jaxrl_tis.engine.state import DecodeState, Slots
 from jaxrl_tis.fields import DRAWN, route_dtype
@@ -369,9 +370,7 @@ def _advance(
     goes_on_bg = jnp.cumprod(goes_on_bg, axis=1, dtype=jnp.int32).astype(bool)
     is_valid_bt = jnp.concatenate([is_live_bt[:, :1], goes_on_bg], axis=1)
     count_b = jnp.sum(is_valid_bt, axis=1)
-    last = lambda x_bt: jnp.take_along_axis(
-        x_bt, jnp.maximum(count_b - 1, 0)[:, None], axis=1
-    )[:, 0]
+    last = lambda x_bt: chosen(x_bt, jnp.maximum(count_b - 1, 0)) if x_bt.shape[1] > 1 else x_bt[:, 0]
     is_ended = last(is_stop_bt) | (count_b == 0)
     remaining = jnp.where(is_ended, 0, slots.remaining - count_b)
     penalties = slots.penalties

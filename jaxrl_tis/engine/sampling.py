@@ -9,6 +9,7 @@ bit by bit, with one count or sum of the row per bit.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jaxrl_tis.engine import capture
 from jaxrl_tis.engine.penalties import Penalties
 from jaxrl_tis.engine.protocol import Array, Draw
 from jaxrl_tis.engine.records import SamplingParams
-from jaxrl_tis.engine.shards import WHOLE, Shards
+from jaxrl_tis.engine.shards import WHOLE, Shards, chosen
 from jaxrl_tis.kernels import tiles
 from jaxrl_tis.sharding import Layout
 
@@ -213,7 +214,7 @@ def _draw(weights_bv: jax.Array, u_b2: jax.Array, shards: Shards = WHOLE) -> jax
         sums_bn, width = jnp.sum(blocks, axis=-1), weights_bv.shape[1]
         block_b = _draw_block(sums_bn, first, u_b2[:, 0], width, shards)
     own_b = block_b - first
-    within = jnp.take_along_axis(blocks, own_b[:, None, None], axis=1, mode="clip")[:, 0]
+    within = chosen(blocks, jnp.clip(own_b, 0, blocks.shape[1] - 1))
     is_here_b = (own_b >= 0) & (own_b < blocks.shape[1])
     within = shards.sum(jnp.where(is_here_b[:, None], within, 0.0))
     cumulative = jnp.cumsum(within, axis=-1)
@@ -226,21 +227,23 @@ def _draw_block(sums_bn, first, u_b, width: int, shards: Shards) -> jax.Array:
     """Returns the index [B] of the first block with a cumulative weight above u times the total; 0 if
     the weights are NaN. The last block of a part includes its pieces in the parts that follow."""
     cumulative = jnp.cumsum(sums_bn, axis=-1)
-    pieces = shards.gather(jnp.stack([cumulative[:, -1], sums_bn[:, 0]]))
-    ends = [jnp.zeros_like(u_b)]
-    for total_b in pieces[:, 0]:
-        ends.append(ends[-1] + total_b)
-    cumulative = cumulative + jnp.stack(ends)[shards.index][:, None]
-    part = jnp.arange(shards.count)
-    is_later = (part > shards.index)[:, None]
-    has_last_b1 = ~jnp.any(is_later & (pieces[:, 0] > 0), axis=0)[:, None]
+    total_b = cumulative[:, -1]
+    has_last_b1: Any = True
     if shards.count > 1:
+        pieces = shards.gather(jnp.stack([total_b, sums_bn[:, 0]]))
+        ends = [jnp.zeros_like(u_b)]
+        for part_b in pieces[:, 0]:
+            ends.append(ends[-1] + part_b)
+        total_b, cumulative = ends[-1], cumulative + jnp.stack(ends)[shards.index][:, None]
+        part = jnp.arange(shards.count)
+        is_later = (part > shards.index)[:, None]
+        has_last_b1 = ~jnp.any(is_later & (pieces[:, 0] > 0), axis=0)[:, None]
         last = ((shards.index + 1) * width - 1) // BLOCK
         is_rest = is_later & (part * width // BLOCK == last)[:, None]
         rest_b = jnp.sum(jnp.where(is_rest, pieces[:, 1], 0.0), axis=0)
         is_last_1n = (first + jnp.arange(sums_bn.shape[1]) == last)[None]
         cumulative = cumulative + jnp.where(is_last_1n, rest_b[:, None], 0.0)
-    is_found = _is_reached(sums_bn, cumulative, _target(u_b, ends[-1]), has_last_b1)
+    is_found = _is_reached(sums_bn, cumulative, _target(u_b, total_b), has_last_b1)
     block_b = jnp.where(jnp.any(is_found, axis=-1), first + jnp.argmax(is_found, axis=-1), MAX_INT)
     block_b = shards.min(block_b)
     return jnp.where(block_b == MAX_INT, 0, block_b)

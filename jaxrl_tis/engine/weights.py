@@ -31,6 +31,7 @@ class Weights:
 
     Args:
       inject: an artificial change of the learner's parameters, applied first, see injection.py.
+      is_joined: serve q, k and v of a layer as one matrix, see `transformer.joined`.
 
     Attributes:
       shardings: of the serving parameters, in their tree.
@@ -39,14 +40,15 @@ class Weights:
     def __init__(
         self, config: ModelConfig, recipe: quant.Recipe, program: transformer.Program, unroll: bool,
         inject: Callable[[transformer.Params], transformer.Params] = lambda params: params,
+        is_joined: bool = False,
     ):
         self._config, self._recipe, self._program = config, recipe, program
-        self._inject = inject
+        self._inject, self._is_joined = inject, is_joined
         assert program.layout is not None
         self._layout, self._unroll = program.layout, unroll
         on_cpu = self._layout.platform == "cpu"
         self._is_transposed = unroll and on_cpu and not program.is_invariant
-        self._axes = transformer.logical_axes(config)
+        self._axes = transformer.logical_axes(config, is_joined)
         rules = self._layout.rules
         self._by_column = dataclasses.replace(
             self._layout, rules_items=tuple((rules | {"embed": rules["batch"]}).items())
@@ -71,6 +73,11 @@ class Weights:
         factors, base = lora.split(params)
         if base is None:
             return self._load(params, noise)
+        if self._is_joined:
+            raise ValueError(
+                "EngineConfig.joins_qkv is set, and the parameters have factors of LoRA for each of q, k and v; "
+                "leave it False"
+            )
         adapter = lora.adapter_of(params, self._config)
         served = self._kept_base(base, lambda: self._load(base, noise))
         return adapter.join(served, self._load_factors(adapter, factors))
@@ -201,7 +208,7 @@ class Weights:
             name, is_layer = path[-1].key, path[0].key in STACKS
             is_transposed = is_layer and name in TRANSPOSED and self._is_transposed
             sharding: Any = layout.sharding(axes[::-1] if is_transposed else axes)
-            if is_layer and self._recipe.covers(name):
+            if is_layer and self._recipe.covers("q" if name == "qkv" else name):
                 sharding = quant.QuantArray(sharding, scale(axes), scheme=self._recipe.scheme)
             return quant.Transposed(sharding) if is_transposed else sharding
 
@@ -265,10 +272,14 @@ class Weights:
 
         cast = lambda name, w: w if name in FLOAT32 else w.astype(self._program.dtype)
         is_float = lambda w: not isinstance(w, quant.QuantArray)
-        return {
+        served = {
             name: stay(cast(name, w) if is_float(w) else w, homes[name])
             for name, w in quantized.items()
         }
+        if not self._is_joined:
+            return served
+        joined = transformer.joined(served, self._config)
+        return joined | {"qkv": stay(joined["qkv"], homes["k"])}
 
     @staticmethod
     def _transposed(layer):

@@ -25,10 +25,11 @@ def is_supported(page_size: int, *dtypes: jnp.dtype) -> bool:
 
 
 def decode_attention(
-    q_bngk: jax.Array, new_bnc: jax.Array, new_scale_bn2: jax.Array | None, cache_lpnsc: jax.Array,
-    scale_lpn2s: jax.Array | None, layer: jax.Array, index_b: jax.Array, page_b: jax.Array,
-    table_bp: jax.Array, first_b: jax.Array | None = None, has_b: jax.Array | None = None,
-    sinks_h: jax.Array | None = None, interpret: bool = False,
+    rows_bnjk: jax.Array, new_bn2k: jax.Array | None, new_scale_bn2: jax.Array | None,
+    cache_lpnsc: jax.Array, scale_lpn2s: jax.Array | None, layer: jax.Array, index_b: jax.Array,
+    is_written_b: jax.Array, table_bp: jax.Array, first_b: jax.Array | None = None,
+    has_b: jax.Array | None = None, sinks_h: jax.Array | None = None,
+    rotation: tuple[jax.Array, jax.Array] | None = None, interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
     """Writes each slot's new key and value into one layer of the cache and returns its attention.
 
@@ -39,35 +40,37 @@ def decode_attention(
     influence, NaN included.
 
     Args:
-      q_bngk: [B,N,G,K] queries, G per key/value head.
-      new_bnc: [B,N,2K] key and value of the new token, in the cache's dtype.
+      rows_bnjk: [B,N,G,K] queries, G per key/value head. With `rotation` it is [B,N,G+2,K]: queries and
+        the key of the new token before their rotation, and its value.
+      new_bn2k: [B,N,2,K] key and value of the new token, in the cache's dtype; None with `rotation`.
       new_scale_bn2: [B,N,2] float32 scales of both, None unless the cache is int8 or float8.
       cache_lpnsc: [L,P,N,S,2K] pages of S positions, see is_supported; donate it.
       scale_lpn2s: [L,P,N,2,S] float32 scales of keys and of values, or None; donate it.
       layer: [] int32.
       index_b: [B] int32 position of the new token in its slot's pages.
-      page_b: [B] int32 page of this position, in no other slot's table. With 0 nothing is written,
-        and the slot still attends to the new token.
+      is_written_b: [B] int32, 0 where nothing is written; the slot still attends to the new token. Where it
+        is 1, the page of this position is in no other slot's table.
       table_bp: [B,n] int32 pages of each slot in order.
       first_b: [B] int32 the first position that each slot attends to; None: all positions.
       has_b: [B] int32, 1 where the new token has the position index_b, 0 where another part of the
         sequence has it, and the slot attends to the pages alone; with `first_b`. None: 1, and no
         other parts.
       sinks_h: [N*G] one more logit in the softmax of each query, without a value; None: none.
+      rotation: cos and sin [B,1,R/2] of the first R numbers of queries and keys; for a cache in their dtype.
       interpret: run as a program of any device instead of a TPU's kernel.
 
     Returns: ([B,N,G,K] in q's dtype, the cache, the scales, None). Softmax and sums are float32; the
     unnormalised probabilities take q's dtype for their product with the values. With `has_b` the
     first is float32, and the last is the log of the softmax's sum [B,N,G].
     """
-    b, n, g, k = q_bngk.shape
+    b, n, g, k = rows_bnjk.shape
+    g -= 2 if rotation is not None else 0
     size, c = cache_lpnsc.shape[-2:]
     itemsize = cache_lpnsc.dtype.itemsize
     pages = min(max(BLOCK_BYTES // (n * size * c * itemsize), 1), table_bp.shape[1])
     cores = CORES if b % CORES == 0 else 1
-    # A query with zeros beside it meets the key alone, so no block has to be cut in two.
-    q_bngc = jnp.pad(q_bngk, ((0, 0), (0, 0), (0, 0), (0, c - k)))
-    rows, pools = [q_bngc, new_bnc[:, :, None]], [cache_lpnsc]
+    beside = [new_bn2k] if rotation is None else [x[:, None] for x in rotation]
+    rows, pools = [rows_bnjk, *beside], [cache_lpnsc]
     blocks = [pltpu.VMEM((2, n, pages * size, c), cache_lpnsc.dtype)]
     if scale_lpn2s is not None and new_scale_bn2 is not None:
         rows, pools = rows + [new_scale_bn2[..., None]], pools + [scale_lpn2s]
@@ -83,16 +86,17 @@ def decode_attention(
     in_place = [pl.BlockSpec(memory_space=pl.ANY)] * len(pools)
     like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
     # Flat: the last axis of a table would be padded to whole lanes in scalar memory.
-    scalars = [layer.reshape(1), index_b, page_b, table_bp.reshape(-1)]
+    scalars = [layer.reshape(1), index_b, is_written_b, table_bp.reshape(-1)]
     scalars += [x for x in (first_b, has_b) if x is not None]
     first = len(scalars) + len(rows) + len(sinks)
-    outs = [like(q_bngc)]
+    outs = [jax.ShapeDtypeStruct((b, n, g, k), rows_bnjk.dtype)]
     if has_b is not None:
         float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-        outs = [float32(q_bngc.shape), float32((b, n, g, LANES))]
-    out_bngc, *rest = narrow.pallas_call(
+        outs = [float32((b, n, g, k)), float32((b, n, g, LANES))]
+    out_bngk, *rest = narrow.pallas_call(
         functools.partial(
             _kernel, softmax_scale=k**-0.5, parts=len(pools), columns=table_bp.shape[1],
+            rotates=rotation is not None,
             has_first=first_b is not None, is_part=has_b is not None, has_sinks=sinks_h is not None,
         ),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -120,7 +124,26 @@ def decode_attention(
         name="decode_attention",
     )(*scalars, *rows, *sinks, *pools)
     log_total_bng = None if has_b is None else rest.pop(0)[..., 0]
-    return out_bngc[..., k:], rest[0], rest[1] if len(rest) > 1 else None, log_total_bng
+    return out_bngk, rest[0], rest[1] if len(rest) > 1 else None, log_total_bng
+
+
+def _of_slot(rows_njk, *beside) -> tuple[jax.Array, jax.Array]:
+    """Returns a slot's queries, and its new key and value in one row [N,1,2K]."""
+    if len(beside) == 1:
+        key, value = beside[0][:, :1], beside[0][:, 1:]
+    else:
+        turned = _rotate(rows_njk[:, :-1], *beside)
+        rows_njk, key, value = turned[:, :-1], turned[:, -1:], rows_njk[:, -1:]
+    return rows_njk, jnp.concatenate([key, value], axis=-1)
+
+
+def _rotate(x_njk: jax.Array, cos_11r: jax.Array, sin_11r: jax.Array) -> jax.Array:
+    """Returns rows with their first 2R numbers rotated, computed in float32, in x's dtype."""
+    r, x = cos_11r.shape[-1], x_njk.astype(jnp.float32)
+    a, b = x[..., :r], x[..., r : 2 * r]
+    turned = [a * cos_11r - b * sin_11r, b * cos_11r + a * sin_11r]
+    turned += [x[..., 2 * r :]] if 2 * r < x.shape[-1] else []
+    return jnp.concatenate(turned, axis=-1).astype(x_njk.dtype)
 
 
 def _cost(keys: int, g: int, k: int, itemsize: int) -> pl.CostEstimate:
@@ -140,7 +163,7 @@ def _positions(ref, lead: tuple, axis: int, start: jax.Array, count: int):
     return ref.at[(*lead, *index)]
 
 
-def _accumulate(q_ref, blocks, axes, running, buffer, first, limit, softmax_scale):
+def _accumulate(q_ngk, blocks, axes, running, buffer, first, limit, softmax_scale):
     """Adds the positions of a block from `first` to `limit`, None for no bound, to the running
     softmax: references to its maximum, its sum and the sum of its values."""
     max_ref, sum_ref, acc_ref = running
@@ -152,7 +175,8 @@ def _accumulate(q_ref, blocks, axes, running, buffer, first, limit, softmax_scal
             x = jnp.where(at < limit, x.astype(jnp.float32), 0.0)
         return x.astype(dtype)
 
-    q_ngc = q_ref[0]
+    # A query with zeros beside it meets the key alone, so no block has to be cut in two.
+    q_ngc = jnp.concatenate([q_ngk, jnp.zeros_like(q_ngk)], axis=-1)
     dtypes = (q_ngc.dtype, jnp.float32)[: len(blocks)]
     kv_nsc, *scales = (until_limit(*part) for part in zip(blocks, axes, dtypes, strict=True))
     precision = jax.lax.Precision.HIGHEST if q_ngc.dtype == jnp.float32 else None
@@ -180,16 +204,17 @@ def _accumulate(q_ref, blocks, axes, running, buffer, first, limit, softmax_scal
 
 
 def _kernel(
-    layer_ref, index_ref, page_ref, table_ref, *refs, softmax_scale, parts, columns, has_first,
-    is_part, has_sinks,
+    layer_ref, index_ref, is_written_ref, table_ref, *refs, softmax_scale, parts, columns, rotates,
+    has_first, is_part, has_sinks,
 ):
     """Attends for one slot. Each of the `parts` of the cache (values; scales of eight-bit values)
     has its pages in HBM and two blocks in VMEM. The running softmax lives in scratch, as does
     `turn`: how many blocks this core took before, which says where the next one goes."""
     first_ref: Any = refs[0] if has_first else None
     has_ref: Any = refs[1] if is_part else None
-    q_ref, *rest = refs[has_first + is_part :]
-    new_refs, rest = rest[:parts], rest[parts:]
+    rest = list(refs[has_first + is_part :])
+    q_ngk, new_n1c = _of_slot(*(rest.pop(0)[0] for _ in range(2 + rotates)))
+    new_scales, rest = rest[: parts - 1], rest[parts - 1 :]
     sinks_ref: Any = rest[0] if has_sinks else None
     out_ref, *rest = rest[has_sinks + parts :]  # the cache is read where it is written
     log_total_ref: Any = rest.pop(0) if is_part else None
@@ -238,23 +263,24 @@ def _kernel(
         before the slot's first position do not count."""
         first = first_ref[slot] - block * length if has_first else None
         _accumulate(
-            q_ref, blocks, axes, (max_ref, sum_ref, acc_ref), buffer, first, limit, softmax_scale
+            q_ngk, blocks, axes, (max_ref, sum_ref, acc_ref), buffer, first, limit, softmax_scale
         )
 
     def write_back(buffer):
         """Writes the new position into the slot's last block; returns copies of its tiles to the
         page."""
-        copies = []
-        for pool, ref, axis, new_ref in zip(pools, blocks, axes, new_refs, strict=True):
+        copies, page = [], table_ref[slot * columns + _div(index_ref[slot], size)]
+        new_rows = [new_n1c, *(ref[0] for ref in new_scales)]
+        for pool, ref, axis, new in zip(pools, blocks, axes, new_rows, strict=True):
             tile = LANES if axis == 2 else ROW_BYTES // ref.dtype.itemsize
             start = _div(within, tile) * tile
             old = _positions(ref, (buffer,), axis, start, tile)
             at = start + jax.lax.broadcasted_iota(jnp.int32, old.shape, axis)
-            new, before = new_ref[0].astype(jnp.float32), old[...].astype(jnp.float32)
+            new, before = new.astype(jnp.float32), old[...].astype(jnp.float32)
             place = jnp.where(has_ref[slot] != 0, within, -1) if is_part else within
             old[...] = jnp.where(at == place, new, before).astype(ref.dtype)
             in_page = jax.lax.rem(start, jnp.int32(size))
-            target = _positions(pool, (layer, page_ref[slot]), axis, in_page, tile)
+            target = _positions(pool, (layer, page), axis, in_page, tile)
             copies.append(pltpu.make_async_copy(old, target, written))
         return copies
 
@@ -270,18 +296,19 @@ def _kernel(
     buffer = take(last)
     copies = write_back(buffer)
 
-    @pl.when(page_ref[slot] != 0)
+    @pl.when(is_written_ref[slot] != 0)
     def _():
         for copy in copies:
             copy.start()
 
     accumulate(last, buffer, within + 1)
-    out_ref[0] = (acc_ref[...] / sum_ref[:, :, :1]).astype(out_ref.dtype)
+    out_ngc = acc_ref[...] / sum_ref[:, :, :1]
+    out_ref[0] = out_ngc[..., out_ref.shape[-1] :].astype(out_ref.dtype)
     if is_part:
         log_total_ref[0] = max_ref[...] + jnp.log(sum_ref[...])
     turn_ref[0] += last - begin + 1
 
-    @pl.when(page_ref[slot] != 0)
+    @pl.when(is_written_ref[slot] != 0)
     def _():
         for copy in copies:
             copy.wait()

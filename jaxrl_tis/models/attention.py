@@ -76,6 +76,19 @@ def _causal_mask(
     return mask_bts
 
 
+class Unrotated(NamedTuple):
+    """The queries, the key and the value of each key/value head, side by side and before the rotation.
+
+    Attributes:
+      rows_btnjk: [B,T,N,G+2,K] G queries, a key and a value.
+      cos, sin: [B,T,1,R/2] of the first R numbers of queries and keys, as of `Program.rotation`.
+    """
+
+    rows_btnjk: Any
+    cos: Any
+    sin: Any
+
+
 def row_attention(
     q_bthk: jax.Array, k_btnk: jax.Array, v_btnk: jax.Array, segment_ids_bt: jax.Array,
     layout: Layout | None = None, unseen_bt: jax.Array | None = None,

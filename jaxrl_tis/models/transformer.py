@@ -28,6 +28,7 @@ from jaxrl_tis.sharding import Layout
 Params = dict[str, Any]
 NUMERICS = ("fast", "invariant")
 PROJECTION, LAYER_INPUT = "projection", "layer_input"
+QKV = ("q", "k", "v")
 REMAT = {
     "none": None,
     "dots": jax.checkpoint_policies.save_only_these_names(PROJECTION, attention.SPLASH_RESIDUALS),
@@ -195,17 +196,10 @@ class Block(nnx.Module):
     """One layer: attention and gated MLP, both pre-normed and residual."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        d = config.embed_dim
-        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        d, q = config.embed_dim, config.num_heads * config.head_dim
         self.attn_norm = _norm_scale(config, d)
-        self.q = _normal(rngs, (d, q), d, ("embed", "heads"))
-        self.k = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
-        self.v = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
+        self._add_qkv(config, rngs)
         self.o = _normal(rngs, (q, d), q * 2 * config.num_layers, ("heads", "embed"))
-        if config.qkv_bias:
-            self.q_bias = nnx.Param(jnp.zeros((q,)), axes=("heads",))
-            self.k_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
-            self.v_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
         if config.o_bias:
             self.o_bias = nnx.Param(jnp.zeros((d,)), axes=("norm",))
         if config.has_sinks:
@@ -218,6 +212,17 @@ class Block(nnx.Module):
             self.attn_post_norm = _norm_scale(config, d)
             self.mlp_post_norm = _norm_scale(config, d)
         self._add_mlp(config, rngs)
+
+    def _add_qkv(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        d = config.embed_dim
+        q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self.q = _normal(rngs, (d, q), d, ("embed", "heads"))
+        self.k = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
+        self.v = _normal(rngs, (d, kv), d, ("embed", "kv_heads"))
+        if config.qkv_bias:
+            self.q_bias = nnx.Param(jnp.zeros((q,)), axes=("heads",))
+            self.k_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
+            self.v_bias = nnx.Param(jnp.zeros((kv,)), axes=("kv_heads",))
 
     def _add_mlp(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
         self._add_gated(config, rngs, config.mlp_dim)
@@ -235,9 +240,9 @@ class Block(nnx.Module):
         """Returns the new residual stream, the carried output of `attend` (keys/values or a cache)
         and what the router did, see `moe.Routed`."""
         h_btd = _norm(program, config, x_btd, self.attn_norm[...])
-        q, k, v = self._qkv(h_btd, config, program, rotation)
+        heads = self._qkv(h_btd, config, program, rotation)
         sinks_h = self.sinks[...] if config.has_sinks else None
-        out_bthk, carried = attend(q, k, v, sinks_h)
+        out_bthk, carried = attend(sinks_h, *heads)
         out_btq = out_bthk.reshape(*x_btd.shape[:2], -1)
         y_btd = program.dot(out_btq, self.o.get_value(), is_split_in=True)
         if config.o_bias:
@@ -319,6 +324,47 @@ class MoeBlock(Block):
         return y_btd, routed
 
 
+class Joined:
+    """Of a layer whose queries, keys and values are one product, see `joined`."""
+
+    q_norm: Any
+    k_norm: Any
+
+    def _add_qkv(self, config: ModelConfig, rngs: nnx.Rngs) -> None:
+        d, n, k = config.embed_dim, config.num_kv_heads, config.head_dim
+        rows = config.num_heads // n + 2
+        self.qkv = _normal(rngs, (d, n * rows * k), d, ("embed", "kv_heads"))
+        if config.qkv_bias:
+            self.qkv_bias = nnx.Param(jnp.zeros((n, rows, k)), axes=("kv_heads", None, None))
+
+    def _qkv(self, h_btd, config: ModelConfig, program: Program, rotation):
+        lead, k = h_btd.shape[:2], config.head_dim
+        rows_btnjk = program.dot(h_btd, self.qkv.get_value()).reshape(*lead, config.num_kv_heads, -1, k)
+        if config.qkv_bias:
+            rows_btnjk = rows_btnjk + self.qkv_bias[...].astype(rows_btnjk.dtype)[None, None]
+        if config.qk_norm:
+            q, key, v = _parts(rows_btnjk)
+            q = _norm(program, config, q, self.q_norm[...])
+            key = _norm(program, config, key, self.k_norm[...])
+            rows_btnjk = jnp.concatenate([q, key, v], axis=3)
+        q, key, v = (x.reshape(*lead, -1, k) for x in _parts(rows_btnjk))
+        turned = program.rotate(q, *rotation), program.rotate(key, *rotation), v
+        return *turned, attention.Unrotated(rows_btnjk, *rotation)
+
+
+def _parts(rows_btnjk: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the rows of the queries, the key and the value of each head."""
+    return rows_btnjk[:, :, :, :-2], rows_btnjk[:, :, :, -2:-1], rows_btnjk[:, :, :, -1:]
+
+
+class JoinedBlock(Joined, Block):
+    """A Block with one product for queries, keys and values."""
+
+
+class JoinedMoeBlock(Joined, MoeBlock):
+    """A MoeBlock with one product for queries, keys and values."""
+
+
 def _normal(rngs: nnx.Rngs, shape: tuple, fan_in: int, axes: tuple) -> nnx.Param:
     return nnx.Param(jax.random.normal(rngs.params(), shape) * fan_in**-0.5, axes=axes)
 
@@ -364,15 +410,19 @@ def _rotate(x_bthk: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
-BLOCKS = {True: MoeBlock, False: Block}
+# By whether a layer has experts, and whether its queries, keys and values are one product.
+BLOCKS: dict[tuple[bool, bool], type[Block]] = {
+    (False, False): Block, (True, False): MoeBlock, (False, True): JoinedBlock, (True, True): JoinedMoeBlock,
+}
 ACTIVATE: dict[str, Callable] = {
     "silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
 }
 
 
-def _blocks(config: ModelConfig) -> dict[str, type[Block]]:
+def _blocks(config: ModelConfig, is_joined: bool = False) -> dict[str, type[Block]]:
     """Returns the kind of layer in each stack of the parameters."""
-    return {name: BLOCKS[config.moe is not None and name == "layers"] for name in config.stacks}
+    has_experts = lambda stack: config.moe is not None and stack == "layers"
+    return {name: BLOCKS[has_experts(name), is_joined] for name in config.stacks}
 
 
 @functools.cache
@@ -421,9 +471,27 @@ def cast(params: Params, dtype: str) -> Params:
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
-def logical_axes(config: ModelConfig) -> Params:
-    """Returns the tree of parameters with a tuple of logical axis names for each."""
-    tree, blocks = dict(_graph(Embedding, config)[2]), _blocks(config)
+def joined(layer: Params, config: ModelConfig) -> Params:
+    """Returns a layer, or stacked ones, with q, k and v as one matrix "qkv" for one product.
+
+    The columns of a key/value head stand together: of its queries, its key and its value. So a shard of
+    the heads has the same ones as before. Biases are [..., N, J, K], one row for each of these.
+    """
+    def by_head(*parts):
+        rows = [x.reshape(*x.shape[:-1], config.num_kv_heads, -1, config.head_dim) for x in parts]
+        return jnp.concatenate(rows, axis=-2)
+
+    layer = dict(layer)
+    flat = lambda *parts: by_head(*parts).reshape(*parts[0].shape[:-1], -1)
+    layer["qkv"] = jax.tree.map(flat, *(layer.pop(name) for name in QKV))
+    if config.qkv_bias:
+        layer["qkv_bias"] = by_head(*(layer.pop(f"{name}_bias") for name in QKV))
+    return layer
+
+
+def logical_axes(config: ModelConfig, is_joined: bool = False) -> Params:
+    """Returns the tree of parameters, or of `joined` ones, with a tuple of logical axis names for each."""
+    tree, blocks = dict(_graph(Embedding, config)[2]), _blocks(config, is_joined)
     for name in config.stacks:
         axes = _graph(blocks[name], config)[2]
         tree[name] = {leaf: ("layers", *of_leaf) for leaf, of_leaf in axes.items()}
@@ -490,7 +558,8 @@ def hidden(
     Args:
       tokens_bt, positions_bt: [B,T] int32; positions are absolute.
       attend: (q, k, v, layer_cache, window, sinks [H]) -> ([B,T,H,K], carried) for one layer, whose
-        window is an `attention.Window`; window and sinks are None in models without.
+        window is an `attention.Window`; window and sinks are None in models without. In `joined` layers
+        also an `attention.Unrotated`, for kernels that rotate queries and keys themselves.
       cache: a tuple with the cache of every unrolled layer. Scanned layers carry one cache from
         layer to layer: `layer_cache` is (cache, index of the layer), `carried` the next cache.
       seed_b: [B] uint32 of the noise on the input of the layers, where the parameters have
@@ -541,7 +610,7 @@ def _layer(
         if noise is not None:
             log_std, index = noise
             x_btd = _perturbed(program, x_btd, log_std, index, seed_b)
-        graphdef = _graph(BLOCKS["router" in layer_params], config)[0]
+        graphdef = _graph(BLOCKS["router" in layer_params, "qkv" in layer_params], config)[0]
         block = nnx.merge(graphdef, quant.masters(layer_params, program.quantization))
         replayed = None if ids_btk is None else moe.Replay(ids_btk, replay.is_given)
         rotation, window = of_full, None
@@ -550,7 +619,7 @@ def _layer(
         if of_sliding is not None:
             select = lambda sliding, full: jnp.where(is_sliding, sliding, full)
             rotation = jax.tree.map(select, of_sliding, of_full)
-        of_layer = lambda q, k, v, sinks_h: attend(q, k, v, layer_cache, window, sinks_h)
+        of_layer = lambda sinks_h, q, k, v, *rows: attend(q, k, v, layer_cache, window, sinks_h, *rows)
         return block(x_btd, config, program, rotation, of_layer, replayed, asked, is_token_bt)
 
     if program.remat != "none":
@@ -712,7 +781,7 @@ def _row_attention(program, segment_ids_bt, unseen_bt, num_layers: int = 1) -> C
     """Returns the `attend` of `hidden` for whole rows. `unseen_bt` may have groups of consecutive layers
     [B,T,G]; the cache of a layer is then ((), its number)."""
 
-    def attend(q, k, v, cache, window, sinks_h):
+    def attend(q, k, v, cache, window, sinks_h, unrotated=None):
         if program.kv_dtype is not None:
             k, v = (quant.stored(x, program.kv_dtype) for x in (k, v))
         own_bt = unseen_bt

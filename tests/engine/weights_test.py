@@ -13,7 +13,7 @@ from jaxrl_tis import sharding
 from jaxrl_tis.aot import hlo
 from jaxrl_tis.engine.config import EngineConfig
 from jaxrl_tis.engine.engine import Engine
-from jaxrl_tis.models import placement, transformer, transforms
+from jaxrl_tis.models import lora, placement, transformer, transforms
 from jaxrl_tis.models.config import ModelConfig, RopeConfig
 
 pytestmark = [
@@ -130,6 +130,40 @@ def test_served_parameters_outlive_the_learners_on_the_same_and_on_fewer_devices
     jax.tree.map(lambda x: x.delete(), params)
     equal(found, expected)
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(found)} == {math.prod(shape)}
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("quantization", ["none", "w8a8"])
+def test_queries_keys_and_values_are_joined_where_they_are_served(quantization):
+    """A device has the columns of its own heads: those that the parts have there."""
+    fields = dict(quantization=quantization, dtype="bfloat16", unroll=False)
+    params = learner_params((1, 8, 1))
+    parts = engine((4, 1, 2), **fields).load(params)
+    found = engine((4, 1, 2), joins_qkv=True, **fields).load(params)
+
+    def own(x):
+        shards = {s.device: np.asarray(s.data) for s in x.addressable_shards}
+        return {d: data.reshape(*data.shape[:-1], 4, -1) for d, data in shards.items()}
+
+    for whole, *three in zip(*map(jax.tree.leaves, (
+        found["layers"]["qkv"], *map(parts["layers"].get, "qkv")
+    )), strict=True):
+        for device, data in own(whole).items():
+            expected = np.concatenate([own(x)[device] for x in three], axis=-1)
+            np.testing.assert_array_equal(data, expected)
+    rest = lambda p: {n: x for n, x in p.items() if n != "layers"}
+    equal(rest(found), rest(parts))
+
+
+def test_formats_that_differ_and_factors_are_not_joined():
+    differs = EngineConfig(slots=2, max_length=16, joins_qkv=True, quantization="w8a8", unquantized=("v",))
+    assert not differs.is_joined and dataclasses.replace(differs, unquantized=("o",)).is_joined
+    assert not dataclasses.replace(differs, quantization="none", numerics="invariant").is_joined
+    adapter = lora.Adapter.of(lora.lora(rank=2), CONFIG, transformer.abstract_params(CONFIG))
+    shapes = transformer.abstract_params(CONFIG)
+    adapted = adapter.join(shapes, adapter.abstract(shapes))
+    with pytest.raises(ValueError, match="joins_qkv is set"):
+        Engine(CONFIG, EngineConfig(slots=2, max_length=16, joins_qkv=True)).load(adapted)
 
 
 @pytest.mark.all

@@ -13,7 +13,7 @@ from jax.experimental.pallas.ops.tpu import paged_attention, ragged_paged_attent
 
 from jaxrl_tis.engine import cache
 from jaxrl_tis.kernels import decode_attention
-from jaxrl_tis.models import attention
+from jaxrl_tis.models import attention, transformer
 from tests import jitted, races
 
 pytestmark = [pytest.mark.compiles, pytest.mark.by_jax("Pallas lowers the kernels")]
@@ -75,14 +75,19 @@ class Case:
 
     def part(
         self, index=INDEX, page=PAGE, table=TABLE, layer=LAYER, pages=2, cores=1, first=None, has=None,
-        sinks=None,
+        sinks=None, rotation=None,
     ):
-        """What `run` returns, and the log of the softmax's sum with `has`."""
+        """What `run` returns, and the log of the softmax's sum with `has`. With a rotation the case's
+        queries and key are those before it."""
         slots = len(self.q)
+        is_written = np.minimum(page[:slots], 1)
+        rows, new = self.q, self.new.kv.reshape(slots, HEADS, 2, -1)
+        if rotation is not None:
+            rows, new = jnp.concatenate([rows, new], axis=2), None
         with races.none():
             out, kv, scale, log_total = jax.block_until_ready(kernel(
-                self.q, self.new.kv, self.new.scale, self.pool.kv, self.pool.scale,
-                jnp.int32(layer), index[:slots], page[:slots], table[:slots], first, has, sinks,
+                rows, new, self.new.scale, self.pool.kv, self.pool.scale, jnp.int32(layer),
+                index[:slots], is_written, table[:slots], first, has, sinks, rotation,
                 block_bytes=pages * self.pool.kv[0, 0].nbytes, cores=cores,
             ))
         return out, cache.StackedKV(kv, scale), log_total
@@ -207,6 +212,31 @@ def test_a_window_hides_the_positions_before_it(dtype, pages, window):
     assert (np.abs(whole - found).max(axis=(1, 2, 3)) > 0.05).tolist() == (first > 0).tolist()
     wide = lambda x: np.asarray(x, np.float32)
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(wide(x), wide(y)), pool, whole_pool)
+
+
+@pytest.mark.cases("bfloat16-32")
+@pytest.mark.parametrize("dtype, rotated", [("bfloat16", 32), ("float32", 32), ("float32", 12)])
+def test_queries_and_keys_are_rotated(dtype, rotated):
+    """As the model rotates them, and no value."""
+    case = Case.of(dtype, 64)
+    angles = INDEX[:, None, None] * 10.0 ** -np.linspace(0, 4, rotated)
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    out, pool = case.run(rotation=(cos, sin))
+
+    @jitted.function
+    def turned(q, kv):
+        rotate = lambda x: transformer._rotate(x[:, None], cos[:, None], sin[:, None])[:, 0]
+        key = rotate(kv[..., :64])
+        return rotate(q.reshape(SLOTS, -1, 64)).reshape(q.shape), jnp.concatenate([key, kv[..., 64:]], axis=-1)
+
+    before = case.q
+    case.q, kv = turned(case.q, case.new.kv)
+    case.new = cache.StackedKV(kv, None)
+    assert np.abs(np.asarray(case.q - before, np.float32)[4:6]).max(axis=(1, 2, 3)).min() > 0.5
+    want, want_pool = case.run()
+    np.testing.assert_allclose(out, want, **TOLERANCE[dtype])
+    wide = lambda x: np.asarray(x, np.float32)
+    np.testing.assert_allclose(wide(pool.kv), wide(want_pool.kv), rtol=2**-7, atol=1e-6)
 
 
 @pytest.mark.all

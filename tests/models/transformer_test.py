@@ -163,6 +163,21 @@ def test_unrolled_layers_equal_scanned_ones(name):
     np.testing.assert_allclose(logits(unstacked, CONFIGS[name], TOKENS), scanned, atol=1e-5)
 
 
+@pytest.mark.cases("qwen2")
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "experts"])
+def test_one_product_for_queries_keys_and_values_changes_nothing(name):
+    config = mixed((1, 3)) if name == "experts" else CONFIGS[name]
+    params = transformer.init(config, jax.random.key(0)) if name == "experts" else params_of(name)
+    join = lambda params: params | {s: transformer.joined(params[s], config) for s in config.stacks}
+    shapes = jax.eval_shape(join, params)
+    for stack in config.stacks:
+        assert not {*transformer.QKV} & set(shapes[stack])
+        axes = transformer.logical_axes(config, is_joined=True)[stack]
+        assert {n: len(x) for n, x in axes.items()} == {n: x.ndim for n, x in shapes[stack].items()}
+    found = jax.jit(lambda params: transformer.logits(join(params), config, TOKENS))(params)
+    np.testing.assert_allclose(found, logits(params, config, TOKENS), rtol=2e-5, atol=2e-5)
+
+
 def test_layers_share_the_cosines_of_a_rotation():
     forward = jax.jit(transformer.logits, static_argnames="config")
     params = transformer.unstack(params_of("llama"), CONFIG)

@@ -111,6 +111,8 @@ MUTANTS = [
          "return numbers(codes >> 4), numbers(codes & 15)",
          "test_numbers_of_a_file_are_kept_by_a_cast_to_bfloat16_and_by_quantization")),
     *of("kernels/decode_attention.py",
+        ("values are rotated", "turned[:, -1:], rows_njk[:, -1:]", "turned[:, -1:], turned[:, -1:]",
+         "test_queries_and_keys_are_rotated"),
         ("the kernel has no sinks", "jnp.ones_like(sum_ref) if has_sinks else", "jnp.zeros_like(sum_ref) if has_sinks else",
          "test_a_window_hides_the_positions_before_it"),
         ("a token does not see itself", "accumulate(last, buffer, within + 1)",
