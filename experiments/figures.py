@@ -18,7 +18,8 @@ import numpy as np
 from configs import fig_lora, fig_lora_smollm2
 from experiments import (
     budget, causes, contexts, drafter, engines, fusion, lora, parallelism, parts, predictor, records,
-    referee, referee_factors, reuse, router_noise, router_noise_trained, threshold, turns,
+    referee, referee_factors, reuse, router_noise, router_noise_trained, routing_penalty, threshold,
+    turns,
 )
 from experiments.parts import (
     ARM, SEEDS, Arms, Figure, Interval, Picture, compared, curves, gain, interval, mean_of,
@@ -339,7 +340,8 @@ STORED = {  # read runs of others
 }
 COMPUTED = {
     "parallelism": parallelism.FIGURE, "budget": budget.FIGURE, "router_noise": router_noise.FIGURE,
-    "router_noise_trained": router_noise_trained.FIGURE, "turns": turns.FIGURE,
+    "router_noise_trained": router_noise_trained.FIGURE, "routing_penalty": routing_penalty.FIGURE,
+    "turns": turns.FIGURE,
 }
 FIGURES = TRAINED | COMPUTED | STORED
 
