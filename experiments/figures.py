@@ -17,7 +17,7 @@ import numpy as np
 
 from configs import fig_lora, fig_lora_smollm2
 from experiments import (
-    budget, causes, contexts, drafter, engines, fusion, lora, parallelism, parts, predictor, records,
+    budget, causes, contexts, drafter, engines, fusion, length_sweep, lora, parallelism, parts, predictor, records,
     referee, referee_factors, reuse, router_noise, router_noise_trained, routing_penalty, threshold,
     turns,
 )
@@ -339,6 +339,7 @@ STORED = {  # read runs of others
     "referee_factors": referee_factors.FIGURE,
 }
 COMPUTED = {
+    "length_sweep": length_sweep.FIGURE,
     "parallelism": parallelism.FIGURE, "budget": budget.FIGURE, "router_noise": router_noise.FIGURE,
     "router_noise_trained": router_noise_trained.FIGURE, "routing_penalty": routing_penalty.FIGURE,
     "turns": turns.FIGURE,
