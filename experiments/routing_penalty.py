@@ -91,7 +91,7 @@ def chunk(params, sampler, size: Size, key: jax.Array, baseline_t: jax.Array) ->
 
     logp_nt, pull, ids = jax.vjp(logp, params, has_aux=True)
     log_ratio_nt = logp_nt - behav_nt
-    factors = coefficients(log_ratio_nt, rewards(tokens_nt) - baseline_t) / CHUNK
+    factors = coefficients(log_ratio_nt, rewards(tokens_nt) - baseline_t[None]) / CHUNK
     flat = lambda tree: jnp.concatenate([x.ravel() for x in jax.tree.leaves(tree)])
     bias, true = (flat(pull(factor_nt)) for factor_nt in factors)
     shared = jnp.sum(ids[..., None] == behav_ids[..., None, :], axis=(-1, -2))
@@ -156,7 +156,7 @@ def exponents(lines: Sequence[Mapping[str, float]], is_relative: bool) -> dict[s
     """Fits log bias = c + a log T + b log(K delta) to the root mean squares over seeds, where routers have noise;
     "T" and "K delta" are a and b with 95 % intervals of a bootstrap over seeds. "K" and "delta" are of a second fit
     with both apart, "routers / head" is the bias of router noise alone in units of that of head noise. Squares are
-    divided by KL over its target. A mean square that is not positive is left out.
+    divided by KL over its target. A cell is left out whose mean square is not positive, or without a flip.
 
     Args:
       is_relative: of the bias in units of the norm of the gradient.
@@ -170,7 +170,7 @@ def exponents(lines: Sequence[Mapping[str, float]], is_relative: bool) -> dict[s
         square = square / true[draws].mean(axis=(1, 4))[..., None]
     with np.errstate(invalid="ignore", divide="ignore"):
         log_bias = np.log(square) / 2
-    log_flips = np.log(flips[draws].mean(axis=1)[..., 1:])
+        log_flips = np.log(flips[draws].mean(axis=1)[..., 1:])
     log_t, log_k = (
         np.broadcast_to(np.log(x), log_flips.shape[1:]).ravel()
         for x in (np.array(LENGTHS)[:, None, None], np.array(EXPERTS)[None, :, None])
@@ -179,7 +179,7 @@ def exponents(lines: Sequence[Mapping[str, float]], is_relative: bool) -> dict[s
     for values, flip in zip(log_bias[..., 1:], log_flips, strict=True):
         y, x = values.ravel(), flip.ravel()
         own = np.column_stack([np.ones_like(x), log_t, x]), np.column_stack([np.ones_like(x), log_t, log_k, x - log_k])
-        has = np.isfinite(y)
+        has = np.isfinite(y) & np.isfinite(x)
         together, apart = (np.linalg.lstsq(d[has], y[has], rcond=None)[0] for d in own)
         for name, value in zip(fits, (together[1], together[2], apart[2], apart[3]), strict=True):
             fits[name].append(value)

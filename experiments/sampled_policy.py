@@ -19,7 +19,7 @@ def _token(params, size: Size, sums_lnd, last_n, place):
       sums_lnd: per layer, sum of the normed inputs of all tokens before.
       last_n: last token of each response; place: number of tokens before.
     """
-    experts_e = jnp.arange(size.moe.num_experts)
+    experts_e = jnp.arange(size.moe.num_experts).reshape(1, 1, -1)
 
     def layer(x_nd, inputs):
         w, sums_nd = inputs
@@ -32,7 +32,7 @@ def _token(params, size: Size, sums_lnd, last_n, place):
         inner_nef = jax.nn.silu(into("gate")) * into("up") * gates_ne[..., None]
         return x_nd + jnp.einsum("nef,efd->nd", inner_nef, w["expert_down"]), (sums_nd, ids_nk)
 
-    x_nd = params["embed"][last_n] + params["position"][place]
+    x_nd = params["embed"][last_n] + params["position"][place][None]
     layers = {name: params[name] for name in LAYER}
     x_nd, (sums_lnd, ids_lnk) = jax.lax.scan(layer, x_nd, (layers, sums_lnd))
     return jax.nn.log_softmax(expert_policy.normed(x_nd) @ params["head"]), ids_lnk, sums_lnd
