@@ -70,7 +70,8 @@ def trained(seed: int) -> tuple[Any, Any]:
     def update(params, state, key):
         tokens_nt, *_ = sampled(params, size, key, RESPONSES)
         reward_nt = jnp.pad(right(tokens_nt, size.vocab), ((0, 0), (1, 0))) - 0.0
-        adv_nt = jnp.cumsum((reward_nt - reward_nt.mean(axis=0, keepdims=True))[:, ::-1], axis=1)[:, ::-1] / size.horizon
+        reward_nt = (reward_nt - reward_nt.mean(axis=0, keepdims=True)) / size.horizon
+        adv_nt = jnp.cumsum(reward_nt[:, ::-1], axis=1)[:, ::-1]
 
         def loss(params):
             logp_ntv, _ = scored(params, size, tokens_nt)
