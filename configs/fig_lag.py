@@ -12,14 +12,14 @@ from configs.fig_referee import LENGTHS
 from jaxrl_tis.sweep import Arm
 
 LAGS = (1, 10, 50, 100, 200, 400, 800)
-OBJECTIVES = {
+OBJECTIVES: dict[str, Arm] = {
     "OAPL": {
         "correction.objective": "oapl(oapl_beta=0.1)", "correction.advantage": "oapl(oapl_beta_value=0.1)",
         "correction.aggregation": "seq-mean-token-mean",
     },
     "KL": {"correction.objective": "reinforce", "correction.centre": "behav", "correction.sampler_kl_coeff": 0.1},
 }
-FAMILIES = {"sums": {}, "lists": LENGTHS["long"]}
+FAMILIES: dict[str, Arm] = {"sums": {}, "lists": LENGTHS["long"]}
 
 
 def get_config():
@@ -27,6 +27,7 @@ def get_config():
     c.steps = c.checkpoint.every = 1600
     c.train.minibatches = 1
     c.eval.every = 100
+    c.metrics.diagnostics_every = 8
     return c
 
 

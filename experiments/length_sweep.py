@@ -54,7 +54,7 @@ def size_of(length: int) -> Size:
     return Size(MoeConfig(num_experts=2, top_k=2, expert_dim=16), vocab=8, horizon=length)
 
 
-def right(tokens_nt: jax.Array, vocab: int) -> jax.Array:
+def right(tokens_nt: Any, vocab: int) -> jax.Array:
     """Returns for each token after the first whether it follows the previous one, [N,T-1]."""
     return tokens_nt[:, 1:] == (tokens_nt[:, :-1] + 1) % vocab
 
@@ -230,9 +230,9 @@ def table(lines: Sequence[Mapping[str, Any]]) -> str:
                 answer, extreme, middle = verdict(found)
                 answers[reward, batch, length] = answer
                 gap, half = difference(found[middle], found[extreme])
-                mean = lambda w, found=found: f"{found[w][:, 0].mean():.2f}"
-                shown = [f"{extreme} {mean(extreme)}", f"{middle} {mean(middle)}", f"{gap:+.3f} ± {half:.3f}"]
-                cells.append([reward, str(batch), str(length), answer, *shown, mean("none")])
+                log_p = lambda w, found=found: f"{found[w][:, 0].mean():.2f}"
+                shown = [f"{extreme} {log_p(extreme)}", f"{middle} {log_p(middle)}", f"{gap:+.3f} ± {half:.3f}"]
+                cells.append([reward, str(batch), str(length), answer, *shown, log_p("none")])
     long = [answer for (*_, length), answer in answers.items() if length >= LONG]
     counts = ", ".join(f"{name} {long.count(name)}" for name in ("intermediate", "extreme", "open"))
     header = [

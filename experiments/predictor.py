@@ -131,28 +131,34 @@ def predictions(runs: Mapping[str, Sequence[Run]]) -> Predictions:
             kinds += [found[1]] if found else []
             arm = arms.setdefault((figure, run.arm), len(arms))
             for last in range(min(begin, length - LEAST - 1)):
-                x = [signal(run, name, last) for name in (*SIGNALS, CONTROL)]
-                is_whole = last + horizon + recovery < length
-                is_before = found is not None and begin <= last + horizon
-                lines.append((x, number, arm, run.seed, is_before, is_whole))
+                signals = [signal(run, name, last) for name in (*SIGNALS, CONTROL)]
+                has_all = last + horizon + recovery < length
+                is_near = found is not None and begin <= last + horizon
+                lines.append((signals, number, arm, run.seed, is_near, has_all))
             number += 1
-    x, run, arm, seed, is_before, is_whole = (np.array(column) for column in zip(*lines, strict=True))
-    return Predictions(x, run, arm, seed, is_before, is_whole, kinds, number)
+    x, of_run, of_arm, seed, is_before, is_whole = (np.array(column) for column in zip(*lines, strict=True))
+    return Predictions(x, of_run, of_arm, seed, is_before, is_whole, kinds, number)
 
 
-def auroc(score: np.ndarray, happened: np.ndarray, count: np.ndarray | None = None) -> float:
-    """Returns the AUROC of a score: the share of pairs (happened, not happened) with the higher score where it
-    happened. Ties count one half; NaN without a pair.
+def auroc(
+    score: np.ndarray, happened: np.ndarray, group: np.ndarray, counts: Sequence[np.ndarray]
+) -> np.ndarray:
+    """Returns AUROCs of a score: the share of pairs (happened, not happened) of one group with the higher score where
+    it happened. Ties count one half; NaN without a pair.
 
     Args:
-      count: how often each score counts; None is once.
+      group: scores of different groups are of different regressions, and are not compared.
+      counts: for each AUROC, how often each score counts.
     """
-    count = np.ones(len(score)) if count is None else count
-    _, place = np.unique(score, return_inverse=True)
-    positive, negative = (np.bincount(place, count * is_in) for is_in in (happened, ~happened))
-    below = np.cumsum(negative) - negative / 2
-    pairs = positive.sum() * negative.sum()
-    return float(positive @ below / pairs) if pairs else math.nan
+    wins, pairs = np.zeros(len(counts)), np.zeros(len(counts))
+    for own in np.unique(group):
+        is_in = group == own
+        _, place = np.unique(score[is_in], return_inverse=True)
+        for i, count in enumerate(counts):
+            positive, negative = (np.bincount(place, count[is_in] * kind[is_in]) for kind in (happened, ~happened))
+            wins[i] += positive @ (np.cumsum(negative) - negative / 2)
+            pairs[i] += positive.sum() * negative.sum()
+    return np.divide(wins, pairs, out=np.full(len(counts), math.nan), where=pairs > 0)
 
 
 def fitted(x: np.ndarray, happened: np.ndarray) -> Callable[[np.ndarray], np.ndarray]:
@@ -184,30 +190,30 @@ def squares(x: np.ndarray) -> np.ndarray:
     return np.column_stack([z, z[:, one] * z[:, other]])
 
 
+def folds(data: Predictions, split: str) -> np.ndarray:
+    """Returns the fold [N] of each prediction that is made by a regression on the others; -1 for none."""
+    return data.arm % FOLDS if split == "arms" else np.where(np.isin(data.seed, TRAINED), -1, 0)
+
+
 def scores(x: np.ndarray, data: Predictions, chosen: np.ndarray, split: str) -> np.ndarray:
     """Returns the log-odds [N] of `chosen` predictions by regressions on other arms or seeds; NaN where none
     predicts."""
-    if split == "seeds":
-        folds = [~np.isin(data.seed, TRAINED)]
-    else:
-        folds = [data.arm % FOLDS == fold for fold in range(FOLDS)]
-    score = np.full(len(x), math.nan)
-    for is_predicted in folds:
-        seen = chosen & ~is_predicted
-        score[chosen & is_predicted] = fitted(x[seen], data.is_before[seen])(x[chosen & is_predicted])
+    fold, score = folds(data, split), np.full(len(x), math.nan)
+    for own in sorted({*fold} - {-1}):
+        seen, unseen = chosen & (fold != own), chosen & (fold == own)
+        score[unseen] = fitted(x[seen], data.is_before[seen])(x[unseen])
     return score
 
 
-def drawn(score: np.ndarray, data: Predictions) -> np.ndarray:
+def drawn(score: np.ndarray, data: Predictions, split: str) -> np.ndarray:
     """Returns the AUROC followed by RESAMPLES bootstrap values over runs, resampled alike for every score."""
     has = np.isfinite(score)
     _, run = np.unique(data.run[has], return_inverse=True)
     rng, num_runs = np.random.default_rng(0), run.max() + 1
-    values = [auroc(score[has], data.is_before[has])]
+    counts: list[np.ndarray] = [np.ones(len(run))]
     for _ in range(RESAMPLES):
-        count = np.bincount(rng.integers(num_runs, size=num_runs), minlength=num_runs)
-        values.append(auroc(score[has], data.is_before[has], count[run]))
-    return np.array(values)
+        counts.append(np.bincount(rng.integers(num_runs, size=num_runs), minlength=num_runs)[run])
+    return auroc(score[has], data.is_before[has], folds(data, split)[has], counts)
 
 
 SETS = {
@@ -232,7 +238,7 @@ def judged(data: Predictions) -> Found:
     for span in SPANS:
         for split in SPLITS:
             by_label = {x: scores(of_set(data, x), data, data.of(span), split) for x in SETS}
-            areas[span, split] = {label: drawn(score, data) for label, score in by_label.items()}
+            areas[span, split] = {label: drawn(x, data, split) for label, x in by_label.items()}
             if split == "arms":
                 score = by_label[better(areas[span, split])]
                 top = score >= np.nanquantile(score, 0.9)
@@ -254,7 +260,7 @@ def verdict(by_label: Mapping[str, np.ndarray]) -> str:
     reach = "reached" if low >= LEVEL else "missed" if high < LEVEL else "undecided"
     more = "yes" if added[1] > ADDED else "no" if added[2] < ADDED else "undecided"
     area = parts.interval(parts.bootstrap(by_label[four]), ".3f")
-    return f"{LEVEL:.2f} {reach}: {area}; other signals add more than {ADDED}: {more}, {parts.interval(added)}"
+    return f"{LEVEL:.2f} {reach}, {area}. Other signals add more than {ADDED}: {more}, {parts.interval(added)}"
 
 
 def table(found: Found) -> str:

@@ -194,7 +194,7 @@ def verdict(law: Mapping[str, parts.Interval]) -> str:
     growth = "sublinear" if law["K delta"][2] < 1 else "superlinear" if law["K delta"][1] > 1 else "not decided"
     alone = "the KL alone predicts it" if contains("routers / head") else "the KL alone does not"
     a, b, ratio = (parts.interval(law[name], ".2f") for name in ("T", "K delta", "routers / head"))
-    return f"T K delta: {holds}; T^{a}, (K delta)^{b} ({growth}); routers / head {ratio} ({alone})"
+    return f"T K delta: {holds}. T^{a}, (K delta)^{b} ({growth}), routers / head {ratio} ({alone})"
 
 
 def table(lines: Sequence[Mapping[str, float]]) -> str:

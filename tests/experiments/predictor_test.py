@@ -16,11 +16,12 @@ def _few_resamples(monkeypatch):
 
 def test_an_area_is_the_share_of_ordered_pairs():
     """Pairs (0.9, 0.1), (0.9, 0.5), (0.5, 0.1) are ordered, (0.5, 0.5) is a tie: 3.5 of 4. If 0.9 counts twice,
-    5.5 of 6."""
+    5.5 of 6. Of the pairs within (0.1, 0.9) and (0.5, 0.5) 1.5 of 2."""
     score, happened = np.array([0.1, 0.5, 0.5, 0.9]), np.array([False, False, True, True])
-    assert predictor.auroc(score, happened) == 3.5 / 4
-    assert predictor.auroc(score, happened, np.array([1, 1, 1, 2])) == 5.5 / 6
-    assert np.isnan(predictor.auroc(score, np.ones(4, bool)))
+    of = lambda group, *counts: predictor.auroc(score, happened, np.array(group), [*map(np.array, counts)]).tolist()
+    assert of([0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 2]) == [3.5 / 4, 5.5 / 6]
+    assert of([0, 1, 1, 0], [1, 1, 1, 1]) == [1.5 / 2]
+    assert np.isnan(of([0, 0, 0, 0], [0, 0, 1, 1]))
 
 
 def of(reward, **series):
@@ -45,7 +46,7 @@ def test_a_spike_is_followed_by_less_reward():
     assert predictor.collapse(of(less, actor__grad_norm=[*norm[:3], 9.0, *norm[4:]]), 6) is None
 
 
-def test_signals_of_a_window():
+def test_signals_are_on_a_logarithmic_scale_where_they_span_decades():
     """asinh(x / 1e-6) is log(2 x / 1e-6) far from 0, and keeps the sign. Values 0 to 11, windows of five."""
     run = of(np.linspace(1.0, 0.45, 12), mismatch__ess_seq=np.arange(12.0), rollout_corr__chi2_token=np.arange(12.0))
     assert predictor.signal(run, "mismatch/ess_seq", 7) == 5.0
@@ -86,7 +87,7 @@ def test_a_signal_that_tells_is_found_on_held_out_seeds():
     data = predictor.predictions({"rescue": RUNS})
     everything = np.ones(len(data.x), bool)
     of = lambda label: predictor.scores(predictor.of_set(data, label), data, everything, "seeds")
-    area = lambda label: predictor.drawn(of(label), data)
+    area = lambda label: predictor.drawn(of(label), data, "seeds")
     found = area("the four")
     assert 0.9 < parts.bootstrap(found)[1] < found[0] <= 1.0
     assert set(area("response_length/mean")) == {0.5}  # the same in every run, and in every draw
@@ -95,7 +96,7 @@ def test_a_signal_that_tells_is_found_on_held_out_seeds():
     assert np.isfinite(predictor.scores(data.x[:, :1], data, everything, "arms")).all()
 
 
-def test_a_signal_that_is_missing_counts_as_the_mean():
+def test_a_signal_that_a_run_lacks_counts_as_the_mean():
     x = np.array([[0.0], [2.0], [np.nan]])
     score = predictor.fitted(x, np.array([False, True, True]))
     assert score(np.array([[np.nan]])) == pytest.approx(score(np.array([[1.0]])))
