@@ -130,11 +130,11 @@ def forward(
 
     def layer(x_pd, inputs):
         w, replayed_pk, selector_de = inputs
-        x_pd = x_pd + attention_pp @ _normed(x_pd) @ w["mix"]
-        h_pd = _normed(x_pd)
+        x_pd = x_pd + attention_pp @ normed(x_pd) @ w["mix"]
+        h_pd = normed(x_pd)
         if selector_de is not None:
             replayed_pk = moe.choose(moe.scores(h_pd @ selector_de, size.moe), None, size.moe)
-        ids_pk, gates_pk = _route(h_pd @ w["router"], size, replayed_pk)
+        ids_pk, gates_pk = route(h_pd @ w["router"], size, replayed_pk)
         gates_pe = jnp.sum(gates_pk[..., None] * (ids_pk[..., None] == experts_e), axis=1)
         into = lambda name: jnp.einsum("pd,edf->pef", h_pd, w[f"expert_{name}"])
         inner_pef = jax.nn.silu(into("gate")) * into("up") * gates_pe[..., None]
@@ -143,10 +143,10 @@ def forward(
     x_pd = params["embed"][last_p] + params["position"][depth_p]
     layers = {name: params[name] for name in LAYER}
     x_pd, routes_lpk = jax.lax.scan(layer, x_pd, (layers, ids_lpk, selector_lde))
-    return _normed(x_pd) @ params["head"], routes_lpk
+    return normed(x_pd) @ params["head"], routes_lpk
 
 
-def _route(logits_pe, size: Size, replayed_pk):
+def route(logits_pe, size: Size, replayed_pk):
     """Returns (ids [P,k], gates [P,k]) of `moe.route`, of one row whose tokens are the prefixes."""
     replay = None
     if replayed_pk is not None:
@@ -155,7 +155,7 @@ def _route(logits_pe, size: Size, replayed_pk):
     return ids[0], gates[0]
 
 
-def _normed(x_pd):
+def normed(x_pd):
     return x_pd / jnp.sqrt(jnp.mean(x_pd**2, axis=-1, keepdims=True) + 1e-6)
 
 

@@ -17,8 +17,9 @@ import numpy as np
 
 from configs import fig_lora, fig_lora_smollm2
 from experiments import (
-    budget, causes, contexts, drafter, engines, fusion, lora, parallelism, parts, predictor, records,
-    referee, referee_factors, reuse, router_noise, router_noise_trained, threshold, turns,
+    budget, causes, contexts, drafter, engines, fusion, lag_law, length_sweep, lora, mismatch,
+    parallelism, parts, predictor, records, referee, referee_factors, reuse, router_noise,
+    router_noise_trained, routing_penalty, threshold, turns,
 )
 from experiments.parts import (
     ARM, SEEDS, Arms, Figure, Interval, Picture, compared, curves, gain, interval, mean_of,
@@ -325,6 +326,16 @@ ROUTING = Figure(
 )
 
 
+LONG = Figure(
+    tables=(of_arms(
+        ARM, SEEDS, ("reward, first 80 steps", mean_of(lambda run: float(run.series["reward/mean"][:10].mean()))),
+        ("reward at the end", mean_of(reward)), ("gain in sampled accuracy", mean_of(gain, "+.3f")),
+        ("largest gradient norm", mean_of(lambda run: float(run.series["actor/grad_norm"].max()))),
+    ),),
+    seeds="2,3",
+)
+
+
 TRAINED = {
     "rescue": RESCUE,
     "critic": dataclasses.replace(RESCUE, pictures={"critic": RESCUE.pictures["rescue"]}),
@@ -332,14 +343,17 @@ TRAINED = {
     "routing": ROUTING, "fusion": fusion.FIGURE, "drafter": drafter.FIGURE, "replay": reuse.FIGURE,
     "lora": lora.figure("lora", fig_lora),
     "lora_smollm2": lora.figure("lora_smollm2", fig_lora_smollm2, lora.recorded_runs),
+    "long": LONG, "mismatch": mismatch.FIGURE, "lag": lag_law.FIGURE,
 }
 STORED = {  # read runs of others
     "contexts": contexts.FIGURE, "engines": engines.FIGURE, "predictor": predictor.FIGURE, "referee": referee.FIGURE,
     "referee_factors": referee_factors.FIGURE,
 }
 COMPUTED = {
+    "length_sweep": length_sweep.FIGURE,
     "parallelism": parallelism.FIGURE, "budget": budget.FIGURE, "router_noise": router_noise.FIGURE,
-    "router_noise_trained": router_noise_trained.FIGURE, "turns": turns.FIGURE,
+    "router_noise_trained": router_noise_trained.FIGURE, "routing_penalty": routing_penalty.FIGURE,
+    "turns": turns.FIGURE,
 }
 FIGURES = TRAINED | COMPUTED | STORED
 

@@ -3,8 +3,8 @@
 # without names. With --smoke no run is trained: the runs are listed, and the stored records are drawn.
 # Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
 # lora_smollm2 trains SmolLM2-135M for an hour or more, referee and referee_factors train 1,024 and 424 small runs
-# for some hours, and engines installs vLLM in .venv-vllm (3 GB) and trains with it; these four are not among
-# "all figures".
+# for some hours, mismatch and lag 5 and 20 hours, and engines installs vLLM in .venv-vllm (3 GB) and trains with it:
+# these six are not among "all figures".
 #
 # Examples:
 #   ./launch/figures.sh rescue
@@ -19,7 +19,7 @@ if [ "${!#}" = --smoke ]; then smoke=1 && set -- "${@:1:$#-1}"; fi
 listed=$("$PY" -m experiments.figures)  # lines: a name, and the seeds of its runs or "computed" or "stored"
 if [ $# -eq 0 ]; then
   # shellcheck disable=SC2046  # a word for each name
-  set -- $(awk '$1 !~ /^(lora_smollm2|engines|referee)/ { print $1 }' <<<"$listed") frontier
+  set -- $(awk '$1 !~ /^(lora_smollm2|engines|referee|mismatch|lag)/ { print $1 }' <<<"$listed") frontier
 fi
 
 referee() {  # its runs as $2 says, of the parts in the tuple $1; one process for each, on a core of its own
@@ -47,6 +47,7 @@ for name in "$@"; do
   if [ -n "$smoke" ]; then
     [[ "$seeds" != [0-9]* ]] || sweep --dry_run
     [ "$seeds" != computed ] || continue  # for minutes
+    [[ "$seeds" != [0-9]* ]] || [ -f "docs/experiments/$name.jsonl" ] || continue  # no run yet
   else
     case "$name" in lora_smollm2 | parallelism | engines) ./launch/smollm2.sh --fetch ;; esac
     case "$name" in

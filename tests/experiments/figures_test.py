@@ -15,8 +15,8 @@ from tests.experiments import made
 
 @pytest.mark.parametrize("names", [
     ("rescue", "critic", "staleness", "formats", "causes", "routing", "referee", "referee_factors", "engines",
-     "fusion", "contexts", "drafter", "replay"),
-    pytest.param(("threshold", "lora", "predictor"), marks=pytest.mark.all),
+     "fusion", "contexts", "drafter", "replay", "routing_penalty", "length_sweep"),
+    pytest.param(("threshold", "lora", "predictor", "long"), marks=pytest.mark.all),
 ])
 def test_the_stored_rows_give_the_stored_pages(names):
     folder = pathlib.Path(__file__).parents[2] / parts.FOLDER

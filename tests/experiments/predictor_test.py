@@ -1,4 +1,4 @@
-"""Areas under curves by hand, and regressions on runs whose outcome follows from a signal."""
+"""Collapses and areas under curves by hand, and regressions on runs whose outcome follows from a signal."""
 
 import dataclasses
 
@@ -11,59 +11,89 @@ from tests.experiments import made
 
 @pytest.fixture(autouse=True)
 def _few_resamples(monkeypatch):
-    monkeypatch.setattr(predictor, "RESAMPLES", 200)
+    monkeypatch.setattr(predictor, "RESAMPLES", 100)
 
 
 def test_an_area_is_the_share_of_ordered_pairs():
-    """Pairs (0.9, 0.1), (0.9, 0.5), (0.5, 0.1) are ordered, (0.5, 0.5) is a tie: 3.5 of 4."""
+    """Pairs (0.9, 0.1), (0.9, 0.5), (0.5, 0.1) are ordered, (0.5, 0.5) is a tie: 3.5 of 4. If 0.9 counts twice,
+    5.5 of 6. Of the pairs within (0.1, 0.9) and (0.5, 0.5) 1.5 of 2."""
     score, happened = np.array([0.1, 0.5, 0.5, 0.9]), np.array([False, False, True, True])
-    assert predictor.auroc(score, happened) == 3.5 / 4
-    assert np.isnan(predictor.auroc(score, np.ones(4, bool)))
+    of = lambda group, *counts: predictor.auroc(score, happened, np.array(group), [*map(np.array, counts)]).tolist()
+    assert of([0, 0, 0, 0], [1, 1, 1, 1], [1, 1, 1, 2]) == [3.5 / 4, 5.5 / 6]
+    assert of([0, 1, 1, 0], [1, 1, 1, 1]) == [1.5 / 2]
+    assert np.isnan(of([0, 0, 0, 0], [0, 0, 1, 1]))
 
 
-def run(seed, chi2, collapses):
-    reward = np.where(np.arange(12) < 6, 0.5, 0.2 if collapses else 0.5)
-    return made.run(
-        "a", seed, accuracy=(0.3, 0.4, *[0.1 if collapses else 0.4] * 3), reward__mean=reward,
-        rollout_corr__chi2_token=chi2,
-    )
+def of(reward, **series):
+    return made.run("a", 0, reward__mean=np.array(reward), **series)
 
 
-RUNS = [
-    run(seed, 10.0 ** (i - 3), i + seed % 2 >= 4) for seed in range(6) for i in range(8)
-]
+def test_a_drop_lasts():
+    """0.35 is 70 % of 0.5. The recovery after two blocks is too late, after one it is none."""
+    reward = [0.5, 0.4, 0.3, 0.3, 0.3, *[0.6] * 7]
+    assert predictor.collapse(of(reward), 2) == (2, "drop")
+    assert predictor.collapse(of(reward), 3) is None
+    assert predictor.collapse(of([0.5] * 9 + [0.3] * 3), 6) == (9, "drop")  # to the end, LEAST blocks on
+    assert predictor.collapse(of([0.5] * 10 + [0.3] * 2), 6) is None
+    assert predictor.collapse(of([0.0] * 12), 6) is None
 
 
-REWARD, ACCURACY = predictor.OUTCOMES
-
-
-def test_outcomes_and_when_they_begin():
-    bad, good = run(0, 1.0, True), run(0, 1.0, False)
-    for outcome in predictor.OUTCOMES:
-        assert outcome.happens(bad) and not outcome.happens(good) and np.isnan(outcome.falls_at(good))
-    assert REWARD.falls_at(bad) == 56  # the seventh block is the first of 0.2
-    # Evaluations at 0, 24, 48, ...: 0.3, 0.4, 0.1.
-    assert ACCURACY.falls_at(bad) == 48
-    # Worse than the best before, not than the best of all.
-    assert ACCURACY.falls_at(made.run("a", 0, accuracy=(0.3, 0.25, 0.5, 0.5, 0.3))) == 96
-    assert ACCURACY.falls_at(made.run("a", 0, accuracy=(0.4, 0.1, 0.4, 0.4, 0.4))) == 24
+def test_a_spike_is_followed_by_less_reward():
+    norm = [1.0, 1.0, 3.0, 11.0, *[1.0] * 8]  # the median before is 1
+    less = [0.5] * 4 + [0.44] * 8
+    assert predictor.collapse(of(less, actor__grad_norm=norm), 6) == (3, "spike")
+    assert predictor.collapse(of([0.5] * 4 + [0.46] * 8, actor__grad_norm=norm), 6) is None
+    assert predictor.collapse(of(less, actor__grad_norm=[*norm[:3], 9.0, *norm[4:]]), 6) is None
 
 
 def test_signals_are_on_a_logarithmic_scale_where_they_span_decades():
-    """asinh(x / 1e-6) is log(2 x / 1e-6) far from 0, and keeps the sign."""
-    of = lambda value: predictor.early(run(0, value, True), "rollout_corr/chi2_token")
-    assert of(100.0) == pytest.approx(np.log(2e8)) and of(-100.0) == -of(100.0) and of(0.0) == 0.0
-    assert of(np.inf) == pytest.approx(np.log(2e12))
-    assert np.isnan(predictor.early(made.run("a", 0, mismatch__ess_seq=np.nan), "mismatch/ess_seq"))
-    assert predictor.early(made.run("a", 0, mismatch__ess_seq=0.25), "mismatch/ess_seq") == 0.25
+    """asinh(x / 1e-6) is log(2 x / 1e-6) far from 0, and keeps the sign. Values 0 to 11, windows of five."""
+    run = of(np.linspace(1.0, 0.45, 12), mismatch__ess_seq=np.arange(12.0), rollout_corr__chi2_token=np.arange(12.0))
+    assert predictor.signal(run, "mismatch/ess_seq", 7) == 5.0
+    assert predictor.signal(run, "mismatch/ess_seq", 1) == 0.5
+    assert predictor.signal(run, "rollout_corr/chi2_token", 7) == pytest.approx(np.log(2 * 6.8e6))
+    assert predictor.signal(run, predictor.CONTROL, 11) == pytest.approx(0.55)
+    assert predictor.signal(of(1.0, actor__ppo_kl=-np.inf), "actor/ppo_kl", 3) == pytest.approx(-np.log(2e12))
+    assert np.isnan(predictor.signal(of(1.0, mismatch__ess_seq=np.nan), "mismatch/ess_seq", 3))
+
+
+def test_updates_of_a_step():
+    assert predictor.updates("rescue", "none") == 2 and predictor.updates("routing", "noise-r2-4") == 4
+    assert predictor.updates("causes", "reuse") == 8 and predictor.updates("causes", "none") == 2
+    assert predictor.blocks(200, 2) == 12 and predictor.blocks(100, 8) == 1 and predictor.blocks(100, 20) == 1
+
+
+def run(arm, seed, chi2, collapses, blocks=30):
+    reward = np.where(np.arange(blocks) < 8, 0.5, 0.2 if collapses else 0.5) + 1e-4 * seed + 1e-5 * arm
+    made_run = made.run(f"arm {arm}", seed)
+    series = {name: np.ones(blocks) for name in made_run.series}
+    return dataclasses.replace(
+        made_run, series=series | {"reward/mean": reward, "rollout_corr/chi2_token": np.full(blocks, chi2)}
+    )
+
+
+RUNS = [run(i, seed, 10.0 ** (i - 3), i + seed % 2 >= 4) for seed in range(6) for i in range(8)]
+
+
+def test_predictions_up_to_the_collapse():
+    """A collapse at block 8: 8 predictions, all within 12 blocks. 11 of 30 - 12 - 6 and more are whole without one."""
+    data = predictor.predictions({"rescue": [run(0, 0, 1.0, True), run(1, 0, 1.0, False)]})
+    assert data.is_before.tolist() == [True] * 8 + [False] * 27
+    assert data.is_whole.sum() == 8 + 12 and data.kinds == ["drop"] and data.num_runs == 2
+    assert data.arm.tolist() == [0] * 8 + [1] * 27
 
 
 def test_a_signal_that_tells_is_found_on_held_out_seeds():
-    found = predictor.judged(RUNS, ACCURACY)
-    assert found["rollout_corr/chi2_token"][0] > 0.95 and found["the four"][0] > 0.95
-    assert set(found["response_length/mean"]) == {0.5}  # the same in every run, and in every draw
-    area, low, high = parts.bootstrap(found["the four"])
-    assert 0.8 < low < area < high <= 1.0
+    data = predictor.predictions({"rescue": RUNS})
+    everything = np.ones(len(data.x), bool)
+    of = lambda label: predictor.scores(predictor.of_set(data, label), data, everything, "seeds")
+    area = lambda label: predictor.drawn(of(label), data, "seeds")
+    found = area("the four")
+    assert 0.9 < parts.bootstrap(found)[1] < found[0] <= 1.0
+    assert set(area("response_length/mean")) == {0.5}  # the same in every run, and in every draw
+    score = of("the four")
+    assert np.isnan(score[data.seed < 3]).all() and np.isfinite(score[data.seed >= 3]).all()
+    assert np.isfinite(predictor.scores(data.x[:, :1], data, everything, "arms")).all()
 
 
 def test_a_signal_that_a_run_lacks_counts_as_the_mean():
@@ -72,36 +102,33 @@ def test_a_signal_that_a_run_lacks_counts_as_the_mean():
     assert score(np.array([[np.nan]])) == pytest.approx(score(np.array([[1.0]])))
 
 
-def test_runs_that_repeat_others_count_once():
-    assert len(predictor.unique([made.run("a", 0), made.run("b", 0), made.run("b", 1)])) == 2
-
-
 def test_a_regression_in_the_other_direction():
     x = np.array([[0.0], [1.0], [2.0], [3.0]])
     score = predictor.fitted(x, np.array([True, True, False, False]))(x)
     assert (np.diff(score) < 0).all()
 
 
-def test_the_table_and_the_picture(monkeypatch):
-    areas = {outcome: predictor.judged(RUNS, outcome) for outcome in predictor.OUTCOMES}
-    text = predictor.table((RUNS, areas))
-    assert "reward: 27 of 48 runs collapse, 14 of the 24 of held-out seeds. Within" in text
-    assert "first 40 steps 0 of these 14 have" in text and "| all less the four | " in text
-    monkeypatch.setattr(predictor, "EARLY", 7)  # up to step 56, the first at which rewards fall
-    assert "first 56 steps 14 of these 14 have" in predictor.table((RUNS, areas))
-    page = predictor.FIGURE.pictures["predictor"].page((RUNS, areas))
-    assert [len(axes.lines) for axes in page.axes] == [2 * (len(predictor.SIGNALS) + 2) + 1] * 2
+def test_squares_and_products():
+    x = np.array([[1.0, 0.0], [3.0, 4.0]])
+    np.testing.assert_allclose(predictor.squares(x), [[-1, -1, 1, 1, 1], [1, 1, 1, 1, 1]])
+
+
+def test_the_rule():
+    of = lambda four, more: predictor.verdict({"the four": np.array(four), "all": np.array(four) + more})
+    assert of([0.95, 0.92, 0.97], 0.01).startswith("0.90 reached") and "0.03: no" in of([0.95, 0.92, 0.97], 0.01)
+    assert of([0.8, 0.7, 0.85], 0.04).startswith("0.90 missed") and "0.03: yes" in of([0.8, 0.7, 0.85], 0.04)
+    assert of([0.8, 0.7, 0.95], 0.0).startswith("0.90 undecided")
 
 
 @pytest.mark.all
 def test_the_figure(tmp_path, capsys):
-    with pytest.raises(ValueError, match="needs runs of seeds"):
+    with pytest.raises(ValueError, match="has no run of rescue"):
         predictor.FIGURE.write(tmp_path, "predictor")
     # Runs of two figures, one repeated; another file is no figure of it.
-    distinct = [dataclasses.replace(r, series=r.series | {"reward/mean": r.series["reward/mean"] + 1e-4 * i})
-                for i, r in enumerate(RUNS)]
-    made.write(tmp_path / "rescue.jsonl", distinct)
-    made.write(tmp_path / "causes.jsonl", distinct[:5])
-    made.write(tmp_path / "other.jsonl", RUNS)
+    made.write(tmp_path / "rescue.jsonl", RUNS)
+    made.write(tmp_path / "causes.jsonl", RUNS[:5])
+    made.write(tmp_path / "other.jsonl", [run(20, 20, 1.0, True)])
     predictor.FIGURE.write(tmp_path, "predictor")
-    assert "of 48 runs" in capsys.readouterr().out and (tmp_path / "predictor.png").exists()
+    out = capsys.readouterr().out
+    assert "27 of 48 runs collapse: 27 by a drop, 0 by a spike" in out
+    assert "whole, held-out arms: " in out and (tmp_path / "predictor.png").exists()
