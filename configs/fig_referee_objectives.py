@@ -17,9 +17,6 @@ from jaxrl_tis.sweep import Arm
 
 PARTS = ("noise/long", "stale/long", "int8/long")
 SEEDS = tuple(range(4))
-NONE = "none"
-# Of the first table, with its runs.
-STORED = (NONE, "token TIS", "decoupled PPO", fig_referee.EXACT)
 SAMPLER: Arm = {"correction.centre": "behav"}
 PER_RESPONSE: Arm = {"correction.aggregation": "seq-mean-token-mean"}
 TRAJECTORY: Arm = {"correction.aggregation": "seq-mean-token-sum"}
@@ -42,6 +39,13 @@ def _mask(text: str) -> Arm:
     return {"correction.masks": text}
 
 
+NONE = "none"
+# What the methods are compared with: no correction, and two presets with the clip of the first table.
+BASES: dict[str, Arm] = {
+    NONE: {},
+    "tis_2": _weight("token_tis(cap=2.0)"),
+    "async": _weight("token_mis(upper=5.0)"),
+}
 NAMED: dict[str, Arm] = {
     "GMPO": _objective("gmpo") | PER_RESPONSE,
     "GPG": _objective("gpg") | {"correction.advantage": "gpg"},
@@ -96,10 +100,14 @@ OTHERS: dict[str, Arm] = {
     "DRO": _objective("dro(dro_beta=0.1)"),
 }
 METHODS = NAMED | OTHERS
-# Of the part with age, in place of `SAMPLER`.
+SNAPSHOTS: Arm = {"correction.centre": "old", "rollout.old_logp_source": "ring"}
+# Of the part with age, in place of `SAMPLER`. Without a correction there is no clip, as in the first table.
 AGE: dict[str, Arm] = {
+    NONE: fig_referee.REINFORCE,
+    "tis_2": SNAPSHOTS,
+    "async": fig_referee.DECOUPLED,
     "OPOB": {"correction.centre": "prox", "correction.staleness_weight": "folded"},
-    "QuRL": {"correction.centre": "old", "rollout.old_logp_source": "ring"},
+    "QuRL": SNAPSHOTS,
 }
 # Methods that need age, and why the other parts do not have them.
 NEEDS_AGE = {
@@ -116,7 +124,7 @@ def objectives_of(gap: str, length: str) -> dict[str, Arm]:
     if turns:
         shared = shared | {"rollout.update_turns": turns}
     arms = {}
-    for name, arm in METHODS.items():
+    for name, arm in (BASES | METHODS).items():
         if not turns and name in NEEDS_AGE:
             continue
         if turns and name in AGE:

@@ -18,7 +18,7 @@ import numpy as np
 from configs import fig_lora, fig_lora_smollm2
 from experiments import (
     budget, causes, contexts, drafter, engines, fusion, lora, parallelism, parts, predictor, records,
-    referee, referee_factors, reuse, router_noise, router_noise_trained, threshold, turns,
+    referee, referee_factors, referee_objectives, reuse, router_noise, router_noise_trained, threshold, turns,
 )
 from experiments.parts import (
     ARM, SEEDS, Arms, Figure, Interval, Picture, compared, curves, gain, interval, mean_of,
@@ -335,7 +335,7 @@ TRAINED = {
 }
 STORED = {  # read runs of others
     "contexts": contexts.FIGURE, "engines": engines.FIGURE, "predictor": predictor.FIGURE, "referee": referee.FIGURE,
-    "referee_factors": referee_factors.FIGURE,
+    "referee_factors": referee_factors.FIGURE, "referee_objectives": referee_objectives.FIGURE,
 }
 COMPUTED = {
     "parallelism": parallelism.FIGURE, "budget": budget.FIGURE, "router_noise": router_noise.FIGURE,
