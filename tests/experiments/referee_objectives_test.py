@@ -63,9 +63,7 @@ def test_the_words_of_the_protocol(ends, expected):
 def test_a_difference_that_holds_alone_is_a_question():
     """Mean 0.1, standard error 0.0289; half 0.092 with the quantile 3.182 of one interval, and of two
     0.120 with 4.177."""
-    a = arms(0.4, 0.5, 0.5, 0.6) 
-    a["GMPO"] = [run("a/b/GMPO", s, [0.4, x, x]) for s, x in enumerate((0.45, 0.45, 0.55, 0.55))]
-    a["GPG"] = [run("a/b/GPG", 0, [0.4, 0.4, 0.4])]
+    a = arms(0.45, 0.45, 0.55, 0.55) | {"GPG": [run("a/b/GPG", 0, [0.4, 0.4, 0.4])]}
     found = referee_objectives.differences(a)
     assert found["GMPO"][0] == pytest.approx((0.1, 0.1 - 0.1206, 0.1 + 0.1206), abs=1e-3)
     assert found["GMPO"][1] == pytest.approx((0.1, 0.1 - 0.0919, 0.1 + 0.0919), abs=1e-3)
