@@ -18,8 +18,8 @@ import numpy as np
 from configs import fig_lora, fig_lora_smollm2
 from experiments import (
     budget, causes, contexts, drafter, engines, fusion, lag_law, length_sweep, lora, mismatch,
-    parallelism, parts, predictor, records, referee, referee_factors, reuse, router_noise,
-    router_noise_trained, routing_penalty, threshold, turns,
+    parallelism, parts, predictor, records, referee, referee_factors, referee_objectives, reuse,
+    router_noise, router_noise_trained, routing_penalty, threshold, turns,
 )
 from experiments.parts import (
     ARM, SEEDS, Arms, Figure, Interval, Picture, compared, curves, gain, interval, mean_of,
@@ -347,7 +347,7 @@ TRAINED = {
 }
 STORED = {  # read runs of others
     "contexts": contexts.FIGURE, "engines": engines.FIGURE, "predictor": predictor.FIGURE, "referee": referee.FIGURE,
-    "referee_factors": referee_factors.FIGURE,
+    "referee_factors": referee_factors.FIGURE, "referee_objectives": referee_objectives.FIGURE,
 }
 COMPUTED = {
     "length_sweep": length_sweep.FIGURE,

@@ -1,7 +1,8 @@
 """Trains the runs of the referee, configs/fig_referee.py, or measures its gradients: all of a part in one process.
 
 A part is a gap and a length of answers, "int8/short". Its arms share the programs of sampler and evaluation and
-the supervised steps of each seed, and the seeds of an arm share its update. Each finished run is one line of
+the supervised steps of each seed, and the seeds of an arm share its update. All arms of one seed are trained
+before those of the next. Each finished run is one line of
 FOLDER/GAP-LENGTH.jsonl, in the form of experiments/records.py; the same command continues after an end.
 
 With --gradients: bias and variance of each correction's gradient, against the gradient without a gap, in
@@ -20,12 +21,14 @@ Examples:
     python -m experiments.referee_runs noise/long --seeds=0,1 --arms="none,token TIS"
     python -m experiments.referee_runs stale/long --gradients
     python -m experiments.referee_runs int8+stale/short --factors
+    python -m experiments.referee_runs stale/long --objectives --seeds=0 --arms=GMPO
 """
 
 import contextlib
 import copy
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import os
@@ -39,7 +42,7 @@ import numpy as np
 import optax
 from jax.flatten_util import ravel_pytree
 
-from configs import fig_referee
+from configs import fig_referee, fig_referee_objectives
 from jaxrl_tis import cli_flags
 from jaxrl_tis.build import Setup, build
 from jaxrl_tis.data.pipeline import Batches
@@ -58,13 +61,16 @@ from jaxrl_tis.rollouts.source import RolloutSource, SourceParts, next_batch
 from jaxrl_tis.rollouts.synchronous import SyncSource
 from jaxrl_tis.rollouts.virtual import VirtualSource
 from jaxrl_tis.runtime import cli
+from jaxrl_tis.sweep import Arm
 
 CONFIG = "configs/fig_referee.py"
 FOLDER = f"{parts.FOLDER}/referee"
 FACTORS_FOLDER = f"{FOLDER}_factors"
+OBJECTIVES_FOLDER = f"{FOLDER}_objectives"
 SEEDS = tuple(range(8))
 PARTS = fig_referee.PARTS
 FACTOR_PARTS = fig_referee.FACTOR_PARTS
+OBJECTIVE_PARTS = fig_referee_objectives.PARTS
 REWARD = "eval/sampled_reward"
 BROKEN = 0.0  # reward of a policy whose numbers are no longer finite
 
@@ -104,6 +110,11 @@ class Programs:
             setup, engines=tuple(map(shared, setup.engines)),
             learner_engine=shared(setup.learner_engine),
         )
+
+
+def all_of(gap: str, length: str) -> dict[str, Arm]:
+    """Returns the arms of a part of the first table, and its control."""
+    return fig_referee.arms_of(gap, length) | fig_referee.control_of(gap, length)
 
 
 def with_seed(setup: Setup, seed: int) -> Setup:
@@ -201,37 +212,32 @@ def line_of(arm: str, seed: int, lines: Sequence[dict[str, Any]]) -> str:
 
 
 def train_part(
-    part: str, seeds: Sequence[int], folder: str = FOLDER, chosen: Sequence[str] = (),
-    is_of_factors: bool = False,
+    part: str, arms: Mapping[str, Arm], seeds: Sequence[int], folder: str = FOLDER,
 ) -> None:
-    """Trains the runs of a part that its file does not have yet."""
+    """Trains the runs of a part that its file does not have yet: all arms of a seed, then the next seed."""
     path = path_of(folder, part)
     path.parent.mkdir(parents=True, exist_ok=True)
     done = {(r.arm, r.seed) for r in records.read(path)[0]} if path.exists() else set()
-    gap, length = part.split("/")
-    arms = fig_referee.arms_of(gap, length) | fig_referee.control_of(gap, length)
-    if is_of_factors:
-        arms = fig_referee.factors_of(gap, length)
-    programs, taught = Programs(), {}
-    for name in chosen or arms:
-        missing = [seed for seed in seeds if (f"{part}/{name}", seed) not in done]
-        if not missing:
+    programs, built, taught = Programs(), {}, {}
+    for seed, name in itertools.product(seeds, arms):
+        if (f"{part}/{name}", seed) in done:
             continue
-        setup = programs.build(arms[name])
-        trainer = Trainer(setup.training)
+        if name not in built:
+            setup = programs.build(arms[name])
+            built[name] = setup, Trainer(setup.training)
+        setup, trainer = built[name]
+        start, own = time.monotonic(), with_seed(setup, seed)
+        if seed not in taught:
+            taught[seed] = parts.taught(own)
         with worker(setup.config.reward) as rewards:
-            for seed in missing:
-                start, own = time.monotonic(), with_seed(setup, seed)
-                if seed not in taught:
-                    taught[seed] = parts.taught(own)
-                lines = trained(own, of_seed(trainer, own), taught[seed], rewards)
-                with path.open("a") as file:
-                    file.write(line_of(f"{part}/{name}", seed, lines) + "\n")
-                at_end = [r[REWARD] for r in lines if r["phase"] == "eval"]
-                print(
-                    f"{part}/{name}, seed {seed}: reward {at_end[0]:.3f} to {at_end[-1]:.3f}, "
-                    f"{time.monotonic() - start:.0f} s", flush=True,
-                )
+            lines = trained(own, of_seed(trainer, own), taught[seed], rewards)
+        with path.open("a") as file:
+            file.write(line_of(f"{part}/{name}", seed, lines) + "\n")
+        at_end = [r[REWARD] for r in lines if r["phase"] == "eval"]
+        print(
+            f"{part}/{name}, seed {seed}: reward {at_end[0]:.3f} to {at_end[-1]:.3f}, "
+            f"{time.monotonic() - start:.0f} s", flush=True,
+        )
 
 
 def policies(
@@ -367,23 +373,34 @@ def main() -> None:
     of_runs.add_argument(
         "--factors", action="store_true", help=f"the arms of the factors; parts: {', '.join(FACTOR_PARTS)}"
     )
-    parser.add_argument("--seeds", help="default: 0 to 7, of gradients 0 to 3")
+    of_runs.add_argument(
+        "--objectives", action="store_true",
+        help=f"the published methods; parts: {', '.join(OBJECTIVE_PARTS)}",
+    )
+    parser.add_argument("--seeds", help="default: 0 to 7, of gradients and of published methods 0 to 3")
     parser.add_argument("--arms", default="", help="names of corrections; default: all")
-    parser.add_argument("--folder", help=f"default: {FOLDER}, or {FACTORS_FOLDER}")
+    parser.add_argument("--folder", help=f"default: {FOLDER}, {FACTORS_FOLDER} or {OBJECTIVES_FOLDER}")
     args = parser.parse_args()
-    known = FACTOR_PARTS if args.factors else GRADIENT_PARTS if args.gradients else PARTS
+    known, folder, seeds, arms_of = PARTS, FOLDER, SEEDS, all_of
+    if args.gradients:
+        known, seeds = GRADIENT_PARTS, GRADIENT_SEEDS
+    elif args.factors:
+        known, folder, arms_of = FACTOR_PARTS, FACTORS_FOLDER, fig_referee.factors_of
+    elif args.objectives:
+        known, folder, arms_of = OBJECTIVE_PARTS, OBJECTIVES_FOLDER, fig_referee_objectives.objectives_of
+        seeds = fig_referee_objectives.SEEDS
     if unknown := sorted({*args.parts} - {*known}):
         raise ValueError(f"no part is called {', '.join(unknown)}; choose from {', '.join(known)}")
-    folder = args.folder or (FACTORS_FOLDER if args.factors else FOLDER)
-    seeds: Sequence[int] = GRADIENT_SEEDS if args.gradients else SEEDS
+    folder = args.folder or folder
     if args.seeds:
-        seeds = [int(seed) for seed in args.seeds.split(",")]
+        seeds = tuple(int(seed) for seed in args.seeds.split(","))
+    chosen = [name for name in args.arms.split(",") if name]
     for part in args.parts:
         if args.gradients:
             measure_part(part, seeds, folder)
         else:
-            chosen = [name for name in args.arms.split(",") if name]
-            train_part(part, seeds, folder, chosen, args.factors)
+            arms = arms_of(*part.split("/"))
+            train_part(part, {name: arms[name] for name in chosen or arms}, seeds, folder)
 
 
 if __name__ == "__main__":

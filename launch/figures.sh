@@ -2,9 +2,9 @@
 # Makes the figures of docs/experiments.md: ./launch/figures.sh [NAME ...] [--smoke]; all figures
 # without names. With --smoke no run is trained: the runs are listed, and the stored records are drawn.
 # Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
-# lora_smollm2 trains SmolLM2-135M for an hour or more, referee and referee_factors train 1,024 and 424 small runs
-# for some hours, mismatch and lag 5 and 20 hours, and engines installs vLLM in .venv-vllm (3 GB) and trains with it:
-# these six are not among "all figures".
+# lora_smollm2 trains SmolLM2-135M for an hour or more, referee, referee_factors and referee_objectives train 1,024,
+# 424 and 464 small runs for some hours, mismatch and lag 5 and 20 hours, and engines installs vLLM in .venv-vllm (3 GB)
+# and trains with it: these seven are not among "all figures".
 #
 # Examples:
 #   ./launch/figures.sh rescue
@@ -59,6 +59,7 @@ for name in "$@"; do
       contexts | drafter | fusion) "$PY" -m "experiments.$name" || { failed=1 && continue; } ;;
       referee) referee PARTS && referee GRADIENT_PARTS --gradients ;;
       referee_factors) referee FACTOR_PARTS --factors ;;
+      referee_objectives) referee OBJECTIVE_PARTS --objectives ;;
     esac
     if [[ "$seeds" = [0-9]* ]]; then
       sweep || failed=1  # the others are drawn, and those that failed are named

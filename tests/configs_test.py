@@ -104,7 +104,10 @@ def test_every_config_is_sound_and_has_the_fields_of_the_default(name):
 def test_every_file_in_configs_is_tested_here():
     files = {p.stem for p in (ROOT / "configs").glob("*.py")} - {"__init__"}
     # They have another's config, or tests/sweep_test.py alone checks them.
-    names = ("rescue", "threshold", "formats", "lora_smollm2", "engines", "replay", "drafter", "long", "mismatch", "lag")
+    names = (
+        "rescue", "threshold", "formats", "lora_smollm2", "engines", "replay", "drafter", "long", "mismatch", "lag",
+        "referee_objectives",
+    )
     figures = {f"fig_{name}" for name in names}
     assert files - figures == {
         "fig_base", "fig_critic", "fig_causes", "fig_staleness", "fig_routing", "fig_lora",

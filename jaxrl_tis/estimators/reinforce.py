@@ -114,7 +114,7 @@ def cispo(
     return _reinforce(w_bt, logp, adv_bt, mask), metrics
 
 
-BANDS = {  # of DISPO's experiments
+BANDS = {  # ours, as the paper's were not read
     "dispo_low_pos": 1.0, "dispo_high_pos": 4.0, "dispo_low_neg": 0.8, "dispo_high_neg": 0.28,
 }
 

@@ -23,11 +23,10 @@ SMALL = {
 }
 
 
-@pytest.fixture
-def small(monkeypatch):
-    real = fig_referee.arms_of
-    of_part = lambda *part: {name: arm | SMALL for name, arm in real(*part).items()}
-    monkeypatch.setattr(fig_referee, "arms_of", of_part)
+def small(part, *names):
+    """Returns these arms of a part, with little runs."""
+    arms = fig_referee.arms_of(*part.split("/"))
+    return {name: arms[name] | SMALL for name in names}
 
 
 def test_weights_of_stale_arms_see_the_age():
@@ -80,8 +79,6 @@ def test_a_seed_changes_its_own_setup_alone():
 def test_an_arm_is_trained_with_the_seeds_that_it_lacks(monkeypatch, tmp_path, capsys):
     lines = [{"step": 0, "phase": "eval", referee_runs.REWARD: 0.5}]
     setup = Parts(types.SimpleNamespace(seed=0, reward=None), Parts(None))
-    monkeypatch.setattr(fig_referee, "arms_of", lambda *part: {"none": {}, "IPO": {}})
-    monkeypatch.setattr(fig_referee, "control_of", lambda *part: {})
     monkeypatch.setattr(referee_runs, "Programs", lambda: mock.Mock(build=lambda arm: setup))
     monkeypatch.setattr(referee_runs, "Trainer", mock.Mock())
     monkeypatch.setattr(referee_runs, "worker", lambda reward: contextlib.nullcontext())
@@ -90,42 +87,43 @@ def test_an_arm_is_trained_with_the_seeds_that_it_lacks(monkeypatch, tmp_path, c
     monkeypatch.setattr(parts, "taught", taught)
     path = referee_runs.path_of(tmp_path, "int8/short")
     path.write_text(referee_runs.line_of("int8/short/none", 0, lines) + "\n")
-    referee_runs.train_part("int8/short", (0, 1), str(tmp_path))
+    referee_runs.train_part("int8/short", {"none": {}, "IPO": {}}, (0, 1), str(tmp_path))
     found = [(run.arm.rpartition("/")[2], run.seed) for run in records.read(path)[0]]
-    assert found == [("none", 0), ("none", 1), ("IPO", 0), ("IPO", 1)]
-    assert [call.args[0].config.seed for call in taught.call_args_list] == [1, 0]  # once a seed
+    assert found == [("none", 0), ("IPO", 0), ("none", 1), ("IPO", 1)]
+    assert [call.args[0].config.seed for call in taught.call_args_list] == [0, 1]  # once a seed
 
 
 @pytest.mark.all
 @pytest.mark.parametrize("part", ["noise/short", "stale/short"])
-def test_seeds_in_one_process_are_runs_of_their_own(small, tmp_path, part):
-    referee_runs.train_part(part, [0, 1], tmp_path, ["none", "token TIS"])
-    referee_runs.train_part(part, [1], tmp_path / "alone", ["token TIS"])
+def test_seeds_in_one_process_are_runs_of_their_own(tmp_path, part):
+    referee_runs.train_part(part, small(part, "none", "token TIS"), [0, 1], tmp_path)
+    referee_runs.train_part(part, small(part, "token TIS"), [1], tmp_path / "alone")
     runs, _ = records.read(referee_runs.path_of(tmp_path, part))
     [alone], _ = records.read(referee_runs.path_of(tmp_path / "alone", part))
     assert [(r.arm, r.seed) for r in runs] == [
-        (f"{part}/{arm}", seed) for arm in ("none", "token TIS") for seed in (0, 1)
+        (f"{part}/{arm}", seed) for seed in (0, 1) for arm in ("none", "token TIS")
     ]
     for name in ("reward/mean", "response_length/mean", "actor/grad_norm", "eval/sampled_reward"):
         np.testing.assert_array_equal(runs[3].series[name], alone.series[name])
     ages = [run.series["training/off_policy/trajectory_staleness/mean"].max() for run in runs]
     assert all(age > 1 for age in ages) if part.startswith("stale") else not any(ages)
     lengths = [run.series["response_length/mean"][0] for run in runs]
-    assert lengths[2] != lengths[3]
+    assert lengths[1] != lengths[3]
 
 
 @pytest.mark.all
-def test_what_is_done_is_not_trained_again(small, tmp_path, monkeypatch):
-    referee_runs.train_part("noise/short", [0], tmp_path, ["none"])
+def test_what_is_done_is_not_trained_again(tmp_path, monkeypatch):
+    arms = small("noise/short", "none")
+    referee_runs.train_part("noise/short", arms, [0], tmp_path)
     before = referee_runs.path_of(tmp_path, "noise/short").read_text()
     monkeypatch.setattr(referee_runs, "trained", None)
-    referee_runs.train_part("noise/short", [0], tmp_path, ["none"])
+    referee_runs.train_part("noise/short", arms, [0], tmp_path)
     assert referee_runs.path_of(tmp_path, "noise/short").read_text() == before
 
 
 @pytest.mark.all
-def test_a_run_whose_numbers_are_not_finite_ends_at_zero(small, monkeypatch):
-    arm = fig_referee.arms_of("noise", "short")["none"]
+def test_a_run_whose_numbers_are_not_finite_ends_at_zero(monkeypatch):
+    arm = small("noise/short", "none")["none"]
     setup = referee_runs.Programs().build(arm)
     trainer = Trainer(setup.training)
     update, steps = Trainer.update, []
@@ -143,9 +141,9 @@ def test_a_run_whose_numbers_are_not_finite_ends_at_zero(small, monkeypatch):
 
 
 @pytest.mark.all
-def test_a_run_goes_on_where_a_mask_leaves_no_token(small):
+def test_a_run_goes_on_where_a_mask_leaves_no_token():
     """The band around 1 holds no geometric mean, so no step has an update and the policy stays."""
-    arm = fig_referee.arms_of("noise", "short")["geometric mask"]
+    arm = small("noise/short", "geometric mask")["geometric mask"]
     nothing = {"correction.masks": "seq_mean_k1(lower=0.999999, upper=1.000001)"}
     setup = referee_runs.Programs().build(arm | nothing)
     trainer = Trainer(setup.training)
