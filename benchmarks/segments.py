@@ -10,6 +10,7 @@ makes of segment sums. Bytes are those of one device, as the compiler counts the
 import argparse
 import pathlib
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -28,11 +29,12 @@ MIB = 2**20
 def compiled(function: Callable, args: tuple, options: dict[str, str]) -> tuple[int, float, float]:
     """Returns (segment kernels of a run, MiB of memory accessed, MiB of temporaries)."""
     jax.clear_caches()  # traces of the other form
-    executable = jax.jit(function).lower(*args).compile(compiler_options=options)
-    calls = Module(executable.as_text()).custom_calls()
+    executable = jax.jit(function).lower(*args).compile(compiler_options={**options})
+    memory: Any = executable.memory_analysis()
+    cost: Any = executable.cost_analysis()
+    calls = Module(executable.as_text() or "").custom_calls()
     count = sum(c.runs for c in calls if c.target == MOSAIC and c.name.startswith("segment"))
-    accessed = executable.cost_analysis()["bytes accessed"]
-    return count, accessed / MIB, executable.memory_analysis().temp_size_in_bytes / MIB
+    return count, cost["bytes accessed"] / MIB, memory.temp_size_in_bytes / MIB
 
 
 def main() -> None:

@@ -14,7 +14,6 @@ import jax.numpy as jnp
 from jaxrl_tis.diagnostics import attribution, divergences, mismatch
 from jaxrl_tis.estimators import counts, loss, methods, ratios, returns
 from jaxrl_tis.estimators.methods import Method
-from jaxrl_tis.kernels.segment import Segments
 
 Batch = dict[str, jax.Array]
 Metrics = dict[str, jax.Array]
@@ -62,7 +61,7 @@ def gap_metrics(weight: Method, outputs: loss.MethodOutputs, batch: Batch) -> Me
     )
 
 
-def _known_rewards(batch: Batch, seg: Segments | None) -> tuple[jax.Array, jax.Array]:
+def _known_rewards(batch: Batch, seg: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """Returns (rewards of the sequences, [B] or with seg [B,S]; the tokens of those that have one)."""
     rewards, sampled = batch["rewards"], batch["sampled"]
     if seg is None:
@@ -73,7 +72,7 @@ def _known_rewards(batch: Batch, seg: Segments | None) -> tuple[jax.Array, jax.A
 
 def rejection_metrics(
     spec: loss.LossSpec, outputs: loss.MethodOutputs, mask: jax.Array,
-    seg: Segments | None = None,
+    seg: jax.Array | None = None,
 ) -> Metrics:
     """Measures the rejected share, and the statistic of each criterion that has one; {} without masks.
 

@@ -69,8 +69,9 @@ class Trainer:
             learner, setup.correction, setup.optimizer, is_scored=bool(setup.recompute_reason)
         )
         self.credit = jax.jit(functools.partial(correction.credited, setup.correction))
-        self.weigh = jax.jit(functools.partial(correction.weighed, setup.correction))
-        if setup.packer is not None:
+        if setup.packer is None:
+            self.weigh: Callable = jax.jit(functools.partial(correction.weighed, setup.correction))
+        else:
             self.weigh = make_packed_weigh(learner, setup.correction)
         self.arriving_step = make_arriving_step(learner, setup.correction, setup.optimizer)
         self._collisions = make_collisions(learner)
@@ -345,7 +346,7 @@ class Trainer:
         fields, metrics = self._weighed(rows, credited | of_update)
         return rows, credited | fields, metrics
 
-    def _weighed(self, rows: Rows, made: Mapping[str, Any]) -> tuple[Mapping[str, Any], dict]:
+    def _weighed(self, rows: Rows, made: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the results of `weigh` for rows [N,T] with these fields, packed if the config packs
         rows: then all of the batch once, cut over the mesh."""
         rows, packer, layout = rows | made, self.setup.packer, self.setup.layout
