@@ -273,11 +273,14 @@ def _on_devices(
     heads, kv_heads = spec("batch", None, "heads", None), spec("batch", None, "kv_heads", None)
     pools = jax.tree_util.tree_map_with_path(lambda path, x: spec(*axes(path, x)), cache)
     by_row = tuple(spec("batch", *(None,) * (x.ndim - 1)) for x in arrays)
-    unrotated = attention.Unrotated(kv_heads, spec("batch"), spec("batch"))
-    specs = heads, kv_heads, kv_heads, unrotated, pools, PartitionSpec(), spec("heads"), *by_row
     results = (heads, pools, spec("batch", None, None)) if weighs else (heads, pools)
-    run = layout.shard(step, specs, results)
-    return lambda q, k, v, rest, cache: run(q, k, v, rest, cache, window, sinks_h, *arrays)
+
+    def run(q, k, v, unrotated, cache):
+        rest = unrotated and attention.Unrotated(kv_heads, spec("batch"), spec("batch"))
+        specs = heads, kv_heads, kv_heads, rest, pools, PartitionSpec(), spec("heads"), *by_row
+        return layout.shard(step, specs, results)(q, k, v, unrotated, cache, window, sinks_h, *arrays)
+
+    return run
 
 
 def _layer_cache(cache: Any) -> Any:
