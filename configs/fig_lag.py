@@ -1,10 +1,15 @@
 """How far behind a sampler may be, by the sequence ESS: the lag law (docs/open_problems.md, 5).
 
-    ./launch/figures.sh lag    # 28 arms of 3 seeds of 1,600 steps, 20 hours on two cores
+    ./launch/figures.sh lag    # 28 arms of 3 seeds of 1,600 steps, a day on two cores
 
 An arm is "FAMILY/OBJECTIVE-LAG". The sampler keeps its weights for LAG updates, `oapl(lag=LAG)`, and each batch has one
 update. Both objectives have the sampler as the reference: OAPL's regression, and REINFORCE with a KL to the sampler.
 Families are two-digit sums and lists of eight one-digit sums.
+
+Fixed before the runs: a run is stable if it ends above its start and at 70 % of its best or more. The ESS is of
+each batch before its own update, mean over the second half of the run. c and a of L = c ESS^a are the boundary of a
+logistic regression on log lag and log ESS, with a bootstrap over runs. The law fails if a tenth of the runs is on
+the wrong side, or if a of the two families differs by more than 0.5.
 """
 
 from configs import fig_base
