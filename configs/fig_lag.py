@@ -6,10 +6,11 @@ An arm is "FAMILY/OBJECTIVE-LAG". The sampler keeps its weights for LAG updates,
 update. Both objectives have the sampler as the reference: OAPL's regression, and REINFORCE with a KL to the sampler.
 Families are two-digit sums and lists of eight one-digit sums.
 
-Fixed before the runs: a run is stable if it ends above its start and at 70 % of its best or more. The ESS is of
-each batch before its own update, mean over the second half of the run. c and a of L = c ESS^a are the boundary of a
-logistic regression on log lag and log ESS, with a bootstrap over runs. The law fails if a tenth of the runs is on
-the wrong side, or if a of the two families differs by more than 0.5.
+Fixed before the runs: a run is stable if it ends above its start and at 70 % of its best or more. The ESS is that of
+log-normal weights, exp(-length * mean squared log-ratio of the ages), of each batch before its own update, mean over
+the second half of the run: the ESS itself is recorded of the engine's gap alone. c and a of L = c ESS^a are the
+boundary of a logistic regression on log lag and log ESS, with a bootstrap over runs. The law fails if a tenth of the
+runs is on the wrong side, or if a of the two families differs by more than 0.5.
 """
 
 from configs import fig_base
@@ -32,12 +33,11 @@ def get_config():
     c.steps = c.checkpoint.every = 1600
     c.train.minibatches = 1
     c.eval.every = 100
-    c.metrics.diagnostics_every = 8
     return c
 
 
 def _lag(lag: int) -> Arm:
-    """Returns the fields of a lag. `mismatch/staleness/ess_seq` is the ESS of each batch before its own update."""
+    """Returns the fields of a lag."""
     return {} if lag == 1 else {"rollout.schedule": f"oapl(lag={lag})", "rollout.update_turns": 4}
 
 
