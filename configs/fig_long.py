@@ -1,6 +1,6 @@
 """Runs of 400 steps, 800 updates: long enough to see a collapse 200 updates ahead, and 100 updates after it.
 
-    ./launch/figures.sh long    # 5 arms of 2 seeds, 25 minutes on two cores
+    ./launch/figures.sh long    # 5 arms of 2 seeds, about 2 minutes of a core each
 
 The arms are of `fig_rescue.py` and `fig_staleness.py`: without a gap, three with noise of 0.4 on the sampler's
 weights, and samples of up to 48 batches before with a loss without a clip.

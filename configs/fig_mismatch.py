@@ -1,11 +1,16 @@
 """System repair against correction in the loss, by number format: the mismatch budget (docs/open_problems.md, 4).
 
-    ./launch/figures.sh mismatch    # 34 arms of 8 seeds, 5 hours on two cores
+    ./launch/figures.sh mismatch    # 34 arms of 8 seeds, some hours on two cores
 
 An arm is "MODEL/FORMAT/WAY". MODEL is the decoder of `fig_base.py` or the one with experts of `fig_routing.py`. FORMAT
 is the sampler's, the learner is float32. WAY is "neither", "repair", "correct" (token TIS) or "both". Repair makes the
 learner compute in int8 or float8 as its sampler does, and gives half precision three, or all, of the mantissa bits that
 it lacks: float16 for bfloat16, float32 for float16. With experts it also replays the sampler's routes (R3).
+
+Fixed before the runs: an arm is within the budget if the means of its runs are, D95 of tokens below 1e-4 (the 95th
+percentile of the sampled tokens' |p_sampler - p_learner|), chi2 of sequences below 0.1, flips below 1e-3. The
+conjecture fails if the paired gain of the correction, "correct" less "neither" or "both" less "repair", is at least
+0.003 with its interval in an arm within the budget. It holds if all intervals there end below 0.003.
 """
 
 from configs import fig_base

@@ -14,7 +14,12 @@ from experiments.records import Run
 
 KEPT = 0.7
 RESAMPLES = 500
-ess_of = of("mismatch/staleness/ess_seq", 0.5)
+square_of, length_of = of("mismatch/staleness/log_ratio_square_mean", 0.5), of("response_length/mean", 0.5)
+
+
+def ess_of(run: Run) -> float:
+    """Returns the sequence ESS of log-normal weights whose tokens are independent, over the second half of a run."""
+    return float(np.exp(-length_of(run) * square_of(run)))
 
 
 def is_stable(run: Run) -> bool:

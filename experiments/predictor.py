@@ -2,7 +2,13 @@
 
 Reads the runs of FIGURES in docs/experiments; a run of several figures counts once. A prediction is made after
 each stored value up to the first collapse, from the WINDOW last values. Logistic regressions are fitted on some
-arms, or seeds, and predict the others.
+arms, or seeds, and predict the others. Intervals are a bootstrap over runs.
+
+A run collapses where its reward falls to KEPT of its best and stays there for RECOVERY updates, or where its
+gradient norm is SPIKE times the median of the window before and its mean reward of the next RECOVERY updates is
+below DEGRADED of that of the window. LEVEL is reached or missed where the interval of the better predictor of the
+four signals, linear or with squares and products, lies above or below. Others add more than ADDED where the
+interval of the difference does.
 """
 
 import dataclasses

@@ -26,7 +26,7 @@ BLOCK = 8  # steps
 METRICS = (
     "actor/entropy", "actor/grad_norm", "actor/pg_clipfrac", "actor/ppo_kl", "mismatch/ess_seq",
     "mismatch/ess_token", "mismatch/dp_p95/mean", "mismatch/engine/log_ratio_abs_mean",
-    "mismatch/staleness/log_ratio_abs_mean", "mismatch/staleness/ess_seq",
+    "mismatch/staleness/log_ratio_abs_mean", "mismatch/staleness/log_ratio_square_mean",
     "mismatch/route_flip_router", "mismatch/route_flip_token", "response_length/mean", "reward/mean",
     "rollout_corr/chi2_seq", "rollout_corr/chi2_token",
     "rollout_corr/k3_kl", "rollout_corr/kept_eff_sample_size", "rollout_corr/kl",

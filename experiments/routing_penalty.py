@@ -11,6 +11,11 @@ rho_1 ... rho_u, unbiased estimates of the token-weighted step and of the gradie
     sum_t rho_t (sum_{u>=t} r_u) grad log pi(y_t),    sum_t (sum_{u>=t} W_u r_u) grad log pi(y_t).
 
 Earlier rewards and a baseline change neither expectation. The bias is the mean difference over the same responses.
+
+log bias = c + a log T + b log(K delta) is fitted to root mean squares over seeds, divided by the root of the KL
+over its target. The law holds where the 95 % intervals of a and b, of a bootstrap over seeds, contain 1. It is
+sublinear where that of b lies below 1. The KL alone predicts the bias where the interval of router noise over head
+noise contains 1.
 """
 
 import functools

@@ -3,8 +3,8 @@
 # without names. With --smoke no run is trained: the runs are listed, and the stored records are drawn.
 # Finished runs are not repeated. Two runs share the machine, one core each; JOBS=4 runs four.
 # lora_smollm2 trains SmolLM2-135M for an hour or more, referee, referee_factors and referee_objectives train 1,024,
-# 424 and 464 small runs for some hours, mismatch and lag 5 and 20 hours, and engines installs vLLM in .venv-vllm (3 GB)
-# and trains with it: these seven are not among "all figures".
+# 424 and 464 small runs for some hours, mismatch and lag hours and a day, and engines installs vLLM in .venv-vllm
+# (3 GB) and trains with it: these seven are not among "all figures".
 #
 # Examples:
 #   ./launch/figures.sh rescue

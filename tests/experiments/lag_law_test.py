@@ -11,7 +11,7 @@ def test_a_boundary_is_found():
     runs = [
         made.run(
             f"sums/OAPL-{lag}", 0, accuracy=(0.3, 0.5, *[0.5 if lag < 50 * ess else 0.2] * 3),
-            mismatch__staleness__ess_seq=ess,
+            mismatch__staleness__log_ratio_square_mean=-np.log(ess) / 3, response_length__mean=3,
         )
         for lag in (1, 5, 20, 40, 100, 400) for ess in (0.05, 0.2, 0.5, 0.9)
     ]
