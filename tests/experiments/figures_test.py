@@ -14,8 +14,8 @@ from tests.experiments import made
 
 
 @pytest.mark.parametrize("names", [
-    ("rescue", "critic", "staleness", "formats", "causes", "routing", "referee", "referee_factors", "engines",
-     "fusion", "contexts", "drafter", "replay", "routing_penalty", "length_sweep"),
+    ("rescue", "critic", "staleness", "formats", "causes", "routing", "referee", "referee_factors",
+     "referee_objectives", "engines", "fusion", "contexts", "drafter", "replay", "routing_penalty", "length_sweep"),
     pytest.param(("threshold", "lora", "predictor", "long"), marks=pytest.mark.all),
 ])
 def test_the_stored_rows_give_the_stored_pages(names):
