@@ -1,5 +1,6 @@
 """Every contradiction of a config is named, and all of them at once."""
 
+import itertools
 import pathlib
 import re
 from unittest import mock
@@ -98,7 +99,7 @@ def test_weights_of_components_are_numbers(weight):
         validate(config)
 
 
-@pytest.mark.parametrize("name", [
+COUNTS = [
     "steps", "rollout.prompts", "rollout.group_size", "rollout.max_new_tokens", "engine.slots",
     "engine.steps_per_call", "engine.prefill_batch", "train.minibatches", "train.epochs",
     "train.microbatch_rows", "train.logprob_chunk", "eval.every", "eval.prompts",
@@ -106,11 +107,13 @@ def test_weights_of_components_are_numbers(weight):
     "rollout.max_rounds", "metrics.diagnostics_every", "engine.noise_stages", "reward.workers",
     "model.experts_per_token", "model.expert_dim", "task.max_turns", "task.environment_workers",
     "processes.consistency_every", "model.num_layers", "model.num_kv_heads",
-])
-@pytest.mark.parametrize("value", [0, -3])
-def test_counts_are_positive(name, value):
-    found = problems(**{name.replace(".", "__"): value})
-    assert f"- {name} is {value}; it must be above 0" in found
+]
+
+
+def test_counts_are_positive():
+    for name, value in itertools.product(COUNTS, (0, -3)):
+        found = problems(**{name.replace(".", "__"): value})
+        assert f"- {name} is {value}; it must be above 0" in found
 
 
 @pytest.mark.parametrize("name", [
@@ -534,14 +537,16 @@ def test_values_that_no_run_can_mean(changes, word):
     assert word in problem
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("name", [
+FINITE = [
     "rollout.temperature", "model.uaq_scale", "engine.noise_start", "optimizer.lr",
     "correction.entropy_coeff", "warmup.params.scale", "optimizer.router_bias_rate",
-])
-def test_numbers_are_finite(name, value):
-    changes = {name.replace(".", "__"): value, "warmup__steps": 0}
-    assert problems(**changes) == [f"- {name} is {value}; it must be a finite number"]
+]
+
+
+def test_numbers_are_finite():
+    for name, value in itertools.product(FINITE, (float("nan"), float("inf"))):
+        changes = {name.replace(".", "__"): value, "warmup__steps": 0}
+        assert problems(**changes) == [f"- {name} is {value}; it must be a finite number"]
 
 
 @pytest.mark.parametrize("name", ["d_mean", "d_p99", "d_max", "dp_max", "k3"])

@@ -214,7 +214,7 @@ def test_a_window_hides_the_positions_before_it(dtype, pages, window):
     jax.tree.map(lambda x, y: np.testing.assert_array_equal(wide(x), wide(y)), pool, whole_pool)
 
 
-@pytest.mark.cases("bfloat16-32")
+@pytest.mark.all
 @pytest.mark.parametrize("dtype, rotated", [("bfloat16", 32), ("float32", 32), ("float32", 12)])
 def test_queries_and_keys_are_rotated(dtype, rotated):
     """As the model rotates them, and no value."""

@@ -163,7 +163,7 @@ def test_unrolled_layers_equal_scanned_ones(name):
     np.testing.assert_allclose(logits(unstacked, CONFIGS[name], TOKENS), scanned, atol=1e-5)
 
 
-@pytest.mark.cases("qwen2")
+@pytest.mark.all
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "experts"])
 def test_one_product_for_queries_keys_and_values_changes_nothing(name):
     config = mixed((1, 3)) if name == "experts" else CONFIGS[name]

@@ -1,6 +1,6 @@
 """Mutants of the kernels: sums over segments, log-probs, the attention of decoding."""
 
-from tests.mutants import of
+from tests.mutants import IN_ALL, of
 
 MUTANTS = [
     *of("kernels/segment.py",
@@ -112,7 +112,7 @@ MUTANTS = [
          "test_numbers_of_a_file_are_kept_by_a_cast_to_bfloat16_and_by_quantization")),
     *of("kernels/decode_attention.py",
         ("values are rotated", "turned[:, -1:], rows_njk[:, -1:]", "turned[:, -1:], turned[:, -1:]",
-         "test_queries_and_keys_are_rotated"),
+         "test_queries_and_keys_are_rotated", IN_ALL),
         ("the kernel has no sinks", "jnp.ones_like(sum_ref) if has_sinks else", "jnp.zeros_like(sum_ref) if has_sinks else",
          "test_a_window_hides_the_positions_before_it"),
         ("a token does not see itself", "accumulate(last, buffer, within + 1)",

@@ -61,7 +61,7 @@ MUTANTS = [
     *of("models/transformer.py",
         ("a head's key is joined to all queries before it", "config.num_kv_heads, -1, config.head_dim) for x in parts]",
          "1, -1, config.head_dim) for x in parts]",
-         "test_one_product_for_queries_keys_and_values_changes_nothing"),
+         "test_one_product_for_queries_keys_and_values_changes_nothing", IN_ALL),
         ("all layers have the same noise", "jax.random.fold_in(jax.random.key(seed), layer)",
          "jax.random.key(seed)",
          "learner/step_test.py::test_the_noise_is_on_the_input_of_each_layer"),
