@@ -126,8 +126,8 @@ def panel_of(part: str) -> Panel:
         for name, (_, (middle, low, high)) in found.items():
             is_lost = "collapses" in words(name, arms, found)
             color = "C3" if is_lost else "C2" if low > 0 else "C1" if high < 0 else "C0"
-            wide = np.clip([[middle - low], [high - middle]], 0, 1)
-            axes.errorbar(middle, names.index(name), xerr=wide, fmt="o", markersize=3, color=color)
+            bars = [[middle - low], [high - middle]] if np.isfinite(low) else None  # of one seed none
+            axes.errorbar(middle, names.index(name), xerr=bars, fmt="o", markersize=3, color=color)
 
     return panel
 

@@ -1,5 +1,6 @@
 """Expected values by hand; Student's quantiles from tables."""
 
+import dataclasses
 import json
 
 import pytest
@@ -50,14 +51,14 @@ def arms(*ends, name="GMPO"):
     }
 
 
-@pytest.mark.parametrize(("ends", "expected"), [
-    ((0.409, 0.4, 0.391, 0.4), ["never moves"]), ((0.409, 0.4, 0.38, 0.4), []),
-    ((0.19, 0.1, 0.5, 0.6), ["collapses"]), ((0.19, 0.21, 0.5, 0.6), []),
-    ((0.5, 0.51, 0.5, 0.51), ["better"]), ((0.3, 0.31, 0.3, 0.31), ["worse"]),
-])
-def test_the_words_of_the_protocol(ends, expected):
-    a = arms(*ends)
-    assert referee_objectives.words("GMPO", a, referee_objectives.differences(a)) == expected
+def test_the_words_of_the_protocol():
+    for ends, expected in (
+        ((0.409, 0.4, 0.391, 0.4), ["never moves"]), ((0.409, 0.4, 0.38, 0.4), []),
+        ((0.19, 0.1, 0.5, 0.6), ["collapses"]), ((0.19, 0.21, 0.5, 0.6), []),
+        ((0.5, 0.51, 0.5, 0.51), ["better"]), ((0.3, 0.31, 0.3, 0.31), ["worse"]),
+    ):
+        a = arms(*ends)
+        assert referee_objectives.words("GMPO", a, referee_objectives.differences(a)) == expected, ends
 
 
 def test_a_difference_that_holds_alone_is_a_question():
@@ -87,6 +88,17 @@ def test_the_page(tmp_path, monkeypatch):
     assert "| GMPO | – | -0.188 collapses, worse |" in text
     assert "| A-3PO | +0.125 better | needs age |" in text
     assert "| GMPO | 3 | -0.188 [-0.188, -0.188] |" in text and "| 3 of 3 | 0.188 | 0.5 | – | collapses, worse |" in text
+
+
+def test_a_picture_has_the_intervals_of_two_seeds_and_more():
+    """A line of each interval, in red where a method collapses."""
+    runs = [run for own in (arms(0.1, 0.1) | {"GPG": [run("a/b/GPG", 0, [0.4, 0.5, 0.5])]}).values() for run in own]
+    runs = [dataclasses.replace(r, arm=r.arm.replace("a/b", "stale/long")) for r in runs]
+    page = referee_objectives.FIGURE.pictures["referee_objectives"].page(runs)
+    empty, axes, _ = page.axes
+    assert len(empty.containers) == 0 and len(axes.containers) == 2
+    colors = {bool(c.has_xerr): c[0].get_color() for c in axes.containers}
+    assert colors == {True: "C3", False: "C0"}
 
 
 def test_without_a_run_the_page_says_so(tmp_path):
