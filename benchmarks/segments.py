@@ -1,10 +1,10 @@
 """Counts the segment kernels of packed TPU programs and compares them with XLA's own lowering, by the compiler.
 
-    python -m benchmarks.segments [configs/dapo_qwen3_8b.py configs/gsm8k_qwen25_0p5b.py:ppo] [--programs=weigh,train]
+    python -m benchmarks.segments [configs/dapo_qwen3_8b.py configs/gsm8k_qwen25_0p5b.py:ppo]
 
-Compiles for the TPU of each config, without one, the program that weighs a packed rollout batch, or the
-update of a model of one layer. Each is compiled twice: with its kernels, and with the scatters that XLA
-makes of segment sums. Bytes are those of one device, as the compiler counts them. Nothing is timed.
+Compiles for the TPU of each config, without one, the program that weighs a packed rollout batch, twice: with its
+kernels, and with the scatters that XLA makes of segment sums. Bytes are those of one device, as the compiler
+counts them. Nothing is timed.
 """
 
 import argparse
@@ -39,24 +39,20 @@ def compiled(function: Callable, args: tuple, options: dict[str, str]) -> tuple[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("configs", nargs="*", default=["configs/dapo_qwen3_8b.py"])
-    parser.add_argument("--programs", default="weigh")
     args = arguments.parse(parser, configs=["configs/gsm8k_qwen25_0p5b.py:ppo"])
     jax.config.update("jax_platforms", "cpu")  # the TPU's compiler needs no TPU
-    print("| config | program | segment kernels | MiB accessed | by XLA's scatters |")
-    print("|---|---|---|---|---|")
+    print("| config | segment kernels | MiB accessed | by XLA's scatters |\n|---|---|---|---|")
     for name in args.configs:
         topology, config = Topology.parse(TOPOLOGIES[name_of(name)], 1), cli_flags.parsed([f"--config={name}"])
         path = pathlib.Path(name.partition(":")[0])
         workers = programs.workers(config, topology)
         setup = programs.setup_for(config, path.parent / "shapes", topology.devices(), 1, workers)
-        for program in args.programs.split(","):
-            arguments.say(f"compiling {program} of {name} twice")
-            function, inputs = programs.programs(setup)[program]
-            (count, ours), (_, xlas) = (
-                compiled(f, inputs, FLAGS[topology.kind]) for f in (function, reference(function))
-            )
-            row = f"`{name.removeprefix('configs/')}`", program, count, f"{ours:,.0f}", f"{xlas:,.0f}"
-            print(f"| {' | '.join(map(str, row))} |", flush=True)
+        arguments.say(f"compiling for {name} twice")
+        function, inputs = programs.programs(setup)["weigh"]
+        (count, ours), (_, xlas) = (
+            compiled(f, inputs, FLAGS[topology.kind]) for f in (function, reference(function))
+        )
+        print(f"| `{name.removeprefix('configs/')}` | {count} | {ours:,.0f} | {xlas:,.0f} |", flush=True)
 
 
 if __name__ == "__main__":
