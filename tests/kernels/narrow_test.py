@@ -18,7 +18,7 @@ def decode():
     pages, scales = shape("int8", 1, 9, 2, 128, 128), shape("float32", 1, 9, 2, 2, 128)
     slots = shape("int32", 4)
     return decode_attention.decode_attention, (
-        shape("bfloat16", 4, 2, 2, 64), shape("int8", 4, 2, 128), shape("float32", 4, 2, 2), pages,
+        shape("bfloat16", 4, 2, 2, 64), shape("int8", 4, 2, 2, 64), shape("float32", 4, 2, 2), pages,
         scales, shape("int32"), slots, slots, shape("int32", 4, 2),
     )
 

@@ -88,5 +88,6 @@ def test_the_page_has_columns_of_the_tables():
     rows = (
         programs, ("weight sync", *of_ray), ("config", "weights, cache", *formats),
         ("config", "program", "collectives"),
+        ("config", "segment kernels", "MiB accessed", "by XLA's scatters"),
     )
     assert firsts == {"| " + " | ".join(row) + " |" for row in rows}
