@@ -31,7 +31,7 @@ LEARNERS = {
 }
 PROMPTS = 4  # groups of eight
 LENGTHS = (64, 128, 256, 512)
-PROMPT = 40  # maximum tokens of a prompt; with the longest answer a multiple of 8
+PROMPT = 48  # maximum tokens of a prompt; with the longest answer two equal chunks for each of 8 shards
 
 Gaps = Mapping[str, Mapping[str, np.ndarray]]  # sampler -> learner -> |p_sampler - p_learner| [N,T]
 

@@ -24,7 +24,7 @@ def small(monkeypatch, tmp_path):
     (tmp_path / "small.py").write_text(SMALL)
     monkeypatch.setattr(parallelism, "CONFIG", str(tmp_path / "small.py"))
     monkeypatch.setattr(parallelism, "LENGTHS", (8, 16))
-    monkeypatch.setattr(parallelism, "PROMPT", 8)
+    monkeypatch.setattr(parallelism, "PROMPT", 16)
 
 
 @pytest.mark.all
