@@ -250,6 +250,7 @@ def make_inputs(lengths, rewards, group, seed):
         "logp_prox": -rng.integers(1, 256, SHAPE) / 64,
         "logp_behav": -rng.integers(1, 256, SHAPE) / 64,
         "sum_pi_squared": rng.integers(1, 64, SHAPE) / 64,
+        "entropy": rng.integers(1, 64, SHAPE) / 16,
         "weights": rng.integers(0, 256, SHAPE) / 64,
         "grad_norms": rng.integers(1, 256, NUM_ROWS) / 64,
     }

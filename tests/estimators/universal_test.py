@@ -122,7 +122,7 @@ def test_advantages_carry_no_gradient():
     floats = {
         "values": normal(8, 4), "greedy_rewards": normal(8),
         "sum_pi_squared": uniform(8, 4), "logp_old": -uniform(8, 4), "logp_behav": -uniform(8, 4),
-        "logp_prox": -uniform(8, 4),
+        "logp_prox": -uniform(8, 4), "entropy": uniform(8, 4),
         "weights": uniform(8, 4), "grad_norms": uniform(8), "reward_components": normal(8, 2),
     }
 
