@@ -9,6 +9,7 @@ from experiments.records import Run
 from jaxrl_tis.record import intervals
 
 LEAST = 0.003  # gain in accuracy that counts
+CORRECTED = {"neither": "correct", "repair": "both"}  # an arm's way, and that with the correction
 MEASURES = {
     "D95": ("mismatch/dp_p95/mean", 1e-4), "chi2 of sequences": ("rollout_corr/chi2_seq", 0.1),
     "flips": ("mismatch/route_flip_router", 1e-3),
@@ -32,7 +33,7 @@ def budget(arms: Arms) -> str:
     lines = []
     for arm in arms:
         model, name, way = arm.split("/")
-        corrected = arms.get(f"{model}/{name}/{ {'neither': 'correct', 'repair': 'both'}.get(way) }")
+        corrected = arms.get(f"{model}/{name}/{CORRECTED.get(way)}")
         if corrected is None:
             continue
         found = parts.beside(corrected, arms[arm])
@@ -50,8 +51,7 @@ def crossover(arms: Arms) -> str:
     groups: dict[str, list[float]] = {"within": [], "beyond": []}
     for arm, runs in arms.items():
         model, name, way = arm.split("/")
-        other = {"neither": "correct", "repair": "both"}.get(way)
-        corrected = {r.seed: gain(r) for r in arms.get(f"{model}/{name}/{other}", ())}
+        corrected = {r.seed: gain(r) for r in arms.get(f"{model}/{name}/{CORRECTED.get(way)}", ())}
         key = "within" if is_within(list(runs)) else "beyond"
         groups[key] += [corrected[r.seed] - gain(r) for r in runs if r.seed in corrected]
     shown = (f"{key} the budget {parts.interval(intervals.of_mean(x))}" for key, x in groups.items() if x)

@@ -2,8 +2,8 @@
 
 A part is a gap and a length of answers, "int8/short". Its arms share the programs of sampler and evaluation and
 the supervised steps of each seed, and the seeds of an arm share its update. All arms of one seed are trained
-before those of the next. Each finished run is one line of
-FOLDER/GAP-LENGTH.jsonl, in the form of experiments/records.py; the same command continues after an end.
+before those of the next. Each finished run is one line of FOLDER/GAP-LENGTH.jsonl, in the form of
+experiments/records.py; the same command continues after an end.
 
 With --gradients: bias and variance of each correction's gradient, against the gradient without a gap, in
 FOLDER/GAP-LENGTH.gradients.jsonl. The arm without a gap is trained with one update a step. Its policy is kept at

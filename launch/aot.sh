@@ -116,9 +116,5 @@ sums: \`python -m benchmarks.segments\`. Bytes of one device.
 
 PAGE
 # shellcheck disable=SC2046  # a word for each config
-packed=$("$PY" -c "import sys; from jaxrl_tis import cli_flags
-for c in sys.argv[1:]: print(c * bool(cli_flags.parsed([f'--config={c}']).train.pack_length))" \
-  $(for config in "${configs[@]}"; do file_of "$config"; done))
-# shellcheck disable=SC2086  # a word for each config
-"$PY" -m benchmarks.segments $packed >>"$out/page.md"
+"$PY" -m benchmarks.segments $(for config in "${configs[@]}"; do file_of "$config"; done) >>"$out/page.md"
 mv "$out/page.md" docs/tpu_programs.md

@@ -37,8 +37,7 @@ from jaxrl_tis.validate import validate
 
 PROGRAMS = (
     "train", "critic", "score", "weigh", "values", "distill", "quantize", "prefill", "insert", "decode",
-    "verify",
-    *OF_DRAFTER, *EVALUATION,
+    "verify", *OF_DRAFTER, *EVALUATION,
 )
 
 

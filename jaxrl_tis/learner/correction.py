@@ -140,7 +140,6 @@ class Correction(loss.LossSpec):
         needed = _needs(at_update) | self._head | self._of_loss
         return use in ("forward", "update") or (use == "method" and field in needed)
 
-
     def is_weighed(self, field: str) -> bool:
         """Whether `weighed` takes this field of the rollout batch."""
         chosen = [*self._weights, *(("mask", m) for m in self.masks_of_batch)]

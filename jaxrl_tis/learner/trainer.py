@@ -284,13 +284,7 @@ class Trainer:
         controllers, settings = self._begin(controllers, rows)
         rows |= control.fields(settings, count)
         is_scored = bool(self.setup.recompute_reason)
-        if is_scored and self.setup.packer is None:
-            prepared, measured = self.prepare(rows)
-        else:
-            prepared, measured = self.credit(rows)
-        if is_scored and self.setup.packer is not None:
-            fields, of_weights = self._weighed(rows, prepared)
-            prepared, measured = prepared | fields, measured | of_weights
+        prepared, measured = self._prepared(rows) if is_scored else self.credit(rows)
         probe = self.diagnostics.probe(state, rows, step)
         updated, collected, num_seqs = self.update_fields(rows, prepared), [], []
         fused = {n: np.zeros(rows["mask"].shape, t) for n, t in correction.OF_UPDATE.items()}
@@ -345,6 +339,15 @@ class Trainer:
         of_update = {name: made[name] for name in ("weights", "accepted")}
         fields, metrics = self._weighed(rows, credited | of_update)
         return rows, credited | fields, metrics
+
+    def _prepared(self, rows: Rows) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the results of `prepare` for a scored batch, whose weights are those of packed rows if the
+        config packs them."""
+        if self.setup.packer is None:
+            return self.prepare(rows)
+        credited, of_rewards = self.credit(rows)
+        fields, of_weights = self._weighed(rows, credited)
+        return credited | fields, of_rewards | of_weights
 
     def _weighed(self, rows: Rows, made: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the results of `weigh` for rows [N,T] with these fields, packed if the config packs
